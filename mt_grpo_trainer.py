@@ -143,8 +143,9 @@ from mt_grpo.training.passes import (
 )
 from mt_grpo.training.policy_scores import scores_of_trainer
 from mt_grpo.training.records import FURTHER_RECORDS
+from mt_grpo.training.refill import refill
 from mt_grpo.training.reward_calls import own_copy
-from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, weighted_rewards
+from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, merge_scores, weighted_rewards
 from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.shared_prompts import logps_of_rows
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
@@ -641,31 +642,6 @@ CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, co
 credit_estimator = estimators_of(CREDIT_ASSIGNMENTS)  # the line above an estimator, from which all else derives
 
 
-@credit_estimator("outcome", per_turn=False)
-def outcome_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """GRPO-OR: every turn gets `norm(R^O)`. It ignores turn rewards. It is 0 where a group's outcomes are all equal.
-
-    >>> outcome_advantages(doctest_batch(), 1.0, 1.0)
-    tensor([[ 0.5000,  0.5000,  0.5000],
-            [-0.5000, -0.5000, -0.5000]])
-    """
-    return rewards.norm(rewards.outcome)[:, None].expand(rewards.turn.shape)
-
-
-@credit_estimator("merged", per_turn=False)
-def merged_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """GRPO-MR: every turn gets `norm(R^O + R^T)`. It pays for each further turn with a reward.
-
-    In the example 1.8 stands against 0.4.
-
-    >>> merged_advantages(doctest_batch(), 1.0, 1.0)
-    tensor([[ 0.7000,  0.7000,  0.7000],
-            [-0.7000, -0.7000, -0.7000]])
-    """
-    total = rewards.outcome + rewards.turn_total
-    return rewards.norm(total)[:, None].expand(rewards.turn.shape)
-
-
 @credit_estimator("mt_grpo", reads=("turn_advantage_coef",))
 def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
     """MT-GRPO (arXiv 2505.11821): the outcome's advantage, plus a turn's own where it was given a number.
@@ -688,24 +664,7 @@ def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> to
     return torch.where(has_observation, outcome + coef * (per_turn + per_rollout), no_call)
 
 
-@credit_estimator("turn_return", reads=("turn_advantage_coef", "turn_discount", "outcome_in_return"))
-def turn_return_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
-    """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
-
-    Rollouts that ended at turn k count with what they got there, so going on is credited with what comes of it. Use
-    `scale_rewards: none`; with `group` and a reward for every call it learns to call for ever (docs/credit.md). In the
-    example turn 0 is 0.8 against 0.4, turn 1 is 0.6 against 0, and in turn 2 A is alone.
-
-    >>> turn_return_advantages(doctest_batch(), 1.0, 1.0)
-    tensor([[ 0.7000,  0.8000,  0.5000],
-            [-0.7000, -0.8000, -0.5000]])
-    """
-    outcome = rewards.norm(rewards.outcome)[:, None]
-    own = rewards.norm(rewards.returns_to_go(discount))
-    return outcome + coef * (own + rewards.rollout_turn_advantages())
-
-
-CREDIT_ASSIGNMENTS |= FURTHER_ESTIMATORS  # gigpo, zero_sum, progress_credit: mt_grpo/training/further_credit.py
+CREDIT_ASSIGNMENTS |= FURTHER_ESTIMATORS  # all others: mt_grpo/training/further_credit.py
 
 
 def turn_advantages(
@@ -775,9 +734,10 @@ def clipped_loss(
 # 3. The step
 #
 # TRL's training step calls, in this order:
-#   _generate_and_score_completions   rows in, a batch for the loss out; inside it TRL calls the next two
-#     _generate                       conversations -> ids, masks, logprobs (`_roll_out`)
-#     _calculate_rewards              reward functions -> `RewardTable`; then `turn_advantages`, `token_advantages`
+#   _generate_and_score_completions   rows in, a batch for the loss out: `_roll_out` (conversations), `_score` (reward
+#                                     functions -> `RewardTable`), `_before_credit`; then TRL's, which asks for
+#     _generate                       ids, masks, logprobs of the conversations
+#     _calculate_rewards              rewards for its logs; behind it `turn_advantages`, `token_advantages`
 #   compute_loss                      TRL's loss of these tokens, `clipped_loss` above, as a sum over passes, in which
 #                                     each prompt stands once, its completions behind it (`_prepare_inputs`)
 # =====================================================================================================================
@@ -805,7 +765,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     # -- 3.1 what TRL calls: rollouts in, a batch for its loss out --
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's step, which calls `_generate` and `_calculate_rewards`, with its advantages replaced by one per token.
+        """Conversations and their rewards, then TRL's step on them, with its advantages replaced by one per token.
 
         Args:
             inputs: B dataset rows, each prompt G times in a row over all ranks.
@@ -815,8 +775,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.batch = batch = Batch(inputs, self._group_size, first, self._mode, data_of(self))
         correction, skips = self.vllm_importance_sampling_correction, skips_first_pass(self)
         try:
+            batch.rollouts = self._roll_out(batch.rows)
+            self._score(batch)
+            self._before_credit(batch)
             self.vllm_importance_sampling_correction = correction and not skips  # for it TRL makes the pass
-            output = super()._generate_and_score_completions(rows_for_trl(inputs))
+            output = super()._generate_and_score_completions(rows_for_trl(batch.rows))
         finally:
             self.env.close(batch.rollouts)
             batch.loss_masks, self.vllm_importance_sampling_correction = None, correction
@@ -839,20 +802,20 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         )  # fmt: skip
 
     def _generate(self, prompts: list) -> tuple:
-        """TRL's generation step: conversations in place of single completions.
+        """TRL's generation step: the batch's conversations in place of single completions.
 
         Ids, masks and logprobs are of M rows: the first record of each of B rollouts, then the further ones. TRL sums
         the tokens of all rows, and takes the number of rollouts from the prompts.
         """
         batch = self.batch
-        batch.rollouts = rollouts = self._roll_out(batch.rows)
-        batch.facts = conversation_columns(rollouts, self.accelerator)  # (N, 12)
+        batch.facts = conversation_columns(batch.rollouts, self.accelerator)  # (N, 12)
         metrics, num_tokens = conversation_metrics(batch.facts)
-        self._log_metrics({**metrics, **check_rollouts(rollouts, self.env, self.args)})
+        self._log_metrics({**metrics, **check_rollouts(batch.rollouts, self.env, self.args)})
+        own = self._metrics[self._mode], self._stale[self._mode]
+        staleness_metrics(batch.rollouts, self._weight_counter.version, *own)
         if self.model.training:
-            self.state.num_input_tokens_seen += num_tokens
+            self.state.num_input_tokens_seen += num_tokens + batch.num_dropped_tokens
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        batch.choose_records(self.args, self.state.global_step)
         prompt_ids, completion_ids, loss_masks, logprobs = batch.loss_lists(
             self._tokenizer.pad_token_id, self.args.mask_truncated_completions
         )
@@ -861,7 +824,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             prompt_ids,
             completion_ids,
             loss_masks,  # TRL's `tool_mask`: ids of observations have 0, are attended to, and are not in its loss
-            [rollout.messages for rollout in rollouts],
+            [rollout.messages for rollout in batch.rollouts],
             logprobs,
             {}, None, [],  # columns for rewards, images, images of tools
         )  # fmt: skip
@@ -942,25 +905,52 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """
         rollouts, metrics = self.in_flight.complete(rows)
         self._log_metrics(metrics)
-        staleness_metrics(rollouts, self._weight_counter.version, self._metrics[self._mode], self._stale[self._mode])
         self.in_flight.start_next()
         return rollouts
 
     # -- 3.4 rewards --
 
-    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
-        """Run each reward function once; keep the turn rewards for the credit; return (N, F) for TRL's logs."""
-        batch = self.batch
-        told = {"trainer_state": self.state, "log_extra": self._log_completion_extra, "log_metric": self._log_metric}
+    def _score(self, batch: Batch, fresh: torch.Tensor | None = None) -> None:
+        """Run each reward function once, and fill in the batch's rewards. Collective.
+
+        Args:
+            batch: With its rollouts.
+            fresh: (N,) bool, the rollouts to score where the others were. None: all.
+        """
+        batch.choose_records(self.args, self.state.global_step)
+        told = {"trainer_state": self.state, "log_extra": batch.add_extra, "log_metric": self._log_metric}
         told |= scores_of_trainer(self)
-        whole, per_turn, observed, sampled, state, num_tokens = self.reward_functions.score_all_ranks(
-            batch, told, self.args.reward_timeout, self.accelerator, self._on_all_ranks, self._reads_state
+        scores = self.reward_functions.score_all_ranks(
+            batch, told, self.args.reward_timeout, self.accelerator, self._on_all_ranks, self._reads_state, fresh
         )
+        batch.scores = scores if fresh is None else merge_scores(batch.scores, scores, fresh)
+        whole, per_turn, *of_turns = batch.scores
         batch.weights = self.reward_weights.cpu()
         outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, batch.weights)
         outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
-        batch.rewards = RewardTable(outcome, rollout_turn, turn, observed, sampled, state, num_tokens)
+        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns)
         batch.logged = logged_rewards(whole, per_turn).to(self.accelerator.device)
+
+    def _before_credit(self, batch: Batch) -> None:
+        """Between rewards and credit: may change the table `batch.rewards`, or the rollouts. Collective.
+
+        Here groups without signal give way to others (`refill_groups`). FORK: a penalty per turn, other groups to
+        sample again, what a turn is worth to another model. All ranks have the same table.
+        """
+        if self.args.refill_groups and self.model.training:
+            refill(self, batch, self._without_signal)
+
+    def _without_signal(self, batch: Batch) -> torch.Tensor:
+        """Whether a group would train no token, (N/G,) bool."""
+        advantages = self._advantages(batch.rewards, self.args.scale_rewards)
+        moves = (advantages.abs() > 1e-8) & batch.trained_turns(self.args)
+        return ~moves.view(-1, batch.group_size * moves.shape[1]).any(1)
+
+    def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
+        """What `_score` has found, (N, F), for TRL's logs; says which rewards move nothing."""
+        batch, (whole, per_turn, *_) = self.batch, self.batch.scores
+        for column, values in batch.extra.items():
+            self._log_completion_extra(column, values)
         if self.model.training:
             counts = numbers_that_count(batch.rewards, lambda table: self._advantages(table, "none"))
             metrics, texts = self._reward_use.add(whole, per_turn, counts)
@@ -1237,6 +1227,9 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         "wait", "With max_staleness: wait for the oldest, or admit those that are complete",
         one_of=("wait", "admit"), backend="server",
     )  # fmt: skip
+    refill_groups: int = key(
+        0, "Batches of further prompts that a step may sample, for groups without signal", within="[0, inf)"
+    )
     share_prompts: bool = key(
         True, "Compute each prompt once, in passes by tokens; false: TRL's rows and passes", trained=False
     )

@@ -41,7 +41,7 @@ EVALUATED = "scripts/evaluate.py evaluates a model on the test rows. Remove it"
 OF_THE_MODEL = "it is read from the model's own files. Remove it"
 TEMPLATE = "the tokenizer's own chat template is used. Remove it; `chat_template_kwargs` are its arguments"
 NEVER_CUT = "a prompt that does not fit is an error, and never cut. Remove it; `max_completion_length` bounds the rest"
-NO_SIGNAL = "a group without signal is not sampled again. Remove it; credit/frac_groups_without_signal counts them"
+REFILLED = "write `refill_groups`: batches of further prompts that a step may sample in place of groups without signal"
 SCALED = "the reward has its default. Register a subclass in `external_plugins` for another value"
 PATTERN = "one pattern cannot fit tool turns and answer turns alike. Remove it"
 SHARE = "write `warmup_steps`: a number below 1 is a share of all steps"
@@ -135,7 +135,7 @@ SWIFT_KEYS = {
     **alike(SCALED, "cosine_min_len_value_wrong cosine_max_len_value_wrong cosine_min_len_value_correct",
             "cosine_max_len_value_correct cosine_max_len repetition_n_grams repetition_max_penalty soft_max_length",
             "soft_cache_length"),
-    **alike(NO_SIGNAL, "dynamic_sample max_resample_times"),
+    **alike(REFILLED, "dynamic_sample max_resample_times"),
     **alike("turns are sampled by `temperature`, `top_p`, `top_k` and `generation_kwargs`. Remove it",
             "num_beams stream logprobs top_logprobs"),
     **alike(EVALUATED, "eval_metric eval_use_evalscope eval_dataset_args eval_limit eval_generation_config",
@@ -285,7 +285,7 @@ VERL_KEYS = {
     "actor_rollout_ref.rollout.max_model_len": "vllm_max_model_length",
     "actor_rollout_ref.rollout.nnodes": LAUNCHED, "actor_rollout_ref.rollout.n_gpus_per_node": LAUNCHED,
     "actor_rollout_ref.rollout.calculate_log_probs": "vllm_importance_sampling_correction",
-    "actor_rollout_ref.rollout.over_sample_rate": NO_SIGNAL,
+    "actor_rollout_ref.rollout.over_sample_rate": "write `late_groups: admit`: no slow rollout is lost",
     "actor_rollout_ref.rollout.val_kwargs": EVAL_SAMPLING,
     "actor_rollout_ref.rollout.val_kwargs.n": "num_generations_eval",
     "actor_rollout_ref.rollout.multi_turn": "a conversation always may have several turns. Remove it",
@@ -320,7 +320,7 @@ VERL_KEYS = {
     "algorithm.norm_adv_by_std_in_grpo": "write `scale_rewards: group` for true, `none` for false",
     "algorithm.gamma": "write `turn_discount`: it is per turn, and verl's per token",
     "algorithm.use_kl_in_reward": SWIFT_KEYS["kl_in_reward"], "algorithm.kl_ctrl": SWIFT_KEYS["kl_in_reward"],
-    "algorithm.kl_penalty": SWIFT_KEYS["kl_in_reward"], "algorithm.filter_groups": NO_SIGNAL,
+    "algorithm.kl_penalty": SWIFT_KEYS["kl_in_reward"], "algorithm.filter_groups": REFILLED,
     "algorithm.rollout_correction": "write `vllm_importance_sampling_mode` and the keys beside it",
     "algorithm.rollout_correction.rollout_is": "vllm_importance_sampling_mode",
     "algorithm.rollout_correction.rollout_is_threshold": "vllm_importance_sampling_clip_max",

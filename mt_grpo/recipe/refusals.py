@@ -37,6 +37,11 @@ def check_staleness(args: GRPOConfig) -> None:
     args.max_staleness = max(args.max_staleness, int(args.overlap_rollouts))
     if args.late_groups == "admit" and not args.max_staleness:
         raise ValueError("late_groups: admit has no effect without max_staleness. Set max_staleness: 2, or remove it.")
+    if args.refill_groups and args.max_staleness and args.late_groups != "admit":
+        raise ValueError(
+            f"refill_groups={args.refill_groups} with max_staleness={args.max_staleness} needs late_groups: "
+            "admit: with wait, later batches are begun before it is known which of their prompts this one takes."
+        )
     if not args.max_staleness:
         return
     key = "overlap_rollouts" if args.overlap_rollouts else f"max_staleness={args.max_staleness}"

@@ -295,7 +295,11 @@ def preflight_settings(args: Any) -> Iterator[None]:
         args.output_dir, args.report_to, args.disable_tqdm, args.save_strategy = folder, [], True, "no"
         args.log_rollouts, args.push_to_hub, args.load_best_model_at_end = 0, False, False
         args.save_on_each_node = None  # nothing is saved, and each node has this folder for itself
-        args.max_staleness, args.eval_on_start = 0, False  # nothing is rolled out that is not looked at
+        args.max_staleness, args.refill_groups, args.eval_on_start = (
+            0,
+            0,
+            False,
+        )  # nothing is rolled out that is not looked at
         args.vllm_server_timeout = min(args.vllm_server_timeout, 20.0)
         yield
 

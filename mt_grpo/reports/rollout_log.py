@@ -324,6 +324,34 @@ class RolloutLog:
         about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": batch.mode}
         write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
 
+    def add_dropped(self, batch: Batch, places: list[int], step: int) -> None:
+        """Write rollouts of a batch that are dropped, with the mode `dropped`: they train nothing.
+
+        Args:
+            batch: Scored.
+            places: Of this rank's rollouts that are dropped. At most as many are written as of a batch.
+            step: Optimizer steps so far.
+        """
+        places, fresh = places[: self.most], not self.begun and step == 0
+        if not places:
+            return
+        self.begun = True
+        if fresh and self.rank == 0:
+            delete_other_ranks(self.path.parent, self.num_ranks)
+        rollouts, index = (
+            [batch.rollouts[i] for i in places],
+            torch.tensor([batch.first + i for i in places], dtype=torch.long),
+        )
+        nothing = torch.zeros(batch.rewards.turn.shape)[index]
+        scored = Scored(
+            self.names, batch.weights, batch.logged[index.to(batch.logged.device)], batch.rewards.turn[index], nothing,
+            batch.group_size, torch.zeros(len(places)), len(batch.rewards.outcome),
+        )  # fmt: skip
+        columns = turn_columns({}, [], [], rollouts)
+        rows = rollout_rows(rollouts, [batch.rows[i] for i in places], scored, columns, self.tokenizer)
+        about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": "dropped"}
+        write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
+
 
 def delete_other_ranks(folder: Path, world_size: int) -> None:
     """Delete what ranks have written that the run does not have, of an earlier one."""

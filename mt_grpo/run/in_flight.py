@@ -9,9 +9,10 @@ import collections.abc
 import json
 import logging
 import math
+import sys
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,10 +171,55 @@ class EpochPrompts:
         return {"epoch": self.epoch, "place": self.place, "prompts": prompts, "per_batch": per_batch}
 
 
-def read_in_flight(checkpoint: Path, late_groups: str, num_prompts: int) -> dict[str, Any] | None:
-    """What `EpochPrompts.state` gave when a checkpoint was saved; None if it was saved without `late_groups: admit`.
+class PassPrompts(EpochPrompts):
+    """Prompts without an end: after a pass through the data the next one begins, in an order of its own.
 
-    A checkpoint in the middle of a batch has the state of the batch's beginning, and the batch's prompts as `batch`.
+    With `refill_groups` a step may take more prompts than a batch has. So passes are not the epochs of `Trainer`,
+    which are so many batches.
+
+    Args:
+        number: Of the first pass.
+        order_of: Gives the order of a pass.
+        place, again: See `EpochPrompts`.
+
+    >>> prompts = PassPrompts(0, [[3, 1, 0], [0, 3, 1]].__getitem__, place=2, again=[1])
+    >>> [prompts.take() for _ in range(4)], prompts.passes
+    ([1, 0, 0, 3], 1.6666666666666665)
+    """
+
+    def __init__(self, number: int, order_of: Callable[[int], list[int]], place: int = 0, again: Iterable[int] = ()):
+        self.order_of = order_of
+        super().__init__(number, order_of(number), place, again)
+
+    @property
+    def left(self) -> int:
+        return sys.maxsize
+
+    @property
+    def passes(self) -> float:
+        """Passes through the data so far."""
+        return self.epoch + self.place / len(self.order)
+
+    def take(self) -> int:
+        if not self.again and self.place >= len(self.order):
+            self.epoch, self.order, self.place = self.epoch + 1, self.order_of(self.epoch + 1), 0
+        return super().take()
+
+    def end(self) -> None:
+        """An epoch of `Trainer` ends, and a pass goes on."""
+
+    def state(self, in_flight: list[int], per_batch: int) -> dict[str, Any]:
+        return {**super().state(in_flight, per_batch), "passes": True}
+
+
+def read_in_flight(
+    checkpoint: Path, late_groups: str, num_prompts: int, refills: bool = False
+) -> dict[str, Any] | None:
+    """What the `state` of prompts gave when a checkpoint was saved; None if it was saved with neither
+    `late_groups: admit` nor `refill_groups`.
+
+    A checkpoint in the middle of a batch has the batch's prompts as `batch`, and the state of the batch's beginning;
+    with `refill_groups` that of now, in which the batch's prompts are asked for already.
     Raises `RunError` where this run would train some prompts twice and others not at all.
     """
     path = checkpoint / IN_FLIGHT
@@ -187,8 +233,13 @@ def read_in_flight(checkpoint: Path, late_groups: str, num_prompts: int) -> dict
         or not all(fits_type(state[name], list[int]) for name in lists & state.keys())
     ):  # fmt: skip
         raise RunError(f"{path} is damaged. Expected the prompts that were in flight: use another checkpoint.")
+    if state.get("passes") and not refills:
+        raise RunError(
+            f"{checkpoint} was saved with refill_groups, after {state['epoch']} passes and {state['place']} prompts, "
+            "got refill_groups: 0. Set refill_groups, or ignore_data_skip: true, which begins the epoch anew."
+        )
     prompts = state["prompts"] or state.get("batch", [])
-    if prompts and late_groups != "admit":
+    if state["prompts"] and late_groups != "admit" or prompts and late_groups != "admit" and not refills:
         raise RunError(
             f"{checkpoint} was saved with late_groups: admit, when {len(prompts)} prompts were begun and not trained, "
             f"got late_groups: {late_groups}. Set late_groups: admit, or resume from the end of an epoch."
@@ -248,17 +299,17 @@ class ChosenGroups(AwaitedGroups):
 
     Args:
         groups: In the order of the batch's slots.
-        first: The index of this rank's first rollout in the batch.
+        places: The index of each of this rank's rollouts in the batch.
         waited: Seconds that training waited for them.
     """
 
     over = True
 
-    def __init__(self, groups: list[GroupInFlight], first: int, waited: float):
+    def __init__(self, groups: list[GroupInFlight], places: Iterable[int], waited: float):
         super().__init__(groups)
         self.waited = waited
         self.rows = [row for group in groups for row in group.rows]
-        for index, rollout in enumerate(self.rollouts, first):
+        for index, rollout in zip(places, self.rollouts):
             rollout.place(index)
         self.seconds = max((batch.seconds for batch in self.batches), default=0.0)
 
@@ -305,6 +356,7 @@ class InFlight:
     Attributes:
         current: The conversations of this step; None where there are none. Progress is read from it.
         groups: What is in flight beside it, oldest first: batches with `wait`, groups with `admit`.
+        told_in_vain: Whether it was said that no group of a batch has a signal, whatever is asked for.
     """
 
     POLL_SECONDS = 0.02  # between two looks at what is complete
@@ -314,12 +366,13 @@ class InFlight:
         self.trainer = trainer
         self.current: RolloutBatch | AwaitedGroups | None = None
         self.groups: deque[RolloutBatch | GroupInFlight] = deque()
+        self.told_in_vain = False
         self._epoch: LookAhead | None = None  # `wait`
         self._next: list[list[dict[str, Any]]] = []  # `wait`: of the batches to start after this one
-        self._prompts: EpochPrompts | None = None  # `admit`
+        self._prompts: EpochPrompts | None = None  # `admit`, and `refill_groups`
         self._taken: ChosenGroups | None = None  # `admit`: what this step trains
-        self._batch_prompts: list[int] = []  # `admit`: of the batch that is trained, as rows of the dataset
-        self._to_save: dict[str, Any] | None = None  # `admit`: of the end of the last batch's training
+        self._batch_prompts: list[int] = []  # of the batch that is trained, as rows of the dataset; as `_prompts`
+        self._to_save: dict[str, Any] | None = None  # of the end of the last batch's training; as `_prompts`
 
     def begin(self, checkpoint: str | None) -> None:
         """Begin a run, or go on from a checkpoint. Raises `RunError` if it cannot train that one's prompts in flight.
@@ -329,9 +382,9 @@ class InFlight:
         """
         args = self.trainer.args
         per_batch = args.generation_batch_size // args.num_generations
-        saved = read_in_flight(Path(checkpoint), args.late_groups, per_batch) if checkpoint else None
-        uses_it = args.late_groups == "admit" and not args.ignore_data_skip  # which begins the epoch anew
-        self._to_save = saved if uses_it else None
+        goes_on = checkpoint and not args.ignore_data_skip  # which begins the epoch anew
+        saved = read_in_flight(Path(checkpoint), args.late_groups, per_batch, self._refills) if goes_on else None
+        self._to_save = saved if args.late_groups == "admit" or self._refills else None
         self._prompts = None
 
     def cancel(self) -> None:
@@ -343,10 +396,19 @@ class InFlight:
 
     def end_epoch(self) -> None:
         """Give up what is in flight. Only an epoch that a callback ended (`should_epoch_stop`) has something left."""
-        if self.groups:
+        if self.groups and not self._refills:
             self.cancel()
         if self._prompts is not None:
             self._prompts.end()
+
+    @property
+    def _refills(self) -> bool:
+        return self.trainer.args.refill_groups > 0
+
+    @property
+    def data_passes(self) -> float:
+        """With `refill_groups`: passes through the data so far."""
+        return self._prompts.passes
 
     @property
     def _passes(self) -> int:
@@ -361,13 +423,47 @@ class InFlight:
         return math.ceil((self.trainer._step % self._passes + passes) / self._passes)
 
     def rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows that this rank trains next: those given, or with `admit` those of complete groups. Collective."""
-        if not self.trainer.args.max_staleness or not self.trainer.model.training:
+        """The rows that this rank trains next. Collective.
+
+        Those given, or with `admit` those of complete groups; with `refill_groups` the next ones of the run's own
+        passes through the data.
+        """
+        args = self.trainer.args
+        if not self.trainer.model.training:
             return rows
-        if self.trainer.args.late_groups == "admit":
+        if args.max_staleness and args.late_groups == "admit":
             return self._admit(rows)
-        self._look_ahead()
+        if self._refills:
+            return self._next_rows(rows)
+        if args.max_staleness:
+            self._look_ahead()
         return rows
+
+    def refill(
+        self, rows: list[dict[str, Any]], slots: list[int]
+    ) -> tuple[list[dict[str, Any]], list[Rollout], dict[str, float]]:
+        """(rows, rollouts, metrics) of further prompts for these slots of a batch. Collective.
+
+        Args:
+            rows: The B rows of the batch.
+            slots: Numbers of groups of the batch, the same on all ranks.
+        """
+        kinds, slot_of_row, first = self._slots(len(rows))
+        own = [i for i, slot in enumerate(slot_of_row) if slot in slots]
+        if self.trainer.args.max_staleness:
+            taken = self._take_groups([kinds[slot] for slot in slots], slot_of_row, kinds, [first + i for i in own])
+            prompts, further = [group.prompt for group in taken], self._taken.rows
+        else:
+            prompts = [self._prompts.take() for _ in slots]
+            data = self.trainer.train_dataset
+            further = [data[prompts[slots.index(slot_of_row[i])]] for i in own]
+        for slot, prompt in zip(slots, prompts):
+            self._batch_prompts[slot] = prompt
+        placed = list(rows)
+        for i, row in zip(own, further, strict=True):
+            placed[i] = row
+        rollouts, metrics = self.complete(placed, own)
+        return further, rollouts, metrics
 
     def _take_prefetched(self, rows: list[dict[str, Any]]) -> RolloutBatch | ChosenGroups | None:
         """The conversations that were started ahead of this batch, if there are any."""
@@ -382,27 +478,34 @@ class InFlight:
             raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
         return self.groups.popleft()
 
-    def complete(self, rows: list[dict[str, Any]]) -> tuple[list[Rollout], dict[str, float]]:
+    def complete(
+        self, rows: list[dict[str, Any]], places: list[int] | None = None
+    ) -> tuple[list[Rollout], dict[str, float]]:
         """Wait for all conversations of this rank, and start those over that a lost server leaves. Collective.
+
+        Args:
+            rows: The B rows of the batch.
+            places: Of the rows that are meant. None: all.
 
         Returns the rollouts in the order of the rows, and the metrics `rollout/*`. Raises `RunError` on all ranks.
         """
         trainer = self.trainer
-        rollouts: list[Rollout | None] = [None] * len(rows)
+        places = list(range(len(rows))) if places is None else places
+        found: dict[int, Rollout] = {}  # place -> rollout
         num_restarted, num_retries, num_pushes, waited = 0, 0, 0, 0.0
 
         def finish() -> tuple[int, int, int]:
-            missing = [i for i, rollout in enumerate(rollouts) if rollout is None]
+            missing = [i for i in places if i not in found]
             started = None if num_restarted else self._take_prefetched(rows)
             self.current = started or trainer._start_rollouts(rows, missing)
             for rollout in self.current.wait():
                 if rollout is not None:
-                    rollouts[rollout.index - trainer.accelerator.process_index * len(rows)] = rollout
-            kept = {id(rollout) for rollout in rollouts}
+                    found[rollout.index - trainer.accelerator.process_index * len(rows)] = rollout
+            kept = {id(rollout) for rollout in found.values()}
             trainer.env.close([lost for lost in self.current.rollouts if id(lost) not in kept])
             retries, trainer.llm.retries = getattr(trainer.llm, "retries", 0), 0
             no_other_server = not getattr(trainer.llm, "joined", ())
-            return rollouts.count(None), retries, int(no_other_server)
+            return len(places) - len(found), retries, int(no_other_server)
 
         while num_pushes < self.MAX_RESTARTS:
             if num_restarted or not self.groups or not trainer.model.training:
@@ -425,7 +528,7 @@ class InFlight:
                     trainer.weight_sync.doubted = True
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
-        return rollouts, {
+        return [found[i] for i in places], {
             "rollout/restarted": num_restarted,
             "rollout/retries": num_retries,
             "rollout/seconds": self.current.seconds,
@@ -469,6 +572,32 @@ class InFlight:
 
         self.trainer._on_all_ranks(start, "Rollouts")
 
+    # -- prompts of the run's own --
+
+    def _slots(self, count: int) -> tuple[list[Kind], list[int], int]:
+        """(the kind of each group of a batch, the group of each of this rank's rows, the number of its first row)."""
+        trainer = self.trainer
+        kinds = slot_kinds(count, trainer.num_generations, trainer.accelerator.num_processes)
+        first = trainer.accelerator.process_index * count
+        return kinds, [index // trainer.num_generations for index in range(first, first + count)], first
+
+    def _order(self, number: int) -> list[int]:
+        """The prompts of a pass through the data, in the order of the epoch of that number."""
+        trainer = self.trainer
+        sampler = trainer._get_train_sampler(trainer.train_dataset)
+        sampler.epoch = lambda: number
+        num_prompts = trainer.args.generation_batch_size // trainer.num_generations
+        return epoch_order(sampler, num_prompts, trainer.num_generations, self._passes)
+
+    def _next_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows of the next prompts, in the place of those given."""
+        trainer = self.trainer
+        kinds, slot_of_row, _ = self._slots(len(rows))
+        if self._prompts is None:
+            trainer._on_all_ranks(lambda: self._begin_epoch(rows, slot_of_row, len(kinds)), "Rollouts")
+        self._batch_prompts = [self._prompts.take() for _ in kinds]
+        return [trainer.train_dataset[self._batch_prompts[slot]] for slot in slot_of_row]
+
     # -- late_groups: admit --
 
     def _admit(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -477,36 +606,56 @@ class InFlight:
         INVARIANT: `groups` has the same groups on all ranks, in the same order.
         """
         trainer = self.trainer
-        slots = slot_kinds(len(rows), trainer.num_generations, trainer.accelerator.num_processes)
-        first = trainer.accelerator.process_index * len(rows)
-        slot_of_row = [index // trainer.num_generations for index in range(first, first + len(rows))]
+        slots, slot_of_row, first = self._slots(len(rows))
         if self._prompts is None or not (self._prompts.left or self.groups):
             trainer._on_all_ranks(lambda: self._begin_epoch(rows, slot_of_row, len(slots)), "Rollouts")
         trainer._stop_if_asked()
         trainer._sync_weights()
         wanted = min(trainer.args.max_staleness + 1, self._batches_left) * len(slots)
         trainer._on_all_ranks(lambda: self._ask_for_groups(wanted, slots, slot_of_row), "Rollouts")
-        began = time.perf_counter()
-        chosen = self._wait_for_groups(slots)
-        waited = time.perf_counter() - began
-        groups = list(self.groups)
-        self.groups = deque(group for i, group in enumerate(groups) if i not in chosen)
-        self._taken = ChosenGroups([groups[i] for i in chosen], first, waited)
-        self._batch_prompts = [groups[i].prompt for i in chosen]
+        # A checkpoint in the middle of a batch: this batch is trained further.
+        oldest = len(slots) if trainer._step % self._passes else None
+        taken = self._choose(slots, range(first, first + len(rows)), oldest)
+        self._batch_prompts = [group.prompt for group in taken]
         return self._taken.rows
+
+    def _take_groups(
+        self, kinds: list[Kind], slot_of_row: list[int], slots: list[Kind], places: list[int]
+    ) -> list[GroupInFlight]:
+        """Complete groups of these kinds, oldest first, which `_taken` then holds; asks for more where it must."""
+        trainer = self.trainer
+        trainer._stop_if_asked()
+        while Counter(kinds) - Counter(group.kind for group in self.groups):
+            more = len(self.groups) + len(slots)
+            trainer._on_all_ranks(lambda: self._ask_for_groups(more, slots, slot_of_row), "Rollouts")  # noqa: B023
+        return self._choose(kinds, places)
+
+    def _choose(self, kinds: list[Kind], places: Iterable[int], oldest: int | None = None) -> list[GroupInFlight]:
+        """Wait for complete groups of these kinds, of the `oldest` ones alone if it is given, and take them."""
+        began = time.perf_counter()
+        chosen = self._wait_for_groups(kinds, oldest)
+        waited, groups = time.perf_counter() - began, list(self.groups)
+        self.groups = deque(group for i, group in enumerate(groups) if i not in chosen)
+        taken = [groups[i] for i in chosen]
+        self._taken = ChosenGroups(taken, places, waited)
+        return taken
 
     def _begin_epoch(self, rows: list[dict[str, Any]], slot_of_row: list[int], num_prompts: int) -> None:
         """Read the order of the epoch's prompts; a resumed run first asks again for those that were in flight.
 
-        INVARIANT: an epoch has as many prompts left as its batches of data that are left have slots.
+        INVARIANT: an epoch has as many prompts left as its batches of data that are left have slots. With
+        `refill_groups` it has no end.
         """
         trainer = self.trainer
         epoch, saved, trained = int(trainer.state.epoch or 0), self._to_save, 0
-        sampler = trainer._get_train_sampler(trainer.train_dataset)
-        order = epoch_order(sampler, num_prompts, trainer.num_generations, self._passes)
+        order = self._order(epoch)
         if self._prompts is None and not trainer.args.ignore_data_skip:  # the run's first batch
-            steps = self._passes // trainer.args.gradient_accumulation_steps  # of one batch
-            trained = trainer.state.global_step // steps * num_prompts - epoch * len(order)
+            batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps // self._passes
+            trained = batches * num_prompts - epoch * len(order)
+        if self._refills and saved and saved.get("passes"):
+            again = [*saved.get("batch", []), *saved["prompts"]]
+            self._prompts = PassPrompts(saved["epoch"], self._order, saved["place"], again)
+            return
         if self._prompts is None and saved and (saved["prompts"] or "batch" in saved):
             found = saved["epoch"], saved["place"] - len(saved["prompts"])
             if found != (epoch, trained):
@@ -516,8 +665,12 @@ class InFlight:
                     "ignore_data_skip: true, which begins the epoch anew."
                 )
             self._prompts = EpochPrompts.resumed(order, saved)
+            if self._refills:
+                self._prompts = PassPrompts(epoch, self._order, self._prompts.place, self._prompts.again)
             return
-        self._prompts = EpochPrompts(epoch, order, trained)
+        self._prompts = (
+            PassPrompts(epoch, self._order, trained) if self._refills else EpochPrompts(epoch, order, trained)
+        )
         expected = [order[trained + slot] for slot in slot_of_row] if trained + num_prompts <= len(order) else []
         prompts = prompts_of(trainer.train_dataset[k] for k in expected)
         if expected and prompts != prompts_of(rows):
@@ -534,16 +687,20 @@ class InFlight:
                 batch = self.trainer._start_rollouts(rows, own) if own else None
                 self.groups.append(GroupInFlight(prompt, kind, [rows[i] for i in own], batch))
 
-    def _wait_for_groups(self, slots: list[Kind]) -> list[int]:
-        """The places in `groups` of the groups to train, one per slot; the same on all ranks. Collective."""
+    def _wait_for_groups(self, slots: list[Kind], oldest: int | None = None) -> list[int]:
+        """The places in `groups` of the groups to train, one per slot; the same on all ranks. Collective.
+
+        Args:
+            slots: The kind of each.
+            oldest: Of how many of the groups in flight they are. None: of all.
+        """
         trainer = self.trainer
         groups, num_ranks = list(self.groups), trainer.accelerator.num_processes
         if len(groups) < len(slots):
             raise RunError(
                 f"The epoch has {len(groups)} groups left, expected {len(slots)}: its batches have changed."
             )
-        if trainer._step % self._passes:  # of a checkpoint in the middle of a batch: this batch is trained further
-            groups = groups[: len(slots)]
+        groups = groups[:oldest]
         self.current = AwaitedGroups(groups)
         while True:
             flags = [*(group.over for group in groups), trainer._stop_signal is None]
@@ -560,10 +717,11 @@ class InFlight:
 
     def note(self) -> None:
         """Keep what a checkpoint must hold. Of a batch that is to be trained further this is the batch itself."""
-        if self._prompts is not None and self.trainer._step % self._passes == 0:
+        over = self.trainer._step % self._passes == 0
+        if self._prompts is not None and (over or self._refills):
             num_prompts = self.trainer.args.generation_batch_size // self.trainer.args.num_generations
             self._to_save = self._prompts.state([group.prompt for group in self.groups], num_prompts)
-        elif self._to_save is not None:
+        if self._to_save is not None and not over:
             self._to_save["batch"] = self._batch_prompts
 
     def save(self, folder: Path) -> None:

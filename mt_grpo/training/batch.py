@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mt_grpo.rollout import Record, Rollout, StopReason
+from mt_grpo.rollout import Record, Rollout
 from mt_grpo.training.records import FURTHER_RECORDS, compare_ranks, row_of, trained_records
 
 
@@ -27,11 +27,14 @@ class Batch:
         records: The M records that the loss reads: a first one per rollout, then the further ones.
         owners: The rollout of each of the M records.
         loss_masks: Of each record's completion, as TRL gets them; None once TRL has its tensors.
-        failed: Whether the environment failed, of each of the N rollouts.
+        failed, truncated: Whether the environment failed, and whether it was cut off, of each of the N rollouts.
         facts: Numbers of each conversation, (N, 12): see `conversation_columns`.
-        rewards: The `RewardTable` of the N rollouts.
+        scores: What the reward functions gave, of all N rollouts: see `RewardFunctions.score_all_ranks`.
+        rewards: The `RewardTable` of the N rollouts, of these scores.
         weights: What each of the F reward functions counts, (F,).
         logged: What each of them gave, (N, F), NaN for None: see `logged_rewards`.
+        extra: Further columns of TRL's table of completions, (B,) each, from reward functions.
+        num_dropped_tokens: Prompt and sampled tokens of rollouts that others have taken the place of, of all ranks.
     """
 
     rows: list[dict[str, Any]]
@@ -43,24 +46,48 @@ class Batch:
     records: list[Record] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
     failed: list[bool] = field(default_factory=list)
+    truncated: list[bool] = field(default_factory=list)
     loss_masks: list[list[int]] | None = None
     facts: torch.Tensor | None = None
+    scores: tuple[torch.Tensor, ...] | None = None
     rewards: Any = None
     weights: torch.Tensor | None = None
     logged: torch.Tensor | None = None
+    extra: dict[str, list] = field(default_factory=dict)
+    num_dropped_tokens: int = 0
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """Of a tensor of all rollouts, (N, ...), the rows of this rank's, (B, ...)."""
         return x[self.first : self.first + len(self.rows)]
 
+    def add_extra(self, column: str, values: list) -> None:
+        """Keep a column; a later one of the same name is put on top of it, but for its None.
+
+        >>> batch = Batch([], 1)
+        >>> batch.add_extra("seen", ["a", "b"]), batch.add_extra("seen", [None, "c"]), batch.extra
+        (None, None, {'seen': ['a', 'c']})
+        """
+        old = self.extra.get(column, [None] * len(values))
+        self.extra[column] = [before if after is None else after for before, after in zip(old, values)]
+
+    def replace(self, places: list[int], rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
+        """Put other rows and rollouts in the places of this rank's. They are to be scored then."""
+        self.rows, self.rollouts = list(self.rows), list(self.rollouts)
+        for i, row, rollout in zip(places, rows, rollouts, strict=True):
+            self.rows[i], self.rollouts[i] = row, rollout
+            for column in self.extra.values():
+                column[i] = None
+
     def choose_records(self, args: Any, step: int) -> None:
-        """Set `records`, `owners` and `failed`. Collective. The records are B first ones, further ones, empty ones.
+        """Set `records`, `owners`, `failed` and `truncated`. Collective.
+
+        The records are B first ones, further ones, empty ones.
 
         INVARIANT: row i is of rollout i for i < B. All ranks have as many rows: B where no rank has a further record.
 
         Raises `RunError` on all ranks, as `compare_ranks` says.
         """
-        num_further, self.failed = compare_ranks(self.rollouts, args, step)
+        num_further, self.failed, self.truncated = compare_ranks(self.rollouts, args, step)
         records = [trained_records(rollout) for rollout in self.rollouts]
         further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
         further += [(Record([], []), 0)] * (num_further - len(further))
@@ -80,15 +107,21 @@ class Batch:
         logprobs = [record.logprobs for record in self.records]
         loss_masks = [record.loss_mask or [0] for record in self.records]
         if without_truncated:
-            reasons = [self.rollouts[owner].stop_reason for owner in self.owners]
-            truncated = (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
-            loss_masks = [[0] * len(m) if reason in truncated else m for reason, m in zip(reasons, loss_masks)]
+            cut_off = self.truncated[self.first : self.first + len(self.rollouts)]
+            loss_masks = [[0] * len(m) if cut_off[owner] else m for owner, m in zip(self.owners, loss_masks)]
         return (
             [record.prompt_ids or [pad_id] for record in self.records],
             [record.completion_ids or [pad_id] for record in self.records],
             loss_masks,
             None if None in logprobs else [row or [0.0] for row in logprobs],
         )
+
+    def trained_turns(self, args: Any) -> torch.Tensor:
+        """Whether a turn has tokens in the loss, (N, K) bool."""
+        trained = self.rewards.num_tokens > 0
+        if args.mask_truncated_completions:
+            trained = trained & ~torch.tensor(self.truncated)[:, None]
+        return trained
 
     def per_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
         """TRL's batch of M rows as one of B rollouts, which its shuffle and split take apart.

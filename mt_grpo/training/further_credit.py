@@ -1,4 +1,4 @@
-"""Estimators of credit beside the script's own: each is one function of its `RewardTable`, read by itself."""
+"""Estimators of credit beside MT-GRPO, the script's own: each is one function of its `RewardTable`, read by itself."""
 
 from __future__ import annotations
 
@@ -31,6 +31,51 @@ def estimators_of(registry: dict[str, Callable]) -> Callable:
 
 FURTHER_ESTIMATORS: dict[str, Callable] = {}
 further_estimator = estimators_of(FURTHER_ESTIMATORS)
+
+
+@further_estimator("outcome", per_turn=False)
+def outcome_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
+    """GRPO-OR: every turn gets `norm(R^O)`. It ignores turn rewards. It is 0 where a group's outcomes are all equal.
+
+    >>> from mt_grpo_trainer import doctest_batch
+    >>> outcome_advantages(doctest_batch(), 1.0, 1.0)
+    tensor([[ 0.5000,  0.5000,  0.5000],
+            [-0.5000, -0.5000, -0.5000]])
+    """
+    return rewards.norm(rewards.outcome)[:, None].expand(rewards.turn.shape)
+
+
+@further_estimator("merged", per_turn=False)
+def merged_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
+    """GRPO-MR: every turn gets `norm(R^O + R^T)`. It pays for each further turn with a reward.
+
+    In the example 1.8 stands against 0.4.
+
+    >>> from mt_grpo_trainer import doctest_batch
+    >>> merged_advantages(doctest_batch(), 1.0, 1.0)
+    tensor([[ 0.7000,  0.7000,  0.7000],
+            [-0.7000, -0.7000, -0.7000]])
+    """
+    total = rewards.outcome + rewards.turn_total
+    return rewards.norm(total)[:, None].expand(rewards.turn.shape)
+
+
+@further_estimator("turn_return", reads=("turn_advantage_coef", "turn_discount", "outcome_in_return"))
+def turn_return_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
+    """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
+
+    Rollouts that ended at turn k count with what they got there, so going on is credited with what comes of it. Use
+    `scale_rewards: none`; with `group` and a reward for every call it learns to call for ever (docs/credit.md). In the
+    example turn 0 is 0.8 against 0.4, turn 1 is 0.6 against 0, and in turn 2 A is alone.
+
+    >>> from mt_grpo_trainer import doctest_batch
+    >>> turn_return_advantages(doctest_batch(), 1.0, 1.0)
+    tensor([[ 0.7000,  0.8000,  0.5000],
+            [-0.7000, -0.8000, -0.5000]])
+    """
+    outcome = rewards.norm(rewards.outcome)[:, None]
+    own = rewards.norm(rewards.returns_to_go(discount))
+    return outcome + coef * (own + rewards.rollout_turn_advantages())
 
 
 @further_estimator(

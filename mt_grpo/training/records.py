@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.environments import PromptTooLong
-from mt_grpo.rollout import Record, Rollout
+from mt_grpo.rollout import Record, Rollout, StopReason
 
 # The key of TRL's batch under which each rollout has a list of rows. TRL's shuffle and split keep it with the rollout.
 FURTHER_RECORDS = "further_records"
@@ -26,8 +26,11 @@ def trained_records(rollout: Rollout) -> list[Record]:
     return records or [Record([], [])]
 
 
-def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, list[bool]]:
-    """(further records on the rank that has most, for each of N rollouts whether its environment failed). Collective.
+def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, list[bool], list[bool]]:
+    """What ranks must agree on. Collective.
+
+    Returns the further records on the rank that has most, and for each of N rollouts whether its environment failed
+    and whether it was cut off.
 
     Raises `RunError` on all ranks where every environment failed, or a setting does not go with further records.
     """
@@ -35,7 +38,8 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
     no_room = [isinstance(error, PromptTooLong) for error in errors]
-    reports = gather_object([(sum(len(trained_records(r)) - 1 for r in rollouts), failed, text, no_room)])
+    cut_off = [rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH) for rollout in rollouts]
+    reports = gather_object([(sum(len(trained_records(r)) - 1 for r in rollouts), failed, text, no_room, cut_off)])
     flags = [flag for report in reports for flag in report[1]]
     if all(flags) and all(each for report in reports for each in report[3]):
         raise RunError(f"In all {len(flags)} rollouts of step {step} the prompt fills the context. {reports[0][2]}")
@@ -48,7 +52,7 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
     num_further = max(report[0] for report in reports)
     if num_further:
         check_settings(args)
-    return num_further, flags
+    return num_further, flags, [flag for report in reports for flag in report[4]]
 
 
 def check_settings(args: Any) -> None:

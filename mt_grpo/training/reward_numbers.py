@@ -102,6 +102,31 @@ def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> t
     return whole, per_turn
 
 
+def merge_scores(
+    old: tuple[torch.Tensor, ...], new: tuple[torch.Tensor, ...], fresh: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Of the scores of two calls of `RewardFunctions.score_all_ranks` the new ones where `fresh` (N,) is true.
+
+    K is then that of the longest rollout of both.
+
+    >>> x = torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0]], [[2.0]]]), *[torch.tensor([[1], [2]])] * 4
+    >>> y = torch.tensor([[5.0], [6.0]]), torch.ones(2, 2, 1), *[torch.tensor([[5, 7], [6, 8]])] * 4
+    >>> merge_scores(x, y, torch.tensor([False, True]))[4]
+    tensor([[ 1, -1],
+            [ 6,  8]])
+    """
+    missing = [None, NAN, False, False, -1, 0]  # numbers per turn, observed, sampled, state, tokens
+    num_turns, merged = max(old[2].shape[1], new[2].shape[1]), []
+    for before, after, fill in zip(old, new, missing, strict=True):
+        if fill is not None:
+            before, after = (
+                torch.cat([x, x.new_full((len(x), num_turns - x.shape[1], *x.shape[2:]), fill)], 1)
+                for x in (before, after)
+            )
+        merged.append(torch.where(fresh.view(-1, *[1] * (before.dim() - 1)), after, before))
+    return tuple(merged)
+
+
 def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Two bool tensors (B, K): whether something came of a turn (`Turn.observed`), and whether the rollout has it."""
     flags = [[turn.observed for turn in rollout.turns] for rollout in rollouts]

@@ -202,7 +202,14 @@ class RewardFunctions:
         weights = self.weights[self.num_turn_funcs :]
         return max(zip(weights, self.outcome_names), key=lambda pair: abs(pair[0]), default=(0, None))[1]
 
-    def score(self, batch: Batch, columns: dict[str, Any], timeout: float, device: torch.device) -> list[list]:
+    def score(
+        self,
+        batch: Batch,
+        columns: dict[str, Any],
+        timeout: float,
+        device: torch.device,
+        only: list[bool] | None = None,
+    ) -> list[list]:
         """What each function gives for each of the B rollouts: a number, a list of one per turn, or None.
 
         No function sees a rollout whose environment failed. It has None.
@@ -213,13 +220,14 @@ class RewardFunctions:
                 `log_extra`, `log_metric`, and `policy` if a function asks for it.
             timeout: Seconds that one function may take.
             device: Of the trainer.
+            only: Which of the B rollouts the functions see. None: all.
 
         Raises:
             RuntimeError: A function raised, or took too long. The message names the row of the data.
             ValueError: A function gave something else.
         """
         count, log_extra = len(batch.rollouts), columns["log_extra"]
-        places = [i for i, rollout in enumerate(batch.rollouts) if not rollout.failed]
+        places = [i for i, rollout in enumerate(batch.rollouts) if not rollout.failed and (only is None or only[i])]
         rows, rollouts = [batch.rows[i] for i in places], [batch.rollouts[i] for i in places]
 
         def log_in_place(column: str, values: list) -> None:
@@ -259,6 +267,7 @@ class RewardFunctions:
         accelerator: Any,
         on_all_ranks: Callable[[Callable[[], None], str], Any],
         reads_state: bool,
+        fresh: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, ...]:
         """Score the rollouts of all ranks. Collective.
 
@@ -267,6 +276,7 @@ class RewardFunctions:
             accelerator: Of the trainer.
             on_all_ranks: Runs a function that may fail on one rank, and raises on all (`ResumableTrainer`).
             reads_state: Whether the estimator compares turns by their states.
+            fresh: (N,) bool, the rollouts that functions see. None: all.
 
         Returns:
             On the CPU, with K as the turns of the longest of all N rollouts: the numbers per rollout (N, F) and per
@@ -280,7 +290,8 @@ class RewardFunctions:
         local: list[torch.Tensor] = []
 
         def run() -> None:
-            values = self.score(batch, columns, timeout, accelerator.device)
+            only = None if fresh is None else batch.own(fresh).tolist()
+            values = self.score(batch, columns, timeout, accelerator.device, only)
             local.extend(reward_tensors(values, num_turns, self.num_turn_funcs))
             local.extend(turn_flags(batch.rollouts, num_turns))
             states = [state_numbers(rollout) if reads_state else [] for rollout in batch.rollouts]

@@ -1,0 +1,67 @@
+"""Groups without signal give way to groups of further prompts (`refill_groups`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mt_grpo.rollout import Rollout
+from mt_grpo.training.batch import Batch
+
+logger = logging.getLogger(__name__)
+
+
+def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.Tensor]) -> None:
+    """Replace groups of a batch, and score what took their place, until all have signal. Collective.
+
+    At most `refill_groups` batches' worth of groups are sampled beside the batch; what has no signal then is trained
+    as it is. Dropped conversations are in the log of rollouts, with the mode `dropped`, and in the count of tokens.
+
+    Args:
+        trainer: Its `in_flight` has further prompts, and its `_score` scores.
+        batch: Scored. Its rows, rollouts and rewards change.
+        without_signal: Whether a group is to be replaced, (N/G,) bool, the same on all ranks.
+    """
+    size = len(batch.rewards.outcome) // batch.group_size
+    left, rounds, dropped, seconds = trainer.args.refill_groups * size, 0, [], 0.0
+    while left and (slots := without_signal(batch).nonzero().flatten().tolist()[:left]):
+        chosen = torch.zeros(size, dtype=torch.bool)
+        chosen[slots] = True
+        fresh = chosen.repeat_interleave(batch.group_size)  # (N,)
+        own = batch.own(fresh).nonzero().flatten().tolist()
+        dropped.append(batch.rewards.outcome[fresh])
+        batch.num_dropped_tokens += num_tokens([batch.rollouts[i] for i in own], trainer.accelerator)
+        trainer._rollout_log.add_dropped(batch, own, trainer.state.global_step)
+        trainer.env.close([batch.rollouts[i] for i in own])
+        rows, rollouts, metrics = trainer.in_flight.refill(batch.rows, slots)
+        batch.replace(own, rows, rollouts)
+        trainer._score(batch, fresh)
+        left, rounds, seconds = left - len(slots), rounds + 1, seconds + metrics["rollout/wait_seconds"]
+    still = without_signal(batch).float().mean().item()
+    outcome = torch.cat([*dropped, batch.rewards.outcome])
+    num_dropped = sum(map(len, dropped)) // batch.group_size
+    trainer._log_metrics({
+        "refill/groups_dropped": num_dropped / (num_dropped + size),
+        "refill/rounds": rounds,
+        "refill/seconds": seconds,
+        "refill/outcome_of_all_sampled": outcome.nanmean().item(),
+        "refill/data_passes": trainer.in_flight.data_passes,
+    })  # fmt: skip
+    if still == 1.0 and not trainer.in_flight.told_in_vain:
+        trainer.in_flight.told_in_vain = True
+        if trainer.accelerator.is_main_process:
+            logger.warning(
+                f"Step {trainer.state.global_step}: refill_groups: of {num_dropped + size} groups none has a signal "
+                f"(mean weighted outcome {outcome.nanmean().item():.3g}). The batch is trained as it is, and moves "
+                "nothing; the next ones may be the same. Look at the rollouts: rewards that are all equal, tasks that "
+                "are all too hard or all solved. This is said once."
+            )
+
+
+def num_tokens(rollouts: list[Rollout], accelerator: Any) -> int:
+    """Prompt tokens and sampled tokens of the rollouts of all ranks. Collective."""
+    own = sum(len(r.prompt_ids) + sum(len(turn.token_ids) for turn in r.turns) for r in rollouts)
+    return int(accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum"))

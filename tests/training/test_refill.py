@@ -1,0 +1,273 @@
+"""Groups without signal give way to groups of further prompts: what is asked for, trained, logged and saved."""
+
+import json
+import re
+import signal
+from collections import Counter
+
+import pytest
+import torch
+from datasets import Dataset
+from trl.trainer.utils import RepeatSampler
+
+from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.rollout import Generation
+from mt_grpo.training.batch import Batch
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable
+
+DEAD = {1, 2, 3, 8}  # the prompts whose rollouts are all worth the same
+
+
+class Scripted:
+    """Answers with the prompt's number and whether the rollout's place in its group is even."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        number = re.search(r"What is (\d+)", self.tokenizer.decode(prompt_ids))[1]
+        text = f"<answer>{number} {index % 2}</answer>"
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Generation(ids, [-0.5] * len(ids), "stop")
+
+
+class Noted(MTGRPOEnvTrainer):
+    """Keeps which prompts were asked for, those of each batch as it was trained, and what was sent to rewards."""
+
+    stops_before = None  # this step
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.llm = Scripted(self.processing_class)
+        self.asked, self.trained = [], {}
+
+    def _start_rollouts(self, rows, which):
+        self.asked += [int(rows[i]["number"]) for i in which[::2]]
+        return super()._start_rollouts(rows, which)
+
+    def training_step(self, *args, **kwargs):
+        step = self.state.global_step
+        if step == self.stops_before:
+            self._stop_signal = signal.SIGTERM
+            self._stop_if_asked()
+        loss = super().training_step(*args, **kwargs)
+        self.trained[step] = [int(row["number"]) for row in self.batch.rows[::2]]
+        return loss
+
+
+def make(model, out, dead=DEAD, prompts=12, **changes):
+    seen = []
+
+    def outcome(completions, number, rollout_turns, log_extra, log_metric, **kwargs):
+        seen.append([int(n) for n in number[::2]])
+        said = [completion[-1]["content"] for completion in completions]
+        assert all(text.startswith(f"<answer>{n} ") for text, n in zip(said, number, strict=True))
+        log_extra("said", said)
+        log_metric("calls", 1.0)
+        return [0.25 if n in dead else float(text[-10]) for n, text in zip(number, said)]
+
+    args = dict(
+        output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=4, num_generations=2, max_completion_length=64, max_steps=5, logging_steps=1,
+        shuffle_dataset=False, credit_assignment="outcome", disable_tqdm=True, save_strategy="no", refill_groups=2,
+        learning_rate=1e-4, log_rollouts=8,
+    )  # fmt: skip
+    rows = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "number": n} for n in range(prompts)]
+    trainer = Noted(
+        model, MultiTurnToolEnv([], system_prompt=None), [], [outcome],
+        args=MTGRPOConfig(**{**args, **changes}), train_dataset=Dataset.from_list(rows),
+    )  # fmt: skip
+    trainer.seen = seen
+    return trainer
+
+
+def column(trainer, name):
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def test_what_a_step_asks_for_and_trains(random_model, tmp_path):
+    """By hand: of the twelve prompts 1, 2, 3 and 8 have no signal; a step may ask for four groups beside its two."""
+    trainer = make(random_model, tmp_path)
+    trainer.train()
+    assert trainer.trained == {0: [0, 4], 1: [5, 6], 2: [7, 9], 3: [10, 11], 4: [0, 4]}  # then the next pass
+    assert trainer.asked == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 0, 1, 2, 3, 4]
+    assert trainer.seen == [[0, 1], [2], [3], [4], [5, 6], [7, 8], [9], [10, 11], [0, 1], [2], [3], [4]]
+    assert column(trainer, "refill/groups_dropped") == pytest.approx([3 / 5, 0, 1 / 3, 0, 3 / 5])
+    assert column(trainer, "refill/rounds") == [3, 0, 1, 0, 3]
+    assert column(trainer, "refill/data_passes") == pytest.approx([5 / 12, 7 / 12, 10 / 12, 1, 17 / 12])
+    assert column(trainer, "reward") == [0.5] * 5  # of what is trained
+    assert column(trainer, "refill/outcome_of_all_sampled") == pytest.approx(
+        [(2 * 0.5 + 3 * 0.25) / 5, 0.5, (2 * 0.5 + 0.25) / 3, 0.5, (2 * 0.5 + 3 * 0.25) / 5]
+    )
+    assert column(trainer, "credit/frac_groups_without_signal") == [0.0] * 5
+    assert column(trainer, "epoch")[:5] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6])  # TRL's: of its batches
+
+
+def test_what_is_dropped_is_logged_and_counted(random_model, tmp_path):
+    trainer = make(random_model, tmp_path, max_steps=1)
+    trainer.train()
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    number = [int(re.search(r"\d+", row["messages"][0]["content"])[0]) for row in rows]
+    assert [row["mode"] for row in rows] == ["dropped"] * 6 + ["train"] * 4 and number == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        0,
+        0,
+        4,
+        4,
+    ]
+    assert [row["reward"] for row in rows] == [0.25] * 6 + [0.0, 1.0] * 2
+    assert [row["group"] for row in rows] == [1] * 6 + [0, 0, 1, 1] and {row["batch_size"] for row in rows} == {4}
+    high = 0.5 / (0.5**0.5 + 1e-4)
+    assert [a for row in rows for a in row["turn_advantages"]] == pytest.approx([0.0] * 6 + [-high, high] * 2)
+    assert [turn["num_trained"] for row in rows[:6] for turn in row["turns"]] == [0] * 6
+    sampled = sum(row["num_prompt_tokens"] + row["num_tokens"] for row in rows)
+    assert column(trainer, "num_tokens") == [sampled]
+    table = trainer._logs  # TRL's table of completions has a row per rollout that is trained
+    assert list(table["extra"]["said"]) == [f"<answer>{n} {i}</answer>" for n in (0, 4) for i in (0, 1)]
+    assert [prompt[0]["content"] for prompt in table["prompt"]] == [f"What is {n}?" for n in (0, 0, 4, 4)]
+
+
+def test_a_batch_that_has_no_signal_is_trained_as_it_is(random_model, tmp_path, caplog):
+    """The bound counts groups: of 2 further ones both prompts' groups may take one place twice. It is said once."""
+    trainer = make(random_model, tmp_path, dead=set(range(12)), max_steps=2, refill_groups=1)
+    trainer.train()
+    assert trainer.asked == [0, 1, 2, 3, 4, 5, 6, 7] and trainer.trained == {0: [2, 3], 1: [6, 7]}
+    assert column(trainer, "refill/groups_dropped") == [0.5] * 2 and column(trainer, "grad_norm") == [0.0] * 2
+    (said,) = [r.getMessage() for r in caplog.records if "refill_groups" in r.getMessage()]
+    assert said.startswith("Step 0: refill_groups: of 4 groups none has a signal (mean weighted outcome 0.25).")
+    few = make(random_model, tmp_path / "few", dead={0, 1, 2, 3}, max_steps=1, refill_groups=1)
+    few.args.refill_groups = 1
+    few.train()
+    assert few.asked == [0, 1, 2, 3] and few.trained == {0: [2, 3]}
+
+
+def test_without_the_key_nothing_is_asked_twice(random_model, tmp_path):
+    trainer = make(random_model, tmp_path, refill_groups=0, max_steps=2)
+    trainer.train()
+    assert trainer.trained == {0: [0, 1], 1: [2, 3]} and trainer.seen == [[0, 1], [2, 3]]
+    assert not [name for row in trainer.state.log_history for name in row if name.startswith("refill/")]
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3])
+def test_a_stop_costs_no_prompt_and_asks_for_none_twice(random_model, tmp_path, stop):
+    """Two passes to a batch, so that a stop may lie inside one, whose groups are then sampled again."""
+    whole = make(random_model, tmp_path / "whole", num_iterations=2, max_steps=8)
+    whole.train()
+    assert whole.trained == {
+        0: [0, 4], 1: [0, 4], 2: [5, 6], 3: [5, 6], 4: [7, 9], 5: [7, 9], 6: [10, 11], 7: [10, 11]
+    }  # fmt: skip
+    first, second = (
+        make(random_model, tmp_path / "run", num_iterations=2, max_steps=8, save_strategy="steps", save_steps=100)
+        for _ in range(2)
+    )
+    first.stops_before = stop
+    with pytest.raises(RunStopped):
+        first.train()
+    checkpoint = first.save_where_it_stopped().rpartition(" ")[2]
+    second.train(checkpoint)
+    assert first.trained | second.trained == whole.trained
+    inside = stop % 2 == 1  # the batch's own prompts are asked for again, those that it dropped are not
+    again = first.trained[stop - 1] if inside else []
+    batch = [0, 1, 2, 3, 4] if stop <= 2 else [0, 1, 2, 3, 4, 5, 6]
+    assert first.asked == batch and second.asked == again + list(range(len(batch), 12))
+
+
+def test_a_stop_while_it_refills(random_model, tmp_path):
+    """The batch is drawn anew, with all that it had asked for."""
+    first, second = (make(random_model, tmp_path, save_strategy="steps", save_steps=100) for _ in range(2))
+    score = first._score
+
+    def stops(batch, fresh=None):
+        if fresh is not None and first.state.global_step == 2:
+            first._stop_signal = signal.SIGTERM
+            first._stop_if_asked()
+        score(batch, fresh)
+
+    first._score = stops
+    with pytest.raises(RunStopped):
+        first.train()
+    second.train(first.save_where_it_stopped().rpartition(" ")[2])
+    assert first.asked == list(range(10)) and first.trained == {0: [0, 4], 1: [5, 6]}
+    assert second.asked[:5] == [7, 8, 9, 10, 11] and second.trained == {2: [7, 9], 3: [10, 11], 4: [0, 4]}
+
+
+def test_another_setting_cannot_go_on(random_model, tmp_path):
+    first = make(random_model, tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
+    first.train()
+    state = json.loads((tmp_path / "checkpoint-1/mt_grpo_in_flight.json").read_text())
+    assert state == {"epoch": 0, "place": 5, "prompts": [], "per_batch": 2, "passes": True}
+    without = make(random_model, tmp_path, refill_groups=0, max_steps=3)
+    with pytest.raises(
+        RunError, match="was saved with refill_groups, after 0 passes and 5 prompts, got refill_groups: 0"
+    ):
+        without.train(str(tmp_path / "checkpoint-1"))
+    anew = make(random_model, tmp_path, refill_groups=0, max_steps=2, ignore_data_skip=True)
+    anew.train(str(tmp_path / "checkpoint-1"))
+    assert anew.trained == {1: [0, 1]}
+
+
+def test_a_run_that_began_without_it_goes_on_with_it(random_model, tmp_path):
+    make(random_model, tmp_path, refill_groups=0, save_strategy="steps", save_steps=2, max_steps=2).train()
+    trainer = make(random_model, tmp_path, max_steps=4)
+    trainer.train(str(tmp_path / "checkpoint-2"))
+    assert trainer.trained == {2: [4, 5], 3: [6, 7]} and trainer.asked == [4, 5, 6, 7]
+
+
+def test_passes_have_orders_of_their_own(random_model, tmp_path):
+    """Each prompt once in each pass, in the order that the epoch of that number has without the key."""
+    plain = make(random_model, tmp_path / "plain", refill_groups=0, shuffle_dataset=True, max_steps=12)
+    plain.train()
+    trainer = make(random_model, tmp_path, shuffle_dataset=True, max_steps=9)
+    trainer.train()
+    assert trainer.asked[:24] == plain.asked and plain.asked[:12] != plain.asked[12:]
+    assert Counter(trainer.asked[:12]) == Counter(trainer.asked[12:24]) == Counter(range(12))
+
+
+def test_an_evaluation_drops_nothing(random_model, tmp_path):
+    trainer = make(random_model, tmp_path, max_steps=1)
+    trainer.model.eval()
+    rows = [trainer.train_dataset[n] for n in (1, 1, 2, 2)]
+    trainer._generate_and_score_completions(rows)
+    assert trainer.asked == [1, 2] and trainer.seen == [[1, 2]]
+
+
+@pytest.mark.parametrize("masks, moves", [(False, [False, True]), (True, [False, False])])
+def test_what_is_out_of_the_loss_is_no_signal(random_model, tmp_path, masks, moves):
+    """Turn 1 of rollout 1 has no trained tokens; rollouts 2 and 3 were cut off."""
+    trainer = make(random_model, tmp_path, mask_truncated_completions=masks)
+    batch = Batch([], 2, truncated=[False, False, True, True])
+    batch.rewards = RewardTable(
+        outcome=torch.tensor([1.0, 1.0, 0.0, 1.0]), rollout_turn=torch.full((4,), torch.nan),
+        turn=torch.full((4, 2), torch.nan), observed=torch.zeros(4, 2).bool(), sampled=torch.ones(4, 2).bool(),
+        state=torch.zeros(4, 2).long(), num_tokens=torch.tensor([[3, 3], [3, 0], [3, 3], [3, 3]]),
+    )  # fmt: skip
+    assert trainer._without_signal(batch).tolist() == [not moved for moved in moves]
+    batch.rewards.turn[:2, 1] = torch.tensor([1.0, 0.0])  # credit of turns that one of them does not train
+    trainer.args.credit_assignment = "mt_grpo"
+    batch.rewards.observed[:, 0] = True
+    assert not trainer._without_signal(batch)[0]
+    batch.rewards.num_tokens[0, 1] = 0
+    assert trainer._without_signal(batch)[0]
+
+
+def test_with_staleness_it_needs_admission():
+    with pytest.raises(ValueError, match="refill_groups=1 with max_staleness=1 needs late_groups: admit"):
+        MTGRPOConfig(
+            output_dir="x",
+            use_cpu=True,
+            bf16=False,
+            use_vllm=True,
+            vllm_mode="server",
+            max_staleness=1,
+            refill_groups=1,
+        )
+
+
+def test_trl_still_shuffles_as_the_passes_do():
+    """`PassPrompts` takes the order of an epoch from TRL's sampler, whose generator a seed sets."""
+    assert {"generator", "seed", "shuffle"} <= vars(RepeatSampler(range(4), 1, seed=3)).keys()
