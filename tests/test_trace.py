@@ -50,7 +50,7 @@ ALTERED = {
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
-    "compare_ranks", "failed", "complete", "sync_weights", "rows_of_step", "start_next",
+    "compare_ranks", "failed", "complete", "sync_weights", "rows_of_step", "start_next", "_refills", "_begin",
 }  # fmt: skip
 TOKEN_CHECKS = {
     "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
@@ -89,7 +89,7 @@ NUMBERS = {  # rewards and advantages per turn
     "nansum", "numbers_that_count", "check_advantages", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
     "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
     "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
-    "noise_apart", "is_finite", "asked_of", "scores_of_trainer",
+    "noise_apart", "is_finite", "asked_of", "scores_of_trainer", "_score", "_before_credit",
 }  # fmt: skip
 
 

@@ -298,6 +298,14 @@ class RolloutLog:
         self.rank, self.num_ranks, self.most = rank, num_ranks, most
         self.names, self.tokenizer, self.begun = names, tokenizer, False
 
+    def _begin(self, step: int) -> bool:
+        """Whether the log begins anew, which it does at the start of a new run."""
+        fresh = not self.begun and step == 0
+        self.begun = True
+        if fresh and self.rank == 0:
+            delete_other_ranks(self.path.parent, self.num_ranks if self.most else 0)
+        return fresh
+
     def add(
         self, batch: Batch, output: dict[str, Any], advantages: torch.Tensor, outcome: torch.Tensor, step: int
     ) -> None:
@@ -310,10 +318,8 @@ class RolloutLog:
             outcome: What the outcome alone gives them, (N,).
             step: Optimizer steps so far. A run that is resumed begins with others than 0, and its log goes on.
         """
-        count, fresh = min(self.most, len(batch.rollouts)), not self.begun and step == 0
-        self.begun = True
-        if fresh and self.rank == 0:
-            delete_other_ranks(self.path.parent, self.num_ranks if count else 0)
+        count = min(self.most, len(batch.rollouts))
+        fresh = self._begin(step)
         if not count:
             return
         tables = (batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages, outcome))
@@ -332,12 +338,10 @@ class RolloutLog:
             places: Of this rank's rollouts that are dropped. At most as many are written as of a batch.
             step: Optimizer steps so far.
         """
-        places, fresh = places[: self.most], not self.begun and step == 0
+        places = places[: self.most]
         if not places:
             return
-        self.begun = True
-        if fresh and self.rank == 0:
-            delete_other_ranks(self.path.parent, self.num_ranks)
+        fresh = self._begin(step)
         rollouts, index = (
             [batch.rollouts[i] for i in places],
             torch.tensor([batch.first + i for i in places], dtype=torch.long),

@@ -1,6 +1,7 @@
 """A run loses nothing: it checkpoints, resumes, and says why it stopped.
 
-in_flight     the conversations of a step and of later ones, which a checkpoint remembers
+next_prompts  which prompts are asked for next, and what a checkpoint remembers of them
+in_flight     the conversations of a step and of later ones
 saved_states  what a checkpoint holds beside the weights, read before it is used
 checkpoints   whether a folder is a whole checkpoint; what determines a run's results; room on the disk
 loading       reading a checkpoint into a trainer

@@ -24,7 +24,7 @@ from transformers.training_args import OptimizerNames
 
 from mt_grpo.base.files import absolute, read_json
 from mt_grpo.base.json_types import fits_type
-from mt_grpo.run.in_flight import IN_FLIGHT
+from mt_grpo.run.next_prompts import IN_FLIGHT
 from mt_grpo.run.saved_states import CheckpointError, small_file_damage, state_damage
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,9 @@ shared_prompts  one row per prompt, and the attention that reads it
 passes          which rows go together in a forward pass, and what a pass counts
 pass_metrics    TRL's metrics of a loss that is a sum over passes
 layouts         how a run's rows are laid out, why, and the proof of it
-further_credit  estimators of credit beside the script's own
+further_credit  estimators of credit beside MT-GRPO
 policy_scores   what a reward function may ask the policy
+refill          groups without signal give way to groups of further prompts
 reward_errors   where a reward function raised, and for which rollout
 reward_calls    what reward functions get, and running them within their time limits
 reward_numbers  what they gave, as checked numbers

@@ -226,8 +226,8 @@ MUTATIONS = [
     Mutation(
         "the probe's norm stays in the policy",
         "mt_grpo/generation/weights.py",
-        "tensor = tensor * norm_scale",
-        "tensor = tensor.mul_(norm_scale)",
+        "tensor = tensor.detach() * norm_scale",
+        "tensor = tensor.detach().mul_(norm_scale)",
         "tests/run/test_faults.py::test_what_a_step_asks_its_server_for",
     ),
     Mutation(

@@ -153,15 +153,15 @@ MUTATIONS = [
     Mutation(
         "scale_rewards is ignored",
         SCRIPT,
-        "self._advantages(batch.rewards, self.args.scale_rewards)",
-        'self._advantages(batch.rewards, "group")',
+        "self._advantages(batch.rewards, self.args.scale_rewards)  # (N, K)",
+        'self._advantages(batch.rewards, "group")  # (N, K)',
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
         "scale_rewards is always none",
         SCRIPT,
-        "self._advantages(batch.rewards, self.args.scale_rewards)",
-        'self._advantages(batch.rewards, "none")',
+        "self._advantages(batch.rewards, self.args.scale_rewards)  # (N, K)",
+        'self._advantages(batch.rewards, "none")  # (N, K)',
         f"{BATCH}[outcome]",
     ),
     Mutation(
@@ -202,8 +202,8 @@ MUTATIONS = [
     Mutation(
         "clipped_ratio is judged by the last id",
         SCRIPT,
-        "        self._log_metrics({**metrics, **check_rollouts(rollouts, self.env, self.args)})\n",
-        '        metrics["completions/clipped_ratio"] = sum(r.completion_ids[-1] not in self.eos_token_ids for r in rollouts) / len(rollouts)\n        self._log_metrics(metrics)\n',
+        "        self._log_metrics({**metrics, **check_rollouts(batch.rollouts, self.env, self.args)})\n",
+        '        metrics["completions/clipped_ratio"] = sum(r.completion_ids[-1] not in self.eos_token_ids for r in batch.rollouts) / len(batch.rollouts)\n        self._log_metrics(metrics)\n',
         TRUNCATED,
     ),
     Mutation(

@@ -54,8 +54,8 @@ MUTATIONS = [
     Mutation(
         "admission: a second training begins with the prompts of the first",
         "mt_grpo/run/in_flight.py",
-        "        self._to_save = saved if uses_it else None\n        self._prompts = None\n",
-        "        self._to_save = saved if uses_it else None\n",
+        "        self._prompts = None\n\n    def cancel",
+        "\n    def cancel",
         "tests/run/test_in_flight.py::test_an_epoch_that_is_given_up_leaves_nothing",
     ),
     Mutation(
@@ -158,7 +158,7 @@ MUTATIONS = [
     Mutation(
         "admission: a batch that is half trained is forgotten",
         "mt_grpo/run/in_flight.py",
-        "if self._prompts is not None and self.trainer._step % self._passes == 0:",
+        "if self._prompts is not None and (over or self._refills):",
         "if self._prompts is not None:",
         "tests/run/test_faults.py::test_a_stopped_run_trains_what_was_in_flight",
     ),
@@ -186,8 +186,8 @@ MUTATIONS = [
     Mutation(
         "staleness: a batch that is trained further takes any groups",
         "mt_grpo/run/in_flight.py",
-        "if trainer._step % self._passes:  # of",
-        "if False:  # of",
+        "oldest = len(slots) if trainer._step % self._passes else None",
+        "oldest = None",
         "tests/training/test_ahead.py::test_stops_inside_batches_cost_no_prompt_of_any_epoch",
     ),
     Mutation(
@@ -549,14 +549,14 @@ MUTATIONS = [
     ),
     Mutation(
         "admission: a step takes groups that are not complete",
-        "mt_grpo/run/in_flight.py",
+        "mt_grpo/run/next_prompts.py",
         "if own == kind and complete[i]) for kind in slots",
         "if own == kind) for kind in slots",
         "tests/run/test_faults.py::test_a_step_takes_the_groups_that_are_complete",
     ),
     Mutation(
         "admission: a group takes the place of one on another rank",
-        "mt_grpo/run/in_flight.py",
+        "mt_grpo/run/next_prompts.py",
         "if own == kind and complete[i]) for kind in slots",
         "if complete[i]) for kind in slots",
         "tests/run/test_faults.py::test_two_ranks_take_the_same_groups",
@@ -570,14 +570,14 @@ MUTATIONS = [
     ),
     Mutation(
         "admission: a checkpoint forgets what is in flight",
-        "mt_grpo/run/in_flight.py",
+        "mt_grpo/run/next_prompts.py",
         "prompts = [*in_flight, *self.again]",
         "prompts = list(self.again)",
         "tests/run/test_faults.py::test_a_stopped_run_trains_what_was_in_flight",
     ),
     Mutation(
         "admission: a checkpoint of other batches is taken",
-        "mt_grpo/run/in_flight.py",
+        "mt_grpo/run/next_prompts.py",
         'if prompts and state["per_batch"] != num_prompts:',
         "if False:",
         "tests/run/test_faults.py::test_a_stopped_run_trains_what_was_in_flight",

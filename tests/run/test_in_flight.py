@@ -9,7 +9,8 @@ from mt_grpo.base.errors import ServerLost
 from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.rollout import Rollout
-from mt_grpo.run.in_flight import IN_FLIGHT, EpochPrompts, InFlight
+from mt_grpo.run.in_flight import InFlight
+from mt_grpo.run.next_prompts import IN_FLIGHT, EpochPrompts
 
 ROWS = [{"prompt": "a"}, {"prompt": "b"}]
 
@@ -39,6 +40,7 @@ class Trainer(SimpleNamespace):
             args=SimpleNamespace(
                 max_staleness=2,
                 late_groups="wait",
+                refill_groups=0,
                 steps_per_generation=2,
                 gradient_accumulation_steps=2,
                 generation_batch_size=4,

@@ -132,6 +132,19 @@ def test_what_is_dropped_is_logged_and_counted(random_model, tmp_path):
     assert [prompt[0]["content"] for prompt in table["prompt"]] == [f"What is {n}?" for n in (0, 0, 4, 4)]
 
 
+def test_what_is_dropped_is_closed(random_model, tmp_path):
+    trainer = make(random_model, tmp_path, max_steps=1)
+    closed, close = [], trainer.env.close
+
+    def noted(rollouts=None):
+        closed.append([rollout.row["number"] for rollout in rollouts or []])
+        return close(rollouts)
+
+    trainer.env.close = noted
+    trainer.train()
+    assert [each for each in closed if each] == [[1, 1], [2, 2], [3, 3], [0, 0, 4, 4]]
+
+
 def test_a_batch_that_has_no_signal_is_trained_as_it_is(random_model, tmp_path, caplog):
     """The bound counts groups: of 2 further ones both prompts' groups may take one place twice. It is said once."""
     trainer = make(random_model, tmp_path, dead=set(range(12)), max_steps=2, refill_groups=1)
