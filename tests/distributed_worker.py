@@ -1,9 +1,10 @@
 """Run by test_distributed.py on one and on two ranks: a scripted backend, the advantages before TRL shuffles them.
 
-python tests/distributed_worker.py MODEL OUT [golden|records|passes]
+python tests/distributed_worker.py MODEL OUT [golden|records|passes|refill]
 
 With `golden` it runs the batch of golden_batch.py, whose values are written by hand; with `records` that of
-records_batch.py, whose histories are edited; with `passes` the batches of random_batches.py, in TRL's layout and ours.
+records_batch.py, whose histories are edited; with `passes` the batches of random_batches.py, in TRL's layout and ours;
+with `refill` that of refill_run.py, whose groups without signal are replaced.
 """
 
 import os
@@ -18,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import golden_batch as golden
 import random_batches
 import records_batch
+import refill_run
 
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -110,6 +112,8 @@ def main():
         results = records_batch.run_on_ranks(model, out, world)
     elif sys.argv[3:] == ["passes"]:
         results = random_batches.run_on_ranks(model, out)
+    elif sys.argv[3:] == ["refill"]:
+        results = refill_run.run_on_ranks(model, out, world)
     else:
         results = {f"{size}-{credit}": run_case(model, out, size, credit) for size, credit in CASES}
     torch.save(results, out / f"{world}-{rank}.pt")

@@ -57,3 +57,21 @@ def test_two_ranks_give_what_was_written_by_hand(golden_results, name):
     """One rank has conversations of up to three turns, the other of two; where a server restarts, each loses some."""
     for rank, part in enumerate(golden_results):
         golden.assert_as_written(part[name], name, 2, rank)
+
+
+def test_two_ranks_refill_what_one_does(random_model, tmp_path):
+    """Of three groups the second is on both ranks, so that a rank may have no place, one or two to fill."""
+    (one,), two = run(1, random_model, tmp_path, "refill"), run(2, random_model, tmp_path, "refill")
+    trained = [numbers.tolist()[::2] for numbers, _ in one["steps"]]
+    assert trained == [[0, 5, 4], [6, 7, 9], [10, 11, 0], [4, 5, 6]]  # by hand: 1, 2, 3 and 8 have no signal
+    assert [row["refill/groups_dropped"] for row in one["logs"]] == pytest.approx([0.5, 0.25, 0, 0.5])
+    for step, (numbers, advantages) in enumerate(one["steps"]):
+        parts = [part["steps"][step] for part in two]
+        assert torch.cat([part[0] for part in parts]).tolist() == numbers.tolist()
+        assert all(torch.allclose(part[1], advantages, atol=1e-6) for part in parts)
+        assert advantages.abs().min() > 0.1
+    for part in two:
+        assert [row.keys() for row in part["logs"]] == [row.keys() for row in one["logs"]]
+        for expected, row in zip(one["logs"], part["logs"]):
+            assert row == pytest.approx(expected, abs=1e-5, nan_ok=True)
+    assert [len(part["seen"]) for part in (one, *two)] == [8, 7, 8]  # a rank with no place to fill asks no function

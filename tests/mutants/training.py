@@ -945,7 +945,7 @@ MUTATIONS = [
         "mt_grpo/training/refill.py",
         ".tolist()[:left]",
         ".tolist()",
-        "tests/training/test_refill.py::test_what_a_step_asks_for_and_trains",
+        "tests/training/test_refill.py::test_the_last_round_replaces_as_many_as_are_left",
     ),
     Mutation(
         "refill: what is dropped is not counted",
@@ -1006,8 +1006,8 @@ MUTATIONS = [
     Mutation(
         "refill: a further column keeps what was dropped",
         "mt_grpo/training/batch.py",
-        "before if after is None else after",
-        "after if before is None else before",
+        "                column[i] = None\n",
+        "                pass\n",
         "tests/training/test_refill.py::test_what_is_dropped_is_logged_and_counted",
     ),
     Mutation(

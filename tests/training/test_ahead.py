@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import warm_python
@@ -57,7 +58,7 @@ class Noted(Watched):
             self._stop_signal = signal.SIGTERM
             self._stop_if_asked()
         loss = super().training_step(*args, **kwargs)
-        self.trained[step] = prompts_of(self)[-1]
+        self.trained[step] = [row["prompt"][-1]["content"] for row in self.batch.rows[::8]]
         return loss
 
 
@@ -122,6 +123,46 @@ def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # 
     in_flight.unlink()
     with pytest.raises(ValueError, match="mt_grpo_in_flight.json is missing"):
         make().train(checkpoint)
+
+
+@needs_vllm
+def test_admission_refills_from_what_is_in_flight(server, tmp_path):  # noqa: F811
+    """Groups without signal give way to complete ones. A stop costs no prompt, and none is asked for twice."""
+    dead = {f"What is {a} * {b}?" for a, b in ((12, 76), (13, 75), (16, 72))}  # of eight
+
+    def reward(completions, prompts, **kwargs):
+        return [0.5 if prompt[-1]["content"] in dead else float(i % 2) for i, prompt in enumerate(prompts)]
+
+    def make(**changes):
+        values = dict(max_steps=5, max_staleness=1, late_groups="admit", refill_groups=3, prompts=8, log_rollouts=16,
+                      save_strategy="steps", save_steps=100, shuffle_dataset=False)  # fmt: skip
+        return make_trainer(server.port, tmp_path, reward=reward, trainer_class=Noted, **{**values, **changes})
+
+    first, second = make(), make()
+    first.signal_at = 2
+    checkpoint = run_to_its_stop(first)
+    state = json.loads((Path(checkpoint) / "mt_grpo_in_flight.json").read_text())
+    begun = [first.train_dataset[k]["prompt"][-1]["content"] for k in state["prompts"]]
+    second.train(checkpoint)
+    asked, order = (
+        first.asked + second.asked[len(begun) :],
+        [row["prompt"][-1]["content"] for row in first.train_dataset],
+    )
+    assert second.asked[: len(begun)] == begun and asked == (order * 9)[: len(asked)]
+    trained = [prompt for step in range(5) for prompt in (first.trained | second.trained)[step]]
+    assert len(trained) == 10 and not dead & set(trained)
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if row["mode"] == "dropped"]
+    early, late = (
+        [row["messages"][1]["content"] for row in rows if (row["step"] < 2) == k][::8] for k in (True, False)
+    )
+    assert {*early, *late} == dead
+    used = Counter([*first.trained[0], *first.trained[1], *early])
+    assert used + Counter(begun) == Counter(first.asked)
+    assert not Counter(trained + early + late) - Counter(asked)
+    assert all(value == 0.0 for trainer in (first, second)
+               for value in trainer.rows("credit/frac_groups_without_signal"))  # fmt: skip
+    assert max(second.rows("rollout/staleness_max")) <= 2
 
 
 @needs_vllm
@@ -234,11 +275,11 @@ def test_a_signal_does_not_wait_for_a_slow_group(server, tmp_path):  # noqa: F81
             super().__init__(*args, **kwargs)
             wait_for_groups = self.in_flight._wait_for_groups
 
-            def signalled(slots):
+            def signalled(*args):
                 if self.state.global_step == 2 and not begun.is_set():  # of the five quick groups four are trained
                     begun.set()
                     threading.Timer(1.0, self.stop).start()
-                return wait_for_groups(slots)
+                return wait_for_groups(*args)
 
             self.in_flight._wait_for_groups = signalled
 

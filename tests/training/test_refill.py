@@ -7,78 +7,12 @@ from collections import Counter
 
 import pytest
 import torch
-from datasets import Dataset
+from refill_run import make
 from trl.trainer.utils import RepeatSampler
 
 from mt_grpo.base.ranks import RunError, RunStopped
-from mt_grpo.rollout import Generation
 from mt_grpo.training.batch import Batch
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable
-
-DEAD = {1, 2, 3, 8}  # the prompts whose rollouts are all worth the same
-
-
-class Scripted:
-    """Answers with the prompt's number and whether the rollout's place in its group is even."""
-
-    def __init__(self, tokenizer):
-        self.tokenizer = tokenizer
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        number = re.search(r"What is (\d+)", self.tokenizer.decode(prompt_ids))[1]
-        text = f"<answer>{number} {index % 2}</answer>"
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return Generation(ids, [-0.5] * len(ids), "stop")
-
-
-class Noted(MTGRPOEnvTrainer):
-    """Keeps which prompts were asked for, those of each batch as it was trained, and what was sent to rewards."""
-
-    stops_before = None  # this step
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.llm = Scripted(self.processing_class)
-        self.asked, self.trained = [], {}
-
-    def _start_rollouts(self, rows, which):
-        self.asked += [int(rows[i]["number"]) for i in which[::2]]
-        return super()._start_rollouts(rows, which)
-
-    def training_step(self, *args, **kwargs):
-        step = self.state.global_step
-        if step == self.stops_before:
-            self._stop_signal = signal.SIGTERM
-            self._stop_if_asked()
-        loss = super().training_step(*args, **kwargs)
-        self.trained[step] = [int(row["number"]) for row in self.batch.rows[::2]]
-        return loss
-
-
-def make(model, out, dead=DEAD, prompts=12, **changes):
-    seen = []
-
-    def outcome(completions, number, rollout_turns, log_extra, log_metric, **kwargs):
-        seen.append([int(n) for n in number[::2]])
-        said = [completion[-1]["content"] for completion in completions]
-        assert all(text.startswith(f"<answer>{n} ") for text, n in zip(said, number, strict=True))
-        log_extra("said", said)
-        log_metric("calls", 1.0)
-        return [0.25 if n in dead else float(text[-10]) for n, text in zip(number, said)]
-
-    args = dict(
-        output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=4, num_generations=2, max_completion_length=64, max_steps=5, logging_steps=1,
-        shuffle_dataset=False, credit_assignment="outcome", disable_tqdm=True, save_strategy="no", refill_groups=2,
-        learning_rate=1e-4, log_rollouts=8,
-    )  # fmt: skip
-    rows = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "number": n} for n in range(prompts)]
-    trainer = Noted(
-        model, MultiTurnToolEnv([], system_prompt=None), [], [outcome],
-        args=MTGRPOConfig(**{**args, **changes}), train_dataset=Dataset.from_list(rows),
-    )  # fmt: skip
-    trainer.seen = seen
-    return trainer
+from mt_grpo_trainer import MTGRPOConfig, RewardTable
 
 
 def column(trainer, name):
@@ -129,6 +63,7 @@ def test_what_is_dropped_is_logged_and_counted(random_model, tmp_path):
     assert column(trainer, "num_tokens") == [sampled]
     table = trainer._logs  # TRL's table of completions has a row per rollout that is trained
     assert list(table["extra"]["said"]) == [f"<answer>{n} {i}</answer>" for n in (0, 4) for i in (0, 1)]
+    assert list(table["extra"]["first"]) == ["<answer>0 0</answer>", "<answer>0 1</answer>", None, None]
     assert [prompt[0]["content"] for prompt in table["prompt"]] == [f"What is {n}?" for n in (0, 0, 4, 4)]
 
 
@@ -153,10 +88,14 @@ def test_a_batch_that_has_no_signal_is_trained_as_it_is(random_model, tmp_path, 
     assert column(trainer, "refill/groups_dropped") == [0.5] * 2 and column(trainer, "grad_norm") == [0.0] * 2
     (said,) = [r.getMessage() for r in caplog.records if "refill_groups" in r.getMessage()]
     assert said.startswith("Step 0: refill_groups: of 4 groups none has a signal (mean weighted outcome 0.25).")
-    few = make(random_model, tmp_path / "few", dead={0, 1, 2, 3}, max_steps=1, refill_groups=1)
-    few.args.refill_groups = 1
-    few.train()
-    assert few.asked == [0, 1, 2, 3] and few.trained == {0: [2, 3]}
+
+
+def test_the_last_round_replaces_as_many_as_are_left(random_model, tmp_path):
+    """Three places, three further groups: two for 0 and 1, one for 3, and 4 stays."""
+    trainer = make(random_model, tmp_path, {0, 1, 3, 4}, per_device_train_batch_size=6, max_steps=1, refill_groups=1)
+    trainer.train()
+    assert trainer.asked == [0, 1, 2, 3, 4, 5] and trainer.trained == {0: [5, 4, 2]}
+    assert column(trainer, "credit/frac_groups_without_signal") == pytest.approx([1 / 3])
 
 
 def test_without_the_key_nothing_is_asked_twice(random_model, tmp_path):
