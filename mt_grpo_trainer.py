@@ -1011,8 +1011,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         )  # fmt: skip
         train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
         tokenizer, model_config = prepare_env(
-            env, args, model, train_dataset, eval_dataset, processing_class, self.reward_functions.functions
-        )
+            env, args, model, train_dataset, eval_dataset, processing_class, self.reward_functions.functions,
+            has_adapter=peft_config is not None,
+        )  # fmt: skip
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads

@@ -264,7 +264,12 @@ def roll_out(
 
 def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[str, Any]:
     """`policy` for the functions that ask it: the client of a server, or a model of this process."""
-    if "policy" not in asked_of(functions.functions):
+    asked = asked_of(functions.functions)
+    if "reference" in asked:
+        raise ValueError(
+            "a reward function asks `reference`, and an evaluation has one model. Leave that function out."
+        )
+    if "policy" not in asked:
         return {}
     if isinstance(model, mt.VLLMServerClient):
         return {"policy": ServerScores(model, written)}

@@ -42,7 +42,7 @@ from mt_grpo.reports.rollout_log import read_rollouts
 FIXED = {
     "report_to": "none", "log_rollouts": 10**6, "log_rollout_tokens": True, "log_completions": False,
     "push_to_hub": False, "save_strategy": "no", "load_best_model_at_end": False, "eval_strategy": "no",
-    "gradient_accumulation_steps": 1,
+    "gradient_accumulation_steps": 1, "refill_groups": 0,
 }  # fmt: skip
 SIZES = ("per_device_train_batch_size", "generation_batch_size", "steps_per_generation")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -50,6 +50,13 @@ class Conversations(Limits):
         rollout = await self.converse(rollout, llm, sampling_params)
         keep_whole(rollout, num_ids(self._tokenizer(llm)))
         return rollout
+
+    async def aside(self, llm: Any, awaitable: Awaitable) -> Any:
+        """Await what another conversation of the batch will do. Its tokens may come from this process.
+
+        `await` alone is not enough there: a batch is generated when every open conversation waits for tokens.
+        """
+        return await (llm.aside(awaitable) if hasattr(llm, "aside") else awaitable)
 
     # -- what the conversation reads: its limits, its format, its state --
 

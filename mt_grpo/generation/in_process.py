@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import logging
 import queue
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from mt_grpo.base.event_loop import background_loop, gather_all, start_in_background
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.rollout import Generation
+
+logger = logging.getLogger(__name__)
 
 
 class ServeSession:
@@ -73,6 +76,8 @@ class InProcessBackend:
             prompt.
     """
 
+    STUCK_SECONDS = 60.0  # that requests wait for the other conversations before it is said
+
     def __init__(
         self,
         generate_batch: Callable[[list[list[int]], int], tuple[list[list[int]], list[list[float]] | None]],
@@ -94,6 +99,19 @@ class InProcessBackend:
         self._session.flush()
         return await future
 
+    async def aside(self, awaitable: Awaitable) -> Any:
+        """Await what another conversation will do. Meanwhile batches are generated without this one.
+
+        Without it both would wait: this one for the other, and the other's batch for this one.
+        """
+        session = self._session
+        session.open -= 1
+        session.flush()
+        try:
+            return await awaitable
+        finally:
+            session.open += 1
+
     def start_conversations(self, conversations: list[Coroutine], *_: Any) -> ServedByCaller:
         """A future of the conversations' results. They run in the thread that calls its `result`."""
         return ServedByCaller(lambda: self.serve(conversations))
@@ -106,7 +124,7 @@ class InProcessBackend:
         batch: list[tuple] | None = []
         try:
             while True:
-                batch = session.batches.get() if batch is not None else None
+                batch = self._next_batch(session) if batch is not None else None
                 if not (self._any_rank(batch is not None) if self._any_rank else batch is not None):
                     return running.result()
                 generations = self._run(batch or [(0, [0], 1, None)])  # dummy: other ranks still generate
@@ -114,6 +132,22 @@ class InProcessBackend:
                     background_loop().call_soon_threadsafe(self._deliver, batch, generations)
         finally:
             running.cancel()
+
+    def _next_batch(self, session: ServeSession) -> list[tuple] | None:
+        """The next requests; None: all conversations have ended. Says once what a batch has long been waiting for."""
+        told = False
+        while True:
+            try:
+                return session.batches.get(timeout=self.STUCK_SECONDS)
+            except queue.Empty:
+                if session.waiting and not told:
+                    told = True
+                    logger.warning(
+                        f"{len(session.waiting)} requests for tokens have waited {self.STUCK_SECONDS:g} s for "
+                        f"the other of {session.open} open conversations: a batch is generated when all wait. A "
+                        "slow tool or environment is one reason; a conversation that waits for another one is a second: "
+                        "let it wait by `await self.aside(llm, ...)`."
+                    )
 
     def _run(self, batch: list[tuple]) -> list[Generation]:
         # TRL's backends take one `max_tokens` per batch: the largest. Each sample is then cut to its own limit.

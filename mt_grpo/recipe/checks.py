@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import jinja2
+from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer
 from trl import GRPOConfig
@@ -32,7 +33,7 @@ from mt_grpo.recipe.data import check_prompt, empty_prompts, not_here
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding
 from mt_grpo.rollout import ROLES
-from mt_grpo.training.policy_scores import ASKED_COLUMNS
+from mt_grpo.training.policy_scores import ASKED_COLUMNS, NO_REFERENCE, asked_of
 from mt_grpo.training.reward_calls import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -313,6 +314,7 @@ def prepare_env(
     eval_dataset: Any,
     tokenizer: Any,
     funcs: list[Callable],
+    has_adapter: bool = False,
 ) -> tuple[Any, Any]:
     """Check settings, environment and data against each other and against the model, and set the environment's limits.
 
@@ -326,6 +328,10 @@ def prepare_env(
         raise ValueError(f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings.")
     check_ddp_timeout(args, args.world_size)
     check_sharding(args)
+    asks = "reference" in asked_of(funcs) and "reference" not in train_dataset.column_names
+    has_adapter = has_adapter or (not isinstance(model, str) and is_peft_model(model))
+    if asks and args.beta == 0 and not has_adapter:
+        raise ValueError(NO_REFERENCE)
     if untested := outside(installed()):
         logger.warning(f"Not tested: {'; '.join(untested)}. {TO_INSTALL}")
     name = model if isinstance(model, str) else model.config._name_or_path

@@ -9,6 +9,7 @@ import torch
 
 from mt_grpo.rollout import Record, Rollout
 from mt_grpo.training.records import FURTHER_RECORDS, compare_ranks, row_of, trained_records
+from mt_grpo.training.tensors import pad_rows
 
 
 @dataclass
@@ -77,6 +78,16 @@ class Batch:
             self.rows[i], self.rollouts[i] = row, rollout
             for column in self.extra.values():
                 column[i] = None
+
+    def of_all_ranks(self, rows: list[list[float]], accelerator: Any) -> torch.Tensor:
+        """A number per turn of each rank's rollouts as (N, K), like `rewards.turn`; 0 where no turn is. Collective.
+
+        Args:
+            rows: B lists, a number for each turn.
+            accelerator: Of the trainer.
+        """
+        own = pad_rows(rows, self.rewards.turn.shape[1], 0.0)
+        return accelerator.gather(own.to(accelerator.device).contiguous()).cpu()
 
     def choose_records(self, args: Any, step: int) -> None:
         """Set `records`, `owners`, `failed` and `truncated`. Collective.

@@ -1,4 +1,4 @@
-"""What a reward function may ask the policy: the logprobs of texts, by the weights of the last push."""
+"""What a reward function may ask the policy, or the reference model: the logprobs of texts."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
+from trl.trainer.utils import use_adapter
 
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import RunError
@@ -24,7 +26,7 @@ from mt_grpo.rollout import Rollout, Turn
 logger = logging.getLogger(__name__)
 
 # Given where a reward function names them, unless the data has such a column; then also to others that take keywords.
-ASKED_COLUMNS = ("policy", "turn_contexts")
+ASKED_COLUMNS = ("policy", "reference", "turn_contexts")
 AT_ONCE = 32  # requests of a rank to its server
 
 
@@ -50,7 +52,7 @@ def score_pairs(score: Callable[[list[int], list[int]], list[float]], pairs: lis
 
 
 class PolicyScores:
-    """The policy as a reward function sees it, in its parameter `policy`.
+    """The policy as a reward function sees it, in its parameter `policy`; the reference model in `reference`.
 
     Args:
         score: The logprobs of a continuation behind a context, ids in, one float per id of the continuation. It must
@@ -97,6 +99,15 @@ class PolicyScores:
 
     def _all(self, pairs: list[tuple]) -> dict[tuple, list[float]]:
         return score_pairs(self._score, pairs, self._at_once)
+
+    def of_turns(self, rollout: Rollout) -> list[list[float]]:
+        """For each turn the logprobs of its sampled ids behind what the policy read before them."""
+        sampled = [turn.token_ids for turn in rollout.turns]
+        before = [ids[: len(ids) - len(own)] for ids, own in zip(turn_contexts(rollout), sampled)]
+        found = iter(
+            self.logprobs(*map(list, zip(*((b, s) for b, s in zip(before, sampled) if s)))) if any(sampled) else []
+        )
+        return [next(found) if own else [] for own in sampled]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text by itself."""
@@ -230,10 +241,15 @@ def scores_of_model(model: Any, written: Any, autocast: Callable, version: Calla
 
 
 def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
-    """`policy` for the reward functions of a trainer, nothing where none asks for it."""
-    asked, batch = asked_of(trainer.reward_functions.functions), trainer.batch
-    if "policy" not in asked or "policy" in column_lists(batch.rows, batch.data):
-        return {}
+    """`policy` and `reference` for the reward functions of a trainer, nothing where none asks for it."""
+    asked = asked_of(trainer.reward_functions.functions) & {"policy", "reference"}
+    if asked:
+        asked -= column_lists(trainer.batch.rows, trainer.batch.data).keys()
+    return {name: {"policy": policy_of, "reference": reference_of}[name](trainer) for name in sorted(asked)}
+
+
+def policy_of(trainer: Any) -> PolicyScores:
+    """The policy of a trainer, to be asked. Raises `RunError` where it cannot be."""
     written = trainer.env.format_of(trainer.env.tokenizer)
     if trainer.backend == "server":
         if any(server.adapter is not None for server in getattr(trainer.client, "servers", [trainer.client])):
@@ -241,11 +257,42 @@ def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
                 "A reward function asks the policy, and the server samples by an adapter, which it does not score by. "
                 "Set weight_sync: disk (or nccl), which sends all weights."
             )
-        return {"policy": ServerScores(trainer.client, written, lambda: trainer.weight_sync.pushed)}
+        return ServerScores(trainer.client, written, lambda: trainer.weight_sync.pushed)
     if trainer._is_sharded:
         raise RunError(
             "A reward function asks the policy, which DeepSpeed or FSDP trains in this run: a forward pass is of all "
             "ranks together there. Expected a vLLM server that answers (vllm_mode: server)."
         )
     autocast, counter = trainer.accelerator.autocast, trainer._weight_counter
-    return {"policy": scores_of_model(trainer.model, written, autocast, lambda: str(counter.version))}
+    return scores_of_model(trainer.model, written, autocast, lambda: str(counter.version))
+
+
+NO_REFERENCE = (
+    "a reward function asks `reference`, and the run has no reference model. Set beta above 0, with which TRL loads "
+    "it, or train a LoRA, whose base it is."
+)
+
+
+def reference_of(trainer: Any) -> PolicyScores:
+    """The reference model of a trainer, to be asked: TRL's own (`beta` above 0), or the base of a LoRA.
+
+    It is a model of this process, whatever samples. Raises `RunError` where there is none, or where it is sharded.
+    """
+    if trainer._is_sharded:
+        raise RunError(
+            "A reward function asks `reference`, which DeepSpeed or FSDP shards in this run: a forward pass is of all "
+            "ranks together there."
+        )
+    written, autocast = trainer.env.format_of(trainer.env.tokenizer), trainer.accelerator.autocast
+    if trainer.ref_model is not None:
+        return scores_of_model(trainer.ref_model, written, autocast, lambda: "reference")
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    if not is_peft_model(model):
+        raise RunError(f"{NO_REFERENCE[0].upper()}{NO_REFERENCE[1:]}")
+
+    @contextmanager
+    def without_adapter() -> Iterator[None]:
+        with autocast(), use_adapter(model, "ref" if "ref" in model.peft_config else None):
+            yield
+
+    return scores_of_model(model, written, without_adapter, lambda: "reference")

@@ -31,7 +31,7 @@ def summary(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
         total = sum(given) if given else None
     mode = clean(row.get("mode") or "train")
     # INVARIANT: one numbering of steps. What was sampled before the first step is of step 1, as in the metrics.
-    step = min(whole(row.get("step")) + (mode == "train"), LARGEST - 1)
+    step = min(whole(row.get("step")) + (mode in ("train", "dropped")), LARGEST - 1)
     values = {
         "rank": whole(row.get("rank")), "step": step, "mode": mode,
         "number": whole(row.get("index")), "team": team(row, prompt), "prompt": prompt[:2000],

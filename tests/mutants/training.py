@@ -1052,4 +1052,32 @@ MUTATIONS = [
         '"mode": batch.mode}',
         "tests/training/test_refill.py::test_what_is_dropped_is_logged_and_counted",
     ),
+    Mutation(
+        "policy: a turn is scored behind itself",
+        "mt_grpo/training/policy_scores.py",
+        "before = [ids[: len(ids) - len(own)] for",
+        "before = [ids for",
+        "tests/method/test_before_credit.py::test_logprobs_of_turns",
+    ),
+    Mutation(
+        "reference: the adapter stays on",
+        "mt_grpo/training/policy_scores.py",
+        'with autocast(), use_adapter(model, "ref" if "ref" in model.peft_config else None):',
+        "with autocast():",
+        "tests/method/test_before_credit.py::test_the_reference_of_a_lora_is_its_base",
+    ),
+    Mutation(
+        "reference: it is the policy",
+        "mt_grpo/training/policy_scores.py",
+        "scores_of_model(trainer.ref_model, written",
+        "scores_of_model(trainer.model, written",
+        "tests/method/test_before_credit.py::test_a_penalty_per_turn",
+    ),
+    Mutation(
+        "reference: a run without one loads its model first",
+        "mt_grpo/recipe/checks.py",
+        "    if asks and args.beta == 0 and not has_adapter:",
+        "    if False:",
+        "tests/method/test_before_credit.py::test_a_reward_may_ask_the_reference",
+    ),
 ]

@@ -1,0 +1,247 @@
+"""What stands between rewards and credit, for a fork: the ideas of docs/forking.md, each in two places at most."""
+
+import asyncio
+import copy
+import dataclasses
+import importlib.util
+import logging
+import re
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from refill_run import make
+
+from mt_grpo.base.ranks import RunError
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.rollout import Rollout, Turn
+from mt_grpo.training.policy_scores import PolicyScores, policy_of, reference_of
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/forking.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.partition("## Between rewards and credit")[2], re.M | re.S)[:3]
+IMPORT = "from mt_grpo.training.policy_scores import policy_of, reference_of, scores_of_trainer"
+
+
+def calculator(expression: str) -> str:
+    """Evaluate a product.
+
+    Args:
+        expression: Such as `6 * 7`.
+    """
+    return "42"
+
+
+def fork(tmp_path, block, *imports):
+    """The script with a method of the page in the place of its own, as a module."""
+    assert len(block.splitlines()) + len(imports) <= 20
+    source = (ROOT / "mt_grpo_trainer.py").read_text()
+    (name,) = re.findall(r"^    def (\w+)", block, re.M)
+    own = re.search(rf"^    def {name}\(.*?(?=^    (?:async )?def |^    # --)", source, re.M | re.S)[0]
+    source = source.replace(own, block + "\n")
+    if imports:
+        assert imports == (IMPORT,) and IMPORT in PAGE
+        source = source.replace("from mt_grpo.training.policy_scores import scores_of_trainer", IMPORT)
+    path = tmp_path / f"fork_{name}.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def settings(out, **changes):
+    args = dict(output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+                per_device_train_batch_size=4, num_generations=4, max_completion_length=96,
+                disable_tqdm=True, save_strategy="no", max_steps=1, logging_steps=1)  # fmt: skip
+    return {**args, **changes}
+
+
+ROWS = Dataset.from_list([{"prompt": [{"role": "user", "content": f"What is {n} * 3?"}]} for n in range(11, 19)])
+
+
+def by_place(completions, **kwargs):
+    return [float(i) for i in range(len(completions))]
+
+
+def test_a_penalty_per_turn(tmp_path):
+    """0.05 times the difference of the logprobs of a turn's ids, the policy's less the reference's."""
+    mt = fork(tmp_path, BLOCKS[0], IMPORT)
+    model = str(ROOT / "hf_recipes/tiny/calculator-model")
+    args = mt.MTGRPOConfig(**settings(tmp_path, beta=0.01, credit_assignment="turn_return", scale_rewards="none"))
+    env = mt.MultiTurnToolEnv([calculator], "Use the calculator, then answer.")
+    trainer = mt.MTGRPOEnvTrainer(model, env, [], [by_place], args=args, train_dataset=ROWS)
+    with torch.no_grad():
+        trainer.model.get_output_embeddings().weight.mul_(1.5)  # the reference keeps the old ones
+    trainer.model.train()
+    trainer._generate_and_score_completions([ROWS[0]] * 4)
+    table, rollouts = trainer.batch.rewards, trainer.batch.rollouts
+    assert max(len(r.turns) for r in rollouts) > 1
+    for i, rollout in enumerate(rollouts):
+        ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
+        with torch.no_grad():
+            own, other = (m.eval()(ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+                          for m in (trainer.model, trainer.ref_model))  # fmt: skip
+        at = len(rollout.prompt_ids) - 1
+        for k, turn in enumerate(rollout.turns):
+            here = slice(at, at + len(turn.token_ids))
+            expected = -0.05 * (own[here] - other[here]).sum().item()
+            assert table.turn[i, k].item() == pytest.approx(expected, abs=1e-4)
+            at += len(turn.token_ids) + len(turn.observation_ids)
+        assert table.turn[i, len(rollout.turns) :].isnan().all()
+    assert table.turn.nan_to_num(0.0).abs().max() > 1e-3  # there is something to compare
+
+
+def test_other_groups_are_sampled_again(tmp_path, random_model):
+    """By the page's rule groups above nine tenths go, too."""
+    mt = fork(tmp_path, BLOCKS[1])
+    table = SimpleNamespace(outcome=torch.tensor([0.9, 1.0, 0.5, 0.5, 0.0, 1.0]))
+    batch = SimpleNamespace(rewards=table, group_size=2)
+    outcome = table.outcome.view(-1, 2)
+    advantages = (outcome - outcome.mean(1, keepdim=True)).reshape(-1, 1)
+    this = SimpleNamespace(_advantages=lambda *_: advantages, args=SimpleNamespace(scale_rewards="none"))
+    assert mt.MTGRPOEnvTrainer._without_signal(this, batch).tolist() == [True, True, False]
+    trainer = make(random_model, tmp_path / "run", max_steps=1)
+    trainer._without_signal = lambda batch: mt.MTGRPOEnvTrainer._without_signal(trainer, batch)
+    trainer.train()
+    assert trainer.trained == {0: [0, 4]}
+
+
+def branching():
+    """The page's environment."""
+    assert len(BLOCKS[2].splitlines()) <= 20
+    names = {"MultiTurnToolEnv": MultiTurnToolEnv, "asyncio": asyncio, "copy": copy, "dataclasses": dataclasses}
+    exec(BLOCKS[2], names)
+    return names["Branching"]
+
+
+@pytest.mark.timeout(300)
+def test_a_conversation_that_branches_trains_in_process(tmp_path):
+    """Rollouts 1 and 3 read the first turns of 0 and 2, and are trained on what they do behind them."""
+    env = branching()([calculator], "Use the calculator, then answer.")
+    model = str(ROOT / "hf_recipes/tiny/calculator-model")
+    args = MTGRPOConfig(**settings(tmp_path, max_steps=3))
+    trainer = MTGRPOEnvTrainer(model, env, [], [by_place], args=args, train_dataset=ROWS)
+    seen, roll_out = [], trainer._roll_out
+    trainer._roll_out = lambda rows: seen.append(roll_out(rows)) or seen[-1]
+    trainer.train()
+    pairs = [(r[i], r[i + 1]) for r in seen for i in (0, 2) if len(r[i].turns) > 1]
+    assert len(seen) == 3 and pairs and not env.first_turns
+    for left, right in pairs:
+        length = len(left.turns[0].token_ids) + len(left.turns[0].observation_ids)
+        assert left.completion_ids[:length] == right.completion_ids[:length]
+        assert right.turns[0].token_ids == left.turns[0].token_ids and right.turns[0] is not left.turns[0]
+        assert right.turn_ids[:length] == [-1] * length and right.loss_mask[:length] == [0] * length
+        assert left.loss_mask[0] == 1 and sum(right.loss_mask) > 0
+    assert all(row["tokens/ids_differ"] == 0 for row in trainer.state.log_history if "tokens/ids_differ" in row)
+
+
+def backend(told=None):
+    return InProcessBackend(lambda prompts, most: ([[7]] * len(prompts), None), lambda token: token == 7)
+
+
+@pytest.mark.timeout(120)
+def test_waiting_for_another_conversation_holds_up_no_batch():
+    """Two wait for what the third does; then all go on, one batch at a time."""
+    llm, sizes = backend(), []
+    run = llm._run
+    llm._run = lambda batch: sizes.append(len(batch)) or run(batch)
+
+    async def leads(done):
+        await llm.generate([1], 1, index=0)
+        done.set_result("said")
+        return (await llm.generate([1, 7], 1, index=0)).token_ids
+
+    async def follows(index, done):
+        said = await llm.aside(asyncio.shield(done))
+        return said, (await llm.generate([2], 1, index=index)).token_ids
+
+    async def shared(index, futures=[]):  # noqa: B006  the future is of the loop in which they run
+        if not futures:
+            futures.append(asyncio.get_running_loop().create_future())
+        return await (leads(futures[0]) if index == 0 else follows(index, futures[0]))
+
+    assert llm.serve([shared(i) for i in range(3)]) == [[7], ("said", [7]), ("said", [7])]
+    assert sizes[0] == 1 and sum(sizes) == 4
+
+
+@pytest.mark.timeout(120)
+def test_what_a_batch_waits_for_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(InProcessBackend, "STUCK_SECONDS", 0.02)
+    llm, said = backend(), threading.Event()
+
+    class Told(logging.Handler):
+        def emit(self, record):
+            said.set()
+
+    async def slow():
+        await asyncio.to_thread(said.wait)
+        return await llm.generate([2], 1, index=1)
+
+    logger = logging.getLogger("mt_grpo.generation.in_process")
+    handler = Told()
+    logger.addHandler(handler)
+    try:
+        llm.serve([llm.generate([1], 1, index=0), slow()])
+    finally:
+        logger.removeHandler(handler)
+    (text,) = {record.getMessage() for record in caplog.records if "requests for tokens" in record.getMessage()}
+    assert text.startswith("1 requests for tokens have waited 0.02 s for the other of 2 open conversations")
+
+
+def test_logprobs_of_turns():
+    """Of each turn's ids behind what was read before them; a turn without ids has none."""
+    asked = []
+
+    def score(context, continuation):
+        asked.append((context, continuation))
+        return [-float(i) for i in continuation]
+
+    turns = [Turn(ids, None, "", "stop", observation_ids=read) for ids, read in (([3, 4], [5]), ([], [6]), ([8], []))]
+    rollout = Rollout([], [1, 2], turns=turns)
+    assert PolicyScores(score, None, lambda: "").of_turns(rollout) == [[-3.0, -4.0], [], [-8.0]]
+    assert asked == [([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 6], [8])]
+    assert PolicyScores(score, None, lambda: "").of_turns(Rollout([], [1])) == []
+
+
+def test_the_reference_of_a_lora_is_its_base(random_model, tmp_path, monkeypatch):
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([], None), [], [by_place], args=MTGRPOConfig(**settings(tmp_path)),
+        train_dataset=ROWS, peft_config=LoraConfig(r=4, target_modules=["q_proj"]),
+    )  # fmt: skip
+    before = reference_of(trainer).logprobs([[5, 6]], [[7, 8]])[0]
+    assert policy_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    assert reference_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
+    assert policy_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] != pytest.approx(before, abs=1e-3)
+    monkeypatch.setattr(MTGRPOEnvTrainer, "_is_sharded", True)
+    with pytest.raises(RunError, match="asks `reference`, which DeepSpeed or FSDP shards"):
+        reference_of(trainer)
+
+
+def test_a_reward_may_ask_the_reference(random_model, tmp_path):
+    """And a run without one ends before its model is loaded."""
+    found = []
+
+    def asks(completions, reference, **kwargs):
+        found.append(reference.version)
+        return by_place(completions)
+
+    def trainer(**changes):
+        return MTGRPOEnvTrainer(
+            random_model, MultiTurnToolEnv([], None), [], [asks], args=MTGRPOConfig(**settings(tmp_path, **changes)),
+            train_dataset=ROWS,
+        )  # fmt: skip
+
+    with pytest.raises(ValueError, match="asks `reference`, and the run has no reference model. Set beta above 0"):
+        trainer()
+    trainer(beta=0.01).train()
+    assert found == ["reference"]
