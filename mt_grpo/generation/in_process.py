@@ -143,10 +143,10 @@ class InProcessBackend:
                 if session.waiting and not told:
                     told = True
                     logger.warning(
-                        f"{len(session.waiting)} requests for tokens have waited {self.STUCK_SECONDS:g} s for "
-                        f"the other of {session.open} open conversations: a batch is generated when all wait. A "
-                        "slow tool or environment is one reason; a conversation that waits for another one is a second: "
-                        "let it wait by `await self.aside(llm, ...)`."
+                        f"{len(session.waiting)} requests for tokens have waited {self.STUCK_SECONDS:g} s for the "
+                        f"other of {session.open} open conversations: a batch is generated when all wait. A slow tool "
+                        "or environment is one reason; a conversation that waits for another one is a second: let it "
+                        "wait by `await self.aside(llm, ...)`."
                     )
 
     def _run(self, batch: list[tuple]) -> list[Generation]:

@@ -117,7 +117,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     args = mt.MTGRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=1, logging_steps=1,
-        save_strategy="no", disable_tqdm=True,
+        save_strategy="no", disable_tqdm=True, refill_groups=1,
     )  # fmt: skip
     trainer = mt.MTGRPOEnvTrainer(
         random_model, mt.MultiTurnToolEnv([echo], None), [], [reward], args=args,
@@ -133,7 +133,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     phases = {f"sync/{phase}_seconds" for phase in ("gather", "write", "load", "check")}
     for name in with_server - {"sampling/sampling_logp_difference/mean"} - phases:
         assert f'"{name}"' in source, name
-    groups = ("turns/", "tools/", "stop/", "credit/", "rollout/", "records/")
+    groups = ("turns/", "tools/", "stop/", "credit/", "rollout/", "records/", "refill/")
     own = {name for name in logged if name.startswith(groups)}
     assert own <= documented
     rows = section(ENVIRONMENTS, "One conversation").splitlines()
@@ -174,6 +174,9 @@ def test_every_python_block_is_run_here():
         "import read_rollouts",
         "SFTTrainer(",
         "import think_format_reward",
+        "def _before_credit",
+        "def _without_signal",
+        "class Branching",
         *EXAMPLES,
     )
     for page, text in PAGES.items():
