@@ -809,12 +809,14 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """
         batch = self.batch
         batch.facts = conversation_columns(batch.rollouts, self.accelerator)  # (N, 12)
-        metrics, num_tokens = conversation_metrics(batch.facts)
-        self._log_metrics({**metrics, **check_rollouts(batch.rollouts, self.env, self.args)})
+        sampled = batch.dropped + batch.rollouts  # the metrics are of all of them
+        facts = conversation_columns(sampled, self.accelerator, True) if batch.num_rounds else batch.facts
+        metrics, num_tokens = conversation_metrics(facts)
+        self._log_metrics({**metrics, **check_rollouts(sampled, self.env, self.args)})
         own = self._metrics[self._mode], self._stale[self._mode]
         staleness_metrics(batch.rollouts, self._weight_counter.version, *own)
         if self.model.training:
-            self.state.num_input_tokens_seen += num_tokens + batch.num_dropped_tokens
+            self.state.num_input_tokens_seen += num_tokens
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
         prompt_ids, completion_ids, loss_masks, logprobs = batch.loss_lists(
             self._tokenizer.pad_token_id, self.args.mask_truncated_completions
@@ -1228,9 +1230,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         "wait", "With max_staleness: wait for the oldest, or admit those that are complete",
         one_of=("wait", "admit"), backend="server",
     )  # fmt: skip
-    refill_groups: int = key(
-        0, "Batches of further prompts that a step may sample, for groups without signal", within="[0, inf)"
-    )
+    refill_groups: int = key(0, "Batches' worth of further groups for those without signal", within="[0, inf)")
     share_prompts: bool = key(
         True, "Compute each prompt once, in passes by tokens; false: TRL's rows and passes", trained=False
     )

@@ -49,7 +49,7 @@ class Noted(MTGRPOEnvTrainer):
         return loss
 
 
-def make(model, out, dead=DEAD, prompts=12, **changes):
+def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, too_few=False, **changes):
     seen = []
 
     def outcome(completions, number, rollout_turns, log_extra, log_metric, **kwargs):
@@ -59,6 +59,10 @@ def make(model, out, dead=DEAD, prompts=12, **changes):
         log_extra("said", said)
         if len(seen) == 1:
             log_extra("first", said)
+        elif too_few:
+            log_extra("first", said[:1])
+        for each in number if one_by_one else []:
+            log_extra("each", iter([each]))
         log_metric("calls", 1.0)
         return [0.25 if n in dead else float(text[-10]) for n, text in zip(number, said)]
 
@@ -70,7 +74,7 @@ def make(model, out, dead=DEAD, prompts=12, **changes):
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "number": n} for n in range(prompts)]
     trainer = Noted(
-        model, MultiTurnToolEnv([], system_prompt=None), [], [outcome],
+        model, MultiTurnToolEnv([], system_prompt=None, environment=environment), [], [outcome],
         args=MTGRPOConfig(**{**args, **changes}), train_dataset=Dataset.from_list(rows),
     )  # fmt: skip
     trainer.seen = seen

@@ -476,6 +476,8 @@ class WeightTransfer:
         }
         self._check_names(tensors.keys(), expected)
         metadata = [(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in tensors.items()]
+        if device.type == "cuda":  # vLLM packs on streams of its own, which do not wait for the last optimizer step
+            torch.cuda.current_stream(device).synchronize()
         gathered = time.perf_counter()
         errors = [transfer._send(metadata, tensors, version, device) for transfer in transfers]
         return {"gather": gathered - start, "load": time.perf_counter() - gathered}, errors

@@ -19,10 +19,11 @@ from mt_grpo.training.records import trained_records
 from mt_grpo.training.tensors import nanstd, nansum
 
 
-def conversation_columns(rollouts: list[Rollout], accelerator: Any) -> torch.Tensor:
+def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool = False) -> torch.Tensor:
     """What `conversation_metrics` is made of, (N, 12), over all ranks. Collective.
 
-    One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks.
+    One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks. `uneven`: ranks
+    may have different numbers of rollouts.
     """
     reasons = list(StopReason)
     columns = torch.tensor(
@@ -38,7 +39,7 @@ def conversation_columns(rollouts: list[Rollout], accelerator: Any) -> torch.Ten
         ],
         device=accelerator.device, dtype=torch.float32,
     )  # fmt: skip
-    return accelerator.gather(columns)
+    return torch.tensor(gather_object(columns.tolist())) if uneven else accelerator.gather(columns)
 
 
 def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:

@@ -209,7 +209,7 @@ def peak_memory() -> str | None:
 MOST_BATCHES = 4
 PHASES = {
     "_generate_and_score_completions": "batch", "_sync_weights": "sync", "_roll_out": "rollouts",
-    "_calculate_rewards": "rewards", "training_step": "training",
+    "_score": "rewards", "training_step": "training",
 }  # fmt: skip
 
 

@@ -101,17 +101,16 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
 
 def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
     """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
-    rollouts = []
+    chosen = [rows[i] for i in indices]
     try:
-        chosen = [rows[i] for i in indices]
-        started = trainer.env.start(prompts_of(chosen), rows=chosen)
-        for rollout in started:
+        rollouts = trainer.env.start(prompts_of(chosen), rows=chosen)
+        for rollout in rollouts:
             if len(rollout.prompt_ids) >= (trainer.env.max_model_len or float("inf")):
                 raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
-        rollouts = started
-    finally:
-        if not rollouts and isinstance(trainer.llm, InProcessBackend):
+    except BaseException:
+        if isinstance(trainer.llm, InProcessBackend):
             trainer.llm.serve([])  # other ranks may be in a collective generate
+        raise
     for i, rollout in zip(indices, rollouts):
         rollout.place(trainer.accelerator.process_index * len(rows) + i)
         rollout.policy_version = trainer._weight_counter.version

@@ -223,7 +223,7 @@ class InFlight:
         kinds, slot_of_row, first = self._slots(len(rows))
         own = [i for i, slot in enumerate(slot_of_row) if slot in slots]
         if self.trainer.args.max_staleness:
-            taken = self._take_groups([kinds[slot] for slot in slots], slot_of_row, kinds, [first + i for i in own])
+            taken = self._choose(slots, kinds, slot_of_row, [first + i for i in own])
             prompts, further = [group.prompt for group in taken], self._taken.rows
         else:
             prompts = [self._prompts.take() for _ in slots]
@@ -387,23 +387,28 @@ class InFlight:
         trainer._on_all_ranks(lambda: self._ask_for_groups(wanted, slots, slot_of_row), "Rollouts")
         # A checkpoint in the middle of a batch: this batch is trained further.
         oldest = len(slots) if trainer._step % self._passes else None
-        taken = self._choose(slots, range(first, first + len(rows)), oldest)
+        taken = self._choose(list(range(len(slots))), slots, slot_of_row, range(first, first + len(rows)), oldest)
         self._batch_prompts = [group.prompt for group in taken]
         return self._taken.rows
 
-    def _take_groups(
-        self, kinds: list[Kind], slot_of_row: list[int], slots: list[Kind], places: list[int]
-    ) -> list[GroupInFlight]:
-        """Complete groups of these kinds, oldest first, which `_taken` then holds; asks for more where it must."""
-        trainer = self.trainer
-        trainer._stop_if_asked()
-        while Counter(kinds) - Counter(group.kind for group in self.groups):
-            more = len(self.groups) + len(slots)
-            trainer._on_all_ranks(lambda: self._ask_for_groups(more, slots, slot_of_row), "Rollouts")  # noqa: B023
-        return self._choose(kinds, places)
+    def _choose(
+        self, chosen_slots: list[int], slots: list[Kind], slot_of_row: list[int], places: Iterable[int],
+        oldest: int | None = None,
+    ) -> list[GroupInFlight]:  # fmt: skip
+        """Wait for complete groups for these slots, of the `oldest` ones alone if given, and take them. Collective.
 
-    def _choose(self, kinds: list[Kind], places: Iterable[int], oldest: int | None = None) -> list[GroupInFlight]:
-        """Wait for complete groups of these kinds, of the `oldest` ones alone if it is given, and take them."""
+        INVARIANT: what is in flight can fill the slots. A refill takes groups of some kinds, which are asked for here.
+        """
+        trainer, kinds = self.trainer, [slots[slot] for slot in chosen_slots]
+        trainer._stop_if_asked()
+        missing = (Counter(kinds) - Counter(group.kind for group in self.groups)).elements()
+        if self._refills and (missing := list(missing)):
+
+            def ask() -> None:
+                for kind in missing:
+                    self._start_group(slots.index(kind), slots, slot_of_row)
+
+            trainer._on_all_ranks(ask, "Rollouts")
         began = time.perf_counter()
         chosen = self._wait_for_groups(kinds, oldest)
         waited, groups = time.perf_counter() - began, list(self.groups)
@@ -452,12 +457,15 @@ class InFlight:
     def _ask_for_groups(self, wanted: int, slots: list[Kind], slot_of_row: list[int]) -> None:
         """Start whole batches until `wanted` groups are in flight, or all of the epoch's are."""
         while len(self.groups) < wanted and self._prompts.left >= len(slots):
-            prompts = [self._prompts.take() for _ in slots]
-            rows = [self.trainer.train_dataset[prompts[slot]] for slot in slot_of_row]
-            for slot, (prompt, kind) in enumerate(zip(prompts, slots)):
-                own = [i for i, of in enumerate(slot_of_row) if of == slot]
-                batch = self.trainer._start_rollouts(rows, own) if own else None
-                self.groups.append(GroupInFlight(prompt, kind, [rows[i] for i in own], batch))
+            for slot in range(len(slots)):
+                self._start_group(slot, slots, slot_of_row)
+
+    def _start_group(self, slot: int, slots: list[Kind], slot_of_row: list[int]) -> None:
+        """Start the conversations of the next prompt, as the group of this slot of a batch."""
+        prompt, own = self._prompts.take(), [i for i, of in enumerate(slot_of_row) if of == slot]
+        row = self.trainer.train_dataset[prompt]
+        batch = self.trainer._start_rollouts([row] * len(slot_of_row), own) if own else None
+        self.groups.append(GroupInFlight(prompt, slots[slot], [row] * len(own), batch))
 
     def _wait_for_groups(self, slots: list[Kind], oldest: int | None = None) -> list[int]:
         """The places in `groups` of the groups to train, one per slot; the same on all ranks. Collective.
@@ -468,9 +476,10 @@ class InFlight:
         """
         trainer = self.trainer
         groups, num_ranks = list(self.groups), trainer.accelerator.num_processes
-        if len(groups) < len(slots):
+        if Counter(slots) - Counter(group.kind for group in groups):
             raise RunError(
-                f"The epoch has {len(groups)} groups left, expected {len(slots)}: its batches have changed."
+                f"The epoch has {len(groups)} groups left, expected {len(slots)}, of the kinds of its slots: "
+                "its batches have changed."
             )
         groups = groups[:oldest]
         self.current = AwaitedGroups(groups)

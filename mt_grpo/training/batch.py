@@ -35,7 +35,8 @@ class Batch:
         weights: What each of the F reward functions counts, (F,).
         logged: What each of them gave, (N, F), NaN for None: see `logged_rewards`.
         extra: Further columns of TRL's table of completions, (B,) each, from reward functions.
-        num_dropped_tokens: Prompt and sampled tokens of rollouts that others have taken the place of, of all ranks.
+        dropped: This rank's rollouts that others have taken the place of.
+        num_rounds: How often the batch was refilled.
     """
 
     rows: list[dict[str, Any]]
@@ -55,7 +56,8 @@ class Batch:
     weights: torch.Tensor | None = None
     logged: torch.Tensor | None = None
     extra: dict[str, list] = field(default_factory=dict)
-    num_dropped_tokens: int = 0
+    dropped: list[Rollout] = field(default_factory=list)
+    num_rounds: int = 0
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """Of a tensor of all rollouts, (N, ...), the rows of this rank's, (B, ...)."""
@@ -69,15 +71,21 @@ class Batch:
         (None, None, {'seen': ['a', 'c']})
         """
         old = self.extra.get(column, [None] * len(values))
+        if len(old) != len(values):
+            raise ValueError(
+                f"log_extra({column!r}): {len(values)} values after {len(old)}. Expected one per rollout."
+            )
         self.extra[column] = [before if after is None else after for before, after in zip(old, values)]
 
     def replace(self, places: list[int], rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
         """Put other rows and rollouts in the places of this rank's. They are to be scored then."""
         self.rows, self.rollouts = list(self.rows), list(self.rollouts)
+        self.dropped = self.dropped + [self.rollouts[i] for i in places]
+        self.num_rounds += 1
         for i, row, rollout in zip(places, rows, rollouts, strict=True):
             self.rows[i], self.rollouts[i] = row, rollout
             for column in self.extra.values():
-                column[i] = None
+                column[i : i + 1] = [None] * bool(column[i : i + 1])
 
     def of_all_ranks(self, rows: list[list[float]], accelerator: Any) -> torch.Tensor:
         """A number per turn of each rank's rollouts as (N, K), like `rewards.turn`; 0 where no turn is. Collective.

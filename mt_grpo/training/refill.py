@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from mt_grpo.rollout import Rollout
 from mt_grpo.training.batch import Batch
+from mt_grpo.training.reward_numbers import check_advantages
 
 logger = logging.getLogger(__name__)
 
@@ -18,34 +18,39 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
     """Replace groups of a batch, and score what took their place, until all have signal. Collective.
 
     At most `refill_groups` batches' worth of groups are sampled beside the batch; what has no signal then is trained
-    as it is. Dropped conversations are in the log of rollouts, with the mode `dropped`, and in the count of tokens.
+    as it is. Dropped conversations are in the log of rollouts, with the mode `dropped`, in the metrics of
+    conversations and in the count of tokens. What a reward function logs by `log_metric` is a mean over its calls, of
+    which each round is one.
 
     Args:
         trainer: Its `in_flight` has further prompts, and its `_score` scores.
         batch: Scored. Its rows, rollouts and rewards change.
         without_signal: Whether a group is to be replaced, (N/G,) bool, the same on all ranks.
     """
+    check(trainer, batch)
     size = len(batch.rewards.outcome) // batch.group_size
-    left, rounds, dropped, seconds = trainer.args.refill_groups * size, 0, [], 0.0
+    left, dropped, seconds = trainer.args.refill_groups * size, [], 0.0
     while left and (slots := without_signal(batch).nonzero().flatten().tolist()[:left]):
         chosen = torch.zeros(size, dtype=torch.bool)
         chosen[slots] = True
         fresh = chosen.repeat_interleave(batch.group_size)  # (N,)
         own = batch.own(fresh).nonzero().flatten().tolist()
         dropped.append(batch.rewards.outcome[fresh])
-        batch.num_dropped_tokens += num_tokens([batch.rollouts[i] for i in own], trainer.accelerator)
         trainer._rollout_log.add_dropped(batch, own, trainer.state.global_step)
         trainer.env.close([batch.rollouts[i] for i in own])
         rows, rollouts, metrics = trainer.in_flight.refill(batch.rows, slots)
         batch.replace(own, rows, rollouts)
         trainer._score(batch, fresh)
-        left, rounds, seconds = left - len(slots), rounds + 1, seconds + metrics["rollout/wait_seconds"]
+        check(trainer, batch)
+        left, seconds = left - len(slots), seconds + metrics["rollout/wait_seconds"]
+        for name, value in metrics.items():  # `rollout/*` are of all that the step waited for
+            trainer._metrics["train"][name][-1] += value
     still = without_signal(batch).float().mean().item()
     outcome = torch.cat([*dropped, batch.rewards.outcome])
     num_dropped = sum(map(len, dropped)) // batch.group_size
     trainer._log_metrics({
         "refill/groups_dropped": num_dropped / (num_dropped + size),
-        "refill/rounds": rounds,
+        "refill/rounds": batch.num_rounds,
         "refill/seconds": seconds,
         "refill/outcome_of_all_sampled": outcome.nanmean().item(),
         "refill/data_passes": trainer.in_flight.data_passes,
@@ -61,7 +66,7 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
             )
 
 
-def num_tokens(rollouts: list[Rollout], accelerator: Any) -> int:
-    """Prompt tokens and sampled tokens of the rollouts of all ranks. Collective."""
-    own = sum(len(r.prompt_ids) + sum(len(turn.token_ids) for turn in r.turns) for r in rollouts)
-    return int(accelerator.reduce(torch.tensor(own, device=accelerator.device), "sum"))
+def check(trainer: Any, batch: Batch) -> None:
+    """Raise `RunError` for rewards that cannot be compared: such a group must not pass for one without signal."""
+    advantages = trainer._advantages(batch.rewards, trainer.args.scale_rewards)
+    check_advantages(batch.rewards, advantages, trainer.state.global_step, trainer.turn_advantage_coef)

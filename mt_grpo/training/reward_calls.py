@@ -236,15 +236,16 @@ COPIED = {list, tuple, dict, WrittenRow, Turn, ToolCall}
 
 
 @contextmanager
-def noise_apart(step: int, device: torch.device) -> Iterator[None]:
+def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None]:
     """Give functions random numbers of torch's that are not the run's.
 
     INVARIANT: no reward changes what a run samples or trains. One that calls `torch.manual_seed(0)` would otherwise
-    give every step the same noise. What functions draw differs from step to step, and is the same in a resumed run.
+    give every step the same noise. What functions draw differs from step to step and from `call` to call of a step.
+    It is the same in a resumed run.
     """
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         state = torch.get_rng_state().numpy().tobytes()
-        torch.manual_seed(zlib.crc32(state + str(step).encode()))
+        torch.manual_seed(zlib.crc32(state + str(step).encode() + b"+%d" % call * bool(call)))
         yield
 
 

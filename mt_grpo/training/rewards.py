@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import typing
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -230,9 +231,7 @@ class RewardFunctions:
         places = [i for i, rollout in enumerate(batch.rollouts) if not rollout.failed and (only is None or only[i])]
         rows, rollouts = [batch.rows[i] for i in places], [batch.rollouts[i] for i in places]
 
-        def log_in_place(column: str, values: list) -> None:
-            placed = dict(zip(places, values, strict=True))
-            log_extra(column, [placed.get(i) for i in range(count)])
+        extra: dict[str, list] = defaultdict(list)  # as in TRL, a further call goes on with the column
 
         of_data = column_lists(batch.rows, batch.data)
         asked = asked_of(self.functions) - of_data.keys()
@@ -242,10 +241,10 @@ class RewardFunctions:
             **{name: [column[i] for i in places] for name, column in of_data.items()},
             **rollout_columns(rollouts, prompts_of(rows)),
             **{name: value for name, value in columns.items() if name not in ASKED_COLUMNS or name in asked},
-            "log_extra": log_extra if len(places) == count else log_in_place,
+            "log_extra": lambda column, values: extra[column].extend(values),
         }
         try:
-            with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device):
+            with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device, batch.num_rounds):
                 values = (
                     run_rewards(self.functions, columns, timeout, device) if places else [[] for _ in self.functions]
                 )
@@ -254,6 +253,13 @@ class RewardFunctions:
             split = "training" if batch.mode == "train" else "test"
             found = "" if number is None else f" (row {number} of the {split} data)"
             raise RuntimeError(f"{error}{found}") from error.__cause__
+        for name, seen in extra.items():
+            if len(seen) != len(places) < count:
+                raise ValueError(
+                    f"log_extra({name!r}): {len(seen)} values, expected one for each of {len(places)} rollouts."
+                )
+            placed = dict(zip(places, seen))
+            log_extra(name, seen if len(places) == count else [placed.get(i) for i in range(count)])
         for f, (column, name) in enumerate(zip(values, self.names)):
             check_reward_values(column, name, rollouts, per_turn=f < self.num_turn_funcs)
         placed = [dict(zip(places, column)) for column in values]

@@ -352,7 +352,8 @@ class RolloutIndex:
 
         rewards = one("SELECT DISTINCT key FROM (SELECT DISTINCT rewards FROM rollout LIMIT 1000), json_each(rewards)")
         sampled = one(
-            "SELECT SUM(size) FROM (SELECT MAX(batch) AS size FROM rollout GROUP BY mode, step, attempt)"
+            "SELECT SUM(size) FROM (SELECT MAX(batch) AS size FROM rollout WHERE mode != 'dropped' "
+            "GROUP BY mode, step, attempt)"
         ).fetchone()[0]
         head = one("SELECT head FROM segment ORDER BY number, rank LIMIT 1").fetchone()
         return {

@@ -202,7 +202,7 @@ MUTATIONS = [
     Mutation(
         "clipped_ratio is judged by the last id",
         SCRIPT,
-        "        self._log_metrics({**metrics, **check_rollouts(batch.rollouts, self.env, self.args)})\n",
+        "        self._log_metrics({**metrics, **check_rollouts(sampled, self.env, self.args)})\n",
         '        metrics["completions/clipped_ratio"] = sum(r.completion_ids[-1] not in self.eos_token_ids for r in batch.rollouts) / len(batch.rollouts)\n        self._log_metrics(metrics)\n',
         TRUNCATED,
     ),

@@ -610,4 +610,32 @@ MUTATIONS = [
         "if errors := error:",
         "tests/run/test_checkpoints.py::test_what_one_rank_cannot_load_ends_both_with_the_same_line",
     ),
+    Mutation(
+        "refill: a step waits for a kind of group that nobody asked for",
+        "mt_grpo/run/in_flight.py",
+        "if self._refills and (missing := list(missing)):",
+        "if False:",
+        "tests/run/test_in_flight.py::test_a_refill_leaves_no_step_without_a_group_for_each_slot",
+    ),
+    Mutation(
+        "admission: only the number of groups is looked at",
+        "mt_grpo/run/in_flight.py",
+        "if Counter(slots) - Counter(group.kind for group in groups):",
+        "if len(groups) < len(slots):",
+        "tests/run/test_in_flight.py::test_kinds_that_can_fill_no_slot_are_an_error",
+    ),
+    Mutation(
+        "refill: a batch that cannot be compared is dropped",
+        "mt_grpo/training/refill.py",
+        "    check(trainer, batch)\n    size",
+        "    size",
+        "tests/training/test_refill.py::test_what_cannot_be_compared_is_no_group_without_signal",
+    ),
+    Mutation(
+        "refill: every round has the same noise",
+        "mt_grpo/training/rewards.py",
+        "device, batch.num_rounds):",
+        "device):",
+        "tests/training/test_refill.py::test_each_round_has_noise_of_its_own",
+    ),
 ]

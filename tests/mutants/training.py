@@ -754,7 +754,7 @@ MUTATIONS = [
     Mutation(
         "rewards draw the same random numbers in every step",
         "mt_grpo/training/reward_calls.py",
-        "zlib.crc32(state + str(step).encode())",
+        'zlib.crc32(state + str(step).encode() + b"+%d" % call * bool(call))',
         "zlib.crc32(state)",
         "tests/training/test_reward_calls.py::test_a_reward_that_seeds_torch_changes_nothing_of_the_run",
     ),
@@ -949,9 +949,9 @@ MUTATIONS = [
     ),
     Mutation(
         "refill: what is dropped is not counted",
-        "mt_grpo/training/refill.py",
-        "batch.num_dropped_tokens += ",
-        "batch.num_dropped_tokens += 0 * ",
+        "mt_grpo_trainer.py",
+        "sampled = batch.dropped + batch.rollouts",
+        "sampled = batch.rollouts",
         "tests/training/test_refill.py::test_what_is_dropped_is_logged_and_counted",
     ),
     Mutation(
@@ -1006,8 +1006,8 @@ MUTATIONS = [
     Mutation(
         "refill: a further column keeps what was dropped",
         "mt_grpo/training/batch.py",
-        "                column[i] = None\n",
-        "                pass\n",
+        "column[i : i + 1] = [None] * bool(column[i : i + 1])",
+        "pass",
         "tests/training/test_refill.py::test_what_is_dropped_is_logged_and_counted",
     ),
     Mutation(

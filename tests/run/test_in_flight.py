@@ -9,8 +9,8 @@ from mt_grpo.base.errors import ServerLost
 from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.rollout import Rollout
-from mt_grpo.run.in_flight import InFlight
-from mt_grpo.run.next_prompts import IN_FLIGHT, EpochPrompts
+from mt_grpo.run.in_flight import GroupInFlight, InFlight
+from mt_grpo.run.next_prompts import IN_FLIGHT, EpochPrompts, PassPrompts, slot_kinds
 
 ROWS = [{"prompt": "a"}, {"prompt": "b"}]
 
@@ -155,3 +155,50 @@ def test_a_push_that_fails_is_told_with_one_mark_at_the_end(said, logged, caplog
         WeightSync._push_until_it_arrives(sync, "policy-1", lambda: None, lambda: None)
     warnings = [record.getMessage() for record in caplog.records if "pushing again" in record.getMessage()]
     assert warnings == [f"{logged} Waiting for the server, then pushing again."]
+
+
+def of_two_ranks():
+    """What is in flight on rank 0 of two, with a group of two on each; conversations are over at once."""
+
+    def start(rows, which):
+        rollouts = [Rollout([], [1], row=rows[i]) for i in which]
+        return SimpleNamespace(rollouts=rollouts, over=True, seconds=0.0, wait=lambda: rollouts)
+
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            max_staleness=1, late_groups="admit", refill_groups=2, steps_per_generation=1, ignore_data_skip=False,
+            gradient_accumulation_steps=1, generation_batch_size=4, num_generations=2,
+        ),
+        accelerator=SimpleNamespace(
+            num_processes=2, process_index=0, device="cpu", reduce=lambda tensor, how: 2 * tensor
+        ),
+        state=SimpleNamespace(max_steps=1, global_step=0), _step=0, num_iterations=1, num_generations=2,
+        model=SimpleNamespace(training=True), train_dataset=[{"prompt": n} for n in range(20)],
+        _on_all_ranks=lambda function, what: function() or [0, 0, 0], _stop_if_asked=lambda: None, _stop_signal=None,
+        _sync_weights=lambda: None, _start_rollouts=start, env=SimpleNamespace(close=lambda rollouts: None),
+        llm=SimpleNamespace(),
+    )  # fmt: skip
+    flight = InFlight(trainer)
+    flight._prompts = PassPrompts(0, lambda number: list(range(20)))
+    return flight
+
+
+def test_a_refill_leaves_no_step_without_a_group_for_each_slot():
+    """A step that needs both kinds finds two of one kind in flight, and asks for the one that is missing."""
+    flight, right = of_two_ranks(), slot_kinds(2, 2, 2)[1]
+    flight.groups.extend(GroupInFlight(n, right, [], None) for n in (17, 18))
+    rows = flight.rows_of_step([{}, {}])
+    assert rows == [{"prompt": 0}] * 2 and flight._batch_prompts == [0, 17]
+    assert [(group.prompt, group.kind) for group in flight.groups] == [(18, right)]
+    further, rollouts, _ = flight.refill(rows, [0, 1])
+    assert further == [{"prompt": 1}] * 2 and [rollout.row for rollout in rollouts] == further
+    assert [rollout.index for rollout in rollouts] == [0, 1]
+    assert flight._batch_prompts == [1, 18] and not flight.groups
+    assert flight.refill(rows, [1])[:2] == ([], []) and flight._batch_prompts == [1, 2]
+
+
+def test_kinds_that_can_fill_no_slot_are_an_error():
+    flight, (left, right) = of_two_ranks(), slot_kinds(2, 2, 2)
+    flight.groups.extend(GroupInFlight(n, right, [], None) for n in (17, 18))
+    with pytest.raises(RunError, match="2 groups left, expected 2"):
+        flight._wait_for_groups([left, right])

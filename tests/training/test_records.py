@@ -103,7 +103,9 @@ def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
 
     rollouts = [Rollout([], [1], turns=[turn(5), turn(6, Context([], [2]))]), Rollout([], [1], turns=[turn(7)])]
     rollouts[0].stop_reason, rollouts[1].stop_reason = StopReason.ANSWERED, StopReason.MAX_TOKENS
-    monkeypatch.setattr("mt_grpo.training.records.gather_object", lambda own: [*own, (3, [False] * 2, "", [])])
+    monkeypatch.setattr(
+        "mt_grpo.training.records.gather_object", lambda own: [(3, [False] * 2, "", [], [False] * 2), *own]
+    )
     args = SimpleNamespace(top_entropy_quantile=1.0, entropy_coef=0.0, use_adaptive_entropy=False)
     batch = Batch([{}, {}], 2, first=2, rollouts=rollouts)
     batch.choose_records(args, 0)

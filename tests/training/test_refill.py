@@ -11,6 +11,7 @@ from refill_run import make
 from trl.trainer.utils import RepeatSampler
 
 from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.training.batch import Batch
 from mt_grpo_trainer import MTGRPOConfig, RewardTable
 
@@ -96,6 +97,54 @@ def test_the_last_round_replaces_as_many_as_are_left(random_model, tmp_path):
     trainer.train()
     assert trainer.asked == [0, 1, 2, 3, 4, 5] and trainer.trained == {0: [5, 4, 2]}
     assert column(trainer, "credit/frac_groups_without_signal") == pytest.approx([1 / 3])
+
+
+def test_the_metrics_of_conversations_are_of_all_that_was_sampled(random_model, tmp_path):
+    """An environment that fails for a prompt is seen, although its group is dropped."""
+
+    class Fails:
+        def reset(self, number, **kwargs):
+            if number == 1:
+                raise OSError("no such page")
+
+    trainer = make(random_model, tmp_path, dead=set(), environment=Fails, max_steps=1, credit_assignment="mt_grpo")
+    trainer.train()
+    assert trainer.trained == {0: [0, 2]} and column(trainer, "refill/groups_dropped") == pytest.approx([1 / 3])
+    assert column(trainer, "stop/environment_error") == pytest.approx([1 / 3])
+
+
+def test_what_cannot_be_compared_is_no_group_without_signal(random_model, tmp_path):
+    trainer = make(random_model, tmp_path, max_steps=1, outcome_reward_weights=[1e25])
+    with pytest.raises(RunError, match=r"a weighted outcome reward is 1e\+25. At most 1e\+18 can be compared"):
+        trainer.train()
+
+
+def test_each_round_has_noise_of_its_own(random_model, tmp_path):
+    """And the same in a run that begins anew."""
+    drawn = []
+    for name in ("one", "two"):
+        trainer, seen = make(random_model, tmp_path / name, max_steps=1), []
+        own = trainer.reward_functions.functions[0]
+
+        def draws(*args, own=own, seen=seen, **kwargs):
+            seen.append(torch.rand(()).item())
+            return own(*args, **kwargs)
+
+        draws.__name__ = "outcome"
+        trainer.reward_functions.functions[0] = draws
+        trainer.train()
+        drawn.append(seen)
+    assert drawn[0] == drawn[1] and len(set(drawn[0])) == len(drawn[0]) == 4
+
+
+def test_a_column_of_another_length_is_an_error(random_model, tmp_path):
+    """In a round, where it could stand in no place. A value per call goes on with the column, as in TRL."""
+    trainer = make(random_model, tmp_path, max_steps=1, one_by_one=True)
+    trainer.train()
+    assert list(trainer._logs["extra"]["each"]) == [0, 0, 4, 4]
+    wrong = make(random_model, tmp_path / "wrong", max_steps=1, too_few=True)
+    with pytest.raises(RunError, match=r"log_extra\('first'\): 1 values, expected one for each of 2 rollouts"):
+        wrong.train()
 
 
 def test_without_the_key_nothing_is_asked_twice(random_model, tmp_path):
@@ -205,6 +254,18 @@ def test_what_is_out_of_the_loss_is_no_signal(random_model, tmp_path, masks, mov
     assert not trainer._without_signal(batch)[0]
     batch.rewards.num_tokens[0, 1] = 0
     assert trainer._without_signal(batch)[0]
+
+
+def test_a_rank_without_a_place_to_fill_takes_part_once(random_model, tmp_path):
+    """Generation of a sharded model is collective: each call of `any_rank` meets one of every other rank."""
+    trainer, asked = make(random_model, tmp_path), []
+    trainer.llm = InProcessBackend(None, None, any_rank=lambda flag: asked.append(flag) or flag)
+    rows = [trainer.train_dataset[0]] * 4
+    assert trainer._start_rollouts(rows, []).wait() == [] and asked == [False]
+    trainer.env.max_model_len = 1
+    with pytest.raises(ValueError, match="fills the context"):
+        trainer._start_rollouts(rows, [0, 1])
+    assert asked == [False, False]
 
 
 def test_with_staleness_it_needs_admission():
