@@ -26,7 +26,7 @@ from mt_grpo.rollout import Rollout, Turn
 logger = logging.getLogger(__name__)
 
 # Given where a reward function names them, unless the data has such a column; then also to others that take keywords.
-ASKED_COLUMNS = ("policy", "reference", "turn_contexts")
+ASKED_COLUMNS = ("policy", "reference", "turn_contexts", "groups")
 AT_ONCE = 32  # requests of a rank to its server
 
 

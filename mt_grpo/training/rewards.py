@@ -21,6 +21,7 @@ from mt_grpo.training.reward_calls import noise_apart, rollout_columns, run_rewa
 from mt_grpo.training.reward_errors import RewardError
 from mt_grpo.training.reward_numbers import check_reward_values, reward_tensors, state_numbers, turn_flags
 from mt_grpo.training.tensors import pad_rows
+from mt_grpo.training.whole_groups import Guests, exchange, give_back
 
 logger = logging.getLogger(__name__)
 
@@ -210,6 +211,7 @@ class RewardFunctions:
         timeout: float,
         device: torch.device,
         only: list[bool] | None = None,
+        guests: Guests | None = None,
     ) -> list[list]:
         """What each function gives for each of the B rollouts: a number, a list of one per turn, or None.
 
@@ -222,48 +224,87 @@ class RewardFunctions:
             timeout: Seconds that one function may take.
             device: Of the trainer.
             only: Which of the B rollouts the functions see. None: all.
+            guests: Rollouts of other ranks, for functions that see whole groups; gets what was found for them. What
+                other ranks find for this one's is None.
 
         Raises:
             RuntimeError: A function raised, or took too long. The message names the row of the data.
             ValueError: A function gave something else.
         """
-        count, log_extra = len(batch.rollouts), columns["log_extra"]
-        places = [i for i, rollout in enumerate(batch.rollouts) if not rollout.failed and (only is None or only[i])]
-        rows, rollouts = [batch.rows[i] for i in places], [batch.rollouts[i] for i in places]
+        guests, first = guests or Guests(), batch.first
+        visible = visible_places(batch, only)
+        own = {first + i: (batch.rows[i], batch.rollouts[i]) for i in visible}
+        whole = {n: each for n, each in own.items() if n - first not in guests.away}
+        whole |= {n: (guests.rows[n], guests.rollouts[n]) for n in sorted(guests.rows)}
+        by_groups = [f for f, func in enumerate(self.functions) if self._sees_groups(func, batch)]
+        others = [f for f in range(len(self.functions)) if f not in by_groups]
+        if not guests.rows and not guests.away:  # all see the same: one call of all, in which async ones run together
+            by_groups, others = [], list(range(len(self.functions)))
+        found: dict[int, dict[int, Any]] = {}
+        for numbers, seen in ((others, own), (by_groups, whole)):
+            if numbers and seen:
+                found |= self._call(numbers, seen, batch, columns, timeout, device, guests)
+        guests.values = {f: {n: v for n, v in found.get(f, {}).items() if n in guests.rows} for f in by_groups}
+        numbers = range(first, first + len(batch.rollouts))
+        return [[found.get(f, {}).get(n) for n in numbers] for f in range(len(self.functions))]
 
+    @staticmethod
+    def _sees_groups(function: Callable, batch: Batch) -> bool:
+        return "groups" in asked_of([function]) - column_lists(batch.rows, batch.data).keys()
+
+    def _call(
+        self,
+        numbers: list[int],
+        seen: dict[int, tuple],
+        batch: Batch,
+        columns: dict[str, Any],
+        timeout: float,
+        device: torch.device,
+        guests: Guests,
+    ) -> dict[int, dict[int, Any]]:
+        """Function number -> rollout number -> value, of the functions `numbers` for the rollouts `seen`.
+
+        `seen`: number of the rollout in the batch -> its row and itself. The others are as in `score`.
+        """
+        functions, places = [self.functions[f] for f in numbers], list(seen)
+        rows, rollouts = [row for row, _ in seen.values()], [rollout for _, rollout in seen.values()]
         extra: dict[str, list] = defaultdict(list)  # as in TRL, a further call goes on with the column
-
-        of_data = column_lists(batch.rows, batch.data)
-        asked = asked_of(self.functions) - of_data.keys()
-        if "turn_contexts" in asked:
-            columns = {**columns, "turn_contexts": [turn_contexts(rollout) for rollout in rollouts]}
-        columns = {
-            **{name: [column[i] for i in places] for name, column in of_data.items()},
+        # Also of the rows that nobody sees: a column of theirs is a column of all.
+        of_data = column_lists(rows + batch.rows, batch.data)
+        asked = asked_of(functions) - of_data.keys()
+        given = {
+            **{name: column[: len(rows)] for name, column in of_data.items()},
             **rollout_columns(rollouts, prompts_of(rows)),
             **{name: value for name, value in columns.items() if name not in ASKED_COLUMNS or name in asked},
             "log_extra": lambda column, values: extra[column].extend(values),
         }
+        if "turn_contexts" in asked:
+            given["turn_contexts"] = [turn_contexts(rollout) for rollout in rollouts]
+        if "groups" in asked:
+            given["groups"] = [number // batch.group_size for number in places]
         try:
             with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device, batch.num_rounds):
-                values = (
-                    run_rewards(self.functions, columns, timeout, device) if places else [[] for _ in self.functions]
-                )
+                values = run_rewards(functions, given, timeout, device)
         except RewardError as error:
             number = None if error.place is None else number_of(rows[error.place], batch.data)
             split = "training" if batch.mode == "train" else "test"
-            found = "" if number is None else f" (row {number} of the {split} data)"
-            raise RuntimeError(f"{error}{found}") from error.__cause__
-        for name, seen in extra.items():
-            if len(seen) != len(places) < count:
+            named = "" if number is None else f" (row {number} of the {split} data)"
+            raise RuntimeError(f"{error}{named}") from error.__cause__
+        own = range(batch.first, batch.first + len(batch.rollouts))
+        for name, logged in extra.items():
+            if places == list(own):
+                columns["log_extra"](name, logged)
+                continue
+            if len(logged) != len(places):
                 raise ValueError(
-                    f"log_extra({name!r}): {len(seen)} values, expected one for each of {len(places)} rollouts."
+                    f"log_extra({name!r}): {len(logged)} values, expected one for each of {len(places)} rollouts."
                 )
-            placed = dict(zip(places, seen))
-            log_extra(name, seen if len(places) == count else [placed.get(i) for i in range(count)])
-        for f, (column, name) in enumerate(zip(values, self.names)):
-            check_reward_values(column, name, rollouts, per_turn=f < self.num_turn_funcs)
-        placed = [dict(zip(places, column)) for column in values]
-        return [[of_place.get(i) for i in range(count)] for of_place in placed]
+            placed = dict(zip(places, logged))
+            columns["log_extra"](name, [placed.get(number) for number in own])
+            guests.extra[name] = {n: value for n, value in placed.items() if n not in own}
+        for f, column in zip(numbers, values):
+            check_reward_values(column, self.names[f], rollouts, per_turn=f < self.num_turn_funcs)
+        return {f: dict(zip(places, column)) for f, column in zip(numbers, values)}
 
     def score_all_ranks(
         self,
@@ -293,12 +334,14 @@ class RewardFunctions:
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
         num_turns = torch.tensor([max(len(rollout.turns) for rollout in batch.rollouts)], device=accelerator.device)
         num_turns = max(1, int(accelerator.gather(num_turns).max()))
+        only = None if fresh is None else batch.own(fresh).tolist()
+        by_groups = any(self._sees_groups(function, batch) for function in self.functions)
+        guests = exchange(batch, visible_places(batch, only), on_all_ranks) if by_groups else Guests()
+        values: list[list] = []
         local: list[torch.Tensor] = []
 
         def run() -> None:
-            only = None if fresh is None else batch.own(fresh).tolist()
-            values = self.score(batch, columns, timeout, accelerator.device, only)
-            local.extend(reward_tensors(values, num_turns, self.num_turn_funcs))
+            values.extend(self.score(batch, columns, timeout, accelerator.device, only, guests))
             local.extend(turn_flags(batch.rollouts, num_turns))
             states = [state_numbers(rollout) if reads_state else [] for rollout in batch.rollouts]
             local.append(pad_rows(states, num_turns, -1, torch.long))
@@ -306,7 +349,15 @@ class RewardFunctions:
             local.append(pad_rows(tokens, num_turns, 0, torch.long))
 
         on_all_ranks(run, "Rewards")
+        if by_groups:
+            give_back(guests, batch, values, columns["log_extra"])
+        local = [*reward_tensors(values, num_turns, self.num_turn_funcs), *local]
         return tuple(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local)
+
+
+def visible_places(batch: Batch, only: list[bool] | None) -> list[int]:
+    """The places of this rank's rollouts that functions see: not those whose environment failed."""
+    return [i for i, rollout in enumerate(batch.rollouts) if not rollout.failed and (only is None or only[i])]
 
 
 def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
