@@ -49,7 +49,7 @@ class Noted(MTGRPOEnvTrainer):
         return loss
 
 
-def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, too_few=False, **changes):
+def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, too_few=False, whole=False, **changes):
     seen = []
 
     def outcome(completions, number, rollout_turns, log_extra, log_metric, **kwargs):
@@ -66,6 +66,16 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
         log_metric("calls", 1.0)
         return [0.25 if n in dead else float(text[-10]) for n, text in zip(number, said)]
 
+    def beside_the_others(completions, number, groups, log_extra, rollout_turns, **kwargs):
+        """Its group's other rollout is always there."""
+        assert all(groups.count(group) == 2 and len({n for g, n in zip(groups, number) if g == group}) == 1
+                   for group in groups), (groups, number)  # fmt: skip
+        said = [completion[-1]["content"] for completion in completions]
+        texts = {group: sorted(text for g, text in zip(groups, said) if g == group) for group in groups}
+        places = [texts[group].index(text) for group, text in zip(groups, said)]
+        log_extra("place", [f"{n} {place}" for n, place in zip(number, places)])
+        return [0.0 if n in dead else 0.5 * place for n, place in zip(number, places)]
+
     args = dict(
         output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=4, num_generations=2, max_completion_length=64, max_steps=5, logging_steps=1,
@@ -74,7 +84,8 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "number": n} for n in range(prompts)]
     trainer = Noted(
-        model, MultiTurnToolEnv([], system_prompt=None, environment=environment), [], [outcome],
+        model, MultiTurnToolEnv([], system_prompt=None, environment=environment), [],
+        [outcome, beside_the_others] if whole else [outcome],
         args=MTGRPOConfig(**{**args, **changes}), train_dataset=Dataset.from_list(rows),
     )  # fmt: skip
     trainer.seen = seen
@@ -83,7 +94,7 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
 
 def run_on_ranks(model, out, world):
     """Three groups of two on each step, of which the second is on both ranks where there are two."""
-    trainer = make(model, out, per_device_train_batch_size=6 // world, max_steps=4, logging_steps=1)
+    trainer = make(model, out, per_device_train_batch_size=6 // world, max_steps=4, logging_steps=1, whole=True)
     steps = []
     log_step = trainer._log_step
 
@@ -98,4 +109,4 @@ def run_on_ranks(model, out, world):
         {name: value for name, value in row.items() if name.startswith(names) and "seconds" not in name}
         for row in trainer.state.log_history if "reward" in row
     ]  # fmt: skip
-    return {"steps": steps, "logs": logs, "seen": trainer.seen}
+    return {"steps": steps, "logs": logs, "seen": trainer.seen, "places": list(trainer._logs["extra"]["place"])}

@@ -33,8 +33,8 @@ MUTATIONS = [
     Mutation(
         "policy: a column of the data is replaced",
         "mt_grpo/training/rewards.py",
-        "asked_of(self.functions) - of_data.keys()",
-        "asked_of(self.functions)",
+        "asked_of(functions) - of_data.keys()",
+        "asked_of(functions)",
         "tests/training/test_policy_scores.py::test_only_who_names_it_has_it_given_and_a_column_of_the_data_comes_first",
     ),
     Mutation(
@@ -677,15 +677,15 @@ MUTATIONS = [
     Mutation(
         "columns reach rewards in reversed order",
         "mt_grpo/training/rewards.py",
-        "of_data = column_lists(batch.rows, batch.data)",
-        "of_data = column_lists(batch.rows[::-1], batch.data)",
+        "of_data = column_lists(rows + batch.rows, batch.data)",
+        "of_data = column_lists(rows[::-1] + batch.rows, batch.data)",
         f"{BATCH}[mt_grpo]",
     ),
     Mutation(
         "columns reach rewards in reversed order, in evaluation",
         "mt_grpo/training/rewards.py",
-        "of_data = column_lists(batch.rows, batch.data)",
-        'of_data = column_lists(batch.rows[:: 1 if batch.mode == "train" else -1], batch.data)',
+        "of_data = column_lists(rows + batch.rows, batch.data)",
+        'of_data = column_lists(rows[:: 1 if batch.mode == "train" else -1] + batch.rows, batch.data)',
         "tests/method/test_batch.py::test_rollouts_are_graded_by_their_own_rows",
     ),
     Mutation(
@@ -719,8 +719,8 @@ MUTATIONS = [
     Mutation(
         "evaluation: rewards behind a failed rollout are another's",
         "mt_grpo/training/rewards.py",
-        "placed = [dict(zip(places, column)) for column in values]",
-        "placed = [dict(enumerate(column)) for column in values]",
+        "return {f: dict(zip(places, column)) for",
+        "return {f: dict(enumerate(column)) for",
         "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
     ),
     Mutation(
@@ -1079,5 +1079,26 @@ MUTATIONS = [
         "    if asks and args.beta == 0 and not has_adapter:",
         "    if False:",
         "tests/method/test_before_credit.py::test_a_reward_may_ask_the_reference",
+    ),
+    Mutation(
+        "groups: a rank sees its own rollouts alone",
+        "mt_grpo/training/whole_groups.py",
+        "away = {i for i in range(count) if (first + i) // size * size < first}",
+        "away = set()",
+        "tests/method/test_distributed.py::test_two_ranks_refill_what_one_does",
+    ),
+    Mutation(
+        "groups: what was found for others is kept",
+        "mt_grpo/training/whole_groups.py",
+        "                    values[f][number - batch.first] = value\n",
+        "                    pass\n",
+        "tests/method/test_distributed.py::test_two_ranks_refill_what_one_does",
+    ),
+    Mutation(
+        "groups: what was logged of others is lost",
+        "mt_grpo/training/whole_groups.py",
+        "add_extra(column, [mine.get(n) for n in own])",
+        "pass",
+        "tests/method/test_distributed.py::test_two_ranks_refill_what_one_does",
     ),
 ]

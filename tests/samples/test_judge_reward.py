@@ -388,6 +388,48 @@ def test_no_answer_is_worth_nothing_and_nobody_is_asked(judge, server):
     assert len(server.prompts) == 1
 
 
+# --- Whole groups ----------------------------------------------------------------------------------------------------
+
+
+def compare(module, rollouts, groups, **kwargs):
+    prompts = [question(f"Question {group}?") for group in groups]
+    given = dict(prompts=prompts, rollout_turns=rollouts, groups=groups, **kwargs)
+    return asyncio.run(module.judged_group_reward_func(**given))
+
+
+def test_answers_of_a_group_are_compared_in_one_request(judge, server):
+    """Each different answer is shown once, in the order in which it came; the rows of a group need not stand together."""
+    server.reply = lambda prompt: "9, 2" if "Question 4" in prompt else "6"
+    rollouts = [[final("Norway")], [final("Oslo")], [final("Denmark")], [final("Norway")], [final(" ")], [call("x")]]
+    logged = []
+    values = compare(judge, rollouts, [4, 5, 4, 4, 4, 5], answer=["Norway", "Oslo", "Norway", "Norway", "Norway", "Oslo"],
+                     log_metric=lambda *pair: logged.append(pair))  # fmt: skip
+    assert values == [0.9, 0.6, 0.2, 0.9, 0.0, 0.0] and logged == [("judge/unreadable_frequency", 0.0)]
+    two, one = sorted(server.prompts, key=len, reverse=True)
+    assert (
+        "<answer>\nNorway\n</answer>\n<answer>\nDenmark\n</answer>\n" in two and between(two, "accepted") == "Norway"
+    )
+    assert "Reply with 2 numbers" in two and "Reply with 1 numbers" in one
+    assert {body["max_tokens"] for body in server.bodies} == {judge.MAX_REPLY_TOKENS, 2 * judge.MAX_REPLY_TOKENS}
+
+
+@pytest.mark.parametrize("reply", ["9", "9, 2, 1", "9; 2", "9, good", None, 7])
+def test_a_reply_without_a_number_for_each_answer_is_none(judge, server, reply):
+    server.reply = lambda prompt: said(reply) if "Question 1" in prompt else "[3,8.5]"
+    rollouts = [[final("a")], [final("b")], [final("c")], [final("d")]]
+    assert compare(judge, rollouts, [0, 0, 1, 1]) == [0.3, 0.85, None, None]
+
+
+def test_nobody_is_asked_for_a_group_without_answers(judge, server):
+    assert compare(judge, [[call("x")], []], [0, 0]) == [0.0, 0.0] and not server.prompts
+
+
+def test_a_variable_chooses_what_grades_answers(monkeypatch):
+    assert [func.__name__ for func in load().OUTCOME_REWARD_FUNCS] == ["judged_answer_reward_func"]
+    monkeypatch.setenv("JUDGE_COMPARES", "1")
+    assert [func.__name__ for func in load().OUTCOME_REWARD_FUNCS] == ["judged_group_reward_func"]
+
+
 # --- Replies ---------------------------------------------------------------------------------------------------------
 
 READABLE = [
