@@ -398,12 +398,13 @@ def compare(module, rollouts, groups, **kwargs):
 
 
 def test_answers_of_a_group_are_compared_in_one_request(judge, server):
-    """Each different answer is shown once, in the order in which it came; the rows of a group need not stand together."""
+    """Each different answer is shown once, in its order. The rows of a group need not stand together."""
     server.reply = lambda prompt: "9, 2" if "Question 4" in prompt else "6"
     rollouts = [[final("Norway")], [final("Oslo")], [final("Denmark")], [final("Norway")], [final(" ")], [call("x")]]
     logged = []
-    values = compare(judge, rollouts, [4, 5, 4, 4, 4, 5], answer=["Norway", "Oslo", "Norway", "Norway", "Norway", "Oslo"],
-                     log_metric=lambda *pair: logged.append(pair))  # fmt: skip
+    groups = [4, 5, 4, 4, 4, 5]
+    golds = [{4: "Norway", 5: "Oslo"}[group] for group in groups]
+    values = compare(judge, rollouts, groups, answer=golds, log_metric=lambda *pair: logged.append(pair))
     assert values == [0.9, 0.6, 0.2, 0.9, 0.0, 0.0] and logged == [("judge/unreadable_frequency", 0.0)]
     two, one = sorted(server.prompts, key=len, reverse=True)
     assert (
