@@ -28,7 +28,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.base.rows import prompts_of
+from mt_grpo.base.rows import column_lists, prompts_of
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.checks import check_context, model_error
@@ -156,6 +156,8 @@ def evaluate(
     functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
     turn_names, outcome_names = functions.turn_names, functions.outcome_names
     repeated = [row for row in rows for _ in range(k)]
+    if "reference" in asked_of(functions.functions) - column_lists(repeated[:1], rows).keys():
+        raise ValueError("a reward function asks `reference`, and an evaluation has one model. Leave it out.")
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         sampling = {"temperature": 0.0} if greedy else sampling_params(args)
         rollouts = roll_out(backend, env, repeated, sampling, seed, batch_size, bar)
@@ -265,10 +267,6 @@ def roll_out(
 def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[str, Any]:
     """`policy` for the functions that ask it: the client of a server, or a model of this process."""
     asked = asked_of(functions.functions)
-    if "reference" in asked:
-        raise ValueError(
-            "a reward function asks `reference`, and an evaluation has one model. Leave that function out."
-        )
     if "policy" not in asked:
         return {}
     if isinstance(model, mt.VLLMServerClient):

@@ -20,7 +20,8 @@ class ServeSession:
     """The requests of one call of `InProcessBackend.serve`. A batch is generated when all open conversations wait."""
 
     def __init__(self, num_conversations: int):
-        self.open = num_conversations
+        self.open = num_conversations  # without those that wait aside
+        self.aside = 0
         self.waiting: list[tuple] = []  # (rollout index, prompt ids, max_tokens, future)
         self.batches: queue.Queue = queue.Queue()
 
@@ -89,6 +90,7 @@ class InProcessBackend:
         self._any_rank = any_rank
         self.collective = any_rank is not None  # if true, no rank may stop while other ranks generate
         self._session: ServeSession | None = None
+        self._told = False  # what a batch has long been waiting for
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
@@ -102,15 +104,16 @@ class InProcessBackend:
     async def aside(self, awaitable: Awaitable) -> Any:
         """Await what another conversation will do. Meanwhile batches are generated without this one.
 
-        Without it both would wait: this one for the other, and the other's batch for this one.
+        Without it both would wait: this one for the other, and the other's batch for this one. The conversation asks
+        for no tokens meanwhile.
         """
         session = self._session
-        session.open -= 1
+        session.open, session.aside = session.open - 1, session.aside + 1
         session.flush()
         try:
             return await awaitable
         finally:
-            session.open += 1
+            session.open, session.aside = session.open + 1, session.aside - 1
 
     def start_conversations(self, conversations: list[Coroutine], *_: Any) -> ServedByCaller:
         """A future of the conversations' results. They run in the thread that calls its `result`."""
@@ -135,18 +138,18 @@ class InProcessBackend:
 
     def _next_batch(self, session: ServeSession) -> list[tuple] | None:
         """The next requests; None: all conversations have ended. Says once what a batch has long been waiting for."""
-        told = False
         while True:
             try:
                 return session.batches.get(timeout=self.STUCK_SECONDS)
             except queue.Empty:
-                if session.waiting and not told:
-                    told = True
+                if (session.waiting or session.aside) and not self._told:
+                    self._told = True
                     logger.warning(
-                        f"{len(session.waiting)} requests for tokens have waited {self.STUCK_SECONDS:g} s for the "
-                        f"other of {session.open} open conversations: a batch is generated when all wait. A slow tool "
-                        "or environment is one reason; a conversation that waits for another one is a second: let it "
-                        "wait by `await self.aside(llm, ...)`."
+                        f"No tokens were asked for in {self.STUCK_SECONDS:g} s: {len(session.waiting)} requests wait "
+                        f"for the others of {session.open} open conversations, and {session.aside} more wait aside. A "
+                        "batch is generated when all open ones wait. A slow tool or environment is one reason; a "
+                        "conversation that waits for another one is a second: let it wait by `await self.aside(llm, "
+                        "...)`, and let the other one always come. This is said once."
                     )
 
     def _run(self, batch: list[tuple]) -> list[Generation]:

@@ -328,10 +328,6 @@ def prepare_env(
         raise ValueError(f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings.")
     check_ddp_timeout(args, args.world_size)
     check_sharding(args)
-    asks = "reference" in asked_of(funcs) and "reference" not in train_dataset.column_names
-    has_adapter = has_adapter or (not isinstance(model, str) and is_peft_model(model))
-    if asks and args.beta == 0 and not has_adapter:
-        raise ValueError(NO_REFERENCE)
     if untested := outside(installed()):
         logger.warning(f"Not tested: {'; '.join(untested)}. {TO_INSTALL}")
     name = model if isinstance(model, str) else model.config._name_or_path
@@ -342,6 +338,15 @@ def prepare_env(
     for split, where in named:
         check_dataset(split, where, env)
         check_reward_columns(funcs, split.column_names, where)
+    for asked in asked_of(funcs):
+        if len({asked in split.column_names for split, _ in named}) > 1:
+            raise ValueError(
+                f"a reward function names {asked!r}, which is a column of some of {', '.join(w for _, w in named)}. "
+                "Expected it in all of them, or in none: then it is what the trainer gives."
+            )
+    has_adapter = has_adapter or (not isinstance(model, str) and is_peft_model(model))
+    if "reference" in asked_of(funcs) - set(train_dataset.column_names) and args.beta == 0 and not has_adapter:
+        raise ValueError(NO_REFERENCE)
     check_num_prompts(len(train_dataset), args)
     check_env(args, env)
     env.tokenizer = env.tokenizer or tokenizer

@@ -64,17 +64,14 @@ class Batch:
         return x[self.first : self.first + len(self.rows)]
 
     def add_extra(self, column: str, values: list) -> None:
-        """Keep a column; a later one of the same name is put on top of it, but for its None.
+        """Keep a column; a later one of the same name is put on top of its end, but for its None.
 
         >>> batch = Batch([], 1)
         >>> batch.add_extra("seen", ["a", "b"]), batch.add_extra("seen", [None, "c"]), batch.extra
         (None, None, {'seen': ['a', 'c']})
         """
-        old = self.extra.get(column, [None] * len(values))
-        if len(old) != len(values):
-            raise ValueError(
-                f"log_extra({column!r}): {len(values)} values after {len(old)}. Expected one per rollout."
-            )
+        *old, _ = *self.extra.get(column, []), None
+        old = ([None] * len(values) + old)[-len(values) :] if values else old
         self.extra[column] = [before if after is None else after for before, after in zip(old, values)]
 
     def replace(self, places: list[int], rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:

@@ -101,13 +101,15 @@ class PolicyScores:
         return score_pairs(self._score, pairs, self._at_once)
 
     def of_turns(self, rollout: Rollout) -> list[list[float]]:
-        """For each turn the logprobs of its sampled ids behind what the policy read before them."""
+        """For each turn the logprobs of its sampled ids behind what the policy read before them.
+
+        A turn that does not `fit` has none, nor has one without ids.
+        """
         sampled = [turn.token_ids for turn in rollout.turns]
         before = [ids[: len(ids) - len(own)] for ids, own in zip(turn_contexts(rollout), sampled)]
-        found = iter(
-            self.logprobs(*map(list, zip(*((b, s) for b, s in zip(before, sampled) if s)))) if any(sampled) else []
-        )
-        return [next(found) if own else [] for own in sampled]
+        asked = [k for k, (context, own) in enumerate(zip(before, sampled)) if self.fits(context, own)]
+        found = dict(zip(asked, self.logprobs([before[k] for k in asked], [sampled[k] for k in asked])))
+        return [found.get(k, []) for k in range(len(sampled))]
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text by itself."""
@@ -216,12 +218,16 @@ class ServerScores(PolicyScores):
         return server.score(context + continuation, timeout=timeout)[-len(continuation) :]
 
 
+# Of all models: the policy and its reference may be the same modules, with and without an adapter, and an async reward
+# function asks in another thread than the others.
+ONE_AT_A_TIME = threading.Lock()
+
+
 def scores_of_model(model: Any, written: Any, autocast: Callable, version: Callable[[], str]) -> PolicyScores:
     """Asks a model of this process, without gradient."""
-    one_at_a_time = threading.Lock()  # an async reward function asks in another thread than the others
 
     def score(context: list[int], continuation: list[int]) -> list[float]:
-        with one_at_a_time, torch.no_grad():
+        with ONE_AT_A_TIME, torch.no_grad():
             return forward(context, continuation)
 
     def forward(context: list[int], continuation: list[int]) -> list[float]:

@@ -34,7 +34,6 @@ from mt_grpo.base.ranks import RunStopped
 from mt_grpo.base.rows import WrittenRow
 from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
 from mt_grpo.rollout import Rollout, ToolCall, Turn
-from mt_grpo.training.policy_scores import ASKED_COLUMNS
 from mt_grpo.training.reward_errors import RewardError, raises_alone, row_shown, where_raised
 
 logger = logging.getLogger(__name__)
@@ -329,7 +328,11 @@ def with_row(error: RewardError, columns: dict[str, Any], device: torch.device) 
     places, count = raises_alone(func, error.__cause__, columns, call), len(columns["prompts"])
     if not places:
         return RewardError(f"{error}. It does not raise so for a rollout alone.", func)
-    of_data = {key: value for key, value in columns.items() if key not in (*REWARD_COLUMNS, *ASKED_COLUMNS)}
+    of_data = {
+        key: value
+        for key, value in columns.items()
+        if key not in (*REWARD_COLUMNS, "turn_contexts") and isinstance(value, list)
+    }
     return RewardError(
         f"{error}. Called with one rollout at a time it raises so for {len(places)} of {count}, first for rollout "
         f"{places[0]}, whose row is {row_shown(of_data, places[0])}",

@@ -250,7 +250,7 @@ class RewardFunctions:
 
     @staticmethod
     def _sees_groups(function: Callable, batch: Batch) -> bool:
-        return "groups" in asked_of([function]) - column_lists(batch.rows, batch.data).keys()
+        return "groups" in asked_of([function]) and "groups" not in column_lists(batch.rows, batch.data)
 
     def _call(
         self,
@@ -271,7 +271,9 @@ class RewardFunctions:
         extra: dict[str, list] = defaultdict(list)  # as in TRL, a further call goes on with the column
         # Also of the rows that nobody sees: a column of theirs is a column of all.
         of_data = column_lists(rows + batch.rows, batch.data)
-        asked = asked_of(functions) - of_data.keys()
+        asked = asked_of(self.functions) - of_data.keys()  # who takes keywords gets what another one names
+        if not any(self._sees_groups(function, batch) for function in functions):
+            asked -= {"groups"}
         given = {
             **{name: column[: len(rows)] for name, column in of_data.items()},
             **rollout_columns(rollouts, prompts_of(rows)),
@@ -295,11 +297,11 @@ class RewardFunctions:
             if places == list(own):
                 columns["log_extra"](name, logged)
                 continue
-            if len(logged) != len(places):
+            if len(logged) % len(places):
                 raise ValueError(
                     f"log_extra({name!r}): {len(logged)} values, expected one for each of {len(places)} rollouts."
                 )
-            placed = dict(zip(places, logged))
+            placed = dict(zip(places, logged[-len(places) :]))  # of several functions the last one's
             columns["log_extra"](name, [placed.get(number) for number in own])
             guests.extra[name] = {n: value for n, value in placed.items() if n not in own}
         for f, column in zip(numbers, values):
@@ -350,7 +352,7 @@ class RewardFunctions:
 
         on_all_ranks(run, "Rewards")
         if by_groups:
-            give_back(guests, batch, values, columns["log_extra"])
+            give_back(guests, batch, values, columns["log_extra"], on_all_ranks)
         local = [*reward_tensors(values, num_turns, self.num_turn_funcs), *local]
         return tuple(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local)
 

@@ -55,13 +55,22 @@ def exchange(batch: Batch, visible: list[int], on_all_ranks: Callable[[Callable[
         return Guests()
     away = {i for i in range(count) if (first + i) // size * size < first}
     sent = [(first + i, batch.rows[i], sendable(batch.rollouts[i])) for i in visible if i in away]
-    on_all_ranks(lambda: packed.append(pickle.dumps(sent)), "Sending rollouts to reward functions of whole groups")
-    everyone = [each for part in gather_object(packed) for each in pickle.loads(part)]
-    here = [each for each in everyone if first <= each[0] // size * size < first + count and each[0] >= first + count]
-    return Guests({n: row for n, row, _ in here}, {n: rollout for n, _, rollout in here}, away)
+    what = "Sending rollouts to reward functions of whole groups"
+    on_all_ranks(lambda: packed.append([(each[0], pickle.dumps(each)) for each in sent]), what)
+    everyone = [each for part in gather_object(packed) for each in part]
+    here = [data for n, data in everyone if n >= first + count and first <= n // size * size < first + count]
+    loaded: list[tuple] = []
+    on_all_ranks(lambda: loaded.extend(map(pickle.loads, here)), what)
+    return Guests({n: row for n, row, _ in loaded}, {n: rollout for n, _, rollout in loaded}, away)
 
 
-def give_back(guests: Guests, batch: Batch, values: list[list], add_extra: Callable[[str, list], None]) -> None:
+def give_back(
+    guests: Guests,
+    batch: Batch,
+    values: list[list],
+    add_extra: Callable[[str, list], None],
+    on_all_ranks: Callable[[Callable[[], None], str], Any],
+) -> None:
     """Put what other ranks found for this rank's rollouts into `values`, (F, B). Collective.
 
     Args:
@@ -69,11 +78,14 @@ def give_back(guests: Guests, batch: Batch, values: list[list], add_extra: Calla
         batch: Of this rank.
         values: Of this rank, None where a rollout is away.
         add_extra: Takes a column of B values, None where nothing was logged.
+        on_all_ranks: See `exchange`.
     """
     if len(batch.rollouts) % batch.group_size == 0:
         return
-    own = range(batch.first, batch.first + len(batch.rollouts))
-    for found, extra in gather_object([(guests.values, guests.extra)]):
+    own, packed = range(batch.first, batch.first + len(batch.rollouts)), []
+    what = "Sending back what reward functions of whole groups gave"
+    on_all_ranks(lambda: packed.append(pickle.dumps((guests.values, guests.extra))), what)
+    for found, extra in map(pickle.loads, gather_object(packed)):
         for f, by_number in found.items():
             for number, value in by_number.items():
                 if number in own:

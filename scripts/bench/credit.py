@@ -51,6 +51,10 @@ WAYS = {  # of task (f): what each sets
     "gigpo_others": [
         "--credit_assignment", "gigpo", "--outcome_in_return", "true", "--state_baseline", "leave_one_out"
     ],
+    # Up to three batches a step, of which one is trained; and three batches a step, all of which are trained.
+    "outcome_refill": ["--credit_assignment", "outcome", "--refill_groups", "2"],
+    "gigpo_refill": ["--credit_assignment", "gigpo", "--outcome_in_return", "true", "--refill_groups", "2"],
+    "outcome_thrice": ["--credit_assignment", "outcome", "--per_device_train_batch_size", "192"],
 }  # fmt: skip
 NAMES = list(dict.fromkeys((*METHODS, *WAYS)))
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
@@ -140,7 +144,11 @@ def run(job: Job) -> dict[str, Any]:
     row = {
         **job,
         "code": code,
-        "train_exact_match": [log[f"rewards/{outcome}/mean"] for log in steps],
+        # Of all that was sampled: what a refill trains is near the middle, whatever the policy does.
+        "train_exact_match": [
+            log.get("refill/outcome_of_all_sampled", log[f"rewards/{outcome}/mean"]) for log in steps
+        ],
+        "tokens": steps[-1]["num_tokens"],
         "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),
         "train_turns": [round(log["turns/mean"], 3) for log in steps],
     }
@@ -393,15 +401,16 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         if not methods:
             continue
         seeds, scaled = {len(groups[task, m]) for m in methods}, "scale_rewards" in settings
+        ways = "ways" in settings
         if "outcome" in settings:
             lines += game_table(task, {m: groups[task, m] for m in methods})
             continue
         lines += [
             f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {NUM_PROBLEMS} held-out problems, "
             f"{min(seeds)} seeds, mean ± 95% interval", "",
-            f"| `credit_assignment` |{' scaled by |' * scaled} exact match | area | steps to 0.8 | right result | "
-            "tool executed | turns | no signal | learning rate |",
-            f"|---|{'---|' * scaled}---|---|---|---|---|---|---|---|",
+            f"| `credit_assignment` |{' scaled by |' * scaled} exact match |{' each seed | tokens |' * ways} area | "
+            "steps to 0.8 | right result | tool executed | turns | no signal | learning rate |",
+            f"|---|{'---|' * scaled}---|{'---|---|' * ways}---|---|---|---|---|---|---|",
         ]  # fmt: skip
         for method in methods:
             runs = groups[task, method]
@@ -411,8 +420,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             }  # fmt: skip
             passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
             scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
+            each = " ".join(f"{row['exact_match']:.2f}" for row in sorted(runs, key=lambda row: row["seed"]))
+            tokens = [row["tokens"] for row in runs if "tokens" in row]
+            sampled = f"{mean(tokens) / 1e6:.1f}M" if tokens else "-"
+            more = f" {each} | {sampled} |" if ways else ""
             lines.append(
-                f"| `{method}` |{scale} {cells['exact_match']} | {cells['area']} | {passed} | "
+                f"| `{method}` |{scale} {cells['exact_match']} |{more} {cells['area']} | {passed} | "
                 f"{cells['result_found']} | {cells['tool_executed']} | {cells['mean_turns']} | "
                 f"{cells['without_signal']} | {runs[0]['learning_rate']:g} |"
             )
@@ -448,7 +461,20 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     pyplot = common.pyplot()
     groups = reported(rows)
     tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
-    okabe_and_ito = ("#777777", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00", "#F0E442", "#56B4E9", "#000000")
+    okabe_and_ito = (
+        "#777777",
+        "#E69F00",
+        "#0072B2",
+        "#009E73",
+        "#CC79A7",
+        "#D55E00",
+        "#F0E442",
+        "#56B4E9",
+        "#000000",
+        "#882255",
+        "#44AA99",
+        "#999933",
+    )
     colours = dict(zip(NAMES, okabe_and_ito))
     columns = min(2, len(tasks))
     height = math.ceil(len(tasks) / columns)

@@ -1,6 +1,7 @@
 """What stands between rewards and credit, for a fork: the ideas of docs/forking.md, each in two places at most."""
 
 import asyncio
+import concurrent.futures
 import copy
 import dataclasses
 import importlib.util
@@ -16,10 +17,11 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 from refill_run import make
+from transformers import AutoTokenizer
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.rollout import Rollout, Turn
+from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.training.policy_scores import PolicyScores, policy_of, reference_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -116,7 +118,9 @@ def test_other_groups_are_sampled_again(tmp_path, random_model):
 def branching():
     """The page's environment."""
     assert len(BLOCKS[2].splitlines()) <= 20
-    names = {"MultiTurnToolEnv": MultiTurnToolEnv, "asyncio": asyncio, "copy": copy, "dataclasses": dataclasses}
+    names = {"MultiTurnToolEnv": MultiTurnToolEnv}
+    names |= {module.__name__: module for module in (asyncio, concurrent.futures, copy, dataclasses)}
+    names["concurrent"] = concurrent
     exec(BLOCKS[2], names)
     return names["Branching"]
 
@@ -132,7 +136,7 @@ def test_a_conversation_that_branches_trains_in_process(tmp_path):
     trainer._roll_out = lambda rows: seen.append(roll_out(rows)) or seen[-1]
     trainer.train()
     pairs = [(r[i], r[i + 1]) for r in seen for i in (0, 2) if len(r[i].turns) > 1]
-    assert len(seen) == 3 and pairs and not env.first_turns
+    assert len(seen) == 3 and pairs
     for left, right in pairs:
         length = len(left.turns[0].token_ids) + len(left.turns[0].observation_ids)
         assert left.completion_ids[:length] == right.completion_ids[:length]
@@ -191,8 +195,64 @@ def test_what_a_batch_waits_for_is_said_once(monkeypatch, caplog):
         llm.serve([llm.generate([1], 1, index=0), slow()])
     finally:
         logger.removeHandler(handler)
-    (text,) = {record.getMessage() for record in caplog.records if "requests for tokens" in record.getMessage()}
-    assert text.startswith("1 requests for tokens have waited 0.02 s for the other of 2 open conversations")
+    (text,) = [record.getMessage() for record in caplog.records if "No tokens were" in record.getMessage()]
+    assert text.startswith("No tokens were asked for in 0.02 s: 1 requests wait for the others of 2 open conversat")
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("fails", ["left", "both are over", "alone"])
+def test_a_branch_never_waits_for_ever(fails):
+    """Its neighbour may fail before its first turn, end at it, or not be rolled out again."""
+    env = branching()([calculator], system_prompt=None)
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-model")
+    answer = tokenizer("<answer>3</answer>", add_special_tokens=False)["input_ids"]
+    asked = []
+
+    class Backend:
+        def __init__(self):
+            self.tokenizer = tokenizer
+
+        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+            asked.append(index)
+            if fails == "left" and index == 0:
+                raise OSError("gone")
+            return Generation(answer, None, "stop")
+
+    rows = [{"prompt": ROWS[0]["prompt"]}] * (1 if fails == "alone" else 2)
+    rollouts = env.start([row["prompt"] for row in rows], Backend(), rows)
+    for i, rollout in enumerate(rollouts, 1 if fails == "alone" else 0):
+        rollout.place(i)
+
+    async def all_of_them():
+        running = [asyncio.ensure_future(env.converse(rollout, Backend())) for rollout in rollouts]
+        return await asyncio.gather(*running, return_exceptions=True)
+
+    found = asyncio.run(all_of_them())
+    assert isinstance(found[0], OSError) == (fails == "left") and asked[-1] == 1
+    assert rollouts[-1].stop_reason == StopReason.ANSWERED
+    assert rollouts[-1].loss_mask == [1] * len(answer)
+
+
+@pytest.mark.timeout(300)
+def test_policy_and_reference_of_a_lora_may_be_asked_at_once(random_model, tmp_path):
+    """They are the same modules: one is asked after the other, and training mode is what it was."""
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([], None), [], [by_place], args=MTGRPOConfig(**settings(tmp_path)),
+        train_dataset=ROWS, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    )  # fmt: skip
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.5)
+    trainer.model.train()
+    contexts, continuations = [[5, 6, n] for n in range(9, 29)], [[7, 8]] * 20
+    policy, reference = policy_of(trainer), reference_of(trainer)
+    expected = policy.logprobs(contexts, continuations), reference.logprobs(contexts, continuations)
+    assert expected[0] != expected[1]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(each.logprobs, contexts, continuations) for each in (policy, reference) * 4]
+        for i, future in enumerate(asked):
+            assert future.result() == expected[i % 2]
+    assert trainer.model.training
 
 
 def test_logprobs_of_turns():
@@ -208,6 +268,7 @@ def test_logprobs_of_turns():
     assert PolicyScores(score, None, lambda: "").of_turns(rollout) == [[-3.0, -4.0], [], [-8.0]]
     assert asked == [([1, 2], [3, 4]), ([1, 2, 3, 4, 5, 6], [8])]
     assert PolicyScores(score, None, lambda: "").of_turns(Rollout([], [1])) == []
+    assert PolicyScores(score, None, lambda: "", context=7).of_turns(rollout) == [[-3.0, -4.0], [], []]  # no room
 
 
 def test_the_reference_of_a_lora_is_its_base(random_model, tmp_path, monkeypatch):
@@ -241,6 +302,12 @@ def test_a_reward_may_ask_the_reference(random_model, tmp_path):
             train_dataset=ROWS,
         )  # fmt: skip
 
+    rows = ROWS.add_column("reference", ["3"] * len(ROWS))
+    with pytest.raises(ValueError, match="names 'reference', which is a column of some of train_dataset, eval"):
+        MTGRPOEnvTrainer(
+            random_model, MultiTurnToolEnv([], None), [], [asks], args=MTGRPOConfig(**settings(tmp_path)),
+            train_dataset=rows, eval_dataset=ROWS,
+        )  # fmt: skip
     with pytest.raises(ValueError, match="asks `reference`, and the run has no reference model. Set beta above 0"):
         trainer()
     trainer(beta=0.01).train()

@@ -33,14 +33,14 @@ MUTATIONS = [
     Mutation(
         "policy: a column of the data is replaced",
         "mt_grpo/training/rewards.py",
-        "asked_of(functions) - of_data.keys()",
-        "asked_of(functions)",
+        "asked_of(self.functions) - of_data.keys()",
+        "asked_of(self.functions)",
         "tests/training/test_policy_scores.py::test_only_who_names_it_has_it_given_and_a_column_of_the_data_comes_first",
     ),
     Mutation(
         "policy: it is taken for a column of the row",
         "mt_grpo/training/reward_calls.py",
-        "key not in (*REWARD_COLUMNS, *ASKED_COLUMNS)",
+        'key not in (*REWARD_COLUMNS, "turn_contexts") and isinstance(value, list)',
         "key not in REWARD_COLUMNS",
         "tests/training/test_policy_scores.py::test_a_reward_that_raises_beside_one_that_asks_is_named_with_its_row",
     ),
@@ -1076,8 +1076,8 @@ MUTATIONS = [
     Mutation(
         "reference: a run without one loads its model first",
         "mt_grpo/recipe/checks.py",
-        "    if asks and args.beta == 0 and not has_adapter:",
-        "    if False:",
+        "set(train_dataset.column_names) and args.beta == 0 and not has_adapter:",
+        "set(train_dataset.column_names) and args.beta < 0:",
         "tests/method/test_before_credit.py::test_a_reward_may_ask_the_reference",
     ),
     Mutation(
@@ -1100,5 +1100,19 @@ MUTATIONS = [
         "add_extra(column, [mine.get(n) for n in own])",
         "pass",
         "tests/method/test_distributed.py::test_two_ranks_refill_what_one_does",
+    ),
+    Mutation(
+        "reference: it is asked while the policy is",
+        "mt_grpo/training/policy_scores.py",
+        "with ONE_AT_A_TIME, torch.no_grad():",
+        "with torch.no_grad():",
+        "tests/method/test_before_credit.py::test_policy_and_reference_of_a_lora_may_be_asked_at_once",
+    ),
+    Mutation(
+        "asked columns: some of the data have it",
+        "mt_grpo/recipe/checks.py",
+        "        if len({asked in split.column_names for split, _ in named}) > 1:",
+        "        if False:",
+        "tests/method/test_before_credit.py::test_a_reward_may_ask_the_reference",
     ),
 ]

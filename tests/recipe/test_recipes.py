@@ -867,7 +867,7 @@ NUMBERS_OUT_OF_RANGE = {
     ),
     **dict.fromkeys(
         ("top_k", "num_completions_to_print", "max_env_steps", "weight_check_every", "log_rollouts",
-         "dataloader_num_workers", "max_staleness"),
+         "dataloader_num_workers", "max_staleness", "refill_groups"),
         (-1,),
     ),
     **dict.fromkeys(("min_p", "ref_model_mixup_alpha", "turn_discount", "top_entropy_quantile"), (-1, 1.1, math.nan)),

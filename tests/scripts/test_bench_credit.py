@@ -155,6 +155,9 @@ def test_the_ways_of_a_task_are_its_methods_and_set_what_the_script_reads():
         recipe = [*bench.TASKS["alone"]["arguments"], *arguments, "--output_dir", "runs/unused"]
         _, args, _ = mt.parse_arguments(recipe)
         settings = args.credit_assignment, args.scale_rewards, args.outcome_in_return, args.state_baseline
+        sampled = args.refill_groups, args.per_device_train_batch_size
+        others = {"outcome_refill": (2, 64), "gigpo_refill": (2, 64), "outcome_thrice": (0, 192)}
+        assert sampled == others.get(way, (0, 64))
         assert (
             args.turn_reward_weights == [0, 0]
             and settings
@@ -163,6 +166,9 @@ def test_the_ways_of_a_task_are_its_methods_and_set_what_the_script_reads():
                 "outcome_by_mean": ("outcome", "mean", False, "mean"),
                 "gigpo_return": ("gigpo", "group", True, "mean"),
                 "gigpo_others": ("gigpo", "group", True, "leave_one_out"),
+                "outcome_refill": ("outcome", "group", False, "mean"),
+                "gigpo_refill": ("gigpo", "group", True, "mean"),
+                "outcome_thrice": ("outcome", "group", False, "mean"),
             }[way]
         )
     assert bench.rate_of("alone", "mt_grpo", {"mt_grpo": 3e-4}) is None
