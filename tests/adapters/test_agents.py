@@ -2410,7 +2410,7 @@ def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path,
 @pytest.mark.parametrize("way, by_pipe", [(None, False), ("environment", False), ("pipe", True)])
 def test_a_recipe_says_how_a_command_gets_its_key(tmp_path, way, by_pipe):
     path = tmp_path / "recipe.yaml"
-    recipe = {**RECIPE, "output_dir": str(tmp_path), "agent_command": "python x.py", "agent_key": way}
+    recipe = {**RECIPE, "output_dir": str(tmp_path), "agent_command": f"{sys.executable} x.py", "agent_key": way}
     path.write_text(json.dumps({key: value for key, value in recipe.items() if key != "agent" and value is not None}))
     script_args, args, _ = mt.parse_arguments(["--config", str(path)])
     assert mt.load_conversation(script_args, args, mt.MultiTurnToolEnv)[0].agent.key_by_pipe is by_pipe

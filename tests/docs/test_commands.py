@@ -231,10 +231,7 @@ def in_this_process(command: str, clone: Path, monkeypatch, *more: str) -> str:
 
 def in_a_shell(command: str, clone: Path) -> str:
     """What a command prints in the clone, whose Python is this one's."""
-    (clone / "bin").mkdir(exist_ok=True)
-    with contextlib.suppress(FileExistsError):
-        (clone / "bin/python").symlink_to(sys.executable)
-    environment = {**os.environ, "PATH": f"{clone / 'bin'}:{os.environ['PATH']}"}
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", command], cwd=clone, env=environment, capture_output=True, text=True, timeout=120
     )
