@@ -422,7 +422,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
             each = " ".join(f"{row['exact_match']:.2f}" for row in sorted(runs, key=lambda row: row["seed"]))
             tokens = [row["tokens"] for row in runs if "tokens" in row]
-            sampled = f"{mean(tokens) / 1e6:.1f}M" if tokens else "-"
+            sampled = f"{mean(tokens) / 1e3:.0f}k" if tokens else "-"  # prompts, and what was sampled
             more = f" {each} | {sampled} |" if ways else ""
             lines.append(
                 f"| `{method}` |{scale} {cells['exact_match']} |{more} {cells['area']} | {passed} | "
@@ -494,10 +494,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
                 color=colours[method], alpha=0.13, linewidth=0,
             )  # fmt: skip
         axis.set(title=TASKS[task]["title"], xlabel="optimizer step", ylim=(0, 1), xlim=(1, TASKS[task]["steps"]))
+        if axis is axes[0][0] or "ways" in TASKS[task]:  # the others have the methods of the first one
+            axis.legend(frameon=False, fontsize=9)
     for row_of_axes in axes:
         row_of_axes[0].set_ylabel(f"exact match of the batch,\nmean over {SMOOTHED_OVER} steps")
-        if axis is axes[0][0] or "ways" in TASKS[task]:
-            axis.legend(frameon=False, fontsize=9)
     common.save_picture(figure, path)
 
 
