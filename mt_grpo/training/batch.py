@@ -70,8 +70,8 @@ class Batch:
         >>> batch.add_extra("seen", ["a", "b"]), batch.add_extra("seen", [None, "c"]), batch.extra
         (None, None, {'seen': ['a', 'c']})
         """
-        *old, _ = *self.extra.get(column, []), None
-        old = ([None] * len(values) + old)[-len(values) :] if values else old
+        old = self.extra.get(column, [])
+        old = [None] * (len(values) - len(old)) + old[max(len(old) - len(values), 0) :]
         self.extra[column] = [before if after is None else after for before, after in zip(old, values)]
 
     def replace(self, places: list[int], rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
@@ -82,7 +82,8 @@ class Batch:
         for i, row, rollout in zip(places, rows, rollouts, strict=True):
             self.rows[i], self.rollouts[i] = row, rollout
             for column in self.extra.values():
-                column[i : i + 1] = [None] * bool(column[i : i + 1])
+                if i < len(column):
+                    column[i] = None
 
     def of_all_ranks(self, rows: list[list[float]], accelerator: Any) -> torch.Tensor:
         """A number per turn of each rank's rollouts as (N, K), like `rewards.turn`; 0 where no turn is. Collective.

@@ -10,12 +10,13 @@ outcome; (d) `encyclopedia`, one or two searches and an answer, with the rewards
 game of gymnasium, up to 20 turns, one reward at its goal; the board is the state of `gigpo`. `unscaled`: (b) again
 without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e). (f) `alone`: the task
 of (c) where nobody pays turns, by ways to make more of the outcome (WAYS), all of them whatever --methods says, at
-the recipe's learning rate.
+the recipe's learning rate. Two of them replace groups without signal, and `outcome_thrice` trains on three times as
+many groups: compare these by their tokens.
 
-Fair: all methods of a task have the same model, rewards, seeds, number of rollouts and of optimizer steps, and c = 1
-(the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate of a method is the
-best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not reported: a noisy
-choice. (d) and (e) have their recipe's for all.
+Fair: all methods of a task have the same model, rewards, seeds, optimizer steps and, but for those three ways, number
+of rollouts, and c = 1 (the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate
+of a method is the best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not
+reported: a noisy choice. (d) and (e) have their recipe's for all.
 
 Resumable: a finished run is a file in runs/credit/ (or a row of docs/results/credit.json) and is not run again, also
 after a change of the code: delete its file for that. Each row has a digest of the code that made it, and the report
