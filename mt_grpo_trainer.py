@@ -84,6 +84,7 @@ from mt_grpo.conversation.sampling import (
 from mt_grpo.conversation.tools.results import as_result, cut_far_beyond, cut_messages, error_text
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.conversation.trees import pass_state
 from mt_grpo.generation.adapters import config_of
 from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
@@ -111,6 +112,7 @@ from mt_grpo.reports.metrics import (
     credit_metrics,
     mean_per_rollout,
     staleness_metrics,
+    tree_metrics,
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
@@ -289,6 +291,7 @@ class MultiTurnToolEnv(Conversations):
         """Turn after turn until the conversation has a stop reason."""
         while rollout.stop_reason is None:
             await self.take_turn(rollout, llm, sampling_params)
+            await pass_state(rollout, self.environments)
         if self.environments is not None and rollout.error is None:
             with failures_end(rollout):
                 rollout.reward = await self.environments.reward(rollout)
@@ -496,6 +499,7 @@ class MultiTurnToolEnv(Conversations):
 #   gigpo        norm(R^O) + c * norm(G_k)           over the turns of the group in the same state (arXiv 2505.10978)
 #   zero_sum     norm(R^O) + c * (r_k - mean_l r_l)  shaping inside a rollout; turns without a reward: norm(R^O)
 #   progress_credit  norm(R^O) + c * (turn k's share of the progress of scores, less its mean over tokens)
+#   tree         V(next state that others went on from) - V(the last one before turn k), V: mean of R^O + c * R^T
 #
 # With outcome_in_return R^O counts in G_k as well, as the reward of the rollout's last turn (turn_return, gigpo).
 #
@@ -549,29 +553,6 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
     return torch.where(high > low, centred, 0.0).nan_to_num(0.0).view(x.shape)
 
 
-def norm_by_state(
-    x: torch.Tensor, state: torch.Tensor, group_size: int, scale_rewards: str, leave_one_out: bool = False
-) -> torch.Tensor:
-    """`norm` of x (N, K) over the turns of a group in the same `state` (N, K). Memory: about N G K^2 numbers.
-
-    With `leave_one_out` a value is compared with the mean of the others: x - mean_others = n / (n - 1) (x - mean).
-
-    >>> norm_by_state(torch.tensor([[1., 5.], [3., 9.]]), torch.tensor([[7, 8], [7, 7]]), 2, "none")
-    tensor([[-3.3333,  0.0000],
-            [-1.3333,  4.6667]])
-    """
-    size = group_size * x.shape[1]
-    flat, keys = x.reshape(-1, size), state.reshape(-1, size)  # (N/G, GK)
-    # For every turn, the index of the group's first turn in the same state. Each such first turn has its own column.
-    first = (keys[:, :, None] == keys[:, None, :]).int().argmax(2, keepdim=True)  # (N/G, GK, 1)
-    sets = torch.where(first == torch.arange(size, device=x.device), flat[:, :, None], NAN)
-    own = norm(sets.view(-1, size), size, scale_rewards).view(sets.shape).gather(2, first)
-    if leave_one_out:
-        number = (~sets.isnan()).sum(1, keepdim=True).expand(sets.shape).gather(2, first)
-        own = own * number / (number - 1).clamp(min=1)
-    return own.view(x.shape)
-
-
 @dataclass
 class RewardTable:
     """The weighted rewards of a whole batch, NaN for None."""
@@ -583,19 +564,16 @@ class RewardTable:
     sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
     state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
     num_tokens: torch.Tensor | int = 1  # (N, K) int64: those of the turn that are trained
+    num_copied: torch.Tensor | int = 0  # (N,) int64: the rollout's first turns that are copies of its trunk's (`tree`)
     group_size: int = 0  # G; `turn_advantages` sets it, and the recipe's settings below
     scale_rewards: str = "group"
     outcome_in_return: bool = False
     state_baseline: str = "mean"
+    tree_size: int = 1
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The group-relative value of x, (N,) or (N, K), with this table's groups and scaling (see `norm`)."""
         return norm(x, self.group_size, self.scale_rewards)
-
-    def norm_by_state(self, x: torch.Tensor) -> torch.Tensor:
-        """x (N, K) relative to the turns of its group that began in the same state (see `norm_by_state`)."""
-        leave_one_out = self.state_baseline == "leave_one_out"
-        return norm_by_state(x, self.state, self.group_size, self.scale_rewards, leave_one_out)
 
     @property
     def turn_total(self) -> torch.Tensor:
@@ -678,7 +656,7 @@ def turn_advantages(
 ) -> torch.Tensor:
     """Advantage of every turn, (N, K). A rollout whose outcome rewards are all None gets 0 on every turn.
 
-    `settings`: `outcome_in_return` and `state_baseline` of the table.
+    `settings`: `outcome_in_return`, `state_baseline` and `tree_size` of the table.
     """
     missing = rewards.outcome.isnan()[:, None]  # (N, 1): not trained on, so in nobody's baseline
     rewards = dataclasses.replace(
@@ -799,6 +777,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         return turn_advantages(
             rewards, args.credit_assignment, self._group_size, coef, scale_rewards, args.turn_discount,
             outcome_in_return=args.outcome_in_return, state_baseline=args.state_baseline,
+            tree_size=self.in_flight.tree_size,
         )  # fmt: skip
 
     def _generate(self, prompts: list) -> tuple:
@@ -812,7 +791,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         sampled = batch.dropped + batch.rollouts  # the metrics are of all of them
         facts = conversation_columns(sampled, self.accelerator, True) if batch.num_rounds else batch.facts
         metrics, num_tokens = conversation_metrics(facts)
-        self._log_metrics({**metrics, **check_rollouts(sampled, self.env, self.args)})
+        metrics |= check_rollouts(sampled, self.env, self.args) | tree_metrics(batch, self.in_flight.tree_size)
+        self._log_metrics(metrics)
         own = self._metrics[self._mode], self._stale[self._mode]
         staleness_metrics(batch.rollouts, self._weight_counter.version, *own)
         if self.model.training:
@@ -930,7 +910,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch.weights = self.reward_weights.cpu()
         outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, batch.weights)
         outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
-        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns)
+        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns, torch.tensor(batch.num_copied))
         batch.logged = logged_rewards(whole, per_turn).to(self.accelerator.device)
 
     def _before_credit(self, batch: Batch) -> None:
@@ -1193,8 +1173,8 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
 
     credit_assignment: str = key(
-        "mt_grpo", "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo, zero_sum or progress_credit",
-        one_of=CREDIT_ASSIGNMENTS,
+        "mt_grpo", "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo, zero_sum, progress_credit or "
+        "tree", one_of=CREDIT_ASSIGNMENTS,
     )  # fmt: skip
     turn_advantage_coef: float = key(
         1.0, "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome", within="[0, inf)"
@@ -1207,6 +1187,8 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         "mean", "gigpo: a turn is compared with the mean of its state, or with that of the others (leave_one_out)",
         one_of=("mean", "leave_one_out"),
     )  # fmt: skip
+    num_branches: int = key(2, "tree: rollouts that go on from a state of another one", within="[1, inf)")
+    branch_states: int = key(1, "tree: states of a rollout from which others go on", within="[1, inf)")
     turn_reward_weights: list[float] | None = key(
         None, "One weight per turn reward function. None: 1 each", within="(-inf, inf)"
     )

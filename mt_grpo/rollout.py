@@ -284,6 +284,9 @@ class Rollout(TurnTokens):
     error: Exception | None = None  # of its environment, with `environment_error`; of a prompt that fills the context
     abandoned: bool = False  # a call into its environment was given up, and may still run
     given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
+    num_copied: int = 0  # of its turns, the first ones that are another rollout's (`conversation/trees.py`)
+    forks: list[Any] = field(default_factory=list, repr=False, compare=False)  # the `Fork`s that wait for it
+    fork: Any = field(default=None, repr=False, compare=False)  # the one that it waits for
     rendered: Any = field(default=None, repr=False, compare=False)  # `PromptCache` of its batch; None: no other's
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -306,6 +309,11 @@ class Rollout(TurnTokens):
         So it did where its prompt fills the context, and there was no turn.
         """
         return self.stop_reason in FAILURES or (self.stop_reason == StopReason.CONTEXT_LENGTH and not self.turns)
+
+    @property
+    def own_turns(self) -> list[Turn]:
+        """Without the copies of another rollout's."""
+        return self.turns[self.num_copied :]
 
     @property
     def records(self) -> list[Record]:
@@ -403,6 +411,9 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Called after the rewards, whatever happened."""
+
+    def fork(self) -> Environment:
+        """A copy in the same state, whose further course is its own: it shares no random numbers with this one."""
 
 
 class ToolFormat(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Awaitable, Iterable
 from typing import Any
@@ -15,6 +16,7 @@ from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
 from mt_grpo.conversation.prompt_examples import check_examples, written_examples
 from mt_grpo.conversation.sampling import Room, check_sampling_params
+from mt_grpo.conversation.trees import pass_state, release, wait_for_trunk
 from mt_grpo.conversation.turn_lists import keep_whole, num_ids
 from mt_grpo.rollout import Message, Rollout, ToolFormat
 
@@ -22,7 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Conversations(Limits):
-    """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`."""
+    """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`.
+
+    Attributes:
+        can_fork: Whether a conversation can go on from a state of another one (`conversation/trees.py`).
+    """
+
+    can_fork = True
 
     def __init__(
         self, max_steps: int, max_completion_length: int, prompt_examples: list[list[Message]] = (), **limits: Any
@@ -47,7 +55,13 @@ class Conversations(Limits):
         self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
     ) -> Rollout:
         """`converse`, whoever wrote it, to a rollout whose lists are as the loss reads them, or which has failed."""
-        rollout = await self.converse(rollout, llm, sampling_params)
+        if rollout.fork is not None:
+            await wait_for_trunk(rollout, functools.partial(self.aside, llm))
+        try:
+            rollout = await self.converse(rollout, llm, sampling_params)
+            await pass_state(rollout, self.environments)
+        finally:
+            release(rollout)
         keep_whole(rollout, num_ids(self._tokenizer(llm)))
         return rollout
 

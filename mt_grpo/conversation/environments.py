@@ -157,7 +157,7 @@ def joined(prompt: list[Message], observation: str | list | None, clean: Clean =
 
 
 # Methods of the protocol, which are no tools -> how many arguments the trainer passes, None for a dataset row.
-METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "state_key": 0}
+METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "state_key": 0, "fork": 0}
 
 
 def tool_methods(cls: type) -> list[str]:
@@ -440,6 +440,15 @@ class Environments:
             name = type(rollout.environment).__name__
             raise EnvironmentFailure(f"{name}.get_reward returned {value!r}, expected a finite number.")
         return float(value)
+
+    async def fork(self, rollout: Rollout, branch: Rollout) -> None:
+        """Give a branch a copy of a rollout's environment. Raises `EnvironmentFailure`, also for what is no copy."""
+        found, own = await self.call(rollout, "fork"), rollout.environment
+        if type(found) is not type(own) or found is own:
+            got = "itself" if found is own else type(found).__name__
+            name = type(own).__name__
+            raise EnvironmentFailure(f"{name}.fork returned {got}, expected another {name}.")
+        branch.environment, self._open[id(branch)] = found, branch
 
     async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
         """Close the environments of these rollouts, None: of all; keep those that can be used again.

@@ -26,6 +26,7 @@ from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, ne
 from mt_grpo.conversation.limits import limits_of
 from mt_grpo.conversation.sampling import check_conversations
 from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.conversation.trees import tree_size
 from mt_grpo.generation.adapters import slots_of, why_config_merges, why_server_merges
 from mt_grpo.generation.server_pool import engine_ranks
 from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
@@ -202,6 +203,24 @@ def check_env(args: GRPOConfig, env: Any) -> None:
             "isolate_tools: none of the environment's tools runs in a process. Expected functions without async, "
             "which run there, from load_tools(path, isolate=True)."
         )
+    if tree_size(args) > 1:
+        check_forks(env, args.credit_assignment)
+
+
+def check_forks(env: Any, credit_assignment: str) -> None:
+    """Raise `ValueError` for conversations that cannot go on from a state of another one."""
+    why = f"credit_assignment: {credit_assignment}: rollouts go on from a state of another one, and"
+    if not env.can_fork:
+        raise ValueError(f"{why} this recipe's conversations are run by a program. Use another credit_assignment.")
+    for name, tool in env.tools.items():
+        if getattr(tool, "holds_state", False):
+            raise ValueError(f"{why} the server of the tool {name!r} may keep a state. Use another credit_assignment.")
+    for cls in env.environments.by_name.values() if env.environments is not None else ():
+        if not hasattr(cls, "fork"):
+            raise ValueError(
+                f"{why} {cls.__name__} cannot be copied. Give it a method fork(self), which returns another "
+                f"{cls.__name__} in the same state, with random numbers of its own; or use another credit_assignment."
+            )
 
 
 def load_model_config(name: str, args: GRPOConfig) -> Any:

@@ -16,6 +16,7 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import sentence
 from mt_grpo.base.fields import in_range, range_text
 from mt_grpo.base.json_types import fits_type
+from mt_grpo.conversation.trees import tree_size
 from mt_grpo.generation.connection import hide_password
 from mt_grpo.recipe.keys import FORMER_VALUES, OF_TRL, default_of, fact_of
 
@@ -207,7 +208,36 @@ UNREAD_CREDIT = {  # key -> what the estimator is that does not read it
     "outcome_in_return": "which has no return",
     "state_baseline": "which compares no states",
     "turn_advantage_coef": "which has no turn's own term",
+    "num_branches": "which compares whole rollouts",
+    "branch_states": "which compares whole rollouts",
 }
+
+
+def check_trees(args: GRPOConfig) -> None:
+    """Raise `ValueError` for a batch that cannot be made of trees, where the estimator reads them."""
+    if args.scale_rewards != "none":
+        raise ValueError(
+            f"credit_assignment: {args.credit_assignment} with scale_rewards={args.scale_rewards!r}: the values of "
+            "states are in units of the rewards, and so is their difference. Set scale_rewards: none."
+        )
+    if args.branch_states > args.max_env_steps:
+        raise ValueError(
+            f"branch_states={args.branch_states}: a rollout passes at most max_env_steps={args.max_env_steps} states. "
+            "Expected at most so many."
+        )
+    size, of_rank = tree_size(args), args.generation_batch_size // args.world_size
+    of_tree = f"{size} rollouts (1 + num_branches={args.num_branches} x branch_states={args.branch_states})"
+    if args.num_generations % size or args.num_generations < 2 * size:
+        near = max(round(args.num_generations / size), 2) * size
+        raise ValueError(
+            f"num_generations={args.num_generations} is no number of trees of {of_tree}. Expected a multiple of "
+            f"{size}, and two trees at least: set num_generations: {near}."
+        )
+    if of_rank % size:
+        raise ValueError(
+            f"{of_rank} rollouts of a process are no number of trees of {of_tree}: a tree is of one process. Set "
+            f"per_device_train_batch_size, or steps_per_generation, to a multiple of {size}."
+        )
 
 
 def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
@@ -249,6 +279,9 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     check_old_logps(args)
     check_passes(args)
     estimator = estimators[args.credit_assignment]
+    args.read_of_credit = estimator.reads
+    if tree_size(args) > 1:
+        check_trees(args)
     for key, why in UNREAD_CREDIT.items():
         if (value := getattr(args, key)) != default_of(key, kinds) and key not in estimator.reads:
             readers = " or ".join(name for name, other in estimators.items() if key in other.reads)

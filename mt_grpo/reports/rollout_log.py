@@ -131,7 +131,8 @@ def rollout_rows(
             "answer": row.get("answer"),
             "turns": turn_rows(rollout, of_rollout, tokenizer),
             "num_prompt_tokens": len(rollout.prompt_ids), "num_tokens": rollout.new_tokens,
-            "records": len(rollout.records), "policy_version": rollout.policy_version,
+            "records": len(rollout.records), "num_copied_turns": rollout.num_copied,
+            "policy_version": rollout.policy_version,
             "error": None if rollout.error is None else str(rollout.error),
             "info": [json_text(turn.info, ensure_ascii=False, default=str, skipkeys=True) for turn in rollout.turns],
         }

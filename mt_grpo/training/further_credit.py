@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,9 @@ def estimators_of(registry: dict[str, Callable]) -> Callable:
 
     Its arguments:
         name: The recipe's value of `credit_assignment`.
-        reads: What it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline` and
-            `state`. A setting that it does not read is refused; state keys are filled for those that read them.
+        reads: What it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline`, `state`,
+            `num_branches` and `branch_states`. A setting that it does not read is refused; state keys are filled, and
+            rollouts are trees, for those that read them.
         per_turn: Whether the turns of a rollout can get different advantages.
     """
 
@@ -102,8 +104,33 @@ def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor
             [-0.7000, -0.8000, -0.5000]])
     """
     outcome = rewards.norm(rewards.outcome)[:, None]
-    own = rewards.norm_by_state(rewards.returns_to_go(discount))
+    own = norm_by_state(rewards, rewards.returns_to_go(discount))
     return outcome + coef * (own + rewards.rollout_turn_advantages())
+
+
+def norm_by_state(rewards: Any, x: torch.Tensor) -> torch.Tensor:
+    """`rewards.norm` of x (N, K) over the turns of a group that began in the same state. Memory: about N G K^2.
+
+    With `state_baseline: leave_one_out` a value is compared with the mean of the others: x - mean_others =
+    n / (n - 1) (x - mean).
+
+    >>> from mt_grpo_trainer import doctest_batch
+    >>> table = dataclasses.replace(doctest_batch(), state=torch.tensor([[7, 8, 9], [7, 7, 9]]))
+    >>> norm_by_state(table, torch.tensor([[1., 5., 2.], [3., 9., 2.]]))
+    tensor([[-3.3333,  0.0000,  0.0000],
+            [-1.3333,  4.6667,  0.0000]])
+    """
+    size = rewards.group_size * x.shape[1]
+    flat, keys = x.reshape(-1, size), rewards.state.reshape(-1, size)  # (N/G, GK)
+    # For every turn, the index of the group's first turn in the same state. Each such first turn has its own column.
+    first = (keys[:, :, None] == keys[:, None, :]).int().argmax(2, keepdim=True)  # (N/G, GK, 1)
+    sets = torch.where(first == torch.arange(size, device=x.device), flat[:, :, None], float("nan"))
+    compared = dataclasses.replace(rewards, group_size=size).norm(sets.view(-1, size))
+    own = compared.view(sets.shape).gather(2, first)
+    if rewards.state_baseline == "leave_one_out":
+        number = (~sets.isnan()).sum(1, keepdim=True).expand(sets.shape).gather(2, first)
+        own = own * number / (number - 1).clamp(min=1)
+    return own.view(x.shape)
 
 
 @further_estimator("zero_sum", reads=("turn_advantage_coef",))
@@ -153,3 +180,73 @@ def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> to
     tokens = rewards.sampled * rewards.num_tokens
     mean = (credit * tokens).sum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
     return rewards.norm(rewards.outcome)[:, None] + coef * (credit - mean) * rewards.sampled
+
+
+@further_estimator("tree", reads=("turn_advantage_coef", "num_branches", "branch_states"))
+def tree_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
+    """Credit from an outcome alone, without a critic: a state is worth what the rollouts gave that went on from it.
+
+    What a rollout gave is R^O + c R^T. The first rollout of a tree is the trunk, and the others go on from states of
+    it (after VinePPO, arXiv 2410.01679, and Tree-GRPO, arXiv 2509.21240). The turns of a trunk between two such states
+    get the value of the later one less that of the earlier one. All rollouts that go on from a state, the trunk among
+    them, are compared with the mean of the others. So the trunk stands in the value of a state that its turns led to,
+    and never in that of the state where they were chosen. Rollouts that begin with the prompt are compared with those
+    of the group's other trees.
+
+    Where n rollouts go on from a state each counts 1/n, so that the turns behind it weigh as much as those before it.
+    It is unbiased with `scale_rewards: none`. Its variance at equal cost is about that of `outcome`, and less where
+    one turn decides (docs/credit.md).
+
+    In the example there are two trees of a trunk and one branch. The first branch has its trunk's turn 0, and fails
+    where the trunk succeeds. The state between is worth 0.5, and the prompt 0 by the other tree, whose branch began
+    anew.
+
+    >>> from mt_grpo_trainer import doctest_batch
+    >>> table = dataclasses.replace(doctest_batch(), group_size=4, tree_size=2, num_copied=torch.tensor([0, 1, 0, 0]))
+    >>> table.outcome, table.rollout_turn = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.full((4,), float("nan"))
+    >>> table.turn = torch.full((4, 2), float("nan"))
+    >>> tree_advantages(table, 1.0, 1.0)
+    tensor([[ 0.5000,  0.5000],
+            [ 0.0000, -0.5000],
+            [-0.5000, -0.5000],
+            [-0.2500, -0.2500]])
+    """
+    size, num_turns = rewards.tree_size, rewards.turn.shape[1]
+    worth = (rewards.outcome + coef * rewards.turn_total).view(-1, size)  # (T, S): T trees of S rollouts
+    there, worth = ~worth.isnan(), worth.nan_to_num(0.0)
+    copied = torch.as_tensor(rewards.num_copied).expand(len(rewards.turn)).view(-1, size)
+    is_branch = torch.arange(size) > 0
+    # From the last turn back: what each state is worth, the trunk among those that went on from it.
+    value, known = worth[:, 0], there[:, 0]  # (T,), of the trunk's way ahead
+    ahead, count, branches = [None] * num_turns, [None] * num_turns, [None] * num_turns
+    for k in reversed(range(num_turns)):
+        here = there & is_branch & (copied == k) & (copied > 0)
+        ahead[k], count[k] = (value, known), here.sum(1) + known
+        branches[k] = here, (worth * here).sum(1)
+        total = branches[k][1] + value * known
+        value = torch.where(here.any(1), total / count[k].clamp(min=1), value)
+        known = known | here.any(1)
+    # Those that begin with the prompt: trunks, by the value of their tree, and branches whose state was not reached.
+    of_group = rewards.group_size // size
+    anew = there & is_branch & (copied == 0)
+    sums, numbers = (worth * anew).sum(1) + value * known, anew.sum(1) + known  # (T,)
+    others = sums.view(-1, of_group).sum(1).repeat_interleave(of_group) - sums
+    num_others = numbers.view(-1, of_group).sum(1).repeat_interleave(of_group) - numbers
+    baseline = torch.where(num_others > 0, others / num_others.clamp(min=1), float("nan"))  # of a trunk, (T,)
+    advantages = torch.zeros(*worth.shape, num_turns, dtype=worth.dtype)  # (T, S, K)
+    rest, num_rest = (sums + others)[:, None] - worth, (numbers + num_others)[:, None] - 1  # of each that began anew
+    own = torch.where(anew & (num_rest > 0), worth - rest / num_rest.clamp(min=1), 0.0)
+    advantages[:, is_branch] = own[:, is_branch, None].expand(-1, -1, num_turns)
+    # From the first turn on: each is credited with what the state ahead is worth, beyond the last state before it.
+    weight = torch.ones_like(value)
+    for k in range(num_turns):
+        (value, known), (here, total) = ahead[k], branches[k]
+        state = here.any(1)
+        baseline = torch.where(state, total / here.sum(1).clamp(min=1), baseline)
+        weight = torch.where(state, weight / count[k].clamp(min=1), weight)
+        advantages[:, 0, k] = (weight * (value - baseline)).where(known, 0.0)
+        rest = (total + value * known)[:, None] - worth  # of the siblings of each branch
+        num_rest = (count[k] - 1)[:, None]
+        own = torch.where(here & (num_rest > 0), weight[:, None] * (worth - rest / num_rest.clamp(min=1)), 0.0)
+        advantages[:, :, k:] = torch.where(here[:, :, None], own[:, :, None], advantages[:, :, k:])
+    return advantages.view(rewards.turn.shape).nan_to_num(0.0)

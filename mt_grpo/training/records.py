@@ -26,11 +26,13 @@ def trained_records(rollout: Rollout) -> list[Record]:
     return records or [Record([], [])]
 
 
-def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, list[bool], list[bool]]:
+def compare_ranks(
+    rollouts: list[Rollout], args: Any, step: int
+) -> tuple[int, list[bool], list[bool], list[int], list[int]]:
     """What ranks must agree on. Collective.
 
-    Returns the further records on the rank that has most, and for each of N rollouts whether its environment failed
-    and whether it was cut off.
+    Returns the further records on the rank that has most, and for each of N rollouts whether its environment failed,
+    whether it was cut off, and the numbers of its turns and of those that are copies of another rollout's.
 
     Raises `RunError` on all ranks where every environment failed, or a setting does not go with further records.
     """
@@ -39,7 +41,9 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
     text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
     no_room = [isinstance(error, PromptTooLong) for error in errors]
     cut_off = [rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH) for rollout in rollouts]
-    reports = gather_object([(sum(len(trained_records(r)) - 1 for r in rollouts), failed, text, no_room, cut_off)])
+    num_further = sum(len(trained_records(r)) - 1 for r in rollouts)
+    turns, copied = [len(rollout.turns) for rollout in rollouts], [rollout.num_copied for rollout in rollouts]
+    reports = gather_object([(num_further, failed, text, no_room, cut_off, turns, copied)])
     flags = [flag for report in reports for flag in report[1]]
     if all(flags) and all(each for report in reports for each in report[3]):
         raise RunError(f"In all {len(flags)} rollouts of step {step} the prompt fills the context. {reports[0][2]}")
@@ -52,7 +56,7 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
     num_further = max(report[0] for report in reports)
     if num_further:
         check_settings(args)
-    return num_further, flags, [flag for report in reports for flag in report[4]]
+    return num_further, flags, *([each for report in reports for each in report[k]] for k in (4, 5, 6))
 
 
 def check_settings(args: Any) -> None:

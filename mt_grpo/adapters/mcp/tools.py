@@ -121,7 +121,7 @@ def mcp_tool(server: McpServer, tool: Any, finish: Callable[[str], str]) -> Call
         return text
 
     made = as_tool(types.SimpleNamespace(name=tool.name, schema=schema_of(server, tool), run=run))
-    made.as_written = True
+    made.as_written = made.holds_state = True
     return made
 
 
