@@ -29,7 +29,7 @@ BRANCH_POINTS = "branch_points.json"
 
 def tree_size(args: Any) -> int:
     """Rollouts of a tree, a trunk and its branches; 1 where the estimator reads no trees (`check_config`)."""
-    return 1 + args.num_branches * args.branch_states if "num_branches" in args.read_of_credit else 1
+    return 1 + args.num_branches * args.branch_states if "num_branches" in getattr(args, "read_of_credit", ()) else 1
 
 
 @dataclasses.dataclass

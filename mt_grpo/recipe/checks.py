@@ -204,11 +204,16 @@ def check_env(args: GRPOConfig, env: Any) -> None:
             "which run there, from load_tools(path, isolate=True)."
         )
     if tree_size(args) > 1:
-        check_forks(env, args.credit_assignment)
+        check_forks(env, args.credit_assignment, args.branch_states)
 
 
-def check_forks(env: Any, credit_assignment: str) -> None:
-    """Raise `ValueError` for conversations that cannot go on from a state of another one."""
+def check_forks(env: Any, credit_assignment: str, branch_states: int) -> None:
+    """Raise `ValueError` for conversations that cannot go on from so many states of another one."""
+    if branch_states > env.max_env_steps:
+        raise ValueError(
+            f"branch_states={branch_states}: a rollout passes at most max_env_steps={env.max_env_steps} states. "
+            "Expected at most so many."
+        )
     why = f"credit_assignment: {credit_assignment}: rollouts go on from a state of another one, and"
     if not env.can_fork:
         raise ValueError(f"{why} this recipe's conversations are run by a program. Use another credit_assignment.")

@@ -220,11 +220,6 @@ def check_trees(args: GRPOConfig) -> None:
             f"credit_assignment: {args.credit_assignment} with scale_rewards={args.scale_rewards!r}: the values of "
             "states are in units of the rewards, and so is their difference. Set scale_rewards: none."
         )
-    if args.branch_states > args.max_env_steps:
-        raise ValueError(
-            f"branch_states={args.branch_states}: a rollout passes at most max_env_steps={args.max_env_steps} states. "
-            "Expected at most so many."
-        )
     size, of_rank = tree_size(args), args.generation_batch_size // args.world_size
     of_tree = f"{size} rollouts (1 + num_branches={args.num_branches} x branch_states={args.branch_states})"
     if args.num_generations % size or args.num_generations < 2 * size:

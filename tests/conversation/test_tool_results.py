@@ -29,6 +29,7 @@ from scripted import (
 from tokenizers import AddedToken
 
 from mt_grpo.conversation.formats.control_tokens import neutralise
+from mt_grpo.conversation.tools.results import cut_far_beyond
 from mt_grpo.recipe.checks import longest_prompt, warn_of_control_tokens
 from mt_grpo.recipe.plugins import load_tools
 
@@ -453,3 +454,15 @@ def test_an_async_tool_behind_a_decorator_is_awaited():
         return wrapper
 
     assert observe(logged(slow_echo), call("slow_echo", text="hi")).observation == "hi"
+
+
+def test_a_text_of_long_tokens_that_may_fit_is_not_cut():
+    """Words of nine letters are a token each: 2,100 characters have 210, and the first 2,024 have 203."""
+
+    def tokenizer(text, add_special_tokens):
+        return {"input_ids": text.split()}
+
+    text = "lettersxy " * 210
+    for limit, cut in ((188, 5 * 188 + 1024), (200, None), (210, None)):
+        assert cut_far_beyond(text, limit, tokenizer) == text[:cut], limit
+    assert cut_far_beyond(text * 100, 200, tokenizer) == (text * 100)[: 4 * 2024]

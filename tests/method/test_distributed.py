@@ -30,7 +30,7 @@ def results(random_model, tmp_path_factory):
 
 
 @pytest.mark.parametrize("group_size", [16, 4])  # 16: one group that straddles the two ranks
-@pytest.mark.parametrize("credit", CREDIT_ASSIGNMENTS)
+@pytest.mark.parametrize("credit", [credit for credit in CREDIT_ASSIGNMENTS if credit != "tree"])  # below
 def test_two_ranks_equal_one(results, group_size, credit):
     (one,), two = ([part[f"{group_size}-{credit}"] for part in parts] for parts in results)
     together = [row for part in two for row in part["advantages"]]
@@ -80,3 +80,17 @@ def test_two_ranks_refill_what_one_does(random_model, tmp_path):
         for expected, row in zip(one["logs"], part["logs"]):
             assert row == pytest.approx(expected, abs=1e-5, nan_ok=True)
     assert [len(part["seen"]) for part in (one, *two)] == [8, 7, 8]  # a rank with no place to fill asks no function
+
+
+def test_two_ranks_have_the_trees_of_one(random_model, tmp_path):
+    """The same branches, advantages and metrics, and the same lengths from which the next states are drawn."""
+    (one,), two = run(1, random_model, tmp_path, "trees"), run(2, random_model, tmp_path, "trees")
+    copied = torch.stack([step[0] for step in one["steps"]])
+    assert copied.shape == (4, 18) and (copied > 0).sum() > 12 and not copied[:, ::3].any()
+    assert len(one["points"]) > 20 and {part["points"] for part in two} == {one["points"]}
+    for part in two:
+        for expected, step in zip(one["steps"], part["steps"], strict=True):
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(expected, step, strict=True))
+            assert step[2].abs().max() > 0.1
+        for expected, row in zip(one["logs"], part["logs"], strict=True):
+            assert row == pytest.approx(expected, rel=1e-4, abs=1e-5, nan_ok=True)

@@ -160,7 +160,7 @@ def exact():
 
 
 def gradients(groups, num_branches, states, trees=2, seed=1):
-    """The sum over a group's rollouts of advantage times score, (groups, NODES, ACTIONS), as the trainer makes trees."""
+    """The sum over a group's rollouts of advantage times score, (groups, NODES, ACTIONS): trees as the trainer's."""
     draws = torch.Generator().manual_seed(seed)
     policy, size = LOGITS.softmax(1), 1 + num_branches * states
     count = groups * trees

@@ -979,7 +979,7 @@ MUTATIONS = [
         "mt_grpo/conversation/tools/results.py",
         "> limit + 8:  # the last ones may change",
         "> limit - 80:",
-        "tests/conversation/test_environments.py::test_what_may_fit_is_read_as_it_was",
+        "tests/conversation/test_tool_results.py::test_a_text_of_long_tokens_that_may_fit_is_not_cut",
     ),
     Mutation(
         "examples stand before the system message",

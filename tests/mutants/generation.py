@@ -210,13 +210,6 @@ MUTATIONS = [
         "tests/method/test_client.py::test_a_push_under_way_is_waited_for",
     ),
     Mutation(
-        "ranks do not wait for the push",
-        "mt_grpo/generation/weight_sync.py",
-        "        return on_main_process(push)\n",
-        "        on_main_process(dict)\n        return push() if self.accelerator.is_main_process else {}\n",
-        "tests/generation/test_server.py::test_two_ranks_on_one_server",
-    ),
-    Mutation(
         "a version has its name before its file is whole",
         "mt_grpo/generation/weight_transfer.py",
         'folder.with_name(f"partial-{version}")',
