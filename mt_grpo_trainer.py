@@ -952,6 +952,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             total = len(loader.dataset) * batch.group_size if loader is not None else None
             self._evaluation.add(self._metrics["eval"], batch, total)
         outcome = norm(batch.rewards.outcome, batch.group_size, self.args.scale_rewards)  # (N,), of the outcome alone
+        if "num_branches" in self.args.read_of_credit:
+            outcome = None  # the advantage is no sum of the outcome's and a turn's own
         self._rollout_log.add(batch, output, advantages, outcome, self.state.global_step)
         mean_advantages = mean_per_rollout(output, batch)  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
@@ -1187,7 +1189,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         "mean", "gigpo: a turn is compared with the mean of its state, or with that of the others (leave_one_out)",
         one_of=("mean", "leave_one_out"),
     )  # fmt: skip
-    num_branches: int = key(2, "tree: rollouts that go on from a state of another one", within="[1, inf)")
+    num_branches: int = key(1, "tree: rollouts that go on from each such state of another one", within="[1, inf)")
     branch_states: int = key(1, "tree: states of a rollout from which others go on", within="[1, inf)")
     turn_reward_weights: list[float] | None = key(
         None, "One weight per turn reward function. None: 1 each", within="(-inf, inf)"

@@ -45,7 +45,7 @@ def run_on_ranks(model, out, world):
         output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=18 // world, num_generations=6, max_completion_length=800, max_steps=4,
         logging_steps=1, credit_assignment="tree", scale_rewards="none", disable_tqdm=True, save_strategy="steps",
-        save_steps=2, learning_rate=1e-4, max_env_steps=3, seed=3,
+        save_steps=2, learning_rate=1e-4, max_env_steps=3, seed=3, num_branches=2,
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"Note {n}."}]} for n in range(24)]
     trainer = MTGRPOEnvTrainer(

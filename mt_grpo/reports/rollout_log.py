@@ -308,7 +308,12 @@ class RolloutLog:
         return fresh
 
     def add(
-        self, batch: Batch, output: dict[str, Any], advantages: torch.Tensor, outcome: torch.Tensor, step: int
+        self,
+        batch: Batch,
+        output: dict[str, Any],
+        advantages: torch.Tensor,
+        outcome: torch.Tensor | None,
+        step: int,
     ) -> None:
         """Write the first rollouts of a batch.
 
@@ -316,16 +321,16 @@ class RolloutLog:
             batch: With all that it is filled in with.
             output: TRL's batch for the loss.
             advantages: Of all N rollouts, (N, K).
-            outcome: What the outcome alone gives them, (N,).
+            outcome: What the outcome alone gives them, (N,). None: the advantages have no such part.
             step: Optimizer steps so far. A run that is resumed begins with others than 0, and its log goes on.
         """
         count = min(self.most, len(batch.rollouts))
         fresh = self._begin(step)
         if not count:
             return
-        tables = (batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages, outcome))
-        *tables, outcome = tables
-        scored = Scored(self.names, batch.weights, *tables, batch.group_size, outcome, len(advantages))
+        tables = [batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages)]
+        part = None if outcome is None else batch.own(outcome)[:count]
+        scored = Scored(self.names, batch.weights, *tables, batch.group_size, part, len(advantages))
         columns = turn_columns(output, batch.records, batch.owners, batch.rollouts[:count])
         rows = rollout_rows(batch.rollouts[:count], batch.rows, scored, columns, self.tokenizer)
         about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": batch.mode}
@@ -457,7 +462,8 @@ def rollout_features(folder: str | Path) -> Any:
         "stop_reason": text, "reward": number, "rewards": dict.fromkeys(first["rewards"], number),
         "turn_rewards": List(number), "turn_advantages": List(number),
         "answer": Json() if nested else kinds.get(type(answer), text), "turns": List(turn),
-        "num_prompt_tokens": whole, "num_tokens": whole, "records": whole, "policy_version": whole, "error": text,
+        "num_prompt_tokens": whole, "num_tokens": whole, "records": whole, "num_copied_turns": whole,
+        "policy_version": whole, "error": text,
         "info": List(text),
     }  # fmt: skip
     return Features({name: columns[name] for name in first if name in columns})

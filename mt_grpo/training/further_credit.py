@@ -188,18 +188,17 @@ def tree_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
 
     What a rollout gave is R^O + c R^T. The first rollout of a tree is the trunk, and the others go on from states of
     it (after VinePPO, arXiv 2410.01679, and Tree-GRPO, arXiv 2509.21240). The turns of a trunk between two such states
-    get the value of the later one less that of the earlier one. All rollouts that go on from a state, the trunk among
-    them, are compared with the mean of the others. So the trunk stands in the value of a state that its turns led to,
-    and never in that of the state where they were chosen. Rollouts that begin with the prompt are compared with those
-    of the group's other trees.
+    get the value of the later one, the mean of all that went on from it, less the baseline of the earlier one. The
+    baseline of the prompt is the mean of the group's other trees. That of a state is the mean of the others that went
+    on from it and of the baseline before it, which counts as one of them: it halves the noise of a single branch. So
+    the trunk stands in the value of a state that its turns led to, and never in the baseline of what it did there.
 
     Where n rollouts go on from a state each counts 1/n, so that the turns behind it weigh as much as those before it.
-    It is unbiased with `scale_rewards: none`. Its variance at equal cost is about that of `outcome`, and less where
-    one turn decides (docs/credit.md).
+    It is unbiased with `scale_rewards: none`. Its noise at equal cost: docs/credit.md.
 
     In the example there are two trees of a trunk and one branch. The first branch has its trunk's turn 0, and fails
-    where the trunk succeeds. The state between is worth 0.5, and the prompt 0 by the other tree, whose branch began
-    anew.
+    where the trunk succeeds. The other tree's branch began anew, and all of it failed: the prompt's baseline is 0. The
+    state between is worth 0.5. The trunk is compared there with (0 + 0) / 2, the branch with (1 + 0) / 2.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> table = dataclasses.replace(doctest_batch(), group_size=4, tree_size=2, num_copied=torch.tensor([0, 1, 0, 0]))
@@ -207,7 +206,7 @@ def tree_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     >>> table.turn = torch.full((4, 2), float("nan"))
     >>> tree_advantages(table, 1.0, 1.0)
     tensor([[ 0.5000,  0.5000],
-            [ 0.0000, -0.5000],
+            [ 0.0000, -0.2500],
             [-0.5000, -0.5000],
             [-0.2500, -0.2500]])
     """
@@ -237,16 +236,17 @@ def tree_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     rest, num_rest = (sums + others)[:, None] - worth, (numbers + num_others)[:, None] - 1  # of each that began anew
     own = torch.where(anew & (num_rest > 0), worth - rest / num_rest.clamp(min=1), 0.0)
     advantages[:, is_branch] = own[:, is_branch, None].expand(-1, -1, num_turns)
-    # From the first turn on: each is credited with what the state ahead is worth, beyond the last state before it.
+    # From the first turn on: what the state ahead is worth, less the baseline of the last state before the turn.
     weight = torch.ones_like(value)
     for k in range(num_turns):
         (value, known), (here, total) = ahead[k], branches[k]
-        state = here.any(1)
-        baseline = torch.where(state, total / here.sum(1).clamp(min=1), baseline)
-        weight = torch.where(state, weight / count[k].clamp(min=1), weight)
+        before, counts = baseline.nan_to_num(0.0), (~baseline.isnan()).int()
+        weight = torch.where(here.any(1), weight / count[k].clamp(min=1), weight)
+        of_trunk = (total + before) / (here.sum(1) + counts).clamp(min=1)
+        baseline = torch.where(here.any(1), of_trunk, baseline)
         advantages[:, 0, k] = (weight * (value - baseline)).where(known, 0.0)
-        rest = (total + value * known)[:, None] - worth  # of the siblings of each branch
-        num_rest = (count[k] - 1)[:, None]
+        rest = (total + value * known + before)[:, None] - worth  # of the others, for each branch
+        num_rest = (count[k] - 1 + counts)[:, None]
         own = torch.where(here & (num_rest > 0), weight[:, None] * (worth - rest / num_rest.clamp(min=1)), 0.0)
         advantages[:, :, k:] = torch.where(here[:, :, None], own[:, :, None], advantages[:, :, k:])
     return advantages.view(rewards.turn.shape).nan_to_num(0.0)

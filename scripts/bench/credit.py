@@ -10,9 +10,8 @@ outcome; (d) `encyclopedia`, one or two searches and an answer, with the rewards
 game of gymnasium, up to 20 turns, one reward at its goal; the board is the state of `gigpo`. `unscaled`: (b) again
 without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e). (f) `alone`: the task
 of (c) where nobody pays turns, by ways to make more of the outcome (WAYS), all of them whatever --methods says, at
-the recipe's learning rate. Two of them replace groups without signal, `outcome_thrice` trains on three times as many
-groups, and `tree` has 12 rollouts of a prompt, of which 8 go on from a state of another one: compare these by their
-tokens.
+the recipe's learning rate. Three of them replace groups without signal, and `outcome_thrice` trains on three times as
+many groups: compare these by their tokens. `tree` samples fewer tokens, since a branch has its trunk's first turns.
 
 Fair: all methods of a task have the same model, rewards, seeds, optimizer steps and, but for those four ways, number
 of rollouts, and c = 1 (the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate
@@ -57,11 +56,9 @@ WAYS = {  # of task (f): what each sets
     "outcome_refill": ["--credit_assignment", "outcome", "--refill_groups", "2"],
     "gigpo_refill": ["--credit_assignment", "gigpo", "--outcome_in_return", "true", "--refill_groups", "2"],
     "outcome_thrice": ["--credit_assignment", "outcome", "--per_device_train_batch_size", "192"],
-    # Trees of a trunk and two branches, four of each of the eight prompts.
-    "tree": [
-        "--credit_assignment", "tree", "--scale_rewards", "none", "--num_generations", "12",
-        "--per_device_train_batch_size", "96",
-    ],
+    # Trees of a trunk and a branch: of the eight rollouts of a prompt four go on from a state of another one.
+    "tree": ["--credit_assignment", "tree", "--scale_rewards", "none"],
+    "tree_refill": ["--credit_assignment", "tree", "--scale_rewards", "none", "--refill_groups", "2"],
 }  # fmt: skip
 NAMES = list(dict.fromkeys((*METHODS, *WAYS)))
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)

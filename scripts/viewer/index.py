@@ -28,7 +28,7 @@ NUMBERS = {"rank", "step", "index", "num_tokens", "policy_version", "reward"}
 KNOWN = set(
     "schema rank index group step mode messages num_prompt_messages answer stop_reason reward rewards turn_rewards "
     "turn_advantages outcome_advantage group_size batch_size turns num_prompt_tokens num_tokens records "
-    "policy_version error info".split()
+    "num_copied_turns policy_version error info".split()
 )
 KNOWN_OF_TURN = set(
     "text answer finish_reason seconds calls results observation num_tokens num_read num_trained reward mean_logprob "

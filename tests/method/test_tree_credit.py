@@ -32,9 +32,9 @@ def test_two_trees_of_three():
     prompt = 1.6 / 3
     third = 1 / 3
     by_hand = [
-        [0.5 - prompt, third * (1.0 - 0.25), third * (1.0 - 0.25)],
-        [0.0, third * (0.0 - 0.75), third * (0.0 - 0.75)],
-        [0.0, third * (0.5 - 0.5), third * (0.5 - 0.5)],
+        [0.5 - prompt, *[third * (1.0 - (0.0 + 0.5 + prompt) / 3)] * 2],
+        [0.0, *[third * (0.0 - (1.0 + 0.5 + prompt) / 3)] * 2],
+        [0.0, *[third * (0.5 - (1.0 + 0.0 + prompt) / 3)] * 2],
         [0.2 - 0.5] * 3,  # against the first tree alone: how many began anew depends on the own trunk
         [0.8 - (0.5 + 0.2 + 0.6) / 3] * 3,
         [0.6 - (0.5 + 0.2 + 0.8) / 3] * 3,
@@ -49,13 +49,14 @@ def test_two_states_of_a_trunk():
     later = (0.2 + 0.8) / 2  # of the state before turn 2, with the trunk
     first = (later + 0.4) / 2
     other = ((0.1 + 0.3) / 2 + 0.7) / 2
+    at_first, at_other = (0.4 + other) / 2, (0.7 + first) / 2  # the trunks' baselines before turn 1
     by_hand = [
-        [first - other, 0.5 * (later - 0.4), 0.25 * (0.2 - 0.8), 0.25 * (0.2 - 0.8)],
-        [0.0, 0.5 * (0.4 - later), 0.5 * (0.4 - later), 0.5 * (0.4 - later)],
-        [0.0, 0.0, 0.25 * (0.8 - 0.2), 0.25 * (0.8 - 0.2)],
-        [other - first, 0.5 * (0.2 - 0.7), 0.25 * (0.1 - 0.3), 0.25 * (0.1 - 0.3)],
-        [0.0, 0.0, 0.25 * (0.3 - 0.1), 0.25 * (0.3 - 0.1)],
-        [0.0, 0.5 * (0.7 - 0.2), 0.5 * (0.7 - 0.2), 0.5 * (0.7 - 0.2)],
+        [first - other, 0.5 * (later - at_first), *[0.25 * (0.2 - (0.8 + at_first) / 2)] * 2],
+        [0.0, *[0.5 * (0.4 - (later + other) / 2)] * 3],
+        [0.0, 0.0, *[0.25 * (0.8 - (0.2 + at_first) / 2)] * 2],
+        [other - first, 0.5 * (0.2 - at_other), *[0.25 * (0.1 - (0.3 + at_other) / 2)] * 2],
+        [0.0, 0.0, *[0.25 * (0.3 - (0.1 + at_other) / 2)] * 2],
+        [0.0, *[0.5 * (0.7 - (0.2 + first) / 2)] * 3],
     ]
     torch.testing.assert_close(found, torch.tensor(by_hand), atol=1e-6, rtol=0)
 
@@ -65,16 +66,16 @@ def test_turn_rewards_belong_to_the_values():
     turn = [[0.2, 0.4], [0.2, NAN], [0.6, NAN], [NAN, NAN]]
     rewards = table([1.0, 0.0, 0.0, 0.0], [0, 1, 0, 0], num_turns=2, turn=turn, rollout_turn=[NAN, NAN, NAN, 0.8])
     worth = [1.0 + 0.3, 0.1, 0.3, 0.4]
-    state = (worth[0] + worth[1]) / 2
+    state, prompt = (worth[0] + worth[1]) / 2, (worth[2] + worth[3]) / 2
     by_hand = [
-        [state - (worth[2] + worth[3]) / 2, 0.5 * (worth[0] - worth[1])],
-        [0.0, 0.5 * (worth[1] - worth[0])],
+        [state - prompt, 0.5 * (worth[0] - (worth[1] + prompt) / 2)],
+        [0.0, 0.5 * (worth[1] - (worth[0] + prompt) / 2)],
         [worth[2] - state] * 2,
         [worth[3] - (state + worth[2]) / 2] * 2,
     ]
     torch.testing.assert_close(advantages(rewards, 4, 2, coef=0.5), torch.tensor(by_hand), atol=1e-6, rtol=0)
     without = advantages(rewards, 4, 2, coef=0.0)
-    assert without[0].tolist() == pytest.approx([0.5 - 0.0, 0.5 * 1.0])
+    assert without[0].tolist() == pytest.approx([0.5 - 0.0, 0.5 * (1.0 - 0.0)])
 
 
 def test_rollouts_that_failed_are_in_no_value():
@@ -83,14 +84,15 @@ def test_rollouts_that_failed_are_in_no_value():
     outcome = [1.0, 0.0, NAN, NAN, 0.9, 0.5, 0.3, NAN, NAN]
     found = advantages(table(outcome, [0, 1, 1, 0, 1, 1, 0, 1, 1], num_turns=2), 9, 3)
     second = (0.9 + 0.5) / 2
+    prompts = (second + 0.3) / 2, (0.5 + 0.3) / 2, (0.5 + second) / 2
     by_hand = [
-        [0.5 - (second + 0.3) / 2, 0.5 * 1.0],
-        [0.0, 0.5 * -1.0],
+        [0.5 - prompts[0], 0.5 * (1.0 - (0.0 + prompts[0]) / 2)],
+        [0.0, 0.5 * (0.0 - (1.0 + prompts[0]) / 2)],
         [0.0, 0.0],
         [0.0, 0.0],
-        [0.0, 0.5 * (0.9 - 0.5)],
-        [0.0, 0.5 * (0.5 - 0.9)],
-        [0.3 - (0.5 + second) / 2] * 2,
+        [0.0, 0.5 * (0.9 - (0.5 + prompts[1]) / 2)],
+        [0.0, 0.5 * (0.5 - (0.9 + prompts[1]) / 2)],
+        [0.3 - prompts[2]] * 2,
         [0.0, 0.0],
         [0.0, 0.0],
     ]
