@@ -34,6 +34,8 @@ LOGGING = {
     "num_errors",
     "staleness_metrics",
     "versions_of",
+    "own_turns",
+    "tree_metrics",
     "_mode",
     "_note_end",
 }
@@ -79,6 +81,7 @@ LISTS = {
     "trained_records",
     "compare_ranks",
 }  # as completion_ids, which is on the way
+TREES = {"plant", "tree_size", "pass_state", "release"}  # of which one has none
 ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 MAIN_THREAD = {  # where synchronous rewards run
     "call_in_main_thread", "in_main_thread", "no_running_loop", "own_alarm", "run_synchronous", "stops_pass", "_watch",
@@ -178,7 +181,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
     assert torch.isfinite(loss) and batch["tool_mask"].sum() > 0
     names = set(entered.values())
     aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TOKEN_CHECKS | TEXTS | TEMPLATE | ENVIRONMENT | LISTS | NUMBERS
-    aside |= ROWS | MAIN_THREAD | ALTERED | LAYOUT
+    aside |= ROWS | TREES | MAIN_THREAD | ALTERED | LAYOUT
     assert aside <= names, f"never entered: {sorted(aside - names)}"
     way = {place: name for place, name in entered.items() if name not in aside}
     assert {"take_turn", "suffix_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())

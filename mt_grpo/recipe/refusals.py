@@ -275,8 +275,6 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     check_passes(args)
     estimator = estimators[args.credit_assignment]
     args.read_of_credit = estimator.reads
-    if tree_size(args) > 1:
-        check_trees(args)
     for key, why in UNREAD_CREDIT.items():
         if (value := getattr(args, key)) != default_of(key, kinds) and key not in estimator.reads:
             readers = " or ".join(name for name, other in estimators.items() if key in other.reads)
@@ -284,6 +282,8 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
                 f"{key}={value} has no effect with credit_assignment={args.credit_assignment!r}, {why}. Remove it, or "
                 f"use {readers}."
             )
+    if tree_size(args) > 1:
+        check_trees(args)
     if estimator.per_turn:
         # Both settings decide per sequence, by one advantage. Advantages per token would make them decide per token.
         if args.off_policy_mask_threshold is not None:

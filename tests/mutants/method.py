@@ -26,7 +26,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a value is in its own baseline",
-        SCRIPT,
+        "mt_grpo/training/further_credit.py",
         "own = own * number / (number - 1).clamp(min=1)",
         "pass",
         "tests/method/test_credit.py::test_gigpo_leaves_a_value_out_of_its_own_baseline",
@@ -202,8 +202,8 @@ MUTATIONS = [
     Mutation(
         "clipped_ratio is judged by the last id",
         SCRIPT,
-        "        self._log_metrics({**metrics, **check_rollouts(sampled, self.env, self.args)})\n",
-        '        metrics["completions/clipped_ratio"] = sum(r.completion_ids[-1] not in self.eos_token_ids for r in batch.rollouts) / len(batch.rollouts)\n        self._log_metrics(metrics)\n',
+        "        metrics |= check_rollouts(sampled, self.env, self.args) | tree_metrics(batch, self.in_flight.tree_size)\n",
+        '        metrics["completions/clipped_ratio"] = sum(r.completion_ids[-1] not in self.eos_token_ids for r in batch.rollouts) / len(batch.rollouts)\n',
         TRUNCATED,
     ),
     Mutation(

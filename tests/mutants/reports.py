@@ -9,8 +9,8 @@ MUTATIONS = [
     Mutation(
         "the log has the first rank's rewards",
         "mt_grpo/reports/rollout_log.py",
-        "(batch.own(table)[:count] for table in",
-        "(table[:count] for table in",
+        "[batch.own(table)[:count] for table in",
+        "[table[:count] for table in",
         RANKS,
     ),
     Mutation(
@@ -58,8 +58,8 @@ MUTATIONS = [
     Mutation(
         "forks: several calls of a turn are counted as one",
         "mt_grpo/reports/metrics.py",
-        "sum(len(t.calls) for t in r.turns), *num_errors(r),",
-        "sum(bool(t.calls) for t in r.turns), *num_errors(r),",
+        "sum(len(t.calls) for t in r.own_turns), *num_errors(r),",
+        "sum(bool(t.calls) for t in r.own_turns), *num_errors(r),",
         "tests/method/test_forks.py::test_hermes_and_parallel_calls",
     ),
     Mutation(

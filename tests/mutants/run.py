@@ -54,8 +54,8 @@ MUTATIONS = [
     Mutation(
         "admission: a second training begins with the prompts of the first",
         "mt_grpo/run/in_flight.py",
-        "        self._prompts = None\n\n    def cancel",
-        "\n    def cancel",
+        "        self._prompts = None\n        self.branch_points = BranchPoints.saved_in",
+        "        self.branch_points = BranchPoints.saved_in",
         "tests/run/test_in_flight.py::test_an_epoch_that_is_given_up_leaves_nothing",
     ),
     Mutation(

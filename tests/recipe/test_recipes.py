@@ -651,7 +651,11 @@ def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
 
 
 def test_turn_advantage_coef_where_nothing_reads_it(tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_advantage_coef": 0.5}
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {
+        "scale_rewards": "none",
+        "output_dir": str(tmp_path),
+        "turn_advantage_coef": 0.5,
+    }
     for credit in CREDIT_ASSIGNMENTS:
         path = write(tmp_path, recipe | {"credit_assignment": credit})
         if credit in ("outcome", "merged"):
@@ -662,7 +666,11 @@ def test_turn_advantage_coef_where_nothing_reads_it(tmp_path):
 
 
 def test_turn_discount_where_nothing_reads_it(tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "turn_discount": 0.9}
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {
+        "scale_rewards": "none",
+        "output_dir": str(tmp_path),
+        "turn_discount": 0.9,
+    }
     for credit in CREDIT_ASSIGNMENTS:
         path = write(tmp_path, recipe | {"credit_assignment": credit})
         if credit in ("turn_return", "gigpo", "progress_credit"):
@@ -675,7 +683,7 @@ def test_turn_discount_where_nothing_reads_it(tmp_path):
 
 
 def test_a_return_and_a_baseline_where_nothing_reads_them(tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"scale_rewards": "none", "output_dir": str(tmp_path)}
     for key, value, readers in (
         ("outcome_in_return", True, ["turn_return", "gigpo"]), ("state_baseline", "leave_one_out", ["gigpo"]),
     ):  # fmt: skip
@@ -847,7 +855,7 @@ NUMBERS_OUT_OF_RANGE = {
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
          "max_tokens_per_pass",
          "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
-         "max_tool_response_length", "mcp_max_concurrent_calls"),
+         "max_tool_response_length", "mcp_max_concurrent_calls", "num_branches", "branch_states"),
         (0, -5),
     ),
     **dict.fromkeys(
