@@ -166,7 +166,7 @@ def section(results: dict[str, Any]) -> str:
         "",
         "The least cosine to the exact gradient: " + ", ".join(f"`{k}` {v:.3f}" for k, v in least.items()) + ".",
     ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> None:

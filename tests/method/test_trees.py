@@ -387,6 +387,23 @@ def test_an_evaluation_has_no_trees(whole, tmp_path):
     assert [rollout.num_copied for rollout in trainer.batch.rollouts] == [0] * len(trainer.batch.rollouts)
 
 
+def test_states_differ_from_step_to_step(whole):
+    """And from tree to tree; a step's are the same however often they are asked for."""
+
+    def drawn(step):
+        whole.state.global_step = step
+        rollouts = whole.env.start(["What?"] * 12)
+        for index, rollout in enumerate(rollouts):
+            rollout.place(index)
+        whole.in_flight.plant(rollouts)
+        return [rollout.forks[0].at for rollout in rollouts[::3]]
+
+    whole.model.train()
+    steps = [drawn(step) for step in range(12)]
+    assert steps == [drawn(step) for step in range(12)] and len(set(map(tuple, steps))) > 3
+    assert any(len(set(step)) > 1 for step in steps)
+
+
 def test_a_lost_rollout_takes_its_tree_with_it():
     """Of the first tree the trunk is lost, of the second nothing: the first is rolled out again as a whole."""
     started, closed = [], []

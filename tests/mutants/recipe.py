@@ -293,4 +293,25 @@ MUTATIONS = [
         "if untested := outside({}):",
         "tests/run/test_faults.py::test_versions_that_were_not_tested_are_told_before_weights_are_loaded",
     ),
+    Mutation(
+        "trees: one tree of a prompt is enough",
+        "mt_grpo/recipe/refusals.py",
+        "args.num_generations % size or args.num_generations < 2 * size",
+        "args.num_generations % size",
+        "tests/method/test_trees.py::test_settings_that_make_no_trees",
+    ),
+    Mutation(
+        "trees: a tree may be on two ranks",
+        "mt_grpo/recipe/refusals.py",
+        "    if of_rank % size:",
+        "    if False:",
+        "tests/method/test_trees.py::test_a_tree_is_of_one_process",
+    ),
+    Mutation(
+        "trees: an environment without fork is taken",
+        "mt_grpo/recipe/checks.py",
+        'if not hasattr(cls, "fork"):',
+        "if False:",
+        "tests/method/test_trees.py::test_conversations_that_cannot_be_copied",
+    ),
 ]

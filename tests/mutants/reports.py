@@ -384,4 +384,11 @@ MUTATIONS = [
         "untested = outside(versions)",
         "tests/run/test_faults.py::test_versions_that_were_not_tested_are_told_before_weights_are_loaded",
     ),
+    Mutation(
+        "trees: copies are counted as sampled",
+        "mt_grpo/reports/metrics.py",
+        "len(r.prompt_ids), sum(len(t.token_ids) for t in r.own_turns),",
+        "len(r.prompt_ids), sum(len(t.token_ids) for t in r.turns),",
+        "tests/method/test_trees.py::test_a_run_logs_its_trees",
+    ),
 ]
