@@ -134,6 +134,7 @@ from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.further_credit import FURTHER_ESTIMATORS, estimators_of
 from mt_grpo.training.layouts import Layout, memory_errors
+from mt_grpo.training.observation_loss import observation_loss, observed_tokens, only_sampled
 from mt_grpo.training.passes import (
     PASSES,
     Pass,
@@ -144,7 +145,7 @@ from mt_grpo.training.passes import (
     skips_first_pass,
 )
 from mt_grpo.training.policy_scores import scores_of_trainer
-from mt_grpo.training.records import FURTHER_RECORDS
+from mt_grpo.training.records import FURTHER_RECORDS, OBSERVED
 from mt_grpo.training.refill import refill
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, merge_scores, weighted_rewards
@@ -766,6 +767,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
+        if self.args.observation_loss_coef:
+            output |= observed_tokens(batch, turn_ids.shape[1], self.args, self.accelerator)
         self._log_step(output, advantages)
         if self.args.old_logps == "sampled" and not skips:
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
@@ -836,14 +839,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None):
-        """TRL's loss, of a pass; of a micro-batch the sum over its passes."""
+        """TRL's loss of a pass, and `observation_loss` if it is asked for; of a micro-batch the sum over passes."""
         if FURTHER_RECORDS in inputs:  # in TRL's layout
             inputs = into_passes(self, [inputs])[0]
         if PASSES in inputs:
             return loss_in_passes(self, model, inputs, num_items_in_batch)
         with self.layout.of(inputs):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return loss * inputs.scale if isinstance(inputs, Pass) else loss
+        loss = loss * inputs.scale if isinstance(inputs, Pass) else loss
+        return loss + observation_loss(self, inputs, self.layout.logps) if OBSERVED in inputs else loss
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
@@ -872,6 +876,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             device = input_ids.device
             shared = [current.shared] if rows == [] else shared_rows(self, rows, logits_to_keep, device, batch_size)
             found = logps_of_rows(model, shared, compute_entropy, self.accelerator)
+        self.layout.logps = found[0]
+        if current is not None and OBSERVED in current:
+            found = only_sampled(current, found[0]), *found[1:]
         if current is not None and current.is_first:
             self.layout.metrics.compare(current, found[0].detach(), self)
         return found
@@ -1215,6 +1222,9 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         one_of=("wait", "admit"), backend="server",
     )  # fmt: skip
     refill_groups: int = key(0, "Batches' worth of further groups for those without signal", within="[0, inf)")
+    observation_loss_coef: float = key(
+        0.0, "Weight of the cross-entropy on what tools and environments answered", within="[0, inf)"
+    )
     share_prompts: bool = key(
         True, "Compute each prompt once, in passes by tokens; false: TRL's rows and passes", trained=False
     )

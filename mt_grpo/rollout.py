@@ -205,6 +205,13 @@ class TurnTokens:
         )
 
     @property
+    def observation_mask(self) -> list[int]:
+        """1 for ids that were read behind a turn that is trained, 0 for sampled ones, (C,)."""
+        return join(
+            part for t in self.turns for part in ([0] * len(t.token_ids), [int(t.trained)] * len(t.observation_ids))
+        )
+
+    @property
     def turn_ids(self) -> list[int]:
         """The index of the rollout's turn that sampled an id, -1 for observations, (C,)."""
         turns = zip(self.owners, self.turns)

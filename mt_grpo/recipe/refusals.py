@@ -264,6 +264,11 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
         raise ValueError(
             "use_liger_kernel needs a package that is not installed. Run `pip install 'liger-kernel'`, or remove it."
         )
+    if args.use_liger_kernel and args.observation_loss_coef:
+        raise ValueError(
+            "observation_loss_coef with use_liger_kernel: its loss gives no logprobs, which this term is made of. "
+            "Remove one of them."
+        )
     check_generation_kwargs(args, backend)
     check_report_to(args.report_to)
     check_save_points(args)

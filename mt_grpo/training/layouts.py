@@ -131,6 +131,7 @@ class Layout:
         current: The pass whose loss is computed.
         begun: The last one, until the next training step.
         metrics: Of the passes of a step.
+        logps: (M, C), of the loss that is computed, where `observation_loss` reads them.
     """
 
     def __init__(self, trainer: Any, own_methods: type):
@@ -151,6 +152,7 @@ class Layout:
         self.current: Pass | None = None
         self.begun: Pass | None = None
         self.metrics = PassMetrics()
+        self.logps: torch.Tensor | None = None
 
     def in_passes(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """TRL's micro-batches of one batch of rollouts, as many of ours. Collective."""

@@ -40,6 +40,10 @@ class PassMetrics:
         """A value of one pass, the same on all ranks."""
         self._values[name].append((value, each.weight))
 
+    def count(self, name: str, total: float, number: float) -> None:
+        """A sum of one pass over all ranks, and how many it is of. What is logged is the mean over all passes."""
+        self._values[name].append((total / number if number else 0.0, number))
+
     def compare(self, each: Pass, logps: torch.Tensor, trainer: Any) -> None:
         """Do with the loss's own logprobs what TRL does with those of a pass before the step. Collective.
 

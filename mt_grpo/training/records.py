@@ -13,6 +13,8 @@ from mt_grpo.rollout import Record, Rollout, StopReason
 
 # The key of TRL's batch under which each rollout has a list of rows. TRL's shuffle and split keep it with the rollout.
 FURTHER_RECORDS = "further_records"
+OBSERVED = "observation_mask"  # (M, C): 1 for a token of which `observation_loss` reads the logprob
+NUM_OBSERVED = "num_observed_in_batch"  # (): their number on all ranks, in the batch of rollouts
 Row = dict[str, torch.Tensor]  # of TRL's batch, without the batch's dimension
 
 

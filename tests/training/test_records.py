@@ -118,6 +118,11 @@ def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
     taken = batch.per_rollout({"ids": torch.tensor([[5], [7], [6], [9], [9]]), "num_items": torch.tensor(3)})
     assert taken["ids"].tolist() == [[5], [7]] and taken["num_items"] == 3
     assert [[row["ids"].tolist() for row in rows] for rows in taken[FURTHER_RECORDS]] == [[[6]], []]
+    other = (3, [False] * 2, "", [], [False] * 2, [1, 1], [0, 0])
+    monkeypatch.setattr("mt_grpo.training.records.gather_object", lambda own: [*own, other])
+    batch = Batch([{}, {}], 2, rollouts=rollouts)
+    batch.choose_records(args, 0)
+    assert len(batch.records) == 2 + 3  # as many as on the other rank
 
 
 # -- histories that were edited: values written by hand --
