@@ -182,7 +182,7 @@ MUTATIONS = [
         "mt_grpo/training/passes.py",
         "torch.full_like(value[:1] if value.ndim else value, FILLERS.get(key, 0))",
         "value[:1]",
-        "tests/training/test_passes.py::test_two_ranks_have_trls_gradient",
+        "tests/training/test_passes.py::test_two_ranks_have_the_gradient_of_one",
     ),
     Mutation(
         "records: ranks exchange gradients after each pass",
@@ -861,14 +861,14 @@ MUTATIONS = [
         "mt_grpo/training/passes.py",
         "return [row.to(accelerator.device) for row in ranks[accelerator.process_index]]",
         "return [row.to(accelerator.device) for row in ranks[0]]",
-        "tests/training/test_passes.py::test_two_ranks_have_trls_gradient",
+        "tests/training/test_passes.py::test_two_ranks_have_the_gradient_of_one",
     ),
     Mutation(
         "passes: ranks have passes of different numbers of rows",
         "mt_grpo/training/passes.py",
         "[dummy] * (num_rows - len(rows))",
         "[dummy] * (not rows)",
-        "tests/training/test_passes.py::test_two_ranks_have_trls_gradient",
+        "tests/training/test_passes.py::test_two_ranks_have_the_gradient_of_one",
     ),
     Mutation(
         "passes: an old logprob is the loss's own where one was made before",
@@ -1204,7 +1204,7 @@ MUTATIONS = [
         "mt_grpo/training/observation_loss.py",
         "share = accelerator.num_processes / ",
         "share = 1 / ",
-        "tests/training/test_passes.py::test_two_ranks_have_trls_gradient",
+        "tests/training/test_passes.py::test_two_ranks_have_the_gradient_of_one",
     ),
     Mutation(
         "observations: a pass computes none behind the last trained token",

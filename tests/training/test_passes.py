@@ -292,3 +292,11 @@ def test_two_ranks_have_trls_gradient(by_rank, name, layout):
     sums = [sum(each) for each in tokens]
     if batches.ON_RANKS[name].get("uneven") and name != "a group on two ranks":
         assert max(sums) < 1.35 * min(sums)
+
+
+@pytest.mark.parametrize("name", ["dapo", "observations"])
+def test_two_ranks_have_the_gradient_of_one(random_model, tmp_path, by_rank, name):
+    """The same rows in one process."""
+    one = batches.train(random_model, tmp_path, "shared", batches.ON_RANKS[name], per_device_train_batch_size=8)
+    for rank in by_rank:
+        assert distance(one["gradients"], rank[f"{name}-shared-None"][0]) < CLOSE
