@@ -2,7 +2,8 @@
 
 Recipe: `reward_fn: rewards/information_gain.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`,
 a list of accepted answers, or one. The turn reward asks the policy itself (its parameter `policy`), so nobody has to
-pay turns (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). A copy is edited at the three names below.
+pay turns (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). A copy is edited at the four names below, and at the last
+lines: `reference_gain_reward_func` asks the reference model, whose measure stays the same while the policy learns.
 
 The results of a turn are compared with empty results, in the same context. Compared with the context before the turn,
 most searches of a weak policy would get a negative reward, since a useless passage is in the way: that pays for not
@@ -21,6 +22,8 @@ from typing import Any
 OPENING = "<answer>"
 # `logprob`: the difference of mean logprobs per token. `probability`: of geometric mean probabilities, as in IGPO.
 MEASURE = "logprob"
+# False: the turn's own text is left out of both contexts, so that only the result counts, whatever was said before it.
+OWN_TEXT = True
 SCALE = 0.1  # of the reward: good searches gain some nats per token
 
 
@@ -58,7 +61,10 @@ def information_gain_reward_func(
     None for a turn without results, for one whose call names the answer itself, where the row has no answer, where no
     answer fits into the context, and for a turn behind which the environment wrote another history or went on in the
     turn's own words. Results that the rollout had before cannot gain again: 0.0, or what they cost the first time.
+
+    What it costs is logged as `information_gain/tokens`: the ids that the policy was asked to read.
     """
+    log_metric = kwargs.get("log_metric") or (lambda name, value: None)
     opening = policy.encode(OPENING)
     rewards = [[None] * len(turns) for turns in rollout_turns]
     contexts, continuations, asked = [], [], []  # asked: (rollout, turn, number of golds), two contexts of each gold
@@ -68,6 +74,7 @@ def information_gain_reward_func(
         for k, (turn, context) in enumerate(zip(turns, read, strict=True)):
             if not turn.results or not turn.observation_ids or turn.continuation is not None:
                 continue
+            context = context if OWN_TEXT else context[: len(context) - len(turn.token_ids)]
             texts = " ".join(result.text for result in turn.results)
             if texts in seen:
                 again.append((i, k, seen[texts]))
@@ -82,6 +89,7 @@ def information_gain_reward_func(
             for encoded in ids:
                 contexts += [found, nothing]
                 continuations += [encoded, encoded]
+    log_metric("information_gain/tokens", float(sum(map(len, contexts + continuations))))
     means = [_mean(each) for each in policy.logprobs(contexts, continuations)]
     for i, k, count in asked:
         own, means = means[: 2 * count], means[2 * count :]
@@ -89,6 +97,17 @@ def information_gain_reward_func(
     for i, k, first in again:
         rewards[i][k] = None if rewards[i][first] is None else min(0.0, rewards[i][first])
     return rewards
+
+
+def reference_gain_reward_func(
+    rollout_turns: list[list[Any]],
+    turn_contexts: list[list[list[int]]],
+    reference: Any,
+    answer: list[Any],
+    **kwargs: Any,
+) -> list[list[float | None]]:
+    """The same by the reference model, as in TRACE: `beta` above 0 loads it, or it is the base of a LoRA."""
+    return information_gain_reward_func(rollout_turns, turn_contexts, reference, answer, **kwargs)
 
 
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
@@ -108,5 +127,5 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
     return rewards
 
 
-TURN_REWARD_FUNCS = [information_gain_reward_func]
+TURN_REWARD_FUNCS = [information_gain_reward_func]  # or reference_gain_reward_func
 OUTCOME_REWARD_FUNCS = [exact_match_reward_func]

@@ -36,7 +36,7 @@ from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, 
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.policy_scores import ServerScores, asked_of, scores_of_model
+from mt_grpo.training.policy_scores import ModelScores, ServerScores, asked_of
 from mt_grpo.training.rewards import RewardFunctions
 
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
@@ -271,7 +271,7 @@ def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[s
         return {}
     if isinstance(model, mt.VLLMServerClient):
         return {"policy": ServerScores(model, written)}
-    return {"policy": scores_of_model(model, written, contextlib.nullcontext, lambda: "evaluated")}
+    return {"policy": ModelScores(model, written, contextlib.nullcontext, lambda: "evaluated")}
 
 
 def score(

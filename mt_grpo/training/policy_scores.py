@@ -22,6 +22,7 @@ from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import column_lists
 from mt_grpo.generation.versions import tagged
 from mt_grpo.rollout import Rollout, Turn
+from mt_grpo.training.shared_prompts import Example, SharedRow, common_length, forward_inputs
 
 logger = logging.getLogger(__name__)
 
@@ -223,27 +224,70 @@ class ServerScores(PolicyScores):
 ONE_AT_A_TIME = threading.Lock()
 
 
-def scores_of_model(model: Any, written: Any, autocast: Callable, version: Callable[[], str]) -> PolicyScores:
-    """Asks a model of this process, without gradient."""
+class ModelScores(PolicyScores):
+    """Asks a model of this process, without gradient.
 
-    def score(context: list[int], continuation: list[int]) -> list[float]:
-        with ONE_AT_A_TIME, torch.no_grad():
-            return forward(context, continuation)
+    Args:
+        model: The model.
+        autocast: Makes a context in which it computes.
+        budget: Gives the tokens of a forward pass over many pairs, in which what they begin with is computed once;
+            None where the model takes no such rows (`SharedRow`): then each pair is a forward pass.
+    """
 
-    def forward(context: list[int], continuation: list[int]) -> list[float]:
-        training = model.training
-        model.eval()
-        try:
-            ids = torch.tensor([context + continuation], device=model.device)
-            with autocast():
-                logits = model(input_ids=ids, logits_to_keep=len(continuation) + 1, use_cache=False).logits
-            logps = logits[0, -len(continuation) - 1 : -1].float().log_softmax(-1)
-            return logps.gather(1, ids[0, -len(continuation) :, None])[:, 0].tolist()
-        finally:
-            model.train(training)
+    AT_MOST = 1024  # logprobs of a forward pass: each has a row as wide as the vocabulary
 
-    limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    return PolicyScores(score, written, version, limit and limit + 1)
+    def __init__(
+        self,
+        model: Any,
+        written: Any,
+        autocast: Callable,
+        version: Callable[[], str],
+        budget: Callable[[], int | None] = lambda: None,
+    ):
+        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        super().__init__(None, written, version, limit and limit + 1)
+        self.model, self.autocast, self.budget = model, autocast, budget
+
+    def _all(self, pairs: list[tuple]) -> dict[tuple, list[float]]:
+        with ONE_AT_A_TIME, torch.no_grad(), self.autocast():
+            training, budget = self.model.training, self.budget()
+            self.model.eval()
+            try:
+                if budget is None:
+                    return {pair: self._forward(*map(list, pair)) for pair in pairs}
+                return {pair: logps for part in self._parts(pairs, budget) for pair, logps in self._together(part)}
+            finally:
+                self.model.train(training)
+
+    def _forward(self, context: list[int], continuation: list[int]) -> list[float]:
+        ids = torch.tensor([context + continuation], device=self.model.device)
+        logits = self.model(input_ids=ids, logits_to_keep=len(continuation) + 1, use_cache=False).logits
+        logps = logits[0, -len(continuation) - 1 : -1].float().log_softmax(-1)
+        return logps.gather(1, ids[0, -len(continuation) :, None])[:, 0].tolist()
+
+    def _parts(self, pairs: list[tuple], budget: int) -> Iterator[list[tuple]]:
+        """The pairs of each forward pass. Those that begin alike stand together."""
+        part: list[tuple] = []
+        tokens, wanted, last = 0, 0, ()
+        for pair in sorted(pairs):
+            new = len(pair[0]) + len(pair[1]) - common_length(list(last), list(pair[0]), 0)
+            if part and (tokens + new > budget or wanted + len(pair[1]) > self.AT_MOST):
+                yield part
+                part, tokens, wanted, new = [], 0, 0, len(pair[0]) + len(pair[1])
+            part.append(pair)
+            tokens, wanted, last = tokens + new, wanted + len(pair[1]), pair[0]
+        if part:
+            yield part
+
+    def _together(self, pairs: list[tuple]) -> Iterator[tuple[tuple, list[float]]]:
+        """Each pair with its logprobs, of one forward pass."""
+        examples = {i: Example(*map(list, pair), [1] * len(pair[1])) for i, pair in enumerate(pairs)}
+        row = SharedRow(examples, (len(pairs), max(len(pair[1]) for pair in pairs)), self.model.device)
+        inputs = forward_inputs(row)
+        del inputs["fused_lm_head"], inputs["shift_labels"]  # TRL's head has the run's temperature
+        logits = self.model(**inputs, use_cache=False).logits  # (1, S, V)
+        logps = row.spread(logits.float().log_softmax(-1).gather(2, row.labels[:, :, None])[:, :, 0]).tolist()
+        yield from ((pair, own[: len(pair[1])]) for pair, own in zip(pairs, logps, strict=True))
 
 
 def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
@@ -270,7 +314,19 @@ def policy_of(trainer: Any) -> PolicyScores:
             "ranks together there. Expected a vLLM server that answers (vllm_mode: server)."
         )
     autocast, counter = trainer.accelerator.autocast, trainer._weight_counter
-    return scores_of_model(trainer.model, written, autocast, lambda: str(counter.version))
+    return ModelScores(trainer.model, written, autocast, lambda: str(counter.version), lambda: budget_of(trainer))
+
+
+def budget_of(trainer: Any) -> int | None:
+    """The tokens of a forward pass that scores, in whose rows prompts are shared; None where they are not.
+
+    Before the first step it is not proven that the model takes such rows (`prove_layout`): each pair is alone then.
+    """
+    layout, args = trainer.layout, trainer.args
+    if layout.kind != "shared" or layout.proof is None:
+        return None
+    longest = trainer.max_completion_length + max(len(each.prompt_ids) for each in trainer.batch.rollouts)
+    return args.max_tokens_per_pass or args.per_device_train_batch_size * longest
 
 
 NO_REFERENCE = (
@@ -291,7 +347,7 @@ def reference_of(trainer: Any) -> PolicyScores:
         )
     written, autocast = trainer.env.format_of(trainer.env.tokenizer), trainer.accelerator.autocast
     if trainer.ref_model is not None:
-        return scores_of_model(trainer.ref_model, written, autocast, lambda: "reference")
+        return ModelScores(trainer.ref_model, written, autocast, lambda: "reference", lambda: budget_of(trainer))
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not is_peft_model(model):
         raise RunError(f"{NO_REFERENCE[0].upper()}{NO_REFERENCE[1:]}")
@@ -301,4 +357,4 @@ def reference_of(trainer: Any) -> PolicyScores:
         with autocast(), use_adapter(model, "ref" if "ref" in model.peft_config else None):
             yield
 
-    return scores_of_model(model, written, without_adapter, lambda: "reference")
+    return ModelScores(model, written, without_adapter, lambda: "reference", lambda: budget_of(trainer))

@@ -28,7 +28,7 @@ from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason
-from mt_grpo.training.policy_scores import ServerScores, scores_of_model
+from mt_grpo.training.policy_scores import ModelScores, ServerScores
 from mt_grpo_trainer import (
     MTGRPOConfig,
     MTGRPOEnvTrainer,
@@ -89,7 +89,7 @@ def test_a_reward_asks_the_server_for_logprobs(client, served_model):
     def check():
         found = policy.logprobs(contexts, continuations)
         assert [len(row) for row in found] == [3, 1, 12, 5]
-        expected = scores_of_model(model, None, torch.no_grad, str).logprobs(contexts, continuations)
+        expected = ModelScores(model, None, torch.no_grad, str).logprobs(contexts, continuations)
         for row, known in zip(found, expected, strict=True):
             assert row == pytest.approx(known, abs=2e-5)
         return found

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
-from mt_grpo.training.policy_scores import PolicyScores, policy_of, reference_of
+from mt_grpo.training.policy_scores import ModelScores, PolicyScores, policy_of, reference_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -312,3 +312,48 @@ def test_a_reward_may_ask_the_reference(random_model, tmp_path):
         trainer()
     trainer(beta=0.01).train()
     assert found == ["reference"]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_begins_alike_is_computed_once(random_model, tmp_path, lora):
+    """Behind the first step, which proves that the model takes such rows: the logprobs of each pair by itself."""
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0) if lora else None
+    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.")
+    args = MTGRPOConfig(**settings(tmp_path, beta=0.0 if lora else 0.1, temperature=0.7, learning_rate=0.01))
+    trainer = MTGRPOEnvTrainer(random_model, env, [], [by_place], args=args, train_dataset=ROWS, peft_config=config)
+    passes = []
+    model = trainer.accelerator.unwrap_model(trainer.model)
+
+    def count(module, inputs, kwargs):
+        passes.append(kwargs["input_ids"].shape[1])
+
+    policy, reference = policy_of(trainer), reference_of(trainer)
+    assert policy.budget is not None and trainer.layout.proof is None
+    trainer.train()
+    for each in {id(m): m for m in (model, trainer.ref_model) if m is not None}.values():
+        each.register_forward_pre_hook(count, with_kwargs=True)
+    draw = torch.Generator().manual_seed(1)
+    begin = torch.randint(3, 60, (40,), generator=draw).tolist()
+    contexts = [begin[:n] + torch.randint(3, 60, (k,), generator=draw).tolist()
+                for n, k in ((40, 3), (40, 3), (40, 0), (20, 9), (20, 5), (0, 7), (40, 1))]  # fmt: skip
+    answers = [torch.randint(3, 60, (k,), generator=draw).tolist() for k in (1, 5, 2, 9, 1, 3, 4)]
+    for scores in (policy, reference):
+        passes.clear()
+        together, num_passes, computed = scores.logprobs(contexts, answers), len(passes), sum(passes)
+        alone = ModelScores(scores.model, None, scores.autocast, str).logprobs(contexts, answers)
+        assert num_passes == 1 and computed < 0.6 * sum(map(len, contexts + answers))
+        for one, other in zip(together, alone, strict=True):
+            assert one == pytest.approx(other, abs=1e-5)
+        scores.AT_MOST = 6
+        passes.clear()
+        parts = scores.logprobs(contexts, answers)
+        assert len(passes) > 3
+        assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(parts, alone, strict=True))
+        scores.budget = lambda: 12
+        passes.clear()
+        parts = scores.logprobs(contexts, answers)
+        assert len(passes) > 4
+        assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(parts, alone, strict=True))
+    assert policy.logprobs(contexts[:1], answers[:1])[0] != pytest.approx(
+        reference.logprobs(contexts[:1], answers[:1])[0]
+    )

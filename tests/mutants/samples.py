@@ -468,4 +468,11 @@ MUTATIONS = [
         "{word: 1 for word in words if word in gold}.values()",
         "tests/samples/test_squad.py::test_words_that_stand_twice_count_twice",
     ),
+    Mutation(
+        "information gain: the turn's own text counts all the same",
+        "rewards/information_gain.py",
+        "context = context if OWN_TEXT else context[",
+        "context = context if True else context[",
+        "tests/training/test_policy_scores.py::test_the_result_alone_and_the_tokens_that_were_read",
+    ),
 ]

@@ -1069,8 +1069,8 @@ MUTATIONS = [
     Mutation(
         "reference: it is the policy",
         "mt_grpo/training/policy_scores.py",
-        "scores_of_model(trainer.ref_model, written",
-        "scores_of_model(trainer.model, written",
+        "ModelScores(trainer.ref_model, written",
+        "ModelScores(trainer.model, written",
         "tests/method/test_before_credit.py::test_a_penalty_per_turn",
     ),
     Mutation(
@@ -1104,8 +1104,8 @@ MUTATIONS = [
     Mutation(
         "reference: it is asked while the policy is",
         "mt_grpo/training/policy_scores.py",
-        "with ONE_AT_A_TIME, torch.no_grad():",
-        "with torch.no_grad():",
+        "with ONE_AT_A_TIME, torch.no_grad(), self.autocast():",
+        "with torch.no_grad(), self.autocast():",
         "tests/method/test_before_credit.py::test_policy_and_reference_of_a_lora_may_be_asked_at_once",
     ),
     Mutation(
@@ -1219,5 +1219,26 @@ MUTATIONS = [
         "return loss + observation_loss(self, inputs, self.layout.logps) if OBSERVED in inputs else loss",
         "return loss + observation_loss(self, inputs, self.layout.logps) * getattr(inputs, 'scale', 1.0) if OBSERVED in inputs else loss",
         "tests/training/test_passes.py::test_a_step_has_trls_gradient",
+    ),
+    Mutation(
+        "policy: a pass has the run's temperature",
+        "mt_grpo/training/policy_scores.py",
+        '        del inputs["fused_lm_head"], inputs["shift_labels"]  # TRL\'s head has the run\'s temperature\n        logits = self.model(**inputs, use_cache=False).logits  # (1, S, V)\n        logps = row.spread(logits.float().log_softmax(-1).gather(2, row.labels[:, :, None])[:, :, 0]).tolist()\n',
+        "        logps = row.spread(self.model(**inputs).log_probs).tolist()\n",
+        "tests/method/test_before_credit.py::test_what_begins_alike_is_computed_once",
+    ),
+    Mutation(
+        "policy: a pass has no bound",
+        "mt_grpo/training/policy_scores.py",
+        "if part and (tokens + new > budget or wanted + len(pair[1]) > self.AT_MOST):",
+        "if False:",
+        "tests/method/test_before_credit.py::test_what_begins_alike_is_computed_once",
+    ),
+    Mutation(
+        "policy: each pair is a pass",
+        "mt_grpo/training/policy_scores.py",
+        '    if layout.kind != "shared" or layout.proof is None:',
+        "    if True:",
+        "tests/method/test_before_credit.py::test_what_begins_alike_is_computed_once",
     ),
 ]

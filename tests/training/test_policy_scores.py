@@ -18,10 +18,10 @@ from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import (
+    ModelScores,
     PolicyScores,
     ServerScores,
     asked_of,
-    scores_of_model,
     scores_of_trainer,
     turn_contexts,
 )
@@ -43,7 +43,7 @@ class TwoWords(torch.nn.Module):
 
 
 def of_model(model, written=None):
-    return scores_of_model(model, written, torch.no_grad, lambda: "7")
+    return ModelScores(model, written, torch.no_grad, lambda: "7")
 
 
 @pytest.fixture(scope="module")
@@ -345,6 +345,30 @@ def test_a_useless_result_costs_what_it_hides(monkeypatch):
     given["turn_contexts"] = [[[8]]]
     [[value]] = gain.information_gain_reward_func([[searched("x", "It is Paris.", 100)]], **given)
     assert value == pytest.approx(0.1 * (0.9 - 0.1))
+
+
+def test_the_result_alone_and_the_tokens_that_were_read(monkeypatch):
+    """Without the turn's own text, here the id 100 of who knows the answer before it searches."""
+    turn = Turn([100, 9], None, "", "stop", [ToolCall("search", {"query": "x"})], [ToolResult("Nothing.")],
+                observation_ids=[101])  # fmt: skip
+    logged = []
+    given = {"turn_contexts": [[[8, 100, 9]]], "policy": Told(), "answer": ["Paris"],
+             "log_metric": lambda name, value: logged.append((name, value))}  # fmt: skip
+    [[value]] = gain.information_gain_reward_func([[turn]], **given)
+    assert value == pytest.approx(0.0)  # 0.9 with the result, and 0.9 without it
+    assert logged == [("information_gain/tokens", 2 * (3 + 1 + 1) + 4)]
+    monkeypatch.setattr(gain, "OWN_TEXT", False)
+    [[value]] = gain.information_gain_reward_func([[turn]], **given)
+    assert value == pytest.approx(0.1 * math.log(0.5 / 0.1))
+    assert logged[1] == ("information_gain/tokens", 2 * (1 + 1 + 1) + 4)
+
+
+def test_a_frozen_model_may_be_asked_in_its_place():
+    given = {"turn_contexts": [[[8]]], "answer": ["Paris"]}
+    turns = [[searched("x", "It is Paris.", 100)]]
+    [[value]] = gain.reference_gain_reward_func(turns, reference=Told(), **given)
+    assert [[value]] == gain.information_gain_reward_func(turns, policy=Told(), **given) and value > 0.2
+    assert asked_of([gain.reference_gain_reward_func]) == {"reference", "turn_contexts"}
 
 
 def test_what_stands_behind_a_turn_is_written_as_the_conversation_writes_it(tiny):
