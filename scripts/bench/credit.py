@@ -478,8 +478,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         "#882255",
         "#44AA99",
         "#999933",
+        "#117733",
+        "#88CCEE",
     )
-    colours = dict(zip(NAMES, okabe_and_ito))
+    colours = dict(zip(NAMES, okabe_and_ito, strict=True))
     columns = min(2, len(tasks))
     height = math.ceil(len(tasks) / columns)
     figure, axes = pyplot.subplots(height, columns, figsize=(5.2 * columns, 3.7 * height), squeeze=False, sharey=True)
