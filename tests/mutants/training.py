@@ -336,7 +336,7 @@ MUTATIONS = [
         "mt_grpo/training/reward_calls.py",
         "return func(**own_copy(kwargs))",
         "return func(**kwargs)",
-        f"{COPIES}[mt_grpo]",
+        "tests/training/test_reward_calls.py::test_a_reward_in_a_thread_has_a_copy_of_its_own",
     ),
     Mutation(
         "async rewards get what is trained",

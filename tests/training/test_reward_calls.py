@@ -393,21 +393,35 @@ def test_the_first_error_is_raised_also_of_async_ones_and_system_exit_ends_no_ru
 
 
 def test_async_ones_wait_beside_the_others_and_values_keep_their_places():
-    begun = threading.Event()
+    begun, local_begun = threading.Event(), threading.Event()
 
     async def asks(prompts, **kwargs):
         begun.set()
-        await asyncio.sleep(0)
+        assert await asyncio.to_thread(local_begun.wait, 60)  # one after another, the other would not have begun
         return [3.0, 3.0]
 
     def local(**kwargs):
-        assert begun.wait(60)  # one after another, it would not have begun
+        local_begun.set()
+        assert begun.wait(60)
         return [1.0, 2.0]
 
     def hidden(**kwargs):  # a decorator hides that it is async
         return asks(**kwargs)
 
     assert scored(local, asks, hidden) == [[1.0, 2.0], [3.0, 3.0], [3.0, 3.0]]
+
+
+def test_a_reward_in_a_thread_has_a_copy_of_its_own():
+    """Where training does not run in the main thread."""
+    told = {"prompts": [["a"]], "seen": [{"by": []}]}
+
+    def changes(prompts, seen, **kwargs):
+        prompts[0][0], seen[0]["by"] = "changed", [threading.current_thread()]
+        return [1.0]
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        found = pool.submit(run_rewards, [changes], told, 60.0, torch.device("cpu")).result()
+    assert found == [[1.0]] and told == {"prompts": [["a"]], "seen": [{"by": []}]}
 
 
 def test_a_hidden_async_reward_has_the_same_limit():
