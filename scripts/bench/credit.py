@@ -12,6 +12,8 @@ without dividing rewards by their spread. `turn_return` has `scale_rewards: none
 of (c) where nobody pays turns, by ways to make more of the outcome (WAYS), all of them whatever --methods says, at
 the recipe's learning rate. Three of them replace groups without signal, and `outcome_thrice` trains on three times as
 many groups: compare these by their tokens. `tree` samples fewer tokens, since a branch has its trunk's first turns.
+(g) `hops`: the task of (d) where nobody pays turns, by some of these ways, and by `gain`, which is `mt_grpo` with the
+information gain of each search as the turn's reward (rewards/information_gain.py).
 
 Fair: all methods of a task have the same model, rewards, seeds, optimizer steps and, but for those four ways, number
 of rollouts, and c = 1 (the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate
@@ -60,7 +62,12 @@ WAYS = {  # of task (f): what each sets
     "tree": ["--credit_assignment", "tree", "--scale_rewards", "none"],
     "tree_refill": ["--credit_assignment", "tree", "--scale_rewards", "none", "--refill_groups", "2"],
 }  # fmt: skip
-NAMES = list(dict.fromkeys((*METHODS, *WAYS)))
+UNPAID = ["--turn_reward_weights", "0", "0"]
+HOPS = {  # of task (g)
+    **{name: [*WAYS[name], *UNPAID] for name in ("outcome", "outcome_refill", "tree")},
+    "gain": ["--credit_assignment", "mt_grpo", "--reward_fn", "rewards/information_gain.py"],
+}
+NAMES = list(dict.fromkeys((*METHODS, *WAYS, *HOPS)))
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 SEARCH_SEED = 100
 NUM_SEEDS = 5  # fewer are not quoted
@@ -98,7 +105,11 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "alone": {
         "steps": 40, "title": "(f) the chain of (c), nobody pays turns", "learning_rate": 6e-4, "ways": WAYS,
-        "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml", "--turn_reward_weights", "0", "0"],
+        "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml", *UNPAID],
+    },
+    "hops": {
+        "steps": 40, "title": "(g) the searches of (d), nobody pays turns", "learning_rate": 6e-4, "ways": HOPS,
+        "arguments": ["--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant"],
     },
 }  # fmt: skip
 RESULTS, PICTURE, PAGE = Path("docs/results/credit.json"), Path("docs/credit.png"), Path("docs/credit.md")
@@ -480,6 +491,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         "#999933",
         "#117733",
         "#88CCEE",
+        "#DDCC77",
     )
     colours = dict(zip(NAMES, okabe_and_ito, strict=True))
     columns = min(2, len(tasks))

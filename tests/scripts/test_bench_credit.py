@@ -156,8 +156,8 @@ def test_the_ways_of_a_task_are_its_methods_and_set_what_the_script_reads():
         _, args, _ = mt.parse_arguments(recipe)
         settings = args.credit_assignment, args.scale_rewards, args.outcome_in_return, args.state_baseline
         sampled = args.refill_groups, args.per_device_train_batch_size
-        others = {"outcome_refill": (2, 64), "gigpo_refill": (2, 64), "outcome_thrice": (0, 192)}
-        assert sampled == others.get(way, (0, 64))
+        rollouts = 192 if way == "outcome_thrice" else 64
+        assert sampled == (2 * way.endswith("_refill"), rollouts)
         assert (
             args.turn_reward_weights == [0, 0]
             and settings
@@ -169,7 +169,14 @@ def test_the_ways_of_a_task_are_its_methods_and_set_what_the_script_reads():
                 "outcome_refill": ("outcome", "group", False, "mean"),
                 "gigpo_refill": ("gigpo", "group", True, "mean"),
                 "outcome_thrice": ("outcome", "group", False, "mean"),
+                "tree": ("tree", "none", False, "mean"),
+                "tree_refill": ("tree", "none", False, "mean"),
             }[way]
         )
+    for way, arguments in bench.HOPS.items():
+        recipe = [*bench.TASKS["hops"]["arguments"], *arguments, "--output_dir", "runs/unused"]
+        script_args, args, _ = mt.parse_arguments(recipe)
+        by_gain = script_args.reward_fn.endswith("information_gain.py")
+        assert (way == "gain") == by_gain and args.turn_reward_weights == (None if by_gain else [0, 0])
     assert bench.rate_of("alone", "mt_grpo", {"mt_grpo": 3e-4}) is None
     assert bench.rate_of("chain", "gigpo_return", {}) is None
