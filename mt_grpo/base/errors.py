@@ -39,6 +39,21 @@ def sentence(error: BaseException | str) -> str:
     return text if text.endswith((".", "?", "!")) else f"{text}."
 
 
+def root_cause(error: BaseException) -> BaseException | None:
+    """The error that an error was raised from, and that one, to the first; None where it was raised from none.
+
+    Its traceback is what is worth reading: where a reward function raised, and not how the run then ended.
+
+    >>> root_cause(ValueError("a")) is None
+    True
+    """
+    if error.__cause__ is None:
+        return None
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
+
+
 class ServerError(RuntimeError):
     """The generation server failed. The message holds the URL, the status and what to do."""
 

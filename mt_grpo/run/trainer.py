@@ -23,7 +23,7 @@ from torch.utils.data import Sampler
 from transformers.trainer_callback import TrainerState
 from trl import GRPOTrainer
 
-from mt_grpo.base.errors import ServerError, error_line
+from mt_grpo.base.errors import ServerError, error_line, root_cause
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.generation.rollout_batch import RolloutBatch
@@ -577,13 +577,13 @@ def train_or_save(trainer: ResumableTrainer) -> None:
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
         except CheckpointError as error:  # nothing was trained, and what is there is no state to save
-            logger.error("the run cannot be resumed", exc_info=error if error.__cause__ else None)
+            logger.error("the run cannot be resumed", exc_info=root_cause(error))
             sys.exit(f"error: {error}")
         except RunStopped as stopped:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
-            logger.error("training stopped", exc_info=error if error.__cause__ else None)
+            logger.error("training stopped", exc_info=root_cause(error))
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
         except RuntimeError as error:
             if not is_lost_peer(error):

@@ -290,7 +290,7 @@ class RewardFunctions:
         except RewardError as error:
             number = None if error.place is None else number_of(rows[error.place], batch.data)
             split = "training" if batch.mode == "train" else "test"
-            named = "" if number is None else f" (row {number} of the {split} data)"
+            named = "" if number is None else f" (row {number} of the {split} data, counted from 0)"
             raise RuntimeError(f"{error}{named}") from error.__cause__
         own = range(batch.first, batch.first + len(batch.rollouts))
         for name, logged in extra.items():

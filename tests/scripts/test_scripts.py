@@ -307,7 +307,7 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
     assert result["stop_reasons"] == {"answered": 1.0} and "conversations" not in result
     (tmp_path / "raises.py").write_text("def no(**kwargs):\n    return 1 / 0\n\n\nOUTCOME_REWARD_FUNCS = [no]\n")
     parsed[0].reward_fn = str(tmp_path / "raises.py")
-    with pytest.raises(RuntimeError, match=r"\(row 0 of the training data\)"):
+    with pytest.raises(RuntimeError, match=r"\(row 0 of the training data, counted from 0\)"):
         ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
 
 
