@@ -204,6 +204,7 @@ class MultiTurnToolEnv(Conversations):
     """
 
     MIN_ANSWER_TOKENS = 16  # a tool result is cut so that at least this much room is left to answer
+    can_fork = True  # rollouts may go on from a state of another one; a subclass says it of itself
 
     def __init__(
         self,
@@ -847,7 +848,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         with self.layout.of(inputs):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         loss = loss * inputs.scale if isinstance(inputs, Pass) else loss
-        return loss + observation_loss(self, inputs, self.layout.logps) if OBSERVED in inputs else loss
+        return loss + observation_loss(self, inputs) if OBSERVED in inputs else loss
 
     def _get_per_token_logps_and_entropies(
         self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
@@ -876,8 +877,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             device = input_ids.device
             shared = [current.shared] if rows == [] else shared_rows(self, rows, logits_to_keep, device, batch_size)
             found = logps_of_rows(model, shared, compute_entropy, self.accelerator)
-        self.layout.logps = found[0]
-        if current is not None and OBSERVED in current:
+        self.layout.logps = found[0] if self.args.observation_loss_coef else None
+        if self.layout.kind == "shared" and current is not None and OBSERVED in current:
             found = only_sampled(current, found[0]), *found[1:]
         if current is not None and current.is_first:
             self.layout.metrics.compare(current, found[0].detach(), self)

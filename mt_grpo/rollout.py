@@ -206,10 +206,17 @@ class TurnTokens:
 
     @property
     def observation_mask(self) -> list[int]:
-        """1 for ids that were read behind a turn that is trained, 0 for sampled ones, (C,)."""
+        """1 for ids that were read behind a turn that is trained, 0 for sampled ones, (C,).
+
+        0 also behind a turn that was cut off, where the end of the turn comes at an odd place, and for a text that the
+        turn goes on with: it stands in the policy's own message.
+        """
+        learned = [t.trained and any(t.per_token(1, 0)) and t.continuation is None and t.finish_reason != "length"
+                   for t in self.turns]  # fmt: skip
         return join(
-            part for t in self.turns for part in ([0] * len(t.token_ids), [int(t.trained)] * len(t.observation_ids))
-        )
+            part for t, one in zip(self.turns, learned)
+            for part in ([0] * len(t.token_ids), [int(one)] * len(t.observation_ids))
+        )  # fmt: skip
 
     @property
     def turn_ids(self) -> list[int]:
@@ -321,6 +328,11 @@ class Rollout(TurnTokens):
     def own_turns(self) -> list[Turn]:
         """Without the copies of another rollout's."""
         return self.turns[self.num_copied :]
+
+    @property
+    def num_copied_tokens(self) -> int:
+        """Of the completion, the first ones that are another rollout's."""
+        return sum(len(turn.token_ids) + len(turn.observation_ids) for turn in self.turns[: self.num_copied])
 
     @property
     def records(self) -> list[Record]:

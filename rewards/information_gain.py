@@ -12,6 +12,7 @@ searching. A gain may be negative, so `scale_rewards: mean` does not go with it.
 Needs: nothing beyond Python's standard library.
 """
 
+import dataclasses
 import math
 import re
 import string
@@ -62,7 +63,8 @@ def information_gain_reward_func(
     answer fits into the context, and for a turn behind which the environment wrote another history or went on in the
     turn's own words. Results that the rollout had before cannot gain again: 0.0, or what they cost the first time.
 
-    What it costs is logged as `information_gain/tokens`: the ids that the policy was asked to read.
+    What it costs is logged as `information_gain/tokens`: the ids that the policy was asked to read, a mean over ranks
+    and calls.
     """
     log_metric = kwargs.get("log_metric") or (lambda name, value: None)
     opening = policy.encode(OPENING)
@@ -74,13 +76,16 @@ def information_gain_reward_func(
         for k, (turn, context) in enumerate(zip(turns, read, strict=True)):
             if not turn.results or not turn.observation_ids or turn.continuation is not None:
                 continue
-            context = context if OWN_TEXT else context[: len(context) - len(turn.token_ids)]
             texts = " ".join(result.text for result in turn.results)
             if texts in seen:
                 again.append((i, k, seen[texts]))
                 continue
             seen[texts] = k
-            found = context + turn.observation_ids + opening
+            read = turn.observation_ids
+            if not OWN_TEXT:
+                context, turn = context[: len(context) - len(turn.token_ids)], dataclasses.replace(turn, token_ids=[])
+                read = policy.observation_ids(turn, [result.text for result in turn.results])  # with the end of a turn
+            found = context + read + opening
             ids = [encoded for gold in golds if policy.fits(found, encoded := policy.encode(gold))]
             if not ids or _begs(turn, golds):
                 continue
@@ -89,7 +94,8 @@ def information_gain_reward_func(
             for encoded in ids:
                 contexts += [found, nothing]
                 continuations += [encoded, encoded]
-    log_metric("information_gain/tokens", float(sum(map(len, contexts + continuations))))
+    read = {(*context, None, *continuation) for context, continuation in zip(contexts, continuations)}  # each once
+    log_metric("information_gain/tokens", float(sum(len(each) - 1 for each in read)))
     means = [_mean(each) for each in policy.logprobs(contexts, continuations)]
     for i, k, count in asked:
         own, means = means[: 2 * count], means[2 * count :]

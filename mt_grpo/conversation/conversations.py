@@ -27,10 +27,11 @@ class Conversations(Limits):
     """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`.
 
     Attributes:
-        can_fork: Whether a conversation can go on from a state of another one (`conversation/trees.py`).
+        can_fork: Whether a conversation can go on from a state of another one (`conversation/trees.py`). Each class
+            says it of itself: what a subclass keeps of a conversation is known to nobody else.
     """
 
-    can_fork = True
+    can_fork = False
 
     def __init__(
         self, max_steps: int, max_completion_length: int, prompt_examples: list[list[Message]] = (), **limits: Any
@@ -57,11 +58,12 @@ class Conversations(Limits):
         """`converse`, whoever wrote it, to a rollout whose lists are as the loss reads them, or which has failed."""
         if rollout.fork is not None:
             await wait_for_trunk(rollout, functools.partial(self.aside, llm))
+        begun = rollout
         try:
             rollout = await self.converse(rollout, llm, sampling_params)
-            await pass_state(rollout, self.environments)
+            await pass_state(begun, self.environments, over=True)
         finally:
-            release(rollout)
+            release(begun)
         keep_whole(rollout, num_ids(self._tokenizer(llm)))
         return rollout
 

@@ -18,11 +18,12 @@ from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.base.errors import NoServerLeft, error_line
 from mt_grpo.base.files import read_json
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.environments import EnvironmentFailure, Environments, failures_end, tools_of
-from mt_grpo.rollout import Rollout
+from mt_grpo.rollout import Rollout, Turn
 
 BRANCH_POINTS = "branch_points.json"
 
@@ -32,21 +33,26 @@ def tree_size(args: Any) -> int:
     return 1 + args.num_branches * args.branch_states if "num_branches" in getattr(args, "read_of_credit", ()) else 1
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Fork:
     """A branch, and what its trunk and it tell each other. Both run in one event loop.
 
     Attributes:
         branch: The rollout that waits.
         at: The trunk's turns before the state.
-        decided: Set once the trunk has passed the state, or has ended before.
+        decided: Set once the trunk has passed the state, or has ended before, or is lost.
         left: Set once the branch waits no longer.
+        lost: Whether the trunk failed or was cancelled: then the branch ends as well.
     """
 
     branch: Rollout
     at: int
     decided: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
     left: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
+    lost: bool = False
+
+    def __deepcopy__(self, memo: dict) -> Fork:
+        return self  # an environment may hold its rollout, and copy itself
 
 
 def plant(rollouts: list[Rollout], size: int, num_branches: int, draw: Callable[[Rollout], Iterable[int]]) -> None:
@@ -68,55 +74,90 @@ def plant(rollouts: list[Rollout], size: int, num_branches: int, draw: Callable[
             fork.branch.fork = fork
 
 
-async def pass_state(trunk: Rollout, environments: Environments | None) -> None:
+async def pass_state(trunk: Rollout, environments: Environments | None, over: bool = False) -> None:
     """Let the branches begin that go on from where a trunk is now; once it has ended, also those that waited in vain.
 
     INVARIANT: a trunk asks for no tokens before its branches have left their waiting. Else the batch in which a branch
     samples, and with it what it samples, would depend on how long the tool of another conversation took.
+    INVARIANT: a fork stays in `forks` until it is decided, so that `release` finds it where this is cancelled.
     """
-    over = trunk.stop_reason is not None
+    over = over or trunk.stop_reason is not None
     for fork in [fork for fork in trunk.forks if over or fork.at == len(trunk.turns)]:
-        trunk.forks.remove(fork)
-        if not over:
+        if not over and trunk.error is None:
             await copy_state(trunk, fork.branch, environments)
         fork.decided.set()
+        trunk.forks.remove(fork)
         await fork.left.wait()
 
 
 def release(trunk: Rollout) -> None:
-    """Let all branches go that still wait for a trunk, which is not coming: it failed, or was cancelled."""
+    """Let all branches end that still wait for a trunk, which is not coming: it failed, or was cancelled."""
     for fork in trunk.forks:
+        fork.lost = True
         fork.decided.set()
     trunk.forks = []
 
 
 async def wait_for_trunk(branch: Rollout, aside: Callable[[Awaitable], Awaitable]) -> None:
-    """Wait until the trunk has passed the state of a branch, or has ended. `aside` awaits (`Conversations.aside`)."""
+    """Wait until the trunk has passed the state of a branch, or has ended. `aside` awaits (`Conversations.aside`).
+
+    Raises `NoServerLeft` where the trunk is lost: the tree is rolled out again as a whole.
+    """
     fork, branch.fork = branch.fork, None
     try:
         await aside(fork.decided.wait())
     finally:
         fork.left.set()
+    if fork.lost:
+        raise NoServerLeft(f"Rollout {branch.index} goes on from a state of another one, which is lost.")
 
 
 async def copy_state(trunk: Rollout, branch: Rollout, environments: Environments | None) -> None:
     """Bring a branch to where its trunk is: the turns as copies, what is read next, a fork of the environment.
 
-    Where the environment cannot be copied, that ends the branch, and not the trunk.
+    Where the environment cannot be copied, that ends the branch. It ends the trunk, too, where its instance may still
+    be busy with the copy, or with a call that was given up before.
     """
     with failures_end(branch):
         tools = trunk.tools
         if environments is not None:
+            with failures_end(trunk):
+                try:
+                    await environments.idle(trunk)
+                except EnvironmentFailure as error:
+                    branch.stop_reason, branch.error = error.reason, error
+                    raise
+            if trunk.error is not None:
+                return
             await environments.fork(trunk, branch)
             tools = tools_of(branch.environment, environments.tools)
+            if shared := [
+                name for name, tool in tools.items() if getattr(tool, "__self__", None) is trunk.environment
+            ]:
+                raise EnvironmentFailure(f"After fork the tool {shared[0]!r} is still of the one that was copied.")
         try:
-            turns, first = copy.deepcopy((trunk.turns, trunk.first_messages))
+            turns = [copied_turn(turn) for turn in trunk.turns]
+            edited, first, prompt = copy.deepcopy((trunk.edited, trunk.first_messages, trunk.prompt_messages))
+            own = {name: copy.deepcopy(value) for name, value in vars(trunk).items() if name not in FIELDS}
         except Exception as error:  # `info` of a reply may hold anything
-            raise EnvironmentFailure(f"The turns before a branch cannot be copied: {error}") from error
-        branch.prompt_messages, branch.prompt_ids = copy.deepcopy(trunk.prompt_messages), list(trunk.prompt_ids)
-        branch.turns = [dataclasses.replace(turn, trained=False) for turn in turns]
-        branch.first_messages, branch.tools, branch.edited = first, tools, copy.deepcopy(trunk.edited)
-        branch.num_copied = len(turns)
+            raise EnvironmentFailure(f"The turns before a branch cannot be copied: {error_line(error)}") from error
+        vars(branch).update(own)
+        branch.prompt_messages, branch.prompt_ids, branch.first_messages = prompt, list(trunk.prompt_ids), first
+        branch.turns, branch.tools, branch.edited, branch.num_copied = turns, tools, edited, len(turns)
+
+
+FIELDS = {each.name for each in dataclasses.fields(Rollout)}  # others are a subclass's of `MultiTurnToolEnv`
+
+
+def copied_turn(turn: Turn) -> Turn:
+    """A turn that is read and not trained. Lists of numbers are copied as they are: a deep copy takes a hundred times
+    as long, in the event loop of all conversations."""
+    flat = {name: list(value) for name, value in vars(turn).items() if isinstance(value, list) and name != "messages"}
+    deep = {name: copy.deepcopy(getattr(turn, name)) for name in ("messages", "info", "tools")}
+    context = turn.context and turn.context._replace(
+        messages=copy.deepcopy(turn.context.messages), ids=list(turn.context.ids)
+    )
+    return dataclasses.replace(turn, **{**flat, **deep}, context=context, trained=False)
 
 
 class BranchPoints:

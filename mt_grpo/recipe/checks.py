@@ -215,12 +215,21 @@ def check_forks(env: Any, credit_assignment: str, branch_states: int) -> None:
             "Expected at most so many."
         )
     why = f"credit_assignment: {credit_assignment}: rollouts go on from a state of another one, and"
-    if not env.can_fork:
-        raise ValueError(f"{why} this recipe's conversations are run by a program. Use another credit_assignment.")
+    kind = type(env)
+    if not vars(kind).get("can_fork", False):
+        raise ValueError(
+            f"{why} it is not known whether {kind.__name__} allows it: an agent or a scheduler does not. In a class "
+            "of yours that keeps nothing of a conversation, or keeps it on its Rollout, set can_fork = True."
+        )
     for name, tool in env.tools.items():
         if getattr(tool, "holds_state", False):
             raise ValueError(f"{why} the server of the tool {name!r} may keep a state. Use another credit_assignment.")
     for cls in env.environments.by_name.values() if env.environments is not None else ():
+        if not hasattr(cls, "fork") and cls.__module__.startswith("mt_grpo."):
+            raise ValueError(
+                f"{why} {cls.__name__}, which is an adapter's, cannot be copied. Use an environment of your own with "
+                "a method fork(self), or another credit_assignment."
+            )
         if not hasattr(cls, "fork"):
             raise ValueError(
                 f"{why} {cls.__name__} cannot be copied. Give it a method fork(self), which returns another "

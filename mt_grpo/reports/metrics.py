@@ -34,7 +34,7 @@ def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool
                 reasons.index(r.stop_reason),
                 sum(len(t.calls) for t in r.own_turns), *num_errors(r),
                 sum(t.tool_seconds for t in r.own_turns), len(trained_records(r)),
-                sum(t.open_thinking for t in r.own_turns),
+                sum(t.open_thinking for t in r.turns),
             ]
             for r in rollouts
         ],
@@ -74,14 +74,18 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
 
 
 def tree_metrics(batch: Batch, size: int) -> dict[str, float]:
-    """How many of the branches went on from a state of their trunk, and with how many of its turns.
+    """How many of the branches went on from a state of their trunk, with how many of its turns, and what trunks gave.
+
+    Branches lean to long conversations, so that `reward` is not what the policy gets. Trunks are plain samples of it.
 
     Args:
-        batch: With its `num_copied`.
+        batch: With its `num_copied` and its rewards.
         size: Rollouts of a tree. 1: there are none, and no metrics.
 
-    >>> tree_metrics(Batch([], 6, num_copied=[0, 2, 1, 0, 0, 0]), 3)
-    {'tree/frac_branched': 0.5, 'tree/mean_copied_turns': 1.5}
+    >>> from types import SimpleNamespace
+    >>> rewards = SimpleNamespace(outcome=torch.tensor([1.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
+    >>> tree_metrics(Batch([], 6, num_copied=[0, 2, 1, 0, 0, 0], rewards=rewards), 3)
+    {'tree/frac_branched': 0.5, 'tree/mean_copied_turns': 1.5, 'tree/outcome_of_trunks': 0.75}
     """
     if size == 1:
         return {}
@@ -90,6 +94,7 @@ def tree_metrics(batch: Batch, size: int) -> dict[str, float]:
     return {
         "tree/frac_branched": len(branched) / len(branches),
         "tree/mean_copied_turns": sum(branched) / max(len(branched), 1),
+        "tree/outcome_of_trunks": batch.rewards.outcome[::size].nanmean().item(),
     }
 
 

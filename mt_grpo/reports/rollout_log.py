@@ -336,13 +336,14 @@ class RolloutLog:
         about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": batch.mode}
         write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
 
-    def add_dropped(self, batch: Batch, places: list[int], step: int) -> None:
+    def add_dropped(self, batch: Batch, places: list[int], step: int, has_parts: bool = True) -> None:
         """Write rollouts of a batch that are dropped, with the mode `dropped`: they train nothing.
 
         Args:
             batch: Scored.
             places: Of this rank's rollouts that are dropped. At most as many are written as of a batch.
             step: Optimizer steps so far.
+            has_parts: Whether an advantage is the outcome's and a turn's own, as of those that are trained.
         """
         places = places[: self.most]
         if not places:
@@ -355,7 +356,7 @@ class RolloutLog:
         nothing = torch.zeros(batch.rewards.turn.shape)[index]
         scored = Scored(
             self.names, batch.weights, batch.logged[index.to(batch.logged.device)], batch.rewards.turn[index], nothing,
-            batch.group_size, torch.zeros(len(places)), len(batch.rewards.outcome),
+            batch.group_size, torch.zeros(len(places)) if has_parts else None, len(batch.rewards.outcome),
         )  # fmt: skip
         columns = turn_columns({}, [], [], rollouts)
         rows = rollout_rows(rollouts, [batch.rows[i] for i in places], scored, columns, self.tokenizer)

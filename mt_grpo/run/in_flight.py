@@ -142,6 +142,7 @@ class InFlight:
         self.groups: deque[RolloutBatch | GroupInFlight] = deque()
         self.told_in_vain = False
         self.branch_points = BranchPoints()
+        self._planted = (-1, 0)  # (a step, how often trees were begun in it before the last time)
         self._epoch: LookAhead | None = None  # `wait`
         self._next: list[list[dict[str, Any]]] = []  # `wait`: of the batches to start after this one
         self._prompts: EpochPrompts | None = None  # `admit`, and `refill_groups`
@@ -179,9 +180,11 @@ class InFlight:
         """Say which of these rollouts go on from a state of another one, with `credit_assignment: tree`."""
         args, step = self.trainer.args, self.trainer.state.global_step
         if self.tree_size > 1:
+            self._planted = (step, self._planted[1] + 1 if self._planted[0] == step else 0)
+            number = self._planted[1]
 
             def states(trunk: Rollout) -> list[int]:
-                key = f"{args.seed} {step} {trunk.index}"
+                key = f"{args.seed} {step} {number} {trunk.index}"
                 return self.branch_points.draw(key, self.trainer.env.max_env_steps, args.branch_states)
 
             plant(rollouts, self.tree_size, args.num_branches, states)
@@ -521,7 +524,7 @@ class InFlight:
 
     def note(self) -> None:
         """Keep what a checkpoint must hold. Of a batch that is to be trained further this is the batch itself."""
-        if self.tree_size > 1 and self.trainer.batch is not None:
+        if self.tree_size > 1 and self.trainer.batch is not None and self.trainer.batch.mode == "train":
             self.branch_points.learn(self.trainer.batch)
         over = self.trainer._step % self._passes == 0
         if self._prompts is not None and (over or self._refills):

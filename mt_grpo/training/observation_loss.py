@@ -34,25 +34,30 @@ def observed_tokens(batch: Batch, width: int, args: Any, accelerator: Any) -> di
 
 
 def only_sampled(inputs: dict[str, Any], logps: torch.Tensor) -> torch.Tensor:
-    """Logprobs (M, C) as TRL's loss gets them: 0 where it has none of the policy before, or of the reference.
+    """Logprobs (M, C) of shared rows as TRL's loss gets them: 0 where it has none of the policy before the step.
 
-    Their ratio would overflow at an unlikely observation, and infinity times a mask of 0 is NaN.
+    There these are 0, and the reference's, too. Their ratio would overflow at an unlikely observation, and infinity
+    times a mask of 0 is NaN.
     """
     return torch.where(inputs["tool_mask"] > 0, logps, 0.0)
 
 
-def observation_loss(trainer: Any, inputs: dict[str, Any], logps: torch.Tensor) -> torch.Tensor:
+def observation_loss(trainer: Any, inputs: dict[str, Any]) -> torch.Tensor:
     """`observation_loss_coef` times the mean over an optimizer step's observations of -log p(token | before it).
 
     Collective. The mean is over the tokens of all ranks, however they are cut into micro-batches and passes: the sum
-    over these calls is the term, with each rank's gradient averaged over ranks as TRL's is.
+    over these calls is the term, with each rank's gradient averaged over ranks as TRL's is. Where a batch of rollouts
+    is several optimizer steps, each divides by an equal share of the batch's tokens, as TRL's `dapo` does. Logprobs
+    are at the run's temperature, as the policy's.
 
     Args:
         trainer: Of the run.
-        inputs: A micro-batch or a pass of it, with the columns of `observed_tokens`.
-        logps: (M, C), of the policy, with gradient.
+        inputs: A micro-batch or a pass of it, with the columns of `observed_tokens`. `layout.logps` are its own.
     """
     mask, accelerator = inputs[OBSERVED], trainer.accelerator
+    logps, trainer.layout.logps = trainer.layout.logps, None
+    if trainer.model.training and not logps.requires_grad:
+        raise RuntimeError("observation_loss_coef: the loss's last logprobs have no gradient, expected the policy's.")
     total = -(torch.where(mask > 0, logps, 0.0)).sum()
     share = accelerator.num_processes / inputs[NUM_OBSERVED].clamp(min=1.0)
     if trainer.model.training:  # the batch of rollouts may be several optimizer steps
@@ -61,5 +66,5 @@ def observation_loss(trainer: Any, inputs: dict[str, Any], logps: torch.Tensor) 
     if isinstance(inputs, Pass):
         trainer.layout.metrics.count("observation/loss", *found.tolist())
     else:
-        trainer._log_metrics({"observation/loss": (found[0] / found[1].clamp(min=1)).item()})
+        trainer._log_metrics({"observation/loss": (found[0] / found[1]).item()})  # NaN of none, which TRL leaves out
     return trainer.args.observation_loss_coef * share * total

@@ -41,8 +41,8 @@ class PassMetrics:
         self._values[name].append((value, each.weight))
 
     def count(self, name: str, total: float, number: float) -> None:
-        """A sum of one pass over all ranks, and how many it is of. What is logged is the mean over all passes."""
-        self._values[name].append((total / number if number else 0.0, number))
+        """A sum of one pass over all ranks, and how many it is of. Logged is the mean over all passes, NaN of none."""
+        self._values[name].append((total / number if number else math.nan, number))
 
     def compare(self, each: Pass, logps: torch.Tensor, trainer: Any) -> None:
         """Do with the loss's own logprobs what TRL does with those of a pass before the step. Collective.

@@ -381,7 +381,7 @@ def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
     The two shortest, where TRL's passes have a single row: two long ones might not fit.
     """
     longest = -1 if args.per_device_train_batch_size > 1 else 1
-    groups = units_of([row for row in rows if row.own], math.inf, shares=True) or [rows[:1]]
+    groups = units_of([row for row in rows if row.num_trained], math.inf, shares=True) or [rows[:1]]
     pairs = [sorted(group, key=lambda row: longest * row.own)[:2] for group in groups]
     pair = min(pairs, key=lambda pair: (-len(pair), longest * sum(row.own for row in pair)))
     return to_pass(pair, multiple, shares=True)

@@ -234,7 +234,7 @@ class ModelScores(PolicyScores):
             None where the model takes no such rows (`SharedRow`): then each pair is a forward pass.
     """
 
-    AT_MOST = 1024  # logprobs of a forward pass: each has a row as wide as the vocabulary
+    AT_MOST = 256  # logprobs of a forward pass: each has a row as wide as the vocabulary
 
     def __init__(
         self,
@@ -325,7 +325,7 @@ def budget_of(trainer: Any) -> int | None:
     layout, args = trainer.layout, trainer.args
     if layout.kind != "shared" or layout.proof is None:
         return None
-    longest = trainer.max_completion_length + max(len(each.prompt_ids) for each in trainer.batch.rollouts)
+    longest = max(len(each.prompt_ids) + len(each.completion_ids) for each in trainer.batch.rollouts)
     return args.max_tokens_per_pass or args.per_device_train_batch_size * longest
 
 

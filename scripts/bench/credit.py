@@ -62,10 +62,9 @@ WAYS = {  # of task (f): what each sets
     "tree": ["--credit_assignment", "tree", "--scale_rewards", "none"],
     "tree_refill": ["--credit_assignment", "tree", "--scale_rewards", "none", "--refill_groups", "2"],
 }  # fmt: skip
-UNPAID = ["--turn_reward_weights", "0", "0"]
-HOPS = {  # of task (g)
-    **{name: [*WAYS[name], *UNPAID] for name in ("outcome", "outcome_refill", "tree")},
-    "gain": ["--credit_assignment", "mt_grpo", "--reward_fn", "rewards/information_gain.py"],
+HOPS = {  # of task (g), whose rewards are the exact match and, for `gain` alone, what each search gained
+    **{name: [*WAYS[name], "--turn_reward_weights", "0"] for name in ("outcome", "outcome_refill", "tree")},
+    "gain": ["--credit_assignment", "mt_grpo"],
 }
 NAMES = list(dict.fromkeys((*METHODS, *WAYS, *HOPS)))
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
@@ -105,11 +104,14 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "alone": {
         "steps": 40, "title": "(f) the chain of (c), nobody pays turns", "learning_rate": 6e-4, "ways": WAYS,
-        "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml", *UNPAID],
+        "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml", "--turn_reward_weights", "0", "0"],
     },
     "hops": {
         "steps": 40, "title": "(g) the searches of (d), nobody pays turns", "learning_rate": 6e-4, "ways": HOPS,
-        "arguments": ["--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant"],
+        "arguments": [
+            "--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant",
+            "--reward_fn", "rewards/information_gain.py",
+        ],
     },
 }  # fmt: skip
 RESULTS, PICTURE, PAGE = Path("docs/results/credit.json"), Path("docs/credit.png"), Path("docs/credit.md")

@@ -13,12 +13,14 @@ import torch
 from datasets import Dataset
 from scripted import CHATML_TOKENIZER, Scripted, call, ids, result
 
+from mt_grpo.base.errors import NoServerLeft
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.trees import BRANCH_POINTS, BranchPoints, plant
 from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.recipe.checks import check_env
 from mt_grpo.recipe.refusals import check_trees
-from mt_grpo.rollout import Reply, StopReason
+from mt_grpo.rollout import Reply, Rollout, StopReason
 from mt_grpo.run.in_flight import InFlight
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -148,6 +150,31 @@ class Breaks(Counter):
         raise OSError("no room")
 
 
+class Listed:
+    """Its tools are a list, whose methods stay the trunk's in a copy."""
+
+    def reset(self, **row) -> str:
+        self.value, self.tools = 0, [self._add]
+        return ""
+
+    def _add(self, amount: int) -> str:
+        """Add to the counter.
+
+        Args:
+            amount: How much.
+        """
+        self.value += amount
+        return str(self.value)
+
+    _add.__name__ = "add"
+
+    def get_reward(self) -> float:
+        return float(self.value)
+
+    def fork(self):
+        return copy.copy(self)
+
+
 class Holds(Counter):
     def respond(self, rollout, turn):
         return Reply(info={"lock": asyncio.Lock, "file": open("/dev/null")})  # noqa: SIM115  cannot be copied
@@ -158,6 +185,7 @@ class Holds(Counter):
     [
         (Itself, "Itself.fork returned itself, expected another Itself."),
         (Breaks, "Breaks.fork raised OSError: no room"),
+        (Listed, "After fork the tool 'add' is still of the one that was copied."),
         (Holds, "The turns before a branch cannot be copied: "),
     ],
 )
@@ -166,6 +194,53 @@ def test_an_environment_that_is_not_copied_ends_the_branch_alone(environment, sa
     _, rollouts, _ = converse(scripts, environment=environment)
     assert [rollout.stop_reason for rollout in rollouts] == [StopReason.ANSWERED] + [StopReason.ENVIRONMENT_ERROR] * 2
     assert says in str(rollouts[1].error) and rollouts[0].reward == 3.0 and rollouts[1].failed
+
+
+class Kept(MultiTurnToolEnv):
+    """A class whose conversations have a state of their own, on their rollouts."""
+
+    can_fork = True
+
+    def start(self, prompts, llm=None, rows=None):
+        rollouts = super().start(prompts, llm, rows)
+        for rollout in rollouts:
+            rollout.notes = []
+        return rollouts
+
+    async def run_calls(self, rollout, calls, call_format):
+        rollout.notes.append(len(calls))
+        return await super().run_calls(rollout, calls, call_format)
+
+
+def test_what_a_subclass_keeps_on_a_rollout_is_copied():
+    env, backend = Kept([add], None, 3, tokenizer=CHATML_TOKENIZER), Scripted([[ONE, TWO, "a"], ["b"], [FIVE, "c"]])
+    rollouts = env.start(["Count."] * 3, backend)
+    plant(rollouts, 3, 2, lambda trunk: [1])
+    run_async(gather_all([env.converse_whole(rollout, backend) for rollout in rollouts]))
+    assert [rollout.notes for rollout in rollouts] == [[1, 1, 0], [1, 0], [1, 1, 0]]
+
+
+class Busy(Counter):
+    """Its copy takes longer than a call of an environment may: the instance may still be in use."""
+
+    async def fork(self):
+        await asyncio.sleep(3600)
+
+
+def test_a_copy_that_takes_too_long_ends_both():
+    scripts = [[ONE, TWO, "<answer>a</answer>"], [], ["<answer>c</answer>"]]
+    _, rollouts, _ = converse(scripts, environment=Busy, environment_timeout=0.2)
+    assert [rollout.stop_reason for rollout in rollouts[:2]] == [StopReason.ENVIRONMENT_ERROR] * 2
+    assert "Busy.fork took longer than environment_timeout=0.2 s" in str(rollouts[0].error)
+
+
+def test_a_copied_environment_serves_no_other_conversation():
+    names = ("reset", "add", "fork", "get_reward")  # without close
+    Open = type("Open", (), {name: vars(Counter)[name] for name in names})
+    env, rollouts, _ = converse([[ONE, "x"], ["y"], ["z"]], environment=Open)
+    env.close(rollouts)
+    (free,) = env.environments._free.values()
+    assert free == [rollouts[0].environment]
 
 
 class Forgets:
@@ -191,6 +266,16 @@ def test_a_state_behind_an_edited_history():
     assert [sum(record.loss_mask) for record in left.records] == [0, len("Three.")]
 
 
+class Hangs(Scripted):
+    hangs = False
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        if index == 0 and len(self.of(0)) == 1:
+            self.hangs = True
+            await asyncio.sleep(3600)
+        return await super().generate(prompt_ids, max_tokens, sampling_params, index)
+
+
 class Fails(Scripted):
     async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
         if index == 0 and len(self.of(0)) == 1:
@@ -198,10 +283,49 @@ class Fails(Scripted):
         return await super().generate(prompt_ids, max_tokens, sampling_params, index)
 
 
-def test_no_branch_waits_for_a_trunk_that_is_lost():
-    """And one whose class of conversations lets none go on does not wait for ever, either."""
+class Slow(Counter):
+    async def fork(self):
+        await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize("environment", [None, Slow])
+def test_no_branch_waits_for_a_trunk_that_is_lost(environment):
+    """The trunk is cancelled alone, as where its server is lost: before its state, and while it is copied. The branch
+    ends as if it had lost its server, too, and not by a conversation from the beginning."""
+    tools = [] if environment else [add]
+    env = MultiTurnToolEnv(tools, None, tokenizer=CHATML_TOKENIZER, environment=environment)
+    backend = Hangs([[ONE, "x"], ["y"], ["z"]])
+    rollouts = env.start(["Count."] * 3, backend, [{}] * 3)
+    plant(rollouts, 3, 2, lambda trunk: [1] if environment else [2])
+
+    async def run():
+        tasks = [asyncio.ensure_future(env.converse_whole(rollout, backend)) for rollout in rollouts]
+        while not backend.hangs and not (rollouts[0].turns and environment):
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.05)
+        tasks[0].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    found = run_async(asyncio.wait_for(run(), 60))
+    assert isinstance(found[0], asyncio.CancelledError) and all(isinstance(each, NoServerLeft) for each in found[1:])
+    assert [rollout.turns for rollout in rollouts[1:]] == [[], []] and backend.of(1) == backend.of(2) == []
+
+
+def test_no_branch_waits_where_its_class_lets_none_go_on():
     with pytest.raises(OSError, match="gone"):
         converse([[]] * 3, backend=Fails([[ONE], ["x"], ["x"]]), states=(2,))
+
+    class Another(MultiTurnToolEnv):
+        async def converse(self, rollout, llm, sampling_params=None):
+            await super().converse(rollout, llm, sampling_params)
+            return Rollout(
+                rollout.prompt_messages, rollout.prompt_ids, rollout.index, rollout.turns, rollout.stop_reason
+            )
+
+    env, backend = Another([add], None, tokenizer=CHATML_TOKENIZER), Scripted([["x"], ["y"], ["z"]])
+    rollouts = env.start(["Count."] * 3, backend)
+    plant(rollouts, 3, 2, lambda trunk: [1])
+    run_async(gather_all([env.converse_whole(rollout, backend) for rollout in rollouts]))
 
     class Silent(MultiTurnToolEnv):
         async def converse(self, rollout, llm, sampling_params=None):
@@ -491,6 +615,21 @@ def test_conversations_that_cannot_be_copied(tmp_path):
         make(tmp_path, tools=[remote])
 
 
+def test_a_subclass_says_it_of_itself(tmp_path):
+    """What it keeps of a conversation is known to nobody else."""
+
+    class Own(MultiTurnToolEnv):
+        pass
+
+    args = MTGRPOConfig(
+        str(tmp_path), use_cpu=True, bf16=False, credit_assignment="tree", scale_rewards="none", max_env_steps=2
+    )
+    with pytest.raises(ValueError, match="it is not known whether Own allows it.* set can_fork = True"):
+        check_env(args, Own([calculator]))
+    check_env(args, Kept([calculator]))
+    check_env(args, MultiTurnToolEnv([calculator]))
+
+
 def test_fork_is_no_tool_and_its_signature_is_checked():
     env = MultiTurnToolEnv(environment=Counter)
     assert list(env.environments.tools_of_class({})) == ["add"]
@@ -505,3 +644,10 @@ def test_fork_is_no_tool_and_its_signature_is_checked():
 
     with pytest.raises(ValueError, match=r"Takes\.fork.* clashes with the trainer's method fork\(self\)"):
         MultiTurnToolEnv(environment=Takes)
+
+    class Tells(Counter):
+        def fork(self) -> str:
+            """Fork it."""
+
+    with pytest.raises(ValueError, match="Tells.fork returns a text, as a tool does"):
+        MultiTurnToolEnv(environment=Tells)

@@ -471,8 +471,8 @@ MUTATIONS = [
     Mutation(
         "an instance with an abandoned call is used again",
         "mt_grpo/conversation/environments.py",
-        "elif not rollout.abandoned and rollout.error is None:",
-        "elif rollout.error is None:",
+        "elif not rollout.abandoned and rollout.error is None and",
+        "elif rollout.error is None and",
         "tests/conversation/test_environments.py::test_an_environment_whose_call_was_given_up_is_not_used_again",
     ),
     Mutation(
@@ -1103,15 +1103,15 @@ MUTATIONS = [
     Mutation(
         "trees: copies are trained",
         "mt_grpo/conversation/trees.py",
-        "dataclasses.replace(turn, trained=False)",
-        "turn",
+        "context=context, trained=False)",
+        "context=context)",
         "tests/method/test_trees.py::test_a_branch_goes_on_from_a_state_of_its_trunk",
     ),
     Mutation(
         "trees: a branch shares its trunk's turns",
         "mt_grpo/conversation/trees.py",
-        "copy.deepcopy((trunk.turns, trunk.first_messages))",
-        "(trunk.turns, trunk.first_messages)",
+        "deep = {name: copy.deepcopy(getattr(turn, name)) for",
+        "deep = {name: getattr(turn, name) for",
         "tests/method/test_trees.py::test_a_branch_goes_on_from_a_state_of_its_trunk",
     ),
     Mutation(
@@ -1124,8 +1124,8 @@ MUTATIONS = [
     Mutation(
         "trees: an edited history is not the branch's",
         "mt_grpo/conversation/trees.py",
-        "branch.edited = first, tools, copy.deepcopy(trunk.edited)",
-        "branch.edited = first, tools, None",
+        "branch.num_copied = turns, tools, edited, len(turns)",
+        "branch.num_copied = turns, tools, None, len(turns)",
         "tests/method/test_trees.py::test_a_state_behind_an_edited_history",
     ),
     Mutation(
@@ -1197,5 +1197,54 @@ MUTATIONS = [
         '"state_key": 0, "fork": 0}',
         '"state_key": 0}',
         "tests/method/test_trees.py::test_fork_is_no_tool_and_its_signature_is_checked",
+    ),
+    Mutation(
+        "trees: a fork is forgotten before it is decided",
+        "mt_grpo/conversation/trees.py",
+        "        if not over and trunk.error is None:\n",
+        "        trunk.forks = [each for each in trunk.forks if each is not fork]\n        trunk.forks += [fork] * 0\n        if not over and trunk.error is None:\n",
+        "tests/method/test_trees.py::test_no_branch_waits_for_a_trunk_that_is_lost",
+    ),
+    Mutation(
+        "trees: the branch of a lost trunk begins anew",
+        "mt_grpo/conversation/trees.py",
+        "        fork.lost = True\n",
+        "",
+        "tests/method/test_trees.py::test_no_branch_waits_for_a_trunk_that_is_lost",
+    ),
+    Mutation(
+        "trees: what a subclass keeps is not copied",
+        "mt_grpo/conversation/trees.py",
+        "        vars(branch).update(own)\n",
+        "",
+        "tests/method/test_trees.py::test_what_a_subclass_keeps_on_a_rollout_is_copied",
+    ),
+    Mutation(
+        "trees: a subclass that says nothing may branch",
+        "mt_grpo/recipe/checks.py",
+        'if not vars(kind).get("can_fork", False):',
+        "if not kind.can_fork:",
+        "tests/method/test_trees.py::test_a_subclass_says_it_of_itself",
+    ),
+    Mutation(
+        "trees: a tool of the trunk's is the branch's",
+        "mt_grpo/conversation/trees.py",
+        "if shared := [",
+        "if False and [",
+        "tests/method/test_trees.py::test_an_environment_that_is_not_copied_ends_the_branch_alone",
+    ),
+    Mutation(
+        "trees: a trunk goes on beside its copy",
+        "mt_grpo/conversation/environments.py",
+        "            if rollout.abandoned:  # it still runs in the instance\n",
+        "            if False:\n",
+        "tests/method/test_trees.py::test_a_copy_that_takes_too_long_ends_both",
+    ),
+    Mutation(
+        "trees: a copied environment is used again",
+        "mt_grpo/conversation/environments.py",
+        "rollout.error is None and not rollout.num_copied:",
+        "rollout.error is None:",
+        "tests/method/test_trees.py::test_a_copied_environment_serves_no_other_conversation",
     ),
 ]

@@ -669,8 +669,8 @@ MUTATIONS = [
     Mutation(
         "trees: states do not depend on the step",
         "mt_grpo/run/in_flight.py",
-        'f"{args.seed} {step} {trunk.index}"',
-        'f"{args.seed} {trunk.index}"',
+        'f"{args.seed} {step} {number} {trunk.index}"',
+        'f"{args.seed} {number} {trunk.index}"',
         "tests/method/test_trees.py::test_states_differ_from_step_to_step",
     ),
 ]

@@ -30,8 +30,8 @@ MUTATIONS = [
     Mutation(
         "information gain: the opening is not given",
         "rewards/information_gain.py",
-        "found = context + turn.observation_ids + opening",
-        "found = context + turn.observation_ids",
+        "found = context + read + opening",
+        "found = context + read",
         "tests/training/test_policy_scores.py::test_a_turn_gains_what_its_results_tell",
     ),
     Mutation(
@@ -471,8 +471,8 @@ MUTATIONS = [
     Mutation(
         "information gain: the turn's own text counts all the same",
         "rewards/information_gain.py",
-        "context = context if OWN_TEXT else context[",
-        "context = context if True else context[",
+        "            if not OWN_TEXT:\n",
+        "            if False:\n",
         "tests/training/test_policy_scores.py::test_the_result_alone_and_the_tokens_that_were_read",
     ),
 ]

@@ -54,15 +54,15 @@ MUTATIONS = [
     Mutation(
         "policy: dropout is on",
         "mt_grpo/training/policy_scores.py",
-        "        model.eval()\n",
+        "            self.model.eval()\n",
         "",
         "tests/training/test_policy_scores.py::test_logprobs_by_hand",
     ),
     Mutation(
         "policy: the model stays in eval mode",
         "mt_grpo/training/policy_scores.py",
-        "            model.train(training)\n",
-        "            pass\n",
+        "                self.model.train(training)\n",
+        "                pass\n",
         "tests/training/test_policy_scores.py::test_logprobs_by_hand",
     ),
     Mutation(
@@ -1174,8 +1174,8 @@ MUTATIONS = [
     Mutation(
         "observations: those of a turn that is not trained are learned",
         "mt_grpo/rollout.py",
-        "[int(t.trained)] * len(t.observation_ids)",
-        "[1] * len(t.observation_ids)",
+        "learned = [t.trained and any(",
+        "learned = [any(",
         "tests/training/test_observation_loss.py::test_which_tokens_are_observed",
     ),
     Mutation(
@@ -1216,8 +1216,8 @@ MUTATIONS = [
     Mutation(
         "observations: the term is scaled as TRL's loss",
         "mt_grpo_trainer.py",
-        "return loss + observation_loss(self, inputs, self.layout.logps) if OBSERVED in inputs else loss",
-        "return loss + observation_loss(self, inputs, self.layout.logps) * getattr(inputs, 'scale', 1.0) if OBSERVED in inputs else loss",
+        "return loss + observation_loss(self, inputs) if OBSERVED in inputs else loss",
+        "return loss + observation_loss(self, inputs) * getattr(inputs, 'scale', 1.0) if OBSERVED in inputs else loss",
         "tests/training/test_passes.py::test_a_step_has_trls_gradient",
     ),
     Mutation(

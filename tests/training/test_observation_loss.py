@@ -1,6 +1,7 @@
 """The term of the loss for what tools answered: which tokens, and its gradient."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,6 +33,9 @@ def test_which_tokens_are_observed():
     assert [record.observation_mask for record in rollout.records] == [[0, 0, 1, 1], [0, 0, 0]]
     rollout.turns[0].mask = [0, 1]  # of whose tokens some are not trained
     assert rollout.records[0].observation_mask == [0, 0, 1, 1]
+    for changes in ({"mask": [0, 0]}, {"continuation": "Wait"}, {"finish_reason": "length"}):
+        # nothing of it is trained; a text inside the policy's message; an end of turn in the middle of a call
+        assert Rollout([], [1], turns=[replace(turn([5, 6], [7, 8]), **changes)]).observation_mask == [0] * 4
 
 
 @pytest.mark.parametrize("masks", [False, True])
@@ -123,7 +127,8 @@ def test_a_run_learns_what_its_tool_answers(tmp_path, share):
     sizes, log_step = [], trainer._log_step
 
     def noted(output, advantages):
-        read = [sum(len(t.observation_ids) for t in rollout.turns) for rollout in trainer.batch.rollouts]
+        read = [sum(len(t.observation_ids) for t in rollout.turns if t.finish_reason == "stop")
+                for rollout in trainer.batch.rollouts]  # fmt: skip
         assert output[OBSERVED].sum(1).tolist() == read and not (output[OBSERVED] * output["tool_mask"]).any()
         assert output[NUM_OBSERVED].item() == sum(read)
         sizes.append(sum(read))
@@ -150,3 +155,13 @@ def test_what_it_does_not_go_with(tmp_path, monkeypatch):
         MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, use_liger_kernel=True, observation_loss_coef=0.1)
     with pytest.raises(ValueError, match="observation_loss_coef=-1.0, expected a finite number of at least 0"):
         MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, observation_loss_coef=-1.0)
+
+
+def test_where_nothing_was_read_no_loss_is_logged(tmp_path):
+    """0 would be that of a perfect prediction."""
+    for share in (True, False):
+        trainer = make(tmp_path / str(share), observation_loss_coef=1.0, share_prompts=share, max_steps=1)
+        trainer.env.tools = {}  # each turn with a call is answered all the same, one without is the last
+        trainer.env.max_env_steps = 0
+        trainer.train()
+        assert [row.get("observation/loss") for row in trainer.state.log_history] == [None, None]

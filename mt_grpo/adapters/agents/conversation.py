@@ -80,7 +80,6 @@ class AgentConversation:
     """
 
     renders_all = False  # a request's tools and template arguments are its own
-    can_fork = False  # nor is its state known here
 
     agent: FunctionAgent | CommandAgent
     agent_timeout: float

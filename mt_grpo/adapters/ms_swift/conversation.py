@@ -122,7 +122,6 @@ class SchedulerConversation:
     """
 
     renders_all = False  # a request's tools and template arguments are its own
-    can_fork = False  # nor is its state known here
 
     scheduler_class: type
     scheduler_kwargs: dict[str, Any]
