@@ -138,7 +138,7 @@ async def copy_state(trunk: Rollout, branch: Rollout, environments: Environments
         try:
             turns = [copied_turn(turn) for turn in trunk.turns]
             edited, first, prompt = copy.deepcopy((trunk.edited, trunk.first_messages, trunk.prompt_messages))
-            own = {name: copy.deepcopy(value) for name, value in vars(trunk).items() if name not in FIELDS}
+            own = {name: copy.deepcopy(value) for name, value in vars(trunk).items() if name not in OF_A_ROLLOUT}
         except Exception as error:  # `info` of a reply may hold anything
             raise EnvironmentFailure(f"The turns before a branch cannot be copied: {error_line(error)}") from error
         vars(branch).update(own)
@@ -146,7 +146,7 @@ async def copy_state(trunk: Rollout, branch: Rollout, environments: Environments
         branch.turns, branch.tools, branch.edited, branch.num_copied = turns, tools, edited, len(turns)
 
 
-FIELDS = {each.name for each in dataclasses.fields(Rollout)}  # others are a subclass's of `MultiTurnToolEnv`
+OF_A_ROLLOUT = {each.name for each in dataclasses.fields(Rollout)}  # others are a subclass's of `MultiTurnToolEnv`
 
 
 def copied_turn(turn: Turn) -> Turn:

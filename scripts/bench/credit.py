@@ -161,9 +161,11 @@ def run(job: Job) -> dict[str, Any]:
     row = {
         **job,
         "code": code,
-        # Of all that was sampled: what a refill trains is near the middle, whatever the policy does.
+        # Of all that was sampled: what a refill trains is near the middle, whatever the policy does. Branches of trees
+        # lean to long conversations, and trunks do not. In the tasks with these the exact match is the only outcome.
         "train_exact_match": [
-            log.get("refill/outcome_of_all_sampled", log[f"rewards/{outcome}/mean"]) for log in steps
+            log.get("refill/outcome_of_all_sampled", log.get("tree/outcome_of_trunks", log[f"rewards/{outcome}/mean"]))
+            for log in steps
         ],
         "tokens": steps[-1]["num_tokens"],
         "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),

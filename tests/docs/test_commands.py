@@ -128,6 +128,7 @@ FILES = {
         "agent: my_agent.py:solve": "test_keys_of_a_page_make_a_recipe",
         "gym_env: FrozenLake-v1": "test_keys_of_a_page_make_a_recipe",
         "max_parallel_calls: 4": "test_keys_of_a_page_make_a_recipe",
+        "credit_assignment: tree": "test_keys_of_a_page_make_a_recipe",
         "tools/short_memory.py:ShortMemory": "test_keys_of_a_page_make_a_recipe",
         "Which river flows": "test_the_examples_of_the_page_are_some",
         "my_plugin.py": "test_docs.py::test_the_plugin_of_ms_swift_runs",
@@ -447,9 +448,9 @@ def test_keys_of_a_page_make_a_recipe(tmp_path, monkeypatch):
     """Blocks of a few keys, as lines of a recipe of a tiny model."""
     monkeypatch.chdir(ROOT)
     words = [word for word, test in FILES["yaml"].items() if test == "test_keys_of_a_page_make_a_recipe"]
-    assert len(words) == 4
+    assert len(words) == 5
     for word in words:
-        text = ENVIRONMENTS + FORKING
+        text = ENVIRONMENTS + FORKING + PAGES["docs/credit.md"]
         keys = yaml.safe_load(block(text, "yaml", word))
         assert keys.keys() <= set(known_keys(mt.RECIPE_CLASSES))
         recipe = yaml.safe_load((ROOT / "hf_recipes/tiny/calculator-hermes.yaml").read_text())

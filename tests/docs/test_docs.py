@@ -117,7 +117,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     args = mt.MTGRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=1, logging_steps=1,
-        save_strategy="no", disable_tqdm=True, refill_groups=1,
+        save_strategy="no", disable_tqdm=True, refill_groups=1, observation_loss_coef=0.1,
     )  # fmt: skip
     trainer = mt.MTGRPOEnvTrainer(
         random_model, mt.MultiTurnToolEnv([echo], None), [], [reward], args=args,
@@ -128,12 +128,15 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     metrics = section(RECIPES, "Metrics")
     documented = set(first_column(RECIPES, "Metrics")) | set(re.findall(r"`((?:sync|completions)/\w+)`", metrics))
     with_server = {name for name in documented if name.startswith(("sync/", "sampling/"))}
-    assert documented - with_server - {"rewards/<function>/mean"} <= logged
-    source = "\n".join(path.read_text() for path in (ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/**/*.py")))
+    of_others = {name for name in documented if name.startswith(("tree/", "information_gain/"))}
+    assert documented - with_server - of_others - {"rewards/<function>/mean"} <= logged
+    files = (ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/**/*.py"), ROOT / "rewards/information_gain.py")
+    source = "\n".join(path.read_text() for path in files)
+    assert len(of_others) == 4 and all(f'"{name}"' in source for name in of_others)
     phases = {f"sync/{phase}_seconds" for phase in ("gather", "write", "load", "check")}
     for name in with_server - {"sampling/sampling_logp_difference/mean"} - phases:
         assert f'"{name}"' in source, name
-    groups = ("turns/", "tools/", "stop/", "credit/", "rollout/", "records/", "refill/")
+    groups = ("turns/", "tools/", "stop/", "credit/", "rollout/", "records/", "refill/", "observation/")
     own = {name for name in logged if name.startswith(groups)}
     assert own <= documented
     rows = section(ENVIRONMENTS, "One conversation").splitlines()
