@@ -116,8 +116,11 @@ class Run:
 
     @property
     def as_expected(self) -> bool:
-        """Tests pass without a mutation, and fail with one: 1 says so, and 2 to 5 that they did not run."""
-        return self.code == (0 if self.mutation is None else 1)
+        """Tests pass without a mutation, and fail with one: 1 says so, and 2 to 5 that they did not run.
+
+        A crash of the interpreter is a failure, too, as where numbers of another size reach torch.
+        """
+        return self.code in ((0,) if self.mutation is None else (1, -signal.SIGSEGV, -signal.SIGABRT))
 
     @property
     def last_words(self) -> str:

@@ -2,12 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mt_grpo.run.checkpoints import load_as_saved
 from mt_grpo.run.saved_states import check_optimizer, load_on_all_ranks
+
+
+@contextmanager
+def whole_reference(args: Any) -> Iterator[None]:
+    """Within it every rank reads the checkpoint of a run that has a reference model (`beta` above 0).
+
+    With `fsdp_cpu_ram_efficient_loading` transformers reads it on rank 0 alone. accelerate hands the policy's weights
+    out from there. TRL 1.16 shards the reference without handing anything out: the other ranks' shards would be of
+    memory that nobody wrote, and the KL term would pull to noise (at the first step it was 7.7 in place of 0).
+    """
+    key = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.get(key)
+    if before is not None and getattr(args, "beta", 0.0) != 0.0:
+        os.environ[key] = "false"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[key] = before
 
 
 def load_model(trainer: Any, load: Callable, checkpoint: str, model: Any) -> None:

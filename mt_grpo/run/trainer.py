@@ -43,7 +43,7 @@ from mt_grpo.run.checkpoints import (
 )
 from mt_grpo.run.connect import start_rollouts, sync_weights
 from mt_grpo.run.in_flight import BetweenBatches, InFlight
-from mt_grpo.run.loading import load_model, load_optimizer, load_random_numbers
+from mt_grpo.run.loading import load_model, load_optimizer, load_random_numbers, whole_reference
 from mt_grpo.run.nodes import (
     apply_ddp_timeout,
     check_output_on_nodes,
@@ -92,14 +92,13 @@ class ResumableTrainer(GRPOTrainer):
         self._save_errors: list[str] = []  # of this rank, not yet raised on all ranks
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
         self._peft_config = peft_config
-        self._stop_signal: int | None = None
-        self._num_skipped = 0  # steps in a row whose gradient was not finite
+        self._stop_signal, self._num_skipped = None, 0  # its number; steps in a row whose gradient was not finite
         if config := kwargs.get("args"):  # before weights are loaded
             apply_ddp_timeout(config.ddp_timeout)
             check_output_on_nodes(config.output_dir, config.save_on_each_node)
-        super().__init__(
-            model, *args, peft_config=peft_config, callbacks=[self._snapshot, *(callbacks or [])], **kwargs
-        )
+        callbacks = [self._snapshot, *(callbacks or [])]
+        with whole_reference(config):
+            super().__init__(model, *args, peft_config=peft_config, callbacks=callbacks, **kwargs)
         self.add_callback(BetweenBatches(self))
         save_weights_on_each_node(self.model, self.args)
         if self.args.resume_from_checkpoint:

@@ -254,10 +254,15 @@ class ModelScores(PolicyScores):
             self.model.eval()
             try:
                 if budget is None:
-                    return {pair: self._forward(*map(list, pair)) for pair in pairs}
-                return {pair: logps for part in self._parts(pairs, budget) for pair, logps in self._together(part)}
+                    return {pair: self._pass(self._forward, *map(list, pair)) for pair in pairs}
+                parts = [self._pass(self._together, part) for part in self._parts(pairs, budget)]
+                return {pair: logps for part in parts for pair, logps in part}
             finally:
                 self.model.train(training)
+
+    def _pass(self, forward: Callable, *args: Any) -> Any:
+        """One forward pass."""
+        return forward(*args)
 
     def _forward(self, context: list[int], continuation: list[int]) -> list[float]:
         ids = torch.tensor([context + continuation], device=self.model.device)
@@ -279,7 +284,7 @@ class ModelScores(PolicyScores):
         if part:
             yield part
 
-    def _together(self, pairs: list[tuple]) -> Iterator[tuple[tuple, list[float]]]:
+    def _together(self, pairs: list[tuple]) -> list[tuple[tuple, list[float]]]:
         """Each pair with its logprobs, of one forward pass."""
         examples = {i: Example(*map(list, pair), [1] * len(pair[1])) for i, pair in enumerate(pairs)}
         row = SharedRow(examples, (len(pairs), max(len(pair[1]) for pair in pairs)), self.model.device)
@@ -287,19 +292,86 @@ class ModelScores(PolicyScores):
         del inputs["fused_lm_head"], inputs["shift_labels"]  # TRL's head has the run's temperature
         logits = self.model(**inputs, use_cache=False).logits  # (1, S, V)
         logps = row.spread(logits.float().log_softmax(-1).gather(2, row.labels[:, :, None])[:, :, 0]).tolist()
-        yield from ((pair, own[: len(pair[1])]) for pair, own in zip(pairs, logps, strict=True))
+        return [(pair, own[: len(pair[1])]) for pair, own in zip(pairs, logps, strict=True)]
+
+
+class Rounds:
+    """Forward passes of sharded models, which are of all ranks together, though each rank asks when it likes.
+
+    In a round every rank says which model it wants to ask, if any. Then all go through each wanted model, with a token
+    that nobody asked for where they want none. A rank whose reward functions are over joins until all are.
+
+    INVARIANT: all ranks make the same rounds: `scores_of_trainer` gives each its `Rounds`, and `join` ends them.
+
+    Args:
+        accelerator: Of the trainer.
+    """
+
+    def __init__(self, accelerator: Any):
+        self.accelerator = accelerator
+        self.models: list[ShardedScores] = []  # the same on all ranks, in the same order
+
+    def ask(self, wanted: ShardedScores | None, forward: Callable[[], Any]) -> tuple[bool, Any]:
+        """(whether any rank asked, what `forward` gave). Collective."""
+        own = -1 if wanted is None else self.models.index(wanted)
+        numbers = self.accelerator.gather(torch.tensor([own], device=self.accelerator.device)).tolist()
+        found = None
+        for number in sorted(set(numbers) - {-1}):
+            if number == own:
+                found = forward()
+            else:
+                with torch.no_grad(), self.models[number].autocast():
+                    self.models[number]._forward([0], [0])
+        return max(numbers) >= 0, found
+
+    def join(self) -> None:
+        """Take part in the passes of the other ranks until none asks any more. Collective."""
+        while self.ask(None, lambda: None)[0]:
+            pass
+
+
+class ShardedScores(ModelScores):
+    """Asks a model of which each rank holds a part. Further argument: `rounds`, of the batch."""
+
+    def __init__(self, *args: Any, rounds: Rounds, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.rounds = rounds
+        rounds.models.append(self)
+
+    def _pass(self, forward: Callable, *args: Any) -> Any:
+        return self.rounds.ask(self, lambda: forward(*args))[1]
 
 
 def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
     """`policy` and `reference` for the reward functions of a trainer, nothing where none asks for it."""
-    asked = asked_of(trainer.reward_functions.functions) & {"policy", "reference"}
+    functions = trainer.reward_functions.functions
+    asked = asked_of(functions) & {"policy", "reference"}
     if asked:
         asked -= column_lists(trainer.batch.rows, trainer.batch.data).keys()
-    return {name: {"policy": policy_of, "reference": reference_of}[name](trainer) for name in sorted(asked)}
+    rounds = Rounds(trainer.accelerator) if asked and trainer._is_sharded else None
+    for func in functions if rounds is not None else ():
+        if inspect.iscoroutinefunction(func) and asked_of([func]) & asked:
+            raise RunError(
+                f"The async reward {func.__name__} asks a model that DeepSpeed or FSDP shards: its forward passes are "
+                "of all ranks together, in one thread. Remove `async`."
+            )
+    return {name: {"policy": policy_of, "reference": reference_of}[name](trainer, rounds) for name in sorted(asked)}
 
 
-def policy_of(trainer: Any) -> PolicyScores:
-    """The policy of a trainer, to be asked. Raises `RunError` where it cannot be."""
+def join_rounds(columns: dict[str, Any]) -> None:
+    """Behind this rank's reward functions, whatever became of them: see `Rounds`. Collective where models are sharded.
+
+    Args:
+        columns: What `scores_of_trainer` gave, beside others.
+    """
+    for each in (columns.get("policy"), columns.get("reference")):
+        if isinstance(each, ShardedScores):
+            each.rounds.join()
+            return  # both have the same ones
+
+
+def policy_of(trainer: Any, rounds: Rounds | None = None) -> PolicyScores:
+    """The policy of a trainer, to be asked. Raises `RunError` where it cannot be: sharded, and without `rounds`."""
     written = trainer.env.format_of(trainer.env.tokenizer)
     if trainer.backend == "server":
         if any(server.adapter is not None for server in getattr(trainer.client, "servers", [trainer.client])):
@@ -308,13 +380,20 @@ def policy_of(trainer: Any) -> PolicyScores:
                 "Set weight_sync: disk (or nccl), which sends all weights."
             )
         return ServerScores(trainer.client, written, lambda: trainer.weight_sync.pushed)
-    if trainer._is_sharded:
-        raise RunError(
-            "A reward function asks the policy, which DeepSpeed or FSDP trains in this run: a forward pass is of all "
-            "ranks together there. Expected a vLLM server that answers (vllm_mode: server)."
-        )
     autocast, counter = trainer.accelerator.autocast, trainer._weight_counter
-    return ModelScores(trainer.model, written, autocast, lambda: str(counter.version), lambda: budget_of(trainer))
+    return of_model(trainer, rounds, trainer.model, written, autocast, lambda: str(counter.version))
+
+
+def of_model(trainer: Any, rounds: Rounds | None, *args: Any) -> ModelScores:
+    """Those of a model of this process, or of one that is sharded over all of them."""
+    if not trainer._is_sharded:
+        return ModelScores(*args, lambda: budget_of(trainer))
+    if rounds is None:
+        raise RunError(
+            "DeepSpeed or FSDP shards the model that is asked: a forward pass is of all ranks together there, which "
+            "reward functions alone know to make. Ask in a reward function."
+        )
+    return ShardedScores(*args, lambda: budget_of(trainer), rounds=rounds)
 
 
 def budget_of(trainer: Any) -> int | None:
@@ -335,19 +414,14 @@ NO_REFERENCE = (
 )
 
 
-def reference_of(trainer: Any) -> PolicyScores:
+def reference_of(trainer: Any, rounds: Rounds | None = None) -> PolicyScores:
     """The reference model of a trainer, to be asked: TRL's own (`beta` above 0), or the base of a LoRA.
 
-    It is a model of this process, whatever samples. Raises `RunError` where there is none, or where it is sharded.
+    It is a model of this process, whatever samples. Raises `RunError` where there is none, and as `policy_of`.
     """
-    if trainer._is_sharded:
-        raise RunError(
-            "A reward function asks `reference`, which DeepSpeed or FSDP shards in this run: a forward pass is of all "
-            "ranks together there."
-        )
     written, autocast = trainer.env.format_of(trainer.env.tokenizer), trainer.accelerator.autocast
     if trainer.ref_model is not None:
-        return ModelScores(trainer.ref_model, written, autocast, lambda: "reference", lambda: budget_of(trainer))
+        return of_model(trainer, rounds, trainer.ref_model, written, autocast, lambda: "reference")
     model = trainer.accelerator.unwrap_model(trainer.model)
     if not is_peft_model(model):
         raise RunError(f"{NO_REFERENCE[0].upper()}{NO_REFERENCE[1:]}")
@@ -357,4 +431,4 @@ def reference_of(trainer: Any) -> PolicyScores:
         with autocast(), use_adapter(model, "ref" if "ref" in model.peft_config else None):
             yield
 
-    return ModelScores(model, written, without_adapter, lambda: "reference", lambda: budget_of(trainer))
+    return of_model(trainer, rounds, model, written, without_adapter, lambda: "reference")

@@ -16,7 +16,7 @@ import torch
 from mt_grpo.base.rows import column_lists, number_of, prompts_of
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, turn_contexts
+from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, join_rounds, turn_contexts
 from mt_grpo.training.reward_calls import noise_apart, rollout_columns, run_rewards
 from mt_grpo.training.reward_errors import RewardError
 from mt_grpo.training.reward_numbers import check_reward_values, reward_tensors, state_numbers, turn_flags
@@ -343,7 +343,10 @@ class RewardFunctions:
         local: list[torch.Tensor] = []
 
         def run() -> None:
-            values.extend(self.score(batch, columns, timeout, accelerator.device, only, guests))
+            try:
+                values.extend(self.score(batch, columns, timeout, accelerator.device, only, guests))
+            finally:
+                join_rounds(columns)
             local.extend(turn_flags(batch.rollouts, num_turns))
             states = [state_numbers(rollout) if reads_state else [] for rollout in batch.rollouts]
             local.append(pad_rows(states, num_turns, -1, torch.long))

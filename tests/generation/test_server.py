@@ -20,6 +20,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from test_agents import Scripted, run
 from test_first_batch import recipe_file
+from test_rewards import load
 from test_sharded import FSDP2, WORKER, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_vllm import WarmVLLMServer
@@ -27,7 +28,7 @@ from warm_vllm import WarmVLLMServer
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.checks import check_server
-from mt_grpo.rollout import Generation, StopReason
+from mt_grpo.rollout import Generation, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.policy_scores import ModelScores, ServerScores
 from mt_grpo_trainer import (
     MTGRPOConfig,
@@ -101,6 +102,35 @@ def test_a_reward_asks_the_server_for_logprobs(client, served_model):
     assert policy.version == client.weight_version()
     after = check()
     assert max(abs(a - b) for x, y in zip(before, after) for a, b in zip(x, y)) > 0.01
+
+
+def test_information_gain_by_a_server_is_that_of_transformers(client, served_model):
+    """Within 1e-5, of conversations with two searches each."""
+    model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
+    env = MultiTurnToolEnv([lookup], "Search.", tokenizer=client.tokenizer)
+    written, turns, contexts = env.format_of(client.tokenizer), [], []
+    for question, found in (("6 * 7", "42 is what it gives."), ("3 + 8", "Nothing is known.")):
+        read = env.prompt_ids([{"role": "user", "content": question}], client.tokenizer)
+        turns.append([])
+        contexts.append([])
+        for text in (found, f"{found} And {question}."):
+            turn = Turn(client.tokenizer("Let me see.")["input_ids"], None, "", "stop", [ToolCall("lookup", {})],
+                        [ToolResult(text)])  # fmt: skip
+            turn.results, turn.messages, turn.observation_ids = written.fit(turn, [], 200, 100)
+            turns[-1].append(turn)
+            contexts[-1].append(read + turn.token_ids)
+            read = contexts[-1][-1] + turn.observation_ids
+    given = {"turn_contexts": contexts, "answer": [["42", "forty two"], ["11"]]}
+    gain = load("information_gain").information_gain_reward_func
+    by_server = gain(turns, policy=ServerScores(client, written), **given)
+    expected = gain(turns, policy=ModelScores(model, written, torch.no_grad, str), **given)
+    assert by_server == [pytest.approx(row, abs=1e-5) for row in expected]
+    assert max(abs(value) for row in expected for value in row if value is not None) > 0.01
+
+
+def lookup() -> str:
+    """Look it up."""
+    return ""
 
 
 def test_a_run_asks_the_server_by_the_weights_that_it_pushed(client, port, served_model, tmp_path):

@@ -118,6 +118,46 @@ def test_fsdp2_keeps_float32_weights_beside_bf16(tmp_path, monkeypatch):
     assert (moved > 0)[trained.bfloat16() == start.bfloat16()].float().mean() > 0.5  # what bf16 alone would have lost
 
 
+ASKS = """
+import os
+
+def asks(rollout_turns, turn_contexts, policy, reference, **kwargs):
+    \"\"\"Rank 0 asks the policy once for each rollout, then the reference for all; rank 1 the reference first, and
+    the policy in one call. In the second batch rank 1 asks nothing.\"\"\"
+    contexts = [each[0][: -len(turns[0].token_ids)] for each, turns in zip(turn_contexts, rollout_turns)]
+    said = [turns[0].token_ids for turns in rollout_turns]
+    if os.environ["RANK"] == "0":
+        own = [policy.logprobs([context], [ids])[0] for context, ids in zip(contexts, said)]
+        other = reference.logprobs(contexts, said)
+    elif kwargs["trainer_state"].global_step == 1:
+        return [0.5] * len(said)
+    else:
+        other = reference.logprobs(contexts, said)
+        own = policy.logprobs(contexts, said)
+    return [(sum(a) - 2 * sum(b)) / 10 for a, b in zip(own, other)]
+
+OUTCOME_REWARD_FUNCS = [asks]
+"""
+
+
+def test_rewards_may_ask_sharded_models(tmp_path):
+    """Each rank when and as often as it likes: the rewards are those of a run by DDP."""
+    os.chdir(ROOT)
+    (tmp_path / "asks.py").write_text(ASKS)
+    keys = {"reward_fn": str(tmp_path / "asks.py"), "beta": 0.01, "max_steps": 4, "save_strategy": "no",
+            "credit_assignment": "outcome", "turn_advantage_coef": 1.0}  # fmt: skip
+    launch(CPU, ["mt_grpo_trainer.py"], "--config", recipe(tmp_path / "a", "ddp", **keys))
+    launch(FSDP2, [WORKER, "train"], "--config", recipe(tmp_path / "b", "sharded", **keys))
+    expected, found = steps(tmp_path / "a/ddp"), steps(tmp_path / "b/sharded")
+    assert len(expected) == 4 and found.keys() == expected.keys()
+    for step in (1, 2):  # behind two steps of Adam rounding may decide what is sampled
+        assert found[step] == pytest.approx(expected[step], abs=1e-5)
+    assert expected[1][2] != 0.5 and math.isfinite(found[4][0])
+    for folder in (tmp_path / "a/ddp", tmp_path / "b/sharded"):  # the reference is the policy before the first step
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [row["kl"] for row in rows if row.get("step") == 1 and "kl" in row] == [pytest.approx(0.0, abs=1e-6)]
+
+
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
 def test_what_is_pushed_is_whole(lora, tmp_path, monkeypatch):
     """Names, tied ones too; merged adapters; a scaled norm. Where one rank fails or gives up, no other one waits."""

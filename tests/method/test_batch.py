@@ -461,6 +461,7 @@ def test_a_turn_ends_where_the_chat_template_ends_it(base_model, tmp_path):
     assert "no_tool_call" in [row["stop_reason"] for row in read_log(tmp_path)]
     # TRL cuts a sample at its first end, so that transformers, which would go on sampling until then, has to know too.
     assert set(trainer.generation_config.eos_token_id) == set(trainer.generation_kwargs["eos_token_id"]) == {end, eos}
+    assert trainer.llm._is_end(end) and trainer.llm._is_end(eos)  # also as the last token that a turn may have
 
     trainer.llm = Writes(tokenizer, ["ok<|im_end|>"] * 8)
     trainer.evaluate()

@@ -284,7 +284,7 @@ def test_the_reference_of_a_lora_is_its_base(random_model, tmp_path, monkeypatch
     assert reference_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
     assert policy_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] != pytest.approx(before, abs=1e-3)
     monkeypatch.setattr(MTGRPOEnvTrainer, "_is_sharded", True)
-    with pytest.raises(RunError, match="asks `reference`, which DeepSpeed or FSDP shards"):
+    with pytest.raises(RunError, match="DeepSpeed or FSDP shards the model that is asked"):
         reference_of(trainer)
 
 

@@ -566,7 +566,7 @@ MUTATIONS = [
         "mt_grpo/run/in_flight.py",
         "            rollout.place(index)\n",
         "            pass\n",
-        "tests/run/test_faults.py::test_a_step_takes_the_groups_that_are_complete",
+        "tests/run/test_in_flight.py::test_a_refill_leaves_no_step_without_a_group_for_each_slot",
     ),
     Mutation(
         "admission: a checkpoint forgets what is in flight",
@@ -672,5 +672,19 @@ MUTATIONS = [
         'f"{args.seed} {step} {number} {trunk.index}"',
         'f"{args.seed} {number} {trunk.index}"',
         "tests/method/test_trees.py::test_states_differ_from_step_to_step",
+    ),
+    Mutation(
+        "sharded: the reference is read on rank 0 alone",
+        "mt_grpo/run/loading.py",
+        '        os.environ[key] = "false"\n',
+        "        pass\n",
+        "tests/generation/test_sharded.py::test_rewards_may_ask_sharded_models",
+    ),
+    Mutation(
+        "sharded: a rank whose rewards are over leaves the others' passes",
+        "mt_grpo/training/rewards.py",
+        "                join_rounds(columns)\n",
+        "                pass\n",
+        "tests/generation/test_sharded.py::test_rewards_may_ask_sharded_models",
     ),
 ]

@@ -1069,8 +1069,8 @@ MUTATIONS = [
     Mutation(
         "reference: it is the policy",
         "mt_grpo/training/policy_scores.py",
-        "ModelScores(trainer.ref_model, written",
-        "ModelScores(trainer.model, written",
+        "of_model(trainer, rounds, trainer.ref_model, written",
+        "of_model(trainer, rounds, trainer.model, written",
         "tests/method/test_before_credit.py::test_a_penalty_per_turn",
     ),
     Mutation(

@@ -870,7 +870,8 @@ NUMBERS_OUT_OF_RANGE = {
         ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "eval_delay", "beta",
          "router_aux_loss_coef", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
          "vespo_lambda_neg", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-         "entropy_target", "vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "turn_advantage_coef"),
+         "entropy_target", "vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "turn_advantage_coef",
+         "observation_loss_coef"),
         (-1.0, math.inf, math.nan),
     ),
     **dict.fromkeys(

@@ -22,6 +22,7 @@ from mt_grpo.training.policy_scores import (
     PolicyScores,
     ServerScores,
     asked_of,
+    policy_of,
     scores_of_trainer,
     turn_contexts,
 )
@@ -105,7 +106,9 @@ def trainer_of(*functions, **facts):
     env = SimpleNamespace(format_of=lambda tokenizer: None, tokenizer=None)
     functions = SimpleNamespace(functions=list(functions))
     batch = SimpleNamespace(rows=[{"prompt": []}], data=[{"prompt": []}])
-    return SimpleNamespace(**{"reward_functions": functions, "env": env, "batch": batch, **facts})
+    accelerator = SimpleNamespace(autocast=None)
+    known = {"_is_sharded": False, "accelerator": accelerator, "_weight_counter": None, "model": None}
+    return SimpleNamespace(**{"reward_functions": functions, "env": env, "batch": batch, **known, **facts})
 
 
 def wants(policy, **kwargs): ...
@@ -115,8 +118,15 @@ def test_an_adapter_and_sharded_weights_are_refused():
     pool = SimpleNamespace(servers=[SimpleNamespace(adapter=None), SimpleNamespace(adapter="v1")])
     with pytest.raises(RunError, match="samples by an adapter.*Set weight_sync: disk"):
         scores_of_trainer(trainer_of(wants, backend="server", client=pool))
-    with pytest.raises(RunError, match="DeepSpeed or FSDP.*vllm_mode: server"):
-        scores_of_trainer(trainer_of(wants, backend="transformers", _is_sharded=True))
+    sharded = trainer_of(wants, backend="transformers", _is_sharded=True)
+    with pytest.raises(RunError, match="DeepSpeed or FSDP shards the model that is asked.*Ask in a reward function"):
+        policy_of(sharded)  # outside one nobody knows how often other ranks ask
+
+    async def wants_too(policy, **kwargs):
+        return []
+
+    with pytest.raises(RunError, match="The async reward wants_too asks a model that DeepSpeed or FSDP shards"):
+        scores_of_trainer(trainer_of(wants_too, backend="transformers", _is_sharded=True))
     assert scores_of_trainer(trainer_of(lambda **kwargs: 0)) == {}
     row = {"prompt": [], "policy": "No smoking."}  # a column of the data: nobody asks the policy
     batch = SimpleNamespace(rows=[row], data=[row])
