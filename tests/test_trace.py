@@ -94,7 +94,7 @@ NUMBERS = {  # rewards and advantages per turn
     "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
     "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
     "noise_apart", "is_finite", "asked_of", "scores_of_trainer", "_score", "_before_credit",
-    "_call", "_sees_groups", "visible_places",
+    "_call", "_sees_groups", "visible_places", "join_rounds",
 }  # fmt: skip
 
 

@@ -146,14 +146,14 @@ MUTATIONS = [
         "mt_grpo/run/in_flight.py",
         'trainer.accelerator.reduce(flags, "sum") == num_ranks',
         "flags == 1",
-        "tests/run/test_faults.py::test_two_ranks_take_the_same_groups",
+        "tests/run/test_in_flight.py::test_a_step_waits_for_what_all_ranks_have",
     ),
     Mutation(
         "admission: the step's rows are those of the data's order",
         "mt_grpo/run/in_flight.py",
         "        return self._taken.rows\n",
         "        return rows\n",
-        "tests/run/test_faults.py::test_a_step_takes_the_groups_that_are_complete",
+        "tests/run/test_in_flight.py::test_a_refill_leaves_no_step_without_a_group_for_each_slot",
     ),
     Mutation(
         "admission: a batch that is half trained is forgotten",
@@ -223,7 +223,7 @@ MUTATIONS = [
         "mt_grpo/run/snapshots.py",
         "        state.num_input_tokens_seen = self.num_tokens\n",
         "        pass\n",
-        "tests/run/test_faults.py::test_where_a_run_is_stopped_does_not_matter[rewards]",
+        "tests/run/test_checkpoints.py::test_a_gradient_that_is_not_finite_takes_no_step",
     ),
     Mutation(
         "a new epoch's first random number is drawn twice",
@@ -594,7 +594,7 @@ MUTATIONS = [
         "mt_grpo/run/saved_states.py",
         "if torch.is_tensor(found) and found.numel() != parameter.numel():",
         "if False:",
-        "tests/run/test_checkpoints.py::test_a_file_that_holds_something_else_ends_in_one_line",
+        "tests/run/test_checkpoints.py::test_a_state_of_another_size_is_refused",
     ),
     Mutation(
         "a checkpoint that cannot be resumed is offered for going on",

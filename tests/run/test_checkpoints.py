@@ -36,7 +36,7 @@ from mt_grpo.run.checkpoints import (
     trained_settings,
     weights_not_finite,
 )
-from mt_grpo.run.saved_states import WHAT_TO_DO
+from mt_grpo.run.saved_states import WHAT_TO_DO, check_optimizer
 from mt_grpo.run.trainer import NotFinite, SaveError, train_or_save
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
@@ -467,6 +467,7 @@ def test_half_of_a_line_does_not_stay(tmp_path):
     write_rows(path, [{"a": 1}])
     with files_of_at_most(1000), pytest.raises(OSError):
         write_rows(path, [{"b": "x" * 5000}])
+    assert path.read_text() == '{"a": 1}\n'  # a reader may come before the next write
     write_rows(path, [{"c": 3}])
     assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
     write_rows(path, [{"d": 4}], fresh=True)
@@ -831,6 +832,15 @@ def other_dtype(folder):
     path.write_bytes(path.read_bytes().replace(b'"F32"', b'"X32"', 1))
 
 
+def test_a_state_of_another_size_is_refused():
+    """torch would read beyond its end."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.Adam([parameter])
+    optimizer.state[parameter] = {"exp_avg": torch.zeros(4), "exp_avg_sq": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"exp_avg_sq has the shape \[3\], expected \[4\]"):
+        check_optimizer(optimizer)
+
+
 REFUSED_LATER = {  # once there are parameters to compare with
     "optimizer, no pickle": (put("optimizer.pt", b"\x80garbage"), "the state of the optimizer .optimizer.pt."),
     "optimizer, a list": (put("optimizer.pt", [1, 2]), "the state of the optimizer .optimizer.pt."),
@@ -984,6 +994,9 @@ def test_a_gradient_that_is_not_finite_takes_no_step(random_model, tmp_path, mon
     with pytest.raises(SystemExit, match="(?s)Step 3: the norm of the gradient is nan.*saved up to step 3"):
         train_or_save(trainer)
     assert finite_files(tmp_path / "out/checkpoint-3") == (True, 1)
+    state = json.loads((tmp_path / "out/checkpoint-3/trainer_state.json").read_text())
+    counted = [row["num_tokens"] for row in state["log_history"] if "num_tokens" in row]
+    assert len(counted) == 3 and state["num_input_tokens_seen"] == counted[-1]  # the batch is sampled again
     monkeypatch.setattr(MTGRPOEnvTrainer, "compute_loss", compute)
     make_trainer(random_model, tmp_path, save_steps=100).train(resume_from_checkpoint="last")  # it can go on
 

@@ -4,6 +4,7 @@ import re
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mt_grpo.base.errors import ServerLost
 from mt_grpo.base.ranks import RunError
@@ -195,6 +196,15 @@ def test_a_refill_leaves_no_step_without_a_group_for_each_slot():
     assert [rollout.index for rollout in rollouts] == [0, 1]
     assert flight._batch_prompts == [1, 18] and not flight.groups
     assert flight.refill(rows, [1])[:2] == ([], []) and flight._batch_prompts == [1, 2]
+
+
+def test_a_step_waits_for_what_all_ranks_have():
+    """Here both groups are complete, on the other rank the second one alone: it is the one that is taken."""
+    flight, kind = of_two_ranks(), slot_kinds(2, 2, 2)[1]
+    flight.groups.extend(GroupInFlight(n, kind, [], None) for n in (17, 18))
+    others, asked = torch.tensor([0, 1, 1], dtype=torch.int32), []
+    flight.trainer.accelerator.reduce = lambda flags, how: asked.append(flags.tolist()) or flags + others
+    assert flight._wait_for_groups([kind]) == [1] and asked == [[1, 1, 1]]
 
 
 def test_kinds_that_can_fill_no_slot_are_an_error():
