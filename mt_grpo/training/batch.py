@@ -128,14 +128,18 @@ class Batch:
         logprobs = [record.logprobs for record in self.records]
         loss_masks = [record.loss_mask or [0] for record in self.records]
         if without_truncated:
-            cut_off = self.truncated[self.first : self.first + len(self.rollouts)]
-            loss_masks = [[0] * len(m) if cut_off[owner] else m for owner, m in zip(self.owners, loss_masks)]
+            loss_masks = self.zeros_where_truncated(loss_masks)
         return (
             [record.prompt_ids or [pad_id] for record in self.records],
             [record.completion_ids or [pad_id] for record in self.records],
             loss_masks,
             None if None in logprobs else [row or [0.0] for row in logprobs],
         )
+
+    def zeros_where_truncated(self, masks: list[list[int]]) -> list[list[int]]:
+        """The masks of the M records, but for zeros in those of rollouts that were cut off."""
+        cut_off = self.truncated[self.first : self.first + len(self.rollouts)]
+        return [[0] * len(mask) if cut_off[owner] else mask for owner, mask in zip(self.owners, masks)]
 
     def trained_turns(self, args: Any) -> torch.Tensor:
         """Whether a turn has tokens in the loss, (N, K) bool."""

@@ -27,8 +27,7 @@ def observed_tokens(batch: Batch, width: int, args: Any, accelerator: Any) -> di
     """
     masks = [record.observation_mask for record in batch.records]
     if args.mask_truncated_completions:
-        cut_off = batch.truncated[batch.first : batch.first + len(batch.rollouts)]
-        masks = [[0] * len(mask) if cut_off[owner] else mask for owner, mask in zip(batch.owners, masks)]
+        masks = batch.zeros_where_truncated(masks)
     mask = pad_rows(masks, width, 0.0).to(accelerator.device)
     return {OBSERVED: mask, NUM_OBSERVED: accelerator.reduce(mask.sum())}
 

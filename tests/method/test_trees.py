@@ -5,6 +5,7 @@ import copy
 import json
 import random
 import shutil
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -177,7 +178,7 @@ class Listed:
 
 class Holds(Counter):
     def respond(self, rollout, turn):
-        return Reply(info={"lock": asyncio.Lock, "file": open("/dev/null")})  # noqa: SIM115  cannot be copied
+        return Reply(info={"lock": threading.Lock()})  # cannot be copied
 
 
 @pytest.mark.parametrize(
@@ -220,18 +221,11 @@ def test_what_a_subclass_keeps_on_a_rollout_is_copied():
     assert [rollout.notes for rollout in rollouts] == [[1, 1, 0], [1, 0], [1, 1, 0]]
 
 
-class Busy(Counter):
-    """Its copy takes longer than a call of an environment may: the instance may still be in use."""
-
-    async def fork(self):
-        await asyncio.sleep(3600)
-
-
 def test_a_copy_that_takes_too_long_ends_both():
     scripts = [[ONE, TWO, "<answer>a</answer>"], [], ["<answer>c</answer>"]]
-    _, rollouts, _ = converse(scripts, environment=Busy, environment_timeout=0.2)
+    _, rollouts, _ = converse(scripts, environment=Slow, environment_timeout=0.2)
     assert [rollout.stop_reason for rollout in rollouts[:2]] == [StopReason.ENVIRONMENT_ERROR] * 2
-    assert "Busy.fork took longer than environment_timeout=0.2 s" in str(rollouts[0].error)
+    assert "Slow.fork took longer than environment_timeout=0.2 s" in str(rollouts[0].error)
 
 
 def test_a_copied_environment_serves_no_other_conversation():

@@ -10,6 +10,7 @@ import random_batches as batches
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from test_trees import by_ids, calculator
 from transformers import AutoModelForCausalLM
 
 from mt_grpo.rollout import Context, Record, Rollout, StopReason, Turn
@@ -92,19 +93,6 @@ def test_an_observation_that_nobody_expected_gives_no_nan():
     """Its logprob, without one of the reference, would be infinite in the term of `beta`."""
     inputs = {"tool_mask": torch.tensor([[1, 0]])}
     assert only_sampled(inputs, torch.tensor([[-1.0, -200.0]])).tolist() == [[-1.0, 0.0]]
-
-
-def calculator(expression: str) -> str:
-    """Evaluate a product.
-
-    Args:
-        expression: Such as `6 * 7`.
-    """
-    return "42"
-
-
-def by_ids(completion_ids, **kwargs):
-    return [sum(each) % 7 / 6 for each in completion_ids]
 
 
 def make(out, **changes):
