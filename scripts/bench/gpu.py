@@ -13,7 +13,7 @@ its rollouts, and TRL's trainer. `gradients` compares what they come to. `tiny r
 hf_recipes/tiny/calculator.yaml in bf16.
 
 Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
-share it, and `server, nccl` is left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two processes on
+share it, and the cases of `nccl` are left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two processes on
 one GPU since 2.30 (VLLM_NCCL_SO_PATH chooses the library). A case that fails is noted with its error, and the exit
 code is then 1. Colocated vLLM needs a GPU: on a CPU it takes no weights from TRL.
 """
@@ -47,6 +47,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "colocate, sleep": ("ours", {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}),
     "server, disk": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "disk"}),
     "server, nccl": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl"}),
+    "server, nccl, ahead": (
+        "ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "max_staleness": 1}
+    ),
     "step": ("step", {}),
     "gradients": ("gradients", {}),
     "tiny recipe": ("recipe", {}),
@@ -79,7 +82,7 @@ def why_not(case: str, gpus: int) -> str | None:
     ('needs 2 GPUs', None, 'needs a GPU')
     """
     alone = gpus == 1 and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    needed = (2 - alone) if case == "server, nccl" else int("colocate" in case)
+    needed = (2 - alone) if case.startswith("server, nccl") else int("colocate" in case)
     return f"needs {'a GPU' if needed == 1 else f'{needed} GPUs'}" if gpus < needed else None
 
 
@@ -268,7 +271,7 @@ def make_server(model: Path, case: str, gpus: list[str], options: argparse.Names
     ]
     if gpus:
         flags += ["--no-enforce-eager", "--gpu-memory-utilization", str(0.9 if len(gpus) > 1 else options.share)]
-    if case == "server, nccl":
+    if case.startswith("server, nccl"):
         flags += ["--weight-transfer-config", '{"backend": "nccl"}']
     return VLLMServer(model, *flags, timeout=600.0, env={"CUDA_VISIBLE_DEVICES": gpus[-1] if gpus else ""})
 
