@@ -378,6 +378,15 @@ def interval(values: list[float]) -> tuple[float, float]:
     return mean(values), half
 
 
+def spread(values: list[float | None]) -> str:
+    """The mean over seeds and its interval, or a dash where nothing gave such figures: nobody pays turns, say.
+
+    >>> spread([1.0, 2.0, 3.0]), spread([None, None, None])
+    ('2.00 ± 2.48', '-')
+    """
+    return "-" if None in values else "{:.2f} ± {:.2f}".format(*interval(values))
+
+
 def median_steps(values: list[int | None], steps: int) -> str:
     """The median of the steps to the threshold; runs that never passed it are later than every other.
 
@@ -434,9 +443,8 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         for method in methods:
             runs = groups[task, method]
             cells = {
-                key: "{:.2f} ± {:.2f}".format(*interval([row[key] for row in runs]))
-                for key in FIGURES if key != "steps_to_threshold"
-            }  # fmt: skip
+                key: spread([row[key] for row in runs]) for key in FIGURES if key != "steps_to_threshold"
+            }
             passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
             scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
             each = " ".join(f"{row['exact_match']:.2f}" for row in sorted(runs, key=lambda row: row["seed"]))

@@ -349,7 +349,12 @@ def gradient_lines(row: dict[str, Any]) -> list[str]:
 
 
 def section(results: dict[str, Any]) -> str:
-    """The page's tables."""
+    """The page's tables: of each card and set of versions its own, the newest first."""
+    return "\n\n".join(run_section(run) for run in reversed(results["runs"]))
+
+
+def run_section(results: dict[str, Any]) -> str:
+    """The tables of the cases that were run with the same card, versions and settings."""
     of, place = results["settings"], results["machine"]
     lines = [
         f"**On {results['gpus'] or 'a CPU'}**: {of['rollouts']} rollouts of {of['tokens']} tokens per step, "
@@ -408,6 +413,20 @@ def main(argv: list[str] | None = None) -> int:
     return measure_all(gpus, options)
 
 
+def of_the_same(results: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """The results that were measured with what `run` names; they are added, without a case, where there are none.
+
+    >>> results = {"runs": [{"gpus": "A", "cases": {"colocate": {}}}]}
+    >>> of_the_same(results, {"gpus": "A"})["cases"], of_the_same(results, {"gpus": "B"})["cases"], len(results["runs"])
+    ({'colocate': {}}, {}, 2)
+    """
+    for known in results["runs"]:
+        if all(known[key] == value for key, value in run.items()):
+            return known
+    results["runs"].append({**run, "cases": {}})
+    return results["runs"][-1]
+
+
 def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
     """Run the cases one after the other, keep each as it ends, and write the page's section. Returns the exit code."""
     import torch
@@ -420,24 +439,24 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
         build_model("0.6B", model, "float32")
     with torch.device("meta"):
         number = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).num_parameters()
-    results = {
+    run = {
         "machine": machine(), "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(len(gpus))),
-        "parameters": number, "cases": {},
-        "settings": {name: getattr(options, name) for name in ("steps", "rollouts", "tokens")},
+        "parameters": number, "settings": {name: getattr(options, name) for name in ("steps", "rollouts", "tokens")},
     }  # fmt: skip
-    if options.case and path.is_file():
-        results["cases"] = json.loads(path.read_text())["cases"]
+    results = json.loads(path.read_text()) if path.is_file() else {"runs": []}
+    run = of_the_same(results, run)
+    if not options.case:
+        run["cases"] = {}
     for case in options.case or CASES:
         reason = why_not(case, len(gpus))
-        results["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
+        row = run["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
         FRAME.keep(results, options.tiny)
-        row = results["cases"][case]
         said = f"{summary(row)['step']:.2f} s a step" if "seconds" in row else json.dumps(row)
         print(f"{case}: " + (reason or row.get("error") or said), flush=True)
     FRAME.finish(results, options.tiny)
     if options.tiny:
         print(section(results))
-    return int(any("error" in row for row in results["cases"].values()))
+    return int(any("error" in row for row in run["cases"].values()))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,10 @@ RESULTS = {
 
 
 def test_the_table_has_a_row_per_case_that_ran_and_a_line_per_other_one():
-    lines = bench.section(RESULTS).splitlines()
+    older = {**RESULTS, "gpus": "Abacus 8000", "cases": {}}
+    text, of_older = bench.section({"runs": [older, RESULTS]}).split("\n\n**On Abacus 8000**")
+    assert "0.6B parameters" in of_older and of_older.endswith("A note.")
+    lines = text.splitlines()
     assert "On Abacus 9000" in lines[0] and "0.6B parameters" in lines[0]
     assert lines[4:7] == [
         "| in process | 4.25 s | 3.00 s | - | 1.25 s | 1.0 | 3.0 | - |",
@@ -99,7 +102,8 @@ def test_its_cases_run_with_the_bundled_model(monkeypatch, tmp_path):
     monkeypatch.setattr(bench.FRAME, "short_results", results)
     cases = ["in process", "TRL, in process", "server, disk", "tiny recipe"]
     assert bench.main(["--tiny", *(word for case in cases for word in ("--case", case))]) == 0
-    rows = json.loads(results.read_text())["cases"]
+    (run,) = json.loads(results.read_text())["runs"]
+    rows = run["cases"]
     assert list(rows) == cases and all(len(row["log"]) >= 2 for row in rows.values())
     assert bench.summary(rows["server, disk"])["sync"] > 0
     assert all("rollout/wait_seconds" in step for step in rows["in process"]["log"])
