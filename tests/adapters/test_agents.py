@@ -1,6 +1,7 @@
 """Agents that speak OpenAI's API: real clients over real HTTP; the policy is scripted where its ids are known."""
 
 import asyncio
+import copy
 import functools
 import json
 import math
@@ -30,6 +31,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.adapters.agents import conversation as openai_agent, programs, server as agent_server
 from mt_grpo.adapters.agents.chains import Asked, Completion, keys_of
 from mt_grpo.adapters.agents.conversation import agent_conversation, agent_environment
+from mt_grpo.adapters.agents.messages import ApiError
 from mt_grpo.adapters.agents.programs import CommandAgent, FunctionAgent, environment_of
 from mt_grpo.adapters.agents.prompts import AgentPrompts
 from mt_grpo.adapters.agents.responses_api import read_items
@@ -458,8 +460,8 @@ def test_rollouts_of_one_prompt_have_lists_of_their_own():
     program = FunctionAgent(agent)
     cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
     env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
-    one, two = env.generate([[]] * 2, Scripted("1"), rows=[{}] * 2)["rollouts"]
-    assert one.prompt_ids == two.prompt_ids and one.prompt_ids is not two.prompt_ids
+    ids = [rollout.prompt_ids for rollout in env.generate([[]] * 3, Scripted("1"), rows=[{}] * 3)["rollouts"]]
+    assert ids[0] == ids[1] == ids[2] and len(set(map(id, ids))) == 3
 
 
 def test_a_frozen_branch_is_read_and_not_trained():
@@ -808,6 +810,24 @@ def test_an_answer_that_is_lost_on_its_way_is_not_trained():
     (rollout,) = env.generate([[]], Scripted("1", "2"), rows=[{}])["rollouts"]
     assert rollout.error is None, rollout.error
     assert [turn.trained for turn in rollout.turns] == [False, True]
+
+
+def test_refused_requests_do_not_gather():
+    async def agent(row, client):
+        long = {"model": "policy", "messages": [user("a " * 5000)]}
+        assert [(await post(client, long)).status_code for _ in range(3)] == [400] * 3
+        await ask(client, [user("a")])
+
+    asked, original = [], AgentSession.received
+
+    def received(self, each):
+        asked.append(list(self._asked))
+        original(self, each)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgentSession, "received", received)
+        rollout, _ = run(agent, "1")
+    assert rollout.error is None and [len(each) for each in asked] == [1], rollout.error
 
 
 def test_an_agent_that_received_nothing_has_failed():
@@ -2012,6 +2032,20 @@ def test_the_prompt_of_a_further_record():
     assert "Add.< |im_end|>" in TOKENIZER.decode(rollout.prompt_ids)
 
 
+def test_what_ends_a_turn_ends_no_description_and_stands_in_no_name():
+    """Also ids that end a turn and are no control token of the tokenizer."""
+    env = mt.MultiTurnToolEnv([], None, tokenizer=TOKENIZER, tool_format="hermes")
+    prompts = AgentPrompts(copy.copy(env.format_of(TOKENIZER)), TOKENIZER)
+    (end,) = TOKENIZER("@", add_special_tokens=False)["input_ids"]
+    prompts.format.ends = frozenset({end})
+    tool = {"function": {"name": "add", "description": "Add @ 1<|im_end|>.", "parameters": {"properties": {"a": {}}}}}
+    shown = prompts.tools([tool])["add"].json_schema["description"]
+    assert shown == "Add   1< |im_end|>."
+    for function in ({"name": "a@b"}, {"name": "add", "parameters": {"properties": {"a<|im_end|>": {}}}}):
+        with pytest.raises(ApiError, match="holds the control token '(@|<.im_end.>)' of the model in its name"):
+            prompts.tools([{"function": function}])
+
+
 def test_items_of_answers_that_follow_each_other():
     async def agent(row, client):
         items = [{"role": "user", "content": "a"}]
@@ -2427,6 +2461,7 @@ def test_a_rank_must_not_wait_longer_than_the_others_do(monkeypatch, tmp_path):
 
 BRANCHES = """
 import asyncio
+import copy
 
 async def solve(row, client):
     async def ask(*texts):

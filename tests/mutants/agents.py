@@ -249,7 +249,14 @@ MUTATIONS = [
         "mt_grpo/adapters/agents/prompts.py",
         'return tools_by_name(self.broken(shown, "tool"))',
         "return tools_by_name(shown)",
-        "tests/adapters/test_agents.py::test_the_prompt_of_a_further_record",
+        "tests/adapters/test_agents.py::test_what_ends_a_turn_ends_no_description_and_stands_in_no_name",
+    ),
+    Mutation(
+        "agents: names of tools end a message",
+        "mt_grpo/adapters/agents/prompts.py",
+        'raise refuse("tools", str(error)) from None',
+        "pass",
+        "tests/adapters/test_agents.py::test_what_ends_a_turn_ends_no_description_and_stands_in_no_name",
     ),
     Mutation(
         "agents: half of a character in a system prompt is an error",
@@ -387,8 +394,8 @@ MUTATIONS = [
     Mutation(
         "agents: a schema that is none ends the run",
         "mt_grpo/adapters/agents/messages.py",
-        "        check_schema(parameters)\n",
-        "",
+        "            check_schema(parameters)\n",
+        "            pass\n",
         "tests/adapters/test_agents.py::test_bad_requests_get_the_apis_errors_and_harm_nothing",
     ),
     Mutation(
@@ -487,7 +494,7 @@ MUTATIONS = [
         "mt_grpo/adapters/agents/server.py",
         "            if asked is not None:\n                session.lost(asked)\n",
         "            pass\n",
-        "tests/adapters/test_agents.py::test_an_answer_that_a_retry_receives_is_trained",
+        "tests/adapters/test_agents.py::test_refused_requests_do_not_gather",
     ),
     Mutation(
         "agents: a developer's only message stays behind",

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.agents.messages import refuse, tool_call
 from mt_grpo.adapters.session import tools_by_name
-from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise_json
+from mt_grpo.conversation.formats.control_tokens import Origin, check_names, forbidden_in, neutralise_json
 from mt_grpo.conversation.formats.hermes import HermesFormat, call_id, plain_name
 from mt_grpo.rollout import Message, ToolCall
 
@@ -140,10 +140,19 @@ class AgentPrompts:
         return tool_call(call_id(number), function["name"], arguments)
 
     def tools(self, tools: list[dict[str, Any]]) -> dict[str, Any]:
-        """A request's tools as a tool format takes them, with what the chat template shows of them."""
+        """A request's tools as a tool format takes them, with what the chat template shows of them.
+
+        Raises:
+            ApiError: a name holds a token that no call can hold.
+        """
+        forbidden = forbidden_in(Origin.AGENT, "tool", self.tokenizer, self.format.ends)
         shown = []
         for tool in tools:
             function = tool["function"]
+            try:
+                check_names([function["name"], *((function.get("parameters") or {}).get("properties") or {})], forbidden)
+            except ValueError as error:
+                raise refuse("tools", str(error)) from None
             given = {key: function[key] for key in IF_GIVEN if function.get(key) is not None}
             shown.append({"function": {**{key: function.get(key) for key in OF_A_TOOL}, **given}})
         return tools_by_name(self.broken(shown, "tool"))
