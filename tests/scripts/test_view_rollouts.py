@@ -889,6 +889,21 @@ def test_a_group_is_on_one_screen_the_best_first(open_page, tmp_path):
     assert page.locator("button[aria-pressed=true]").inner_text() == "advantage"
 
 
+def test_examples_before_the_question_are_folded(open_page, tmp_path):
+    """So that a group stays on one screen; a click shows them."""
+    logged = split_rows()
+    examples = [{"role": role, "content": f"{role} {k}"} for k in range(6) for role in ("user", "assistant")]
+    for each in logged:
+        each["messages"][1:1] = examples
+        each["num_prompt_messages"] = 14
+    page = open_page(one_page(write_log(tmp_path, logged)) + "#group/0/1", width=1400)
+    given = page.locator("main > article .part.given")
+    assert [text.split("\n")[0] for text in given.all_inner_texts() if text] == ["system", "user"]
+    assert page.evaluate("document.querySelector('.overview').getBoundingClientRect().bottom") < 900
+    page.click("summary:has-text('12 messages of the prompt before the last, such as examples')")
+    assert "assistant 5" in page.inner_text("main") and given.count() == 14
+
+
 def test_the_first_click_shows_the_bad_ones_and_no_word_is_broken(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, rows())) + "#rollouts", width=420)
     page.click("th button:has-text('reward')")
@@ -908,6 +923,18 @@ def test_the_first_click_shows_the_bad_ones_and_no_word_is_broken(open_page, tmp
       return found;
     }"""
     assert page.evaluate(broken) == []
+
+
+def test_two_runs_fit_a_telephone(open_page, tmp_path):
+    """The table of settings that differ has long names and values."""
+    folders = [write_log(tmp_path / name, rows()) for name in ("a-run-with-a-long-name", "another-with-a-long-name")]
+    for k, folder in enumerate(folders):
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 1.0}) + "\n")
+        settings = {"a_setting_with_a_name_that_is_long": f"hf_recipes/tiny/some/folder/with/a-long-name-{k}.yaml"}
+        (folder / "mt_grpo_run.json").write_text(json.dumps(settings))
+    page = open_page(one_page(*folders), width=420)
+    assert page.inner_text("main").count("a-long-name-") == 2
+    assert page.evaluate("document.scrollingElement.scrollWidth") == 420
 
 
 def test_it_says_how_many_of_the_sampled_rollouts_were_logged(tmp_path):
