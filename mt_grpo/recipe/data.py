@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 import random
 import zlib
 from collections.abc import Iterator
@@ -118,6 +119,8 @@ def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
         if isinstance(prompt, list):
             prompt = [{**m, "content": content_of(m, where)} if isinstance(m, dict) else m for m in prompt]
         check_prompt(prompt, where)
+        if isinstance(answer := row.get("answer"), float) and math.isnan(answer):
+            raise ValueError(f"{where}: answer is nan, expected one, or null where the row has none.")
         return {**row, "prompt": prompt}
     if "question" not in row or "answer" not in row:
         raise ValueError(f"{where} has columns {sorted(row)}, expected 'question' and 'answer', or 'prompt'.")

@@ -1375,6 +1375,7 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
         (ROW + "null\n", "data.jsonl, line 2 is null, expected an object on each line"),
         (f"[\n{ROW}]", r"line 1 is not JSON: Expecting value. Expected an object on each line. .* `jq -c '.\[\]'`"),
         (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: answer is nan, expected one"),
+        ('{"prompt": "1+1?", "answer": NaN}', "row 0: answer is nan, expected one, or null where the row has none"),
         (
             '{"prompt": [{"role": "wizard", "content": "?"}]}',
             "row 0: a message has the role 'wizard'. Expected one of",

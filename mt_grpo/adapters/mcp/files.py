@@ -92,7 +92,8 @@ def one_form(entry: Any, where: str) -> dict[str, Any] | None:
     made: dict[str, Any] = {**entry, **({"url": entry[urls[0]]} if urls else {})}
     for name, kind in SHAPES.items():
         if not isinstance(made.get(name) or kind(), kind):
-            raise ValueError(f"{where}: {name} is no {kind.__name__}.")
+            expected = {str: "text", list: "a list", dict: "an object"}[kind]
+            raise ValueError(f"{where}: {name} is {made[name]!r:.100}, expected {expected}.")
     given = entry.get("type") or entry.get("transport") or ("http" if urls == ["httpUrl"] else "remote")
     form = re.sub("[-_]", "", str(given)).lower()
     if form not in TYPES:

@@ -60,6 +60,8 @@ class BaseTool:
         tool_schema: The YAML's `tool_schema`. None: that of `get_openai_tool_schema`.
     """
 
+    tool_schema: OpenAIFunctionToolSchema | None = None
+
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None):
         self.config = config
         self.tool_schema = tool_schema or self.get_openai_tool_schema()
