@@ -74,6 +74,7 @@ ENV_ERRORS = 0.2  # rollouts that are not trained on
 AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
 REPEATED = 20  # times that a run goes through its data; epochs over a data set of its usual size are fewer
 GAP = 0.1  # mean difference of logprobs; bf16 gives a few 1e-2
+FAR_REFERENCE = 0.05  # nats per token at the first step; in bf16 the same model differs by 1e-4, and noise was 7.7
 WINDOW = 20  # logs of a running job: a batch of a hundred rollouts is too few to judge by
 LEAST_LOGS = 5  # at the end of a short run; fewer would be chance
 LOST = 0.5  # of the best mean of the main outcome over a window, and 0.1 at least
@@ -291,6 +292,13 @@ READINGS = (
     ),
     # Of a running job. `says` has the reason, so `why` is empty.
     Reading(
+        "kl", ("kl/first",), lambda f: f["kl/first"] >= FAR_REFERENCE,
+        "The policy is {kl/first:.2g} nats per token away from the reference model before its first step.", "",
+        "It should be 0, unless the reference is another model or training begins with a trained adapter. Look how the "
+        "reference is loaded and sharded; without one, set beta: 0.",
+        of_logs=True,
+    ),
+    Reading(
         "credit/frac_groups_without_signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
         "No group has had rewards that differ in the last {window} logs, so nothing is learned.", "",
@@ -406,7 +414,10 @@ class Watch(TrainerCallback):
         if not logs or "reward" not in logs or not state.is_world_process_zero:
             return
         self.logs = [*self.logs, logs][-2 * WINDOW :]
-        for trouble in troubles(facts_of_logs(self.logs, self.outcome), of_logs=True):
+        facts = facts_of_logs(self.logs, self.outcome)
+        if state.global_step == 1:  # computed before the first step of the optimizer
+            facts["kl/first"] = logs.get("kl")
+        for trouble in troubles(facts, of_logs=True):
             if trouble.name not in self.warned:
                 self.warned.add(trouble.name)
                 logger.warning(f"Step {state.global_step}, {trouble.name}: {trouble.text}")

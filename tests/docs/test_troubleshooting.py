@@ -98,7 +98,7 @@ def metrics() -> set[str]:
         re.findall(r"`((?:sync|completions)/\w+)`", section(RECIPES, "Metrics"))
     )
     logged = inspect.getsource(trl.trainer.grpo_trainer) + inspect.getsource(transformers.trainer)
-    theirs = {name for name in ("entropy", "grad_norm", "step_time", "completions/max_length", "loss")
+    theirs = {name for name in ("entropy", "kl", "grad_norm", "step_time", "completions/max_length", "loss")
               if f'"{name}"' in logged}  # fmt: skip
     return documented | theirs
 

@@ -299,6 +299,19 @@ def test_lora_trains_the_adapter_only(random_model, tmp_path):
     assert changed and all("lora_" in name for name in changed)
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_a_reference_that_is_another_model_is_told(random_model, tmp_path, caplog, noise):
+    """As a reference of which some ranks got no weights: nothing else shows it."""
+    trainer = make_trainer(random_model, tmp_path, beta=0.1, max_steps=1)
+    with torch.no_grad():
+        for parameter in trainer.ref_model.parameters():
+            parameter.add_(noise * torch.randn_like(parameter))
+    trainer.train()
+    told = [record.getMessage() for record in caplog.records if ", kl: " in record.getMessage()]
+    assert len(told) == (noise > 0) and all("nats per token away from the reference" in text for text in told)
+    assert noise or trainer.state.log_history[0]["kl"] < 1e-6
+
+
 def test_several_iterations_and_reference(random_model, tmp_path):
     """num_iterations 2 uses each rollout twice; beta loads the reference and logs the divergence."""
     trainer = make_trainer(random_model, tmp_path, num_iterations=2, beta=0.1, max_steps=4)

@@ -238,6 +238,13 @@ MUTATIONS = [
         "tests/reports/test_progress.py::test_seconds_are_those_of_whole_batches",
     ),
     Mutation(
+        "watch: a policy that learned is far from its reference",
+        "mt_grpo/reports/troubles.py",
+        "        if state.global_step == 1:  #",
+        "        if True:  #",
+        "tests/reports/test_watch.py::test_another_run_is_not",
+    ),
+    Mutation(
         "watch: one log is enough",
         "mt_grpo/reports/troubles.py",
         "if len(values) == window and all(",

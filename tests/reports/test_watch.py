@@ -39,10 +39,12 @@ TROUBLES = {
     "paid for something else": (run_of(reward=(1.0, 1.2), rewards__match__mean=(0.5, 0.4)), "reward"),
     "turns at the limit": (run_of(**{"stop__max_turns": (0.3, 0.9)}), "stop/max_turns"),
     "cut off": (run_of(completions__clipped_ratio=(0.1, 0.4)), "completions/clipped_ratio"),
+    "another reference": ([{**WELL, "kl": 7.7}, *run_of()], "kl"),
     "no entropy": (run_of(entropy=(0.2, 0.001), credit__frac_groups_without_signal=(0.4, 0.6)), "entropy"),
 }
 NO_TROUBLES = {
     "well": run_of(),
+    "the same reference, and then far from it": [{**WELL, "kl": 1e-3}, {**WELL, "kl": 7.7}, *run_of()],
     "an outcome that rises more slowly": run_of(reward=(1.0, 1.5), rewards__match__mean=(0.5, 0.51)),
     "both fall": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.2)),
     "always cut off a little": run_of(completions__clipped_ratio=(0.35, 0.4)),
