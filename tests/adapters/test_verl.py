@@ -1125,7 +1125,7 @@ def test_the_gsm8k_interaction_keeps_verls_state_for_subclasses(caplog):
     verl_paths.install()
     warn_of_no_truth.cache_clear()
     asyncio.run(story())
-    assert [text for text in caplog.messages if "There is no ground_truth to score by" in text] == caplog.messages[:1]
+    assert ["There is no ground_truth to score by" in text for text in caplog.messages] == [True]
 
 
 def test_a_score_that_a_plugin_replaces_is_the_one_that_counts(monkeypatch):
