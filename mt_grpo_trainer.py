@@ -58,6 +58,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all
 from mt_grpo.base.fields import key
 from mt_grpo.base.files import keep_output_open, output_lock
+from mt_grpo.base.pictures import inputs_of_rows
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
 from mt_grpo.conversation.conversations import Conversations
@@ -73,15 +74,15 @@ from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.limits import Limits, limits_of
+from mt_grpo.conversation.pictures import read_pictures, readable_messages
 from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples
 from mt_grpo.conversation.prompts import PromptCache, digest_of
 from mt_grpo.conversation.sampling import (
-    check_conversations,
     check_sampling_params,
     sampling_defaults,
     sampling_params,
 )
-from mt_grpo.conversation.tools.results import as_result, cut_far_beyond, cut_messages, error_text
+from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, error_text, results_of
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.conversation.trees import pass_state
@@ -250,8 +251,8 @@ class MultiTurnToolEnv(Conversations):
             llm: The backend, for its tokenizer.
             rows: Dataset rows, for environments, which get copies. They render their prompts later, behind `reset`.
         """
-        prompts = check_conversations(prompts, "prompts")
         tokenizer, rendered = self._tokenizer(llm), PromptCache()
+        prompts, shown = read_pictures(prompts, rows, tokenizer)
         states, previous, ids = [], None, []
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -264,7 +265,8 @@ class MultiTurnToolEnv(Conversations):
                 ids = self.prompt_ids(messages, tokenizer)
             else:  # the rollouts of a group have the same prompt
                 messages = own_copy(states[-1].prompt_messages)
-            rollout = Rollout(messages, list(ids), index, row=own_copy(rows[index]) if rows else {}, rendered=rendered)
+            row, pictures = own_copy(rows[index]) if rows else {}, shown[index]
+            rollout = Rollout(messages, list(ids), index, row=row, rendered=rendered, pictures=pictures)
             states.append(rollout)
         return states
 
@@ -400,7 +402,7 @@ class MultiTurnToolEnv(Conversations):
         async with slots:
             started = time.perf_counter()  # a call's time limit starts when it runs, not when it queues
             try:
-                result = await run_tool(tools[call.name], arguments, self.tool_timeout, as_result)
+                result = await run_tool(tools[call.name], arguments, self.tool_timeout, results_of(self))
             except ToolsUnavailable:  # the trainer's fault, and not for the policy to read
                 raise
             except ToolTimeout as raised:
@@ -810,7 +812,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             prompt_ids,
             completion_ids,
             loss_masks,  # TRL's `tool_mask`: ids of observations have 0, are attended to, and are not in its loss
-            [rollout.messages for rollout in batch.rollouts],
+            [readable_messages(rollout.messages) for rollout in batch.rollouts],
             logprobs,
             {}, None, [],  # columns for rewards, images, images of tools
         )  # fmt: skip
@@ -870,6 +872,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             rows = rows_of_ids(self, input_ids, attention_mask, logits_to_keep)
             self.layout.prove(rows)
         if self.layout.kind != "shared":
+            input_ids, features = inputs_of_rows(input_ids)
+            kwargs = {**kwargs, **features}
             found = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )

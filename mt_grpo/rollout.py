@@ -49,6 +49,7 @@ class ToolResult:
     error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
     seconds: float = 0.0
     reward: float | None = None  # of the turn that called
+    pictures: tuple[Any, ...] = field(default=(), repr=False, compare=False)  # keeps those that `text` marks
 
 
 @dataclass
@@ -301,6 +302,7 @@ class Rollout(TurnTokens):
     num_copied: int = 0  # of its turns, the first ones that are another rollout's (`conversation/trees.py`)
     forks: list[Any] = field(default_factory=list, repr=False, compare=False)  # the `Fork`s that wait for it
     fork: Any = field(default=None, repr=False, compare=False)  # the one that it waits for
+    pictures: list[Any] = field(default_factory=list, repr=False, compare=False)  # keeps those of its messages
     rendered: Any = field(default=None, repr=False, compare=False)  # `PromptCache` of its batch; None: no other's
 
     def __setattr__(self, name: str, value: Any) -> None:

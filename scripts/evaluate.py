@@ -21,17 +21,26 @@ from typing import Any
 import torch
 from recipes import Recipe, load_recipe
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, TrainerState
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    GenerationConfig,
+    TrainerState,
+)
 from transformers.utils.logging import disable_progress_bar
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
+from mt_grpo.base.pictures import inputs_of_requests
 from mt_grpo.base.rows import column_lists, prompts_of
+from mt_grpo.conversation.pictures import FAMILIES, PictureReader, forbid, readable_messages, reader_of, with_pictures
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.recipe.checks import check_context, model_error
+from mt_grpo.recipe.checks import check_context, check_images, model_error
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.rollout import Rollout, Turn
@@ -59,16 +68,20 @@ def in_process_backend(
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     sampling = {} if greedy else sampling_params(args)  # transformers warns of a temperature that nothing reads
 
+    def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
+        longest = max(map(len, rows))
+        return torch.tensor([[filler] * (longest - len(row)) + row for row in rows], device=model.device)
+
     @torch.no_grad()
     def generate_batch(prompts: list[list[int]], max_tokens: int) -> tuple[list[list[int]], None]:
-        longest = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (longest - len(p)) + p for p in prompts], device=model.device)  # (B, P)
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+        prompts, shown = inputs_of_requests(prompts)
+        shown = {name: padded(v, 0) if isinstance(v, list) else v.to(model.device) for name, v in shown.items()}
+        ids, mask = padded(prompts, pad), padded([[1] * len(p) for p in prompts], 0)  # (B, P)
         config = GenerationConfig(
             max_new_tokens=max_tokens, do_sample=not greedy, eos_token_id=sorted(eos_ids), pad_token_id=pad, **sampling
         )
-        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        return [cut_after_end(row, eos_ids) for row in output[:, longest:].tolist()], None
+        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **shown)
+        return [cut_after_end(row, eos_ids) for row in output[:, ids.shape[1] :].tolist()], None
 
     return InProcessBackend(generate_batch, eos_ids.__contains__)
 
@@ -84,9 +97,14 @@ def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
 
 
 def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> Any:
-    """A causal language model (or a base model with its LoRA adapter) on the GPU if there is one."""
+    """A language model on the GPU if there is one. It reads images, or text alone, then maybe with a LoRA adapter."""
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
+        kind = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
+    except (OSError, ValueError):  # an adapter's folder has no configuration of a model
+        kind = AutoModelForCausalLM
+    try:
+        model = kind.from_pretrained(
             path, dtype=model_args.dtype or "auto", attn_implementation=model_args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
             revision=model_args.model_revision if path == model_args.model_name_or_path else "main",
@@ -143,8 +161,13 @@ def evaluate(
     if isinstance(model, str):
         model = load_model(model, args, model_args)
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(model_args.model_name_or_path if served else name)
+    why = "images are read in process, and not by a server" if served else ""
+    with_pictures(tokenizer, why or PictureReader.of(name, model.config, tokenizer))
+    if not served:
+        forbid(reader_of(tokenizer), model)
     env = mt.build_env(script_args, args, tools, tokenizer)
     rows = load_problems(script_args, split, num_problems, env)
+    check_images(rows, split, env)
     config = AutoConfig.from_pretrained(tokenizer.name_or_path) if served else model.config
     env.max_model_len = check_context(env, config, rows, args)
     if served:
@@ -202,7 +225,7 @@ def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]
     """What was said in these rollouts, the first of those that were scored, and what they were given."""
     return [
         {
-            "messages": [*rollout.prompt_messages[-1:], *rollout.messages],
+            "messages": readable_messages([*rollout.prompt_messages[-1:], *rollout.messages]),
             "calls": [{"name": c.name, "arguments": c.arguments} for turn in rollout.turns for c in turn.calls],
             "answer": rollout.turns[-1].answer if rollout.turns else None,
             "stop_reason": str(rollout.stop_reason),

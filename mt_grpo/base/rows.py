@@ -14,6 +14,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from mt_grpo.base.pictures import image_or_str
+
 DataRow = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")  # which TRL's trainer reads by itself
 
@@ -181,8 +183,8 @@ def number_of(row: DataRow, data: Iterable[DataRow] | None) -> int | None:
     >>> number_of({"a": 1}, [{"a": 1, "b": None}, {"a": 1}])
     1
     """
-    wanted = json.dumps(row, default=str)
-    return next((i for i, each in enumerate(data or ()) if json.dumps(each, default=str) == wanted), None)
+    wanted = json.dumps(row, default=image_or_str)
+    return next((i for i, each in enumerate(data or ()) if json.dumps(each, default=image_or_str) == wanted), None)
 
 
 def rows_for_trl(rows: list[DataRow]) -> list[DataRow]:
@@ -191,14 +193,3 @@ def rows_for_trl(rows: list[DataRow]) -> list[DataRow]:
         {**{key: value for key, value in row.items() if key not in IMAGE_COLUMNS}, "prompt": prompt}
         for row, prompt in zip(rows, prompts_of(rows))
     ]
-
-
-def check_images(row: DataRow, where: str) -> None:
-    """Raise `ValueError` for a row with an image. Columns that are empty in all rows are accepted."""
-    for key in IMAGE_COLUMNS:
-        value = row.get(key)
-        if value is not None and not (isinstance(value, (list, str)) and len(value) == 0):
-            raise ValueError(
-                f"{where}: the column {key!r} is {value!r:.80}. Images are not supported: rollouts are text only, and "
-                f"the model would not see it. Remove the column, or rename it if a tool or a reward reads it."
-            )

@@ -2,6 +2,7 @@
 
 environments     one environment per conversation; what an environment says, checked
 limits           what bounds a conversation, as keys of a recipe
+pictures         pictures in messages: read, and written as ids by the tokenizer
 prompts          the prompts of a batch, each of them rendered once
 prompt_examples  conversations that stand before the question, as the model reads them
 turn_lists       the lists of a rollout's turns, checked once it is over

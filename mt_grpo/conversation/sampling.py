@@ -11,15 +11,21 @@ from mt_grpo.rollout import StopReason
 
 
 def plain_content(content: Any, where: str) -> Any:
-    """A message's content. A list of text parts becomes one text; other parts, as images, raise `ValueError`."""
+    """A message's content. A list of text parts becomes one text; one with an image stays (`with_marks` reads it).
+
+    Raises `ValueError` for other parts, as videos.
+    """
     if not isinstance(content, list):
         return content
+    has_image = False
     for part in content:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
-            raise ValueError(
-                f"{where}: a message has the part {part!r:.100}. Rollouts are text only: expected text parts."
-            )
-    return "".join(part["text"] for part in content)
+        is_image = isinstance(part, dict) and part.get("type") in ("image", "image_url")
+        if not is_image and (
+            not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text"
+        ):
+            raise ValueError(f"{where}: a message has the part {part!r:.100}. Expected parts of text or images.")
+        has_image = has_image or is_image
+    return content if has_image else "".join(part["text"] for part in content)
 
 
 def content_of(message: dict[str, Any], where: str) -> Any:
@@ -63,10 +69,11 @@ def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str
             raise ValueError(f"sampling_params: unknown key {key!r}.{hint}")
 
 
-def check_conversations(prompts: Any, name: str, texts: bool = True) -> list:
+def check_conversations(prompts: Any, name: str, texts: bool = True, images: bool = False) -> list:
     """The conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`.
 
-    With `texts`, content that is a list of text parts becomes text, and other content raises `ValueError`.
+    With `texts`, content that is a list of text parts becomes text, and other content raises `ValueError`, unless
+    there is an image in it and `images` may stay.
     """
     expected = f"a list of conversations, each one a list of messages{' or a string' if texts else ''}"
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, collections.abc.Iterable):
@@ -81,13 +88,15 @@ def check_conversations(prompts: Any, name: str, texts: bool = True) -> list:
         ):
             raise ValueError(f"{name} holds {prompt!r:.80}, expected {expected}, with role and content.")
         if texts and not all(isinstance(message["content"], str) for message in messages):
-            prompts[k] = [{**message, "content": message_text(message, name)} for message in messages]
+            prompts[k] = [{**message, "content": message_text(message, name, images)} for message in messages]
     return prompts
 
 
-def message_text(message: dict[str, Any], name: str) -> str:
+def message_text(message: dict[str, Any], name: str, images: bool = False) -> Any:
     """The content of a message as text: a chat template would write Python's form of anything else."""
     content = content_of(message, name)
+    if images and isinstance(content, list):
+        return content
     if not isinstance(content, str):
         raise ValueError(f"{name} holds a message with the content {content!r:.80}, expected text.")
     return content

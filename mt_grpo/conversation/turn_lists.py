@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.base.pictures import KNOWN, PictureId, is_picture, picture_of, runs_of
 from mt_grpo.conversation.environments import EnvironmentFailure, failures_end, is_number
 from mt_grpo.rollout import Rollout, Turn, join
 
@@ -73,7 +74,7 @@ def check_turns(rollout: Rollout, vocab_size: int) -> None:
 
 
 def first_unknown(ids: list[int], vocab_size: int) -> Any:
-    """The first of these ids that no tokenizer of this size gives; None if all are known.
+    """The first of these ids that no tokenizer of this size gives, and no whole picture; None if all are known.
 
     >>> first_unknown([0, 7], 8), first_unknown([0, 8, -1], 8), first_unknown([1, -1], 8), first_unknown([1.5], 8)
     (None, 8, -1, 1.5)
@@ -81,7 +82,13 @@ def first_unknown(ids: list[int], vocab_size: int) -> Any:
     # In C, for whole batches: the first one is looked for only where there is one.
     if not ids or (set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size):
         return None
-    return next(each for each in ids if type(each) is not int or not 0 <= each < vocab_size)
+    if any(type(each) is PictureId for each in ids):
+        if (lost := next((each for each in ids if is_picture(each) and each not in KNOWN), None)) is not None:
+            return lost
+        runs = runs_of(ids, partial=True)
+        whole = [run for run in runs if is_picture(run[0]) and len(run) == picture_of(run[0]).num_tokens]
+        ids = [each for run in runs if run not in whole for each in run]
+    return next((each for each in ids if type(each) is not int or not 0 <= each < vocab_size), None)
 
 
 def altered(what: str) -> EnvironmentFailure:

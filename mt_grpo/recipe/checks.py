@@ -15,16 +15,26 @@ from typing import Any
 import jinja2
 from accelerate.utils import is_peft_model
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.base.rows import IMAGE_COLUMNS, check_images
+from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
 from mt_grpo.conversation.limits import limits_of
-from mt_grpo.conversation.sampling import check_conversations
+from mt_grpo.conversation.pictures import (
+    OTHER_KINDS,
+    PictureReader,
+    num_images,
+    read_pictures,
+    reader_of,
+    refuse_images,
+    why_none,
+    with_marks,
+    with_pictures,
+)
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.trees import tree_size
 from mt_grpo.generation.adapters import slots_of, why_config_merges, why_server_merges
@@ -65,9 +75,6 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     """
     columns = getattr(dataset, "column_names", None)
     environments = getattr(env, "environments", None)
-    if images := [key for key in IMAGE_COLUMNS if key in (columns or ())]:
-        for i, row in enumerate(dataset.select_columns(images)):
-            check_images(row, f"{name}, row {i}")
     if environments is not None and columns is not None:
         environments.check_rows(dataset)
         if "prompt" not in columns and len(dataset):
@@ -80,6 +87,41 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
         if row.get("prompt") or environments is None:
             check_prompt(row.get("prompt"), f"{name}, row {i}")
             check_speakers(row["prompt"], f"{name}, row {i}", env)
+
+
+def check_images(dataset: Any, name: str, env: Any) -> None:
+    """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
+    reader, known = reader_of(env.tokenizer), ("prompt", *IMAGE_COLUMNS)
+    known += () if reader is None else OTHER_KINDS
+    columns = [key for key in known if key in dataset.column_names]
+    for i, row in enumerate(dataset.select_columns(columns) if columns else []):
+        if reader is None:
+            refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
+            continue
+        if found := [key for key in OTHER_KINDS if row.get(key)]:
+            raise ValueError(
+                f"{name}, row {i}: the column {found[0]!r} is not read: only images are. Remove or rename it."
+            )
+        if not row.get("prompt"):
+            refuse_images(row, f"{name}, row {i}", "the row has no prompt to put it into")
+        with_marks(row.get("prompt") or [], row, env.tokenizer, f"{name}, row {i}")
+
+
+def why_text(args: GRPOConfig, env: Any) -> str | None:
+    """Why a run reads text alone, whatever its model reads; None: it may read images."""
+    if not getattr(env, "renders_all", True):
+        return "agents, and schedulers of ms-swift, are not given images yet"
+    if backend_of(args) != "transformers":
+        return "images are read in process (use_vllm: false)"
+    if args.use_transformers_continuous_batching:
+        return "use_transformers_continuous_batching reads no images. Remove it"
+    if (
+        os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        or args.fsdp
+        or args.deepspeed_plugin is not None
+    ):
+        return "images are not read by a model that FSDP2 or ZeRO-3 shards. Launch with DDP"
+    return None
 
 
 def check_speakers(prompt: list[dict[str, Any]], where: str, env: Any) -> None:
@@ -128,20 +170,32 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
-    (prompt,) = check_conversations([prompt], "prompt")
+    (prompt,), _shown = read_pictures([prompt], [row], env.tokenizer)  # which keeps them while the prompt is tokenised
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
 
 
+def num_characters(row: dict[str, Any]) -> int:
+    """Of a prompt's texts."""
+    contents = [message["content"] or "" for message in row["prompt"]]
+    texts = [[each] if isinstance(each, str) else [part.get("text") or "" for part in each] for each in contents]
+    return sum(len(text) for parts in texts for text in parts)
+
+
 def longest_prompt(env: Any, dataset: Any) -> int:
-    """The length of the longest prompt in tokens. Only the 32 prompts with the most characters are tokenised.
+    """The length of the longest prompt in tokens.
+
+    Only the 32 prompts with the most characters, and the 32 with the most images, are tokenised.
 
     Raises `ValueError` if the chat template refuses one of them.
     """
-    columns = [c for c in ("prompt", "environment") if c in dataset.column_names]
+    columns = [c for c in ("prompt", "environment", *IMAGE_COLUMNS) if c in dataset.column_names]
     rows = dataset.select_columns(columns) if columns else [{}]  # without columns there would be no rows
-    rows = ({**row, "prompt": row.get("prompt") or []} for row in rows)  # one at a time: there may be many
-    rows = heapq.nlargest(32, rows, key=lambda row: sum(len(m["content"] or "") for m in row["prompt"]))
+    chosen = []
+    for size in (num_characters,) if reader_of(env.tokenizer) is None else (num_characters, num_images):
+        whole = ({**row, "prompt": row.get("prompt") or []} for row in rows)  # one at a time: there may be many
+        chosen += heapq.nlargest(32, whole, key=size)
+    rows = chosen
     try:
         return max(len(prompt_ids_of(env, row)) for row in rows)
     except jinja2.TemplateError as error:
@@ -364,6 +418,8 @@ def prepare_env(
     if untested := outside(installed()):
         logger.warning(f"Not tested: {'; '.join(untested)}. {TO_INSTALL}")
     name = model if isinstance(model, str) else model.config._name_or_path
+    # A processor holds the tokenizer, and what reads images, which is read anew.
+    tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     splits = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
     splits = [split for split in splits if split is not None]
@@ -383,10 +439,17 @@ def prepare_env(
     check_num_prompts(len(train_dataset), args)
     check_env(args, env)
     env.tokenizer = env.tokenizer or tokenizer
+    model_config = load_model_config(name, args) if isinstance(model, str) else model.config
+    loaded = {key: (args.model_init_kwargs or {}).get(key) for key in ("revision",)}
+    reader = why_text(args, env) or PictureReader.of(name, model_config, env.tokenizer, **loaded)
+    for each in (env.tokenizer, tokenizer):
+        with_pictures(each, reader)
+    if reader_of(tokenizer) is not None and args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = True  # a pass of one rank has a picture, and that of another has none
     env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
     env.max_completion_length = args.max_completion_length
-    model_config = load_model_config(name, args) if isinstance(model, str) else model.config
     for split, where in named:
+        check_images(split, where, env)
         context = check_context(env, model_config, split, args)
         own = getattr(args, "vllm_max_model_length", None) if backend_of(args) == "colocate" else None
         model = "the context by a model with a longer one (max_position_embeddings)"

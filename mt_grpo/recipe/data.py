@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.rows import DataRow, JsonLines, Rows, check_images, without_padding
+from mt_grpo.base.rows import DataRow, JsonLines, Rows, without_padding
 from mt_grpo.conversation.sampling import content_of
 
 
@@ -83,15 +83,18 @@ def check_prompt(prompt: Any, where: str) -> None:
         raise ValueError(f"{where}: a prompt must be a list of messages with role and content, got {prompt!r:.200}.")
     for message in prompt:
         for key in ("role", "content"):
-            if key == "content" and content_of(message, where) == "":
+            value = content_of(message, where) if key == "content" else message.get(key)
+            if key == "content" and isinstance(value, list):  # with images
                 continue
-            if not isinstance(message.get(key), str):
+            if key == "content" and value == "":
+                continue
+            if not isinstance(value, str):
                 raise ValueError(
                     f"{where}: a prompt must be a list of messages with role and content, which are text, got "
                     f"{key}: {message.get(key)!r:.100} in {message!r:.200}."
                 )
             try:
-                message[key].encode()
+                value.encode()
             except UnicodeEncodeError as error:  # JSON can hold half of a pair of surrogates; no tokenizer reads it
                 raise ValueError(f"{where}: the {key} of a message is no text: {error}.") from None
 
@@ -107,7 +110,6 @@ def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
     """
     if not isinstance(row, dict):
         raise ValueError(f"{where} is {row!r:.100}, expected an object with 'question' and 'answer', or 'prompt'.")
-    check_images(row, where)
     if not needs_prompt and not row.get("prompt") and not {"question", "answer"} <= row.keys():
         return row
     if "prompt" in row:

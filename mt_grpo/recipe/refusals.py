@@ -137,7 +137,7 @@ REFUSED_KEYS = {
     "multi_objective_aggregation": "credit_assignment says how rewards become advantages: remove this key",
     "vllm_structured_outputs_regex": "one pattern cannot fit tool turns and answer turns alike: remove this key",
     "remove_unused_columns": "rewards, tools and environments read a row's columns: remove this key",
-    "log_multimodal": "rollouts are text only: remove this key",
+    "log_multimodal": "images are kept beside the rollout log: remove this key",
     "dataset_streaming": "prompts are checked before training starts, which needs them at hand: use dataset_size",
     "ignore_bias_buffers": "TRL keeps it as a debug switch that GRPOTrainer does not read: remove this key",
     **dict.fromkeys(

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from mt_grpo.base.pictures import image_or_str
+from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.conversation.limits import limits_of
 from mt_grpo.recipe.checks import prompt_ids_of
 from mt_grpo.recipe.refusals import text_of_cuts
@@ -40,7 +42,7 @@ def facts_of_settings(trainer: Any) -> Facts:
     row = trainer.train_dataset[0]
     tools = dict(env.tools) if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     messages = env.with_system_prompt(row.get("prompt") or [{"role": "user", "content": ""}], tools)
-    system = "".join(m["content"] for m in messages if m["role"] == "system")
+    system = "".join(m["content"] for m in messages if m["role"] == "system" and isinstance(m["content"], str))
     read = env.tokenizer.decode(prompt_ids_of(env, row))
     lacking = [name for name in tools if not stands_in(name, read)]
     return {
@@ -84,12 +86,16 @@ def facts_of_data(train: Any, args: Any, has_environment: bool) -> Facts:
     batches = steps_of(len(train), args)[2] * args.gradient_accumulation_steps
     prompts = batches / (args.steps_per_generation * args.num_iterations)
     prompts *= args.generation_batch_size // args.num_generations
-    columns = list(train.column_names) if has_environment else ["prompt"]
+    columns = list(train.column_names)
+    if not has_environment:
+        columns = [name for name in ("prompt", *IMAGE_COLUMNS) if name in columns]
     seen = set()
     for row in train.select_columns(columns) if columns else []:
-        if columns == ["prompt"] and not any(message["content"] for message in row.get("prompt") or []):
+        if not set(columns) - {"prompt", *IMAGE_COLUMNS} and not any(
+            message["content"] for message in row.get("prompt") or []
+        ):
             return {}  # the environment brings the prompts
-        seen.add(hash(json.dumps(row, sort_keys=True, default=str)))
+        seen.add(hash(json.dumps(row, sort_keys=True, default=image_or_str)))
         if len(seen) * REPEATED > prompts:
             break
     return {"data/different": len(seen), "data/passes": prompts / max(len(seen), 1)}

@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.base.ranks import RunError, on_main_process
 from mt_grpo.base.tested_versions import installed, outside
+from mt_grpo.conversation.pictures import readable
 from mt_grpo.recipe.checks import longest_prompt
 from mt_grpo.recipe.refusals import backend_of
 from mt_grpo.reports.facts import facts_of_batches, facts_of_settings, steps_of
@@ -187,7 +188,7 @@ def versions_line(client: Any) -> str:
 
 def prompt_text(rollout: Any, tokenizer: Any) -> str:
     """The prompt of a rollout as the model read it."""
-    text = tokenizer.decode(rollout.prompt_ids)
+    text = readable(tokenizer.decode(rollout.prompt_ids))
     half, left_out = PROMPT_SHOWN // 2, len(text) - PROMPT_SHOWN
     return text if left_out <= 0 else f"{text[:half]}\n... [{left_out} characters] ...\n{text[-half:]}"
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 
 from mt_grpo.base.json_types import json_text
+from mt_grpo.base.pictures import pictures_in
+from mt_grpo.conversation.pictures import readable
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import Message, Record, Rollout, Turn
 from mt_grpo.training.batch import Batch
@@ -230,6 +232,7 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
 SCHEMA = 1  # raised where a column changes its meaning
 SEGMENT_BYTES = 64 * 2**20  # after which a segment is closed
 LOG_FILES = re.compile(r"rollouts\.rank(\d+)(\.\d{5})?\.jsonl(\.gz)?")
+IMAGE_FOLDER, MOST_IMAGES = "images", 1000  # the folder beside the log, and how many a rank writes into it
 MOST_BYTES = 4 * 2**30  # of a rank's segments; the oldest go first
 
 
@@ -239,7 +242,8 @@ def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> N
     Raises `OSError` if the file cannot be written. It then holds no incomplete line.
     """
     # Half of a character, which a model may write in JSON, has no UTF-8: it is escaped, as JSON does.
-    lines = [json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "backslashreplace") for row in rows]
+    texts = [readable(json.dumps(row, ensure_ascii=False, default=str)) for row in rows]
+    lines = [text.encode("utf-8", "backslashreplace") for text in texts]
     path.parent.mkdir(parents=True, exist_ok=True)
     size = whole_lines(path) if path.is_file() and not fresh else 0
     try:
@@ -297,7 +301,7 @@ class RolloutLog:
     ):
         self.path = Path(folder) / f"rollouts.rank{rank}.jsonl"
         self.rank, self.num_ranks, self.most = rank, num_ranks, most
-        self.names, self.tokenizer, self.begun = names, tokenizer, False
+        self.names, self.tokenizer, self.begun, self.num_images = names, tokenizer, False, None
 
     def _begin(self, step: int) -> bool:
         """Whether the log begins anew, which it does at the start of a new run."""
@@ -334,7 +338,33 @@ class RolloutLog:
         columns = turn_columns(output, batch.records, batch.owners, batch.rollouts[:count])
         rows = rollout_rows(batch.rollouts[:count], batch.rows, scored, columns, self.tokenizer)
         about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": batch.mode}
+        self._save_images(batch.rollouts[:count])
         write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
+
+    def _save_images(self, rollouts: list[Rollout]) -> None:
+        """Write the pictures that these rollouts read beside the log, each once, by its name in it (`readable`).
+
+        A full disk does not end the run, and neither does an image that cannot be written.
+        """
+        folder = self.path.parent / IMAGE_FOLDER
+        if self.num_images is None:
+            self.num_images = sum(1 for _ in folder.glob("*.png"))
+        for picture in {each for rollout in rollouts for record in rollout.records
+                        for each in pictures_in(record.prompt_ids + record.completion_ids)}:  # fmt: skip
+            path = folder / f"{picture.name}.png"
+            if self.num_images >= MOST_IMAGES or path.is_file():
+                continue
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                picture.image.save(partial := path.with_suffix(".partial"), "PNG")
+                partial.rename(path)
+            except OSError as error:
+                logger.warning(f"{path} cannot be written: {error}. The run goes on without it.")
+                self.num_images = MOST_IMAGES
+                return
+            self.num_images += 1
+            if self.num_images == MOST_IMAGES:
+                logger.warning(f"{folder} has {MOST_IMAGES} images: of later rollouts the log names them alone.")
 
     def add_dropped(self, batch: Batch, places: list[int], step: int, has_parts: bool = True) -> None:
         """Write rollouts of a batch that are dropped, with the mode `dropped`: they train nothing.
@@ -360,6 +390,7 @@ class RolloutLog:
         )  # fmt: skip
         columns = turn_columns({}, [], [], rollouts)
         rows = rollout_rows(rollouts, [batch.rows[i] for i in places], scored, columns, self.tokenizer)
+        self._save_images(rollouts)
         about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": "dropped"}
         write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
 

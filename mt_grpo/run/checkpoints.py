@@ -24,6 +24,7 @@ from transformers.training_args import OptimizerNames
 
 from mt_grpo.base.files import absolute, read_json
 from mt_grpo.base.json_types import fits_type
+from mt_grpo.base.pictures import image_or_str
 from mt_grpo.conversation.trees import BRANCH_POINTS
 from mt_grpo.run.next_prompts import IN_FLIGHT
 from mt_grpo.run.saved_states import CheckpointError, small_file_damage, state_damage
@@ -138,7 +139,7 @@ def dataset_sha256(dataset: Any) -> str:
     hashes = {name: hashlib.sha256(b"[") for name in dataset.column_names}
     for number, row in enumerate(dataset):
         for name, digest in hashes.items():
-            value = json.dumps(row[name], default=str) if name in row else ""
+            value = json.dumps(row[name], default=image_or_str) if name in row else ""
             digest.update(f"{', ' if number else ''}{value}".encode())
     columns = {}
     for name in sorted(hashes):

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.base.errors import ServerError
+from mt_grpo.base.pictures import inputs_of_requests
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import prompts_of
+from mt_grpo.conversation.pictures import forbid, reader_of
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend
@@ -56,6 +58,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         first_ids: Gives the ids of a prompt of the run, for the proof behind a push.
     """
     args, ends = trainer.args, trainer.eos_token_ids
+    forbid(reader_of(trainer.env.tokenizer), trainer.model, trainer.ref_model)
     if trainer.backend == "server":
         client = trainer.client
         client.instance = on_main_process(lambda: client.instance)  # all ranks expect the same version
@@ -90,8 +93,9 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         else:
             trainer.generation_config.max_new_tokens = trainer.generation_kwargs["max_new_tokens"] = max_tokens
         training = trainer.model.training
+        prompt_ids, shown = inputs_of_requests(prompt_ids)
         try:
-            return trainer._generate_single_turn(prompt_ids, None, {}, 1)
+            return trainer._generate_single_turn(prompt_ids, None, shown, 1)
         finally:
             trainer.model.train(training)  # TRL's continuous batching leaves the model in training mode
 

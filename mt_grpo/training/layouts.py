@@ -13,6 +13,7 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.pictures import Picture, held_by
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training.pass_metrics import PassMetrics
 from mt_grpo.training.passes import Pass, TrainedRow, compares_tokens, into_passes, pass_of_two, rows_of, window_of
@@ -38,17 +39,20 @@ def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
         if any(config.is_prompt_learning for config in model.peft_config.values()):
             return "its adapter writes into the prompt"
         model = model.get_base_model()
-    config = model.config
+    config, reads = model.config.get_text_config(), model
     if asked not in (None, "sdpa"):
         return f"attn_implementation: {asked} is asked for. Rows that share a prompt need sdpa"
-    if config is not config.get_text_config():
-        return "it reads images"
+    if config is not model.config:
+        # Positions are those of Qwen's models, and what reads the pixels sees each picture by itself.
+        reads = getattr(model.base_model, "language_model", None)
+        if reads is None or not hasattr(model.base_model, "get_rope_index"):
+            return "it reads images, with positions of another kind than Qwen's models"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if kinds:
         return f"it has layers of the kind {min(kinds)}"
     if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
         return f"it has a sliding window of {config.sliding_window} tokens"
-    for name, module in model.named_modules():
+    for name, module in reads.named_modules():
         kind = type(module).__name__
         if hasattr(module, "sinks"):
             return f"its attention has sinks ({name})"
@@ -131,6 +135,7 @@ class Layout:
         current: The pass whose loss is computed.
         begun: The last one, until the next training step.
         metrics: Of the passes of a step.
+        pictures: What the batch that is trained on reads: tensors hold no picture, and its rollouts go before it does.
         logps: (M, C), of the loss that is computed, where `observation_loss` reads them.
     """
 
@@ -153,9 +158,12 @@ class Layout:
         self.begun: Pass | None = None
         self.metrics = PassMetrics()
         self.logps: torch.Tensor | None = None
+        self.pictures: list[Picture] = []
 
     def in_passes(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """TRL's micro-batches of one batch of rollouts, as many of ours. Collective."""
+        if self.trainer.model.training:  # an evaluation between two steps has a batch of its own
+            self.pictures = held_by(each[name] for each in micro_batches for name in ("prompt_ids", "completion_ids"))
         if self.kind == "trl":
             return micro_batches
         if self.kind == "shared" and self.proof is None:

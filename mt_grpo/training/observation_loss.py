@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mt_grpo.base.pictures import is_picture
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.passes import Pass
 from mt_grpo.training.records import NUM_OBSERVED, OBSERVED
@@ -25,7 +26,10 @@ def observed_tokens(batch: Batch, width: int, args: Any, accelerator: Any) -> di
         args: With `mask_truncated_completions` what was cut off is not learned, either.
         accelerator: Of the trainer.
     """
-    masks = [record.observation_mask for record in batch.records]
+    masks = [  # a picture has no words to learn
+        [one and int(not is_picture(token)) for one, token in zip(record.observation_mask, record.completion_ids)]
+        for record in batch.records
+    ]
     if args.mask_truncated_completions:
         masks = batch.zeros_where_truncated(masks)
     mask = pad_rows(masks, width, 0.0).to(accelerator.device)

@@ -20,6 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
+from mt_grpo.base.pictures import Picture, pictures_in
 from mt_grpo.training.records import FURTHER_RECORDS, NUM_OBSERVED, OBSERVED, Row, row_of
 from mt_grpo.training.shared_prompts import Example, SharedRow
 
@@ -39,12 +40,14 @@ class Pass(dict):
         num_tokens: How many it computes.
         weight: The sum of its loss mask on all ranks: its trained tokens, each as its mask counts it.
         is_first: Whether no pass of the policy came before it: its own logprobs are those before the step.
+        pictures: Those of rows of other ranks: its tensors keep none.
     """
 
     loss_type, scale = "", 1.0
     shared: SharedRow | None = None
     num_tokens, weight = 0, 0.0
     is_first = False
+    pictures: tuple[Picture, ...] = ()
 
 
 @dataclass
@@ -58,6 +61,7 @@ class TrainedRow:
         observed: Whether its logprob is wanted although it did not (`observation_loss`); None: of none.
         number: Of its row in the batch that it is of.
         group: Tells apart what should go together: the prompt of its rollout's first record; None: its own.
+        pictures: Those that its ids stand for, while another rank computes it.
     """
 
     values: Row
@@ -67,6 +71,7 @@ class TrainedRow:
     observed: list[bool] | None = None
     number: int = 0
     group: int | None = None
+    pictures: tuple[Picture, ...] = ()
 
     @cached_property
     def prompt(self) -> int:
@@ -87,6 +92,10 @@ class TrainedRow:
     def own(self) -> int:
         """Tokens that are computed for this record alone where it shares its prompt: up to the last wanted one."""
         return max((k + 1 for k, wanted in enumerate(self.wanted) if wanted), default=0)
+
+    @property
+    def shown(self) -> list[Picture]:
+        return pictures_in(self.prompt_ids + self.completion_ids)
 
     @property
     def wanted(self) -> list[bool]:
@@ -225,7 +234,7 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
     loads = accelerator.gather(load).tolist()
     if max(loads) <= UNEVEN * sum(loads) / len(loads):
         return rows
-    everyones = gather_object([row.to("cpu") for row in rows])
+    everyones = gather_object([replace(row.to("cpu"), pictures=tuple(row.shown)) for row in rows])
     limit = min(budget, sum(loads) / len(loads))
     ranks: list[list[TrainedRow]] = [[] for _ in loads]
     sums = [0] * len(loads)
@@ -365,6 +374,7 @@ def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
         numbered = [replace(row, number=i) for i, row in enumerate(rows)]
         batch.shared = shared_row(numbered, tuple(batch["completion_ids"].shape), batch["completion_ids"].device)
     sides = ("prompt_ids", "completion_ids")
+    batch.pictures = tuple(picture for row in rows for picture in row.pictures)
     batch.num_tokens = len(batch.shared) if shares else sum(batch[side].numel() for side in sides)
     return batch
 
@@ -383,7 +393,11 @@ def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
     longest = -1 if args.per_device_train_batch_size > 1 else 1
     groups = units_of([row for row in rows if row.num_trained], math.inf, shares=True) or [rows[:1]]
     pairs = [sorted(group, key=lambda row: longest * row.own)[:2] for group in groups]
-    pair = min(pairs, key=lambda pair: (-len(pair), longest * sum(row.own for row in pair)))
+    # Pictures have positions of their own, so that a pair without any would prove nothing of them.
+    pair = min(
+        pairs,
+        key=lambda pair: (not any(row.shown for row in pair), -len(pair), longest * sum(row.own for row in pair)),
+    )
     return to_pass(pair, multiple, shares=True)
 
 

@@ -18,6 +18,7 @@ from accelerate.utils import is_peft_model
 from trl.trainer.utils import use_adapter
 
 from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.pictures import inputs_of_rows, is_picture
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import column_lists
 from mt_grpo.generation.versions import tagged
@@ -91,6 +92,8 @@ class PolicyScores:
                     f"policy.logprobs: pair {i} has {len(pair[0])} and {len(pair[1])} ids. Expected a context and a "
                     f"continuation of at least one, and less than {self._context} together. policy.fits asks before."
                 )
+            if any(map(is_picture, pair[1])):
+                raise ValueError(f"policy.logprobs: continuation {i} holds a picture, which is never sampled.")
         found = self._all(list(dict.fromkeys(pairs)))
         return [list(found[pair]) for pair in pairs]
 
@@ -244,7 +247,8 @@ class ModelScores(PolicyScores):
         version: Callable[[], str],
         budget: Callable[[], int | None] = lambda: None,
     ):
-        limit = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        config = getattr(model, "config", None)
+        limit = config and getattr(config.get_text_config(), "max_position_embeddings", None)
         super().__init__(None, written, version, limit and limit + 1)
         self.model, self.autocast, self.budget = model, autocast, budget
 
@@ -265,8 +269,9 @@ class ModelScores(PolicyScores):
         return forward(*args)
 
     def _forward(self, context: list[int], continuation: list[int]) -> list[float]:
-        ids = torch.tensor([context + continuation], device=self.model.device)
-        logits = self.model(input_ids=ids, logits_to_keep=len(continuation) + 1, use_cache=False).logits
+        ids, shown = inputs_of_rows(torch.tensor([context + continuation], device=self.model.device))
+        shown.pop("num_images", None)
+        logits = self.model(input_ids=ids, logits_to_keep=len(continuation) + 1, use_cache=False, **shown).logits
         logps = logits[0, -len(continuation) - 1 : -1].float().log_softmax(-1)
         return logps.gather(1, ids[0, -len(continuation) :, None])[:, 0].tolist()
 

@@ -32,6 +32,7 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.base.ranks import RunStopped
 from mt_grpo.base.rows import WrittenRow
+from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
 from mt_grpo.rollout import Rollout, ToolCall, Turn
 from mt_grpo.training.reward_errors import RewardError, raises_alone, row_shown, where_raised
@@ -208,8 +209,8 @@ def rollout_columns(rollouts: list[Rollout], prompts: list) -> dict[str, list]:
         prompts: The rows' prompts, in the place of the messages that an environment did not bring.
     """
     return {
-        "prompts": [rollout.first_messages or prompt for rollout, prompt in zip(rollouts, prompts)],
-        "completions": [rollout.completion for rollout in rollouts],
+        "prompts": [readable_messages(rollout.first_messages or prompt) for rollout, prompt in zip(rollouts, prompts)],
+        "completions": [readable_messages(rollout.completion) for rollout in rollouts],
         "completion_ids": [rollout.completion_ids for rollout in rollouts],
         "environments": [rollout.environment for rollout in rollouts],
         "environment_rewards": [rollout.reward for rollout in rollouts],

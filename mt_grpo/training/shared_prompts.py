@@ -22,6 +22,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from mt_grpo.base.pictures import features_of, is_picture, picture_of, pictures_in, runs_of, with_placeholders
+
 logger = logging.getLogger(__name__)
 
 NAME = "shared_prompts"  # of the attention function, as transformers knows it
@@ -127,7 +129,9 @@ class SharedRow:
         device: Where the model is.
 
     Attributes:
-        input_ids, position_ids: (1, L).
+        input_ids: (1, L).
+        position_ids: (1, L), or (3, 1, L) where there are pictures: of time, height and width.
+        shown: The pictures of the row in their order; one that several examples have in common stands once.
         scored: (S,), where in the row the token before a wanted one stands. At least one; the last token of a prompt
             stands there once for each of its examples.
         labels: (1, S), the wanted tokens; -100 for one that nobody wants.
@@ -146,6 +150,8 @@ class SharedRow:
 
     def __init__(self, examples: dict[int, Example], shape: tuple[int, int], device: torch.device | str = "cpu"):
         self.shape, self.device = shape, torch.device(device)
+        parts = [ids for each in examples.values() for ids in (each.prompt_ids, each.completion_ids)]
+        self._flat = not is_picture(max((max(ids, default=0) for ids in parts), default=0))
         self._masks: dict[tuple, torch.Tensor | None] = {}
         root, ends = Node([]), {}
         for number, example in examples.items():
@@ -165,23 +171,26 @@ class SharedRow:
             cells += [number * shape[1] + k for k in wanted]
         if not ends:
             scored, labels, cells = [0], [-100], [shape[0] * shape[1]]
-        self.input_ids, self.position_ids = self._tensor([ids]), self._tensor([positions])
+        self.shown = [] if self._flat else pictures_in(ids)
+        self.input_ids = self._tensor([with_placeholders(ids) if self.shown else ids])
+        self.position_ids = self._tensor([positions]) if self._flat else self._tensor(positions).T[:, None]
         self.scored, self.labels, self._cells = self._tensor(scored), self._tensor([labels]), self._tensor(cells)
 
-    def _lay_out(self, root: Node) -> tuple[list[Segment], list[int], list[int]]:
+    def _lay_out(self, root: Node) -> tuple[list[Segment], list[int], list[Any]]:
         """(segments, ids, positions): each node behind its parent."""
         segments: list[Segment] = []
         ids: list[int] = []
-        positions: list[int] = []
+        positions: list[Any] = []
         waiting = [(node, (), 0) for node in reversed(root.children)]
         while waiting:
-            node, context, depth = waiting.pop()
+            node, context, first = waiting.pop()
             node.start = len(ids)
             here = (*context, len(segments))
             segments.append(Segment(len(node.ids), context))
             ids += node.ids
-            positions += range(depth, depth + len(node.ids))
-            waiting += [(child, here, depth + len(node.ids)) for child in reversed(node.children)]
+            own, behind = positions_of(node.ids, first, self._flat)
+            positions += own
+            waiting += [(child, here, behind) for child in reversed(node.children)]
         return segments, ids, positions
 
     def _tensor(self, values: list) -> torch.Tensor:
@@ -189,6 +198,10 @@ class SharedRow:
 
     def __len__(self) -> int:
         return self.input_ids.shape[1]
+
+    def features(self) -> dict[str, torch.Tensor]:
+        """What a model's forward pass reads of the row's pictures, such as `pixel_values`."""
+        return {name: values.to(self.device) for name, values in features_of(self.shown).items()}
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
         """(1, S) of the wanted tokens as (B, C) of the batch, 0 elsewhere."""
@@ -232,6 +245,34 @@ class SharedRow:
             hidden = torch.full(shape, float("-inf"), dtype=like.dtype, device=like.device)
             self._masks[key] = hidden.triu(self.num_before(segment) + 1)
         return self._masks[key]
+
+
+def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int]:
+    """(positions of tokens, the position behind them). Where a row has pictures each is (time, height, width).
+
+    That of Qwen's models (M-RoPE, arXiv 2409.12191): all three of text go on by 1. A picture has one time, and its
+    rows and columns count from there. What follows begins behind the largest of them.
+
+    Args:
+        ids: Of one node.
+        first: The position of its first token.
+        flat: Whether the row has no picture.
+
+    >>> positions_of([7, 8], 3, True), positions_of([7, 8], 3, False)
+    (([3, 4], 5), ([(3, 3, 3), (4, 4, 4)], 5))
+    """
+    if flat:
+        return list(range(first, first + len(ids))), first + len(ids)
+    positions: list[Any] = []
+    for run in runs_of(ids):
+        if is_picture(run[0]):
+            height, width = picture_of(run[0]).grid
+            positions += [(first, first + row, first + column) for row in range(height) for column in range(width)]
+            first += max(height, width)
+        else:
+            positions += [(at, at, at) for at in range(first, first + len(run))]
+            first += len(run)
+    return positions, first
 
 
 @dataclass
@@ -370,7 +411,7 @@ def take_shared_rows(*models: PreTrainedModel | PeftModel | None) -> None:
     """Let models with SDPA read rows of either kind. For ordinary ones nothing changes."""
     for model in filter(None, models):
         model = model.get_base_model() if isinstance(model, PeftModel) else model
-        model.config._attn_implementation = NAME
+        model.config.get_text_config()._attn_implementation = NAME  # what reads the pixels keeps its own
         if keep_scored not in model.base_model._forward_hooks.values():  # a second trainer may get the same model
             model.base_model.register_forward_hook(keep_scored, with_kwargs=True)
 
@@ -385,6 +426,7 @@ def forward_inputs(row: SharedRow) -> dict[str, Any]:
         "shift_labels": row.labels,
         "fused_lm_head": True,
         KEYWORD: row,
+        **row.features(),
     }
 
 

@@ -442,9 +442,7 @@ def markdown(rows: list[dict[str, Any]]) -> str:
         ]  # fmt: skip
         for method in methods:
             runs = groups[task, method]
-            cells = {
-                key: spread([row[key] for row in runs]) for key in FIGURES if key != "steps_to_threshold"
-            }
+            cells = {key: spread([row[key] for row in runs]) for key in FIGURES if key != "steps_to_threshold"}
             passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
             scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
             each = " ".join(f"{row['exact_match']:.2f}" for row in sorted(runs, key=lambda row: row["seed"]))

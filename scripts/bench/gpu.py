@@ -13,9 +13,9 @@ its rollouts, and TRL's trainer. `gradients` compares what they come to. `tiny r
 hf_recipes/tiny/calculator.yaml in bf16.
 
 Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
-share it, and the cases of `nccl` are left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two processes on
-one GPU since 2.30 (VLLM_NCCL_SO_PATH chooses the library). A case that fails is noted with its error, and the exit
-code is then 1. Colocated vLLM needs a GPU: on a CPU it takes no weights from TRL.
+share it, and the cases of `nccl` are left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two
+processes on one GPU since 2.30 (VLLM_NCCL_SO_PATH chooses the library). A case that fails is noted with its error, and
+the exit code is then 1. Colocated vLLM needs a GPU: on a CPU it takes no weights from TRL.
 """
 
 import argparse
@@ -48,7 +48,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "server, disk": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "disk"}),
     "server, nccl": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl"}),
     "server, nccl, ahead": (
-        "ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "max_staleness": 1}
+        "ours",
+        {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl", "max_staleness": 1},
     ),
     "step": ("step", {}),
     "gradients": ("gradients", {}),
@@ -349,7 +350,7 @@ def gradient_lines(row: dict[str, Any]) -> list[str]:
 
 
 def section(results: dict[str, Any]) -> str:
-    """The page's tables: of each card and set of versions its own, the newest first."""
+    """The page's tables: of each card and set of versions its own, the last added first."""
     return "\n\n".join(run_section(run) for run in reversed(results["runs"]))
 
 
@@ -417,8 +418,8 @@ def of_the_same(results: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """The results that were measured with what `run` names; they are added, without a case, where there are none.
 
     >>> results = {"runs": [{"gpus": "A", "cases": {"colocate": {}}}]}
-    >>> of_the_same(results, {"gpus": "A"})["cases"], of_the_same(results, {"gpus": "B"})["cases"], len(results["runs"])
-    ({'colocate': {}}, {}, 2)
+    >>> [of_the_same(results, {"gpus": name})["cases"] for name in "AB"], len(results["runs"])
+    ([{'colocate': {}}, {}], 2)
     """
     for known in results["runs"]:
         if all(known[key] == value for key, value in run.items()):

@@ -27,10 +27,12 @@ from trl import get_peft_config
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.files import output_lock
+from mt_grpo.conversation.pictures import with_pictures
 from mt_grpo.generation.adapters import room_for, slots_of, why_config_merges
 from mt_grpo.recipe.checks import (
     check_context,
     check_dataset,
+    check_images,
     check_num_prompts,
     check_reward_columns,
     longest_prompt,
@@ -152,13 +154,16 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     env = mt.build_env(script_args, args, tools, tokenizer)
+    with_pictures(tokenizer, "images are read in process (use_vllm: false)")
     train, test = load_splits(script_args, whole.eval_strategy, env.environments is None)
     train = rows_of_environment(env, whole) if train is None else train
     needed = 0
     for split, rows in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, test)):
         if rows is None:
             continue
-        check_dataset(rows, f"dataset {script_args.dataset_name!r}, split {split!r}", env)
+        where = f"dataset {script_args.dataset_name!r}, split {split!r}"
+        check_dataset(rows, where, env)
+        check_images(rows, where, env)
         if rows is train:
             check_num_prompts(len(rows), whole)
         check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")

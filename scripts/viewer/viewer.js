@@ -530,17 +530,18 @@ function promptLength({ messages, turns, num_prompt_messages: logged }) {
   return said.find((m) => messages[m].content === text) ?? said[0] ?? messages.length;
 }
 
-const SHOWN_OF_A_PROMPT = 5;  // messages; of more, those before the last are folded: examples, or a history
+const SHOWN_OF_A_PROMPT = 5;  // messages; of more, those before the question are folded: examples, or a history
 
 function promptParts(item) {
   const given = item.row.messages.slice(0, promptLength(item.row)).filter(Boolean);
   const parts = given.map((message) => part("given", message.role, [], message.role === "system"
     ? el("details", {}, el("summary", { class: "small soft" }, textOf(message.content).slice(0, 80)), el("pre", {}, textOf(message.content)))
     : el("pre", {}, textOf(message.content))));
-  const first = given[0]?.role === "system" ? 1 : 0;
-  if (parts.length <= SHOWN_OF_A_PROMPT) return parts;
-  const folded = parts.slice(first, -1);
-  return [...parts.slice(0, first), el("details", {}, el("summary", { class: "small soft" }, `${folded.length} messages of the prompt before the last, such as examples`), folded), ...parts.slice(-1)];
+  const asked = given.findLastIndex((message) => message.role === "user");
+  const instructions = given.findIndex((message) => !["system", "developer"].includes(message.role));
+  if (parts.length <= SHOWN_OF_A_PROMPT || asked <= instructions) return parts;
+  const folded = parts.slice(instructions, asked);
+  return [...parts.slice(0, instructions), el("details", {}, el("summary", { class: "small soft" }, `${folded.length} messages of the prompt before the question, such as examples`), folded), ...parts.slice(asked)];
 }
 
 // A group on one screen: a line for each rollout, a cell for each turn with its advantage.

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import mt_grpo.recipe.data
 from mt_grpo.base.rows import Rows
-from mt_grpo.recipe.checks import check_dataset, longest_prompt, warn_of_control_tokens
+from mt_grpo.recipe.checks import check_dataset, check_images, longest_prompt, warn_of_control_tokens
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.run.checkpoints import dataset_sha256
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -358,19 +358,19 @@ def test_nulls_of_files_and_of_tables_in_one_run(random_model, tmp_path, monkeyp
     "key, value", [("image", "cat.png"), ("images", ["cat.png"]), ("images", {"path": "cat.png"})]
 )
 @pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
-def test_images_are_refused_before_a_model_is_loaded(random_model, tmp_path, key, value, split):
-    """In a table the first row need not have one. The model of this recipe is none."""
+def test_images_are_refused_before_a_model_is_loaded(random_model, tmp_path, monkeypatch, key, value, split):
+    """In a table the first row need not have one. The model reads text alone."""
     rows = [{"prompt": [{"role": "user", "content": "?"}], key: None}] * 8
     bad = Dataset.from_list([*rows[:7], {**rows[7], key: value}])
     good = Dataset.from_list(rows).remove_columns(key)
     data = {"train_dataset": good, "eval_dataset": {"held out": good}}
     data[split] = bad if split == "train_dataset" else {"held out": bad}
-    tokenizer = AutoTokenizer.from_pretrained(random_model)
-    message = f"{split}, row 7: the column '{key}' is .*cat.png.*Images are not supported: rollouts are text only"
+    message = f"{split}, row 7: the column '{key}' is .*cat.png.* The model would not see it: it reads text alone"
+    monkeypatch.setattr("trl.trainer.grpo_trainer.create_model_from_path", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ValueError, match=message):
         MTGRPOEnvTrainer(
-            "no/model", MultiTurnToolEnv([], None), [], [length_reward], args=MTGRPOConfig(**settings(tmp_path)),
-            processing_class=tokenizer, **data,
+            random_model, MultiTurnToolEnv([], None), [], [length_reward], args=MTGRPOConfig(**settings(tmp_path)),
+            **data,
         )  # fmt: skip
 
 
@@ -380,7 +380,7 @@ def test_a_picture_is_an_image(tmp_path):
     features = Features({"prompt": [{"role": Value("string"), "content": Value("string")}], "image": Image()})
     table = Dataset.from_dict({"prompt": [[{"role": "user", "content": "?"}]], "image": [picture]}, features=features)
     with pytest.raises(ValueError, match="train_dataset, row 0: the column 'image' is <PIL"):
-        check_dataset(table, "train_dataset")
+        check_images(table, "train_dataset", MultiTurnToolEnv([], None))
 
 
 @pytest.mark.parametrize("empty", [None, [], ""])

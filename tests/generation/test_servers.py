@@ -990,7 +990,7 @@ def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
 
 @needs_vllm
 def test_a_server_dies_amid_trees(servers, tmp_path):
-    """A tree is at one server. Where that is lost the tree is whole all the same: its branches begin with its trunk."""
+    """A tree is at one server. Where that is lost the tree is whole all the same: branches begin with their trunk."""
     killed = threading.Event()
 
     def seconds(expression):
@@ -1000,8 +1000,8 @@ def test_a_server_dies_amid_trees(servers, tmp_path):
         return 0.5
 
     trainer = make_trainer(
-        None, tmp_path, slow_calculator(seconds), max_steps=3, vllm_server_base_url=addresses(servers), num_generations=4,
-        credit_assignment="tree", scale_rewards="none", num_branches=1,
+        None, tmp_path, slow_calculator(seconds), max_steps=3, vllm_server_base_url=addresses(servers),
+        num_generations=4, credit_assignment="tree", scale_rewards="none", num_branches=1,
     )  # fmt: skip
     trainer.client.RETRY_SECONDS = 0.0
     try:

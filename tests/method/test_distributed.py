@@ -94,3 +94,13 @@ def test_two_ranks_have_the_trees_of_one(random_model, tmp_path):
             assert step[2].abs().max() > 0.1
         for expected, row in zip(one["logs"], part["logs"], strict=True):
             assert row == pytest.approx(expected, rel=1e-4, abs=1e-5, nan_ok=True)
+
+
+def test_two_ranks_have_the_gradients_of_one_with_images(random_model, tmp_path):
+    """Rows change ranks, and what they read goes with them."""
+    (one,), two = run(1, random_model, tmp_path, "images"), run(2, random_model, tmp_path, "images")
+    assert [part["kind"] for part in (one, *two)] == ["shared"] * 3 and sum(part["moved"] for part in two) > 3
+    largest = max(gradient.abs().max() for gradient in one["gradients"].values())
+    for name, gradient in one["gradients"].items():
+        assert (two[0]["gradients"][name] - gradient).abs().max() < 1e-5 * largest, name
+    assert two[0]["norms"] == pytest.approx(one["norms"], rel=1e-4)

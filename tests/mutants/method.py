@@ -559,8 +559,8 @@ MUTATIONS = [
     Mutation(
         "data: samples of a problem share what an environment changes",
         "mt_grpo_trainer.py",
-        "row=own_copy(rows[index]) if rows",
-        "row=dict(rows[index]) if rows",
+        "row, pictures = own_copy(rows[index]) if rows",
+        "row, pictures = dict(rows[index]) if rows",
         "tests/base/test_rows.py::test_an_environment_changes_no_row_but_its_own",
     ),
     Mutation(

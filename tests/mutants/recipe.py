@@ -219,7 +219,7 @@ MUTATIONS = [
     Mutation(
         "rows: images of a data set in Python are let through",
         "mt_grpo/recipe/checks.py",
-        "for i, row in enumerate(dataset.select_columns(images)):",
+        "for i, row in enumerate(dataset.select_columns(columns) if columns else []):",
         "for i, row in enumerate([]):",
         "tests/base/test_rows.py::test_images_are_refused_before_a_model_is_loaded",
     ),
@@ -240,8 +240,8 @@ MUTATIONS = [
     Mutation(
         "rows: the longest prompt is looked for among all rows at once",
         "mt_grpo/recipe/checks.py",
-        "rows = heapq.nlargest(32, rows, key",
-        "rows = heapq.nlargest(32, list(rows), key",
+        "chosen += heapq.nlargest(32, whole, key=size)",
+        "chosen += heapq.nlargest(32, list(whole), key=size)",
         "tests/base/test_rows.py::test_the_checks_hold_a_row_at_a_time",
     ),
     Mutation(
@@ -268,8 +268,8 @@ MUTATIONS = [
     Mutation(
         "data: the shortest prompts are looked at for the longest one",
         "mt_grpo/recipe/checks.py",
-        "heapq.nlargest(32, rows",
-        "heapq.nsmallest(32, rows",
+        "heapq.nlargest(32",
+        "heapq.nsmallest(32",
         "tests/base/test_rows.py::test_the_longest_prompt_is_looked_for_in_all_rows",
     ),
     Mutation(

@@ -398,4 +398,18 @@ MUTATIONS = [
         "len(r.prompt_ids), sum(len(t.token_ids) for t in r.turns),",
         "tests/method/test_trees.py::test_a_run_logs_its_trees",
     ),
+    Mutation(
+        "pictures: the log does not keep them",
+        "mt_grpo/reports/rollout_log.py",
+        "                partial.rename(path)\n",
+        "                pass\n",
+        "tests/training/test_images.py::test_the_log_names_its_pictures_and_keeps_them",
+    ),
+    Mutation(
+        "pictures: marks are written into the log",
+        "mt_grpo/reports/rollout_log.py",
+        "readable(json.dumps(row, ensure_ascii=False, default=str))",
+        "json.dumps(row, ensure_ascii=False, default=str)",
+        "tests/training/test_images.py::test_the_log_names_its_pictures_and_keeps_them",
+    ),
 ]

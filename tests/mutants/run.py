@@ -431,8 +431,8 @@ MUTATIONS = [
     Mutation(
         "rows: a null is the same data as nothing",
         "mt_grpo/run/checkpoints.py",
-        'json.dumps(row[name], default=str) if name in row else ""',
-        "json.dumps(row.get(name), default=str)",
+        'json.dumps(row[name], default=image_or_str) if name in row else ""',
+        "json.dumps(row.get(name), default=image_or_str)",
         "tests/base/test_rows.py::test_data_has_an_identity",
     ),
     Mutation(
@@ -686,5 +686,12 @@ MUTATIONS = [
         "                join_rounds(columns)\n",
         "                pass\n",
         "tests/generation/test_sharded.py::test_rewards_may_ask_sharded_models",
+    ),
+    Mutation(
+        "pictures: the reference may write placeholders",
+        "mt_grpo/run/connect.py",
+        "forbid(reader_of(trainer.env.tokenizer), trainer.model, trainer.ref_model)",
+        "forbid(reader_of(trainer.env.tokenizer), trainer.model)",
+        "tests/training/test_images.py::test_a_placeholder_is_never_sampled",
     ),
 ]

@@ -383,7 +383,7 @@ MUTATIONS = [
     Mutation(
         "rewards do not see what reset said",
         "mt_grpo/training/reward_calls.py",
-        '"prompts": [rollout.first_messages or prompt for',
+        '"prompts": [readable_messages(rollout.first_messages or prompt) for',
         '"prompts": [prompt for',
         "tests/conversation/test_environments.py::test_what_an_environment_and_its_tools_give_is_weighted_and_added",
     ),
@@ -404,7 +404,7 @@ MUTATIONS = [
     Mutation(
         "completions: rewards get what the log has",
         "mt_grpo/training/reward_calls.py",
-        '"completions": [rollout.completion for rollout in rollouts],',
+        '"completions": [readable_messages(rollout.completion) for rollout in rollouts],',
         '"completions": [rollout.messages for rollout in rollouts],',
         "tests/method/test_batch.py::test_a_batch_is_what_was_written_by_hand[mt_grpo]",
     ),
@@ -726,7 +726,7 @@ MUTATIONS = [
     Mutation(
         "evaluation: rewards do not see what reset said",
         "mt_grpo/training/reward_calls.py",
-        '"prompts": [rollout.first_messages or prompt for rollout, prompt in zip(rollouts, prompts)]',
+        '"prompts": [readable_messages(rollout.first_messages or prompt) for rollout, prompt in zip(rollouts, prompts)]',
         '"prompts": prompts',
         "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
     ),
@@ -740,7 +740,7 @@ MUTATIONS = [
     Mutation(
         "evaluate: rewards get completions without calls",
         "mt_grpo/training/reward_calls.py",
-        '"completions": [rollout.completion for rollout in rollouts]',
+        '"completions": [readable_messages(rollout.completion) for rollout in rollouts]',
         '"completions": [rollout.messages for rollout in rollouts]',
         "tests/scripts/test_scripts.py::test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found",
     ),
@@ -775,8 +775,8 @@ MUTATIONS = [
     Mutation(
         "passes: a completion goes on from the prompt's beginning",
         "mt_grpo/training/shared_prompts.py",
-        "positions += range(depth, depth + len(node.ids))",
-        "positions += range(len(node.ids))",
+        "return list(range(first, first + len(ids))), first + len(ids)",
+        "return list(range(len(ids))), first + len(ids)",
         "tests/training/test_shared_prompts.py::test_a_token_is_what_it_is_in_a_row_of_its_own",
     ),
     Mutation(
@@ -1240,5 +1240,47 @@ MUTATIONS = [
         '    if layout.kind != "shared" or layout.proof is None:',
         "    if True:",
         "tests/method/test_before_credit.py::test_what_begins_alike_is_computed_once",
+    ),
+    Mutation(
+        "pictures: rows and columns change places",
+        "mt_grpo/training/shared_prompts.py",
+        "(first, first + row, first + column)",
+        "(first, first + column, first + row)",
+        "tests/training/test_images.py::test_rows_that_share_prompts_read_their_pictures",
+    ),
+    Mutation(
+        "pictures: what follows begins behind the picture's tokens",
+        "mt_grpo/training/shared_prompts.py",
+        "first += max(height, width)",
+        "first += height * width",
+        "tests/training/test_images.py::test_rows_that_share_prompts_read_their_pictures",
+    ),
+    Mutation(
+        "pictures: a row that another rank computes lacks them",
+        "mt_grpo/training/passes.py",
+        "pictures=tuple(row.shown))",
+        "pictures=())",
+        "tests/method/test_distributed.py::test_two_ranks_have_the_gradients_of_one_with_images",
+    ),
+    Mutation(
+        "pictures: an image is learned as an observation",
+        "mt_grpo/training/observation_loss.py",
+        "one and int(not is_picture(token))",
+        "one",
+        "tests/training/test_images.py::test_an_image_is_not_learned_as_an_observation",
+    ),
+    Mutation(
+        "pictures: rewards ask with raw ids",
+        "mt_grpo/training/policy_scores.py",
+        "ids, shown = inputs_of_rows(torch.tensor([context + continuation], device=self.model.device))",
+        "ids, shown = torch.tensor([context + continuation], device=self.model.device), {}",
+        "tests/training/test_images.py::test_rewards_may_ask_for_logprobs_behind_images",
+    ),
+    Mutation(
+        "pictures: positions follow what is laid out",
+        "mt_grpo/training/shared_prompts.py",
+        "self._tensor([positions]) if self._flat else",
+        "self._tensor([positions]) if not self.shown else",
+        "tests/training/test_images.py::test_a_row_without_a_picture_among_rows_with_them",
     ),
 ]

@@ -1399,8 +1399,8 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
         ),
         ('{"prompt": [{"role": "user", "content": null}]}', "row 0: .* which are text, got content: None in"),
         (
-            '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}',
-            "row 0: a message has the part {'type': 'image', 'url': 'x'}. Rollouts are text only: expected text parts",
+            '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "answer": "2"}\n' * 64,
+            "row 0: a message has an image. The model would not see it: it reads text alone",
         ),
         (
             '{"question": "?", "answer": "2", "completions": "x"}',
@@ -1410,7 +1410,7 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
         (ROW + r'{"question": "a \ud800", "answer": "2"}', "row 1: the content of a message is no text: .*surrogates"),
         (
             ROW + '{"question": "?", "answer": "2", "image": "cat.png"}',
-            "row 1: the column 'image' is 'cat.png'. Images are not supported",
+            "row 1: the column 'image' is 'cat.png'. The model would not see it",
         ),
         (
             '{"prompt": "?", "answer": "2", "images": [{"bytes": null, "path": "cat.png"}]}',

@@ -900,7 +900,7 @@ def test_examples_before_the_question_are_folded(open_page, tmp_path):
     given = page.locator("main > article .part.given")
     assert [text.split("\n")[0] for text in given.all_inner_texts() if text] == ["system", "user"]
     assert page.evaluate("document.querySelector('.overview').getBoundingClientRect().bottom") < 900
-    page.click("summary:has-text('12 messages of the prompt before the last, such as examples')")
+    page.click("summary:has-text('12 messages of the prompt before the question, such as examples')")
     assert "assistant 5" in page.inner_text("main") and given.count() == 14
 
 

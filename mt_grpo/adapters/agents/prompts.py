@@ -150,7 +150,8 @@ class AgentPrompts:
         for tool in tools:
             function = tool["function"]
             try:
-                check_names([function["name"], *((function.get("parameters") or {}).get("properties") or {})], forbidden)
+                parameters = function.get("parameters") or {}
+                check_names([function["name"], *(parameters.get("properties") or {})], forbidden)
             except ValueError as error:
                 raise refuse("tools", str(error)) from None
             given = {key: function[key] for key in IF_GIVEN if function.get(key) is not None}

@@ -91,6 +91,8 @@ def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
             # The tags around thinking and around a result stand inside a message, where the template writes them.
             if tag is None or not (has_result or tag[1] in TURN_TAGS):
                 found.add(token)
+    if (reader := getattr(tokenizer, "pictures", None)) is not None:  # a placeholder in a text has no picture
+        found |= set(tokenizer.convert_ids_to_tokens(reader.unsampled))
     return {token for token in found if not token.isspace()}
 
 

@@ -9,10 +9,12 @@ import functools
 import inspect
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.conversation.pictures import PictureReader, parts_of, reader_of, text_of_parts
 from mt_grpo.rollout import Message, ToolResult
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
@@ -67,11 +69,22 @@ ADDRESS = {ADDRESS!r}
 """
 
 
-def as_result(result: Any) -> ToolResult:
-    """What a tool returned, as the model reads it. A `ToolResult` keeps its reward."""
+def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
+    """What a tool returned, as the model reads it. A `ToolResult` keeps its reward.
+
+    An image of PIL, or a list of parts of text and images, becomes a text with marks where the model reads images.
+    """
     if isinstance(result, ToolResult):
-        return ToolResult(as_text(result.text), reward=result.reward)
+        return dataclasses.replace(as_result(result.text, reader), reward=result.reward)
+    if reader is not None and (parts := parts_of(result)) is not None:
+        text, pictures = text_of_parts(parts, reader, "the tool's result")
+        return ToolResult(text, pictures=tuple(pictures))
     return ToolResult(as_text(result))
+
+
+def results_of(env: Any) -> Callable[[Any], ToolResult]:
+    """`as_result` with what reads pictures for an environment's model."""
+    return functools.partial(as_result, reader=reader_of(env.tokenizer))
 
 
 def error_text(error: BaseException) -> str:

@@ -1,0 +1,539 @@
+"""Pictures: what is read of a row or a tool's result, the ids that stand for them, and what reaches the loss."""
+
+import base64
+import contextlib
+import copy
+import gc
+import io
+import json
+import pickle
+import random
+import threading
+
+import evaluate
+import pytest
+import torch
+import vision_model
+from bench.common import ROOT
+from peft import LoraConfig, get_peft_model
+from PIL import Image
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from trl.trainer.utils import add_fused_lm_head
+from vision_run import gradients_of, make_trainer, some_rows, user
+
+from mt_grpo.base import pictures
+from mt_grpo.base.pictures import (
+    FIRST_ID,
+    KNOWN,
+    inputs_of_requests,
+    inputs_of_rows,
+    is_picture,
+    pictures_in,
+    runs_of,
+    with_placeholders,
+)
+from mt_grpo.base.rows import Rows
+from mt_grpo.conversation.pictures import PictureReader, forbid, mark_of, readable, with_marks, with_pictures
+from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
+from mt_grpo.recipe.checks import check_images
+from mt_grpo.training.observation_loss import observed_tokens
+from mt_grpo.training.policy_scores import ModelScores
+from mt_grpo.training.records import OBSERVED
+from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, take_shared_rows
+from mt_grpo_trainer import MultiTurnToolEnv
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vision_model.save(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return reading(folder)
+
+
+def reading(folder):
+    """The folder's tokenizer, which writes pictures."""
+    found = AutoTokenizer.from_pretrained(folder)
+    return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
+
+
+# -- ids --
+
+
+def test_an_id_is_of_the_pixels_and_the_size(tokenizer):
+    read = tokenizer.pictures.read
+    one, same, turned = (
+        read(vision_model.picture(k, size), "") for k, size in ((0, (56, 84)), (0, (56, 84)), (0, (84, 56)))
+    )
+    assert one is same and one.id != turned.id and (one.grid, turned.grid) == ((3, 2), (2, 3))
+    plain = [read(Image.new("RGB", size), "") for size in ((56, 84), (84, 56))]  # of the same bytes
+    assert plain[0].id != plain[1].id and plain[0].image.tobytes() == plain[1].image.tobytes()
+    assert FIRST_ID <= one.id < 2**63 and one.num_tokens == 6 and one.id.picture is one
+    assert tokenizer.pictures.placeholder == tokenizer.convert_tokens_to_ids("<|image_pad|>") == one.placeholder
+
+
+def test_a_picture_is_known_as_long_as_ids_hold_it(tokenizer):
+    picture = tokenizer.pictures.read(vision_model.picture(1), "")
+    ids = tokenizer(f"a {mark_of(picture)} b")["input_ids"]
+    del picture
+    ids = copy.deepcopy(ids)[1:]  # as rollouts are copied
+    gc.collect()
+    (picture,) = pictures_in(ids)
+    plain = [int(token) for token in ids]  # as of a tensor
+    assert pictures_in(plain) == [picture]
+    sent = pickle.dumps((picture, ids))
+    number = int(picture.id)
+    del picture, ids
+    gc.collect()
+    assert number not in KNOWN  # no picture of an earlier batch stays
+    received, ids = pickle.loads(sent)
+    assert KNOWN[number] is received and torch.equal(
+        received.features["pixel_values"], pictures_in(ids)[0].features["pixel_values"]
+    )
+
+
+def test_a_picture_stands_in_a_record_whole_or_not_at_all(tokenizer):
+    one, two = (tokenizer.pictures.read(vision_model.picture(k), "") for k in range(2))
+    ids = [5, *4 * [one.id], *8 * [two.id], 6, 7]
+    assert [len(run) for run in runs_of(ids)] == [1, 4, 4, 4, 2] and pictures_in(ids) == [one, two, two]
+    pad = one.placeholder
+    assert with_placeholders(ids) == [5, *12 * [pad], 6, 7]
+    with pytest.raises(ValueError, match="A picture of 4 tokens stands in 3 places: a part of it is missing"):
+        runs_of(ids[:4])
+    rows, found = inputs_of_rows(torch.tensor([ids, [5, 6, 7, *4 * [one.id], *8 * [0]]]))
+    assert rows.tolist() == [with_placeholders(ids), [5, 6, 7, *4 * [pad], *8 * [0]]] and found["num_images"] == [3, 1]
+    assert torch.equal(found["pixel_values"], torch.cat([p.features["pixel_values"] for p in (one, two, two, one)]))
+    assert found["mm_token_type_ids"].sum(1).tolist() == [12, 4] and inputs_of_rows(torch.ones(2, 3))[1] == {}
+
+
+# -- what is read --
+
+
+def as_bytes(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def test_where_a_picture_comes_from(tokenizer, tmp_path):
+    image, read = vision_model.picture(2), tokenizer.pictures.read
+    data = as_bytes(image)
+    (tmp_path / "p.png").write_bytes(data)
+    uri = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    ways = image, data, uri, {"url": uri}, {"bytes": data, "path": None}, image.convert("RGBA")
+    found = [read(way, "") for way in ways] + [read(way, "", paths=True) for way in (str(tmp_path / "p.png"),)]
+    assert {each.digest for each in found} == {found[0].digest}
+    assert read(image.convert("CMYK"), "").image.mode == read(image.convert("L"), "").image.mode == "RGB"
+    assert read(Image.new("RGB", (1, 1)), "").num_tokens == 1
+    turned = Image.Exif()
+    turned[0x0112] = 6  # as a camera says that it was held upright
+    photograph = read(as_bytes(vision_model.picture(3, (84, 56)), "PNG", exif=turned), "")
+    assert photograph.image.size == (56, 84)
+
+
+def test_another_reader_reads_another_picture(folder, tmp_path):
+    """Of the same pixels, in one process: two models, or one with two settings."""
+    one = reading(folder).pictures
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    settings["size"] = {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    other, image = reading(tmp_path).pictures, vision_model.picture(3, (112, 112))
+    found = one.read(image, ""), other.read(image, "")
+    assert [each.num_tokens for each in found] == [16, 4] and found[0].id != found[1].id
+
+
+def test_there_is_one_picture_for_an_id(tokenizer):
+    """Where tools read it at the same time, and where it comes from another rank."""
+    image, found = vision_model.picture(30), []
+    threads = [threading.Thread(target=lambda: found.append(tokenizer.pictures.read(image, ""))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({id(each) for each in found}) == 1 and pickle.loads(pickle.dumps(found[0])) is found[0]
+
+
+WRONG = {
+    "text": ("a cat", "got 'a cat', expected an image of PIL, bytes, or a data URI"),
+    "a path of a program": ("/etc/passwd", "got '/etc/passwd', expected an image"),
+    "an address": (
+        "http://127.0.0.1:1/x.png",
+        "addresses are not fetched, got .http://127.0.0.1:1/x.png.. Download it, and write its path",
+    ),
+    "broken": (as_bytes(vision_model.picture(0))[:60], "(truncated|broken|identify)"),
+    "no base64": ("data:image/png;base64,%%%", "Only base64 data is allowed"),
+    "too long": ("data:," + base64.b64encode(bytes(21 * 2**20)).decode(), "it has more than 20 MiB"),
+    "too many pixels": (
+        Image.new("1", (8192, 8192)),
+        "it has 8192 x 8192 pixels, expected at most 33554432. Make it smaller",
+    ),
+    "animated": (
+        as_bytes(vision_model.picture(0), "GIF", save_all=True, append_images=[vision_model.picture(1)]),
+        r"it is animated \(2 pictures\)",
+    ),
+    "a line": (Image.new("RGB", (8000, 8)), "aspect ratio"),
+    "nothing": ({"bytes": None}, "expected an image of PIL"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_picture(name, tokenizer):
+    value, message = WRONG[name]
+    with pytest.raises(ValueError, match=f"row 3: the image cannot be read: .*{message}"):
+        tokenizer.pictures.read(value, "row 3")
+
+
+def test_the_places_of_a_rows_images(tokenizer):
+    """Parts take them in order; without one they stand before the first text of a user, as TRL has it."""
+    images = [vision_model.picture(k) for k in range(3)]
+    names = [tokenizer.pictures.read(image, "").name for image in images]
+    place, own = {"type": "image"}, {"type": "image", "image": images[2]}
+
+    def shown(prompt, **row):
+        messages, found = with_marks(prompt, row, tokenizer, "row 0")
+        text = "|".join(readable(message["content"]) for message in messages)
+        for k, name in enumerate(names):
+            text = text.replace(f"<image {name}>", f"<{k}>")
+        assert text.count("<") == len(found)
+        return text
+
+    assert shown([user("a", place, "b", place)], images=images[:2]) == "a<0>b<1>"
+    assert shown([user(own, "a", place)], image=images[1]) == "<2>a<1>"
+    plain = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "user", "content": "r"}]
+    assert shown(plain, image=images[0], images=images[1:]) == "s|<0><1><2>q|r"
+    assert shown(plain, images=[]) == "s|q|r"
+    for prompt, row, message in (
+        (
+            [user("a", place, place)],
+            {"image": images[0]},
+            "row 0: the columns image and images have 1 images, and the prompt has 2 places .*Expected as many",
+        ),
+        ([user("a", place)], {}, "row 0: the columns image and images have 0 images, and the prompt has 1 places"),
+        (plain[:1], {"image": images[0]}, "row 0: 1 images, and no message of a user to put them into"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            shown(prompt, **row)
+    plainly = with_pictures(AutoTokenizer.from_pretrained(tokenizer.name_or_path), "it is a test")
+    with pytest.raises(ValueError, match="row 0: the column 'image' is .* The model would not see it: it is a test"):
+        with_marks(plain, {"image": images[0]}, plainly, "row 0")
+
+
+def test_what_a_tool_returns(tokenizer):
+    image = vision_model.picture(4)
+    picture = tokenizer.pictures.read(image, "")
+    result = as_result(["Corner: ", image, {"type": "text", "text": "."}], tokenizer.pictures)
+    assert readable(result.text) == f"Corner: <image {picture.name}>." and result.pictures == (picture,)
+    assert readable(as_result(image, tokenizer.pictures).text) == f"<image {picture.name}>"
+    for found in (  # data, whatever its keys are called
+        ["a", "b"],
+        [{"title": "A", "image": "http://127.0.0.1/a.png"}],
+        {"type": "image", "url": "http://127.0.0.1/a.png"},
+        [{"type": "image", "image": "/etc/passwd"}],
+    ):
+        assert as_result(found, tokenizer.pictures).text == json.dumps(found)
+    with pytest.raises(
+        ValueError, match="the tool's result: the image cannot be read: .*expected an image of PIL, bytes"
+    ):
+        as_result([image, {"type": "image", "image": "/etc/passwd"}], tokenizer.pictures)
+    with pytest.raises(TypeError, match="returned Image, which is no data"):
+        as_result(image)
+
+
+# -- ids of texts --
+
+
+def test_ids_are_those_of_the_chat_template_with_a_placeholder_for_each_token(folder, tokenizer):
+    """Over random conversations; and the text of ids is the text that they were made from."""
+    plain, rng = AutoTokenizer.from_pretrained(folder), random.Random(0)
+    shown = [
+        tokenizer.pictures.read(vision_model.picture(k, size), "")
+        for k, size in enumerate(((56, 56), (84, 28), (28, 56)))
+    ]
+    words = ["Which", " digit", "?\n", "é", "  ", "<tool>", "0"]
+    for _ in range(60):
+        messages, parted, used = [], [], []
+        for role in ("user", "assistant", "user")[: rng.randint(1, 3)]:
+            parts = [rng.choice([*words, *shown]) for _ in range(rng.randint(1, 6))]
+            used += [part for part in parts if not isinstance(part, str)]
+            content = "".join(part if isinstance(part, str) else mark_of(part) for part in parts)
+            messages.append({"role": role, "content": content})
+            parts = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
+            parted.append({"role": role, "content": parts})
+        kwargs = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+        expected, following = [], iter(used)
+        for token in plain.apply_chat_template(parted, **kwargs):
+            pad = token == tokenizer.pictures.placeholder
+            expected += [(p := next(following)).id] * p.num_tokens if pad else [token]
+        ids = tokenizer.apply_chat_template(messages, **kwargs)
+        assert ids == expected and pictures_in(ids) == used
+        assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        offsets = tokenizer(messages[0]["content"], return_offsets_mapping=True)
+        assert len(offsets["offset_mapping"]) == len(offsets["input_ids"]) == len(offsets["attention_mask"])
+
+
+def test_a_text_is_cut_before_a_picture_that_does_not_fit(tokenizer):
+    picture = tokenizer.pictures.read(vision_model.picture(5), "")
+    assert tokenizer.decode(3 * [picture.id] + [60]) == tokenizer.decode([60])
+    opened = tokenizer(f"abc {mark_of(picture)}", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(opened[:-2]) == "abc "  # without what opens it, which is a token of the template
+    text = f"abc {mark_of(picture)} def {mark_of(picture)}"
+    size = len(tokenizer(text, add_special_tokens=False)["input_ids"])
+    found = {readable(cut_to_tokens(text, limit, tokenizer) or "") for limit in range(1, size + 1)}
+    for cut in found:
+        assert cut.count("<image") == cut.count(f"<image {picture.name}>") and "\ufdd0" not in cut
+    assert readable(text) in found and any(cut.endswith("... [cut]") and cut.count("<image") == 1 for cut in found)
+
+
+def test_a_placeholder_that_somebody_writes_is_no_picture(tokenizer):
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer)
+    rows = [{"prompt": [{"role": "user", "content": "Read <|image_pad|>, \ufdd0abc and <|video_pad|>."}]}]
+    (rollout,) = env.start([row["prompt"] for row in rows], rows=rows)
+    assert not set(rollout.prompt_ids) & set(tokenizer.pictures.unsampled)
+    picture = tokenizer.pictures.read(vision_model.picture(6), "")
+    with pytest.raises(ValueError, match="'<|image_pad|>' stands in a text, where no picture belongs to it"):
+        tokenizer(f"<|image_pad|> {mark_of(picture)}")
+
+
+# -- what reaches the loss --
+
+
+def random_examples(rng, shown, pad):
+    """Records of two groups: prompts and completions with and without pictures, which some of them share."""
+
+    def text(most):
+        return [rng.randrange(10, 300) for _ in range(rng.randint(1, most))]
+
+    def picture():
+        return [3, *(p := rng.choice(shown)).num_tokens * [p.id], 4]
+
+    examples = {}
+    for _ in range(2):
+        prompt = [
+            1,
+            *text(30),
+            *(picture() if rng.random() < 0.8 else []),
+            *text(9),
+            *(picture() if rng.random() < 0.5 else []),
+        ]
+        prompt += text(3)
+        for _ in range(3):
+            completion = text(6) + (picture() if rng.random() < 0.6 else []) + text(6)
+            wanted = [int(not is_picture(token) and rng.random() < 0.8) for token in completion]
+            examples[len(examples)] = Example(prompt, completion, wanted)
+    return examples
+
+
+def logps_alone(model, example):
+    ids = example.prompt_ids + example.completion_ids
+    features = pictures.features_of(pictures_in(ids))
+    kinds = {"mm_token_type_ids": torch.tensor([[int(is_picture(token)) for token in ids]])} if features else {}
+    ids = torch.tensor([with_placeholders(ids)])
+    found = model(
+        input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids, fused_lm_head=True, **features, **kinds
+    )
+    return found.log_probs[0, len(example.prompt_ids) - 1 :]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_rows_that_share_prompts_read_their_pictures(family, tokenizer):
+    """Logprobs and gradients, the tower's too, of random rows, against a forward pass of each record by itself."""
+    torch.manual_seed(0)
+    model = vision_model.make_model(tokenizer, family).eval()
+    add_fused_lm_head(model, 1.0)
+    rng = random.Random(1)
+    shown = [
+        tokenizer.pictures.read(vision_model.picture(k, size), "")
+        for k, size in enumerate(((56, 56), (84, 56), (28, 112)))
+    ]
+    for _ in range(6):
+        examples = random_examples(rng, shown, tokenizer.pictures.placeholder)
+        wanted = {(n, k) for n, each in examples.items() for k, flag in enumerate(each.wanted) if flag}
+        gradients = []
+        for shares in (False, True):
+            model.zero_grad()
+            if shares:
+                take_shared_rows(model)
+                row = SharedRow(examples, (len(examples), max(len(e.completion_ids) for e in examples.values())))
+                logps = row.spread(model(**forward_inputs(row)).log_probs)
+            else:
+                model.config.get_text_config()._attn_implementation = "sdpa"
+                logps = {n: logps_alone(model, each) for n, each in examples.items()}
+            found = torch.stack([logps[n][k] for n, k in sorted(wanted)])
+            (found * torch.arange(1, len(found) + 1)).sum().backward()
+            gradients.append(
+                (found.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+            )
+        (one, alone), (two, together) = gradients
+        assert torch.allclose(one, two, atol=2e-5)
+        largest = max(g.abs().max() for g in alone.values())
+        assert all((together[name] - g).abs().max() < 1e-5 * largest for name, g in alone.items())
+        if row.shown:
+            assert any("visual" in name for name in together)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"num_iterations": 2, "max_steps": 4},
+        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4, "beta": 0.1},
+    ],
+    ids=str,
+)
+def test_a_step_with_images_of_rows_and_tools_is_trls(folder, tmp_path, changes):
+    """The first step's gradients with shared prompts against those of TRL's own rows, which get pixels as TRL does."""
+    gradients = []
+    for shares in (True, False):
+        trainer = make_trainer(folder, tmp_path / str(shares), some_rows(), share_prompts=shares, **changes)
+        gradients.append(gradients_of(trainer))
+        assert trainer.layout.kind == ("shared" if shares else "trl"), trainer.layout.reason
+        logs = [log for log in trainer.state.log_history if "reward" in log]
+        assert all(log[f"tokens/{name}_differ"] == 0 for log in logs for name in ("ids", "mask", "text"))
+        assert {len(pictures_in(r.prompt_ids + r.completion_ids)) for r in trainer.batch.rollouts} <= {0, 1, 2, 3}
+    shared, trls = gradients
+    largest = max(g.abs().max() for g in trls.values())
+    assert any("visual" in name for name in shared) and shared.keys() == trls.keys()
+    assert all((shared[name] - g).abs().max() < 1e-5 * largest for name, g in trls.items())
+
+
+def test_a_trained_model_is_evaluated_with_images(folder, tmp_path):
+    """What it needs for them is saved beside it; greedy, so that what is sampled does not depend on the seed."""
+    trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1)
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    (tmp_path / "rewards.py").write_text("def none(completions, **_):\n    return [0.0] * len(completions)\n\n\n"
+                                         "OUTCOME_REWARD_FUNCS = [none]\n")  # fmt: skip
+    vision_model.picture(20).save(tmp_path / "20.png")
+    row = {"prompt": [{"role": "user", "content": "Which digit?"}], "image": str(tmp_path / "20.png")}
+    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    recipe = {
+        "model_name_or_path": str(tmp_path / "saved"), "dataset_name": str(tmp_path / "rows.jsonl"), "use_cpu": True,
+        "dataset_test_split": "train", "tools_script": str(ROOT / "tools/calculator.py"), "system_prompt": "",
+        "reward_fn": str(tmp_path / "rewards.py"), "max_completion_length": 12,
+        "output_dir": str(tmp_path / "none"), "bf16": False, "per_device_train_batch_size": 8,
+    }  # fmt: skip
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    found = evaluate.evaluate(str(tmp_path / "saved"), str(tmp_path / "recipe.yaml"), 4, "train", greedy=True, show=4)
+    name = trainer.processing_class.pictures.read(vision_model.picture(20), "").name
+    (rollout,) = trainer.env.start([row["prompt"]], rows=[{"image": vision_model.picture(20)}])
+    ids, shown = inputs_of_requests([rollout.prompt_ids])
+    shown["mm_token_type_ids"] = torch.tensor(shown["mm_token_type_ids"])
+    said = trainer.model.generate(torch.tensor(ids), **shown, do_sample=False, max_new_tokens=12)[0, len(ids[0]) :]
+    expected = trainer.env.format_of(trainer.env.tokenizer).text(said.tolist())
+    for each in found["conversations"]:
+        assert [m["content"] for m in each["messages"]] == [f"<image {name}>Which digit?", expected]
+
+
+def test_an_image_is_not_learned_as_an_observation(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1, observation_loss_coef=0.5)
+    trainer.train()
+    masks = observed_tokens(trainer.batch, 200, trainer.args, trainer.accelerator)[OBSERVED]
+    for mask, rollout in zip(masks, trainer.batch.rollouts):
+        ids = rollout.completion_ids
+        assert not any(one for one, token in zip(mask.tolist(), ids) if is_picture(token)) and mask.sum() > 5
+    assert trainer.state.log_history[0]["observation/loss"] < 50  # a forbidden token would cost 1e4
+
+
+def test_rewards_may_ask_for_logprobs_behind_images(folder, tmp_path):
+    """In rows that share what they begin with, and one by one as before the first step: both as by hand."""
+    trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1)
+    trainer.train()
+    rollout = next(r for r in trainer.batch.rollouts if len(pictures_in(r.prompt_ids + r.completion_ids)) > 1)
+    context, asked = rollout.prompt_ids + rollout.turns[0].token_ids + rollout.turns[0].observation_ids, [50, 60, 70]
+    ids, shown = inputs_of_requests([context + asked])
+    shown["mm_token_type_ids"] = torch.tensor(shown["mm_token_type_ids"])
+    trainer.model.eval()
+    with torch.no_grad():
+        logits = trainer.model(input_ids=torch.tensor(ids), **shown).logits[0, -4:-1]
+    expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor(asked)].tolist()
+    for budget in (None, 4096):
+        scores = ModelScores(trainer.model, None, contextlib.nullcontext, lambda: "v", lambda budget=budget: budget)
+        assert scores.logprobs([context], [asked])[0] == pytest.approx(expected, abs=2e-5)
+    with pytest.raises(ValueError, match="continuation 0 holds a picture, which is never sampled"):
+        scores.logprobs([[5]], [context])
+
+
+def test_a_row_without_a_picture_among_rows_with_them(tokenizer):
+    """Where those with pictures train nothing, what is laid out has none: positions are of one form all the same."""
+    picture = tokenizer.pictures.read(vision_model.picture(1), "")
+    examples = {0: Example([1, *4 * [picture.id]], [5], [0]), 1: Example([1, 2], [6, 7], [1, 1])}
+    row = SharedRow(examples, (2, 2))
+    assert row.position_ids.shape == (3, 1, 3) and row.shown == [] and row.position_ids[0, 0].tolist() == [0, 1, 2]
+
+
+def test_the_log_names_its_pictures_and_keeps_them(folder, tmp_path):
+    trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1, log_rollouts=8)
+    trainer.train()
+    text = (tmp_path / "rollouts.rank0.jsonl").read_text()
+    rows = [json.loads(line) for line in text.splitlines()]
+    names = {path.stem for path in (tmp_path / "images").iterdir()}
+    read = {picture.name for r in trainer.batch.rollouts for picture in pictures_in(r.prompt_ids + r.completion_ids)}
+    assert names == read and len(names) >= 4 and "\ufdd0" not in text and "ufdd0" not in text
+    said = "".join(message["content"] for row in rows for message in row["messages"])
+    assert all(f"<image {name}>" in said for name in names)
+
+
+def test_a_placeholder_is_never_sampled(folder, tmp_path):
+    """Not in process, where its logit is the largest; and logprobs, entropy and KL are of the others alone."""
+    trainer = make_trainer(folder, tmp_path, some_rows(), scripted=False, beta=0.1, max_completion_length=12)
+    pads = trainer.processing_class.pictures.unsampled
+    for model in (trainer.model, trainer.ref_model):
+        head = model.get_output_embeddings()
+        with torch.no_grad():
+            head.weight[pads] = 30 * head.weight[pads]
+    trainer.train()
+    sampled = {token for r in trainer.batch.rollouts for turn in r.turns for token in turn.token_ids}
+    assert len(sampled) > 3 and not sampled & set(pads)
+    (log, *_) = [log for log in trainer.state.log_history if "kl" in log]
+    assert log["kl"] < 1e-6 and log["entropy"] > 0.1
+    state = trainer.model.state_dict()
+    assert "lm_head.bias" not in state and "lm_head.bias" not in dict(trainer.model.named_parameters())
+
+
+def test_a_head_that_an_adapter_holds(folder, tokenizer):
+    """With the head among the modules that are trained whole, as `lora_modules_to_save`, and below LoRA."""
+    for options in ({"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}):
+        config = LoraConfig(**{"target_modules": ["q_proj"], **options})
+        model = get_peft_model(AutoModelForImageTextToText.from_pretrained(folder), config)
+        forbid(tokenizer.pictures, model)
+        probabilities = model.eval()(input_ids=torch.tensor([[1, 50, 60]])).logits[0, -1].softmax(-1)
+        assert (probabilities[tokenizer.pictures.unsampled] == 0).all() and probabilities.max() < 1
+        assert not any(name.endswith("bias") and "lm_head" in name for name in model.state_dict())
+
+
+def test_which_rows_are_refused(folder, tokenizer):
+    """With the row and the reason, before a model is loaded."""
+    env, plain = MultiTurnToolEnv([], None, tokenizer=tokenizer), [{"role": "user", "content": "q"}]
+    asked = {"prompt": plain, "image": vision_model.picture(1)}
+    check_images(Rows([asked, {"prompt": plain, "image": None}]), "train", env)
+    for row, message in (
+        ({"prompt": plain, "video": "a.mp4"}, "train, row 1: the column 'video' is not read: only images are"),
+        ({"prompt": [], "image": asked["image"]}, "train, row 1: the column 'image' .* no prompt to put it into"),
+        (
+            {"prompt": plain, "image": "/not/there.png"},
+            "train, row 1, image 0: the image cannot be read: FileNot",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check_images(Rows([asked, row]), "train", env)
+    texts = MultiTurnToolEnv([], None, tokenizer=AutoTokenizer.from_pretrained(folder))
+    check_images(Rows([{"prompt": plain, "video": "a.mp4"}]), "train", texts)  # of a tool, or a reward
+    with pytest.raises(ValueError, match="train, row 0: the column 'image' .* it reads text alone. Remove the column"):
+        check_images(Rows([asked]), "train", texts)
+
+
+def test_a_models_distribution_without_what_is_forbidden(folder, tokenizer):
+    """By hand: the others' probabilities, scaled to 1."""
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    ids = torch.tensor([[1, 50, 60, 70]])
+    before = model(input_ids=ids).logits[0, -1].softmax(-1)
+    forbid(tokenizer.pictures, model)
+    after = model(input_ids=ids).logits[0, -1].softmax(-1)
+    before[tokenizer.pictures.unsampled] = 0.0
+    assert torch.allclose(after, before / before.sum(), atol=1e-7) and (after[tokenizer.pictures.unsampled] == 0).all()

@@ -1,0 +1,91 @@
+"""A vision-language model with random weights, its tokenizer and its processor, as a folder: for tests of pictures."""
+
+import random
+
+import torch
+from PIL import Image
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+SPECIAL = (
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
+    "<|video_pad|>",
+)  # fmt: skip
+TEMPLATE = """{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.content is string -%}{{- message.content -}}
+{%- else -%}{%- for part in message.content -%}
+{%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- else -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+def picture(seed, size=(56, 56)):
+    """A picture of random pixels."""
+    rng = random.Random(seed)
+    image = Image.new("RGB", (4, 4))
+    image.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(16)])
+    return image.resize(size, Image.Resampling.NEAREST)
+
+
+def make_tokenizer():
+    texts = [
+        "Which digit is in the picture? user assistant system tool <tool> </tool> <answer> </answer> name args"
+    ] * 9
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=320, special_tokens=list(SPECIAL), initial_alphabet=alphabet)
+    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def make_model(tokenizer, family="qwen2_5_vl"):
+    """Of the families `qwen2_5_vl` and `qwen3_vl`, 0.2M parameters."""
+    names = {"image_token_id": "<|image_pad|>", "video_token_id": "<|video_pad|>",
+             "vision_start_token_id": "<|vision_start|>", "vision_end_token_id": "<|vision_end|>"}  # fmt: skip
+    ids = {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
+    text = {
+        "vocab_size": len(tokenizer) + 4, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.1,
+        "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "patch_size": 14, "in_channels": 3,
+        "spatial_merge_size": 2, "temporal_patch_size": 2, "out_hidden_size": 64, "initializer_range": 0.1,
+    }  # fmt: skip
+    if family == "qwen2_5_vl":
+        config, kind = Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+        vision |= {"window_size": 112, "fullatt_block_indexes": [1]}
+    else:
+        config, kind = Qwen3VLConfig, Qwen3VLForConditionalGeneration
+        text |= {"head_dim": 16, "rope_parameters": {**text["rope_parameters"], "mrope_interleaved": True}}
+        vision |= {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
+    model = kind(config(text_config=text, vision_config=vision, tie_word_embeddings=True, **ids)).float()
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def save(folder, family="qwen2_5_vl", seed=0):
+    torch.manual_seed(seed)
+    tokenizer = make_tokenizer()
+    make_model(tokenizer, family).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    size = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
+    Qwen2VLImageProcessorPil(patch_size=14, temporal_patch_size=2, merge_size=2, size=size).save_pretrained(folder)
+    return folder

@@ -1,0 +1,111 @@
+"""A run with images of rows and of a tool: used by test_images.py, and by distributed_worker.py on two ranks."""
+
+import os
+
+import vision_model
+
+from mt_grpo.base.rows import Rows
+from mt_grpo.rollout import Generation
+from mt_grpo.training import passes
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+
+def user(*parts):
+    texts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"role": "user", "content": texts}
+
+
+def zoom(corner: int) -> list:
+    """Zoom.
+
+    Args:
+        corner: 0 to 3.
+    """
+    return "nothing" if corner == 2 else ["Corner: ", vision_model.picture(100 + corner), " ok"]
+
+
+class Scripted:
+    """Zooms into another corner for each rollout of a group, and answers."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        asked = "<result>" not in self.tokenizer.decode(prompt_ids)
+        text = (
+            f'<tool>{{"name": "zoom", "args": {{"corner": {index % 4}}}}}</tool>'
+            if asked
+            else f"<answer>{index}</answer>"
+        )
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Generation(ids, [-0.5] * len(ids), "stop")
+
+
+def worth(completions, **kwargs):
+    """Of what was said alone, so that it is the same on whichever rank."""
+    return [float(sum(map(ord, str(completion))) % 11) for completion in completions]
+
+
+def make_trainer(folder, out, rows, scripted=True, **changes):
+    values = {
+        "output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200, "max_steps": 2,
+        "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no", "disable_tqdm": True, "seed": 3,
+    }  # fmt: skip
+    env = MultiTurnToolEnv([zoom] if scripted else [], None)
+    args = MTGRPOConfig(**{**values, **changes})
+    trainer = MTGRPOEnvTrainer(str(folder), env, [], [worth], args=args, train_dataset=Rows(rows))
+    if scripted:
+        trainer.llm = Scripted(trainer.processing_class)
+    return trainer
+
+
+def some_rows():
+    """With one image, two, and none."""
+    asked = [{"role": "user", "content": "Which digit?"}]
+    return [
+        {"prompt": asked, "image": vision_model.picture(20), "images": None},
+        {"prompt": [user("Look: ", {"type": "image"}, " or ", {"type": "image"})], "image": None,
+         "images": [vision_model.picture(21, (84, 56)), vision_model.picture(22, (28, 28))]},
+        {"prompt": asked, "image": None, "images": None},
+        {"prompt": asked, "image": vision_model.picture(23, (112, 56)), "images": []},
+    ]  # fmt: skip
+
+
+def gradients_of(trainer):
+    """Of the first step, before they are clipped."""
+    found = {}
+    original = trainer.accelerator.clip_grad_norm_
+
+    def kept(parameters, *args, **kwargs):
+        if not found:
+            found.update({n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None})
+        return original(parameters, *args, **kwargs)
+
+    trainer.accelerator.clip_grad_norm_ = kept
+    trainer.train()
+    return found
+
+
+def run_on_ranks(out, world):
+    """Two steps in which rows change ranks, with what they read."""
+    passes.UNEVEN, balance, moved = 0.0, passes.balance, []
+
+    def noted(rows, *args):
+        found = balance(rows, *args)
+        moved.append(sum(bool(row.pictures) for row in found))
+        return found
+
+    passes.balance = noted
+    folder = vision_model.save(out / f"model-{os.environ.get('RANK', 0)}")
+    trainer = make_trainer(
+        folder,
+        out / "run",
+        some_rows(),
+        per_device_train_batch_size=16 // world,
+        max_tokens_per_pass=320,
+        gradient_checkpointing=True,
+    )
+    gradients = gradients_of(trainer)
+    norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
+    return {"gradients": gradients, "norms": norms, "moved": sum(moved), "kind": trainer.layout.kind}
