@@ -33,13 +33,8 @@ class Picture:
     """
 
     def __init__(self, image: Any, placeholder: int, grid: tuple[int, int], features: dict[str, Any], digest: str):
-        self.image, self.placeholder, self.grid, self.features, self.digest = (
-            image,
-            placeholder,
-            grid,
-            features,
-            digest,
-        )
+        self.image, self.placeholder, self.grid = image, placeholder, grid
+        self.features, self.digest = features, digest
 
     @staticmethod
     def of(image: Any, placeholder: int, grid: tuple[int, int], features: dict[str, Any], digest: str) -> Picture:

@@ -440,8 +440,8 @@ def prepare_env(
     check_env(args, env)
     env.tokenizer = env.tokenizer or tokenizer
     model_config = load_model_config(name, args) if isinstance(model, str) else model.config
-    loaded = {key: (args.model_init_kwargs or {}).get(key) for key in ("revision",)}
-    reader = why_text(args, env) or PictureReader.of(name, model_config, env.tokenizer, **loaded)
+    revision = (args.model_init_kwargs or {}).get("revision")
+    reader = why_text(args, env) or PictureReader.of(name, model_config, env.tokenizer, revision)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
     if reader_of(tokenizer) is not None and args.ddp_find_unused_parameters is None:
