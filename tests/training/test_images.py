@@ -231,6 +231,7 @@ def test_what_a_tool_returns(tokenizer):
     for found in (  # data, whatever its keys are called
         ["a", "b"],
         [{"title": "A", "image": "http://127.0.0.1/a.png"}],
+        [{"title": "A", "image": "data:image/png;base64,AAAA"}],
         {"type": "image", "url": "http://127.0.0.1/a.png"},
         [{"type": "image", "image": "/etc/passwd"}],
     ):
