@@ -1053,7 +1053,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self._sampling_params = {"stop_token_ids": list(self.eos_token_ids), **sampling_params(args)}
         if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
             logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
-        self.llm = connect_backend(self, lambda: prompt_ids_of(env, train_dataset[0])[:256])
+        self.llm = connect_backend(self, lambda: prompt_ids_of(env, train_dataset[0]))
 
 
 # =====================================================================================================================

@@ -9,7 +9,10 @@ and no list of pictures has to travel beside the ids. Only what leaves the house
 
 from __future__ import annotations
 
+import base64
+import functools
 import hashlib
+import io
 import threading
 import weakref
 from collections.abc import Iterable
@@ -60,6 +63,13 @@ class Picture:
         found = PictureId(id_of_digest(self.digest))
         found.picture = self
         return found
+
+    @functools.cached_property
+    def data_uri(self) -> str:
+        """The picture for a request, without loss."""
+        file = io.BytesIO()
+        self.image.save(file, "PNG", compress_level=1)
+        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
     @property
     def num_tokens(self) -> int:

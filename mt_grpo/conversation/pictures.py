@@ -11,6 +11,8 @@ import base64
 import io
 import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +126,17 @@ class PictureReader:
         except ValueError as error:  # of the chat template
             return str(error).removesuffix(".")
 
+    def process(self, image: Any) -> tuple[dict[str, Any], tuple[int, int]]:
+        """(what the model's forward pass reads of an RGB image, the width and height in which it sees it)."""
+        found = self.processor(images=[image], return_tensors="pt")
+        _, height, width = found["image_grid_thw"][0].tolist()
+        return found, (width * self.processor.patch_size, height * self.processor.patch_size)
+
     def read(self, value: Any, where: str, paths: bool = False) -> Picture:
-        """A picture.
+        """A picture, in the size in which the model sees it.
+
+        INVARIANT: an image is resized once, here, by PIL. A server gets it in that size, and so does not resize it:
+        processors on torchvision and on PIL resize to other pixels, and agree where they do not resize.
 
         Args:
             value: An image of PIL, bytes, a data URI, or a dict with one of them under `bytes` or `url`; with `paths`
@@ -168,7 +179,13 @@ class PictureReader:
             digest = digest_of_image(image, self.settings)
             if (known := known_picture(digest)) is not None:
                 return known
-            found = self.processor(images=[image], return_tensors="pt")
+            if min(image.size) < 5:  # a processor would take 3 rows, or 1, for colours
+                image = image.resize((8 * image.width, 8 * image.height), Image.Resampling.NEAREST)
+            whole = image
+            found, size = self.process(image)
+            while size != image.size:  # once, but for very long ones, which a processor makes shorter each time
+                image = whole.resize(size, self.processor.resample)
+                found, size = self.process(image)
             (time, height, width), merge = found["image_grid_thw"][0].tolist(), self.processor.merge_size
         except Exception as error:  # whatever a decoder or a processor raises
             said = str(error) if type(error) is ValueError else error_line(error)
@@ -436,6 +453,20 @@ def why_none(tokenizer: Any) -> str:
     return getattr(tokenizer, "no_pictures", "it reads text alone")
 
 
+def drawn_image(side: int) -> Any:
+    """An image of PIL for checks, of which no two pixels are alike."""
+    from PIL import Image
+
+    gradient = Image.linear_gradient("L")
+    return Image.merge("RGB", (gradient, gradient.rotate(90), gradient.rotate(45))).resize((side, side))
+
+
+def drawn_ids(tokenizer: PreTrainedTokenizerBase, side: int = 64) -> list[int]:
+    """The ids of a drawn image, and of what the chat template writes around it."""
+    picture = reader_of(tokenizer).read(drawn_image(side), "a drawn image")
+    return tokenizer(mark_of(picture), add_special_tokens=False)["input_ids"]
+
+
 def forbid(reader: PictureReader | None, *models: Any) -> None:
     """Take what a policy must not write out of the distribution of models: of their sampling, logprobs and entropy.
 
@@ -455,3 +486,18 @@ def forbid(reader: PictureReader | None, *models: Any) -> None:
             bias[reader.unsampled] = FORBIDDEN
             del head._parameters["bias"]
             head.register_buffer("bias", bias, persistent=False)
+
+
+@contextmanager
+def forbidding_nothing(model: Any) -> Iterator[None]:
+    """Meanwhile a model's distribution is of the whole vocabulary, as that of a server's logprobs of a prompt is."""
+    heads = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    biases = [head._buffers["bias"] for head in heads if head._buffers.get("bias") is not None]
+    kept = [bias.clone() for bias in biases]
+    try:
+        for bias in biases:
+            bias.zero_()
+        yield
+    finally:
+        for bias, before in zip(biases, kept):
+            bias.copy_(before)

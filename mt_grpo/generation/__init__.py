@@ -2,6 +2,7 @@
 
 adapters         LoRA as an adapter: whether a server can have it beside its weights, and its files
 versions         names of pushed weights: which a server reports, which sampled a turn
+samples          requests for samples, with images or without, and what their answers must be
 connection       the connection to a server: its address and answers, retries, time limits
 server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom
 weights          iteration over the policy's parameters

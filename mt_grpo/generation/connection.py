@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import logging
-import math
 import os
 import random
 import re
@@ -31,59 +30,14 @@ from mt_grpo.base.event_loop import (
     gather_all,
     run_async,
 )
-from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.tested_versions import outside
+from mt_grpo.conversation.pictures import reader_of
 from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
+from mt_grpo.generation.samples import GENERATE, BadAnswer, ask_for_prompt, ask_for_sample
 from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo.rollout import Generation
 
 logger = logging.getLogger(__name__)
-
-
-class BadAnswer(ValueError):
-    """An answer that cannot be a sample: ids that are none, ids and logprobs that do not match, a logprob of NaN."""
-
-
-def is_logprob(value: Any) -> bool:
-    """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding."""
-    return isinstance(value, (int, float)) and -1e9 < value < 1e-3
-
-
-def not_an_id(value: Any, vocab_size: int | None) -> bool:
-    """Whether a server's value cannot be a token id: no integer, or not in the vocabulary of the model.
-
-    >>> [not_an_id(value, 400) for value in (0, 399, 400, -1, True, 1.0, "1")]
-    [False, False, True, True, True, True, True]
-    """
-    return type(value) is not int or not 0 <= value < (2**31 if vocab_size is None else vocab_size)
-
-
-def not_ids(values: list[Any], vocab_size: int | None) -> list[Any]:
-    """Those of a server's values that are `not_an_id`.
-
-    >>> not_ids([0, 7], 8), not_ids([0, 8, -1, True], 8)
-    ([], [8, -1, True])
-    """
-    # In C, for long answers: the wrong ones are looked for only where there are some.
-    if (
-        values
-        and set(map(type, values)) == {int}
-        and not any(not_an_id(i, vocab_size) for i in (min(values), max(values)))
-    ):
-        return []
-    return [value for value in values if not_an_id(value, vocab_size)]
-
-
-def are_logprobs(values: list[Any]) -> bool:
-    """Whether all values are such as `is_logprob` takes.
-
-    >>> are_logprobs([-0.5, 0.0]), are_logprobs([-0.5, float("nan")]), are_logprobs([None]), are_logprobs([1.0])
-    (True, False, False, False)
-    """
-    # In C, for long answers. A NaN is neither the least nor the greatest, but the sum shows it.
-    if values and set(map(type, values)) == {float} and not math.isnan(sum(values)):
-        return is_logprob(min(values)) and is_logprob(max(values))
-    return all(map(is_logprob, values))
 
 
 def hide_password(url: str) -> str:
@@ -139,43 +93,6 @@ def server_urls(value: str | list[str] | None) -> list[str]:
     return urls
 
 
-def read_completion(
-    answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int, vocab_size: int | None = None
-) -> Generation:
-    """The sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on.
-
-    Args:
-        answer: The server's.
-        num_prompt_tokens: That were sent.
-        max_tokens: That were asked for.
-        vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
-    """
-    try:
-        choice = answer["choices"][0]
-        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        seen, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
-        counts = len(token_ids), len(logprobs)
-    except (KeyError, IndexError, TypeError):
-        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
-    if type(token_ids) is not list or type(logprobs) is not list:
-        raise BadAnswer(f"token_ids and logprobs are {type(token_ids).__name__} and {type(logprobs).__name__}")
-    if wrong := not_ids(token_ids, vocab_size):
-        among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
-        raise BadAnswer(f"{len(wrong)} of {counts[0]} token ids are none: {str(wrong[:5])[:100]}{among}")
-    if not 0 < counts[0] == counts[1] or not are_logprobs(logprobs):
-        raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
-    if seen != num_prompt_tokens:
-        raise BadAnswer(f"the server saw {seen} prompt tokens of {num_prompt_tokens}: the prompt was changed")
-    if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
-        raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
-    read = choice.get("prompt_token_ids")
-    try:
-        saw = None if read is None else hash_of_ids(read)
-    except (TypeError, OverflowError, ValueError):
-        raise BadAnswer(f"prompt_token_ids are no token ids: {str(read)[:100]}") from None
-    return Generation(token_ids, logprobs, finish_reason, saw)
-
-
 class ServerConnection:
     """Connections to one `vllm serve` in development mode: control calls, retries, health checks, logprobs.
 
@@ -186,6 +103,7 @@ class ServerConnection:
         request_timeout: Seconds that one request may take. Then it is sent again, if `timeout` is not over.
     """
 
+    tokenizer: Any = None  # of the model, which says what reads its images
     BAD_ANSWERS = 3  # in a row, after which a request fails
     NOTICE_SECONDS = 10.0  # between two log lines during a wait for the server
     NO_VLLM = "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url."
@@ -212,6 +130,16 @@ class ServerConnection:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self.held_version = SharedQuestion(self._ask_version).answer
         allow_many_open_files()
+
+    @property
+    def reads_images(self) -> bool:
+        """Whether the model that is trained reads images."""
+        return reader_of(self.tokenizer) is not None
+
+    @property
+    def unsampled(self) -> list[int]:
+        """The ids that every request forbids: none of a model that reads text alone."""
+        return reader_of(self.tokenizer).unsampled if self.reads_images else []
 
     @property
     def sends_credentials(self) -> bool:
@@ -252,6 +180,8 @@ class ServerConnection:
             return text
         try:
             return read(json.loads(body) if body else {})
+        except BadAnswer as error:
+            raise ServerError(f"{method} {url}: {error}.") from None
         except (ValueError, LookupError, TypeError):
             raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.NO_VLLM}") from None
 
@@ -259,6 +189,8 @@ class ServerConnection:
         """The advice for an answer's status, for the end of an error message."""
         if status in (401, 403):
             return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
+        if status == 404 and path == GENERATE:
+            return ". Start the vLLM server with --enable-scale-out (vLLM 0.30 or later): images come by this address."
         if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
             return f". {self.NO_VLLM}"
         if status != 404:
@@ -351,16 +283,9 @@ class ServerConnection:
     def score(self, token_ids: list[int], rank: int | None = None, timeout: float = 60.0) -> list[float]:
         """The logprobs of `token_ids[1:]` at temperature 1, full vocabulary, of one engine (`rank`) or of any."""
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
-        payload = {
-            **sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1,
-            "prompt_logprobs": 0,
-        }  # fmt: skip
-
-        def read(answer: dict[str, Any]) -> list[float]:
-            entries = answer["choices"][0]["prompt_logprobs"]
-            return [entry[str(token)]["logprob"] for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
-
-        return self.request("POST", "/v1/completions", timeout=timeout, json=payload, headers=headers, read=read)
+        payload = {**sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1}
+        path, body, read = ask_for_prompt(payload)
+        return self.request("POST", path, timeout=timeout, json=body, headers=headers, read=read)
 
     def sample_behind(self, token_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
         """Ids and logprobs of what is sampled behind these ids at temperature 1, by the adapter of the last push."""
@@ -368,12 +293,9 @@ class ServerConnection:
             **sampling_defaults(), "model": self.loaded or self.model_card["id"], "prompt": token_ids, "logprobs": 0,
             "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True,
         }  # fmt: skip
-
-        def read(answer: dict[str, Any]) -> tuple[list[int], list[float]]:
-            found = read_completion(answer, len(token_ids), max_tokens, None)
-            return found.token_ids, found.logprobs
-
-        return self.request("POST", "/v1/completions", timeout=self.request_timeout, json=payload, read=read)
+        path, body, read = ask_for_sample(payload, None, self.unsampled)
+        found = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
+        return found.token_ids, found.logprobs
 
     # -- requests of conversations (async) --
 
@@ -388,23 +310,21 @@ class ServerConnection:
         return {payload["model"] for payload in list(self._open.values())}
 
     async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
-        """The answer of `/v1/completions`, as `read_completion` takes it, with the versions of its weights.
+        """The answer to a payload of `/v1/completions`, with images or without, and the versions of its weights.
 
         The adapter that a request names, which `_post` may change, stays on the server meanwhile.
         """
 
-        def read(answer: dict[str, Any]) -> Generation:
-            return read_completion(answer, len(payload["prompt"]), payload["max_tokens"], vocab_size)
-
+        path, body, read = ask_for_sample(payload, vocab_size, self.unsampled)
         asked = self.policy_version
-        self._open[id(payload)] = payload
+        self._open[id(body)] = body
         try:
-            generation = await self._post("/v1/completions", payload, read)
+            generation = await self._post(path, body, read)
         finally:
-            del self._open[id(payload)]
-        if self.adapter is None or payload["model"] == self.model_card["id"]:
+            del self._open[id(body)]
+        if self.adapter is None or body["model"] == self.model_card["id"]:
             return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
-        version = int(payload["model"].partition("+")[0].rpartition("-")[2])
+        version = int(body["model"].partition("+")[0].rpartition("-")[2])
         return dataclasses.replace(generation, policy_versions=(version, version))
 
     def salt(self) -> dict[str, str]:

@@ -15,7 +15,9 @@ import torch
 from accelerate.utils import gather_object
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
+from mt_grpo.base.pictures import inputs_of_rows, is_picture
 from mt_grpo.base.ranks import on_main_process
+from mt_grpo.conversation.pictures import forbidding_nothing
 from mt_grpo.generation.adapters import adapter_weights, config_of, shifted, why_model_merges, why_server_merges
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
@@ -293,10 +295,15 @@ class WeightSync:
         return max(gap for number, gap in gaps.items() if number not in problems)
 
     def _window(self) -> list[int]:
-        """`NUM_CHECKED` of the probe ids, the next ones at each check: an expert may be of some of them alone."""
-        number, windows = self.num_syncs // max(1, self.check_every), len(self._probe_ids) // self.NUM_CHECKED
+        """`NUM_CHECKED` of the probe ids, the next ones at each check: an expert may be of some of them alone.
+
+        Where they begin with an image, it stands before all of them.
+        """
+        shown = max((i + 1 for i, token in enumerate(self._probe_ids) if is_picture(token)), default=0)
+        image, text = self._probe_ids[:shown], self._probe_ids[shown:]
+        number, windows = self.num_syncs // max(1, self.check_every), len(text) // self.NUM_CHECKED
         start = self.NUM_CHECKED * (number % max(1, windows))
-        return self._probe_ids[start : start + self.NUM_CHECKED]
+        return image + text[start : start + self.NUM_CHECKED]
 
     def _gaps(self, ids: list[int]) -> dict[int, float]:
         """Per server how far its logprobs are from the trainer's, of these ids, or of what it samples behind them."""
@@ -330,7 +337,7 @@ class WeightSync:
         found = on_main_process(lambda: self.servers.samples(ids, min(self.NUM_SAMPLED, room)))
         gaps = {}
         for number, (sampled, theirs) in found.items():
-            ours = self._probe_logprobs(ids=[*ids, *sampled], **change)[-len(sampled) :]
+            ours = self._probe_logprobs(ids=[*ids, *sampled], sampled=True, **change)[-len(sampled) :]
             gaps[number] = (ours - torch.tensor(theirs)).abs().mean().item()
         ranks = gather_object([gaps])
         return {number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks)
@@ -348,25 +355,31 @@ class WeightSync:
 
     @torch.no_grad()
     def _probe_logprobs(
-        self, norm_scale: float = 1.0, shift: float = 0.0, ids: list[int] | None = None
+        self, norm_scale: float = 1.0, shift: float = 0.0, ids: list[int] | None = None, sampled: bool = False
     ) -> torch.Tensor:  # fmt: skip
         """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded.
 
         Args:
-            norm_scale: Multiplies the final norm meanwhile.
+            norm_scale: Multiplies the outputs of `PolicyWeights.changed` meanwhile.
             shift: Is added to each lora_B of the adapter meanwhile.
             ids: In place of the probe ids.
+            sampled: Whether they are compared with those of sampled ids, for which what may not be sampled is left
+                out. Those of a server's prompt are of the whole vocabulary.
         """
         with ExitStack() as stack:
             stack.callback(self.model.train, self.model.training)
-            if norm_scale != 1.0:
-                module = self.model.get_submodule(self.weights.final_norm)
+            for name in self.weights.changed if norm_scale != 1.0 else []:
+                module = self.model.get_submodule(name)
                 handle = module.register_forward_hook(lambda module, inputs, output: output * norm_scale)
                 stack.callback(handle.remove)
             stack.enter_context(shifted(self.weights.model, shift))
+            if not sampled:
+                stack.enter_context(forbidding_nothing(self.model))
             self.model.eval()  # LoRA's dropout
             row = torch.tensor([ids or self._probe_ids], device=self.accelerator.device)
+            row, shown = inputs_of_rows(row)
+            shown.pop("num_images", None)
             with self.accelerator.autocast():
-                logits = self.model(input_ids=row).logits[0, :-1]
+                logits = self.model(input_ids=row, **shown).logits[0, :-1]
             logprobs = logits.float().log_softmax(-1)
             return logprobs.gather(1, row[0, 1:, None])[:, 0].cpu()

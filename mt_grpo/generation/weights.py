@@ -50,6 +50,8 @@ class PolicyWeights(VLLMGeneration):
             n for n, m in model.named_modules() if "Norm" in type(m).__name__ and not re.search(r"\.\d+(\.|$)", n)
         ]
         self.final_norm = norms[-1] if norms else None
+        ends = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "visual.merger." in n]
+        self.changed = [self.final_norm, *ends[-1:]] if norms and not self._has_adapters else norms[-1:]
 
     @property
     def expected(self) -> dict[str, int]:
@@ -80,7 +82,8 @@ class PolicyWeights(VLLMGeneration):
 
         Gathering shards is collective, so every rank iterates. Before each gather the ranks tell each other whether
         they go on: an iteration that fails on one rank, or is closed there, ends with `GatherFailed` on all ranks, and
-        no parameter stays gathered. `norm_scale` multiplies the final norm.
+        no parameter stays gathered. `norm_scale` multiplies what `changed` names: the final norm, and the last layer
+        of what reads images.
         """
         try:
             yield from self._gather(norm_scale)
@@ -100,7 +103,7 @@ class PolicyWeights(VLLMGeneration):
             if isinstance(module, FSDPModule):  # a forward pass leaves the root's weights whole
                 module.reshard()
         layers = self._adapted_layers() if self._has_adapters else {}
-        scaled = self.final_norm and self._server_name(self.final_norm + ".weight").rpartition(".")[0]
+        scaled = [self._server_name(name + ".weight").rpartition(".")[0] for name in self.changed]
         sent: set[str] = set()
         for path, parameter in self.model.named_parameters():
             if self._is_adapter(path):
@@ -118,7 +121,7 @@ class PolicyWeights(VLLMGeneration):
                     tensor = self._merged_copy(layers[layer], whole).get_base_layer().get_parameter(inner).data
                 elif not self.sharded:
                     tensor = parameter
-                if norm_scale != 1.0 and name.rpartition(".")[0] == scaled:
+                if norm_scale != 1.0 and name.rpartition(".")[0] in scaled:
                     tensor = tensor.detach() * norm_scale
                 for alias in (name, *sorted(self._tied.get(name, ()))):
                     if alias not in sent:

@@ -27,6 +27,8 @@ from mt_grpo.conversation.limits import limits_of
 from mt_grpo.conversation.pictures import (
     OTHER_KINDS,
     PictureReader,
+    drawn_ids,
+    drawn_image,
     num_images,
     read_pictures,
     reader_of,
@@ -111,8 +113,8 @@ def why_text(args: GRPOConfig, env: Any) -> str | None:
     """Why a run reads text alone, whatever its model reads; None: it may read images."""
     if not getattr(env, "renders_all", True):
         return "agents, and schedulers of ms-swift, are not given images yet"
-    if backend_of(args) != "transformers":
-        return "images are read in process (use_vllm: false)"
+    if backend_of(args) == "colocate":
+        return "images are read by the model itself (use_vllm: false) or by a server (vllm_mode: server)"
     if args.use_transformers_continuous_batching:
         return "use_transformers_continuous_batching reads no images. Remove it"
     if (
@@ -383,6 +385,8 @@ def check_server(
     limit_context(env, card["max_model_len"], f"--max-model-len of the server at {client.base_url}")
     engine_ranks(client)  # raises if a push would not reach all engines
     client.weight_version()  # raises if the server has no development endpoints
+    if client.reads_images:
+        check_it_reads_images(client, env, info["model_config"].get("multimodal_config") or {}, where)
     if args.weight_sync == "adapter":
         reason = "the recipe has no LoRA (use_peft: true)" if peft_config is None else why_config_merges(peft_config)
         if reason or (reason := why_server_merges(client, peft_config.r, slots_of(args.max_staleness))):
@@ -391,6 +395,24 @@ def check_server(
         on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
     else:
         on_main_process(lambda: check_group_port(client, client.transfer.group_port))
+
+
+def check_it_reads_images(client: Any, env: Any, config: dict[str, Any], where: str) -> None:
+    """Raise `ServerError` unless a server reads images as the trainer does, and as many as a conversation may hold."""
+    if config.get("mm_processor_kwargs"):
+        raise ServerError(
+            f"{where} was started with --mm-processor-kwargs {config['mm_processor_kwargs']}, and reads images in "
+            "other sizes than the trainer. Remove it; write the sizes into the model's preprocessor_config.json."
+        )
+    smallest = reader_of(env.tokenizer).read(drawn_image(1), where).num_tokens
+    most = min(999, client.max_model_len // smallest)  # 999 is vLLM's own default
+    limit = ((config.get("limit_per_prompt") or {}).get("image") or {}).get("count", 999)
+    if limit < most:
+        raise ServerError(
+            f"{where} reads at most {limit} images of a conversation, and its context holds {most} small ones. Start "
+            "it without a limit of images (--limit-mm-per-prompt)."
+        )
+    client.score(drawn_ids(env.tokenizer))  # raises where the address for images is off, or an image is read otherwise
 
 
 def prepare_env(

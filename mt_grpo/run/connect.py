@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.base.pictures import inputs_of_requests
+from mt_grpo.base.pictures import inputs_of_requests, is_picture
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import prompts_of
-from mt_grpo.conversation.pictures import forbid, reader_of
+from mt_grpo.conversation.pictures import drawn_ids, forbid, reader_of
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend
@@ -70,7 +70,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
             trainer.model,
             trainer.vllm_generation,
             trainer.accelerator,
-            first_ids(),
+            probe_ids(first_ids(), trainer.env.tokenizer),
             args.weight_check_every,
             slots_of(args.max_staleness),
         )
@@ -101,6 +101,15 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
 
     any_rank = trainer._any_rank if trainer._is_sharded else None  # TRL's generation is collective there
     return InProcessBackend(generate, lambda i: i in trainer.eos_token_ids, any_rank)
+
+
+def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
+    """The ids whose logprobs prove a push: at most 256 of a prompt, without its images, behind one that is drawn here.
+
+    So what reads images is proven, too, also where images come from tools alone.
+    """
+    text = [token for token in ids if not is_picture(token)][:256]
+    return (drawn_ids(tokenizer) if reader_of(tokenizer) is not None else []) + text
 
 
 def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:

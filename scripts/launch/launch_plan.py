@@ -27,7 +27,7 @@ from trl import get_peft_config
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.files import output_lock
-from mt_grpo.conversation.pictures import with_pictures
+from mt_grpo.conversation.pictures import PictureReader, reader_of, with_pictures
 from mt_grpo.generation.adapters import room_for, slots_of, why_config_merges
 from mt_grpo.recipe.checks import (
     check_context,
@@ -37,6 +37,7 @@ from mt_grpo.recipe.checks import (
     check_reward_columns,
     longest_prompt,
     rows_of_environment,
+    why_text,
 )
 from mt_grpo.recipe.data import load_splits
 from mt_grpo.recipe.parse import read_recipe
@@ -139,8 +140,10 @@ def is_given(argv: list[str], key: str) -> bool:
     return without(argv, key) != argv or key in read_recipe(argv[1], mt.RECIPE_CLASSES)
 
 
-def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig) -> int:
-    """Tokens that the server's context must hold: the longest prompt and a whole completion.
+def server_context(
+    script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig
+) -> tuple[int, bool]:  # fmt: skip
+    """(tokens of the server's context: of the longest prompt and a whole completion; whether it reads images).
 
     Raises:
         ValueError: tools, rewards or data that do not load, prompts too long for the model, or too few of them for a
@@ -154,7 +157,7 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     env = mt.build_env(script_args, args, tools, tokenizer)
-    with_pictures(tokenizer, "images are read in process (use_vllm: false)")
+    with_pictures(tokenizer, why_text(args, env) or PictureReader.of(name, config, tokenizer, revision))
     train, test = load_splits(script_args, whole.eval_strategy, env.environments is None)
     train = rows_of_environment(env, whole) if train is None else train
     needed = 0
@@ -169,7 +172,7 @@ def server_context(script_args: Any, args: mt.MTGRPOConfig, model_args: Any, who
         check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
         check_context(env, config, rows, args)
         needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
-    return needed
+    return needed, reader_of(tokenizer) is not None
 
 
 def server_dtype(args: mt.MTGRPOConfig, model_args: Any) -> str:
@@ -227,10 +230,11 @@ def server_plan(
     script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig, on_gpu: bool
 ) -> dict[str, Any]:
     """What a server is started with. Raises `ValueError` as `server_context` does."""
+    context, reads_images = server_context(script_args, args, model_args, whole)
     return {
         "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
         "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
-        "max_model_len": server_context(script_args, args, model_args, whole), "weight_sync": args.weight_sync,
+        "max_model_len": context, "images": reads_images, "weight_sync": args.weight_sync,
         "dtype": server_dtype(args, model_args) if on_gpu else "float32",
         "adapters": adapters_of(args, model_args, on_gpu),
     }  # fmt: skip

@@ -184,6 +184,8 @@ def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
         rank, slots = map(str, plan["adapters"])
         command += ["--enable-lora", "--max-loras", slots, "--max-lora-rank", rank]
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+    if plan["images"]:  # ids with images come by an address that is off otherwise; no video is kept room for
+        command += ["--enable-scale-out", "--limit-mm-per-prompt", '{"video": 0}']
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
         if plan["weight_sync"] != "disk":
@@ -197,7 +199,8 @@ def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
 def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> Command:
     """The trainer by `accelerate launch`, one process per GPU or as many as were asked for."""
     processes, gpus = plan["num_processes"], plan["trainer_gpus"]
-    default = ("zero3" if plan["deepspeed"] else "ddp") if gpus else "cpu"
+    sharded = plan["deepspeed"] and not plan.get("images")  # a sharded model reads no images
+    default = ("zero3" if sharded else "ddp") if gpus else "cpu"
     config = os.environ.get("ACCELERATE_CONFIG") or ""
     if not config and processes > 1:
         config = f"hf_recipes/accelerate/{default}.yaml"

@@ -16,7 +16,8 @@ import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import AdapterKeys, load_conversation
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.ranks import RunError
-from mt_grpo.generation.connection import (
+from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.generation.samples import (
     BadAnswer,
     are_logprobs,
     is_logprob,
@@ -24,7 +25,6 @@ from mt_grpo.generation.connection import (
     not_ids,
     read_completion,
 )
-from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.rollout import Context, TurnTokens
 from mt_grpo.training import token_checks
 from mt_grpo.training.token_checks import check_batch

@@ -1,0 +1,215 @@
+"""Requests for samples, and their answers: what can be none is refused.
+
+vLLM samples behind ids at `/v1/completions`. Behind ids with images it does so at another address, which also says
+what it read. There an image has one placeholder, which vLLM replaces by as many as the image has tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+from mt_grpo.base.id_hashes import hash_of_ids
+from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeholders
+from mt_grpo.rollout import Generation
+
+COMPLETIONS = "/v1/completions"
+GENERATE = "/inference/v1/generate"  # vLLM 0.30 and later have it where they were started with --enable-scale-out
+FORBIDDEN_BIAS = -100.0  # of a logit, the least that vLLM takes: e^-100 is no float32 beside a probability of 1
+# What belongs to a request, and not to its sampling parameters. vLLM ignores a sampling parameter that it does not
+# know without a word, so that the others are named, too.
+OF_REQUEST = ("model", "cache_salt", "priority", "return_token_ids")
+OF_SAMPLING = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "min_tokens", "max_tokens", "bad_words", "logit_bias", "allowed_token_ids", "stop", "stop_token_ids",
+    "include_stop_str_in_output", "ignore_eos", "seed", "structured_outputs", "thinking_token_budget",
+    "skip_special_tokens", "spaces_between_special_tokens", "n", "logprobs", "prompt_logprobs",
+)  # fmt: skip
+
+
+class BadAnswer(ValueError):
+    """An answer that cannot be a sample: ids that are none, ids and logprobs that do not match, a logprob of NaN."""
+
+
+def is_logprob(value: Any) -> bool:
+    """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding."""
+    return isinstance(value, (int, float)) and -1e9 < value < 1e-3
+
+
+def not_an_id(value: Any, vocab_size: int | None) -> bool:
+    """Whether a server's value cannot be a token id: no integer, or not in the vocabulary of the model.
+
+    >>> [not_an_id(value, 400) for value in (0, 399, 400, -1, True, 1.0, "1")]
+    [False, False, True, True, True, True, True]
+    """
+    return type(value) is not int or not 0 <= value < (2**31 if vocab_size is None else vocab_size)
+
+
+def not_ids(values: list[Any], vocab_size: int | None) -> list[Any]:
+    """Those of a server's values that are `not_an_id`.
+
+    >>> not_ids([0, 7], 8), not_ids([0, 8, -1, True], 8)
+    ([], [8, -1, True])
+    """
+    # In C, for long answers: the wrong ones are looked for only where there are some.
+    if (
+        values
+        and set(map(type, values)) == {int}
+        and not any(not_an_id(i, vocab_size) for i in (min(values), max(values)))
+    ):
+        return []
+    return [value for value in values if not_an_id(value, vocab_size)]
+
+
+def are_logprobs(values: list[Any]) -> bool:
+    """Whether all values are such as `is_logprob` takes.
+
+    >>> are_logprobs([-0.5, 0.0]), are_logprobs([-0.5, float("nan")]), are_logprobs([None]), are_logprobs([1.0])
+    (True, False, False, False)
+    """
+    # In C, for long answers. A NaN is neither the least nor the greatest, but the sum shows it.
+    if values and set(map(type, values)) == {float} and not math.isnan(sum(values)):
+        return is_logprob(min(values)) and is_logprob(max(values))
+    return all(map(is_logprob, values))
+
+
+def read_completion(
+    answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int, vocab_size: int | None = None
+) -> Generation:
+    """The sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on.
+
+    Args:
+        answer: The server's.
+        num_prompt_tokens: That were sent.
+        max_tokens: That were asked for.
+        vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
+    """
+    try:
+        choice = answer["choices"][0]
+        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        seen, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
+        counts = len(token_ids), len(logprobs)
+    except (KeyError, IndexError, TypeError):
+        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+    if type(token_ids) is not list or type(logprobs) is not list:
+        raise BadAnswer(f"token_ids and logprobs are {type(token_ids).__name__} and {type(logprobs).__name__}")
+    if wrong := not_ids(token_ids, vocab_size):
+        among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
+        raise BadAnswer(f"{len(wrong)} of {counts[0]} token ids are none: {str(wrong[:5])[:100]}{among}")
+    if not 0 < counts[0] == counts[1] or not are_logprobs(logprobs):
+        raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
+    if seen != num_prompt_tokens:
+        raise BadAnswer(f"the server saw {seen} prompt tokens of {num_prompt_tokens}: the prompt was changed")
+    if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
+        raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
+    read = choice.get("prompt_token_ids")
+    try:
+        saw = None if read is None else hash_of_ids(read)
+    except (TypeError, OverflowError, ValueError):
+        raise BadAnswer(f"prompt_token_ids are no token ids: {str(read)[:100]}") from None
+    return Generation(token_ids, logprobs, finish_reason, saw)
+
+
+Question = tuple[str, dict[str, Any], Callable[[dict[str, Any]], Any]]  # path, body, and how an answer is read
+
+
+def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
+    """The question that `/v1/completions` or, with images, `GENERATE` is asked. Its answer is read as a `Generation`.
+
+    Args:
+        payload: Of `/v1/completions`; the ids of its `prompt` may be those of images.
+        vocab_size: As `read_completion` takes it.
+        unsampled: Ids that no policy may write. INVARIANT: every request of a model that reads images forbids them, as
+            `forbid` does where logprobs are computed.
+
+    Raises:
+        ValueError: a sampling parameter that cannot be had with images.
+    """
+    prompt, limit = payload["prompt"], payload["max_tokens"]
+    if unsampled:
+        own = {int(token): bias for token, bias in (payload.get("logit_bias") or {}).items()}
+        payload = {**payload, "logit_bias": own | dict.fromkeys(unsampled, FORBIDDEN_BIAS)}
+    if not any(map(is_picture, prompt)):
+        return COMPLETIONS, payload, lambda answer: read_completion(answer, len(prompt), limit, vocab_size)
+    return GENERATE, generate_body(payload), lambda answer: read_generated(answer, prompt, limit, vocab_size)
+
+
+def ask_for_prompt(payload: dict[str, Any]) -> Question:
+    """As `ask_for_sample`. The answer is read as the logprobs of `prompt[1:]`, of the whole vocabulary."""
+    prompt = payload["prompt"]
+    shown = any(map(is_picture, prompt))
+
+    def read(answer: dict[str, Any]) -> list[float]:
+        if shown:
+            check_what_it_read(answer, prompt)
+        entries = (answer if shown else answer["choices"][0])["prompt_logprobs"]
+        ids = with_placeholders(prompt)
+        return [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)]
+
+    payload = {**payload, "prompt_logprobs": 0}
+    if not shown:
+        return COMPLETIONS, payload, read
+    return GENERATE, generate_body({**payload, "return_token_ids": True}), read
+
+
+def generate_body(payload: dict[str, Any]) -> dict[str, Any]:
+    """The body of `GENERATE` for a payload of `/v1/completions` whose prompt has images."""
+    prompt = payload["prompt"]
+    if unknown := sorted(payload.keys() - {*OF_REQUEST, *OF_SAMPLING, "prompt"}):
+        raise ValueError(
+            f"generation_kwargs: {unknown[0]!r} cannot be had of a vLLM server for a prompt with images. Remove it."
+        )
+    sampling = {key: payload[key] for key in OF_SAMPLING if key in payload}
+    once = [token for run in runs_of(prompt) for token in (run[:1] if is_picture(run[0]) else run)]
+    return {
+        **{key: payload[key] for key in OF_REQUEST if key in payload},
+        "token_ids": with_placeholders(once),
+        "content_parts": [{"type": "image_url", "url": picture.data_uri} for picture in pictures_in(prompt)],
+        "sampling_params": {**sampling, "output_kind": 2},  # all tokens in one answer
+    }  # fmt: skip
+
+
+def read_generated(
+    answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None = None
+) -> Generation:
+    """The sample in an answer of `GENERATE`. Arguments and errors as in `read_completion`.
+
+    Raises `BadAnswer` also where the server has read other tokens than the prompt's, or images at other places.
+    """
+    check_what_it_read(answer, prompt)
+    try:
+        choice = answer["choices"][0]
+        entries = choice["logprobs"]["content"]
+        sampled, logprobs = [entry["token_id"] for entry in entries], [entry["logprob"] for entry in entries]
+        if sampled != choice["token_ids"]:
+            raise BadAnswer(f"logprobs are of the ids {sampled[:5]}..., and {choice['token_ids'][:5]}... were sampled")
+        usage = {"prompt_tokens": len(answer["prompt_token_ids"])}
+    except (KeyError, IndexError, TypeError):
+        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+    choice = {**choice, "logprobs": {"token_logprobs": logprobs}, "prompt_token_ids": None}
+    found = read_completion({"choices": [choice], "usage": usage}, len(prompt), max_tokens, vocab_size)
+    return dataclasses.replace(found, saw=hash_of_ids(prompt))
+
+
+def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
+    """Raise `BadAnswer` unless an answer of `GENERATE` says that these ids, with these images, were read."""
+    places, start = [], 0
+    for run in runs_of(prompt):
+        if is_picture(run[0]):
+            places.append({"offset": start, "length": len(run)})
+        start += len(run)
+    try:
+        seen, found = answer["prompt_token_ids"], answer["mm_placeholders"]["image"]
+    except (KeyError, TypeError):
+        raise BadAnswer(f"it does not say what it read: {str(answer)[:500]}") from None
+    if found != places:
+        sizes = [place.get("length") for place in found] if isinstance(found, list) else found
+        raise BadAnswer(
+            f"the server reads the {len(places)} images as {sizes} tokens, and the trainer as "
+            f"{[place['length'] for place in places]}: their settings (max_pixels, say) differ. Start the server with "
+            "the model's own, without --mm-processor-kwargs"
+        )
+    if seen != with_placeholders(prompt):
+        raise BadAnswer("the server read other ids than the prompt's")
