@@ -14,8 +14,8 @@ has several turns. A good search and the bad answer after it should not share on
     advantage        outcome + coef * turn    -                    outcome
 
 TRL's `GRPOTrainer` optimises, and vLLM (or the model itself) generates. This file is what lies between: the
-conversation, its tokens, its credit. Left out on purpose: images. The history is never rendered again, which would
-train on tokens that the policy never sampled. Where an environment edits it, a further record begins.
+conversation, its tokens, its credit. The history is never rendered again, which would train on tokens that the policy
+never sampled. Where an environment edits it, a further record begins. Images are ids too (`mt_grpo/base/pictures.py`).
 
     python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml      # on a CPU, 2 to 3 minutes
     bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml            # on GPUs, with the vLLM server it needs
@@ -1008,7 +1008,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
         tokenizer, model_config = prepare_env(
             env, args, model, train_dataset, eval_dataset, processing_class, self.reward_functions.functions,
-            has_adapter=peft_config is not None,
+            peft_config,
         )  # fmt: skip
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
@@ -1230,6 +1230,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     observation_loss_coef: float = key(
         0.0, "Weight of the cross-entropy on what tools and environments answered", within="[0, inf)"
     )
+    freeze_vision_tower: bool | None = key(None, "What reads images is not trained. None: so it is with a LoRA")
     share_prompts: bool = key(
         True, "Compute each prompt once, in passes by tokens; false: TRL's rows and passes", trained=False
     )

@@ -43,6 +43,7 @@ LARGEST_FILE = 20 * 2**20
 MOST_PIXELS = 2**25
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # whose positions `positions_of` gives
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # others start programs, as EPS does
+TOWER = re.compile(r"\bvisual\.")  # in the names of their modules
 FORBIDDEN = -1e4  # of a logit: its probability is 0 in half precision, too
 OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads
 
@@ -451,6 +452,13 @@ def reader_of(tokenizer: Any) -> PictureReader | None:
 def why_none(tokenizer: Any) -> str:
     """Why there is no reader."""
     return getattr(tokenizer, "no_pictures", "it reads text alone")
+
+
+def freeze_tower(model: Any) -> None:
+    """Leave what reads images, its projection to the language model included, as it is."""
+    for name, parameter in model.named_parameters():
+        if TOWER.search(name):
+            parameter.requires_grad_(False)
 
 
 def drawn_image(side: int) -> Any:

@@ -13,6 +13,7 @@ from packaging.version import Version
 from peft import LoraConfig, PeftModel
 
 from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.conversation.pictures import TOWER
 
 FILE = "adapter_model.safetensors"  # as peft and vLLM name it
 ADAPTER = "default"  # peft's name of the only one
@@ -90,6 +91,8 @@ def why_model_merges(model: Any, sharded: bool) -> str | None:
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and not isinstance(module.get_base_layer(), torch.nn.Linear):
             return f"it changes {name}, which is no linear layer"
+        if hasattr(module, "lora_A") and TOWER.search(f"{name}."):
+            return f"it changes {name}, by which images are read"
     return None
 
 

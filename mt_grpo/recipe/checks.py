@@ -26,6 +26,7 @@ from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, ne
 from mt_grpo.conversation.limits import limits_of
 from mt_grpo.conversation.pictures import (
     OTHER_KINDS,
+    TOWER,
     PictureReader,
     drawn_ids,
     drawn_image,
@@ -293,6 +294,19 @@ def check_forks(env: Any, credit_assignment: str, branch_states: int) -> None:
             )
 
 
+def check_tower(args: GRPOConfig, peft_config: Any, reader: Any) -> None:
+    """Leave what reads images out of a LoRA, unless `freeze_vision_tower` is false or the LoRA leaves out others.
+
+    Raises `ValueError` where the key is set and the run reads no images.
+    """
+    if isinstance(reader, str):
+        if args.freeze_vision_tower is not None:
+            raise ValueError(f"freeze_vision_tower={args.freeze_vision_tower}: {reader}. Remove it.")
+        return
+    if args.freeze_vision_tower is not False and getattr(peft_config, "exclude_modules", "") is None:
+        peft_config.exclude_modules = rf".*{TOWER.pattern}.*"
+
+
 def load_model_config(name: str, args: GRPOConfig) -> Any:
     """The configuration of the model that the trainer is going to load. Raises `ValueError` if it cannot be loaded."""
     revision = (args.model_init_kwargs or {}).get("revision") or "main"
@@ -423,7 +437,7 @@ def prepare_env(
     eval_dataset: Any,
     tokenizer: Any,
     funcs: list[Callable],
-    has_adapter: bool = False,
+    peft_config: Any = None,
 ) -> tuple[Any, Any]:
     """Check settings, environment and data against each other and against the model, and set the environment's limits.
 
@@ -455,7 +469,7 @@ def prepare_env(
                 f"a reward function names {asked!r}, which is a column of some of {', '.join(w for _, w in named)}. "
                 "Expected it in all of them, or in none: then it is what the trainer gives."
             )
-    has_adapter = has_adapter or (not isinstance(model, str) and is_peft_model(model))
+    has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
     if "reference" in asked_of(funcs) - set(train_dataset.column_names) and args.beta == 0 and not has_adapter:
         raise ValueError(NO_REFERENCE)
     check_num_prompts(len(train_dataset), args)
@@ -466,6 +480,7 @@ def prepare_env(
     reader = why_text(args, env) or PictureReader.of(name, model_config, env.tokenizer, revision)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
+    check_tower(args, peft_config, reader)
     if reader_of(tokenizer) is not None and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True  # a pass of one rank has a picture, and that of another has none
     env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}

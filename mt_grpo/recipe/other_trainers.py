@@ -31,7 +31,7 @@ SHARDED = "shards are of accelerate: `accelerate launch --config_file hf_recipes
 BY_TRANSFORMERS = "transformers has it no more. Remove it"
 SIDE_BY_SIDE = "batches are padded, and nothing is packed. Remove it"
 FROM_THE_DATA = "data are JSON lines, or of the Hub, and are read whole. Remove it, and see docs/recipes.md"
-IMAGES = "images are read as the model's own processor reads them, and the whole model is trained. Remove it"
+IMAGES = "images are read as the model's own processor reads them. Remove it; `freeze_vision_tower` is ours"
 QUANTISED = "quantised weights cannot be pushed to a server: train a LoRA on bf16 weights. Remove it"
 OF_A_LORA = "LoRA, with `use_peft: true`, is the only adapter, and has peft's defaults. Remove it"
 ALL_WEIGHTS = "all weights are trained, or a LoRA. Remove it"
@@ -114,7 +114,8 @@ SWIFT_KEYS = {
             "vera_dropout vera_d_initial adapter_act adapter_length adalora_target_r adalora_init_r adalora_tinit",
             "adalora_tfinal adalora_deltaT adalora_beta1 adalora_beta2 adalora_orth_reg_weight reft_layer_key",
             "reft_layers reft_rank reft_intervention_type reft_args"),
-    **alike(IMAGES, "freeze_vit freeze_aligner vit_gradient_checkpointing aligner_lr vit_lr max_pixels norm_bbox",
+    "freeze_vit": "freeze_vision_tower",
+    **alike(IMAGES, "freeze_aligner vit_gradient_checkpointing aligner_lr vit_lr max_pixels norm_bbox",
             "vllm_limit_mm_per_prompt vllm_mm_processor_cache_gb"),
     **alike(SIDE_BY_SIDE, "packing packing_length packing_num_proc packing_strategy padding_free padding_side",
             "group_by_length lazy_tokenize"),
@@ -209,7 +210,8 @@ VERL_KEYS = {
     "data.apply_chat_template_kwargs": "chat_template_kwargs",
     "data.return_raw_chat": "rewards and environments always get the messages. Remove it",
     **alike(IMAGES, "data.image_patch_size data.image_key data.video_key data.audio_key",
-            "data.return_multi_modal_inputs data.mm_processor_kwargs actor_rollout_ref.actor.freeze_vision_tower"),
+            "data.return_multi_modal_inputs data.mm_processor_kwargs"),
+    "actor_rollout_ref.actor.freeze_vision_tower": "freeze_vision_tower",
     "actor_rollout_ref": "it has no name here. Remove it",
     "actor_rollout_ref.hybrid_engine": "write `vllm_mode: colocate`, or `server`",
     "actor_rollout_ref.nccl_timeout": "ddp_timeout",

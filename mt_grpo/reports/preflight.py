@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.base.ranks import RunError, on_main_process
 from mt_grpo.base.tested_versions import installed, outside
-from mt_grpo.conversation.pictures import readable
+from mt_grpo.conversation.pictures import TOWER, drawn_image, readable, reader_of
 from mt_grpo.recipe.checks import longest_prompt
 from mt_grpo.recipe.refusals import backend_of
 from mt_grpo.reports.facts import facts_of_batches, facts_of_settings, steps_of
@@ -53,6 +53,7 @@ def plan(trainer: Any) -> list[tuple[str, str]]:
         ("credit", f"{args.credit_assignment}, normalised by {args.scale_rewards}; rewards: "
                    f"{', '.join(trainer.reward_func_names) or 'none'}"),
         ("context", context_line(env, train, args)), ("rows", str(trainer.layout)),
+        *images_line(model, env),
         ("memory", memory_line(model, args, longest_prompt(env, train), reference, trainer._is_sharded)),
         ("backend", backend_line(args, client, trainer.accelerator.device)), ("versions", versions_line(client)),
     ]  # fmt: skip
@@ -66,6 +67,21 @@ def model_line(model: Any, args: Any) -> str:
     kind = "bfloat16" if args.bf16 else "float16" if args.fp16 else dtypes
     name = model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
     return f"{name}: {total:,} parameters, {trained:,} of them trained, kept as {dtypes}, computed in {kind}"
+
+
+def images_line(model: Any, env: Any) -> list[tuple[str, str]]:
+    """What images cost, and whether what reads them is trained; nothing of a model that reads text alone."""
+    if (reader := reader_of(env.tokenizer)) is None:
+        return []
+    tower = [parameter for name, parameter in model.named_parameters() if TOWER.search(name)]
+    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in tower]
+    trained = sum(size for size, trains in sizes if trains)
+    costs = [
+        f"{side} x {side} pixels are {reader.read(drawn_image(side), 'a drawn image').num_tokens} tokens"
+        for side in (224, 1024)
+    ]
+    whole = f"{trained:,} of the {sum(size for size, _ in sizes):,} parameters that read them are trained"
+    return [("images", f"{' and '.join(costs)}; {whole}")]
 
 
 def data_line(train: Any, test: Any) -> str:

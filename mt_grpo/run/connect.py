@@ -9,7 +9,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.pictures import inputs_of_requests, is_picture
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import prompts_of
-from mt_grpo.conversation.pictures import drawn_ids, forbid, reader_of
+from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend
@@ -59,6 +59,8 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     """
     args, ends = trainer.args, trainer.eos_token_ids
     forbid(reader_of(trainer.env.tokenizer), trainer.model, trainer.ref_model)
+    if args.freeze_vision_tower:
+        freeze_tower(trainer.model)
     if trainer.backend == "server":
         client = trainer.client
         client.instance = on_main_process(lambda: client.instance)  # all ranks expect the same version

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import vision_model
+from peft import LoraConfig
 from PIL import Image
 from test_images import reading
 from transformers import AutoModelForImageTextToText
@@ -336,3 +337,16 @@ def test_ids_that_prove_a_push_begin_with_an_image(client):
     plain = copy.copy(tokenizer)
     plain.pictures = None
     assert probe_ids([1, 2], plain) == [1, 2]
+
+
+@pytest.mark.parametrize("freeze", [None, False])
+def test_a_lora_leaves_out_what_reads_images_unless_it_is_asked_for(client, server, folder, tmp_path, freeze):
+    """And the server samples as the policy does, by the adapter or by merged weights."""
+    names = ["q_proj", "v_proj", "gate_proj", "qkv"]  # the last two are also those of layers that read images
+    lora = LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+    trainer = make_run(folder, tmp_path, server.port, peft_config=lora, freeze_vision_tower=freeze, learning_rate=1e-3)
+    of_images = [name for name, p in trainer.model.named_parameters() if p.requires_grad and "visual" in name]
+    assert bool(of_images) is (freeze is False)
+    trainer.train()
+    differences = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history[:-1]]
+    assert len(differences) == 3 and max(differences) < 1e-4

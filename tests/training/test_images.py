@@ -36,6 +36,7 @@ from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.pictures import PictureReader, forbid, mark_of, readable, with_marks, with_pictures
 from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
 from mt_grpo.recipe.checks import check_images
+from mt_grpo.reports.preflight import images_line
 from mt_grpo.training.observation_loss import observed_tokens
 from mt_grpo.training.policy_scores import ModelScores
 from mt_grpo.training.records import OBSERVED
@@ -538,3 +539,22 @@ def test_a_models_distribution_without_what_is_forbidden(folder, tokenizer):
     after = model(input_ids=ids).logits[0, -1].softmax(-1)
     before[tokenizer.pictures.unsampled] = 0.0
     assert torch.allclose(after, before / before.sum(), atol=1e-7) and (after[tokenizer.pictures.unsampled] == 0).all()
+
+
+def test_what_reads_images_is_trained_unless_it_is_frozen(folder, tmp_path):
+    moved = {}
+    for freeze in (None, True):
+        trainer = make_trainer(folder, tmp_path / str(freeze), some_rows(), freeze_vision_tower=freeze)
+        before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
+        (line,) = images_line(trainer.model, trainer.env)
+        trainer.train()
+        moved[freeze] = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
+        size = sum(p.numel() for name, p in before.items() if "visual" in name)
+        trained = 0 if freeze else size
+        assert line == (
+            "images",
+            f"224 x 224 pixels are 16 tokens and 1024 x 1024 pixels are 16 tokens; {trained:,} of the {size:,} "
+            "parameters that read them are trained",
+        )
+    assert any("visual.blocks" in name for name in moved[None]) and any("visual.merger" in n for n in moved[None])
+    assert moved[True] == {name for name in moved[None] if "visual" not in name}
