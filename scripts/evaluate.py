@@ -160,15 +160,17 @@ def evaluate(
     name = model if isinstance(model, str) else model.model_card["id"] if served else model.config._name_or_path
     if isinstance(model, str):
         model = load_model(model, args, model_args)
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(model_args.model_name_or_path if served else name)
-    why = "images are read in process, and not by a server" if served else ""
-    with_pictures(tokenizer, why or PictureReader.of(name, model.config, tokenizer))
-    if not served:
+    source = model_args.model_name_or_path if served else name  # of the tokenizer, and of what reads images
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
+    config = AutoConfig.from_pretrained(tokenizer.name_or_path) if served else model.config
+    with_pictures(tokenizer, PictureReader.of(source, config, tokenizer))
+    if served:
+        model.tokenizer = tokenizer
+    else:
         forbid(reader_of(tokenizer), model)
     env = mt.build_env(script_args, args, tools, tokenizer)
     rows = load_problems(script_args, split, num_problems, env)
     check_images(rows, split, env)
-    config = AutoConfig.from_pretrained(tokenizer.name_or_path) if served else model.config
     env.max_model_len = check_context(env, config, rows, args)
     if served:
         env.max_model_len = min(model.model_card["max_model_len"], env.max_model_len or 2**31)

@@ -1,8 +1,10 @@
 """A run with images of rows and of a tool: used by test_images.py, and by distributed_worker.py on two ranks."""
 
+import json
 import os
 
 import vision_model
+from bench.common import ROOT
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.rollout import Generation
@@ -70,6 +72,23 @@ def some_rows():
         {"prompt": asked, "image": None, "images": None},
         {"prompt": asked, "image": vision_model.picture(23, (112, 56)), "images": []},
     ]  # fmt: skip
+
+
+def write_recipe(out, model):
+    """A recipe whose data are one image, eight times."""
+    (out / "rewards.py").write_text("def none(completions, **_):\n    return [0.0] * len(completions)\n\n\n"
+                                    "OUTCOME_REWARD_FUNCS = [none]\n")  # fmt: skip
+    vision_model.picture(20).save(out / "20.png")
+    row = {"prompt": [{"role": "user", "content": "Which digit?"}], "image": str(out / "20.png")}
+    (out / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
+    recipe = {
+        "model_name_or_path": str(model), "dataset_name": str(out / "rows.jsonl"), "use_cpu": True,
+        "dataset_test_split": "train", "tools_script": str(ROOT / "tools/calculator.py"), "system_prompt": "",
+        "reward_fn": str(out / "rewards.py"), "max_completion_length": 12, "output_dir": str(out / "none"),
+        "bf16": False, "per_device_train_batch_size": 8,
+    }  # fmt: skip
+    (out / "recipe.yaml").write_text(json.dumps(recipe))
+    return str(out / "recipe.yaml")
 
 
 def gradients_of(trainer):

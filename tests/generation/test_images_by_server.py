@@ -6,6 +6,7 @@ import io
 import random
 from concurrent.futures import ThreadPoolExecutor
 
+import evaluate
 import pytest
 import torch
 import vision_model
@@ -13,7 +14,7 @@ from peft import LoraConfig
 from PIL import Image
 from test_images import reading
 from transformers import AutoModelForImageTextToText
-from vision_run import some_rows, worth, zoom
+from vision_run import some_rows, worth, write_recipe, zoom
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
@@ -350,3 +351,10 @@ def test_a_lora_leaves_out_what_reads_images_unless_it_is_asked_for(client, serv
     trainer.train()
     differences = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history[:-1]]
     assert len(differences) == 3 and max(differences) < 1e-4
+
+
+def test_an_evaluation_by_a_server_finds_what_one_in_process_does(client, folder, tmp_path):
+    recipe = write_recipe(tmp_path, folder)
+    found = [evaluate.evaluate(model, recipe, 4, "train", greedy=True, show=4) for model in (str(folder), client)]
+    assert found[0]["conversations"] == found[1]["conversations"] and found[1]["backend"] == "vllm server"
+    assert "<image " in found[1]["conversations"][0]["messages"][0]["content"]

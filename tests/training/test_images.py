@@ -14,12 +14,11 @@ import evaluate
 import pytest
 import torch
 import vision_model
-from bench.common import ROOT
 from peft import LoraConfig, get_peft_model
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
-from vision_run import gradients_of, make_trainer, some_rows, user
+from vision_run import gradients_of, make_trainer, some_rows, user, write_recipe
 
 from mt_grpo.base import pictures
 from mt_grpo.base.pictures import (
@@ -409,21 +408,11 @@ def test_a_trained_model_is_evaluated_with_images(folder, tmp_path):
     trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1)
     trainer.train()
     trainer.save_model(tmp_path / "saved")
-    (tmp_path / "rewards.py").write_text("def none(completions, **_):\n    return [0.0] * len(completions)\n\n\n"
-                                         "OUTCOME_REWARD_FUNCS = [none]\n")  # fmt: skip
-    vision_model.picture(20).save(tmp_path / "20.png")
-    row = {"prompt": [{"role": "user", "content": "Which digit?"}], "image": str(tmp_path / "20.png")}
-    (tmp_path / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
-    recipe = {
-        "model_name_or_path": str(tmp_path / "saved"), "dataset_name": str(tmp_path / "rows.jsonl"), "use_cpu": True,
-        "dataset_test_split": "train", "tools_script": str(ROOT / "tools/calculator.py"), "system_prompt": "",
-        "reward_fn": str(tmp_path / "rewards.py"), "max_completion_length": 12,
-        "output_dir": str(tmp_path / "none"), "bf16": False, "per_device_train_batch_size": 8,
-    }  # fmt: skip
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
-    found = evaluate.evaluate(str(tmp_path / "saved"), str(tmp_path / "recipe.yaml"), 4, "train", greedy=True, show=4)
+    recipe = write_recipe(tmp_path, tmp_path / "saved")
+    found = evaluate.evaluate(str(tmp_path / "saved"), recipe, 4, "train", greedy=True, show=4)
     name = trainer.processing_class.pictures.read(vision_model.picture(20), "").name
-    (rollout,) = trainer.env.start([row["prompt"]], rows=[{"image": vision_model.picture(20)}])
+    asked = [{"role": "user", "content": "Which digit?"}]
+    (rollout,) = trainer.env.start([asked], rows=[{"image": vision_model.picture(20)}])
     ids, shown = inputs_of_requests([rollout.prompt_ids])
     shown["mm_token_type_ids"] = torch.tensor(shown["mm_token_type_ids"])
     said = trainer.model.generate(torch.tensor(ids), **shown, do_sample=False, max_new_tokens=12)[0, len(ids[0]) :]
