@@ -18,6 +18,7 @@ import base64
 import hashlib
 import html
 import json
+import re
 import sqlite3
 import sys
 import threading
@@ -33,11 +34,14 @@ from plot_run import PANELS, lines_of
 from viewer.index import Query, RolloutIndex
 
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.pictures import ID_DIGITS
 from mt_grpo.reports.progress import METRICS_FILE, read_metrics
+from mt_grpo.reports.rollout_log import IMAGE_FOLDER
 from mt_grpo.run.checkpoints import RUN_RECORD
 
 PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file
+MOST_IMAGE_BYTES = 20 * 2**20  # of the images in one file
 MOST_POINTS = 400  # of a curve
 REFRESH_SECONDS = 2.0
 TURNS = ("Turns", (("turns/mean", "mean"), ("turns/max", "most")))
@@ -49,14 +53,16 @@ WEIGHTS = ("Weights and logprobs", (("rollout/staleness", "staleness"), ("sampli
 # -- the page --
 
 
-def page(data: dict[str, Any], title: str) -> str:
+def page(data: dict[str, Any], title: str, images: str = "data:") -> str:
     """One page of HTML with its style, its script and `data`.
+
+    `images` says where images may come from.
 
     INVARIANT: a browser runs the script whose hash stands in the page's policy, and nothing that `data` says.
     """
     style, script = ((PARTS / name).read_text(encoding="utf-8") for name in ("style.css", "viewer.js"))
     policy = {
-        "default-src": "'none'", "script-src": digest(script), "style-src": digest(style), "img-src": "data:",
+        "default-src": "'none'", "script-src": digest(script), "style-src": digest(style), "img-src": images,
         "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
     }  # fmt: skip
     return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(
@@ -141,6 +147,10 @@ class Run:
         rows = read_metrics(self.folder)
         return (rows, False) if any("reward" in row for row in rows) else (self.index.by_step(), True)
 
+    def image(self, name: str) -> Path:
+        """The file of an image of the log."""
+        return self.folder / IMAGE_FOLDER / f"{name}.png"
+
     def info(self) -> dict[str, Any]:
         path = self.folder / METRICS_FILE
         metrics = path.stat().st_size if path.is_file() else 0
@@ -198,16 +208,30 @@ def settings_of(folder: Path) -> dict[str, Any]:
 def write_page(folders: list[Path], path: Path) -> str:
     """Write the page in one file; returns words that say what is in it."""
     runs = open_runs(folders)
-    data: dict[str, Any] = {"served": False, "runs": [], "rollouts": []}
+    data: dict[str, Any] = {"served": False, "runs": [], "rollouts": [], "images": {}}
     for number, run in enumerate(runs):
         run.index.refresh()
         chosen, which = run.index.sample(MOST_ROLLOUTS // len(runs))
         data["runs"].append({**run.info(), "which": f"{run.name}: {which}", "folder": run.name})
-        data["rollouts"] += [{**run.index.rollout(each), "run": number} for each in chosen]
+        rollouts = [{**run.index.rollout(each), "run": number} for each in chosen]
+        data["rollouts"] += rollouts
+        data["images"] |= images_of_page(run, rollouts, MOST_IMAGE_BYTES // len(runs))
     data["panels"] = curves(runs)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(data, " and ".join(run.name for run in runs)), encoding="utf-8")
     return "; ".join(run["which"] for run in data["runs"])
+
+
+def images_of_page(run: Run, rollouts: list[dict[str, Any]], most: int) -> dict[str, str]:
+    """The images of a page's rollouts as data URIs, by their names, while their files have at most so many bytes."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(each["name"] for item in rollouts for each in item["row"].get("images") or []):
+        path = run.image(name)
+        if re.fullmatch(f"[0-9a-f]{{{ID_DIGITS}}}", str(name)) and path.is_file() and path.stat().st_size <= most:
+            data = path.read_bytes()
+            most -= len(data)
+            found[name] = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    return found
 
 
 # -- a server --
@@ -240,6 +264,7 @@ class Viewer:
         app = web.Application(middlewares=[self.guard])
         app.router.add_get("/", self.page)
         app.router.add_get("/api/info", self.answer(lambda request: {"runs": [run.info() for run in self.runs]}))
+        app.router.add_get(rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}", self.image)
         app.router.add_get("/api/panels", self.answer(lambda request: curves(self.runs)))
         app.router.add_get(r"/api/rollouts/{run:\d+}", self.answer(self.table))
         for kind in ("rollout", "group"):
@@ -261,7 +286,15 @@ class Viewer:
 
     async def page(self, request: web.Request) -> web.Response:
         """The page."""
-        return web.Response(text=page({"served": True}, self.title), content_type="text/html")
+        return web.Response(text=page({"served": True}, self.title, "data: 'self'"), content_type="text/html")
+
+    async def image(self, request: web.Request) -> web.StreamResponse:
+        """An image that a run's rollouts read. Its name is of a digest, and so no other file's."""
+        number = path_number(request, "run")
+        path = self.runs[number].image(request.match_info["name"]) if number < len(self.runs) else None
+        if path is None or not path.is_file():
+            return web.json_response({"error": "There is no such image."}, status=404)
+        return web.FileResponse(path, headers={"Content-Type": "image/png"})
 
     def answer(self, function: Any) -> Any:
         """A handler that runs in the asking thread. Bad questions get status 400 with what was expected."""

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from mt_grpo.base.json_types import json_text
-from mt_grpo.base.pictures import pictures_in
+from mt_grpo.base.pictures import Picture, pictures_in
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import Message, Record, Rollout, Turn
@@ -101,6 +101,20 @@ def numbers_of(record: Record) -> list[int] | range:
     return range(len(record.turns)) if record.numbers is None else record.numbers
 
 
+def pictures_read(rollout: Rollout) -> list[Picture]:
+    """The pictures of a rollout's records, each once, in the order in which they were read."""
+    found = (pictures_in(record.prompt_ids + record.completion_ids) for record in rollout.records)
+    return list(dict.fromkeys(picture for pictures in found for picture in pictures))
+
+
+def image_rows(rollout: Rollout) -> list[dict[str, Any]]:
+    """Names, sizes in pixels and tokens of the pictures that a rollout read."""
+    return [
+        {"name": each.name, "width": each.image.width, "height": each.image.height, "tokens": each.num_tokens}
+        for each in pictures_read(rollout)
+    ]
+
+
 def rollout_rows(
     rollouts: list[Rollout],
     inputs: list[dict[str, Any]],
@@ -132,6 +146,7 @@ def rollout_rows(
             "turn_advantages": finite(advantage[: len(rollout.turns)]), "outcome_advantage": outcome,
             "answer": row.get("answer"),
             "turns": turn_rows(rollout, of_rollout, tokenizer),
+            "images": image_rows(rollout),
             "num_prompt_tokens": len(rollout.prompt_ids), "num_tokens": rollout.new_tokens,
             "records": len(rollout.records), "num_copied_turns": rollout.num_copied,
             "policy_version": rollout.policy_version,
@@ -349,8 +364,7 @@ class RolloutLog:
         folder = self.path.parent / IMAGE_FOLDER
         if self.num_images is None:
             self.num_images = sum(1 for _ in folder.glob("*.png"))
-        for picture in {each for rollout in rollouts for record in rollout.records
-                        for each in pictures_in(record.prompt_ids + record.completion_ids)}:  # fmt: skip
+        for picture in {each for rollout in rollouts for each in pictures_read(rollout)}:
             path = folder / f"{picture.name}.png"
             if self.num_images >= MOST_IMAGES or path.is_file():
                 continue
@@ -494,6 +508,7 @@ def rollout_features(folder: str | Path) -> Any:
         "stop_reason": text, "reward": number, "rewards": dict.fromkeys(first["rewards"], number),
         "turn_rewards": List(number), "turn_advantages": List(number),
         "answer": Json() if nested else kinds.get(type(answer), text), "turns": List(turn),
+        "images": List({"name": text, "width": whole, "height": whole, "tokens": whole}),
         "num_prompt_tokens": whole, "num_tokens": whole, "records": whole, "num_copied_turns": whole,
         "policy_version": whole, "error": text,
         "info": List(text),

@@ -27,7 +27,7 @@ NUMBERS = {"rank", "step", "index", "num_tokens", "policy_version", "reward"}
 # Columns of the log that the viewer has a place for.
 KNOWN = set(
     "schema rank index group step mode messages num_prompt_messages answer stop_reason reward rewards turn_rewards "
-    "turn_advantages outcome_advantage group_size batch_size turns num_prompt_tokens num_tokens records "
+    "turn_advantages outcome_advantage group_size batch_size turns images num_prompt_tokens num_tokens records "
     "num_copied_turns policy_version error info".split()
 )
 KNOWN_OF_TURN = set(

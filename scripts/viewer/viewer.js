@@ -457,11 +457,28 @@ function part(kind, who, facts, ...inside) {
 
 const seconds = (value) => (value ? `${number(value, 2)} s` : null);
 
+// A text that the model read, with the images that it read there: the log names each by a digest, and has it in a file.
+// INVARIANT: what the policy wrote is shown as text alone, also where it is such a name.
+function readText(item, text) {
+  return [el("pre", {}, textOf(text)), readImages(item, text)];
+}
+
+function readImages(item, text) {
+  const known = new Map((item.row.images || []).map((image) => [image.name, image]));
+  const shown = [...textOf(text).matchAll(/<image ([0-9a-f]{12})>/g)].map((found) => known.get(found[1])).filter(Boolean);
+  return shown.map(({ name, width, height, tokens }) => {
+    const source = DATA.served ? `/api/image/${Number(item.run)}/${name}` : DATA.images?.[name];
+    const words = `image ${name}, ${Number(width)} x ${Number(height)} pixels, ${Number(tokens)} tokens`;
+    return source && el("figure", {}, el("img", { src: source, alt: words, width: Math.min(Number(width), 320), loading: "lazy",
+      onerror: (event) => event.target.remove() }), el("figcaption", { class: "small soft" }, words));
+  });
+}
+
 // What the model read before a turn that begins a further record of the loss: of a sub-agent, of a history that was edited.
-function contextParts(turn) {
+function contextParts(item, turn) {
   const read = Array.isArray(turn.context) ? turn.context.filter(Boolean) : [];
   const messages = read.map((message) => part("given", message.role, [],
-    el("pre", {}, textOf(message.content)), message.more && el("pre", { class: "small soft" }, textOf(message.more))));
+    readText(item, message.content), message.more && el("pre", { class: "small soft" }, textOf(message.more))));
   const tools = turn.tools && part("given", "tools", [], el("pre", {}, textOf(turn.tools)));
   if (!messages.length && !tools) return [];
   const title = turn.context ? `record ${turn.record}: ${messages.length} messages that were read before this turn` : "the tools that were offered";
@@ -469,7 +486,7 @@ function contextParts(turn) {
 }
 
 function turnParts(item, k, colour, scale) {
-  return [...contextParts(item.row.turns[k]), ...sampledParts(item, k, colour, scale)];
+  return [...contextParts(item, item.row.turns[k]), ...sampledParts(item, k, colour, scale)];
 }
 
 function sampledParts(item, k, colour, scale) {
@@ -477,7 +494,7 @@ function sampledParts(item, k, colour, scale) {
   const unread = turn.results?.length > 0 && turn.num_read === 0 && !turn.observation && "never read: the rollout ended";
   const results = (whole) => (turn.results || []).map((result) => part(result.error ? "error" : "result", "result",
     [result.error && `error: ${result.error}`, seconds(result.seconds), unread,
-      typeof result.reward === "number" && `reward ${number(result.reward)}`], whole && el("pre", {}, textOf(result.text))));
+      typeof result.reward === "number" && `reward ${number(result.reward)}`], whole && readText(item, result.text)));
   // A call of a tool that is not there, or with a wrong argument, has its error in its result.
   const calls = (whole) => (turn.calls || []).map((call, i) => part(call.error || turn.results?.[i]?.error === "call" ? "error" : "call", `call ${call.name ?? "without a name"}`,
     [call.error, !call.error && turn.results?.[i]?.error === "call" && "it cannot be run"], whole && el("pre", {}, textOf(call.arguments))));
@@ -496,14 +513,14 @@ function sampledParts(item, k, colour, scale) {
       part("policy", `policy, turn ${k}`, facts, el("div", { class: "mono" }, tokenSpans(turn, colour, scale)), tokenTable(turn)),
       calls(false), results(false),
       turn.read_texts?.length > 0 && part("result", "read", [`${turn.read_texts.length} tokens`, "out of the loss"],
-        el("div", { class: "mono" }, readSpans(turn))),
+        el("div", { class: "mono" }, readSpans(turn)), (turn.results || []).map((result) => readImages(item, result.text))),
     ];
   }
   const text = el("pre", { background: paint(colour, colour?.turn(row, k), scale) }, turn.text);
   return [
     part("policy", `policy, turn ${k}`, facts, text),
     calls(true), results(true),
-    turn.observation && part("result", "read", [], el("pre", {}, textOf(turn.observation))),
+    turn.observation && part("result", "read", [], readText(item, turn.observation)),
   ];
 }
 
@@ -536,7 +553,7 @@ function promptParts(item) {
   const given = item.row.messages.slice(0, promptLength(item.row)).filter(Boolean);
   const parts = given.map((message) => part("given", message.role, [], message.role === "system"
     ? el("details", {}, el("summary", { class: "small soft" }, textOf(message.content).slice(0, 80)), el("pre", {}, textOf(message.content)))
-    : el("pre", {}, textOf(message.content))));
+    : message.role === "assistant" ? el("pre", {}, textOf(message.content)) : readText(item, message.content)));
   const asked = given.findLastIndex((message) => message.role === "user");
   const instructions = given.findIndex((message) => !["system", "developer"].includes(message.role));
   if (parts.length <= SHOWN_OF_A_PROMPT || asked <= instructions) return parts;
@@ -577,9 +594,10 @@ function conversation(item, title, colour, scale, withPrompt) {
 }
 
 async function showConversations(kind, run, id) {
-  const items = kind === "rollout" ? [await source.rollout(run, id)] : byReward(await source.group(run, id));
+  const items = (kind === "rollout" ? [await source.rollout(run, id)] : byReward(await source.group(run, id)))
+    .map((item) => ({ ...item, run }));
   const other = 1 - run, runs = state.info.runs;
-  const others = kind === "both" ? await sameIn(other, items[0]) : [];
+  const others = (kind === "both" ? await sameIn(other, items[0]) : []).map((item) => ({ ...item, run: other }));
   const name = state.colour, colour = COLOURS[name], scale = scaleOf([...items, ...others], colour);
   const known = state.place?.run === run ? state.place : { list: [], query: { run: run || undefined }, last: true };
   const at = known.list.indexOf(Number(id));

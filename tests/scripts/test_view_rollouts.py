@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import requests
 import view_rollouts
+from PIL import Image
 from test_first_batch import recipe_file
 from viewer.index import INDEX_FILE, Query, RolloutIndex
 
@@ -959,3 +960,55 @@ def test_two_runs_are_side_by_side(open_page, tmp_path):
     heads = page.evaluate("[...document.querySelectorAll('main > h2')].map(h => h.textContent)")
     assert heads == ["first, step 1: 2 rollouts, the best first", "second, step 1: 2 rollouts, the best first"]
     assert page.inner_text("main").count("too slow") == 2
+
+
+# -- images --
+
+
+def with_images(folder, large=False):
+    """A rollout that reads one image in its prompt and one in a result, and whose policy writes the name of one."""
+    names = ["3f2a0c9d11e4", "00112233aabb"]
+    (folder / "images").mkdir(parents=True)
+    for k, name in enumerate(names):
+        Image.new("RGB", (40 + k, 20), (200, 40 * k, 0)).save(folder / f"images/{name}.png")
+    if large:
+        (folder / f"images/{names[1]}.png").write_bytes(bytes(21 * 2**20))
+    turns = [
+        turn(f"<image {names[1]}>", [("zoom", {})], [(f"Corner: <image {names[1]}>.", None)]),
+        turn("<image ffffffffffff>"),
+    ]
+    logged = row(0, 0, f"<image {names[0]}>Which digit?", turns)
+    logged["images"] = [{"name": name, "width": 40 + k, "height": 20, "tokens": 4} for k, name in enumerate(names)]
+    return write_log(folder, [logged, row(0, 1, "<image 3f2a0c9d11e4>?", [turn("x")])]), names
+
+
+SHOWN = """[...document.querySelectorAll('.part')].map(part => [part.className.split(' ')[1],
+    ...[...part.querySelectorAll('img')].map(image => [image.alt, image.naturalWidth])])"""
+
+
+def test_images_are_shown_where_they_were_read(served, open_page, tmp_path):
+    """In a page of one file and in a served one; what the policy wrote, and what no image is known of, is text."""
+    folder, names = with_images(tmp_path / "run")
+    words = [f"image {name}, {40 + k} x 20 pixels, 4 tokens" for k, name in enumerate(names)]
+    expected = [["given"], ["given", [words[0], 40]], ["policy"], ["call"], ["result", [words[1], 41]], ["policy"]]
+    for address in (one_page(folder), served(folder)):
+        page = open_page(address + "#rollout/0/1?colour=none")
+        until(page, "[...document.querySelectorAll('img')].every(image => image.complete && image.naturalWidth)")
+        assert page.evaluate(SHOWN) == expected
+        go(page, "rollout/0/2")  # of a log that has no images
+        assert page.evaluate("document.querySelectorAll('img').length") == 0
+        assert "<image 3f2a0c9d11e4>?" in page.inner_text("article")
+    address = served(folder)
+    good = requests.get(f"{address}/api/image/0/{names[0]}")
+    assert good.status_code == 200 and good.headers["Content-Type"] == "image/png"
+    assert good.content == (folder / f"images/{names[0]}.png").read_bytes()
+    for path in (f"0/{'0' * 12}", f"7/{names[0]}", "0/..%2F..%2Fsecret", f"0/{names[0]}.png"):
+        assert requests.get(f"{address}/api/image/{path}").status_code in (404, 400)
+
+
+def test_a_page_in_one_file_has_images_up_to_a_size(open_page, tmp_path):
+    folder, names = with_images(tmp_path / "run", large=True)
+    page = open_page(one_page(folder) + "#rollout/0/1")
+    page.wait_for_selector("article")
+    assert page.evaluate("document.querySelectorAll('img').length") == 1
+    assert f"Corner: <image {names[1]}>." in page.inner_text("article")
