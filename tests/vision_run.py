@@ -2,9 +2,9 @@
 
 import json
 import os
+from pathlib import Path
 
 import vision_model
-from bench.common import ROOT
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.rollout import Generation
@@ -83,7 +83,8 @@ def write_recipe(out, model):
     (out / "rows.jsonl").write_text((json.dumps(row) + "\n") * 8)
     recipe = {
         "model_name_or_path": str(model), "dataset_name": str(out / "rows.jsonl"), "use_cpu": True,
-        "dataset_test_split": "train", "tools_script": str(ROOT / "tools/calculator.py"), "system_prompt": "",
+        "dataset_test_split": "train", "system_prompt": "",
+        "tools_script": str(Path(__file__).parents[1] / "tools/calculator.py"),
         "reward_fn": str(out / "rewards.py"), "max_completion_length": 12, "output_dir": str(out / "none"),
         "bf16": False, "per_device_train_batch_size": 8,
     }  # fmt: skip

@@ -48,6 +48,13 @@ FORBIDDEN = -1e4  # of a logit: its probability is 0 in half precision, too
 OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads
 
 
+def share_marks(secret: str) -> None:
+    """Have marks the secret of another rank: a text with marks may be read on all, as by a reward of groups."""
+    global SECRET, MARK
+    SECRET = secret
+    MARK = re.compile(f"\ufdd0{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1")
+
+
 def mark_of(picture: Picture) -> str:
     """What stands for a picture in a text."""
     return f"\ufdd0{SECRET}{picture.name}\ufdd1"
@@ -150,26 +157,8 @@ class PictureReader:
         """
         from PIL import Image, ImageOps
 
-        given = value
-        if isinstance(given, dict):  # of datasets' Image, or of OpenAI's API
-            given = next((given[key] for key in ("bytes", "url", "path") if given.get(key) is not None), None)
         try:
-            if isinstance(given, str) and given.startswith("data:"):
-                given = base64.b64decode(given.partition(",")[2], validate=True)
-            elif isinstance(given, str) and re.match(r"\w+://", given):
-                raise ValueError(f"addresses are not fetched, got {given!r:.80}. Download it, and write its path")
-            elif isinstance(given, str) and paths:
-                if Path(given).stat().st_size > LARGEST_FILE:
-                    raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")
-                given = Path(given).read_bytes()
-            if isinstance(given, (bytes, bytearray)):
-                if len(given) > LARGEST_FILE:
-                    raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")
-                given = Image.open(io.BytesIO(given), formats=FORMATS)
-            if not isinstance(given, Image.Image):
-                raise ValueError(
-                    f"got {value!r:.80}, expected an image of PIL, bytes{' or a path' * paths}, or a data URI"
-                )
+            given = opened(value, paths)
             if given.width * given.height > MOST_PIXELS:
                 raise ValueError(
                     f"it has {given.width} x {given.height} pixels, expected at most {MOST_PIXELS}. Make it smaller"
@@ -310,13 +299,46 @@ def text_of_parts(parts: list[Any], reader: PictureReader, where: str) -> tuple[
     return text, shown
 
 
-def num_images(row: dict[str, Any]) -> int:
-    """How many images a row has."""
+def num_pixels(row: dict[str, Any]) -> int:
+    """The pixels of a row's images, of which no more than the headers are read; an image that is none has none."""
     brought = [
         part for message in row.get("prompt") or [] if isinstance(message["content"], list)
         for part in message["content"] if is_image_part(part) and own_image(part) is not None
     ]  # fmt: skip
-    return len(brought) + len(images_of(row))
+    return sum(map(size_of, [*map(own_image, brought), *images_of(row)]))
+
+
+def size_of(value: Any) -> int:
+    """The pixels of what `PictureReader.read` takes; 0 where that raises."""
+    try:
+        image = opened(value, paths=True)
+        return image.width * image.height
+    except Exception:  # whatever a decoder raises: the check of the images says it
+        return 0
+
+
+def opened(value: Any, paths: bool) -> Any:
+    """An image of PIL, of which no more than its header was read. Arguments and errors as in `PictureReader.read`."""
+    from PIL import Image
+
+    given = value
+    if isinstance(given, dict):  # of datasets' Image, or of OpenAI's API
+        given = next((given[key] for key in ("bytes", "url", "path") if given.get(key) is not None), None)
+    if isinstance(given, str) and given.startswith("data:"):
+        given = base64.b64decode(given.partition(",")[2], validate=True)
+    elif isinstance(given, str) and re.match(r"\w+://", given):
+        raise ValueError(f"addresses are not fetched, got {given!r:.80}. Download it, and write its path")
+    elif isinstance(given, str) and paths:
+        if Path(given).stat().st_size > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")
+        given = Path(given).read_bytes()
+    if isinstance(given, (bytes, bytearray)):
+        if len(given) > LARGEST_FILE:
+            raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")
+        given = Image.open(io.BytesIO(given), formats=FORMATS)
+    if not isinstance(given, Image.Image):
+        raise ValueError(f"got {value!r:.80}, expected an image of PIL, bytes{' or a path' * paths}, or a data URI")
+    return given
 
 
 def images_of(row: dict[str, Any]) -> list[Any]:

@@ -30,7 +30,7 @@ from mt_grpo.conversation.pictures import (
     PictureReader,
     drawn_ids,
     drawn_image,
-    num_images,
+    num_pixels,
     read_pictures,
     reader_of,
     refuse_images,
@@ -188,14 +188,14 @@ def num_characters(row: dict[str, Any]) -> int:
 def longest_prompt(env: Any, dataset: Any) -> int:
     """The length of the longest prompt in tokens.
 
-    Only the 32 prompts with the most characters, and the 32 with the most images, are tokenised.
+    Only the 32 prompts with the most characters, and the 32 whose images have the most pixels, are tokenised.
 
     Raises `ValueError` if the chat template refuses one of them.
     """
     columns = [c for c in ("prompt", "environment", *IMAGE_COLUMNS) if c in dataset.column_names]
     rows = dataset.select_columns(columns) if columns else [{}]  # without columns there would be no rows
     chosen = []
-    for size in (num_characters,) if reader_of(env.tokenizer) is None else (num_characters, num_images):
+    for size in (num_characters,) if reader_of(env.tokenizer) is None else (num_characters, num_pixels):
         whole = ({**row, "prompt": row.get("prompt") or []} for row in rows)  # one at a time: there may be many
         chosen += heapq.nlargest(32, whole, key=size)
     rows = chosen

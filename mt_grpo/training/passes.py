@@ -20,7 +20,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from mt_grpo.base.pictures import Picture, pictures_in
+from mt_grpo.base.pictures import Picture, is_picture, pictures_in
 from mt_grpo.training.records import FURTHER_RECORDS, NUM_OBSERVED, OBSERVED, Row, row_of
 from mt_grpo.training.shared_prompts import Example, SharedRow
 
@@ -234,7 +234,8 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
     loads = accelerator.gather(load).tolist()
     if max(loads) <= UNEVEN * sum(loads) / len(loads):
         return rows
-    everyones = gather_object([replace(row.to("cpu"), pictures=tuple(row.shown)) for row in rows])
+    gathered = gather_object([[row.to("cpu") for row in rows]])
+    everyones = [row for theirs in gathered for row in theirs]
     limit = min(budget, sum(loads) / len(loads))
     ranks: list[list[TrainedRow]] = [[] for _ in loads]
     sums = [0] * len(loads)
@@ -244,7 +245,14 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
         sums[least] += cost(unit, shares)
     if max(sums) >= max(loads):
         return rows
-    return [row.to(accelerator.device) for row in ranks[accelerator.process_index]]
+    own = accelerator.process_index
+    if any(is_picture(max(row.prompt_ids + row.completion_ids)) for row in everyones):
+        theirs = {id(row) for row in gathered[own]}
+        leaving = [row for rank, rows in enumerate(ranks) if rank != own for row in rows if id(row) in theirs]
+        # Held until the rows hold theirs: pixels of what moves, and of nothing else.
+        _moved = gather_object([list(dict.fromkeys(picture for row in leaving for picture in row.shown))])
+        ranks[own] = [replace(row, pictures=tuple(row.shown)) for row in ranks[own]]
+    return [row.to(accelerator.device) for row in ranks[own]]
 
 
 # -- a step's micro-batches in passes --
