@@ -21,12 +21,14 @@ import psutil
 import pytest
 import quickstart
 import torch
+import vision_model
 import warm_python
 from bench.common import free_port
 from datasets import Dataset
 from launch import keeper, launch_plan, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from vision_run import write_recipe
 
 import mt_grpo.recipe.data
 import mt_grpo_trainer as mt
@@ -688,7 +690,7 @@ if kind == "plan":
         "trainer_gpus": "", "server_gpus": [""] * int(os.environ.get("VLLM_SERVERS", 1)), "tensor_parallel": 1,
         "deepspeed": False, "model": "m", "revision": "main",
         "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
-        "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False, "adapters": None,
+        "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False, "adapters": None, "images": False,
         "wanted_group_port": int(os.environ.get("STAND_IN_GROUP_PORT", 0)) or None}}))
 elif kind == "vllm":
     print("the server speaks", flush=True)
@@ -1001,11 +1003,23 @@ GPU_PLAN = {
     "tensor_parallel": 1,
     "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
     "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True, "wanted_group_port": 51216,
-    "adapters": None,
+    "adapters": None, "images": False,
 }  # fmt: skip
 
 
 LORA = ["--use_peft", "true", "--lora_r", "12", "--lora_target_modules", "all-linear"]
+
+
+def test_the_server_of_a_model_that_reads_images_is_started_for_them(tmp_path):
+    """And a trainer on several GPUs is not sharded, which reads no images."""
+    folder = vision_model.save(tmp_path / "model")
+    recipe = write_recipe(tmp_path, folder)
+    more = ["--use_vllm", "true", "--vllm_mode", "server"]
+    assert launch_plan.make_plan(recipe, more)["images"] and launch_plan.make_server_plan(recipe, more)["images"]
+    ours = {**GPU_PLAN, "images": True, "num_processes": 2, "trainer_gpus": "0,1", "deepspeed": True}
+    command, _ = train.trainer_command("py", ours, [])
+    assert "hf_recipes/accelerate/ddp.yaml" in command
+    assert "hf_recipes/accelerate/zero3.yaml" in train.trainer_command("py", {**ours, "images": False}, [])[0]
 
 
 @pytest.mark.parametrize("more, expected", [
@@ -1034,6 +1048,10 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
     with_adapters, environment = train.server_command("py", GPU_PLAN | {"adapters": [16, 3]}, 1, "2")
     assert "--enable-lora --max-loras 3 --max-lora-rank 16" in " ".join(with_adapters)
     assert environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    with_images, _ = train.server_command("py", GPU_PLAN | {"images": True}, 1, "2")
+    assert [flag for flag in with_images if flag not in train.server_command("py", GPU_PLAN, 1, "2")[0]] == [
+        "--enable-scale-out", "--limit-mm-per-prompt", '{"video": 0}'
+    ]  # fmt: skip
     command, environment = train.server_command("py", GPU_PLAN | {"tensor_parallel": 2}, 1, "4,5", host="10.0.0.7")
     assert " ".join(command).count("--host 10.0.0.7") == " ".join(command).count("--tensor-parallel-size 2") == 1
     assert environment["CUDA_VISIBLE_DEVICES"] == "4,5"
