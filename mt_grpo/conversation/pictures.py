@@ -48,6 +48,11 @@ FORBIDDEN = -1e4  # of a logit: its probability is 0 in half precision, too
 OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads
 
 
+def secret_of_marks() -> str:
+    """What no text from outside knows of this process's marks."""
+    return SECRET
+
+
 def share_marks(secret: str) -> None:
     """Have marks the secret of another rank: a text with marks may be read on all, as by a reward of groups."""
     global SECRET, MARK

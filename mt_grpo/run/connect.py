@@ -9,8 +9,14 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.pictures import inputs_of_requests, is_picture
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import prompts_of
-from mt_grpo.conversation import pictures
-from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, share_marks
+from mt_grpo.conversation.pictures import (
+    drawn_ids,
+    forbid,
+    freeze_tower,
+    reader_of,
+    secret_of_marks,
+    share_marks,
+)
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend
@@ -61,7 +67,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     args, ends = trainer.args, trainer.eos_token_ids
     forbid(reader_of(trainer.env.tokenizer), trainer.model, trainer.ref_model)
     if trainer.accelerator.num_processes > 1:
-        share_marks(on_main_process(lambda: pictures.SECRET))
+        share_marks(on_main_process(secret_of_marks))
     if args.freeze_vision_tower:
         freeze_tower(trainer.model)
     if trainer.backend == "server":
