@@ -121,6 +121,8 @@ def main():
         results = tree_run.run_on_ranks(model, out, world)
     elif sys.argv[3:] == ["images"]:
         results = vision_run.run_on_ranks(out, world)
+    elif sys.argv[3:4] == ["images-by-server"]:
+        results = vision_run.run_by_server(model, out, int(sys.argv[4]), world)
     else:
         results = {f"{size}-{credit}": run_case(model, out, size, credit) for size, credit in CASES}
     torch.save(results, out / f"{world}-{rank}.pt")

@@ -7,7 +7,8 @@ from pathlib import Path
 import vision_model
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.rollout import Generation
+from mt_grpo.conversation.pictures import secret_of_marks
+from mt_grpo.rollout import Generation, ToolCall
 from mt_grpo.training import passes
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -92,6 +93,33 @@ def write_recipe(out, model):
     return str(out / "recipe.yaml")
 
 
+class Calling(MultiTurnToolEnv):
+    """Calls twice, whatever the policy says."""
+
+    async def sample_turn(self, rollout, llm, sampling_params=None):
+        turn = await super().sample_turn(rollout, llm, sampling_params)
+        if turn is not None and len(rollout.turns) < 3:
+            turn.calls, turn.answer = [ToolCall("zoom", {"corner": (rollout.index + len(rollout.turns)) % 4})], None
+        return turn
+
+
+def make_served_run(folder, out, port, **changes):
+    """By a server; its conversations have images of rows and of the tool."""
+    values = {
+        "output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
+        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200, "max_turn_tokens": 10,
+        "max_steps": 3, "max_env_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
+        "disable_tqdm": True, "seed": 3, "use_vllm": True, "vllm_mode": "server", "vllm_server_port": port,
+        "weight_check_every": 1,
+    }  # fmt: skip
+    peft_config = changes.pop("peft_config", None)
+    args = MTGRPOConfig(**{**values, **changes})
+    env = Calling([zoom], None, max_steps=3, max_turn_tokens=10)
+    return MTGRPOEnvTrainer(
+        str(folder), env, [], [worth], args=args, train_dataset=Rows(some_rows()), peft_config=peft_config
+    )
+
+
 def gradients_of(trainer):
     """Of the first step, before they are clipped."""
     found = {}
@@ -129,3 +157,15 @@ def run_on_ranks(out, world):
     gradients = gradients_of(trainer)
     norms = [log["grad_norm"] for log in trainer.state.log_history if "grad_norm" in log]
     return {"gradients": gradients, "norms": norms, "moved": sum(moved), "kind": trainer.layout.kind}
+
+
+def run_by_server(folder, out, port, world):
+    """Steps with pushes, on each rank: what its logs say, and how far what reads images has moved."""
+    trainer = make_served_run(folder, out / "run", port, per_device_train_batch_size=8 // world)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "visual" in name}
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "sampling/sampling_logp_difference/max" in log]
+    moved = max((p - before[n]).abs().max().item() for n, p in trainer.model.named_parameters() if n in before)
+    names = "sampling/sampling_logp_difference/max", "sync/logprob_difference"
+    differences = [[log[name] for name in names] for log in logs]
+    return {"differences": differences, "moved": moved, "secret": secret_of_marks()}

@@ -12,16 +12,16 @@ import torch
 import vision_model
 from peft import LoraConfig
 from PIL import Image
+from test_distributed import run as distributed
 from test_images import reading
 from transformers import AutoModelForImageTextToText
-from vision_run import some_rows, worth, write_recipe, zoom
+from vision_run import Calling, make_served_run, write_recipe, zoom
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import inputs_of_rows, is_picture, pictures_in, with_placeholders
-from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.pictures import drawn_ids, drawn_image, forbid, mark_of
 from mt_grpo.generation.samples import (
     GENERATE,
@@ -32,9 +32,8 @@ from mt_grpo.generation.samples import (
     read_generated,
 )
 from mt_grpo.recipe.checks import check_it_reads_images
-from mt_grpo.rollout import ToolCall
 from mt_grpo.run.connect import probe_ids
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient
+from mt_grpo_trainer import VLLMServerClient
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 pytest.importorskip("vllm")
@@ -246,38 +245,12 @@ def test_pushes_between_and_beside_requests_with_images(client, folder):
     assert (logprobs_of(model, prompts[0]) - before).abs().max() > 0.1  # the change could be seen
 
 
-class Calling(MultiTurnToolEnv):
-    """Calls twice, whatever the policy says."""
-
-    async def sample_turn(self, rollout, llm, sampling_params=None):
-        turn = await super().sample_turn(rollout, llm, sampling_params)
-        if turn is not None and len(rollout.turns) < 3:
-            turn.calls, turn.answer = [ToolCall("zoom", {"corner": (rollout.index + len(rollout.turns)) % 4})], None
-        return turn
-
-
-def make_run(folder, out, port, trainer_class=MTGRPOEnvTrainer, **changes):
-    values = {
-        "output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
-        "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200, "max_turn_tokens": 10,
-        "max_steps": 3, "max_env_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
-        "disable_tqdm": True, "seed": 3, "use_vllm": True, "vllm_mode": "server", "vllm_server_port": port,
-        "weight_check_every": 1,
-    }  # fmt: skip
-    peft_config = changes.pop("peft_config", None)
-    args = MTGRPOConfig(**{**values, **changes})
-    env = Calling([zoom], None, max_steps=3, max_turn_tokens=10)
-    return trainer_class(
-        str(folder), env, [], [worth], args=args, train_dataset=Rows(some_rows()), peft_config=peft_config
-    )
-
-
 @pytest.mark.parametrize(
     "changes", [{}, {"max_staleness": 1, "old_logps": "sampled", "num_iterations": 2, "beta": 0.1}]
 )
 def test_a_run_trains_what_the_server_sampled(client, server, folder, tmp_path, changes):
     """Images of rows and of a tool, several turns, and a push before each step."""
-    trainer = make_run(folder, tmp_path, server.port, **changes)
+    trainer = make_served_run(folder, tmp_path, server.port, **changes)
     tower = {n: p.clone() for n, p in trainer.model.named_parameters() if "visual" in n}
     kept = []
     score = trainer._score
@@ -299,8 +272,16 @@ def test_a_run_trains_what_the_server_sampled(client, server, folder, tmp_path, 
     assert {len(rollout.turns) for rollouts in kept for rollout in rollouts} == {3}
 
 
+def test_two_ranks_by_one_server(client, server, folder, tmp_path):
+    """Each rank computes what it sampled; their texts with images are read by both."""
+    found = distributed(2, folder, tmp_path, "images-by-server", str(server.port))
+    assert found[0]["differences"] == found[1]["differences"] and len(found[0]["differences"]) == 3
+    assert max(max(differences) for differences in found[0]["differences"]) < 1e-4
+    assert found[0]["moved"] == found[1]["moved"] > 5e-3 and found[0]["secret"] == found[1]["secret"]
+
+
 def test_a_push_that_leaves_out_what_reads_images_is_noticed(client, server, folder, tmp_path):
-    trainer = make_run(folder, tmp_path, server.port)
+    trainer = make_served_run(folder, tmp_path, server.port)
     weights = trainer.vllm_generation
     old = {weights._server_name(n): p.detach().clone() for n, p in trainer.model.named_parameters() if "visual" in n}
     sent = weights.named_weights
@@ -345,7 +326,9 @@ def test_a_lora_leaves_out_what_reads_images_unless_it_is_asked_for(client, serv
     """And the server samples as the policy does, by the adapter or by merged weights."""
     names = ["q_proj", "v_proj", "gate_proj", "qkv"]  # the last two are also those of layers that read images
     lora = LoraConfig(r=4, target_modules=names, init_lora_weights=False)
-    trainer = make_run(folder, tmp_path, server.port, peft_config=lora, freeze_vision_tower=freeze, learning_rate=1e-3)
+    trainer = make_served_run(
+        folder, tmp_path, server.port, peft_config=lora, freeze_vision_tower=freeze, learning_rate=1e-3
+    )
     of_images = [name for name, p in trainer.model.named_parameters() if p.requires_grad and "visual" in name]
     assert bool(of_images) is (freeze is False)
     trainer.train()
