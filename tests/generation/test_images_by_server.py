@@ -31,6 +31,7 @@ from mt_grpo.generation.samples import (
     generate_body,
     read_generated,
 )
+from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.run.connect import probe_ids
 from mt_grpo_trainer import VLLMServerClient
@@ -341,3 +342,14 @@ def test_an_evaluation_by_a_server_finds_what_one_in_process_does(client, folder
     found = [evaluate.evaluate(model, recipe, 4, "train", greedy=True, show=4) for model in (str(folder), client)]
     assert found[0]["conversations"] == found[1]["conversations"] and found[1]["backend"] == "vllm server"
     assert "<image " in found[1]["conversations"][0]["messages"][0]["content"]
+
+
+def test_later_checks_of_a_push_begin_with_the_image_too(client):
+    ids = probe_ids([*range(20, 200)], client.tokenizer)
+    shown = len(ids) - 180
+    sync = WeightSync(None, None, None, None, ids, check_every=1)
+    windows = []
+    for sync.num_syncs in range(6):
+        windows.append(sync._window())
+    assert all(window[:shown] == ids[:shown] for window in windows) and any(map(is_picture, ids[:shown]))
+    assert [window[shown:] for window in windows] == [[*range(20 + 32 * (k % 5), 52 + 32 * (k % 5))] for k in range(6)]

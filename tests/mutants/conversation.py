@@ -1345,4 +1345,11 @@ MUTATIONS = [
         'return isinstance(part, dict) and (part.get("type") in ("image", "image_url") or "image" in part)',
         "tests/training/test_images.py::test_what_a_tool_returns",
     ),
+    Mutation(
+        "a server resizes an image again",
+        "mt_grpo/conversation/pictures.py",
+        "            while size != image.size:  # once",
+        "            while False:  # once",
+        "tests/generation/test_images_by_server.py::test_an_image_is_sent_in_the_size_in_which_the_model_sees_it",
+    ),
 ]

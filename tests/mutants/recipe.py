@@ -314,4 +314,25 @@ MUTATIONS = [
         "if False:",
         "tests/method/test_trees.py::test_conversations_that_cannot_be_copied",
     ),
+    Mutation(
+        "a LoRA adapts what reads images",
+        "mt_grpo/recipe/checks.py",
+        "    if args.freeze_vision_tower is not False and getattr(",
+        "    if False and getattr(",
+        "tests/generation/test_images_by_server.py::test_a_lora_leaves_out_what_reads_images_unless_it_is_asked_for",
+    ),
+    Mutation(
+        "a server may read fewer images than a conversation has",
+        "mt_grpo/recipe/checks.py",
+        "    if limit < most:",
+        "    if False:",
+        "tests/generation/test_images_by_server.py::test_which_servers_are_refused",
+    ),
+    Mutation(
+        "a server may read images in other sizes",
+        "mt_grpo/recipe/checks.py",
+        '    if config.get("mm_processor_kwargs"):',
+        "    if False:",
+        "tests/generation/test_images_by_server.py::test_which_servers_are_refused",
+    ),
 ]

@@ -412,4 +412,11 @@ MUTATIONS = [
         "json.dumps(row, ensure_ascii=False, default=str)",
         "tests/training/test_images.py::test_the_log_names_its_pictures_and_keeps_them",
     ),
+    Mutation(
+        "preflight does not count what is frozen",
+        "mt_grpo/reports/preflight.py",
+        "trained = sum(size for size, trains in sizes if trains)\n    costs",
+        "trained = sum(size for size, trains in sizes)\n    costs",
+        "tests/training/test_images.py::test_what_reads_images_is_trained_unless_it_is_frozen",
+    ),
 ]

@@ -694,4 +694,18 @@ MUTATIONS = [
         "forbid(reader_of(trainer.env.tokenizer), trainer.model)",
         "tests/training/test_images.py::test_a_placeholder_is_never_sampled",
     ),
+    Mutation(
+        "freeze_vision_tower freezes nothing",
+        "mt_grpo/run/connect.py",
+        "    if args.freeze_vision_tower:",
+        "    if False:",
+        "tests/training/test_images.py::test_what_reads_images_is_trained_unless_it_is_frozen",
+    ),
+    Mutation(
+        "ranks cannot read each other's marks",
+        "mt_grpo/run/connect.py",
+        "    if trainer.accelerator.num_processes > 1:\n        share_marks",
+        "    if False:\n        share_marks",
+        "tests/generation/test_images_by_server.py::test_two_ranks_by_one_server",
+    ),
 ]

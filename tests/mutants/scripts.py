@@ -411,4 +411,25 @@ MUTATIONS = [
         "seeds = sorted(second.keys())",
         "tests/scripts/test_bench_real_model.py::test_methods_are_compared_in_pairs_of_seeds",
     ),
+    Mutation(
+        "a server for images is started without their address",
+        "scripts/launch/train.py",
+        '    if plan["images"]:  #',
+        "    if False:  #",
+        "tests/scripts/test_scripts.py::test_the_commands_for_gpus",
+    ),
+    Mutation(
+        "what the policy wrote is shown as an image",
+        "scripts/viewer/viewer.js",
+        '  const text = el("pre", { background: paint(colour, colour?.turn(row, k), scale) }, turn.text);',
+        "  const text = readText(item, turn.text);",
+        "tests/scripts/test_view_rollouts.py::test_images_are_shown_where_they_were_read",
+    ),
+    Mutation(
+        "a page in one file has images of any size",
+        "scripts/view_rollouts.py",
+        " and path.stat().st_size <= most:",
+        ":",
+        "tests/scripts/test_view_rollouts.py::test_a_page_in_one_file_has_images_up_to_a_size",
+    ),
 ]

@@ -859,7 +859,7 @@ MUTATIONS = [
     Mutation(
         "passes: rows of other ranks are trained twice",
         "mt_grpo/training/passes.py",
-        "return [row.to(accelerator.device) for row in ranks[accelerator.process_index]]",
+        "return [row.to(accelerator.device) for row in ranks[own]]",
         "return [row.to(accelerator.device) for row in ranks[0]]",
         "tests/training/test_passes.py::test_two_ranks_have_the_gradient_of_one",
     ),
@@ -1282,5 +1282,12 @@ MUTATIONS = [
         "self._tensor([positions]) if self._flat else",
         "self._tensor([positions]) if not self.shown else",
         "tests/training/test_images.py::test_a_row_without_a_picture_among_rows_with_them",
+    ),
+    Mutation(
+        "a row that changes ranks comes without its pixels",
+        "mt_grpo/training/passes.py",
+        "leaving = [row for rank, rows in enumerate(ranks) if rank != own for row in rows if id(row) in theirs]",
+        "leaving = []",
+        "tests/method/test_distributed.py::test_two_ranks_have_the_gradients_of_one_with_images",
     ),
 ]
