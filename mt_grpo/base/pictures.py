@@ -9,7 +9,9 @@ and no list of pictures has to travel beside the ids. Only what leaves the house
 
 from __future__ import annotations
 
+import base64
 import hashlib
+import io
 import threading
 import weakref
 from collections.abc import Iterable
@@ -199,6 +201,25 @@ def held_by(tensors: Iterable[Any]) -> list[Picture]:
     """The pictures whose ids stand in tensors of ids: who keeps the list keeps them."""
     found = {int(token) for tensor in tensors for token in tensor[tensor >= FIRST_ID].unique().tolist()}
     return [picture_of(token) for token in sorted(found)]
+
+
+def uri_or_str(value: Any) -> str:
+    """What stands for a value that is no JSON in a row for a program: an image as a data URI, others as text.
+
+    An image of PIL is turned as a reader turns it, so that what is read of the URI is what is read of the image.
+    """
+    try:
+        from PIL import Image, ImageOps
+
+        if isinstance(value, Image.Image):
+            file = io.BytesIO()
+            ImageOps.exif_transpose(value).convert("RGB").save(file, "PNG")
+            kind, content = "PNG", file.getvalue()
+        else:
+            kind, content = Image.open(io.BytesIO(value)).format, bytes(value)
+    except Exception:  # no bytes, or those of no image; or Pillow is not installed
+        return str(value)
+    return f"data:{Image.MIME.get(kind, 'image')};base64,{base64.b64encode(content).decode()}"
 
 
 def image_or_str(value: Any) -> str:

@@ -98,19 +98,20 @@ def check_images(dataset: Any, name: str, env: Any) -> None:
         if reader is None:
             refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
             continue
+        if not getattr(env, "reads_rows", True):
+            continue
         if found := [key for key in OTHER_KINDS if row.get(key)]:
             raise ValueError(
                 f"{name}, row {i}: the column {found[0]!r} is not read: only images are. Remove or rename it."
             )
         if not row.get("prompt"):
             refuse_images(row, f"{name}, row {i}", "the row has no prompt to put it into")
-        with_marks(row.get("prompt") or [], row, env.tokenizer, f"{name}, row {i}")
+        place = getattr(env, "place_images", with_marks)
+        place(row.get("prompt") or [], row, env.tokenizer, f"{name}, row {i}")
 
 
 def why_text(args: GRPOConfig, env: Any) -> str | None:
     """Why a run reads text alone, whatever its model reads; None: it may read images."""
-    if not getattr(env, "renders_all", True):
-        return "agents, and schedulers of ms-swift, are not given images yet"
     if backend_of(args) != "transformers":
         return "images are read in process (use_vllm: false)"
     if args.use_transformers_continuous_batching:
@@ -170,7 +171,7 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
-    (prompt,), _shown = read_pictures([prompt], [row], env.tokenizer)  # which keeps them while the prompt is tokenised
+    (prompt,), _shown = read_pictures([prompt], [row], env.tokenizer, env)  # which keeps them while they become ids
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
 

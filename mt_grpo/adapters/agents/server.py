@@ -48,13 +48,13 @@ class Endpoint(NamedTuple):
 
 JSON = "application/json"
 CHAT = Endpoint(
-    lambda body, session: read_chat_request(body, session.prompts.joint, session.format.chat_template_kwargs),
+    lambda body, session: read_chat_request(body, session.contents, session.format.chat_template_kwargs),
     chat_answer,
     chat_events,
     chat_error,
 )
 RESPONSES = Endpoint(
-    lambda body, session: read_responses_request(body, session.responses, session.prompts.joint),
+    lambda body, session: read_responses_request(body, session.responses, session.contents),
     responses_answer,
     responses_events,
     responses_error,
@@ -182,7 +182,7 @@ class AgentServer:
                 await keep_alive()
             answers = await session.answers(asked)
             if endpoint is RESPONSES:
-                said = [*conversation_of(body, session.responses, session.prompts.joint), answers[0].message]
+                said = [*conversation_of(body, session.responses, session.contents), answers[0].message]
                 session.responses[response_id(answers[0])] = said
             receipt = functools.partial(tell_receipt, session, asked)
             if read.stream:

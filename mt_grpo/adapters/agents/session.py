@@ -13,11 +13,13 @@ from collections.abc import Coroutine
 from typing import Any
 
 from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
-from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, ModelRequest, refuse, tool_call
+from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, Contents, ModelRequest, refuse, tool_call
 from mt_grpo.adapters.agents.prompts import AgentPrompts
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.json_types import json_text
+from mt_grpo.base.pictures import is_picture
 from mt_grpo.conversation.environments import is_number
+from mt_grpo.conversation.pictures import reader_of, why_none
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.rollout import Message, Rollout, StopReason, Turn
 
@@ -27,6 +29,7 @@ class AgentSession(RolloutSession):
 
     Attributes:
         key: The secret that an agent's requests bring.
+        contents: What reads the contents of messages, and keeps their pictures.
         chains: What was sampled, and which request goes on from which.
         refused: What the API refused, as text: the last ones.
     """
@@ -35,6 +38,7 @@ class AgentSession(RolloutSession):
         super().__init__(env, rollout, llm, sampling_params)
         self.key = f"mt-{secrets.token_urlsafe(24)}"
         self.prompts = AgentPrompts(self.format, self.tokenizer)
+        self.contents = Contents(self.prompts.joint, reader_of(self.tokenizer), why_none(self.tokenizer))
         self.chains = Chains(self.format.thinking, self.samples)
         self.responses: dict[str, list[Message]] = {}  # of /v1/responses: the messages up to each one
         self.refused: list[str] = []
@@ -350,7 +354,8 @@ class AgentSession(RolloutSession):
         messages = self.prompts.rendered(request.messages, request.messages)
         tools = self.prompts.tools(request.tools)
         ids = ids_of_prompt(self.env, messages, self.tokenizer, tools, self.context)
-        if len(ids) < self.context:  # what is refused may be megabytes
+        # What is refused may be megabytes, and a prompt that is kept keeps its pictures.
+        if len(ids) < self.context and not any(map(is_picture, ids)):
             if len(cache) >= 1024:
                 cache.clear()
             cache[key] = list(ids)

@@ -11,6 +11,9 @@ Whose a text is decides which control tokens it may hold. Those that it may not 
 | system, developer and assistant messages of an agent | kept | kept |
 | `prompt_examples` of the recipe, but for results, which are a tool's | refused | kept |
 | `system_prompt` of the recipe, what the policy wrote | kept | kept |
+
+A model that reads images has tokens that stand for them. In what an agent or a scheduler sends they are broken
+everywhere (`placeholder_pattern`).
 """
 
 from __future__ import annotations
@@ -125,7 +128,18 @@ def forbidden_in(
     key = tokenizer, len(tokenizer), str(tokenizer.chat_template)
     if origin == Origin.OUTSIDE and role not in AUTHORS:
         return control_pattern(*key)
-    return None if origin == Origin.AGENT and role in AUTHORS else message_pattern(*key, frozenset(ends))
+    if origin == Origin.AGENT and role in AUTHORS:
+        return placeholder_pattern(tokenizer)
+    return message_pattern(*key, frozenset(ends))
+
+
+def placeholder_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:
+    """A pattern of the tokens that stand for pictures, videos and sounds; None for a model that reads text alone.
+
+    INVARIANT: no text holds one, whoever wrote it: a model would look for the pixels of a picture that nobody gave.
+    """
+    reader = getattr(tokenizer, "pictures", None)
+    return reader and pattern_of(set(tokenizer.convert_ids_to_tokens(reader.unsampled)))
 
 
 def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> str:
