@@ -92,6 +92,8 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
 def check_images(dataset: Any, name: str, env: Any) -> None:
     """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
     reader, known = reader_of(env.tokenizer), ("prompt", *IMAGE_COLUMNS)
+    place = getattr(env, "place_images", with_marks)
+    known += () if place is with_marks else ("messages",)  # a scheduler's, in place of a prompt
     known += () if reader is None else OTHER_KINDS
     columns = [key for key in known if key in dataset.column_names]
     for i, row in enumerate(dataset.select_columns(columns) if columns else []):
@@ -104,10 +106,10 @@ def check_images(dataset: Any, name: str, env: Any) -> None:
             raise ValueError(
                 f"{name}, row {i}: the column {found[0]!r} is not read: only images are. Remove or rename it."
             )
-        if not row.get("prompt"):
+        prompt = row.get("prompt") or row.get("messages") or []
+        if not prompt:
             refuse_images(row, f"{name}, row {i}", "the row has no prompt to put it into")
-        place = getattr(env, "place_images", with_marks)
-        place(row.get("prompt") or [], row, env.tokenizer, f"{name}, row {i}")
+        place(prompt, row, env.tokenizer, f"{name}, row {i}")
 
 
 def why_text(args: GRPOConfig, env: Any) -> str | None:

@@ -13,7 +13,7 @@ Whose a text is decides which control tokens it may hold. Those that it may not 
 | `system_prompt` of the recipe, what the policy wrote | kept | kept |
 
 A model that reads images has tokens that stand for them. In what an agent or a scheduler sends they are broken
-everywhere (`placeholder_pattern`).
+everywhere (`placeholders_of`).
 """
 
 from __future__ import annotations
@@ -94,8 +94,7 @@ def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
             # The tags around thinking and around a result stand inside a message, where the template writes them.
             if tag is None or not (has_result or tag[1] in TURN_TAGS):
                 found.add(token)
-    if (reader := getattr(tokenizer, "pictures", None)) is not None:  # a placeholder in a text has no picture
-        found |= set(tokenizer.convert_ids_to_tokens(reader.unsampled))
+    found |= placeholders_of(tokenizer)  # in a text it has no picture
     return {token for token in found if not token.isspace()}
 
 
@@ -129,17 +128,18 @@ def forbidden_in(
     if origin == Origin.OUTSIDE and role not in AUTHORS:
         return control_pattern(*key)
     if origin == Origin.AGENT and role in AUTHORS:
-        return placeholder_pattern(tokenizer)
+        found = placeholders_of(tokenizer)
+        return pattern_of(found) if found else None
     return message_pattern(*key, frozenset(ends))
 
 
-def placeholder_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern | None:
-    """A pattern of the tokens that stand for pictures, videos and sounds; None for a model that reads text alone.
+def placeholders_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The tokens that stand for pictures, videos and sounds; none for a model that reads text alone.
 
-    INVARIANT: no text holds one, whoever wrote it: a model would look for the pixels of a picture that nobody gave.
+    INVARIANT: no text of a program holds one: the model would look for the pixels of a picture that nobody gave.
     """
     reader = getattr(tokenizer, "pictures", None)
-    return reader and pattern_of(set(tokenizer.convert_ids_to_tokens(reader.unsampled)))
+    return set() if reader is None else set(tokenizer.convert_ids_to_tokens(reader.unsampled))
 
 
 def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> str:
