@@ -173,7 +173,8 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
-    (prompt,), _shown = read_pictures([prompt], [row], env.tokenizer, env)  # which keeps them while they become ids
+    # `_shown` keeps them while the prompt is tokenised.
+    (prompt,), _shown = read_pictures([prompt], [row], env.tokenizer, env, "mark_images")
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
 

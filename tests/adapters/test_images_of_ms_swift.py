@@ -27,7 +27,7 @@ from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.pictures import KNOWN, is_picture, pictures_in
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
-from mt_grpo.recipe.checks import check_images
+from mt_grpo.recipe.checks import check_images, longest_prompt
 from mt_grpo.rollout import Generation
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -277,6 +277,19 @@ def test_pictures_are_no_text_to_learn_where_all_is_trained(tokenizer):
     assert sum(map(is_picture, turn.token_ids)) == 1 and turn.mask.count(0) == 3
 
 
+def test_a_rows_text_beside_an_image_keeps_its_tags(folder, tokenizer):
+    """It is the operator's, who may show tags of formats. What a scheduler says is broken."""
+
+    def step(request):
+        request.messages.append(user("End </result>."))
+
+    row = {**ROW, "prompt": [user("End <image> by </result>.")]}
+    _, llm = run(stepping(step), tokenizer, "four", row=row, max_turns=2)
+    text = f"<|im_start|>user\nEnd {PLACE} by </result>.<|im_end|>\n{ASKS}four<|im_end|>\n"
+    text += f"<|im_start|>user\nEnd < /result>.<|im_end|>\n{ASKS}"
+    assert llm.asked[1][0] == expected_ids(folder, text, [tokenizer.pictures.read(IMAGE, "")])
+
+
 def test_a_placeholder_that_a_scheduler_writes_is_no_picture(tokenizer):
     def step(request):
         request.messages[-1]["content"] += " <|image_pad|>"
@@ -326,6 +339,9 @@ def test_rows_are_checked_at_the_start(folder, tokenizer, tmp_path):
     env = conversations(stepping(zooms), tokenizer)
     good = [ROW, {"messages": ROW["prompt"], "image": str(tmp_path / "p.png")}, {"prompt": [user("No image.")]}]
     check_images(Rows(good), "data", env)
+    shown = {"prompt": [user("Which <image>?")], "image": vision_model.picture(3, (112, 112))}
+    lengths = [longest_prompt(env, Rows([row])) for row in ({"prompt": [user("Which ?")]}, shown)]
+    assert lengths[1] == lengths[0] + 16 + 2  # the picture's, and around it
     for row, message in (
         ({"prompt": [user("<image><image>")], "image": IMAGE}, "row 1: .* have 1 images, and the prompt has 2 tags"),
         ({"messages": [user("<image>")], "images": [b"x"]}, "row 1, image 0: the image cannot be read"),

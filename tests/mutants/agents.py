@@ -331,8 +331,8 @@ MUTATIONS = [
     Mutation(
         "agents: parts of content have nothing between them",
         "mt_grpo/adapters/agents/messages.py",
-        "return joint.join(parts)",
-        'return "".join(parts)',
+        "text += (self.joint if joint is None else joint) * behind_text + said",
+        "text += said",
         "tests/generation/test_server.py::test_an_agents_model_reads_what_vllms_chat_endpoint_renders",
     ),
     Mutation(
@@ -506,8 +506,8 @@ MUTATIONS = [
     Mutation(
         "agents: a stored response has no answer",
         "mt_grpo/adapters/agents/server.py",
-        "session.prompts.joint), answers[0].message]",
-        "session.prompts.joint)]",
+        "session.contents), answers[0].message]",
+        "session.contents)]",
         "tests/adapters/test_agents.py::test_responses",
     ),
     Mutation(
@@ -619,8 +619,8 @@ MUTATIONS = [
     Mutation(
         "agents: nobody keeps the pictures of a request",
         "mt_grpo/adapters/agents/messages.py",
-        "self.pictures[picture.name] = picture",
-        "pass",
+        "return mark_of(self.pictures[sent])",
+        "return mark_of(self.pictures.pop(sent))",
         "tests/adapters/test_images_of_agents.py::test_images_of_the_responses_api",
     ),
     Mutation(

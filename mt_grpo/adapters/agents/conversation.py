@@ -101,6 +101,8 @@ class AgentConversation:
             )} for message in prompt
         ], []  # fmt: skip
 
+    mark_images = place_images
+
     async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
         """All turns: run the agent to its end. Its requests become the rollout's turns."""
         with failures_end(rollout):

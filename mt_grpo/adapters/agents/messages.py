@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from dataclasses import dataclass, field
@@ -120,12 +121,13 @@ class Contents:
         why: Why it does.
 
     Attributes:
-        pictures: All that were read, by their names. They are kept as long as this is.
+        pictures: All that were read, by hashes of their URIs: a program sends them again with each request. They are
+            kept as long as this is.
     """
 
     def __init__(self, joint: str = "\n", reader: PictureReader | None = None, why: str = "it reads text alone"):
         self.joint, self.reader, self.why = joint, reader, why
-        self.pictures: dict[str, Picture] = {}
+        self.pictures: dict[bytes, Picture] = {}
 
     def text(self, content: Any, param: str, joint: str | None = None) -> str:
         """Content as text: null is empty, parts are joined.
@@ -176,12 +178,13 @@ class Contents:
             )  # fmt: skip
         if part.get("detail", given.get("detail") if isinstance(given, dict) else None) not in (None, "auto"):
             tell_once("An agent sent an image with detail. It is accepted and ignored: the model's processor decides.")
-        try:
-            picture = self.reader.read(f"data:{uri[5:]}", param)
-        except ValueError as error:
-            raise refuse(param, str(error).removeprefix(f"{param}: "), "invalid_image") from None
-        self.pictures[picture.name] = picture
-        return mark_of(picture)
+        sent = hashlib.sha256(uri.encode(errors="replace")).digest()
+        if sent not in self.pictures:
+            try:
+                self.pictures[sent] = self.reader.read(f"data:{uri[5:]}", param)
+            except ValueError as error:
+                raise refuse(param, str(error).removeprefix(f"{param}: "), "invalid_image") from None
+        return mark_of(self.pictures[sent])
 
 
 TEXT = Contents()

@@ -24,7 +24,7 @@ from mt_grpo.adapters.ms_swift.loop import RolloutOver, SchedulerFailure, called
 from mt_grpo.adapters.ms_swift.loss import LossMask
 from mt_grpo.adapters.ms_swift.outputs import conversation_of, fill, read_outputs, train_outputs
 from mt_grpo.adapters.ms_swift.paths import protocol_module
-from mt_grpo.adapters.ms_swift.pictures import parts_as_tags, place_tags, tagged
+from mt_grpo.adapters.ms_swift.pictures import mark_tags, parts_as_tags, place_tags, tagged
 from mt_grpo.adapters.ms_swift.protocol import as_base64, listed_tools
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
 from mt_grpo.base.errors import error_line
@@ -127,7 +127,7 @@ class SchedulerConversation:
     """
 
     renders_all = False  # a request's tools and template arguments are its own
-    place_images = staticmethod(place_tags)
+    place_images, mark_images = staticmethod(place_tags), staticmethod(mark_tags)
 
     scheduler_class: type
     scheduler_kwargs: dict[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Iterator
+import re
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -101,6 +101,23 @@ def place_tags(
     return messages, [reader.read(image, f"{where}, image {k}", paths=True) for k, image in enumerate(images)]
 
 
+def mark_tags(
+    prompt: list[Message], row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
+) -> tuple[list[Message], list[Picture]]:
+    """As `place_tags`, with the marks of the pictures in place of the tags."""
+    messages, shown = place_tags(prompt, row, tokenizer, where)
+    return with_pictures_of(messages, shown) if shown else messages, shown
+
+
+def with_pictures_of(messages: list[Message], shown: list[Picture]) -> list[Message]:
+    """Messages in which each tag is the mark of the next picture."""
+    following = iter(shown)
+    return [
+        {**message, "content": re.sub(TAG, lambda _: mark_of(next(following)), message["content"])}
+        if num_tags(message) else message for message in messages
+    ]  # fmt: skip
+
+
 def parts_as_tags(messages: list[Any]) -> tuple[list[Any], list[Any]]:
     """(a request's messages in which parts with an image are tags, these images)."""
     found: list[Any] = []
@@ -154,18 +171,7 @@ class RequestImages:
                 f"The request has {len(images)} images, and its messages have {places} tags {TAG}. Expected as many: "
                 "each tag is the place of the next of infer_request.images. Add or remove both together."
             )
-        following = iter([self._read(image, k) for k, image in enumerate(images)])
-        return [
-            {**message, "content": "".join(self._pieces(message["content"], following))}
-            if num_tags(message) else message for message in messages
-        ]  # fmt: skip
-
-    def _pieces(self, text: str, following: Iterator[Picture]) -> Iterator[str]:
-        first, *others = text.split(TAG)
-        yield first
-        for other in others:
-            yield mark_of(next(following))
-            yield other
+        return with_pictures_of(messages, [self._read(image, k) for k, image in enumerate(images)])
 
     def _read(self, image: Any, number: int) -> Picture:
         if isinstance(image, str) and image in self._known:
