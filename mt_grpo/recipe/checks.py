@@ -112,7 +112,7 @@ def check_images(dataset: Any, name: str, env: Any) -> None:
         place(prompt, row, env.tokenizer, f"{name}, row {i}")
 
 
-def why_text(args: GRPOConfig, env: Any) -> str | None:
+def why_text(args: GRPOConfig) -> str | None:
     """Why a run reads text alone, whatever its model reads; None: it may read images."""
     if backend_of(args) != "transformers":
         return "images are read in process (use_vllm: false)"
@@ -445,7 +445,7 @@ def prepare_env(
     env.tokenizer = env.tokenizer or tokenizer
     model_config = load_model_config(name, args) if isinstance(model, str) else model.config
     revision = (args.model_init_kwargs or {}).get("revision")
-    reader = why_text(args, env) or PictureReader.of(name, model_config, env.tokenizer, revision)
+    reader = why_text(args) or PictureReader.of(name, model_config, env.tokenizer, revision)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
     if reader_of(tokenizer) is not None and args.ddp_find_unused_parameters is None:
