@@ -1,11 +1,13 @@
 """Images that agents send: real clients against the endpoint, and the ids that the policy reads, by hand."""
 
+import asyncio
 import base64
 import contextlib
 import gc
 import io
 import json
 import sys
+import time
 
 import openai
 import pytest
@@ -244,6 +246,32 @@ def test_no_picture_outlives_its_rollouts(tokenizer):
     gc.collect()
     assert env.environments is not None
     assert number not in KNOWN
+
+
+@ways
+def test_requests_keep_their_order_while_images_are_read(way, tokenizer, monkeypatch):
+    """In a thread, so that no other rollout waits."""
+    on_loop, read = [], PictureReader.read
+
+    def slow(self, value, where, paths=False):
+        on_loop.append(asyncio._get_running_loop() is not None)
+        time.sleep(0.3)
+        return read(self, value, where, paths)
+
+    monkeypatch.setattr(PictureReader, "read", slow)
+
+    async def agent(row, client):
+        client = by_way(way, client)
+        first = asyncio.ensure_future(ask(client, user("1", shown(uri(vision_model.picture(1))))))
+        await asyncio.sleep(0.1)
+        await asyncio.gather(first, ask(client, user("2")))
+
+    async def ask(client, message):
+        await client.chat.completions.create(model="policy", messages=[message])
+
+    rollout, llm = run(agent, tokenizer, "four")
+    assert [len(pictures_in(asked)) for asked, _ in llm.asked] == [1, 0] and on_loop == [False]
+    assert rollout.prompt_ids == llm.asked[0][0]
 
 
 # -- what is refused --

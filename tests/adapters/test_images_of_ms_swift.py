@@ -1,5 +1,6 @@
 """Images of ms-swift's schedulers: tags, the list of a request, and the ids that the policy reads, by hand."""
 
+import asyncio
 import base64
 import contextlib
 import copy
@@ -310,6 +311,21 @@ def test_no_picture_outlives_its_rollouts(tokenizer):
     del rollout, llm
     gc.collect()
     assert not set(numbers) & set(KNOWN) and env.engine.sessions == {}
+
+
+def test_images_are_read_in_a_thread(tokenizer, monkeypatch):
+    """No other conversation waits for them, but where a rollout begins."""
+    on_loop, read = [], PictureReader.read
+
+    def noted(self, value, where, paths=False):
+        on_loop.append((where, asyncio._get_running_loop() is not None))
+        return read(self, value, where, paths)
+
+    monkeypatch.setattr(PictureReader, "read", noted)
+    run(stepping(zooms), tokenizer, "four", row=ROW, max_turns=2)
+    assert [each for each in on_loop if each[0].startswith("The request")] == [
+        ("The request's image 0", False), ("The request's image 1", False),
+    ]  # fmt: skip
 
 
 # -- what fails --

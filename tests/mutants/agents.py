@@ -672,4 +672,18 @@ MUTATIONS = [
         "value.convert",
         "tests/adapters/test_images_of_agents.py::test_a_command_gets_a_rows_images_as_data_uris",
     ),
+    Mutation(
+        "agents: a request overtakes one with an image",
+        "mt_grpo/adapters/agents/session.py",
+        "        async with self._reading:\n            return await asyncio.to_thread(read)",
+        "        return await asyncio.to_thread(read)",
+        "tests/adapters/test_images_of_agents.py::test_requests_keep_their_order_while_images_are_read",
+    ),
+    Mutation(
+        "agents: all rollouts wait for an image that one reads",
+        "mt_grpo/adapters/agents/session.py",
+        "return await asyncio.to_thread(read)",
+        "return read()",
+        "tests/adapters/test_images_of_agents.py::test_requests_keep_their_order_while_images_are_read",
+    ),
 ]

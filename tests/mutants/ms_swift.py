@@ -338,8 +338,8 @@ MUTATIONS = [
     Mutation(
         "swift: an image without a tag is not told of",
         "mt_grpo/adapters/ms_swift/pictures.py",
-        "if (places := sum(map(num_tags, messages))) != len(images):",
-        "if (places := sum(map(num_tags, messages))) > len(images):",
+        "if (places := sum(map(num_tags, messages))) != len(shown):",
+        "if (places := sum(map(num_tags, messages))) > len(shown):",
         "tests/adapters/test_images_of_ms_swift.py::test_images_that_do_not_fit_end_their_rollout",
     ),
     Mutation(
@@ -397,5 +397,12 @@ MUTATIONS = [
         "staticmethod(place_tags), staticmethod(mark_tags)",
         "staticmethod(place_tags), staticmethod(place_tags)",
         "tests/adapters/test_images_of_ms_swift.py::test_rows_are_checked_at_the_start",
+    ),
+    Mutation(
+        "swift: all conversations wait for an image that one reads",
+        "mt_grpo/adapters/ms_swift/pictures.py",
+        "return await asyncio.to_thread(lambda: [self._read(image, k) for k, image in enumerate(images)])",
+        "return [self._read(image, k) for k, image in enumerate(images)]",
+        "tests/adapters/test_images_of_ms_swift.py::test_images_are_read_in_a_thread",
     ),
 ]

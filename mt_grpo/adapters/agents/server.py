@@ -169,7 +169,7 @@ class AgentServer:
                 )  # fmt: skip
             endpoint = ENDPOINTS[name]
             body = read_body(content)
-            read = read_request(endpoint, body, session)
+            read = await session.in_order(functools.partial(read_request, endpoint, body, session))
             reward, rewarded = read_reward(headers.get("X-Turn-Reward")), headers.get("X-Turn-Answer")
             if reward is None and rewarded is not None:
                 raise refuse("X-Turn-Answer", "got the answer that a reward is for without X-Turn-Reward.")

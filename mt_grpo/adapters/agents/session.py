@@ -9,7 +9,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
@@ -42,6 +42,7 @@ class AgentSession(RolloutSession):
         self.chains = Chains(self.format.thinking, self.samples)
         self.responses: dict[str, list[Message]] = {}  # of /v1/responses: the messages up to each one
         self.refused: list[str] = []
+        self._reading = asyncio.Lock()
         self._num_written = 0
         self._full_at: int | None = None  # how many requests there were when one did not fit into the context
         self._asked: list[Asked] = []  # all of them, but for those that were refused
@@ -50,6 +51,16 @@ class AgentSession(RolloutSession):
         self._rewards: dict[int, float] = {}  # by number of the answer
 
     # -- what the server asks --
+
+    async def in_order(self, read: Callable[[], ModelRequest]) -> ModelRequest:
+        """What reads a request, in a thread where there may be images in it, for which no other rollout waits.
+
+        Requests of this rollout stay in their order.
+        """
+        if self.contents.reader is None:
+            return read()
+        async with self._reading:
+            return await asyncio.to_thread(read)
 
     def ask(
         self, request: ModelRequest, body: dict[str, Any], is_retry: bool = False, idempotency_key: str | None = None,

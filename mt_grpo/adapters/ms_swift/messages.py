@@ -8,9 +8,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure
-from mt_grpo.adapters.ms_swift.pictures import RequestImages, parts_as_tags, with_tags
+from mt_grpo.adapters.ms_swift.pictures import parts_as_tags, with_pictures_of, with_tags
 from mt_grpo.adapters.ms_swift.protocol import is_ids
 from mt_grpo.adapters.ms_swift.schedulers import without_thinking
+from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.formats.control_tokens import AUTHORS, Origin, neutralise_messages
 from mt_grpo.conversation.formats.hermes import call_id, plain_name
 from mt_grpo.rollout import Message, ToolCall
@@ -31,7 +32,7 @@ def said_before(messages: list[Message]) -> str:
 
 
 def read_messages(
-    request: Any, text_of: Callable[[list[int]], str], keeps_thinking: bool, images: RequestImages
+    request: Any, text_of: Callable[[list[int]], str], keeps_thinking: bool, shown: list[Picture] | None
 ) -> list[Message]:
     """The messages of a request, each with a role and a text, in which a picture is its mark.
 
@@ -39,19 +40,15 @@ def read_messages(
         request: A `RolloutInferRequest`.
         text_of: The text of ids: ms-swift 4.6 lets the content of a message be ids.
         keeps_thinking: Whether messages of the assistant before the last one of others keep their thinking.
-        images: What reads the images of the conversation.
+        shown: The pictures of its tags; None: the model reads text alone.
 
     Raises:
-        SchedulerFailure: for images that cannot be read or do not fit their tags, other media, unknown roles, and no
-            messages at all.
+        SchedulerFailure: for pictures that do not fit their tags, other media, unknown roles, and no messages at all.
     """
     for kind in OTHER_MEDIA:
         if getattr(request, kind, None):
             raise SchedulerFailure(f"The request has {kind}. Expected text and images: others are not supported.")
-    given, own = parts_as_tags(request.messages)
-    if own and getattr(request, "images", None):
-        raise SchedulerFailure("The request has images, and parts of its messages bring others. Expected one of both.")
-    messages = [read_message(message, text_of) for message in given]
+    messages = [read_message(message, text_of) for message in parts_as_tags(request.messages)[0]]
     if messages and messages[-1] == {"role": "assistant", "content": ""}:
         messages.pop()  # ms-swift 3.6 to 4.1 let plug-ins add it, for a message that goes on
     if not messages:
@@ -60,7 +57,7 @@ def read_messages(
     for message in [] if keeps_thinking else messages[:last]:
         if message["role"] == "assistant":
             message["content"] = without_thinking(message["content"])
-    return images.marked(messages, own or getattr(request, "images", None))
+    return messages if shown is None else with_pictures_of(messages, shown)
 
 
 def read_message(message: Any, text_of: Callable[[list[int]], str]) -> Message:

@@ -6,6 +6,7 @@ whose image was replaced says something else. In messages of the assistant a tag
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import binascii
 import re
@@ -110,7 +111,15 @@ def mark_tags(
 
 
 def with_pictures_of(messages: list[Message], shown: list[Picture]) -> list[Message]:
-    """Messages in which each tag is the mark of the next picture."""
+    """Messages in which each tag is the mark of the next picture.
+
+    Raises `SchedulerFailure` unless there are as many.
+    """
+    if (places := sum(map(num_tags, messages))) != len(shown):
+        raise SchedulerFailure(
+            f"The request has {len(shown)} images, and its messages have {places} tags {TAG}. Expected as many: each "
+            "tag is the place of the next of infer_request.images. Add or remove both together."
+        )
     following = iter(shown)
     return [
         {**message, "content": re.sub(TAG, lambda _: mark_of(next(following)), message["content"])}
@@ -149,29 +158,25 @@ class RequestImages:
         self.pictures: dict[str, Picture] = {}  # by name
         self._known: dict[str, Picture] = {}  # by what a request says: it says the same again in each turn
 
-    def marked(self, messages: list[Message], images: Any) -> list[Message]:
-        """Messages in which each tag is the mark of its picture.
-
-        Args:
-            messages: Of text.
-            images: The request's.
+    async def of(self, request: Any) -> list[Picture] | None:
+        """The pictures of a request, None where the model reads text alone. They are read in a thread.
 
         Raises:
-            SchedulerFailure: there are not as many tags as images, or one cannot be read.
+            SchedulerFailure: one cannot be read, or none may be there.
         """
-        images = [images] if isinstance(images, str) and images else images or []
+        own, images = parts_as_tags(request.messages or [])[1], getattr(request, "images", None)
+        if own and images:
+            raise SchedulerFailure(
+                "The request has images, and parts of its messages bring others. Expected one of both."
+            )
+        images = own or ([images] if isinstance(images, str) and images else images or [])
         if self.reader is None and images:
             raise SchedulerFailure(f"The request has images. Expected text alone: {self.why}.")
-        if self.reader is None:
-            return messages
         if not isinstance(images, (list, tuple)):
             raise SchedulerFailure(f"The request's images is {images!r:.100}, expected a list.")
-        if (places := sum(map(num_tags, messages))) != len(images):
-            raise SchedulerFailure(
-                f"The request has {len(images)} images, and its messages have {places} tags {TAG}. Expected as many: "
-                "each tag is the place of the next of infer_request.images. Add or remove both together."
-            )
-        return with_pictures_of(messages, [self._read(image, k) for k, image in enumerate(images)])
+        if self.reader is None or not images:
+            return None if self.reader is None else []
+        return await asyncio.to_thread(lambda: [self._read(image, k) for k, image in enumerate(images)])
 
     def _read(self, image: Any, number: int) -> Picture:
         if isinstance(image, str) and image in self._known:

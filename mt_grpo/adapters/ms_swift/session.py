@@ -22,6 +22,7 @@ from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, listed_tools
 from mt_grpo.adapters.ms_swift.samples import GoesOn, Sample, goes_on, keep, messages_of, revise, without_turns
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.formats.hermes import call_id
 from mt_grpo.conversation.tools.results import cut_far_beyond
 from mt_grpo.rollout import Message, Rollout, StopReason, Turn, join
@@ -49,7 +50,7 @@ class Reading(NamedTuple):
 
 def read_request(
     request: Any, samples: list[Sample], env: Any, written: Any, tokenizer: PreTrainedTokenizerBase,
-    plain: Callable[[list[int]], str], prompt: list[Message], context: float, images: RequestImages,
+    plain: Callable[[list[int]], str], prompt: list[Message], context: float, shown: list[Picture] | None,
 ) -> Reading:  # fmt: skip
     """What the model reads for a request.
 
@@ -65,12 +66,12 @@ def read_request(
         plain: What ids say, where they are the content of a message.
         prompt: Of the data set's row.
         context: Of the model, in tokens. A text that is surely longer is read to a place behind it.
-        images: What reads the images of the conversation.
+        shown: Its pictures; None: the model reads text alone.
 
     Raises:
         SchedulerFailure: for what a request may not have.
     """
-    messages = read_messages(request, plain, env.keeps_thinking, images)
+    messages = read_messages(request, plain, env.keeps_thinking, shown)
     kwargs = getattr(request, "chat_template_kwargs", None)
     if kwargs and kwargs != env.chat_template_kwargs:
         raise SchedulerFailure(
@@ -178,8 +179,9 @@ class SchedulerSession(RolloutSession):
 
     async def _infer(self, request: Any, config: Any) -> Any:
         try:
+            shown = await self.images.of(request)
             reading = read_request(request, self.samples, self.env, self.format, self.tokenizer, self.plain,
-                                   self.prompt, self.context, self.images)  # fmt: skip
+                                   self.prompt, self.context, shown)  # fmt: skip
         except SchedulerFailure:
             raise
         except Exception as error:  # whatever the scheduler or a chat template made of it
