@@ -252,7 +252,7 @@ class MultiTurnToolEnv(Conversations):
             rows: Dataset rows, for environments, which get copies. They render their prompts later, behind `reset`.
         """
         tokenizer, rendered = self._tokenizer(llm), PromptCache()
-        prompts, shown = read_pictures(prompts, rows, tokenizer)
+        prompts, shown = read_pictures(prompts, rows, tokenizer, self)
         states, previous, ids = [], None, []
         for index, prompt in enumerate(prompts):
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)

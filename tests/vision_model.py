@@ -28,6 +28,32 @@ TEMPLATE = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
+# As Qwen's own: with tools, and results in a message of the user.
+HERMES_TEMPLATE = """{%- macro shown(content) -%}
+{%- if content is string -%}{{- content -}}
+{%- else -%}{%- for part in content or [] -%}
+{%- if part.type == 'image' -%}{{- '<|vision_start|><|image_pad|><|vision_end|>' -}}
+{%- else -%}{{- part.text -}}{%- endif -%}{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}
+{{- '<|im_start|>system\n<tools>' -}}
+{%- for tool in tools -%}{{- '\n' + (tool | tojson) -}}{%- endfor -%}
+{{- '\n</tools><|im_end|>\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{- '<|im_start|>user\n<tool_response>\n' + shown(message.content) + '\n</tool_response>' -}}
+{%- else -%}
+{{- '<|im_start|>' + message.role + '\n' + shown(message.content) -}}
+{%- for call in message.tool_calls or [] -%}
+{{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- call.function.arguments | tojson -}}{{- '}\n</tool_call>' -}}
+{%- endfor -%}
+{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"""
+
 
 def picture(seed, size=(56, 56)):
     """A picture of random pixels."""
@@ -81,10 +107,11 @@ def make_model(tokenizer, family="qwen2_5_vl"):
     return model
 
 
-def save(folder, family="qwen2_5_vl", seed=0):
+def save(folder, family="qwen2_5_vl", seed=0, template=TEMPLATE):
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     make_model(tokenizer, family).save_pretrained(folder)
+    tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     size = {"shortest_edge": 28 * 28, "longest_edge": 112 * 112}
     Qwen2VLImageProcessorPil(patch_size=14, temporal_patch_size=2, merge_size=2, size=size).save_pretrained(folder)

@@ -211,6 +211,25 @@ def held_by(tensors: Iterable[Any]) -> list[Picture]:
     return [picture_of(token) for token in sorted(found)]
 
 
+def uri_or_str(value: Any) -> str:
+    """What stands for a value that is no JSON in a row for a program: an image as a data URI, others as text.
+
+    An image of PIL is turned as a reader turns it, so that what is read of the URI is what is read of the image.
+    """
+    try:
+        from PIL import Image, ImageOps
+
+        if isinstance(value, Image.Image):
+            file = io.BytesIO()
+            ImageOps.exif_transpose(value).convert("RGB").save(file, "PNG")
+            kind, content = "PNG", file.getvalue()
+        else:
+            kind, content = Image.open(io.BytesIO(value)).format, bytes(value)
+    except Exception:  # no bytes, or those of no image; or Pillow is not installed
+        return str(value)
+    return f"data:{Image.MIME.get(kind, 'image')};base64,{base64.b64encode(content).decode()}"
+
+
 def image_or_str(value: Any) -> str:
     """What stands for a value that is no JSON where rows are hashed: an image by its pixels, and others as text."""
     is_image = hasattr(value, "tobytes") and hasattr(value, "getbands")  # of PIL, whose text has its address in memory

@@ -257,8 +257,13 @@ def with_marks(
     return messages, shown
 
 
-def read_pictures(prompts: Any, rows: list[dict[str, Any]] | None, tokenizer: Any) -> tuple[list, list[list[Picture]]]:
+def read_pictures(
+    prompts: Any, rows: list[dict[str, Any]] | None, tokenizer: Any, env: Any = None, way: str = "place_images"
+) -> tuple[list, list[list[Picture]]]:
     """(prompts of texts, with marks; the pictures of each). The rollouts of a group share them.
+
+    Conversations that place images otherwise, `env`, have two functions in place of `with_marks`: `place_images` for
+    the prompt of a rollout, and `mark_images` for what the model reads of it. `way` names one of them.
 
     Raises `ValueError` for what is no prompt (`check_conversations`), and for pictures (`with_marks`).
     """
@@ -272,7 +277,8 @@ def read_pictures(prompts: Any, rows: list[dict[str, Any]] | None, tokenizer: An
             found.append((prompt, []))
             continue
         if last is None or last[0] is not row or last[1] is not prompts[number]:
-            last = row, prompts[number], with_marks(prompt, row, tokenizer, f"prompt {number}")
+            place = getattr(env, way, with_marks)
+            last = row, prompts[number], place(prompt, row, tokenizer, f"prompt {number}")
         found.append(last[2])
     return check_conversations([prompt for prompt, _ in found], "prompts"), [shown for _, shown in found]
 

@@ -95,25 +95,28 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
 def check_images(dataset: Any, name: str, env: Any) -> None:
     """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
     reader, known = reader_of(env.tokenizer), ("prompt", *IMAGE_COLUMNS)
+    place = getattr(env, "place_images", with_marks)
+    known += () if place is with_marks else ("messages",)  # a scheduler's, in place of a prompt
     known += () if reader is None else OTHER_KINDS
     columns = [key for key in known if key in dataset.column_names]
     for i, row in enumerate(dataset.select_columns(columns) if columns else []):
         if reader is None:
             refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
             continue
+        if not getattr(env, "reads_rows", True):
+            continue
         if found := [key for key in OTHER_KINDS if row.get(key)]:
             raise ValueError(
                 f"{name}, row {i}: the column {found[0]!r} is not read: only images are. Remove or rename it."
             )
-        if not row.get("prompt"):
+        prompt = row.get("prompt") or row.get("messages") or []
+        if not prompt:
             refuse_images(row, f"{name}, row {i}", "the row has no prompt to put it into")
-        with_marks(row.get("prompt") or [], row, env.tokenizer, f"{name}, row {i}")
+        place(prompt, row, env.tokenizer, f"{name}, row {i}")
 
 
-def why_text(args: GRPOConfig, env: Any) -> str | None:
+def why_text(args: GRPOConfig) -> str | None:
     """Why a run reads text alone, whatever its model reads; None: it may read images."""
-    if not getattr(env, "renders_all", True):
-        return "agents, and schedulers of ms-swift, are not given images yet"
     if backend_of(args) == "colocate":
         return "images are read by the model itself (use_vllm: false) or by a server (vllm_mode: server)"
     if args.use_transformers_continuous_batching:
@@ -173,7 +176,8 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
-    (prompt,), _shown = read_pictures([prompt], [row], env.tokenizer)  # which keeps them while the prompt is tokenised
+    # `_shown` keeps them while the prompt is tokenised.
+    (prompt,), _shown = read_pictures([prompt], [row], env.tokenizer, env, "mark_images")
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
 
@@ -477,7 +481,7 @@ def prepare_env(
     env.tokenizer = env.tokenizer or tokenizer
     model_config = load_model_config(name, args) if isinstance(model, str) else model.config
     revision = (args.model_init_kwargs or {}).get("revision")
-    reader = why_text(args, env) or PictureReader.of(name, model_config, env.tokenizer, revision)
+    reader = why_text(args) or PictureReader.of(name, model_config, env.tokenizer, revision)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
     check_tower(args, peft_config, reader)

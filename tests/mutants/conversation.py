@@ -310,15 +310,15 @@ MUTATIONS = [
     Mutation(
         "text: a game's system message ends itself",
         "mt_grpo/conversation/formats/control_tokens.py",
-        "return None if origin == Origin.AGENT and role in AUTHORS",
-        "return None if role in AUTHORS",
+        "if origin == Origin.AGENT and role in AUTHORS:",
+        "if role in AUTHORS:",
         "tests/conversation/test_control_tokens.py::test_whose_text_it_is_decides_which_tokens_it_may_hold[outside-system-False-True-qwen3]",
     ),
     Mutation(
         "text: an agent's system message is changed",
         "mt_grpo/conversation/formats/control_tokens.py",
-        "return None if origin == Origin.AGENT and role in AUTHORS",
-        "return None if False",
+        "if origin == Origin.AGENT and role in AUTHORS:",
+        "if False:",
         "tests/conversation/test_control_tokens.py::test_whose_text_it_is_decides_which_tokens_it_may_hold[agent-system-True-True-qwen3]",
     ),
     Mutation(
@@ -1299,7 +1299,7 @@ MUTATIONS = [
     Mutation(
         "pictures: a placeholder in a text is read",
         "mt_grpo/conversation/formats/control_tokens.py",
-        "found |= set(tokenizer.convert_ids_to_tokens(reader.unsampled))",
+        "found |= placeholders_of(tokenizer)",
         "pass",
         "tests/training/test_images.py::test_a_placeholder_that_somebody_writes_is_no_picture",
     ),

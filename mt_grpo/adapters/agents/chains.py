@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from mt_grpo.adapters.agents.messages import Answer, ModelRequest, same_json
 from mt_grpo.adapters.session import Sampled, fill_turns
+from mt_grpo.conversation.pictures import pictures_of
 from mt_grpo.rollout import Message, Rollout, ToolResult
 
 Key = tuple  # what a message says; equal where two messages say the same
@@ -214,4 +215,5 @@ class Chains:
 
 def results_of(messages: Iterable[Message]) -> Iterator[ToolResult]:
     """The results of tools among messages."""
-    return (ToolResult(message["content"]) for message in messages if message["role"] == "tool")
+    contents = (message["content"] for message in messages if message["role"] == "tool")
+    return (ToolResult(content, pictures=tuple(pictures_of(content))) for content in contents)

@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from mt_grpo.adapters.agents.messages import (
+    TEXT,
     Answer,
     ApiError,
+    Contents,
     ModelRequest,
     expect,
     read_limit,
     read_model,
     read_number,
-    read_text,
     read_tool_choice,
     read_tools,
     refuse,
@@ -32,13 +33,13 @@ REFUSED = ("logprobs", "top_logprobs", "audio", "functions", "function_call", "w
 
 
 def read_chat_request(
-    body: dict[str, Any], joint: str = "\n", template_arguments: dict[str, Any] | None = None
+    body: dict[str, Any], contents: Contents = TEXT, template_arguments: dict[str, Any] | None = None
 ) -> ModelRequest:
     """A request as it is sampled.
 
     Args:
         body: The request.
-        joint: What stands between parts of content.
+        contents: What reads contents.
         template_arguments: The recipe's `chat_template_kwargs`, with which everything is rendered.
 
     Raises:
@@ -58,7 +59,7 @@ def read_chat_request(
         raise refuse("stop", f"got {stop!r:.100}, expected texts that are not empty.")
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ModelRequest(
-        read_messages(body.get("messages"), joint),
+        read_messages(body.get("messages"), contents),
         read_tools(body.get("tools")),
         tuple(stops),
         read_limit(body.get(limit), limit),
@@ -82,8 +83,8 @@ def check_template_arguments(body: dict[str, Any], ours: dict[str, Any]) -> None
         raise refuse("add_generation_prompt", "got false. The policy always answers.")
 
 
-def read_messages(messages: Any, joint: str = "\n") -> list[Message]:
-    """Messages in one form; `joint` stands between parts of content. Raises `ApiError`."""
+def read_messages(messages: Any, contents: Contents = TEXT) -> list[Message]:
+    """Messages in one form, with texts as content. Raises `ApiError`."""
     if not expect(messages, list, "messages", "a list of messages"):
         raise refuse("messages", "got none, expected at least one message.")
     read = []
@@ -93,7 +94,7 @@ def read_messages(messages: Any, joint: str = "\n") -> list[Message]:
         if not isinstance(message.get("role"), str) or message["role"] not in ROLES:
             raise refuse(f"{param}.role", f"got {message.get('role')!r}, expected one of {', '.join(ROLES)}.")
         role = message["role"]
-        content = read_text(message.get("content"), f"{param}.content", "\n" if role == "tool" else joint)
+        content = contents.text(message.get("content"), f"{param}.content", "\n" if role == "tool" else None)
         each: Message = {"role": role, "content": content, **read_name(message, param)}
         if role == "tool":
             each["tool_call_id"] = expect(message.get("tool_call_id"), str, f"{param}.tool_call_id", "the call's id")

@@ -34,6 +34,7 @@ from mt_grpo.adapters.house import check_settings_of
 from mt_grpo.base.event_loop import close_on
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import failures_end
+from mt_grpo.conversation.pictures import is_image_part
 from mt_grpo.recipe.plugins import load_named
 from mt_grpo.rollout import Message, Rollout, StopReason
 
@@ -80,6 +81,7 @@ class AgentConversation:
     """
 
     renders_all = False  # a request's tools and template arguments are its own
+    reads_rows = False  # the agent sends what it wants of a row's images
 
     agent: FunctionAgent | CommandAgent
     agent_timeout: float
@@ -89,6 +91,17 @@ class AgentConversation:
         super().__init__(*args, **kwargs)
         self.prompt_cache: dict[str, list[int]] = {}  # of messages and tools as JSON
         self._servers: dict[asyncio.AbstractEventLoop, tuple[AgentServer, asyncio.Task]] = {}
+
+    @staticmethod
+    def place_images(prompt: list[Message], *_: Any) -> tuple[list[Message], list]:
+        """The prompt as text, which stands for what the agent asks: an image of it is `<image>`, and none is read."""
+        return [
+            {**message, "content": message["content"] if isinstance(message["content"], str) else "".join(
+                "<image>" if is_image_part(part) else part["text"] for part in message["content"]
+            )} for message in prompt
+        ], []  # fmt: skip
+
+    mark_images = place_images
 
     async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
         """All turns: run the agent to its end. Its requests become the rollout's turns."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from mt_grpo.base.pictures import Picture
+from mt_grpo.conversation.pictures import MARK, PictureReader, mark_of
 from mt_grpo.conversation.tools.schemas import check_schema
 from mt_grpo.rollout import Message
 
@@ -14,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are trained on, and that are not
 MOST_ANSWERS = 128  # of one request, as OpenAI's API has it
+PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
+PARTS_OF_IMAGES = ("image_url", "input_image")  # of /v1/chat/completions, of /v1/responses
 _told: set[str] = set()
 
 
@@ -54,7 +59,8 @@ def tell_once(text: str) -> None:
 class ModelRequest:
     """One request for a completion.
 
-    Messages have `role` (system, developer, user, assistant, tool) and `content` (text), and may have a `name`. Those
+    Messages have `role` (system, developer, user, assistant, tool) and `content` (text), and may have a `name`. In a
+    content a picture is its mark, whose pictures the session keeps. Those
     of the assistant may have `tool_calls` (as in /v1/chat/completions) and `reasoning_content`, those of a tool have
     `tool_call_id`.
     """
@@ -106,24 +112,82 @@ def expect(value: Any, kind: type | tuple, param: str, expected: str) -> Any:
     return value
 
 
-def read_text(content: Any, param: str, joint: str = "\n") -> str:
-    """Content as text: null is empty, parts of text are joined. Raises `ApiError` for images and the like.
+class Contents:
+    """Reads contents of messages as text, in which a picture is its mark.
 
     Args:
-        content: Text, parts, or None.
-        param: What the error names.
-        joint: What stands between parts.
+        joint: What stands between two parts of text. Beside a picture there is nothing, as in Qwen's templates.
+        reader: What reads pictures for the policy; None: it reads text alone.
+        why: Why it does.
+
+    Attributes:
+        pictures: All that were read, by hashes of their URIs: a program sends them again with each request. They are
+            kept as long as this is.
     """
-    if content is None or isinstance(content, str):
-        return content or ""
-    parts = []
-    for part in expect(content, list, param, "text, or a list of parts"):
-        kind = expect(part, dict, param, "parts with a type").get("type")
-        if kind not in ("text", "input_text", "output_text", "refusal"):
-            raise refuse(param, f"a part has type {kind!r}, and the policy reads text only.", "unsupported_content")
-        key = "refusal" if kind == "refusal" else "text"
-        parts.append(expect(part.get(key), str, param, f"a part with {key}"))
-    return joint.join(parts)
+
+    def __init__(self, joint: str = "\n", reader: PictureReader | None = None, why: str = "it reads text alone"):
+        self.joint, self.reader, self.why = joint, reader, why
+        self.pictures: dict[bytes, Picture] = {}
+
+    def text(self, content: Any, param: str, joint: str | None = None) -> str:
+        """Content as text: null is empty, parts are joined.
+
+        Args:
+            content: Text, parts, or None.
+            param: What the error names.
+            joint: What stands between two parts of text; None: as everywhere.
+
+        Raises:
+            ApiError: a part is neither text nor an image that can be read.
+        """
+        if content is None or isinstance(content, str):
+            return MARK.sub("", content or "")
+        text, behind_text = "", False
+        for part in expect(content, list, param, "text, or a list of parts"):
+            kind = expect(part, dict, param, "parts with a type").get("type")
+            if kind in PARTS_OF_TEXT:
+                key = "refusal" if kind == "refusal" else "text"
+                said = MARK.sub("", expect(part.get(key), str, param, f"a part with {key}"))
+                text += (self.joint if joint is None else joint) * behind_text + said
+            elif self.reader is None:
+                raise refuse(
+                    param, f"a part has type {kind!r}, and the policy reads text only ({self.why}).",
+                    "unsupported_content",
+                )  # fmt: skip
+            elif kind in PARTS_OF_IMAGES:
+                text += self.mark(part, param)
+            else:
+                raise refuse(
+                    param, f"a part has type {kind!r}, and the policy reads text and images only.",
+                    "unsupported_content",
+                )  # fmt: skip
+            behind_text = kind in PARTS_OF_TEXT
+        return text
+
+    def mark(self, part: dict[str, Any], param: str) -> str:
+        """The mark of a part's picture. Its `detail` changes nothing: the model's processor says how large it is.
+
+        Raises `ApiError`.
+        """
+        given = part.get("image_url")
+        uri = given.get("url") if isinstance(given, dict) else given
+        if not isinstance(uri, str) or not uri[:5].lower() == "data:":
+            raise refuse(
+                param, f"got the image {uri or part!r:.100}, expected a data URI, as data:image/png;base64,... : no "
+                "address is fetched, no file is kept, and no path is read. Send the image itself.", "invalid_image",
+            )  # fmt: skip
+        if part.get("detail", given.get("detail") if isinstance(given, dict) else None) not in (None, "auto"):
+            tell_once("An agent sent an image with detail. It is accepted and ignored: the model's processor decides.")
+        sent = hashlib.sha256(uri.encode(errors="replace")).digest()
+        if sent not in self.pictures:
+            try:
+                self.pictures[sent] = self.reader.read(f"data:{uri[5:]}", param)
+            except ValueError as error:
+                raise refuse(param, str(error).removeprefix(f"{param}: "), "invalid_image") from None
+        return mark_of(self.pictures[sent])
+
+
+TEXT = Contents()
 
 
 def read_model(name: Any) -> bool:

@@ -30,6 +30,7 @@ from mt_grpo.adapters.agents.session import AgentSession
 from mt_grpo.adapters.session import end_all
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
+from mt_grpo.base.pictures import uri_or_str
 from mt_grpo.conversation.environments import EnvironmentFailure, is_number
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, run_tool
 from mt_grpo.rollout import StopReason
@@ -132,7 +133,7 @@ class CommandAgent:
         except BaseException:
             release(held)
             raise
-        sending = asyncio.ensure_future(send(process.stdin, json.dumps(row, default=str).encode()))
+        sending = asyncio.ensure_future(send(process.stdin, json.dumps(row, default=uri_or_str).encode()))
         reading = [asyncio.ensure_future(read_end(pipe)) for pipe in (process.stdout, process.stderr)]
         try:
             code = await exit_of(process)

@@ -8,13 +8,14 @@ from typing import Any
 
 from mt_grpo.adapters.agents.chat_api import ROLES, read_name
 from mt_grpo.adapters.agents.messages import (
+    TEXT,
     Answer,
     ApiError,
+    Contents,
     ModelRequest,
     expect,
     read_limit,
     read_model,
-    read_text,
     read_tool_choice,
     read_tools,
     refuse,
@@ -27,13 +28,15 @@ from mt_grpo.rollout import Message
 REFUSED_OF_RESPONSES = ("background", "conversation", "prompt", "top_logprobs")
 
 
-def read_responses_request(body: dict[str, Any], stored: dict[str, list[Message]], joint: str = "\n") -> ModelRequest:
+def read_responses_request(
+    body: dict[str, Any], stored: dict[str, list[Message]], contents: Contents = TEXT
+) -> ModelRequest:
     """A request as it is sampled.
 
     Args:
         body: The request.
         stored: The messages up to and including each earlier response, by its id; without instructions.
-        joint: What stands between parts of content.
+        contents: What reads contents.
 
     Raises:
         ApiError: what the API refuses.
@@ -46,7 +49,7 @@ def read_responses_request(body: dict[str, Any], stored: dict[str, list[Message]
     if expect(text.get("format") or {}, dict, "text.format", "an object").get("type", "text") != "text":
         tell_once("An agent sent text.format. It is accepted and not enforced: the policy writes what it writes.")
     return ModelRequest(
-        instructed(body, conversation_of(body, stored, joint)),
+        instructed(body, conversation_of(body, stored, contents)),
         read_tools(body.get("tools")),
         (),
         read_limit(body.get("max_output_tokens"), "max_output_tokens"),
@@ -65,7 +68,9 @@ def instructed(body: dict[str, Any], messages: list[Message]) -> list[Message]:
     return messages
 
 
-def conversation_of(body: dict[str, Any], stored: dict[str, list[Message]], joint: str = "\n") -> list[Message]:
+def conversation_of(
+    body: dict[str, Any], stored: dict[str, list[Message]], contents: Contents = TEXT
+) -> list[Message]:
     """The messages of a request without its instructions."""
     previous = body.get("previous_response_id")
     previous = None if previous is None else expect(previous, str, "previous_response_id", "text")
@@ -74,17 +79,16 @@ def conversation_of(body: dict[str, Any], stored: dict[str, list[Message]], join
             400, f"Previous response with id {previous!r} not found.", "previous_response_not_found",
             "previous_response_id",
         )  # fmt: skip
-    return [*stored.get(previous, []), *read_items(body.get("input"), joint)]
+    return [*stored.get(previous, []), *read_items(body.get("input"), contents)]
 
 
-def read_items(items: Any, joint: str = "\n") -> list[Message]:
+def read_items(items: Any, contents: Contents = TEXT) -> list[Message]:
     """Items as messages. Reasoning, text and calls of one answer are one message of the assistant.
 
-    `joint` stands between parts of content.
     Items that were given here say by their ids which answer they are of; others are of one where they are neighbours.
     """
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+        return [{"role": "user", "content": contents.text(items, "input")}]
     messages: list[Message] = []
     numbered: dict[str, Message] = {}  # the assistant's messages, by the number of the answer
 
@@ -112,11 +116,11 @@ def read_items(items: Any, joint: str = "\n") -> list[Message]:
             values = [expect(item.get(key), str, f"{param}.{key}", "text") for key in ("call_id", "name", "arguments")]
             assistant().setdefault("tool_calls", []).append(tool_call(*values))
         elif kind == "function_call_output":
-            content = read_text(item.get("output"), f"{param}.output")
+            content = contents.text(item.get("output"), f"{param}.output", "\n")
             call_id = expect(item.get("call_id"), str, f"{param}.call_id", "the call's id")
             messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
         elif kind == "message" and item.get("role") in [role for role in ROLES if role != "tool"]:
-            role, content = item["role"], read_text(item.get("content"), f"{param}.content", joint)
+            role, content = item["role"], contents.text(item.get("content"), f"{param}.content")
             if role == "assistant":
                 assistant()["content"] += content
                 assistant().update(read_name(item, param))

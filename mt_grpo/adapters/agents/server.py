@@ -48,13 +48,13 @@ class Endpoint(NamedTuple):
 
 JSON = "application/json"
 CHAT = Endpoint(
-    lambda body, session: read_chat_request(body, session.prompts.joint, session.format.chat_template_kwargs),
+    lambda body, session: read_chat_request(body, session.contents, session.format.chat_template_kwargs),
     chat_answer,
     chat_events,
     chat_error,
 )
 RESPONSES = Endpoint(
-    lambda body, session: read_responses_request(body, session.responses, session.prompts.joint),
+    lambda body, session: read_responses_request(body, session.responses, session.contents),
     responses_answer,
     responses_events,
     responses_error,
@@ -169,7 +169,7 @@ class AgentServer:
                 )  # fmt: skip
             endpoint = ENDPOINTS[name]
             body = read_body(content)
-            read = read_request(endpoint, body, session)
+            read = await session.in_order(functools.partial(read_request, endpoint, body, session))
             reward, rewarded = read_reward(headers.get("X-Turn-Reward")), headers.get("X-Turn-Answer")
             if reward is None and rewarded is not None:
                 raise refuse("X-Turn-Answer", "got the answer that a reward is for without X-Turn-Reward.")
@@ -182,7 +182,7 @@ class AgentServer:
                 await keep_alive()
             answers = await session.answers(asked)
             if endpoint is RESPONSES:
-                said = [*conversation_of(body, session.responses, session.prompts.joint), answers[0].message]
+                said = [*conversation_of(body, session.responses, session.contents), answers[0].message]
                 session.responses[response_id(answers[0])] = said
             receipt = functools.partial(tell_receipt, session, asked)
             if read.stream:

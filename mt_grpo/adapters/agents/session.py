@@ -9,15 +9,17 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
-from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, ModelRequest, refuse, tool_call
+from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, Contents, ModelRequest, refuse, tool_call
 from mt_grpo.adapters.agents.prompts import AgentPrompts
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.json_types import json_text
+from mt_grpo.base.pictures import is_picture
 from mt_grpo.conversation.environments import is_number
+from mt_grpo.conversation.pictures import reader_of, why_none
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.rollout import Message, Rollout, StopReason, Turn
 
@@ -27,6 +29,7 @@ class AgentSession(RolloutSession):
 
     Attributes:
         key: The secret that an agent's requests bring.
+        contents: What reads the contents of messages, and keeps their pictures.
         chains: What was sampled, and which request goes on from which.
         refused: What the API refused, as text: the last ones.
     """
@@ -35,9 +38,11 @@ class AgentSession(RolloutSession):
         super().__init__(env, rollout, llm, sampling_params)
         self.key = f"mt-{secrets.token_urlsafe(24)}"
         self.prompts = AgentPrompts(self.format, self.tokenizer)
+        self.contents = Contents(self.prompts.joint, reader_of(self.tokenizer), why_none(self.tokenizer))
         self.chains = Chains(self.format.thinking, self.samples)
         self.responses: dict[str, list[Message]] = {}  # of /v1/responses: the messages up to each one
         self.refused: list[str] = []
+        self._reading = asyncio.Lock()
         self._num_written = 0
         self._full_at: int | None = None  # how many requests there were when one did not fit into the context
         self._asked: list[Asked] = []  # all of them, but for those that were refused
@@ -46,6 +51,16 @@ class AgentSession(RolloutSession):
         self._rewards: dict[int, float] = {}  # by number of the answer
 
     # -- what the server asks --
+
+    async def in_order(self, read: Callable[[], ModelRequest]) -> ModelRequest:
+        """What reads a request, in a thread where there may be images in it, for which no other rollout waits.
+
+        Requests of this rollout stay in their order.
+        """
+        if self.contents.reader is None:
+            return read()
+        async with self._reading:
+            return await asyncio.to_thread(read)
 
     def ask(
         self, request: ModelRequest, body: dict[str, Any], is_retry: bool = False, idempotency_key: str | None = None,
@@ -350,7 +365,8 @@ class AgentSession(RolloutSession):
         messages = self.prompts.rendered(request.messages, request.messages)
         tools = self.prompts.tools(request.tools)
         ids = ids_of_prompt(self.env, messages, self.tokenizer, tools, self.context)
-        if len(ids) < self.context:  # what is refused may be megabytes
+        # What is refused may be megabytes, and a prompt that is kept keeps its pictures.
+        if len(ids) < self.context and not any(map(is_picture, ids)):
             if len(cache) >= 1024:
                 cache.clear()
             cache[key] = list(ids)

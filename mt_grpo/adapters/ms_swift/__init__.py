@@ -8,6 +8,7 @@ loss           loss_scale as a mask
 schedulers     the base classes of schedulers; those that give tips, and ReAct's
 gym            environments, the scheduler that plays them, and OpenEnv's
 messages       a request's messages as text, and as the chat template takes them
+pictures       tags `<image>`, the images of requests, and the pictures that the model reads
 samples        a scheduler's responses, what it makes of them, and which one a request goes on from
 session        one rollout as the engine of a scheduler: what the model reads, and what it answers
 outputs        what a scheduler returned, as turns and records

@@ -24,19 +24,22 @@ from mt_grpo.adapters.ms_swift.loop import RolloutOver, SchedulerFailure, called
 from mt_grpo.adapters.ms_swift.loss import LossMask
 from mt_grpo.adapters.ms_swift.outputs import conversation_of, fill, read_outputs, train_outputs
 from mt_grpo.adapters.ms_swift.paths import protocol_module
-from mt_grpo.adapters.ms_swift.protocol import listed_tools
+from mt_grpo.adapters.ms_swift.pictures import mark_tags, parts_as_tags, place_tags, tagged
+from mt_grpo.adapters.ms_swift.protocol import as_base64, listed_tools
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.base.rows import with_own_keys
 from mt_grpo.conversation.environments import failures_end, is_number
+from mt_grpo.conversation.pictures import images_of
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
 from mt_grpo.rollout import Message, Rollout, StopReason
 
 SCHEDULER_THREAD = "mt-grpo-schedulers"  # their loop: one that blocks must not stop the trainer's
 CURRENT: contextvars.ContextVar[SchedulerSession | None] = contextvars.ContextVar("scheduler_session", default=None)
 # Columns of a row that are the request's own, and not in its `data_dict`.
-STANDARD_COLUMNS = ("prompt", "messages", "tools", "images", "audios", "videos", "objects", "chat_template_kwargs")
+STANDARD_COLUMNS = ("prompt", "messages", "tools", "image", "images", "audios", "videos", "objects",
+                    "chat_template_kwargs")  # fmt: skip
 
 
 class SchedulerEngine:
@@ -90,7 +93,9 @@ class ScheduledConversation:
         self.row, self.request_id, self.outputs = row, f"chatcmpl-{uuid.uuid4()}", []
         if row.get("prompt"):
             return None
-        return row.get("messages") or [{"role": "user", "content": "The environment writes the prompt."}]
+        if row.get("messages"):
+            return parts_as_tags(row["messages"])[0]
+        return [{"role": "user", "content": "The environment writes the prompt."}]
 
     @property
     def infos(self) -> dict[str, Any]:
@@ -122,6 +127,7 @@ class SchedulerConversation:
     """
 
     renders_all = False  # a request's tools and template arguments are its own
+    place_images, mark_images = staticmethod(place_tags), staticmethod(mark_tags)
 
     scheduler_class: type
     scheduler_kwargs: dict[str, Any]
@@ -160,10 +166,11 @@ class SchedulerConversation:
             tools = listed_tools(row.get("tools"))
         except ValueError as error:
             raise SchedulerFailure(f"The row's {error}") from error
+        messages, images = row_images(messages, row, session)
         request = protocol.RolloutInferRequest(
-            messages=copy.deepcopy(messages), tools=tools, uuid=rollout.environment.request_id,
+            messages=copy.deepcopy(messages), images=images, tools=tools, uuid=rollout.environment.request_id,
             data_dict={**columns, **(row.get("data_dict") or {})} if self.passes_dataset else {},
-            **{kind: row[kind] for kind in ("images", "audios", "videos") if row.get(kind)},
+            **{kind: row[kind] for kind in ("audios", "videos") if row.get(kind)},
         )  # fmt: skip
         first, key = copy.deepcopy(request), request.uuid
         config = protocol.RequestConfig(
@@ -219,6 +226,7 @@ class SchedulerConversation:
 
     def begin(self, session: SchedulerSession, scheduler: Any, request: Any, config: Any) -> asyncio.Future:
         """Begin a conversation on the loop of schedulers. A future of this loop with its result."""
+        loop = background_loop(SCHEDULER_THREAD)  # whose own context must not keep the first session
         CURRENT.set(session)  # in this task, whose context the other loop's task gets
         key = request.uuid
 
@@ -239,16 +247,17 @@ class SchedulerConversation:
                     with suppress(Exception):
                         await called(scheduler._close_and_remove, key)
 
-        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), background_loop(SCHEDULER_THREAD)))
+        return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop))
 
     def as_columns(self, output: Any, request: Any, plain: Any) -> dict[str, Any]:
         """An output by the names that ms-swift's rewards get."""
-        choice = output.response.choices[0]
+        choice, infos = output.response.choices[0], output.rollout_infos
         ids = output.response_token_ids or [list(choice.token_ids or [])]
         return {
             "messages": conversation_of(output, request, plain), "finish_reason": choice.finish_reason,
-            "is_truncated": choice.finish_reason == "length", "rollout_infos": dict(output.rollout_infos),
-            "multi_turn_infos": dict(output.rollout_infos), "response_token_ids": ids,
+            "is_truncated": choice.finish_reason == "length", "rollout_infos": dict(infos),
+            "multi_turn_infos": dict(infos), "response_token_ids": ids,
+            **({"images": infos["images"]} if infos.get("images") is not None else {}),
         }  # fmt: skip
 
     def why_it_ended(self, session: SchedulerSession) -> StopReason:
@@ -259,6 +268,26 @@ class SchedulerConversation:
             return StopReason.MAX_TOKENS
         most = self.scheduler_kwargs.get("max_turns")
         return StopReason.MAX_TURNS if most and len(session.samples) >= most else StopReason.ENVIRONMENT_STOP
+
+
+def row_images(
+    messages: list[Message], row: dict[str, Any], session: SchedulerSession
+) -> tuple[list[Message], list[Any]]:
+    """(messages with tags, the row's images as base64) of a conversation that begins. Raises `SchedulerFailure`.
+
+    Args:
+        messages: As its environment begins. Those of a row's prompt have tags already.
+        row: Of the data set.
+        session: Whose `prompt` has tags, too, from now on.
+    """
+    if session.images.reader is None:
+        return messages, images_of(row) + parts_as_tags(row.get("messages") or [])[1]  # which no request may have
+    try:
+        session.prompt, images = tagged(session.prompt or messages, row, "The row")
+        images = [as_base64(image, paths=True) for image in images]
+    except (OSError, ValueError) as error:
+        raise SchedulerFailure(f"A row's images cannot be shown: {error_line(error)}") from error
+    return messages if row.get("prompt") else session.prompt, images
 
 
 def give_turn_rewards(rollout: Rollout, rewards: Any) -> None:

@@ -8,14 +8,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure
+from mt_grpo.adapters.ms_swift.pictures import parts_as_tags, with_pictures_of, with_tags
 from mt_grpo.adapters.ms_swift.protocol import is_ids
 from mt_grpo.adapters.ms_swift.schedulers import without_thinking
+from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.formats.control_tokens import AUTHORS, Origin, neutralise_messages
 from mt_grpo.conversation.formats.hermes import call_id, plain_name
 from mt_grpo.rollout import Message, ToolCall
 
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool", "tool_response": "tool"}
-MEDIA = ("images", "audios", "videos")
+OTHER_MEDIA = ("audios", "videos")
 Key = tuple[str, str]
 
 
@@ -29,21 +31,24 @@ def said_before(messages: list[Message]) -> str:
     return messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
 
 
-def read_messages(request: Any, text_of: Callable[[list[int]], str], keeps_thinking: bool) -> list[Message]:
-    """The messages of a request, each with a role and a text.
+def read_messages(
+    request: Any, text_of: Callable[[list[int]], str], keeps_thinking: bool, shown: list[Picture] | None
+) -> list[Message]:
+    """The messages of a request, each with a role and a text, in which a picture is its mark.
 
     Args:
         request: A `RolloutInferRequest`.
         text_of: The text of ids: ms-swift 4.6 lets the content of a message be ids.
         keeps_thinking: Whether messages of the assistant before the last one of others keep their thinking.
+        shown: The pictures of its tags; None: the model reads text alone.
 
     Raises:
-        SchedulerFailure: for media, unknown roles, and no messages at all.
+        SchedulerFailure: for pictures that do not fit their tags, other media, unknown roles, and no messages at all.
     """
-    for kind in MEDIA:
+    for kind in OTHER_MEDIA:
         if getattr(request, kind, None):
-            raise SchedulerFailure(f"The request has {kind}. Expected text alone: other media are not supported.")
-    messages = [read_message(message, text_of) for message in request.messages]
+            raise SchedulerFailure(f"The request has {kind}. Expected text and images: others are not supported.")
+    messages = [read_message(message, text_of) for message in parts_as_tags(request.messages)[0]]
     if messages and messages[-1] == {"role": "assistant", "content": ""}:
         messages.pop()  # ms-swift 3.6 to 4.1 let plug-ins add it, for a message that goes on
     if not messages:
@@ -52,7 +57,7 @@ def read_messages(request: Any, text_of: Callable[[list[int]], str], keeps_think
     for message in [] if keeps_thinking else messages[:last]:
         if message["role"] == "assistant":
             message["content"] = without_thinking(message["content"])
-    return messages
+    return messages if shown is None else with_pictures_of(messages, shown)
 
 
 def read_message(message: Any, text_of: Callable[[list[int]], str]) -> Message:
@@ -82,12 +87,13 @@ def rendered(
         messages: What is rendered.
         calls: To which results among them belong.
         tokenizer: Whose control tokens.
-        prompt: Of the data set's row, which may show tags of formats.
+        prompt: Of the data set's row, which may show tags of formats, and has tags of images.
     """
     written, results, given = [], 0, keys_of(prompt)
     for message in messages:
         kept = message["role"] in AUTHORS  # the plug-in's own words, and the policy's
-        origin = Origin.AGENT if kept else Origin.DATA if keys_of([message])[0] in given else Origin.OUTSIDE
+        is_given = (message["role"], with_tags(message["content"])) in given
+        origin = Origin.AGENT if kept else Origin.DATA if is_given else Origin.OUTSIDE
         (message,) = neutralise_messages([message], tokenizer, origin)
         if message["role"] == "tool":
             call = calls[results] if results < len(calls) else ToolCall(message.get("name"), {})

@@ -12,11 +12,13 @@ from pydantic import ValidationError
 
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure, segment_of, weight_of
 from mt_grpo.adapters.ms_swift.loss import LossMask
+from mt_grpo.adapters.ms_swift.pictures import with_tags
 from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, is_ids, remove_response
 from mt_grpo.adapters.ms_swift.samples import Sample, choose, messages_of
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
 from mt_grpo.adapters.session import fill_turns
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.pictures import is_picture
 from mt_grpo.rollout import Message, Rollout, join
 
 MASKS = ("response_token_ids", "response_loss_mask")
@@ -86,7 +88,7 @@ def train_outputs(session: SchedulerSession, outputs: list[RolloutOutput], are_s
     for sample in session.samples:
         if loss.scales and sample.turn.trained and not sample.masked and sample.weight is None:
             query = next((m["content"] for m in reversed(sample.messages) if m["role"] != "assistant"), None)
-            mask = loss.mask(sample.turn, query, sample.is_last, session.format)
+            mask = loss.mask(sample.turn, query and with_tags(query), sample.is_last, session.format)
             chosen = [a & b for a, b in zip(mask, sample.turn.per_token(1, 0))]
             sample.turn.mask = chosen if 0 in chosen else None
 
@@ -162,8 +164,14 @@ def fill(rollout: Rollout, session: SchedulerSession, trains_all: bool = False) 
             sample.turn.token_ids = sample.fresh + ids
             sample.turn.logprobs = None if known is None else [float("nan")] * len(sample.fresh) + known
             masked = len(sample.parent.tail) if sample.parent.masked else 0  # the scheduler's own mask says 0
-            sample.turn.mask = [0] * masked + [1] * (len(sample.fresh) - masked) + mask
+            sample.turn.mask = [0] * masked + [int(not one) for one in of_pictures(sample.fresh)[masked:]] + mask
             sample.parent.turn.observation_ids = []
+
+
+def of_pictures(ids: list[int]) -> list[bool]:
+    """For each id whether it is a picture's, or stands beside one: what opens and closes it is no text either."""
+    shown = [False, *map(is_picture, ids), False]
+    return [any(shown[k : k + 3]) for k in range(len(ids))]
 
 
 def conversation_of(output: Any, request: Any, plain: Callable[[list[int]], str]) -> list[Message]:

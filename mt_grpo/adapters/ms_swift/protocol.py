@@ -5,17 +5,21 @@ Interfaces: ms-swift 3.6 to 4.6, `swift.infer_engine.protocol`.
 
 from __future__ import annotations
 
+import base64
 import json
 import time
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from mt_grpo.base.pictures import uri_or_str
 from mt_grpo.conversation.tools.schemas import check_schema
 
 Messages = list[dict[str, Any]]
+MEDIA = ("images", "audios", "videos")
 
 
 @dataclass
@@ -29,6 +33,11 @@ class InferRequest:
     tools: list[dict[str, Any]] | None = None
     objects: dict[str, Any] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self):
+        for kind in MEDIA:
+            if isinstance(getattr(self, kind), str):
+                setattr(self, kind, [getattr(self, kind)])
 
 
 @dataclass
@@ -133,6 +142,22 @@ class ChatCompletionResponse:
     prompt_token_ids: list[int] | None = None
 
 
+def as_base64(value: Any, paths: bool = False) -> Any:
+    """An image as ms-swift's requests have it: base64, or the text that it is already. Else the value itself.
+
+    Args:
+        value: Of PIL, bytes, text, or a dict with one of them.
+        paths: Whether a text may be the path of a file.
+    """
+    if isinstance(value, dict):
+        value = next((value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None)
+    if paths and isinstance(value, str) and not value.startswith("data:"):
+        value = Path(value).read_bytes()
+    if isinstance(value, (bytes, bytearray)):
+        return base64.b64encode(value).decode()
+    return uri_or_str(value).partition(",")[2] if hasattr(value, "getbands") else value
+
+
 class RolloutOutput(BaseModel):
     """What a conversation gave.
 
@@ -142,7 +167,7 @@ class RolloutOutput(BaseModel):
             write such.
         response_token_ids: One list per message of the assistant, in their order; it may begin later than the first.
         response_loss_mask: As long as those.
-        rollout_infos: For rewards.
+        rollout_infos: For rewards. `images` are those of the conversation in place of the row's.
         rollout_logprobs: One per id with mask 1.
     """
 
@@ -155,6 +180,15 @@ class RolloutOutput(BaseModel):
     rollout_infos: dict[str, Any] = Field(default_factory=dict)
     rollout_logprobs: list[list[float]] = Field(default_factory=list)
     prompt_logprobs: list | None = None
+
+    @field_validator("rollout_infos")
+    @classmethod
+    def _written(cls, infos: dict[str, Any]) -> dict[str, Any]:
+        """Images as a list of texts: those of PIL, and bytes, as base64. Rewards and the log get them."""
+        if infos.get("images") is None:
+            return infos
+        images = infos["images"] if isinstance(infos["images"], (list, tuple)) else [infos["images"]]
+        return {**infos, "images": [as_base64(image) for image in images]}
 
     @field_validator("response_token_ids", "response_loss_mask", "rollout_logprobs", mode="before")
     @classmethod

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
+import json
 import sys
 import types
 from collections.abc import Callable
@@ -21,12 +23,14 @@ from mt_grpo.adapters.ms_swift.paths import MODULES, SwiftPaths, install, regist
 from mt_grpo.adapters.plugin_imports import check_plugin_imports
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.pictures import image_or_str
+from mt_grpo.conversation.pictures import images_of
 from mt_grpo.recipe.plugins import import_file
 
 LENGTH_SCOPES = ("per_round", "total")
 OURS = ("prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
         "log_extra", "log_metric")  # fmt: skip
-OF_THE_ROLLOUT = ("messages", "request_id", "trajectory_inputs")  # whatever columns the data has
+OF_THE_ROLLOUT = ("messages", "images", "request_id", "trajectory_inputs")  # whatever columns the data has
 
 
 def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
@@ -128,7 +132,7 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
 
     def arguments(environments: list, given: dict[str, Any]) -> dict[str, Any]:
         own, rest = columns_of(environments), {key: value for key, value in given.items() if key not in OURS}
-        return {**own, **rest, **{key: own[key] for key in OF_THE_ROLLOUT}}
+        return {**own, **rest, **{key: own[key] for key in OF_THE_ROLLOUT if key in own}}
 
     async def run_awaited(environments: list, **kwargs: Any) -> list:
         return await reward(completions_of(environments), **arguments(environments, kwargs))
@@ -175,6 +179,8 @@ def columns_of(environments: list[ScheduledConversation]) -> dict[str, list | di
     """
     last = [each.outputs[-1] if each.outputs else nothing(each) for each in environments]
     columns: dict[str, Any] = {key: [row[key] for row in last] for key in nothing(None)}
+    if any("images" in row for row in last):  # a scheduler's own, in place of the row's
+        columns["images"] = [row.get("images", each.row.get("images")) for row, each in zip(last, environments)]
     columns["request_id"] = [each.request_id for each in environments]
     columns["prompt_id"] = [prompt_id(each) for each in environments]
     columns["trajectory_inputs"] = {
@@ -198,5 +204,9 @@ def nothing(conversation: ScheduledConversation | None) -> dict[str, Any]:
 
 
 def prompt_id(conversation: ScheduledConversation) -> str:
-    """The same for all conversations of a prompt."""
+    """The same for all conversations of a prompt. Its images are part of it."""
+    if images := images_of(conversation.row):
+        text = json.dumps([conversation.row.get("prompt") or conversation.row.get("messages"), images],
+                          default=image_or_str)  # fmt: skip
+        return hashlib.sha256(text.encode()).hexdigest()
     return repr(conversation.row.get("prompt") or sorted(conversation.row.items(), key=lambda item: item[0]))

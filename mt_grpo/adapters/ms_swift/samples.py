@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure, num_same
 from mt_grpo.adapters.ms_swift.messages import Key, keys_of
 from mt_grpo.adapters.session import Sampled
+from mt_grpo.conversation.formats.control_tokens import placeholders_of
 from mt_grpo.conversation.tools.results import cut_far_beyond
 from mt_grpo.conversation.turn_lists import first_unknown, num_ids
 from mt_grpo.rollout import Message
@@ -151,7 +152,8 @@ def without_turns(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
     Its tags, such as those of thinking, stay tokens.
     """
-    special = sorted(map(re.escape, tokenizer.all_special_tokens), key=len, reverse=True)
+    special = [*tokenizer.all_special_tokens, *placeholders_of(tokenizer)]
+    special = sorted(map(re.escape, special), key=len, reverse=True)
     return re.sub("|".join(special), lambda found: f"{found[0][0]} {found[0][1:]}", text) if special else text
 
 

@@ -17,10 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.ms_swift.loop import RolloutOver, SchedulerFailure
 from mt_grpo.adapters.ms_swift.messages import read_messages, rendered, said_before
+from mt_grpo.adapters.ms_swift.pictures import RequestImages, with_tags
 from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, listed_tools
 from mt_grpo.adapters.ms_swift.samples import GoesOn, Sample, goes_on, keep, messages_of, revise, without_turns
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.formats.hermes import call_id
 from mt_grpo.conversation.tools.results import cut_far_beyond
 from mt_grpo.rollout import Message, Rollout, StopReason, Turn, join
@@ -48,7 +50,7 @@ class Reading(NamedTuple):
 
 def read_request(
     request: Any, samples: list[Sample], env: Any, written: Any, tokenizer: PreTrainedTokenizerBase,
-    plain: Callable[[list[int]], str], prompt: list[Message], context: float,
+    plain: Callable[[list[int]], str], prompt: list[Message], context: float, shown: list[Picture] | None,
 ) -> Reading:  # fmt: skip
     """What the model reads for a request.
 
@@ -64,11 +66,12 @@ def read_request(
         plain: What ids say, where they are the content of a message.
         prompt: Of the data set's row.
         context: Of the model, in tokens. A text that is surely longer is read to a place behind it.
+        shown: Its pictures; None: the model reads text alone.
 
     Raises:
         SchedulerFailure: for what a request may not have.
     """
-    messages = read_messages(request, plain, env.keeps_thinking)
+    messages = read_messages(request, plain, env.keeps_thinking, shown)
     kwargs = getattr(request, "chat_template_kwargs", None)
     if kwargs and kwargs != env.chat_template_kwargs:
         raise SchedulerFailure(
@@ -133,11 +136,15 @@ class SchedulerSession(RolloutSession):
     Attributes:
         drives: By the last response of a conversation by `drive`, all of it.
         given: By the same, what its output got.
+        prompt: Of the data set's row.
+        images: What reads the images of requests, and keeps their pictures.
     """
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, protocol: Any):
         super().__init__(env, rollout, llm, sampling_params)
         self.protocol, self.loop = protocol, asyncio.get_running_loop()
+        self.prompt: list[Message] = rollout.row.get("prompt") or rollout.row.get("messages") or []
+        self.images = RequestImages(self.tokenizer)
         self.drives: dict[str, list[Sample]] = {}
         self.given: dict[str, dict[str, list]] = {}
         self._key = secrets.token_hex(8)
@@ -172,10 +179,9 @@ class SchedulerSession(RolloutSession):
 
     async def _infer(self, request: Any, config: Any) -> Any:
         try:
-            prompt = self.rollout.row.get("prompt") or self.rollout.row.get("messages") or []
-            reading = read_request(
-                request, self.samples, self.env, self.format, self.tokenizer, self.plain, prompt, self.context
-            )
+            shown = await self.images.of(request)
+            reading = read_request(request, self.samples, self.env, self.format, self.tokenizer, self.plain,
+                                   self.prompt, self.context, shown)  # fmt: skip
         except SchedulerFailure:
             raise
         except Exception as error:  # whatever the scheduler or a chat template made of it
@@ -241,6 +247,7 @@ class SchedulerSession(RolloutSession):
         last = self.samples[-1]
         self.drives[last.key] = list(self.samples)
         messages = last.messages[:-1] if last.start else last.messages
+        messages = [{**message, "content": with_tags(message["content"])} for message in messages]
         response = self._response(None, last.prompt_ids, last.turn, last.key)
         said = [*messages, {"role": "assistant", "content": last.bare}]
         return [RolloutOutput(response=response, messages=said, rollout_infos={"num_turns": len(self.samples)})]

@@ -11,6 +11,9 @@ Whose a text is decides which control tokens it may hold. Those that it may not 
 | system, developer and assistant messages of an agent | kept | kept |
 | `prompt_examples` of the recipe, but for results, which are a tool's | refused | kept |
 | `system_prompt` of the recipe, what the policy wrote | kept | kept |
+
+A model that reads images has tokens that stand for them. In what an agent or a scheduler sends they are broken
+everywhere (`placeholders_of`).
 """
 
 from __future__ import annotations
@@ -91,8 +94,7 @@ def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
             # The tags around thinking and around a result stand inside a message, where the template writes them.
             if tag is None or not (has_result or tag[1] in TURN_TAGS):
                 found.add(token)
-    if (reader := getattr(tokenizer, "pictures", None)) is not None:  # a placeholder in a text has no picture
-        found |= set(tokenizer.convert_ids_to_tokens(reader.unsampled))
+    found |= placeholders_of(tokenizer)  # in a text it has no picture
     return {token for token in found if not token.isspace()}
 
 
@@ -125,7 +127,19 @@ def forbidden_in(
     key = tokenizer, len(tokenizer), str(tokenizer.chat_template)
     if origin == Origin.OUTSIDE and role not in AUTHORS:
         return control_pattern(*key)
-    return None if origin == Origin.AGENT and role in AUTHORS else message_pattern(*key, frozenset(ends))
+    if origin == Origin.AGENT and role in AUTHORS:
+        found = placeholders_of(tokenizer)
+        return pattern_of(found) if found else None
+    return message_pattern(*key, frozenset(ends))
+
+
+def placeholders_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
+    """The tokens that stand for pictures, videos and sounds; none for a model that reads text alone.
+
+    INVARIANT: no text of a program holds one: the model would look for the pixels of a picture that nobody gave.
+    """
+    reader = getattr(tokenizer, "pictures", None)
+    return set() if reader is None else set(tokenizer.convert_ids_to_tokens(reader.unsampled))
 
 
 def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> str:
