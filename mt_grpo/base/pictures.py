@@ -201,7 +201,11 @@ def held_by(tensors: Iterable[Any]) -> list[Picture]:
     return [picture_of(token) for token in sorted(found)]
 
 
+def is_image(value: Any) -> bool:
+    """Whether a value is an image of PIL, which need not be installed."""
+    return hasattr(value, "tobytes") and hasattr(value, "getbands")
+
+
 def image_or_str(value: Any) -> str:
     """What stands for a value that is no JSON where rows are hashed: an image by its pixels, and others as text."""
-    is_image = hasattr(value, "tobytes") and hasattr(value, "getbands")  # of PIL, whose text has its address in memory
-    return digest_of_image(value, value.mode) if is_image else str(value)
+    return digest_of_image(value, value.mode) if is_image(value) else str(value)  # its text has its address in memory

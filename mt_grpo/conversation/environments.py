@@ -17,8 +17,10 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.pictures import is_image
 from mt_grpo.base.rows import DataRow, Rows, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
+from mt_grpo.conversation.pictures import SaidPictures, of_columns, placed, with_marks_of
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
@@ -49,8 +51,14 @@ class PromptTooLong(Exception):
         )
 
 
-def read_reply(reply: Any, name: str) -> Reply | None:
-    """What `respond` returned. Raises `EnvironmentFailure` for what is no reply."""
+def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply | None:
+    """What `respond` returned. Raises `EnvironmentFailure` for what is no reply.
+
+    Args:
+        reply: A `Reply`, a dict with its keys, or None.
+        name: Of the environment's class.
+        said: Reads its images. None: the model reads text alone.
+    """
     if isinstance(reply, dict):
         if unknown := [key for key in reply if key not in Reply.__dataclass_fields__]:
             known = ", ".join(Reply.__dataclass_fields__)
@@ -66,7 +74,8 @@ def read_reply(reply: Any, name: str) -> Reply | None:
     for key, kind in (("continuation", str), ("info", dict)):
         if not isinstance(getattr(reply, key) or kind(), kind):
             got = type(getattr(reply, key)).__name__
-            raise EnvironmentFailure(f"{name}.respond: {key} is {got}, expected {kind.__name__} or None.")
+            hint = " An image stands in a message: return messages." if key == "continuation" else ""
+            raise EnvironmentFailure(f"{name}.respond: {key} is {got}, expected {kind.__name__} or None.{hint}")
     if reply.stop not in (None, True, False):  # any text is true: "no" would end the conversation
         raise EnvironmentFailure(f"{name}.respond: stop is {reply.stop!r:.100}, expected True or False.")
     if reply.reward is not None and not is_number(reply.reward):
@@ -75,13 +84,17 @@ def read_reply(reply: Any, name: str) -> Reply | None:
         json.dumps(reply.info, default=str, skipkeys=True)
     except (ValueError, RecursionError):  # else a reward, which gets a copy, would be blamed
         raise EnvironmentFailure(f"{name}.respond: info holds itself, or is nested too deeply.") from None
-    read = {key: read_messages(getattr(reply, key), f"{name}.respond: {key}") for key in ("messages", "history")}
+    read: dict[str, Any] = {
+        key: read_messages(getattr(reply, key), f"{name}.respond: {key}", said) for key in ("messages", "history")
+    }
     if read["history"] and read["history"][-1]["role"] == "assistant":
         raise EnvironmentFailure(f"{name}.respond: history ends with the model's own message, expected another's.")
+    if reply.continuation:  # of text alone: a picture stands in a message of another than the model
+        read["continuation"] = with_marks_of(reply.continuation, [])
     return Reply(**{**{key: getattr(reply, key) for key in Reply.__dataclass_fields__}, **read})
 
 
-def read_messages(messages: Any, where: str) -> list[Message] | None:
+def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -> list[Message] | None:
     """An environment's messages, each with a text as content. Raises `EnvironmentFailure`."""
     if not isinstance(messages or [], list):
         raise EnvironmentFailure(f"{where} is {messages!r:.100}, expected messages.")
@@ -94,18 +107,16 @@ def read_messages(messages: Any, where: str) -> list[Message] | None:
             raise EnvironmentFailure(f"{where} has the role {message['role']!r:.100}, expected one of {known}.")
         # As in OpenAI's API: a message that only calls says nothing.
         content = "" if message["content"] is None and message.get("tool_calls") else message["content"]
-        read.append({**message, "content": read_content(content, where)})
+        read.append({**message, "content": read_content(content, where, said)})
     return None if messages is None else read
 
 
-def read_content(content: Any, where: str) -> str:
-    """Content as text: parts of text are joined. Raises `EnvironmentFailure` for anything else."""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
-            shown = part if isinstance(content, list) else content
-            raise EnvironmentFailure(f"{where} has the content {shown!r:.100}, expected text, or parts of type text.")
-    return "".join(part["text"] for part in parts)
+def read_content(content: Any, where: str, said: SaidPictures | None = None) -> str:
+    """Content as text: parts are joined, and images are marks. Raises `EnvironmentFailure` for anything else."""
+    try:
+        return (said or SaidPictures()).text(content, where)
+    except ValueError as error:
+        raise EnvironmentFailure(str(error)) from error
 
 
 def is_number(value: Any) -> bool:
@@ -118,13 +129,16 @@ def as_written(messages: list[Message], origin: Origin) -> list[Message]:
     return messages
 
 
-def joined(prompt: list[Message], observation: str | list | None, clean: Clean = as_written) -> list[Message]:
-    """The prompt with what `reset` returned: text goes to its last message, messages replace it.
+def joined(
+    prompt: list[Message], observation: str | list | None, clean: Clean = as_written, said: SaidPictures | None = None
+) -> list[Message]:
+    """The prompt with what `reset` returned: text and parts go to its last message, messages replace it.
 
     Args:
         prompt: Of the row, the operator's.
         observation: What `reset` returned.
         clean: Breaks the control tokens that messages of an origin may not hold.
+        said: Reads its images. None: the model reads text alone.
 
     Raises:
         EnvironmentFailure: there is no prompt, or the observation is none.
@@ -139,18 +153,18 @@ def joined(prompt: list[Message], observation: str | list | None, clean: Clean =
             raise EnvironmentFailure("reset returned nothing, and the row has no prompt: expected one of them.")
         return clean(prompt, Origin.DATA)
     if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
-        return clean(read_messages(observation, "reset"), Origin.OUTSIDE)
-    if not isinstance(observation, (str, list)):
+        return clean(read_messages(observation, "reset", said), Origin.OUTSIDE)
+    if not isinstance(observation, (str, list)) and not is_image(observation):
         raise EnvironmentFailure(f"reset returned {type(observation).__name__}, expected text, messages or None.")
     *before, last = clean(prompt or [{"role": "user", "content": ""}], Origin.DATA)
 
     def as_outside(text: str) -> str:
         return clean([{"role": "user", "content": text}], Origin.OUTSIDE)[0]["content"]
 
-    said = as_outside(read_content(observation, "reset"))
+    text = as_outside(read_content(observation, "reset", said))
     # INVARIANT: a control token of which the row has one half and `reset` the other is broken, too.
-    meet = as_outside(last["content"] + said) == as_outside(last["content"]) + said
-    return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + said}], Origin.DATA)
+    meet = as_outside(last["content"] + text) == as_outside(last["content"]) + text
+    return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + text}], Origin.DATA)
 
 
 # From a class to one environment per conversation: its tools, and its methods within their time.
@@ -361,8 +375,10 @@ class Environments:
         """The tools of a row's environment, before there is an instance: for the length of the prompt."""
         return class_tools(self.class_of(row))
 
-    async def open(self, rollout: Rollout, clean: Clean = as_written) -> list[Message]:
+    async def open(self, rollout: Rollout, clean: Clean = as_written, tokenizer: Any = None) -> list[Message]:
         """Give a rollout its environment, and begin. Returns the prompt, its control tokens broken by `clean`.
+
+        The pictures of the row are where it says, or `reset`. `tokenizer` is the model's; None: it reads no pictures.
 
         Raises `EnvironmentFailure`.
         """
@@ -381,7 +397,14 @@ class Environments:
                 raise
             columns = ", ".join(row) or "none"
             raise EnvironmentFailure(f"{error}. The row has no such column. It has: {columns}") from cause
-        return joined(rollout.prompt_messages, observation, clean)
+        of_row = of_columns(rollout.pictures, rollout.row)
+        messages = joined(
+            rollout.prompt_messages, observation, clean, SaidPictures(tokenizer, rollout.pictures, places=True)
+        )
+        try:
+            return placed(messages, of_row, f"{cls.__name__}.reset")
+        except ValueError as error:
+            raise EnvironmentFailure(str(error)) from error
 
     def _make(self, rollout: Rollout, cls: type) -> None:
         """Make a rollout's environment. It is closed where nobody waits for it any more."""

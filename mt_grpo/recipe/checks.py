@@ -9,7 +9,7 @@ import os
 import re
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jinja2
@@ -28,12 +28,15 @@ from mt_grpo.conversation.pictures import (
     OTHER_KINDS,
     PictureReader,
     num_images,
+    of_columns,
+    placed,
     read_pictures,
     reader_of,
     refuse_images,
     why_none,
     with_marks,
     with_pictures,
+    with_places,
 )
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.trees import tree_size
@@ -102,6 +105,9 @@ def check_images(dataset: Any, name: str, env: Any) -> None:
             raise ValueError(
                 f"{name}, row {i}: the column {found[0]!r} is not read: only images are. Remove or rename it."
             )
+        if env.environments is not None:  # whose `reset` may bring the places
+            with_places(row.get("prompt") or [], row, env.tokenizer, f"{name}, row {i}")
+            continue
         if not row.get("prompt"):
             refuse_images(row, f"{name}, row {i}", "the row has no prompt to put it into")
         with_marks(row.get("prompt") or [], row, env.tokenizer, f"{name}, row {i}")
@@ -170,7 +176,10 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
-    (prompt,), _shown = read_pictures([prompt], [row], env.tokenizer)  # which keeps them while the prompt is tokenised
+    # `shown` keeps its pictures while the prompt is tokenised.
+    (prompt,), (shown,) = read_pictures([prompt], [row], env.tokenizer, resets=env.environments is not None)
+    with suppress(ValueError):  # `reset` may bring further places
+        prompt = placed(prompt, of_columns(shown, row), "the prompt")
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
 

@@ -14,8 +14,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.conversation.pictures import PictureReader, parts_of, reader_of, text_of_parts
-from mt_grpo.rollout import Message, ToolResult
+from mt_grpo.conversation.pictures import PictureReader, parts_of, reader_of, text_of_parts, with_marks_of
+from mt_grpo.rollout import Message, Rollout, ToolResult
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
 
@@ -80,6 +80,13 @@ def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
         text, pictures = text_of_parts(parts, reader, "the tool's result")
         return ToolResult(text, pictures=tuple(pictures))
     return ToolResult(as_text(result))
+
+
+def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
+    """Results whose pictures their conversation keeps. Marks of other pictures in their texts are none."""
+    for result in results:
+        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
+    return [dataclasses.replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
 
 
 def results_of(env: Any) -> Callable[[Any], ToolResult]:
