@@ -69,6 +69,30 @@ ADDRESS = {ADDRESS!r}
 """
 
 
+@dataclasses.dataclass(frozen=True)
+class ResultInParts:
+    """A result with images: `parts` is what a model that reads images reads of it, and `text` what another one does.
+
+    Attributes:
+        parts: Texts and images, as a tool of this trainer returns them.
+        text: None: a model of text reads an error.
+    """
+
+    parts: list[Any]
+    text: str | None = None
+
+    def with_text(self, finish: Callable[[str], str]) -> ResultInParts:
+        """The same with its text made by a function, as by one that cuts. Images stand behind a text that it changes.
+
+        >>> ResultInParts(["abc", 1, "def"]).with_text(lambda text: text[:4]).parts
+        ['abcd', 1]
+        """
+        said = "".join(part for part in self.parts if isinstance(part, str))
+        images = [part for part in self.parts if not isinstance(part, str)]
+        parts = self.parts if finish(said) == said else [finish(said), *images]
+        return ResultInParts(parts, None if self.text is None else finish(self.text))
+
+
 def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
     """What a tool returned, as the model reads it. A `ToolResult` keeps its reward.
 
@@ -76,6 +100,17 @@ def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
     """
     if isinstance(result, ToolResult):
         return dataclasses.replace(as_result(result.text, reader), reward=result.reward)
+    if isinstance(result, ResultInParts) and reader is None:
+        if result.text is None:
+            raise ValueError("the tool returned an image, and this run's model reads text alone")
+        return ToolResult(result.text)
+    if isinstance(result, ResultInParts):
+        try:
+            return as_result(result.parts, reader)
+        except ValueError as error:
+            if result.text is None:
+                raise
+            return ToolResult(f"{result.text}\n{error}")
     if reader is not None and (parts := parts_of(result)) is not None:
         text, pictures = text_of_parts(parts, reader, "the tool's result")
         return ToolResult(text, pictures=tuple(pictures))
