@@ -10,7 +10,7 @@ import vision_model
 from PIL import Image
 from scripted import Scripted
 from test_environments import verify_records
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 from vision_run import Scripted as ZoomsAndAnswers, user, worth
 
 from mt_grpo.base.pictures import is_picture, pictures_in, runs_of
@@ -18,14 +18,13 @@ from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, joined, read_reply
 from mt_grpo.conversation.pictures import (
     PLACE,
-    PictureReader,
     SaidPictures,
     mark_of,
     readable,
     with_marks_of,
-    with_pictures,
 )
 from mt_grpo.recipe.checks import check_images
+from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Reply, StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -40,8 +39,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizer(folder):
-    found = AutoTokenizer.from_pretrained(folder)
-    return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
+    return vision_model.reading(folder)
 
 
 @pytest.fixture(scope="module")
@@ -382,6 +380,67 @@ def test_a_prompt_of_images_beyond_the_context(tokenizer):
     rollout, _ = play(tokenizer, game([part(k, (112, 112)) for k in range(8)]), [], max_model_len=100)
     assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.failed
     assert "tokens after reset, and the context 100" in str(rollout.error)
+
+
+# -- tools in processes --
+
+IN_PROCESSES = """
+import base64, io, random
+from PIL import Image
+
+def image(seed, **changes):
+    rng, image = random.Random(seed), Image.new("RGB", (4, 4))
+    image.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(16)])
+    return image.resize((56, 56), Image.Resampling.NEAREST)
+
+def data(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+def show(what: str) -> list:
+    '''Show.'''
+    held = Image.Exif()
+    held[0x0112] = 6
+    uri = {"url": "data:image/png;base64," + base64.b64encode(data(image(1))).decode()}
+    return {
+        "image": image(1), "alpha": image(1).convert("RGBA"),
+        "list": ["One: ", image(1), {"type": "text", "text": "."}],
+        "bytes": [{"type": "image", "image": data(image(1))}], "uri": [{"type": "image_url", "image_url": uri}],
+        "held": Image.open(io.BytesIO(data(image(1), exif=held))),
+        "text": ["a", {"b": 1}], "a dict": {"type": "image"},
+        "animated": Image.open(io.BytesIO(data(image(1), "GIF", save_all=True, append_images=[image(2)]))),
+        "address": {"type": "image", "url": "http://127.0.0.1:1/a.png"},
+    }[what]
+
+TOOL_FUNCTIONS = [show]
+"""
+RETURNED = ["image", "alpha", "list", "bytes", "uri", "held", "text", "a dict", "address", "animated"]
+
+
+def test_images_of_tools_in_processes_are_those_of_threads(tmp_path, tokenizer, plain):
+    """The same pictures at the same places; and errors or the same texts where the model reads text alone."""
+    (tmp_path / "tools.py").write_text(IN_PROCESSES)
+    calls = [f'<tool>{{"name": "show", "args": {{"what": "{what}"}}}}</tool>' for what in RETURNED]
+    said = {}
+    for isolate in (False, True):
+        tools = load_tools(str(tmp_path / "tools.py"), isolate=isolate)
+        for reader in (tokenizer, plain):
+            rollout, _ = play(
+                reader, None, [*calls, ANSWER], tools=tools, max_steps=20, max_completion_length=4000,
+                max_tool_response_tokens=1000,
+            )  # fmt: skip
+            said[isolate, reader is plain] = [readable(turn.observation) for turn in rollout.turns[:-1]]
+            assert len(pictures_in(rollout.completion_ids)) == (0 if reader is plain else 6)
+    name = f"<image {tokenizer.pictures.read(image(1), '').name}>"
+    turned = f"<image {tokenizer.pictures.read(image(1).transpose(Image.Transpose.ROTATE_270), '').name}>"
+    texts = ['["a", {"b": 1}]', '{"type": "image"}', '{"type": "image", "url": "http://127.0.0.1:1/a.png"}']
+    shown = [name, name, f"One: {name}.", name, name, turned, *texts]
+    for isolate in (False, True):
+        assert said[isolate, False][:-1] == shown and "animated" in said[isolate, False][-1]
+        assert said[isolate, True][6:9] == texts and said[isolate, True][4].startswith('[{"type": "image_url"')
+        told = [said[isolate, True][k] for k in (0, 1, 2, 5, 9)]
+        assert all(text.startswith("Error: the tool returned") for text in told)
 
 
 # -- random conversations --

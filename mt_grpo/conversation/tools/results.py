@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import collections.abc
 import dataclasses
 import enum
 import functools
 import inspect
+import io
 import json
 import re
 from collections.abc import Callable
@@ -59,13 +61,47 @@ def as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
 
 
-# INVARIANT: `json_form` and `as_text` also run in tool processes. They use only what this source imports.
+def with_data(part: Any) -> Any:
+    """An image of PIL, or a part with one or with bytes, as a part with a data URI; anything else as it is."""
+    image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
+    if hasattr(image, "getbands"):
+        if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+            raise ValueError(f"the tool returned an animated image ({image.n_frames} pictures). Give one of them")
+        from PIL import ImageOps
+
+        file = io.BytesIO()
+        ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
+        image = file.getvalue()
+    elif image is part or not isinstance(image, bytes):
+        return part
+    return {"type": "image", "image": f"data:;base64,{base64.b64encode(image).decode()}"}
+
+
+def as_sent(result: Any) -> dict[str, Any]:
+    """A tool's result for another process: as `text`, or as `parts` where an image is among them.
+
+    `drawn` says whether a model of text can make nothing of the parts.
+    """
+    values = result if isinstance(result, list) else [result]
+    parts = [with_data(each) for each in values]
+    if not any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts):
+        return {"text": as_text(result)}
+    sent = json.loads(as_text(parts if isinstance(result, list) else parts[0]))
+    return {"parts": sent, "drawn": any(part is not each for part, each in zip(parts, values))}
+
+
+def as_received(answer: dict[str, Any]) -> ToolResult:
+    """What `as_sent` was given, for `as_result`."""
+    parts = ResultInParts(answer["parts"]) if answer.get("drawn") else answer.get("parts")
+    return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"])
+
+
+# INVARIANT: these functions also run in tool processes. They use only what this source imports.
 RESULT_SOURCE = f"""
-import collections.abc, dataclasses, enum, functools, json, re
+import base64, collections.abc, dataclasses, enum, functools, io, json, re
 from typing import Any
 ADDRESS = {ADDRESS!r}
-{inspect.getsource(json_form)}
-{inspect.getsource(as_text)}
+{"".join(map(inspect.getsource, (json_form, as_text, with_data, as_sent)))}
 """
 
 
@@ -82,14 +118,16 @@ class ResultInParts:
     text: str | None = None
 
     def with_text(self, finish: Callable[[str], str]) -> ResultInParts:
-        """The same with its text made by a function, as by one that cuts. Images stand behind a text that it changes.
+        """The same with its text made by a function, as by one that cuts. What it changes stands where the first was.
 
-        >>> ResultInParts(["abc", 1, "def"]).with_text(lambda text: text[:4]).parts
-        ['abcd', 1]
+        >>> ResultInParts([1, "abc", 2, "def"]).with_text(lambda text: text[:4]).parts
+        [1, 'abcd', 2]
         """
-        said = "".join(part for part in self.parts if isinstance(part, str))
-        images = [part for part in self.parts if not isinstance(part, str)]
-        parts = self.parts if finish(said) == said else [finish(said), *images]
+        texts = [part for part in self.parts if isinstance(part, str)]
+        parts, made = self.parts, finish("".join(texts))
+        if made != "".join(texts):
+            first = next(k for k, part in enumerate(parts) if isinstance(part, str))
+            parts = [*parts[:first], made, *(part for part in parts[first:] if not isinstance(part, str))]
         return ResultInParts(parts, None if self.text is None else finish(self.text))
 
 
