@@ -361,7 +361,7 @@ def text_of_parts(
             text += mark_of(shown[-1])
         elif is_image_part(part) and places:
             text += PLACE
-        elif isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
+        elif is_text_part(part):
             text += with_marks_of(part["text"], known)
         else:
             raise ValueError(
@@ -389,11 +389,10 @@ class SaidPictures:
         """
         if isinstance(content, str):
             return with_marks_of(content, self.pictures)
-        parts = content if isinstance(content, list) else [content]
+        parts = content if isinstance(content, list) else as_parts([content])
         if not any(is_image_part(part) or is_image(part) for part in parts) or isinstance(content, dict):
             for part in parts:
-                is_text = isinstance(content, list) and isinstance(part, dict) and isinstance(part.get("text"), str)
-                if not is_text or part.get("type", "text") != "text":
+                if not isinstance(content, list) or not is_text_part(part):
                     raise ValueError(f"{where} has the content {part!r:.100}, expected text, or parts of type text.")
             return "".join(with_marks_of(part["text"], self.pictures) for part in parts)
         if (reader := reader_of(self.tokenizer)) is None:
@@ -423,6 +422,10 @@ def images_of(row: dict[str, Any]) -> list[Any]:
 def is_image_part(part: Any) -> bool:
     """Whether a part of a content is a picture, or a place for one: its type says so, and no other key of a dict."""
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
+def is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"
 
 
 def is_address(value: Any) -> bool:
