@@ -146,7 +146,7 @@ PLACE_PART = {"type": "image"}
             [3, " or ", 4, 1],
         ),
     ],
-    ids=str,
+    ids=range(11),
 )
 def test_what_reset_shows(said, row, expected, tokenizer, ids_of):
     """Images of the row stand at the places that `reset` leaves for them, or before the first text of a user."""
@@ -514,7 +514,7 @@ def test_random_conversations(seed, tokenizer, ids_of):
 
 
 class Zoo:
-    """Shows an image at the beginning, and another one behind the first turn."""
+    """Shows an image at the beginning, and another one behind the first turn, or in place of all that was said."""
 
     def reset(self, number, **row):
         self.number = number
@@ -529,8 +529,9 @@ class Zoo:
         return ["Corner: ", image(60 + corner + self.number), " ok"]
 
     def respond(self, rollout, turn):
+        also = user("<result> Also: ", part(70 + self.number, (28, 56)))
         if len(rollout.turns) == 1:
-            return Reply(messages=[user("Also: ", part(70 + self.number, (28, 56)))])
+            return Reply(history=[also]) if self.number == 2 else Reply(messages=[also])
         return None
 
 
@@ -541,7 +542,7 @@ def test_two_steps_with_an_environments_images(folder, tmp_path, shares):
     args = MTGRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=8, num_generations=4, max_completion_length=200, max_steps=2, logging_steps=1,
-        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=3, share_prompts=shares,
+        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=3, share_prompts=shares, log_rollouts=8,
     )  # fmt: skip
     rows = [{"prompt": ASKED, "number": k, "image": image(90 + k) if k % 2 else None} for k in range(4)]
     trainer = MTGRPOEnvTrainer(str(folder), env, [], [worth], args=args, train_dataset=Rows(rows))
@@ -555,6 +556,13 @@ def test_two_steps_with_an_environments_images(folder, tmp_path, shares):
     assert trainer.layout.kind == ("shared" if shares else "trl"), trainer.layout.reason
     assert all(torch.isfinite(torch.tensor(log["loss"])) and log["grad_norm"] > 0 for log in logs)
     assert any(not torch.equal(before[n], p) for n, p in trainer.model.named_parameters() if n in before)
+    names = set()
     for rollout in trainer.batch.rollouts:
-        shown = len(pictures_in(rollout.prompt_ids)), len(pictures_in(rollout.completion_ids))
-        assert shown == (1 + rollout.row["number"] % 2, 2) and rollout.stop_reason == StopReason.ANSWERED
+        number = rollout.row["number"]
+        ids = [record.prompt_ids + record.completion_ids for record in rollout.records]
+        assert [len(pictures_in(each)) for each in ids] == ([1, 1] if number == 2 else [3 + number % 2])
+        assert rollout.stop_reason == StopReason.ANSWERED
+        names |= {picture.name for each in ids for picture in pictures_in(each)}
+    log = (tmp_path / "rollouts.rank0.jsonl").read_text()
+    assert "ufdd0" not in log and "\ufdd0" not in log and all(f"<image {name}>" in log for name in names)
+    assert names <= {path.stem for path in (tmp_path / "images").iterdir()}
