@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -20,7 +21,16 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.pictures import is_image
 from mt_grpo.base.rows import DataRow, Rows, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
-from mt_grpo.conversation.pictures import SaidPictures, of_columns, placed, with_marks_of
+from mt_grpo.conversation.pictures import (
+    PictureReader,
+    SaidPictures,
+    is_image_part,
+    of_columns,
+    own_image,
+    placed,
+    reader_of,
+    with_marks_of,
+)
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
@@ -167,6 +177,36 @@ def joined(
     return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + text}], Origin.DATA)
 
 
+def read_ahead(said: Any, reader: PictureReader | None) -> Any:
+    """What an environment returned, with its images read where they can be: parts with a `Picture`.
+
+    Reading one takes up to a tenth of a second. So it is done in the environment's thread, and no event loop waits.
+    """
+    if reader is None:
+        return said
+    if is_image(said):
+        return read_ahead([said], reader)
+    if type(said) is list:
+        return [part_read(each, reader) for each in said]
+    if type(said) is Reply:
+        read = {key: read_ahead(getattr(said, key), reader) for key in ("messages", "history")}
+        return dataclasses.replace(said, **read)
+    if type(said) is dict:
+        keys = said.keys() & {"content", "messages", "history"}
+        return {**said, **{key: read_ahead(said[key], reader) for key in keys}}
+    return said
+
+
+def part_read(part: Any, reader: PictureReader) -> Any:
+    """An element of a list that an environment returned: a message, or a part of one."""
+    image = part if is_image(part) else own_image(part) if is_image_part(part) else None
+    if image is None:
+        return read_ahead(part, reader)
+    with suppress(ValueError):  # it is raised where the message is read
+        return {"type": "image", "image": reader.read(image, "")}
+    return part
+
+
 # From a class to one environment per conversation: its tools, and its methods within their time.
 
 
@@ -300,6 +340,7 @@ class Environments:
             check_environment(cls, f"environment {name!r}" if name else "environment")
             merged(cls.__name__, tools.values(), self.tools_of_class({"environment": name}).values())
         self.timeout, self.tools = timeout, tools
+        self.reader: PictureReader | None = None  # of the model, known where a conversation opens
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
         atexit.register(self._close_at_exit)
@@ -382,7 +423,7 @@ class Environments:
 
         Raises `EnvironmentFailure`.
         """
-        cls = self.class_of(rollout.row)
+        cls, self.reader = self.class_of(rollout.row), reader_of(tokenizer)
         if self._free[cls]:
             rollout.environment = self._free[cls].pop()
             self._open[id(rollout)] = rollout
@@ -449,7 +490,7 @@ class Environments:
 
         run.__name__ = name
         try:
-            return await run_tool(run, {}, self.timeout)
+            return await run_tool(run, {}, self.timeout, functools.partial(read_ahead, reader=self.reader))
         except ToolsUnavailable:
             raise
         except ToolTimeout as error:

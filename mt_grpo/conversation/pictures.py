@@ -143,7 +143,7 @@ class PictureReader:
 
         Args:
             value: An image of PIL, bytes, a data URI, or a dict with one of them under `bytes` or `url`; with `paths`
-                also a path, or a dict with one under `path`.
+                also a path, or a dict with one under `path`. A picture is given back.
             where: What the error begins with.
             paths: Whether a text may be the path of a file. Never of what a model or an agent says.
 
@@ -152,6 +152,8 @@ class PictureReader:
         """
         from PIL import Image, ImageOps
 
+        if isinstance(value, Picture):
+            return value
         given = value
         if isinstance(given, dict):  # of datasets' Image, or of OpenAI's API
             given = next((given[key] for key in ("bytes", "url", "path") if given.get(key) is not None), None)

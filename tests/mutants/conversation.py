@@ -1471,4 +1471,11 @@ MUTATIONS = [
         "            raise",
         "tests/adapters/test_mcp.py::test_images_are_read_where_the_model_reads_images",
     ),
+    Mutation(
+        "pictures of environments: all conversations wait while one is read",
+        "mt_grpo/conversation/environments.py",
+        "run_tool(run, {}, self.timeout, functools.partial(read_ahead, reader=self.reader))",
+        "run_tool(run, {}, self.timeout)",
+        "tests/training/test_images_of_environments.py::test_images_are_read_in_the_environments_thread",
+    ),
 ]

@@ -4,6 +4,7 @@ import base64
 import copy
 import io
 import random
+import threading
 
 import pytest
 import torch
@@ -323,6 +324,25 @@ def test_a_branch_goes_on_with_the_pictures_of_its_trunk(tokenizer, ids_of):
     assert branch.num_copied == 1 and branch.error is None
     again = ids_of(*turn("user", "Again: ", one), ASKS)
     assert [rollout.records[-1].prompt_ids for rollout in (trunk, branch)] == [again, again]
+
+
+def test_images_are_read_in_the_environments_thread(tokenizer, monkeypatch):
+    """No conversation waits for it in the event loop."""
+    threads, read = [], tokenizer.pictures.__class__.read
+
+    def noted(self, value, where, paths=False):
+        if isinstance(value, Image.Image):
+            threads.append(threading.current_thread().name)
+        return read(self, value, where, paths)
+
+    monkeypatch.setattr(tokenizer.pictures.__class__, "read", noted)
+    replies = [
+        Reply(messages=[user("Now: ", part(11)), {"role": "user", "content": image(12)}]),
+        {"history": [user(part(13), PLACE_PART["type"])]},
+    ]
+    rollout, _ = play(tokenizer, game([image(10), "."], replies), [MOVE, MOVE, ANSWER])
+    assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.pictures) == 4
+    assert len(threads) == 4 and all(name.startswith("tool-Game.") for name in threads)
 
 
 # -- bad inputs, and models of text --
