@@ -74,7 +74,7 @@ from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.limits import Limits, limits_of
-from mt_grpo.conversation.pictures import read_pictures, readable_messages
+from mt_grpo.conversation.pictures import SaidPictures, read_pictures, readable_messages
 from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples
 from mt_grpo.conversation.prompts import PromptCache, digest_of
 from mt_grpo.conversation.sampling import (
@@ -82,7 +82,7 @@ from mt_grpo.conversation.sampling import (
     sampling_defaults,
     sampling_params,
 )
-from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, error_text, results_of
+from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, error_text, own_results, results_of
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.conversation.trees import pass_state
@@ -265,7 +265,7 @@ class MultiTurnToolEnv(Conversations):
                 ids = self.prompt_ids(messages, tokenizer)
             else:  # the rollouts of a group have the same prompt
                 messages = own_copy(states[-1].prompt_messages)
-            row, pictures = own_copy(rows[index]) if rows else {}, shown[index]
+            row, pictures = own_copy(rows[index]) if rows else {}, list(shown[index])
             rollout = Rollout(messages, list(ids), index, row=row, rendered=rendered, pictures=pictures)
             states.append(rollout)
         return states
@@ -330,7 +330,7 @@ class MultiTurnToolEnv(Conversations):
     async def open(self, rollout: Rollout, llm: Any) -> None:
         """Give a conversation its environment; render what the model reads first."""
         tokenizer = self._tokenizer(llm)
-        rollout.first_messages = await self.environments.open(rollout, self.format_of(tokenizer).clean)
+        rollout.first_messages = await self.environments.open(rollout, self.format_of(tokenizer).clean, tokenizer)
         rollout.tools = tools_of(rollout.environment, self.tools)
         rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools, tokenizer)
         readable = cut_messages(rollout.prompt_messages, self._context(llm), tokenizer)
@@ -383,7 +383,7 @@ class MultiTurnToolEnv(Conversations):
                 GIVEN_UP.set(rollout.given_up)
                 return await self.call_tool(call, rollout.tools)
 
-        results = await gather_all([run(call) for call in calls[: self.max_parallel_calls]])
+        results = own_results(rollout, await gather_all([run(call) for call in calls[: self.max_parallel_calls]]))
         rollout.abandoned |= any(result.error == "timeout" for result in results)
         text = f"Error: not run, since a turn may have at most {self.max_parallel_calls} calls. Call it again."
         return results + [ToolResult(text, "call") for _ in calls[self.max_parallel_calls :]]
@@ -416,7 +416,8 @@ class MultiTurnToolEnv(Conversations):
         if self.environments is None:
             return Reply()
         answer = await self.environments.call(rollout, "respond", rollout, turn)
-        reply = read_reply(answer, type(rollout.environment).__name__) or Reply()
+        said = SaidPictures(self.tokenizer, rollout.pictures)
+        reply = read_reply(answer, type(rollout.environment).__name__, said) or Reply()
         turn.reward, turn.info = reply.reward, dict(reply.info or {})
         return reply
 

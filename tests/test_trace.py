@@ -87,7 +87,7 @@ ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 PICTURES = {  # of which this run has none
     "read_pictures", "with_marks", "images_of", "reader_of", "results_of", "readable_messages", "is_picture",
     "pictures_in", "shown", "features", "features_of", "inputs_of_rows", "positions_of",
-    "placeholders_of",
+    "placeholders_of", "with_places", "placed", "of_columns", "own_results", "with_marks_of",
 }  # fmt: skip
 MAIN_THREAD = {  # where synchronous rewards run
     "call_in_main_thread", "in_main_thread", "no_running_loop", "own_alarm", "run_synchronous", "stops_pass", "_watch",

@@ -6,6 +6,8 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
+    AutoTokenizer,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
@@ -13,6 +15,8 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from mt_grpo.conversation.pictures import PictureReader, with_pictures
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",
@@ -105,6 +109,12 @@ def make_model(tokenizer, family="qwen2_5_vl"):
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model
+
+
+def reading(folder):
+    """The tokenizer of a saved model, which writes pictures."""
+    found = AutoTokenizer.from_pretrained(folder)
+    return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
 
 
 def save(folder, family="qwen2_5_vl", seed=0, template=TEMPLATE):

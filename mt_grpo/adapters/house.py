@@ -10,6 +10,7 @@ from typing import Any
 from mt_grpo.base.fields import keys_that
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.hermes import HermesFormat
+from mt_grpo.conversation.tools.results import ResultInParts
 from mt_grpo.recipe.keys import default_of
 
 OWN = "a conversation of this trainer's own"
@@ -129,6 +130,13 @@ def truncation(script_args: Any) -> tuple[int | None, str]:
     if side not in TRUNCATE_SIDES:
         raise ValueError(f"tool_response_truncate_side={side!r}, expected one of {', '.join(TRUNCATE_SIDES)}.")
     return most, side
+
+
+def cut_result(result: str | ResultInParts, most: int | None, side: str) -> str | ResultInParts:
+    """A result whose text is cut as `cut_characters` does it. Its images stay."""
+    if isinstance(result, str):
+        return cut_characters(result, most, side)
+    return result.with_text(lambda text: cut_characters(text, most, side))
 
 
 def cut_characters(text: str, most: int | None, side: str) -> str:

@@ -230,7 +230,11 @@ def uri_or_str(value: Any) -> str:
     return f"data:{Image.MIME.get(kind, 'image')};base64,{base64.b64encode(content).decode()}"
 
 
+def is_image(value: Any) -> bool:
+    """Whether a value is an image of PIL, which need not be installed."""
+    return hasattr(value, "tobytes") and hasattr(value, "getbands")
+
+
 def image_or_str(value: Any) -> str:
     """What stands for a value that is no JSON where rows are hashed: an image by its pixels, and others as text."""
-    is_image = hasattr(value, "tobytes") and hasattr(value, "getbands")  # of PIL, whose text has its address in memory
-    return digest_of_image(value, value.mode) if is_image else str(value)
+    return digest_of_image(value, value.mode) if is_image(value) else str(value)  # its text has its address in memory

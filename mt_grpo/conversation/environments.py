@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import dataclasses
 import functools
 import inspect
 import itertools
@@ -17,8 +18,19 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.pictures import is_image
 from mt_grpo.base.rows import DataRow, Rows, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
+from mt_grpo.conversation.pictures import (
+    PictureReader,
+    SaidPictures,
+    is_image_part,
+    of_columns,
+    own_image,
+    placed,
+    reader_of,
+    with_marks_of,
+)
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
@@ -49,8 +61,14 @@ class PromptTooLong(Exception):
         )
 
 
-def read_reply(reply: Any, name: str) -> Reply | None:
-    """What `respond` returned. Raises `EnvironmentFailure` for what is no reply."""
+def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply | None:
+    """What `respond` returned. Raises `EnvironmentFailure` for what is no reply.
+
+    Args:
+        reply: A `Reply`, a dict with its keys, or None.
+        name: Of the environment's class.
+        said: Reads its images. None: the model reads text alone.
+    """
     if isinstance(reply, dict):
         if unknown := [key for key in reply if key not in Reply.__dataclass_fields__]:
             known = ", ".join(Reply.__dataclass_fields__)
@@ -66,7 +84,8 @@ def read_reply(reply: Any, name: str) -> Reply | None:
     for key, kind in (("continuation", str), ("info", dict)):
         if not isinstance(getattr(reply, key) or kind(), kind):
             got = type(getattr(reply, key)).__name__
-            raise EnvironmentFailure(f"{name}.respond: {key} is {got}, expected {kind.__name__} or None.")
+            hint = " An image stands in a message: return messages." if key == "continuation" else ""
+            raise EnvironmentFailure(f"{name}.respond: {key} is {got}, expected {kind.__name__} or None.{hint}")
     if reply.stop not in (None, True, False):  # any text is true: "no" would end the conversation
         raise EnvironmentFailure(f"{name}.respond: stop is {reply.stop!r:.100}, expected True or False.")
     if reply.reward is not None and not is_number(reply.reward):
@@ -75,13 +94,17 @@ def read_reply(reply: Any, name: str) -> Reply | None:
         json.dumps(reply.info, default=str, skipkeys=True)
     except (ValueError, RecursionError):  # else a reward, which gets a copy, would be blamed
         raise EnvironmentFailure(f"{name}.respond: info holds itself, or is nested too deeply.") from None
-    read = {key: read_messages(getattr(reply, key), f"{name}.respond: {key}") for key in ("messages", "history")}
+    read: dict[str, Any] = {
+        key: read_messages(getattr(reply, key), f"{name}.respond: {key}", said) for key in ("messages", "history")
+    }
     if read["history"] and read["history"][-1]["role"] == "assistant":
         raise EnvironmentFailure(f"{name}.respond: history ends with the model's own message, expected another's.")
+    if reply.continuation:  # of text alone: a picture stands in a message of another than the model
+        read["continuation"] = with_marks_of(reply.continuation, [])
     return Reply(**{**{key: getattr(reply, key) for key in Reply.__dataclass_fields__}, **read})
 
 
-def read_messages(messages: Any, where: str) -> list[Message] | None:
+def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -> list[Message] | None:
     """An environment's messages, each with a text as content. Raises `EnvironmentFailure`."""
     if not isinstance(messages or [], list):
         raise EnvironmentFailure(f"{where} is {messages!r:.100}, expected messages.")
@@ -94,18 +117,16 @@ def read_messages(messages: Any, where: str) -> list[Message] | None:
             raise EnvironmentFailure(f"{where} has the role {message['role']!r:.100}, expected one of {known}.")
         # As in OpenAI's API: a message that only calls says nothing.
         content = "" if message["content"] is None and message.get("tool_calls") else message["content"]
-        read.append({**message, "content": read_content(content, where)})
+        read.append({**message, "content": read_content(content, where, said)})
     return None if messages is None else read
 
 
-def read_content(content: Any, where: str) -> str:
-    """Content as text: parts of text are joined. Raises `EnvironmentFailure` for anything else."""
-    parts = content if isinstance(content, list) else [{"text": content}]
-    for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text":
-            shown = part if isinstance(content, list) else content
-            raise EnvironmentFailure(f"{where} has the content {shown!r:.100}, expected text, or parts of type text.")
-    return "".join(part["text"] for part in parts)
+def read_content(content: Any, where: str, said: SaidPictures | None = None) -> str:
+    """Content as text: parts are joined, and images are marks. Raises `EnvironmentFailure` for anything else."""
+    try:
+        return (said or SaidPictures()).text(content, where)
+    except ValueError as error:
+        raise EnvironmentFailure(str(error)) from error
 
 
 def is_number(value: Any) -> bool:
@@ -118,13 +139,16 @@ def as_written(messages: list[Message], origin: Origin) -> list[Message]:
     return messages
 
 
-def joined(prompt: list[Message], observation: str | list | None, clean: Clean = as_written) -> list[Message]:
-    """The prompt with what `reset` returned: text goes to its last message, messages replace it.
+def joined(
+    prompt: list[Message], observation: str | list | None, clean: Clean = as_written, said: SaidPictures | None = None
+) -> list[Message]:
+    """The prompt with what `reset` returned: text and parts go to its last message, messages replace it.
 
     Args:
         prompt: Of the row, the operator's.
         observation: What `reset` returned.
         clean: Breaks the control tokens that messages of an origin may not hold.
+        said: Reads its images. None: the model reads text alone.
 
     Raises:
         EnvironmentFailure: there is no prompt, or the observation is none.
@@ -139,18 +163,48 @@ def joined(prompt: list[Message], observation: str | list | None, clean: Clean =
             raise EnvironmentFailure("reset returned nothing, and the row has no prompt: expected one of them.")
         return clean(prompt, Origin.DATA)
     if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
-        return clean(read_messages(observation, "reset"), Origin.OUTSIDE)
-    if not isinstance(observation, (str, list)):
+        return clean(read_messages(observation, "reset", said), Origin.OUTSIDE)
+    if not isinstance(observation, (str, list)) and not is_image(observation):
         raise EnvironmentFailure(f"reset returned {type(observation).__name__}, expected text, messages or None.")
     *before, last = clean(prompt or [{"role": "user", "content": ""}], Origin.DATA)
 
     def as_outside(text: str) -> str:
         return clean([{"role": "user", "content": text}], Origin.OUTSIDE)[0]["content"]
 
-    said = as_outside(read_content(observation, "reset"))
+    text = as_outside(read_content(observation, "reset", said))
     # INVARIANT: a control token of which the row has one half and `reset` the other is broken, too.
-    meet = as_outside(last["content"] + said) == as_outside(last["content"]) + said
-    return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + said}], Origin.DATA)
+    meet = as_outside(last["content"] + text) == as_outside(last["content"]) + text
+    return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + text}], Origin.DATA)
+
+
+def read_ahead(said: Any, reader: PictureReader | None) -> Any:
+    """What an environment returned, with its images read where they can be: parts with a `Picture`.
+
+    Reading one takes up to a tenth of a second. So it is done in the environment's thread, and no event loop waits.
+    """
+    if reader is None:
+        return said
+    if is_image(said):
+        return read_ahead([said], reader)
+    if type(said) is list:
+        return [part_read(each, reader) for each in said]
+    if type(said) is Reply:
+        read = {key: read_ahead(getattr(said, key), reader) for key in ("messages", "history")}
+        return dataclasses.replace(said, **read)
+    if type(said) is dict:
+        keys = said.keys() & {"content", "messages", "history"}
+        return {**said, **{key: read_ahead(said[key], reader) for key in keys}}
+    return said
+
+
+def part_read(part: Any, reader: PictureReader) -> Any:
+    """An element of a list that an environment returned: a message, or a part of one."""
+    image = part if is_image(part) else own_image(part) if is_image_part(part) else None
+    if image is None:
+        return read_ahead(part, reader)
+    with suppress(ValueError):  # it is raised where the message is read
+        return {"type": "image", "image": reader.read(image, "")}
+    return part
 
 
 # From a class to one environment per conversation: its tools, and its methods within their time.
@@ -286,6 +340,7 @@ class Environments:
             check_environment(cls, f"environment {name!r}" if name else "environment")
             merged(cls.__name__, tools.values(), self.tools_of_class({"environment": name}).values())
         self.timeout, self.tools = timeout, tools
+        self.reader: PictureReader | None = None  # of the model, known where a conversation opens
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
         atexit.register(self._close_at_exit)
@@ -361,12 +416,14 @@ class Environments:
         """The tools of a row's environment, before there is an instance: for the length of the prompt."""
         return class_tools(self.class_of(row))
 
-    async def open(self, rollout: Rollout, clean: Clean = as_written) -> list[Message]:
+    async def open(self, rollout: Rollout, clean: Clean = as_written, tokenizer: Any = None) -> list[Message]:
         """Give a rollout its environment, and begin. Returns the prompt, its control tokens broken by `clean`.
+
+        The pictures of the row are where it says, or `reset`. `tokenizer` is the model's; None: it reads no pictures.
 
         Raises `EnvironmentFailure`.
         """
-        cls = self.class_of(rollout.row)
+        cls, self.reader = self.class_of(rollout.row), reader_of(tokenizer)
         if self._free[cls]:
             rollout.environment = self._free[cls].pop()
             self._open[id(rollout)] = rollout
@@ -381,7 +438,14 @@ class Environments:
                 raise
             columns = ", ".join(row) or "none"
             raise EnvironmentFailure(f"{error}. The row has no such column. It has: {columns}") from cause
-        return joined(rollout.prompt_messages, observation, clean)
+        of_row = of_columns(rollout.pictures, rollout.row)
+        messages = joined(
+            rollout.prompt_messages, observation, clean, SaidPictures(tokenizer, rollout.pictures, places=True)
+        )
+        try:
+            return placed(messages, of_row, f"{cls.__name__}.reset")
+        except ValueError as error:
+            raise EnvironmentFailure(str(error)) from error
 
     def _make(self, rollout: Rollout, cls: type) -> None:
         """Make a rollout's environment. It is closed where nobody waits for it any more."""
@@ -426,7 +490,7 @@ class Environments:
 
         run.__name__ = name
         try:
-            return await run_tool(run, {}, self.timeout)
+            return await run_tool(run, {}, self.timeout, functools.partial(read_ahead, reader=self.reader))
         except ToolsUnavailable:
             raise
         except ToolTimeout as error:

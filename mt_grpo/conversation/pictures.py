@@ -11,7 +11,7 @@ import base64
 import io
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from mt_grpo.base.pictures import (
     Picture,
     digest_of_image,
     id_of_digest,
+    is_image,
     is_picture,
     known_picture,
     picture_of,
@@ -39,6 +40,7 @@ from mt_grpo.conversation.sampling import check_conversations
 SECRET = secrets.token_hex(4)
 MARK = re.compile(f"\ufdd0{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1")
 PART_OF_A_MARK = re.compile(f"\ufdd0[0-9a-f]{{0,{len(SECRET) + ID_DIGITS}}}|\ufdd1")
+PLACE = f"\ufdd0{SECRET}\ufdd1"  # of the next image of a row, in a text that the model does not read as it is
 LARGEST_FILE = 20 * 2**20
 MOST_PIXELS = 2**25
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # whose positions `positions_of` gives
@@ -71,7 +73,7 @@ def readable(text: str) -> str:
     >>> readable("no picture")
     'no picture'
     """
-    return MARK.sub(lambda found: f"<image {found[1]}>", text)
+    return MARK.sub(lambda found: f"<image {found[1]}>", text.replace(PLACE, "<image>"))
 
 
 def readable_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -87,6 +89,17 @@ def readable_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def pictures_of(text: str) -> list[Picture]:
     """The pictures of the marks in a text, in their order."""
     return [picture_of(id_of_digest(digits)) for digits in MARK.findall(text)]
+
+
+def with_marks_of(text: str, pictures: Iterable[Picture]) -> str:
+    """A text from outside: the marks of these pictures stay, and nothing else in it looks like a mark."""
+    if "\ufdd0" not in text and "\ufdd1" not in text:
+        return text
+    names = {picture.name for picture in pictures}
+    pieces = MARK.split(text)  # texts, and between them what names a picture
+    kept = [f"\ufdd0{SECRET}{name}\ufdd1" if name in names else "" for name in pieces[1::2]]
+    texts = [PART_OF_A_MARK.sub("", piece) for piece in pieces[::2]]
+    return "".join(text + mark for text, mark in zip(texts, [*kept, ""]))
 
 
 class PictureReader:
@@ -153,7 +166,7 @@ class PictureReader:
 
         Args:
             value: An image of PIL, bytes, a data URI, or a dict with one of them under `bytes` or `url`; with `paths`
-                also a path, or a dict with one under `path`.
+                also a path, or a dict with one under `path`. A picture is given back.
             where: What the error begins with.
             paths: Whether a text may be the path of a file. Never of what a model or an agent says.
 
@@ -162,6 +175,8 @@ class PictureReader:
         """
         from PIL import Image, ImageOps
 
+        if isinstance(value, Picture):
+            return value
         try:
             given = opened(value, paths)
             if given.width * given.height > MOST_PIXELS:
@@ -213,11 +228,23 @@ def with_marks(
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
     """(messages whose contents are text, the pictures of their marks) of a row's prompt.
 
-    A part `{"type": "image"}` without a picture of its own takes the next one of the row's columns `image` and
-    `images`. Where no message has such a part, they stand before the first text of a user, as TRL puts them.
-
     Raises:
         ValueError: pictures and their places do not match, one cannot be read, or the model reads text alone.
+    """
+    messages, shown = with_places(prompt, row, tokenizer, where)
+    return placed(messages, of_columns(shown, row), where), shown
+
+
+def with_places(
+    prompt: list[dict[str, Any]], row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
+) -> tuple[list[dict[str, Any]], list[Picture]]:
+    """(messages whose contents are text, pictures) of a row's prompt, before those of its columns are put into it.
+
+    A part with a picture of its own becomes the picture's mark, and one without becomes a `PLACE`. The pictures are
+    those of the row's columns (`of_columns`), and behind them those of the parts.
+
+    Raises:
+        ValueError: a picture cannot be read, or the model reads text alone.
     """
     waiting = images_of(row)
     parts = [part for message in prompt if isinstance(message["content"], list) for part in message["content"]]
@@ -225,36 +252,63 @@ def with_marks(
         return prompt, []
     if (reader := reader_of(tokenizer)) is None:
         refuse_images({**row, "prompt": prompt}, where, why_none(tokenizer))
-    messages, shown, following = [], [], iter(waiting)
-    places = sum(is_image_part(part) and own_image(part) is None for part in parts)
-    if places not in (0, len(waiting)):
+    shown: list[Picture] = []
+
+    def read(value: Any) -> Picture:
+        shown.append(reader.read(value, f"{where}, image {len(shown)}", paths=True))
+        return shown[-1]
+
+    def text_of(part: dict[str, Any]) -> str:
+        if not is_image_part(part):
+            return part["text"]
+        return PLACE if own_image(part) is None else mark_of(read(own_image(part)))
+
+    for value in waiting:
+        read(value)
+    return [
+        {**message, "content": "".join(map(text_of, message["content"]))}
+        if isinstance(message["content"], list)
+        else message
+        for message in prompt
+    ], shown
+
+
+def of_columns(shown: list[Picture], row: dict[str, Any]) -> list[Picture]:
+    """Of the pictures that `with_places` gives, those of the row's columns."""
+    return shown[: len(images_of(row))]
+
+
+def placed(messages: list[dict[str, Any]], pictures: list[Picture], where: str) -> list[dict[str, Any]]:
+    """Messages with the pictures of a row's columns, the next one at each `PLACE`.
+
+    Where there is no place, they stand before the first text of a user, as TRL puts them.
+
+    Raises:
+        ValueError: there are more pictures than places, or fewer, or no message of a user.
+    """
+    places = sum(message["content"].count(PLACE) for message in messages)
+    if not places and not pictures:
+        return messages
+    if places not in (0, len(pictures)):
         raise ValueError(
-            f"{where}: the columns {' and '.join(IMAGE_COLUMNS)} have {len(waiting)} images, and the prompt has "
+            f"{where}: the columns {' and '.join(IMAGE_COLUMNS)} have {len(pictures)} images, and the prompt has "
             f"{places} places for them, parts {{'type': 'image'}} without an image under 'image' or 'image_url'. "
             "Expected as many."
         )
-    first = places == 0
-
-    def mark(value: Any) -> str:
-        shown.append(reader.read(value, f"{where}, image {len(shown)}", paths=True))
-        return mark_of(shown[-1])
-
-    for message in prompt:
-        content = message["content"]
-        if isinstance(content, list):
-            content = "".join(
-                (mark(own_image(part) if own_image(part) is not None else next(following)) if is_image_part(part)
-                 else part["text"]) for part in content
-            )  # fmt: skip
-        if first and waiting and message["role"] == "user":
-            content, first = "".join(map(mark, following)) + content, False
-        messages.append({**message, "content": content})
-    if next(following, None) is not None:
+    if places:
+        following = map(mark_of, pictures)
+        return [
+            {**message, "content": re.sub(PLACE, lambda _: next(following), message["content"])}
+            for message in messages
+        ]
+    first = next((k for k, message in enumerate(messages) if message["role"] == "user"), None)
+    if first is None:
         raise ValueError(
-            f"{where}: {len(waiting)} images, and no message of a user to put them into. Add one, or a part "
+            f"{where}: {len(pictures)} images, and no message of a user to put them into. Add one, or a part "
             "{'type': 'image'} to another message."
         )
-    return messages, shown
+    content = "".join(map(mark_of, pictures)) + messages[first]["content"]
+    return [*messages[:first], {**messages[first], "content": content}, *messages[first + 1 :]]
 
 
 def read_pictures(
@@ -262,22 +316,30 @@ def read_pictures(
 ) -> tuple[list, list[list[Picture]]]:
     """(prompts of texts, with marks; the pictures of each). The rollouts of a group share them.
 
-    Conversations that place images otherwise, `env`, have two functions in place of `with_marks`: `place_images` for
-    the prompt of a rollout, and `mark_images` for what the model reads of it. `way` names one of them.
+    Args:
+        prompts: Messages, or strings.
+        rows: Of the data, one for each.
+        tokenizer: Of the model.
+        env: Of the conversations. Where it has an environment, whose `reset` may change the prompts, their places stay
+            (`with_places`). Conversations that place images otherwise have functions of their own: `place_images` for
+            the prompt of a rollout, and `mark_images` for what the model reads of it.
+        way: The name of one of these.
 
     Raises `ValueError` for what is no prompt (`check_conversations`), and for pictures (`with_marks`).
     """
     prompts = check_conversations(prompts, "prompts", images=True)
+    resets = getattr(env, "environments", None) is not None
+    place = getattr(env, way, with_places if resets else with_marks)
     reader, found, last = reader_of(tokenizer), [], None
     for number, prompt in enumerate(prompts):
         row = rows[number] if rows else {}
-        if isinstance(prompt, str) and reader is not None and any(row.get(key) is not None for key in IMAGE_COLUMNS):
+        has_image = any(row.get(key) is not None for key in IMAGE_COLUMNS)
+        if isinstance(prompt, str) and reader is not None and has_image:
             prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, str) or not prompt:  # of the latter an environment's `reset` brings one
+        if isinstance(prompt, str) or not (prompt or (resets and has_image)):  # an environment's `reset` brings one
             found.append((prompt, []))
             continue
         if last is None or last[0] is not row or last[1] is not prompts[number]:
-            place = getattr(env, way, with_marks)
             last = row, prompts[number], place(prompt, row, tokenizer, f"prompt {number}")
         found.append(last[2])
     return check_conversations([prompt for prompt, _ in found], "prompts"), [shown for _, shown in found]
@@ -285,29 +347,78 @@ def read_pictures(
 
 def parts_of(value: Any) -> list[dict[str, Any]] | None:
     """What a tool returned as parts of a message, if there is an image among them: of PIL, or in OpenAI's form."""
-    from PIL import Image
-
-    values = value if isinstance(value, list) else [value]
-    parts = [{"type": "image", "image": each} if isinstance(each, Image.Image) else each for each in values]
+    parts = as_parts(value if isinstance(value, list) else [value])
     if not any(is_image_part(part) and not is_address(own_image(part)) for part in parts):
         return None  # a part that names an address is data, as other JSON
+    return parts
+
+
+def as_parts(values: list[Any]) -> list[Any]:
+    """Texts and images of PIL as parts of a message; others as they are."""
+    parts = [{"type": "image", "image": each} if is_image(each) else each for each in values]
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
 
-def text_of_parts(parts: list[Any], reader: PictureReader, where: str) -> tuple[str, list[Picture]]:
-    """(the text of parts with marks, their pictures). Raises `ValueError`; no path is read."""
+def text_of_parts(
+    parts: list[Any], reader: PictureReader, where: str, known: Iterable[Picture] = (), places: bool = False
+) -> tuple[str, list[Picture]]:
+    """(the text of parts with marks, their pictures). Raises `ValueError`; no path is read.
+
+    Args:
+        parts: Of texts and images.
+        reader: Of the model.
+        where: What the error begins with.
+        known: Pictures whose marks stay, where they stand in a text.
+        places: Whether a part may be the place of a row's image.
+    """
     text, shown = "", []
     for part in parts:
         if is_image_part(part) and own_image(part) is not None:
             shown.append(reader.read(own_image(part), where))
             text += mark_of(shown[-1])
-        elif isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
-            text += PART_OF_A_MARK.sub("", part["text"])
+        elif is_image_part(part) and places:
+            text += PLACE
+        elif is_text_part(part):
+            text += with_marks_of(part["text"], known)
         else:
             raise ValueError(
                 f"{where} has the part {part!r:.100}. Expected text, or an image under 'image' or 'image_url'."
             )
     return text, shown
+
+
+class SaidPictures:
+    """Reads what an environment says in a conversation, and keeps its pictures beside the conversation's own.
+
+    Args:
+        tokenizer: Of the model. One without a reader of pictures, or None: an image is refused.
+        pictures: Of the conversation so far. Those that are read are put behind them.
+        places: Whether a part may be the place of a row's image.
+    """
+
+    def __init__(self, tokenizer: Any = None, pictures: list[Picture] | None = None, places: bool = False):
+        self.tokenizer, self.pictures, self.places = tokenizer, [] if pictures is None else pictures, places
+
+    def text(self, content: Any, where: str) -> str:
+        """A content, text or parts, as text with marks. Raises `ValueError`.
+
+        A mark of the conversation's own pictures stays: it is what `rollout.history` has in the place of one.
+        """
+        if isinstance(content, str):
+            return with_marks_of(content, self.pictures)
+        parts = content if isinstance(content, list) else as_parts([content])
+        if not any(is_image_part(part) or is_image(part) for part in parts) or isinstance(content, dict):
+            for part in parts:
+                if not isinstance(content, list) or not is_text_part(part):
+                    raise ValueError(f"{where} has the content {part!r:.100}, expected text, or parts of type text.")
+            return "".join(with_marks_of(part["text"], self.pictures) for part in parts)
+        if (reader := reader_of(self.tokenizer)) is None:
+            raise ValueError(
+                f"{where} has an image. The model would not see it: {why_none(self.tokenizer)}. Expected text alone."
+            )
+        text, shown = text_of_parts(as_parts(parts), reader, where, self.pictures, self.places)
+        self.pictures += [picture for picture in shown if picture not in self.pictures]
+        return text
 
 
 def num_pixels(row: dict[str, Any]) -> int:
@@ -361,6 +472,10 @@ def images_of(row: dict[str, Any]) -> list[Any]:
 def is_image_part(part: Any) -> bool:
     """Whether a part of a content is a picture, or a place for one: its type says so, and no other key of a dict."""
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
+def is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"
 
 
 def is_address(value: Any) -> bool:

@@ -9,7 +9,7 @@ import os
 import re
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import jinja2
@@ -31,12 +31,15 @@ from mt_grpo.conversation.pictures import (
     drawn_ids,
     drawn_image,
     num_pixels,
+    of_columns,
+    placed,
     read_pictures,
     reader_of,
     refuse_images,
     why_none,
     with_marks,
     with_pictures,
+    with_places,
 )
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.trees import tree_size
@@ -110,6 +113,9 @@ def check_images(dataset: Any, name: str, env: Any) -> None:
                 f"{name}, row {i}: the column {found[0]!r} is not read: only images are. Remove or rename it."
             )
         prompt = row.get("prompt") or row.get("messages") or []
+        if env.environments is not None and not hasattr(env, "place_images"):  # whose `reset` may bring the places
+            with_places(prompt, row, env.tokenizer, f"{name}, row {i}")
+            continue
         if not prompt:
             refuse_images(row, f"{name}, row {i}", "the row has no prompt to put it into")
         place(prompt, row, env.tokenizer, f"{name}, row {i}")
@@ -176,8 +182,11 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     """The ids of a row's prompt, as far as it is known before an environment's `reset`."""
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
-    # `_shown` keeps them while the prompt is tokenised.
-    (prompt,), _shown = read_pictures([prompt], [row], env.tokenizer, env, "mark_images")
+    # `shown` keeps its pictures while the prompt is tokenised.
+    (prompt,), (shown,) = read_pictures([prompt], [row], env.tokenizer, env, "mark_images")
+    if env.environments is not None and not hasattr(env, "mark_images"):
+        with suppress(ValueError):  # `reset` may bring further places
+            prompt = placed(prompt, of_columns(shown, row), "the prompt")
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
 

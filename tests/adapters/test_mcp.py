@@ -12,6 +12,7 @@ import types
 
 import psutil
 import pytest
+import vision_model
 import warm_python
 from processes import IMPORTS, ends
 from scripted import CHATML_TOKENIZER, Scripted, call
@@ -24,18 +25,22 @@ from mt_grpo.adapters.mcp import servers as mcp_servers
 from mt_grpo.adapters.mcp.files import fill_all, read_servers
 from mt_grpo.adapters.mcp.servers import LOOP, close_servers
 from mt_grpo.base.event_loop import background_loop
+from mt_grpo.base.pictures import pictures_in
+from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import tool_schema
 
 TIME = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone=UTC"]}
 SERVER = '''
 """Sums, sleeps, ends: over stdio, or on a port over streamable HTTP."""
 import asyncio
+import base64
 import functools
 import os
 import sys
 from typing import Annotated
 
 from mcp.server.mcpserver import Image, MCPServer
+from mcp.types import BlobResourceContents, EmbeddedResource, ImageContent, TextContent
 from pydantic import Field
 
 server = MCPServer("sums")
@@ -80,6 +85,29 @@ def fail() -> str:
 def draw() -> Image:
     """Draw."""
     return Image(data=b"x", format="png")
+
+
+@server.tool()
+def show(seed: int = 0, broken: bool = False):
+    """Show."""
+    import io
+    import random
+    from PIL import Image as PilImage
+    pixels, file = random.Random(seed), io.BytesIO()
+    image = PilImage.new("RGB", (4, 4))
+    image.putdata([tuple(pixels.randrange(256) for _ in range(3)) for _ in range(16)])
+    image.resize((56, 56), PilImage.Resampling.NEAREST).save(file, "PNG")
+    data = base64.b64encode(file.getvalue()[: 30 if broken else None]).decode()
+    contents = [
+        BlobResourceContents(uri="a://b", blob=data, mime_type="image/png"),
+        BlobResourceContents(uri="a://c", blob=data, mime_type="application/zip"),
+    ]
+    return [
+        TextContent(type="text", text="One:"),
+        ImageContent(type="image", data=data, mime_type="image/png"),
+        TextContent(type="text", text="Two:"),
+        *(EmbeddedResource(type="resource", resource=each) for each in contents),
+    ]
 
 
 if len(sys.argv) > 1:
@@ -222,6 +250,26 @@ def test_a_server_that_dies_is_started_again(tmp_path, caplog):
     assert [record.message for record in caplog.records if "started again" in record.message] == [
         "The MCP server sums had ended, and is started again."
     ]
+
+
+def test_images_are_read_where_the_model_reads_images(tmp_path):
+    """Each at its place between the texts. A model of text reads their names, and so is read what is no image."""
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)}, max_tool_response_length=200)
+    named = "One:\n[image: not shown]\nTwo:\n[resource: not shown]\n[resource: not shown]"
+    assert [turn.observation for turn in talk(tools, call("show"))] == [named]
+    tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
+    picture = tokenizer.pictures.read(vision_model.picture(5), "")
+    env = mt.MultiTurnToolEnv(tools, None, 4, tokenizer=tokenizer, max_completion_length=600)
+    turns = [call("show", seed=5), call("show", broken=True), call("draw"), ANSWER]
+    script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
+    (rollout,) = env.generate(["?"], Scripted([script]))["rollouts"]
+    shown, broken, drawn, _ = rollout.turns
+    name = f"<image {picture.name}>"
+    assert readable(shown.observation) == f"One:\n{name}\nTwo:\n{name}\n[resource: not shown]"
+    assert pictures_in(shown.observation_ids) == [picture, picture] and shown.error is None
+    why = "\nthe tool's result: the image cannot be read: "
+    assert broken.observation.startswith(named + why) and broken.error is None
+    assert drawn.observation.startswith("[image: not shown]" + why) and not pictures_in(drawn.observation_ids)
 
 
 def test_a_start_goes_on_where_its_call_is_given_up(tmp_path):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import requests
+import vision_model
 from conftest import data_file
 from datasets import Dataset
 from scripted import CHATML_TOKENIZER, Scripted, call, ids
@@ -32,7 +33,9 @@ from mt_grpo.adapters.verl.base import BaseInteraction, BaseTool
 from mt_grpo.adapters.verl.builtin import Gsm8kInteraction, Gsm8kTool, SearchTool, WeatherInteraction, warn_of_no_truth
 from mt_grpo.adapters.verl.config import load_interactions
 from mt_grpo.adapters.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.environments import EnvironmentFailure
+from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
 from mt_grpo.recipe.checks import check_dataset
 from mt_grpo.recipe.data import load_rows
@@ -792,6 +795,83 @@ def test_what_no_tool_returns_is_an_error(tmp_path, returned):
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
     (rollout,) = converse(env, [[call("count"), ANSWER]], [{}])
     assert rollout.turns[0].error == "tool" and rollout.turns[0].results[0].reward is None
+
+
+DRAWS = """
+import random
+from PIL import Image
+
+
+def drawn(seed):
+    rng, image = random.Random(seed), Image.new("RGB", (4, 4))
+    image.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(16)])
+    return image.resize((56, 56), Image.Resampling.NEAREST)
+"""
+
+
+def with_vision(env, tmp_path, turns, row):
+    """A conversation of a model that reads images: (the rollout, its tokenizer)."""
+    tokenizer = env.tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
+    script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
+    return converse(env, [script], [row])[0], tokenizer
+
+
+def test_images_of_a_tool_by_yaml(tmp_path):
+    """Before the text, as in verl; the text alone is cut. What a tool reads of the conversation has them, too."""
+    returned = "ToolResponse(text='0123456789', image=[drawn(1), None, drawn(2)]), 0.5, {'seen': kwargs['agent_data']}"
+    shape = {"CREATED": "instance_id, ToolResponse(text='Board:', image=[drawn(0)])", "RETURNED": returned}
+    keys = {"max_tool_response_length": 4, "tool_response_truncate_side": "right"}
+    path = counter(tmp_path, shape)
+    (tmp_path / "written_tools.py").write_text(DRAWS + (tmp_path / "written_tools.py").read_text())
+    rollout, tokenizer = with_vision(build(tools_config_file=path, **keys)(), tmp_path, [call("count"), ANSWER], {})
+    board, one, two = (tokenizer.pictures.read(vision_model.picture(k), "") for k in range(3))
+    begin = f"How many?\n<image {board.name}>Board:"
+    assert readable(rollout.prompt_messages[-1]["content"]) == begin
+    assert readable(rollout.turns[0].results[0].text) == f"<image {one.name}><image {two.name}>0123...(truncated)"
+    assert rollout.turns[0].results[0].reward == 0.5 and rollout.turns[0].error is None
+    assert pictures_in(rollout.prompt_ids + rollout.completion_ids) == [board, one, two]
+    (seen,) = (metrics["seen"] for metrics in rollout.environment.agent_data.metrics["count"])
+    assert [image.tobytes() for image in seen.image_data] == [each.image.tobytes() for each in (board, one, two)]
+    assert seen.messages[0]["content"] == begin
+
+
+def test_images_of_a_function_tool(tmp_path):
+    source = (
+        DRAWS
+        + """
+from verl.tools.function_tool import function_tool
+from verl.tools.schemas import ToolResponse
+
+@function_tool
+def draw(seed: int):
+    '''Draws.
+
+    Args:
+        seed: Any.
+    '''
+    return ToolResponse(image=[drawn(seed)]), 0.25
+"""
+    )
+    (tmp_path / "written_functions.py").write_text(source)
+    tools = load_adapter_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
+    env = mt.MultiTurnToolEnv(tools, None, 4, tokenizer=CHATML_TOKENIZER)
+    refused = env.generate(["?"], Scripted([[call("draw", seed=3), ANSWER]]))["rollouts"][0].turns[0]
+    assert refused.error == "tool"
+    assert refused.observation == "Error: the tool returned an image, and this run's model reads text alone"
+    rollout, tokenizer = with_vision(env, tmp_path, [call("draw", seed=3), ANSWER], {})
+    picture = tokenizer.pictures.read(vision_model.picture(3), "")
+    assert pictures_in(rollout.completion_ids) == [picture] and rollout.turns[0].results[0].reward == 0.25
+
+
+@pytest.mark.parametrize("media", ["video=[1]", "image=[drawn(1)], video=[1]"])
+def test_videos_of_a_tool_are_refused(tmp_path, media):
+    counter(tmp_path, {**NEW, "RETURNED": f"ToolResponse(text='x', {media})"})
+    (tmp_path / "written_tools.py").write_text(DRAWS + (tmp_path / "written_tools.py").read_text())
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
+    rollout, _ = with_vision(env, tmp_path, [call("count"), ANSWER], {})
+    assert rollout.turns[0].observation == (
+        "Error: the tool returned a video, which this trainer cannot show to a model"
+    )
 
 
 def test_what_the_model_reads_of_a_tool(tmp_path):

@@ -17,6 +17,7 @@ import zipfile
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import vision_model
 from conftest import data_file
 from scripted import CHATML_TOKENIZER, Scripted, call
 from test_environments import ANSWER
@@ -27,6 +28,8 @@ import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.adapters.mcp import servers as mcp_servers
 from mt_grpo.adapters.verl import paths as verl_paths
+from mt_grpo.base.pictures import pictures_in
+from mt_grpo.conversation.pictures import mark_of
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import StopReason
 
@@ -269,7 +272,7 @@ def test_the_sandbox_tool(found, tmp_path, http, caplog, way):
     assert rollout.reward is None and "calc_reward of code_interpreter gave list" in caplog.text
 
 
-# -- images, which are refused --
+# -- images --
 
 ZOOM = """
 tools:
@@ -300,7 +303,7 @@ tools:
 
 @WAYS
 def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
-    """Its texts are read. The image that it crops is refused with an error that the model reads."""
+    """Its texts are read, and the image that it crops where the model reads images; another one reads why not."""
     image = pytest.importorskip("PIL.Image", reason="the tool crops images with Pillow")
     module_with(monkeypatch, "qwen_vl_utils", fetch_image=lambda given: image.open(given["image"]))
     image.new("RGB", (100, 80)).save(tmp_path / "image.png")
@@ -311,7 +314,7 @@ def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
     calls = [call(name, bbox_2d=[0, 0, 50, 40]), call(name, bbox_2d=[50, 0, 0, 40]), call(name, bbox_2d=[1])]
     with_image, without = converse(env, [[*calls, ANSWER], []], [row, {}])
     crops, invalid, short, _ = with_image.turns
-    assert crops.error == "tool" and "an image or a video, which this trainer cannot show" in crops.observation
+    assert crops.observation == "Error: the tool returned an image, and this run's model reads text alone"
     assert invalid.observation == (
         "Error: The specified bounding box [50, 0, 0, 40] is invalid or results in a crop smaller than the minimum "
         "size of 28x28."
@@ -319,6 +322,12 @@ def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
     assert short.observation == "Error: bbox_2d parameter is missing or not a list of 4 numbers."
     assert (invalid.results[0].reward, short.results[0].reward, short.error) == (-0.05, -0.05, None)
     assert without.stop_reason == StopReason.ENVIRONMENT_ERROR and "required 'image'" in str(without.error)
+    tokenizer = env.tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
+    script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in (calls[0], ANSWER)]
+    (rollout,) = converse(env, [script], [row])
+    (crop,) = pictures_in(rollout.completion_ids)
+    assert crop.image.size == (50, 40) and rollout.turns[0].error is None
+    assert rollout.turns[0].observation.startswith(mark_of(crop))
 
 
 # -- tools behind MCP servers --

@@ -314,6 +314,8 @@ def test_content_that_is_no_text_ends_its_rollout(content, way):
         assert broken.stop_reason == StopReason.ENVIRONMENT_ERROR and well.error is None
         shown = content[0] if isinstance(content, list) else content
         expected = f"has the content {shown!r}, expected text, or parts of type text."
+        if isinstance(shown, dict) and shown.get("type") == "image":
+            expected = "has an image. The model would not see it: it reads text alone. Expected text alone."
         assert str(broken.error).endswith(expected) and str(broken.error).startswith(("Broken.respond: ", "reset "))
 
 

@@ -21,12 +21,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vision_model
 import yaml
 from bench import template_table
 from bench.common import with_section
 from datasets import Dataset
 from quickstart import TASKS
-from scripted import call
+from scripted import Scripted, call
 from test_agents import run as run_agent
 from test_formats import TOKENIZER
 from test_verl import build as verl_build, converse as verl_converse
@@ -36,6 +37,7 @@ from trl import GRPOConfig, ScriptArguments
 import mt_grpo
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.agents.programs import CommandAgent
+from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.environments import METHODS
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS, make_format
@@ -180,6 +182,7 @@ def test_every_python_block_is_run_here():
         "def _before_credit",
         "def _without_signal",
         "class Branching",
+        "class Board",
         *EXAMPLES,
     )
     for page, text in PAGES.items():
@@ -291,6 +294,19 @@ EXAMPLES = {
     "class Countdown": ({"start": 3}, say(("take", {"number": 2}), ("take", {"number": 1})),
                         ["1 left"], "environment_stop", (None, [0.1, 1.0])),
 }  # fmt: skip
+
+
+def test_the_example_of_images_runs(tmp_path):
+    """In the prompt, in a tool's result and in a reply, each as it is drawn."""
+    (tmp_path / "example.py").write_text(block(ENVIRONMENTS, "python", "class Board"))
+    _, cls = load_environment(f"{tmp_path}/example.py:Board", None, mt.MultiTurnToolEnv)
+    tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
+    turns = say(("move", {}), "<answer>again</answer>", "<answer>1</answer>")
+    script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
+    env = mt.MultiTurnToolEnv([], None, 3, tokenizer=tokenizer, environment=cls)
+    (rollout,) = env.generate(["Begin."], Scripted([script]), rows=[{}])["rollouts"]
+    boards = pictures_in(rollout.prompt_ids + rollout.completion_ids)
+    assert [board.image.getpixel((30, 9))[1] for board in boards] == [255, 0, 0] and rollout.error is None
 
 
 @pytest.mark.parametrize("word", EXAMPLES)

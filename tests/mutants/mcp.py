@@ -111,4 +111,32 @@ MUTATIONS = [
         "None",
         "tests/adapters/test_mcp.py::test_a_bad_file_is_refused",
     ),
+    Mutation(
+        "mcp: images are named to a model that reads them",
+        "mt_grpo/adapters/mcp/tools.py",
+        "    if not any(images):\n        return None\n",
+        "    return None\n",
+        "tests/adapters/test_mcp.py::test_images_are_read_where_the_model_reads_images",
+    ),
+    Mutation(
+        "mcp: an image of a resource is not read",
+        "mt_grpo/adapters/mcp/tools.py",
+        'if blob is not None and str(kind).startswith("image/") else None',
+        "if False else None",
+        "tests/adapters/test_mcp.py::test_images_are_read_where_the_model_reads_images",
+    ),
+    Mutation(
+        "mcp: any resource is an image",
+        "mt_grpo/adapters/mcp/tools.py",
+        'blob is not None and str(kind).startswith("image/")',
+        "blob is not None",
+        "tests/adapters/test_mcp.py::test_images_are_read_where_the_model_reads_images",
+    ),
+    Mutation(
+        "mcp: texts and images are not apart",
+        "mt_grpo/adapters/mcp/tools.py",
+        '["\\n"] * (k > 0) + [',
+        "[",
+        "tests/adapters/test_mcp.py::test_images_are_read_where_the_model_reads_images",
+    ),
 ]

@@ -65,8 +65,8 @@ MUTATIONS = [
     Mutation(
         "verl: what a create says is lost",
         "mt_grpo/adapters/verl/environment.py",
-        'return "\\n" + said if said else None',
-        "return None",
+        "parts = [part for each in said for part in",
+        "parts = [part for each in [] for part in",
         "tests/adapters/test_verl.py::test_what_a_create_says_is_read_behind_the_prompt",
     ),
     Mutation(
@@ -182,11 +182,11 @@ MUTATIONS = [
         "tests/adapters/test_verl.py::test_a_row_selects_tools",
     ),
     Mutation(
-        "verl: an image is read as nothing",
+        "verl: a video is read as nothing",
         "mt_grpo/adapters/verl/base.py",
-        "if response.image or response.video:",
+        "if response.video:",
         "if False:",
-        "tests/adapters/test_verl.py::test_what_no_tool_returns_is_an_error",
+        "tests/adapters/test_verl.py::test_videos_of_a_tool_are_refused",
     ),
     Mutation(
         "verl: a tuple of any length is a result",
@@ -348,5 +348,40 @@ MUTATIONS = [
         "    if not script_args.use_inference_chat_template:",
         "    if True:",
         "tests/training/test_token_checks.py::test_the_history_is_rendered_anew_before_each_turn",
+    ),
+    Mutation(
+        "verl: an image stands behind its text",
+        "mt_grpo/adapters/verl/base.py",
+        "ResultInParts([*images, *filter(None, [response.text])])",
+        "ResultInParts([*filter(None, [response.text]), *images])",
+        "tests/adapters/test_verl.py::test_images_of_a_tool_by_yaml",
+    ),
+    Mutation(
+        "verl: an image is read as nothing",
+        "mt_grpo/adapters/verl/base.py",
+        "for each in response.image or [] if each is not None]",
+        "for each in []]",
+        "tests/adapters/test_verl.py::test_images_of_a_function_tool",
+    ),
+    Mutation(
+        "verl: a result with an image is not cut",
+        "mt_grpo/adapters/house.py",
+        "    return result.with_text(lambda text: cut_characters(text, most, side))",
+        "    return result",
+        "tests/adapters/test_verl.py::test_images_of_a_tool_by_yaml",
+    ),
+    Mutation(
+        "verl: tools read marks",
+        "mt_grpo/adapters/verl/environment.py",
+        "    return readable_messages(\n",
+        "    return list(\n",
+        "tests/adapters/test_verl.py::test_images_of_a_tool_by_yaml",
+    ),
+    Mutation(
+        "verl: tools see no images",
+        "mt_grpo/adapters/verl/environment.py",
+        "[picture.image for picture in pictures_in(self.prompt_ids)] or None",
+        "None",
+        "tests/adapters/test_verl.py::test_images_of_a_tool_by_yaml",
     ),
 ]

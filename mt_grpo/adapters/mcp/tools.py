@@ -13,6 +13,7 @@ from mt_grpo.adapters.mcp.files import read_servers
 from mt_grpo.adapters.mcp.servers import LOOP, McpServer, McpToolError, ServerEnded, servers_to_close
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop, gather_all, run_on_thread
+from mt_grpo.conversation.tools.results import ResultInParts
 from mt_grpo.conversation.tools.signature import as_tool
 
 
@@ -113,12 +114,12 @@ def load_mcp_tools(
 def mcp_tool(server: McpServer, tool: Any, finish: Callable[[str], str]) -> Callable:
     """One tool of a server, which checks its arguments. Raises `ValueError` for names that Python does not take."""
 
-    async def run(**arguments: Any) -> str:
+    async def run(**arguments: Any) -> str | ResultInParts:
         result = await run_on_thread(server.call(tool.name, arguments), LOOP)
         text = finish(result_text(result))
         if result.is_error:
             raise McpToolError(text)
-        return text
+        return text if (parts := result_parts(result)) is None else ResultInParts(parts, text).with_text(finish)
 
     made = as_tool(types.SimpleNamespace(name=tool.name, schema=schema_of(server, tool), run=run))
     made.as_written = made.holds_state = True
@@ -143,6 +144,35 @@ def result_text(result: Any) -> str:
     if not result.content and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(content_text(part) for part in result.content)
+
+
+def result_parts(result: Any) -> list[Any] | None:
+    """The texts and images of a result, as `result_text` joins them; None without an image.
+
+    >>> told, drawn = (types.SimpleNamespace(type=kind, text="x", data="eA==") for kind in ("text", "image"))
+    >>> result_parts(types.SimpleNamespace(content=[told, drawn, told]))
+    ['x\n', {'type': 'image', 'image': 'data:;base64,eA=='}, '\nx']
+    """
+    images = [image_data(part) for part in result.content]
+    if not any(images):
+        return None
+    parts = []
+    for k, (part, data) in enumerate(zip(result.content, images)):
+        for each in ["\n"] * (k > 0) + [{"type": "image", "image": data} if data else content_text(part)]:
+            if isinstance(each, str) and parts and isinstance(parts[-1], str):
+                parts[-1] += each
+            else:
+                parts.append(each)
+    return parts
+
+
+def image_data(part: Any) -> str | None:
+    """The data URI of a part that is an image: itself, or as the blob of a resource."""
+    resource = getattr(part, "resource", None)
+    if part.type == "image":
+        return f"data:;base64,{part.data}"
+    blob, kind = getattr(resource, "blob", None), getattr(resource, "mime_type", None)
+    return f"data:;base64,{blob}" if blob is not None and str(kind).startswith("image/") else None
 
 
 def content_text(part: Any) -> str:

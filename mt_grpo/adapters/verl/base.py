@@ -12,7 +12,7 @@ from typing import Any
 from mt_grpo.adapters.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.base.event_loop import run_on_thread
 from mt_grpo.conversation.environments import is_number
-from mt_grpo.conversation.tools.results import as_text
+from mt_grpo.conversation.tools.results import ResultInParts, as_text
 from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.rollout import ToolResult
 
@@ -154,7 +154,7 @@ def schema_dict(schema: Any) -> dict[str, Any]:
 
 
 def read_result(returned: Any) -> ToolResult:
-    """What a tool returned: the text, and the reward of the turn.
+    """What a tool returned: the text, or a `ResultInParts` in its place, and the reward of the turn.
 
     >>> read_result(("7", 0.5, {"queries": 1}))
     ToolResult(text='7', error=None, seconds=0.0, reward=0.5)
@@ -167,13 +167,17 @@ def read_result(returned: Any) -> ToolResult:
     reward = parts[1] if len(parts) > 1 else None
     if reward is not None and not is_number(reward):
         raise ValueError(f"the tool gave the reward {reward!r}, expected a finite number")
-    return ToolResult(response_text(parts[0]), reward=None if reward is None else float(reward))
+    return ToolResult(response_content(parts[0]), reward=None if reward is None else float(reward))
 
 
-def response_text(response: Any) -> str:
-    """A `ToolResponse`, verl's own too, or what may stand for one, as text. Raises `ValueError` for media."""
-    if all(hasattr(response, key) for key in ("text", "image", "video")):
-        if response.image or response.video:
-            raise ValueError("the tool returned an image or a video, which this trainer cannot show to a model")
-        return response.text or ""
-    return as_text(response)
+def response_content(response: Any) -> str | ResultInParts:
+    """A `ToolResponse`, verl's own too, or what may stand for one: its images, as in verl, before its text.
+
+    Raises `ValueError` for a video.
+    """
+    if not all(hasattr(response, key) for key in ("text", "image", "video")):
+        return as_text(response)
+    if response.video:
+        raise ValueError("the tool returned a video, which this trainer cannot show to a model")
+    images = [{"type": "image", "image": each} for each in response.image or [] if each is not None]
+    return ResultInParts([*images, *filter(None, [response.text])]) if images else response.text or ""

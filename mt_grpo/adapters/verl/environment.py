@@ -15,10 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mt_grpo.adapters.house import cut_characters
-from mt_grpo.adapters.verl.base import on_own_loop, read_result, response_text
+from mt_grpo.adapters.house import cut_result
+from mt_grpo.adapters.verl.base import on_own_loop, read_result, response_content
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.environments import METHODS, is_number
+from mt_grpo.conversation.pictures import readable_messages
+from mt_grpo.conversation.tools.results import ResultInParts
 from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 
@@ -42,7 +45,6 @@ class AgentData:
     tool_rewards: list[float] = field(default_factory=list)
     turn_scores: list[float] = field(default_factory=list)
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    image_data: Any = None
     video_data: Any = None
     rollout: Rollout | None = None  # None until the first turn
 
@@ -50,6 +52,11 @@ class AgentData:
     def messages(self) -> list:
         """All messages so far, the turn with the calls included."""
         return messages_of(self.rollout) if self.rollout else []
+
+    @property
+    def image_data(self) -> list | None:
+        """The images that the model was shown so far, of PIL; None without any."""
+        return [picture.image for picture in pictures_in(self.prompt_ids)] or None
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -88,13 +95,18 @@ class AgentData:
 
 
 def messages_of(rollout: Rollout) -> list[dict[str, Any]]:
-    """What was said so far, as it is in verl: a tool's result is a message of role `tool` in every format."""
+    """What was said so far, as it is in verl: a tool's result is a message of role `tool` in every format.
+
+    An image is named in the text.
+    """
     pairs = [pair for turn in rollout.turns for pair in zip(turn.messages, turn.results)]
     results = {id(message): result.text for message, result in pairs if message["role"] == "user"}
-    return [
-        {"role": "tool", "content": results[id(message)]} if id(message) in results else message
-        for message in rollout.history
-    ]
+    return readable_messages(
+        [
+            {"role": "tool", "content": results[id(message)]} if id(message) in results else message
+            for message in rollout.history
+        ]
+    )
 
 
 def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], list[str] | None]:
@@ -229,7 +241,7 @@ class VerlEnvironment:
             )
         return name
 
-    async def reset(self, **row: Any) -> str | None:
+    async def reset(self, **row: Any) -> str | list | None:
         """Begin: every tool's `create`, and the interaction's `start_interaction`.
 
         What a `create` says is put behind the prompt.
@@ -238,9 +250,10 @@ class VerlEnvironment:
         self.agent_data = AgentData(uuid.uuid4().hex, tools_kwargs, interaction_kwargs)
         self.outcome_rewards = {}
         said = await on_own_loop(self._begin(interaction_kwargs))
-        return "\n" + said if said else None
+        parts = [part for each in said for part in ("\n", *([each] if isinstance(each, str) else each.parts))]
+        return "".join(parts) if all(isinstance(part, str) for part in parts) else parts
 
-    async def _begin(self, interaction_kwargs: dict[str, Any]) -> str:
+    async def _begin(self, interaction_kwargs: dict[str, Any]) -> list[str | ResultInParts]:
         said = []
         for name in self.verl_tools if self.lifecycle == PER_TRAJECTORY else ():
             if self.tool_selection is None or name in self.tool_selection:
@@ -258,9 +271,9 @@ class VerlEnvironment:
                 interaction.start_interaction, interaction_kwargs, {}
             ))  # fmt: skip
             self._interaction, self._interaction_id = interaction, given or own_id
-        return "\n".join(said)
+        return said
 
-    async def _create(self, tool: str, own_id: str) -> tuple[str, str]:
+    async def _create(self, tool: str, own_id: str) -> tuple[str, str | ResultInParts]:
         """(the id of what a tool's `create` made, what it says). Up to verl 0.5 it returns the id alone."""
         create = self.verl_tools[tool].create
         kwargs = self._kwargs(tool, "create")
@@ -269,7 +282,7 @@ class VerlEnvironment:
             named = {name: value for name, value in kwargs.items() if takes(create, name)}
         made = await create(own_id, **with_given(create, named, {"create_kwargs": kwargs}))
         given, response = made if isinstance(made, tuple) else (made, None)
-        return given or own_id, "" if response is None else response_text(response)
+        return given or own_id, "" if response is None else response_content(response)
 
     async def _call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         """One call of the model's."""
@@ -293,7 +306,7 @@ class VerlEnvironment:
             self.agent_data.tool_rewards.append(result.reward)
         if isinstance(returned, tuple) and len(returned) == 3:
             self.agent_data.metrics.setdefault(tool, []).append(returned[2])
-        return ToolResult(cut_characters(result.text, self.most_characters, self.truncate_side), reward=result.reward)
+        return ToolResult(cut_result(result.text, self.most_characters, self.truncate_side), reward=result.reward)
 
     async def _release(self, tool: str, own_id: str) -> None:
         release = self.verl_tools[tool].release

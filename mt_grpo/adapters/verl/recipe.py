@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.adapters.house import cut_characters, truncation
+from mt_grpo.adapters.house import cut_result, truncation
 from mt_grpo.adapters.verl.base import function_as_tool
 from mt_grpo.adapters.verl.config import load_function_tools, load_interactions, load_tools_config
 from mt_grpo.adapters.verl.environment import PER_CALL, PER_TRAJECTORY, VerlEnvironment, environment_class
@@ -18,7 +18,7 @@ def load_function_tool_list(script_args: Any) -> list[Callable]:
     most, side = truncation(script_args)
 
     def finish(result: ToolResult) -> ToolResult:
-        return ToolResult(cut_characters(result.text, most, side), reward=result.reward)
+        return ToolResult(cut_result(result.text, most, side), reward=result.reward)
 
     found = load_function_tools(script_args.function_tool_path)
     return [function_as_tool(tool, finish) for tool in found]

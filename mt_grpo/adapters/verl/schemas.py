@@ -85,7 +85,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers. `image` and `video` are lists, as in verl; here a text is all that a model can read.
+    """What a tool answers. `image` and `video` are lists, as in verl. No model is shown a video.
 
     >>> ToolResponse().is_empty(), ToolResponse(text="7").is_text_only()
     (True, True)

@@ -16,9 +16,8 @@ from typing import Any
 
 from mt_grpo.base.errors import sentence
 from mt_grpo.conversation.tools.arguments import arguments_source
-from mt_grpo.conversation.tools.results import RESULT_SOURCE, error_text
+from mt_grpo.conversation.tools.results import RESULT_SOURCE, as_received, error_text
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
-from mt_grpo.rollout import ToolResult
 
 # The program of a tool process. It must not import this module, which takes seconds: killed processes are replaced.
 TOOL_PROCESS = """
@@ -49,7 +48,7 @@ for call in calls:
         reward = None
         if type(result).__name__ == "ToolResult":  # importing the class would cost every process
             result, reward = result.text, result.reward
-        answer = json.dumps({"result": as_text(result), "reward": None if reward is None else float(reward)})
+        answer = json.dumps({**as_sent(result), "reward": None if reward is None else float(reward)})
     except BaseException as error:
         name = type(error).__name__
         text = str(error) if isinstance(error, Exception) else f"{name}: {error}"
@@ -203,7 +202,7 @@ class ToolProcesses:
             self._one_less(loop)
         if "error" in answer:
             raise type(answer["error"], (Exception,), {})(answer["text"])
-        return ToolResult(answer["result"], reward=answer["reward"])
+        return as_received(answer)
 
     @asynccontextmanager
     async def _killed_on_error(self, process: asyncio.subprocess.Process) -> AsyncIterator[None]:

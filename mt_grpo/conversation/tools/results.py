@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import collections.abc
 import dataclasses
 import enum
 import functools
 import inspect
+import io
 import json
 import re
 from collections.abc import Callable
@@ -14,8 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.conversation.pictures import PictureReader, parts_of, reader_of, text_of_parts
-from mt_grpo.rollout import Message, ToolResult
+from mt_grpo.conversation.pictures import PictureReader, parts_of, reader_of, text_of_parts, with_marks_of
+from mt_grpo.rollout import Message, Rollout, ToolResult
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
 
@@ -59,14 +61,74 @@ def as_text(result: Any) -> str:
     return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
 
 
-# INVARIANT: `json_form` and `as_text` also run in tool processes. They use only what this source imports.
+def with_data(part: Any) -> Any:
+    """An image of PIL, or a part with one or with bytes, as a part with a data URI; anything else as it is."""
+    image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
+    if hasattr(image, "getbands"):
+        if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+            raise ValueError(f"the tool returned an animated image ({image.n_frames} pictures). Give one of them")
+        from PIL import ImageOps
+
+        file = io.BytesIO()
+        ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
+        image = file.getvalue()
+    elif image is part or not isinstance(image, bytes):
+        return part
+    return {"type": "image", "image": f"data:;base64,{base64.b64encode(image).decode()}"}
+
+
+def as_sent(result: Any) -> dict[str, Any]:
+    """A tool's result for another process: as `text`, or as `parts` where an image is among them.
+
+    `drawn` says whether a model of text can make nothing of the parts.
+    """
+    values = result if isinstance(result, list) else [result]
+    parts = [with_data(each) for each in values]
+    if not any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts):
+        return {"text": as_text(result)}
+    sent = json.loads(as_text(parts if isinstance(result, list) else parts[0]))
+    return {"parts": sent, "drawn": any(part is not each for part, each in zip(parts, values))}
+
+
+def as_received(answer: dict[str, Any]) -> ToolResult:
+    """What `as_sent` was given, for `as_result`."""
+    parts = ResultInParts(answer["parts"]) if answer.get("drawn") else answer.get("parts")
+    return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"])
+
+
+# INVARIANT: these functions also run in tool processes. They use only what this source imports.
 RESULT_SOURCE = f"""
-import collections.abc, dataclasses, enum, functools, json, re
+import base64, collections.abc, dataclasses, enum, functools, io, json, re
 from typing import Any
 ADDRESS = {ADDRESS!r}
-{inspect.getsource(json_form)}
-{inspect.getsource(as_text)}
+{"".join(map(inspect.getsource, (json_form, as_text, with_data, as_sent)))}
 """
+
+
+@dataclasses.dataclass(frozen=True)
+class ResultInParts:
+    """A result with images: `parts` is what a model that reads images reads of it, and `text` what another one does.
+
+    Attributes:
+        parts: Texts and images, as a tool of this trainer returns them.
+        text: None: a model of text reads an error.
+    """
+
+    parts: list[Any]
+    text: str | None = None
+
+    def with_text(self, finish: Callable[[str], str]) -> ResultInParts:
+        """The same with its text made by a function, as by one that cuts. What it changes stands where the first was.
+
+        >>> ResultInParts([1, "abc", 2, "def"]).with_text(lambda text: text[:4]).parts
+        [1, 'abcd', 2]
+        """
+        texts = [part for part in self.parts if isinstance(part, str)]
+        parts, made = self.parts, finish("".join(texts))
+        if made != "".join(texts):
+            first = next(k for k, part in enumerate(parts) if isinstance(part, str))
+            parts = [*parts[:first], made, *(part for part in parts[first:] if not isinstance(part, str))]
+        return ResultInParts(parts, None if self.text is None else finish(self.text))
 
 
 def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
@@ -76,10 +138,28 @@ def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
     """
     if isinstance(result, ToolResult):
         return dataclasses.replace(as_result(result.text, reader), reward=result.reward)
+    if isinstance(result, ResultInParts) and reader is None:
+        if result.text is None:
+            raise ValueError("the tool returned an image, and this run's model reads text alone")
+        return ToolResult(result.text)
+    if isinstance(result, ResultInParts):
+        try:
+            return as_result(result.parts, reader)
+        except ValueError as error:
+            if result.text is None:
+                raise
+            return ToolResult(f"{result.text}\n{error}")
     if reader is not None and (parts := parts_of(result)) is not None:
         text, pictures = text_of_parts(parts, reader, "the tool's result")
         return ToolResult(text, pictures=tuple(pictures))
     return ToolResult(as_text(result))
+
+
+def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
+    """Results whose pictures their conversation keeps. Marks of other pictures in their texts are none."""
+    for result in results:
+        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
+    return [dataclasses.replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
 
 
 def results_of(env: Any) -> Callable[[Any], ToolResult]:

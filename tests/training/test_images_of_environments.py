@@ -1,0 +1,588 @@
+"""Pictures that an environment gives: in its prompt, its replies and its histories, and what reaches the loss."""
+
+import base64
+import copy
+import io
+import random
+import threading
+
+import pytest
+import torch
+import vision_model
+from PIL import Image
+from scripted import Scripted
+from test_environments import verify_records
+from transformers import AutoTokenizer
+from vision_run import Scripted as ZoomsAndAnswers, user, worth
+
+from mt_grpo.base.event_loop import gather_all, run_async
+from mt_grpo.base.pictures import is_picture, pictures_in, runs_of
+from mt_grpo.base.rows import Rows
+from mt_grpo.conversation.environments import EnvironmentFailure, joined, read_reply
+from mt_grpo.conversation.pictures import (
+    PLACE,
+    SaidPictures,
+    mark_of,
+    readable,
+    with_marks_of,
+)
+from mt_grpo.conversation.trees import plant
+from mt_grpo.recipe.checks import check_images
+from mt_grpo.recipe.plugins import load_tools
+from mt_grpo.rollout import Reply, StopReason
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+ANSWER, MOVE = "<answer>4</answer>", "Left"
+ASKED = [{"role": "user", "content": "Count."}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vision_model.save(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return vision_model.reading(folder)
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    """The tokenizer of the same model, which reads text alone."""
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def ids_of(plain):
+    """The ids of texts and images, one behind the other, by hand: text, or (image, number of tokens, id)."""
+
+    def ids(*parts):
+        found = []
+        for part in parts:
+            if isinstance(part, str):
+                found += plain(part, add_special_tokens=False)["input_ids"]
+            else:
+                start, end = plain.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+                found += [start, *part.num_tokens * [part.id], end]
+        return found
+
+    return ids
+
+
+def turn(role, *parts):
+    return [f"<|im_start|>{role}\n", *parts, "<|im_end|>\n"]
+
+
+ASKS = "<|im_start|>assistant\n"
+
+
+def game(reset=None, replies=(), **methods):
+    """A class whose `reset` and replies are given. A reply may be a function of the rollout."""
+
+    class Game:
+        def reset(self, **row):
+            self.replies = list(replies)
+            return reset(row) if callable(reset) else reset
+
+        def respond(self, rollout, turn):
+            reply = self.replies.pop(0) if self.replies else None
+            return reply(rollout) if callable(reply) else reply
+
+    for name, method in methods.items():
+        setattr(Game, name, method)
+    return Game
+
+
+def play(tokenizer, cls, turns, row=None, prompt=ASKED, tools=(), **settings):
+    """One conversation: (its rollout, the backend)."""
+    settings = {"max_steps": 8, "max_completion_length": 400, **settings}
+    env = MultiTurnToolEnv(tools, None, tokenizer=tokenizer, environment=cls, **settings)
+    backend = Scripted([[tokenizer(each, add_special_tokens=False)["input_ids"] for each in turns]])
+    (rollout,) = env.generate([prompt], backend, rows=[row or {}])["rollouts"]
+    if rollout.error is None:
+        verify_records([rollout], backend)
+    return rollout, backend
+
+
+def image(seed, size=(56, 56)):
+    return vision_model.picture(seed, size)
+
+
+def part(seed, size=(56, 56)):
+    return {"type": "image", "image": image(seed, size)}
+
+
+def as_uri(seed):
+    file = io.BytesIO()
+    image(seed).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+PLACE_PART = {"type": "image"}
+
+
+# -- reset --
+
+
+@pytest.mark.parametrize(
+    "said, row, expected",
+    [
+        (image(1), {}, ["Count.", 1]),
+        ([text(" A:"), part(1), text("?")], {}, ["Count. A:", 1, "?"]),
+        ([" A:", image(1)], {}, ["Count. A:", 1]),
+        ([{"type": "image_url", "image_url": {"url": as_uri(2)}}], {}, ["Count.", 2]),
+        ("?", {"image": image(3)}, [3, "Count.?"]),
+        (None, {"images": [image(3), image(4)]}, [3, 4, "Count."]),
+        ([text(" A:"), PLACE_PART, part(1)], {"image": image(3)}, ["Count. A:", 3, 1]),
+        ([text(" A:"), part(1)], {"image": image(3)}, [3, "Count. A:", 1]),
+        ([{"role": "user", "content": "Look."}], {"image": image(3)}, [3, "Look."]),
+        ([{"role": "user", "content": image(1)}], {}, [1]),
+        (
+            [{"role": "user", "content": [PLACE_PART, text(" or "), PLACE_PART, part(1)]}],
+            {"images": [image(3), image(4)]},
+            [3, " or ", 4, 1],
+        ),
+    ],
+    ids=range(11),
+)
+def test_what_reset_shows(said, row, expected, tokenizer, ids_of):
+    """Images of the row stand at the places that `reset` leaves for them, or before the first text of a user."""
+    shown = [tokenizer.pictures.read(image(each), "") if isinstance(each, int) else each for each in expected]
+    rollout, _ = play(tokenizer, game(said), [ANSWER], row)
+    assert rollout.error is None and rollout.prompt_ids == ids_of(*turn("user", *shown), ASKS)
+    assert pictures_in(rollout.prompt_ids) == [each for each in shown if not isinstance(each, str)]
+
+
+def test_a_row_without_a_prompt_whose_images_reset_places(tokenizer, ids_of):
+    one, two = (tokenizer.pictures.read(image(k), "") for k in (3, 4))
+    row = {"prompt": [], "images": [image(3), image(4)]}
+    check_images(Rows([row]), "train", MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=game()))
+    rollout, _ = play(tokenizer, game([text("A: "), PLACE_PART, PLACE_PART]), [ANSWER], row, prompt=[])
+    assert rollout.prompt_ids == ids_of(*turn("user", "A: ", one, two), ASKS)
+    rollout, _ = play(tokenizer, game("Look."), [ANSWER], row, prompt=[])
+    assert rollout.prompt_ids == ids_of(*turn("user", one, two, "Look."), ASKS)
+
+
+@pytest.mark.parametrize(
+    "prompt, said, message",
+    [
+        (ASKED, [PLACE_PART, PLACE_PART], "the columns image and images have 1 images, and the prompt has 2 places"),
+        ([user("A: ", PLACE_PART)], [PLACE_PART], "have 1 images, and the prompt has 2 places"),
+        (ASKED, [{"role": "system", "content": "Look."}], "1 images, and no message of a user to put them into"),
+    ],
+)
+def test_images_of_a_row_are_never_left_out_silently(prompt, said, message, tokenizer):
+    rollout, _ = play(tokenizer, game(said), [], {"image": image(3)}, prompt=prompt)
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.turns == []
+    assert message in str(rollout.error) and str(rollout.error).startswith("Game.reset: ")
+
+
+def test_rollouts_of_a_group_share_no_list_of_pictures(tokenizer):
+    """What one environment shows is nothing of another one's conversation."""
+    seeds = iter(range(10, 12))
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=game(lambda row: image(next(seeds))))
+    row = {"image": image(3)}
+    script = [tokenizer(ANSWER, add_special_tokens=False)["input_ids"]]
+    found = env.generate([ASKED, ASKED], Scripted([script, script]), rows=[row, row])["rollouts"]
+    own = [{picture.name for picture in rollout.pictures} for rollout in found]
+    assert [len(names) for names in own] == [2, 2] and len(own[0] & own[1]) == 1
+
+
+# -- replies --
+
+
+def test_messages_behind_a_turn(tokenizer, ids_of):
+    """Their ids are put behind it: the text's, and an id for each token of a picture. Nothing is rendered again."""
+    one, two = (tokenizer.pictures.read(image(k, size), "") for k, size in ((1, (56, 56)), (2, (28, 84))))
+    replies = [
+        Reply(messages=[user("Now: ", part(1), "."), {"role": "user", "content": image(2, (28, 84))}]),
+        {"messages": [{"role": "user", "content": [text("Last.")]}]},
+    ]
+    rollout, backend = play(tokenizer, game(replies=replies), [MOVE, MOVE + "<|im_end|>", ANSWER])
+    first = ids_of("<|im_end|>\n", *turn("user", "Now: ", one, "."), *turn("user", two), ASKS)
+    assert rollout.turns[0].observation_ids == first and (one.num_tokens, two.num_tokens) == (4, 3)
+    assert rollout.turns[1].observation_ids == ids_of("\n", *turn("user", "Last."), ASKS)
+    assert rollout.completion_ids == (
+        ids_of(MOVE) + first + ids_of(MOVE + "<|im_end|>") + rollout.turns[1].observation_ids + ids_of(ANSWER)
+    )
+    assert backend.of(0)[1].prompt == rollout.prompt_ids + ids_of(MOVE) + first
+    assert not any(flag for flag, token in zip(rollout.loss_mask, rollout.completion_ids) if is_picture(token))
+    assert rollout.turns[0].observation == f"Now: {mark_of(one)}.\n{mark_of(two)}"
+    assert rollout.new_tokens == len(rollout.completion_ids)
+
+
+def test_an_edited_history_is_a_record_with_its_own_pictures(tokenizer, ids_of):
+    """A picture of `rollout.history` stays where its message does; another one in its place is another context."""
+    one, two, three = (tokenizer.pictures.read(image(k), "") for k in (1, 2, 3))
+
+    def dropped(rollout):
+        assert [readable(m["content"]) for m in rollout.history] == [
+            f"Count.<image {one.name}>", MOVE, f"<image {two.name}>", MOVE
+        ]  # fmt: skip
+        return Reply(history=[rollout.history[0], *rollout.history[2:3]])
+
+    def replaced(rollout):
+        return {"history": [{"role": "user", "content": ["Count.", image(3)]}]}
+
+    replies = [Reply(messages=[{"role": "user", "content": image(2)}]), dropped, replaced]
+    rollout, _ = play(tokenizer, game(image(1), replies), [MOVE, MOVE, MOVE, ANSWER])
+    records = [record.prompt_ids for record in rollout.records]
+    assert records == [
+        ids_of(*turn("user", "Count.", one), ASKS),
+        ids_of(*turn("user", "Count.", one), *turn("user", two), ASKS),
+        ids_of(*turn("user", "Count.", three), ASKS),
+    ]
+    assert [pictures_in(r.prompt_ids + r.completion_ids) for r in rollout.records] == [[one, two], [one, two], [three]]
+
+
+def test_a_picture_that_comes_back_is_still_known(tokenizer, ids_of):
+    """Of a result that was cut: no id held it, and its text returns from the environment's own notes."""
+    one = tokenizer.pictures.read(image(1, (112, 112)), "").name
+
+    def look(self) -> list:
+        """Look."""
+        return ["It is ", image(1, (112, 112))]
+
+    def back(rollout):
+        assert "<image" not in readable(rollout.turns[0].results[0].text)
+        return Reply(messages=[{"role": "user", "content": f"See {mark_of(rollout.pictures[-1])}"}])
+
+    cls = game(None, [None, back], look=look)
+    call = '<tool>{"name": "look", "args": {}}</tool>'
+    rollout, _ = play(tokenizer, cls, [call, MOVE, ANSWER], max_tool_response_tokens=14)
+    assert rollout.turns[0].observation_ids and not pictures_in(rollout.turns[0].observation_ids)
+    assert rollout.turns[0].results[0].text.endswith("... [cut]")
+    assert [picture.name for picture in pictures_in(rollout.turns[1].observation_ids)] == [one]
+
+
+def test_a_continuation_is_text(tokenizer, ids_of):
+    with pytest.raises(EnvironmentFailure, match="continuation is list, expected str or None. An image stands in a"):
+        read_reply(Reply(continuation=[image(1)]), "E", SaidPictures(tokenizer, []))
+    replies = [lambda rollout: Reply(continuation=f" and {rollout.history[0]['content']}")]
+    rollout, _ = play(tokenizer, game(image(1), replies), [MOVE, ANSWER])
+    assert rollout.turns[0].continuation == " and Count." and not pictures_in(rollout.completion_ids)
+
+
+@pytest.mark.parametrize("way", ["reset", "messages", "history", "tool"])
+def test_what_looks_like_a_mark_is_none(way, tokenizer):
+    """A mark of a picture that the conversation has not, parts of one, and a placeholder, wherever they come from."""
+    other = tokenizer.pictures.read(image(40), "")
+    known = tokenizer.pictures.read(image(1), "")
+    mark = mark_of(other)
+    said = f"{mark}a{mark[:9]}b{mark[9:]}c\ufdd1d{PLACE}<|image_pad|><|vision_start|>e\ufdd0"
+    message = [{"role": "user", "content": [text(said), part(1), text(said)]}]
+
+    def look(self) -> str:
+        """Look."""
+        return said
+
+    replies = {"messages": [Reply(messages=message)], "history": [Reply(history=message)]}.get(way, [None])
+    cls = game(message if way == "reset" else None, replies, look=look)
+    call = '<tool>{"name": "look", "args": {}}</tool>' if way == "tool" else MOVE
+    rollout, _ = play(tokenizer, cls, [ANSWER] if way == "reset" else [call, ANSWER], {"image": None})
+    found = [token for record in rollout.records for token in record.prompt_ids + record.completion_ids]
+    assert rollout.error is None and not set(found) & set(tokenizer.pictures.unsampled)
+    shown = [
+        picture for record in rollout.records for picture in pictures_in(record.prompt_ids + record.completion_ids)
+    ]
+    assert shown == ([] if way == "tool" else [known])
+    words = "".join(
+        readable(tokenizer.decode(record.prompt_ids + record.completion_ids)) for record in rollout.records
+    )
+    assert "\ufdd0" not in words and "\ufdd1" not in words
+
+
+def test_which_marks_stay(tokenizer):
+    one, two = (tokenizer.pictures.read(image(k), "") for k in (1, 2))
+    said = f"a{mark_of(one)}b{mark_of(two)}\ufdd0c"
+    assert with_marks_of(said, [one]) == f"a{mark_of(one)}b" and with_marks_of("plain", []) == "plain"
+    assert with_marks_of(mark_of(one)[:8] + mark_of(two) + mark_of(one)[8:], [one, two]).count("\ufdd1") == 1
+
+
+def test_a_branch_goes_on_with_the_pictures_of_its_trunk(tokenizer, ids_of):
+    """What the trunk's environment showed may stand in the branch's next history."""
+    one = tokenizer.pictures.read(image(1), "")
+    replies = [None, lambda rollout: Reply(history=[{"role": "user", "content": f"Again: {mark_of(one)}"}])]
+
+    def look(self) -> str:
+        """Look."""
+        return "grass"
+
+    env = MultiTurnToolEnv(
+        [], None, 3, tokenizer=tokenizer, environment=game(image(1), replies, look=look, fork=copy.deepcopy)
+    )
+    turns = ['<tool>{"name": "look", "args": {}}</tool>', MOVE, ANSWER]
+    script = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in turns]
+    backend = Scripted([script, script[1:]])
+    trunk, branch = env.start([ASKED] * 2, backend, [{}] * 2)
+    plant([trunk, branch], 2, 1, lambda trunk: [1])
+    run_async(gather_all([env.converse_whole(rollout, backend) for rollout in (trunk, branch)]))
+    assert branch.num_copied == 1 and branch.error is None
+    again = ids_of(*turn("user", "Again: ", one), ASKS)
+    assert [rollout.records[-1].prompt_ids for rollout in (trunk, branch)] == [again, again]
+
+
+def test_images_are_read_in_the_environments_thread(tokenizer, monkeypatch):
+    """No conversation waits for it in the event loop."""
+    threads, read = [], tokenizer.pictures.__class__.read
+
+    def noted(self, value, where, paths=False):
+        if isinstance(value, Image.Image):
+            threads.append(threading.current_thread().name)
+        return read(self, value, where, paths)
+
+    monkeypatch.setattr(tokenizer.pictures.__class__, "read", noted)
+    replies = [
+        Reply(messages=[user("Now: ", part(11)), {"role": "user", "content": image(12)}]),
+        {"history": [user(part(13), PLACE_PART["type"])]},
+    ]
+    rollout, _ = play(tokenizer, game([image(10), "."], replies), [MOVE, MOVE, ANSWER])
+    assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.pictures) == 4
+    assert len(threads) == 4 and all(name.startswith("tool-Game.") for name in threads)
+
+
+# -- bad inputs, and models of text --
+
+
+def animated():
+    file = io.BytesIO()
+    image(0).save(file, "GIF", save_all=True, append_images=[image(1)])
+    return file.getvalue()
+
+
+WRONG = {
+    "a path": ("/etc/hostname", "got '/etc/hostname', expected an image of PIL, bytes, or a data URI"),
+    "an address": ("http://127.0.0.1:1/x.png", "addresses are not fetched"),
+    "broken": (b"\x89PNG", "cannot identify"),
+    "animated": (animated(), r"it is animated \(2 pictures\)"),
+    "too large": (Image.new("1", (8192, 8192)), "expected at most 33554432. Make it smaller"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("way", ["reset", "messages", "history"])
+def test_an_image_that_cannot_be_read_ends_its_rollout_alone(name, way, tokenizer):
+    value, message = WRONG[name]
+    said = [{"role": "user", "content": [text("See "), {"type": "image", "image": value}]}]
+
+    class Broken:
+        def reset(self, bad, **row):
+            self.bad = bad
+            return said if bad and way == "reset" else None
+
+        def respond(self, rollout, turn):
+            return {way: said} if self.bad and way != "reset" else None
+
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=Broken)
+    script = [tokenizer(ANSWER, add_special_tokens=False)["input_ids"]]
+    rows = [{"bad": True}, {"bad": False}]
+    broken, well = env.generate([ASKED, ASKED], Scripted([script, script]), rows=rows)["rollouts"]
+    assert broken.stop_reason == StopReason.ENVIRONMENT_ERROR and well.stop_reason == StopReason.ANSWERED
+    where = "reset" if way == "reset" else f"Broken.respond: {way}"
+    with pytest.raises(EnvironmentFailure, match=f"^{where}: the image cannot be read: .*{message}"):
+        raise broken.error
+
+
+@pytest.mark.parametrize("way", ["reset", "messages", "history"])
+def test_a_model_of_text_is_shown_no_image(way, plain):
+    said = [{"role": "user", "content": [text("See "), part(1)]}]
+    rollout, _ = play(plain, game(said if way == "reset" else None, [{way: said}]), [] if way == "reset" else [ANSWER])
+    where = "reset" if way == "reset" else f"Game.respond: {way}"
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and str(rollout.error) == (
+        f"{where} has an image. The model would not see it: it reads text alone. Expected text alone."
+    )
+
+
+def test_a_place_in_a_reply_is_refused(tokenizer):
+    with pytest.raises(
+        EnvironmentFailure, match="messages has the part {'type': 'image'}. Expected text, or an image"
+    ):
+        read_reply(Reply(messages=[user("a", PLACE_PART)]), "E", SaidPictures(tokenizer, []))
+    with pytest.raises(EnvironmentFailure, match="has the part {'type': 'video'}. Expected text, or an image under"):
+        read_reply(Reply(messages=[user(part(1), {"type": "video"})]), "E", SaidPictures(tokenizer, []))
+    with pytest.raises(EnvironmentFailure, match="reset has an image"):
+        joined(ASKED, image(1))
+
+
+# -- budgets --
+
+
+def test_an_image_counts_as_read(tokenizer, ids_of):
+    """One token less, and the image with its message is not shown: the conversation ends, as with a text."""
+    reply = {"messages": [user(part(1, (112, 112)))]}
+    one = tokenizer.pictures.read(image(1, (112, 112)), "")
+    needed = len(ids_of(MOVE, "<|im_end|>\n", *turn("user", one), ASKS)) + MultiTurnToolEnv.MIN_ANSWER_TOKENS
+    fits, _ = play(tokenizer, game(replies=[reply]), [MOVE, ANSWER], max_completion_length=needed)
+    assert fits.stop_reason == StopReason.ANSWERED and pictures_in(fits.completion_ids) == [one]
+    without, _ = play(tokenizer, game(replies=[reply]), [MOVE], max_completion_length=needed - 1)
+    assert without.stop_reason == StopReason.MAX_TOKENS and without.completion_ids == ids_of(MOVE)
+
+
+def test_a_prompt_of_images_beyond_the_context(tokenizer):
+    rollout, _ = play(tokenizer, game([part(k, (112, 112)) for k in range(8)]), [], max_model_len=100)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.failed
+    assert "tokens after reset, and the context 100" in str(rollout.error)
+
+
+# -- tools in processes --
+
+IN_PROCESSES = """
+import base64, io, random
+from PIL import Image
+
+def image(seed, **changes):
+    rng, image = random.Random(seed), Image.new("RGB", (4, 4))
+    image.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(16)])
+    return image.resize((56, 56), Image.Resampling.NEAREST)
+
+def data(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+def show(what: str) -> list:
+    '''Show.'''
+    held = Image.Exif()
+    held[0x0112] = 6
+    uri = {"url": "data:image/png;base64," + base64.b64encode(data(image(1))).decode()}
+    return {
+        "image": image(1), "alpha": image(1).convert("RGBA"),
+        "list": ["One: ", image(1), {"type": "text", "text": "."}],
+        "bytes": [{"type": "image", "image": data(image(1))}], "uri": [{"type": "image_url", "image_url": uri}],
+        "held": Image.open(io.BytesIO(data(image(1), exif=held))),
+        "text": ["a", {"b": 1}], "a dict": {"type": "image"},
+        "animated": Image.open(io.BytesIO(data(image(1), "GIF", save_all=True, append_images=[image(2)]))),
+        "address": {"type": "image", "url": "http://127.0.0.1:1/a.png"},
+    }[what]
+
+TOOL_FUNCTIONS = [show]
+"""
+RETURNED = ["image", "alpha", "list", "bytes", "uri", "held", "text", "a dict", "address", "animated"]
+
+
+def test_images_of_tools_in_processes_are_those_of_threads(tmp_path, tokenizer, plain):
+    """The same pictures at the same places; and errors or the same texts where the model reads text alone."""
+    (tmp_path / "tools.py").write_text(IN_PROCESSES)
+    calls = [f'<tool>{{"name": "show", "args": {{"what": "{what}"}}}}</tool>' for what in RETURNED]
+    said = {}
+    for isolate in (False, True):
+        tools = load_tools(str(tmp_path / "tools.py"), isolate=isolate)
+        for reader in (tokenizer, plain):
+            rollout, _ = play(
+                reader, None, [*calls, ANSWER], tools=tools, max_steps=20, max_completion_length=4000,
+                max_tool_response_tokens=1000,
+            )  # fmt: skip
+            said[isolate, reader is plain] = [readable(turn.observation) for turn in rollout.turns[:-1]]
+            assert len(pictures_in(rollout.completion_ids)) == (0 if reader is plain else 6)
+    name = f"<image {tokenizer.pictures.read(image(1), '').name}>"
+    turned = f"<image {tokenizer.pictures.read(image(1).transpose(Image.Transpose.ROTATE_270), '').name}>"
+    texts = ['["a", {"b": 1}]', '{"type": "image"}', '{"type": "image", "url": "http://127.0.0.1:1/a.png"}']
+    shown = [name, name, f"One: {name}.", name, name, turned, *texts]
+    for isolate in (False, True):
+        assert said[isolate, False][:-1] == shown and "animated" in said[isolate, False][-1]
+        assert said[isolate, True][6:9] == texts and said[isolate, True][4].startswith('[{"type": "image_url"')
+        told = [said[isolate, True][k] for k in (0, 1, 2, 5, 9)]
+        assert all(text.startswith("Error: the tool returned") for text in told)
+
+
+# -- random conversations --
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_conversations(seed, tokenizer, ids_of):
+    """Records are what was read and sampled, and each picture stands whole, in the order in which it was said."""
+    rng = random.Random(seed)
+    sizes = [(56, 56), (28, 84), (28, 28), (112, 56)]
+
+    def content():
+        return [
+            text(rng.choice(["a", " digit\n", "é", "<|image_pad|>", "\ufdd0", ""]))
+            if rng.random() < 0.5
+            else part(rng.randrange(5), rng.choice(sizes))
+            for _ in range(rng.randint(1, 5))
+        ]
+
+    def message():
+        return {"role": "user", "content": content()}
+
+    def edited(rollout):
+        kept = [each for each in rollout.history[1:-1] if rng.random() < 0.6]
+        return Reply(history=[rollout.history[0], *kept, message()])
+
+    replies = [edited if rng.random() < 0.4 else Reply(messages=[message()]) for _ in range(5)]
+    row = {"image": image(9)} if rng.random() < 0.5 else {}
+    rollout, backend = play(tokenizer, game(content(), replies), [MOVE] * 5 + [ANSWER], row, max_completion_length=900)
+    assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.turns) == 6
+    for record in rollout.records:
+        ids = record.prompt_ids + record.completion_ids
+        assert all(len(run) == pictures_in(run)[0].num_tokens for run in runs_of(ids) if is_picture(run[0]))
+        pieces, named = [], {picture.name: picture for picture in rollout.pictures}
+        for k, piece in enumerate(readable(tokenizer.decode(ids)).split("<image ")):
+            name, _, rest = piece.partition(">") if k else ("", "", piece)
+            pieces += [*([named[name]] if k else []), *([rest] if rest else [])]
+        assert ids == ids_of(*pieces)
+        assert not set(ids) & set(tokenizer.pictures.unsampled)
+    sampled = [ids_of(MOVE)] * 5 + [ids_of(ANSWER)]
+    assert [turn.token_ids for turn in rollout.turns] == sampled
+
+
+# -- the loss --
+
+
+class Zoo:
+    """Shows an image at the beginning, and another one behind the first turn, or in place of all that was said."""
+
+    def reset(self, number, **row):
+        self.number = number
+        return [text(" First: "), part(number)]
+
+    def zoom(self, corner: int) -> list:
+        """Zoom.
+
+        Args:
+            corner: 0 to 3.
+        """
+        return ["Corner: ", image(60 + corner + self.number), " ok"]
+
+    def respond(self, rollout, turn):
+        also = user("<result> Also: ", part(70 + self.number, (28, 56)))
+        if len(rollout.turns) == 1:
+            return Reply(history=[also]) if self.number == 2 else Reply(messages=[also])
+        return None
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_two_steps_with_an_environments_images(folder, tmp_path, shares):
+    """The tower gets gradients; the ids of each record are in the loss as they were read."""
+    env = MultiTurnToolEnv([], None, environment=Zoo)
+    args = MTGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=8, num_generations=4, max_completion_length=200, max_steps=2, logging_steps=1,
+        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=3, share_prompts=shares, log_rollouts=8,
+    )  # fmt: skip
+    rows = [{"prompt": ASKED, "number": k, "image": image(90 + k) if k % 2 else None} for k in range(4)]
+    trainer = MTGRPOEnvTrainer(str(folder), env, [], [worth], args=args, train_dataset=Rows(rows))
+    trainer.llm = ZoomsAndAnswers(trainer.processing_class)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if "visual" in name}
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert len(logs) == 2 and all(
+        log[f"tokens/{name}_differ"] == 0 for log in logs for name in ("ids", "mask", "text")
+    )
+    assert trainer.layout.kind == ("shared" if shares else "trl"), trainer.layout.reason
+    assert all(torch.isfinite(torch.tensor(log["loss"])) and log["grad_norm"] > 0 for log in logs)
+    assert any(not torch.equal(before[n], p) for n, p in trainer.model.named_parameters() if n in before)
+    names = set()
+    for rollout in trainer.batch.rollouts:
+        number = rollout.row["number"]
+        ids = [record.prompt_ids + record.completion_ids for record in rollout.records]
+        assert [len(pictures_in(each)) for each in ids] == ([1, 1] if number == 2 else [3 + number % 2])
+        assert rollout.stop_reason == StopReason.ANSWERED
+        names |= {picture.name for each in ids for picture in pictures_in(each)}
+    log = (tmp_path / "rollouts.rank0.jsonl").read_text()
+    assert "ufdd0" not in log and "\ufdd0" not in log and all(f"<image {name}>" in log for name in names)
+    assert names <= {path.stem for path in (tmp_path / "images").iterdir()}
