@@ -74,7 +74,8 @@ from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.limits import Limits, limits_of
-from mt_grpo.conversation.pictures import SaidPictures, read_pictures, readable_messages
+from mt_grpo.conversation.picture_parts import SaidPictures, read_pictures
+from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples
 from mt_grpo.conversation.prompts import PromptCache, digest_of
 from mt_grpo.conversation.sampling import (
@@ -1007,10 +1008,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             outcome_reward_weights or args.outcome_reward_weights, args.environment_reward_weight,
         )  # fmt: skip
         train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
+        funcs = self.reward_functions.functions
         tokenizer, model_config = prepare_env(
-            env, args, model, train_dataset, eval_dataset, processing_class, self.reward_functions.functions,
-            peft_config,
-        )  # fmt: skip
+            env, args, model, train_dataset, eval_dataset, processing_class, funcs, peft_config
+        )
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads

@@ -2,7 +2,8 @@
 
 environments     one environment per conversation; what an environment says, checked
 limits           what bounds a conversation, as keys of a recipe
-pictures         pictures in messages: read, and written as ids by the tokenizer
+pictures         pictures: read, marked in texts, and written as ids by the tokenizer
+picture_parts    images in messages: parts of contents, columns of rows, as texts with marks
 prompts          the prompts of a batch, each of them rendered once
 prompt_examples  conversations that stand before the question, as the model reads them
 turn_lists       the lists of a rollout's turns, checked once it is over

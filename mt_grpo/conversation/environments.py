@@ -21,16 +21,8 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.pictures import is_image
 from mt_grpo.base.rows import DataRow, Rows, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
-from mt_grpo.conversation.pictures import (
-    PictureReader,
-    SaidPictures,
-    is_image_part,
-    of_columns,
-    own_image,
-    placed,
-    reader_of,
-    with_marks_of,
-)
+from mt_grpo.conversation.picture_parts import SaidPictures, is_image_part, of_columns, own_image, placed
+from mt_grpo.conversation.pictures import PictureReader, reader_of, with_marks_of
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
@@ -341,6 +333,7 @@ class Environments:
             merged(cls.__name__, tools.values(), self.tools_of_class({"environment": name}).values())
         self.timeout, self.tools = timeout, tools
         self.reader: PictureReader | None = None  # of the model, known where a conversation opens
+        self.places_images = True  # of a row, where `reset` says; a scheduler says it by tags
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
         atexit.register(self._close_at_exit)
@@ -443,7 +436,7 @@ class Environments:
             rollout.prompt_messages, observation, clean, SaidPictures(tokenizer, rollout.pictures, places=True)
         )
         try:
-            return placed(messages, of_row, f"{cls.__name__}.reset")
+            return placed(messages, of_row, f"{cls.__name__}.reset") if self.places_images else messages
         except ValueError as error:
             raise EnvironmentFailure(str(error)) from error
 

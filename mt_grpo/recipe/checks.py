@@ -24,22 +24,24 @@ from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
 from mt_grpo.conversation.limits import limits_of
-from mt_grpo.conversation.pictures import (
+from mt_grpo.conversation.picture_parts import (
     OTHER_KINDS,
-    TOWER,
-    PictureReader,
-    drawn_ids,
-    drawn_image,
     num_pixels,
     of_columns,
     placed,
     read_pictures,
-    reader_of,
     refuse_images,
-    why_none,
     with_marks,
-    with_pictures,
     with_places,
+)
+from mt_grpo.conversation.pictures import (
+    TOWER,
+    PictureReader,
+    drawn_ids,
+    drawn_image,
+    reader_of,
+    why_none,
+    with_pictures,
 )
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.trees import tree_size

@@ -9,14 +9,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.pictures import inputs_of_requests, is_picture
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import prompts_of
-from mt_grpo.conversation.pictures import (
-    drawn_ids,
-    forbid,
-    freeze_tower,
-    reader_of,
-    secret_of_marks,
-    share_marks,
-)
+from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, secret_of_marks, share_marks
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend

@@ -365,7 +365,7 @@ MUTATIONS = [
     ),
     Mutation(
         "text: only the first part is read",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         'return "".join(with_marks_of(part["text"], self.pictures) for part in parts)',
         'return parts[0]["text"]',
         "tests/conversation/test_control_tokens.py::test_what_an_environment_says_is_text[1-calculator-model]",
@@ -1270,7 +1270,7 @@ MUTATIONS = [
     ),
     Mutation(
         "pictures: images stand behind the question",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         '"".join(map(mark_of, pictures)) + messages[first]["content"]',
         'messages[first]["content"] + "".join(map(mark_of, pictures))',
         "tests/training/test_images.py::test_the_places_of_a_rows_images",
@@ -1312,7 +1312,7 @@ MUTATIONS = [
     ),
     Mutation(
         "data: an empty text is an image",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         "isinstance(value, (list, str)) and",
         "isinstance(value, list) and",
         "tests/base/test_rows.py::test_columns_without_an_image_are_of_no_harm",
@@ -1333,7 +1333,7 @@ MUTATIONS = [
     ),
     Mutation(
         "pictures: a dict with the key image is a picture",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         'return isinstance(part, dict) and part.get("type") in ("image", "image_url")',
         'return isinstance(part, dict) and (part.get("type") in ("image", "image_url") or "image" in part)',
         "tests/training/test_images.py::test_what_a_tool_returns",
@@ -1354,14 +1354,14 @@ MUTATIONS = [
     ),
     Mutation(
         "pictures of environments: a place of reset is not filled",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         "    if places not in (0, len(pictures)):",
         "    if False:",
         "tests/training/test_images_of_environments.py::test_images_of_a_row_are_never_left_out_silently tests/training/test_images.py::test_the_places_of_a_rows_images",
     ),
     Mutation(
         "pictures of environments: images in the wrong order",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         "        following = map(mark_of, pictures)",
         "        following = map(mark_of, reversed(pictures))",
         "tests/training/test_images_of_environments.py::test_what_reset_shows",
@@ -1375,14 +1375,14 @@ MUTATIONS = [
     ),
     Mutation(
         "pictures of environments: those of a reply are forgotten",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         "        self.pictures += [picture for picture in shown if picture not in self.pictures]",
         "        pass",
         "tests/training/test_images_of_environments.py::test_an_edited_history_is_a_record_with_its_own_pictures",
     ),
     Mutation(
         "pictures of environments: a path is read",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         "            shown.append(reader.read(own_image(part), where))\n            text",
         "            shown.append(reader.read(own_image(part), where, paths=True))\n            text",
         "tests/training/test_images_of_environments.py::test_an_image_that_cannot_be_read_ends_its_rollout_alone",
@@ -1424,7 +1424,7 @@ MUTATIONS = [
     ),
     Mutation(
         "pictures of environments: a model of text is shown an image's name",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         "        if (reader := reader_of(self.tokenizer)) is None:\n            raise ValueError(",
         "        if (reader := reader_of(self.tokenizer)) is None:\n            return 'image'\n            raise ValueError(",
         "tests/training/test_images_of_environments.py::test_a_model_of_text_is_shown_no_image",
@@ -1438,7 +1438,7 @@ MUTATIONS = [
     ),
     Mutation(
         "pictures of environments: rows whose prompt reset brings have none",
-        "mt_grpo/conversation/pictures.py",
+        "mt_grpo/conversation/picture_parts.py",
         "(prompt or (resets and has_image))",
         "prompt",
         "tests/training/test_images_of_environments.py::test_a_row_without_a_prompt_whose_images_reset_places",

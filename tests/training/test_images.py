@@ -32,7 +32,8 @@ from mt_grpo.base.pictures import (
     with_placeholders,
 )
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.pictures import PictureReader, forbid, mark_of, readable, with_marks, with_pictures
+from mt_grpo.conversation.picture_parts import with_marks
+from mt_grpo.conversation.pictures import PictureReader, forbid, mark_of, readable, with_pictures
 from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.reports.preflight import images_line

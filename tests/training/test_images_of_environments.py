@@ -19,13 +19,8 @@ from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.pictures import is_picture, pictures_in, runs_of
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, joined, read_reply
-from mt_grpo.conversation.pictures import (
-    PLACE,
-    SaidPictures,
-    mark_of,
-    readable,
-    with_marks_of,
-)
+from mt_grpo.conversation.picture_parts import SaidPictures
+from mt_grpo.conversation.pictures import PLACE, mark_of, readable, with_marks_of
 from mt_grpo.conversation.trees import plant
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.recipe.plugins import load_tools

@@ -34,7 +34,7 @@ from mt_grpo.adapters.house import check_settings_of
 from mt_grpo.base.event_loop import close_on
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import failures_end
-from mt_grpo.conversation.pictures import is_image_part
+from mt_grpo.conversation.picture_parts import is_image_part
 from mt_grpo.recipe.plugins import load_named
 from mt_grpo.rollout import Message, Rollout, StopReason
 

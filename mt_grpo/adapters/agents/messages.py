@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.base.pictures import Picture
-from mt_grpo.conversation.pictures import MARK, PictureReader, mark_of
+from mt_grpo.conversation.pictures import PictureReader, mark_of, marks_replaced
 from mt_grpo.conversation.tools.schemas import check_schema
 from mt_grpo.rollout import Message
 
@@ -141,13 +141,13 @@ class Contents:
             ApiError: a part is neither text nor an image that can be read.
         """
         if content is None or isinstance(content, str):
-            return MARK.sub("", content or "")
+            return marks_replaced(content or "")
         text, behind_text = "", False
         for part in expect(content, list, param, "text, or a list of parts"):
             kind = expect(part, dict, param, "parts with a type").get("type")
             if kind in PARTS_OF_TEXT:
                 key = "refusal" if kind == "refusal" else "text"
-                said = MARK.sub("", expect(part.get(key), str, param, f"a part with {key}"))
+                said = marks_replaced(expect(part.get(key), str, param, f"a part with {key}"))
                 text += (self.joint if joint is None else joint) * behind_text + said
             elif self.reader is None:
                 raise refuse(

@@ -31,7 +31,7 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.base.rows import with_own_keys
 from mt_grpo.conversation.environments import failures_end, is_number
-from mt_grpo.conversation.pictures import images_of
+from mt_grpo.conversation.picture_parts import images_of
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
 from mt_grpo.rollout import Message, Rollout, StopReason
 
@@ -139,6 +139,7 @@ class SchedulerConversation:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self.environments.places_images = False
         self.engine = SchedulerEngine(self.tokenizer, self.max_model_len)
         self.scheduler = make_scheduler(self.scheduler_class, self.engine, self.scheduler_kwargs)
 

@@ -16,17 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure
 from mt_grpo.base.pictures import Picture
-from mt_grpo.conversation.pictures import (
-    MARK,
-    PictureReader,
-    images_of,
-    is_image_part,
-    mark_of,
-    own_image,
-    reader_of,
-    refuse_images,
-    why_none,
-)
+from mt_grpo.conversation.picture_parts import images_of, is_image_part, own_image, refuse_images
+from mt_grpo.conversation.pictures import PictureReader, mark_of, marks_replaced, reader_of, why_none
 from mt_grpo.rollout import Message
 
 TAG = "<image>"
@@ -39,7 +30,7 @@ def num_tags(message: Message) -> int:
 
 def with_tags(text: str) -> str:
     """A text in which pictures are tags again, as schedulers and rewards know it."""
-    return MARK.sub(TAG, text)
+    return marks_replaced(text, TAG)
 
 
 def tagged(prompt: list[Message], row: dict[str, Any], where: str) -> tuple[list[Message], list[Any]]:

@@ -24,7 +24,7 @@ from mt_grpo.adapters.plugin_imports import check_plugin_imports
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.pictures import image_or_str
-from mt_grpo.conversation.pictures import images_of
+from mt_grpo.conversation.picture_parts import images_of
 from mt_grpo.recipe.plugins import import_file
 
 LENGTH_SCOPES = ("per_round", "total")

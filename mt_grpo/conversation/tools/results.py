@@ -16,7 +16,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.conversation.pictures import PictureReader, parts_of, reader_of, text_of_parts, with_marks_of
+from mt_grpo.conversation.picture_parts import parts_of, text_of_parts
+from mt_grpo.conversation.pictures import PictureReader, reader_of, with_marks_of
 from mt_grpo.rollout import Message, Rollout, ToolResult
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
