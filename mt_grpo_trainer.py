@@ -417,7 +417,7 @@ class MultiTurnToolEnv(Conversations):
         if self.environments is None:
             return Reply()
         answer = await self.environments.call(rollout, "respond", rollout, turn)
-        said = SaidPictures(self.tokenizer, rollout.pictures)
+        said = SaidPictures(self.environments.tokenizer, rollout.pictures)
         reply = read_reply(answer, type(rollout.environment).__name__, said) or Reply()
         turn.reward, turn.info = reply.reward, dict(reply.info or {})
         return reply

@@ -332,7 +332,7 @@ class Environments:
             check_environment(cls, f"environment {name!r}" if name else "environment")
             merged(cls.__name__, tools.values(), self.tools_of_class({"environment": name}).values())
         self.timeout, self.tools = timeout, tools
-        self.reader: PictureReader | None = None  # of the model, known where a conversation opens
+        self.tokenizer: Any = None  # of the model, known where a conversation opens; its images are read by it
         self.places_images = True  # of a row, where `reset` says; a scheduler says it by tags
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
@@ -416,7 +416,7 @@ class Environments:
 
         Raises `EnvironmentFailure`.
         """
-        cls, self.reader = self.class_of(rollout.row), reader_of(tokenizer)
+        cls, self.tokenizer = self.class_of(rollout.row), tokenizer
         if self._free[cls]:
             rollout.environment = self._free[cls].pop()
             self._open[id(rollout)] = rollout
@@ -483,7 +483,8 @@ class Environments:
 
         run.__name__ = name
         try:
-            return await run_tool(run, {}, self.timeout, functools.partial(read_ahead, reader=self.reader))
+            reads = functools.partial(read_ahead, reader=reader_of(self.tokenizer))
+            return await run_tool(run, {}, self.timeout, reads)
         except ToolsUnavailable:
             raise
         except ToolTimeout as error:

@@ -149,7 +149,7 @@ def read_pictures(
     Raises `ValueError` for what is no prompt (`check_conversations`), and for pictures (`with_marks`).
     """
     prompts = check_conversations(prompts, "prompts", images=True)
-    resets = getattr(env, "environments", None) is not None
+    resets = getattr(env, "environments", None) is not None and not hasattr(env, way)
     place = getattr(env, way, with_places if resets else with_marks)
     reader, found, last = reader_of(tokenizer), [], None
     for number, prompt in enumerate(prompts):

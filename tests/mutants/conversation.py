@@ -1481,7 +1481,7 @@ MUTATIONS = [
     Mutation(
         "pictures of environments: all conversations wait while one is read",
         "mt_grpo/conversation/environments.py",
-        "run_tool(run, {}, self.timeout, functools.partial(read_ahead, reader=self.reader))",
+        "run_tool(run, {}, self.timeout, reads)",
         "run_tool(run, {}, self.timeout)",
         "tests/training/test_images_of_environments.py::test_images_are_read_in_the_environments_thread",
     ),

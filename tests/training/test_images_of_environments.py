@@ -254,6 +254,14 @@ def test_a_picture_that_comes_back_is_still_known(tokenizer, ids_of):
     assert [picture.name for picture in pictures_in(rollout.turns[1].observation_ids)] == [one]
 
 
+def test_the_backends_tokenizer_reads_them_too(tokenizer):
+    """As in a notebook, where the class of conversations has none of its own."""
+    env = MultiTurnToolEnv([], None, environment=game(image(1), [Reply(messages=[user("a", part(2))])]))
+    script = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in (MOVE, ANSWER)]
+    (rollout,) = env.generate([ASKED], Scripted([script], tokenizer=tokenizer), rows=[{}])["rollouts"]
+    assert rollout.error is None and len(pictures_in(rollout.prompt_ids + rollout.completion_ids)) == 2
+
+
 def test_a_continuation_is_text(tokenizer, ids_of):
     with pytest.raises(EnvironmentFailure, match="continuation is list, expected str or None. An image stands in a"):
         read_reply(Reply(continuation=[image(1)]), "E", SaidPictures(tokenizer, []))
