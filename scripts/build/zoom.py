@@ -4,19 +4,21 @@
     PYTHONPATH=. python scripts/build/zoom.py             # the model, in three minutes on one core
 
 A picture is grey and has a digit of 3 x 5 pixels in each of its four corners, no digit twice. The model's image
-processor makes every picture at most 56 x 56 pixels large. So a digit is less than two pixels of the whole picture, and
-large in the corner that `tools/zoom.py` enlarges.
+processor makes every picture at most 56 x 56 pixels large. So a digit is less than two pixels of the whole picture,
+and large in the corner that `tools/zoom.py` enlarges.
 
-The model imitates conversations that call the tool with a corner drawn by chance, whatever the question asks, and that
-answer with the digit in the crop, often a wrong one. So it knows how to write a call and an answer, and reads a crop
-fairly well. Which corner to ask for it has to learn.
+First the model imitates conversations without mistakes, then some with known ones: most of their calls take left for
+right. So it knows how to write a call and an answer, and reads a crop fairly well; it looks at the wrong corner, also
+where it takes the most probable token each time.
 """
 
 import base64
 import io
 import json
 import random
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +61,9 @@ DIGITS = [
 ]  # fmt: skip
 
 # Shares of what a turn does. FORK: change what the policy gets wrong.
-CALL_SHARES = {"any corner": 80, "broken JSON": 8, "no call": 8, "no tag": 4}
+Shares = dict[str, int]
+RIGHT = ({"good": 1}, {"good": 1})
+CALL_SHARES = {"good": 24, "left for right": 48, "any corner": 10, "broken JSON": 8, "no call": 6, "no tag": 4}
 ANSWER_SHARES = {"good": 74, "other digit": 20, "no tag": 6}
 MAX_CALLS = 2
 MAX_RESULT_TOKENS = 48  # longer errors are cut, as in the recipe
@@ -148,9 +152,12 @@ def call(corner: str) -> str:
     return f"<tool>{json.dumps({'name': 'zoom', 'args': {'corner': corner}})}</tool>"
 
 
-def call_turn(kind: str, rng: random.Random) -> str:
-    """What the assistant says before it has a crop. It does not read the question."""
-    corner = rng.choice(CORNERS)
+def call_turn(kind: str, corner: str, rng: random.Random) -> str:
+    """What the assistant says before it has a crop, where a corner is asked for."""
+    if kind == "left for right":
+        corner = corner.replace("left", "r").replace("right", "left").replace(" r", " right")
+    if kind == "any corner":
+        corner = rng.choice(CORNERS)
     if kind == "no call":
         return f"<answer>{rng.randrange(10)}</answer>"
     if kind == "no tag":
@@ -167,7 +174,7 @@ def answer_turn(kind: str, digit: int, rng: random.Random) -> str:
 
 
 def make_conversation(
-    row: dict[str, Any], tool_format: ChatFormat, rng: random.Random
+    row: dict[str, Any], tool_format: ChatFormat, call_shares: Shares, answer_shares: Shares, rng: random.Random
 ) -> tuple[list[Message], list[Picture]]:
     """One conversation about a row, and the pictures that its marks name; a failed call is followed by another try."""
     environment, reader = Zoom(), tool_format.tokenizer.pictures
@@ -175,7 +182,7 @@ def make_conversation(
     shown = [reader.read(row["image"], "the row")]
     messages = opening(mark_of(shown[0]) + row["question"], SYSTEM)
     for _ in range(MAX_CALLS):
-        text = call_turn(draw(CALL_SHARES, rng), rng)
+        text = call_turn(draw(call_shares, rng), row["corner"], rng)
         turn = common.observe(text, tool_format, TOOLS, lambda call: environment.zoom(**call.arguments))
         messages.append({"role": "assistant", "content": turn.text})
         if not turn.calls:
@@ -184,9 +191,21 @@ def make_conversation(
         messages += common.result_messages(turn, tool_format, MAX_RESULT_TOKENS)
         if not turn.results[0].error:
             digit = row["digits"][CORNERS.index(turn.calls[0].arguments["corner"])]
-            messages.append({"role": "assistant", "content": answer_turn(draw(ANSWER_SHARES, rng), digit, rng)})
+            messages.append({"role": "assistant", "content": answer_turn(draw(answer_shares, rng), digit, rng)})
             break
     return messages, shown
+
+
+def drawing(
+    rows: list[dict[str, Any]], tool_format: ChatFormat, call_shares: Shares, answer_shares: Shares, rng: random.Random
+) -> Callable[[], Example]:
+    """Ids and labels of conversations about random rows, one per call."""
+
+    def next_example() -> Example:
+        messages, _pictures = make_conversation(rng.choice(rows), tool_format, call_shares, answer_shares, rng)
+        return encode(messages, tool_format, TOOLS)  # INVARIANT: the pictures are held until their ids are made
+
+    return next_example
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,11 +214,12 @@ def make_conversation(
 
 
 def build_tokenizer(rng: random.Random) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 400 tokens. Digits stand alone; merges cross words, so that a call is a few tokens."""
+    """Byte-level BPE of at most 400 tokens. Digits stand alone; merges cross words, but never a corner's name."""
     texts = ["system\n", "user\n", "assistant\n", "<result>\n", "</result>", SYSTEM] * 200
     for _ in range(2000):
-        texts += [call_turn(draw(CALL_SHARES, rng), rng), answer_turn(draw(ANSWER_SHARES, rng), 0, rng)]
-        texts.append(f"Which digit is {rng.choice(CORNERS)}?")
+        for kind in ("good", "broken JSON"):
+            texts += re.split(f"({'|'.join(CORNERS)})", call_turn(kind, rng.choice(CORNERS), rng))
+        texts += ["Which digit is ", "?", answer_turn("good", 0, rng)]
     return common.train_tokenizer(texts, 400, CHAT_TEMPLATE, further_special=VISION_TOKENS.values())
 
 
@@ -230,7 +250,8 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 
 def main() -> None:
     args = common.read_arguments(
-        __doc__, ROOT / "hf_recipes/tiny/zoom-model", steps=300, threads=1,  # so small matrices gain nothing from 2
+        __doc__, ROOT / "hf_recipes/tiny/zoom-model", steps=200, threads=1,  # so small matrices gain nothing from 2
+        mixed_steps={"type": int, "default": 60, "help": "with mistakes"},
         data={"action": "store_true", "help": "write pictures and questions into --data_dir, and end"},
         data_dir={"type": Path, "default": ROOT / "hf_recipes/tiny/zoom"},
         num_rows={"type": int, "help": "of the training split; those of the test split stay 256"},
@@ -248,11 +269,9 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('top left'))}")
     rows = make_rows("warm start", 512)
 
-    def next_example() -> Example:
-        messages, _shown = make_conversation(rng.choice(rows), tool_format, rng)  # kept while their ids are made
-        return encode(messages, tool_format, TOOLS)
-
-    warm_start(model, tokenizer.pad_token_id, next_example, args.steps)
+    warm_start(model, tokenizer.pad_token_id, drawing(rows, tool_format, *RIGHT, rng), args.steps)
+    mixed = drawing(rows, tool_format, CALL_SHARES, ANSWER_SHARES, rng)
+    warm_start(model, tokenizer.pad_token_id, mixed, args.mixed_steps, peak_lr=1e-3)
     common.save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size; measured as rounded
     for greedy in (False, True):
         result = evaluate(str(args.output_dir), load_recipe(RECIPE), NUM_ROWS["test"], greedy=greedy, progress=False)
