@@ -25,7 +25,9 @@ def _answer(turns: list[Any]) -> str | None:
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
 
 
-def right_corner_reward_func(rollout_turns: list[list[Any]], corner: list[str], **kwargs: Any) -> list[list[float | None]]:
+def right_corner_reward_func(
+    rollout_turns: list[list[Any]], corner: list[str], **kwargs: Any
+) -> list[list[float | None]]:
     """Reward each turn that looks where it should: 0.5 if one of its calls runs and asks for the row's corner.
 
     0.0 for another corner and for a call that fails; None for a turn that got no result.

@@ -1,12 +1,13 @@
 """A picture whose digits are too small to be read, and a tool that enlarges one of its corners.
 
-`ENVIRONMENT` is a class in TRL's shape: `reset` gets the columns of a row, and the method `zoom` is the tool. A row has
-the picture in its column `image`, which the model reads with the question. Environment variables, read at every call:
+`ENVIRONMENT` is a class in TRL's shape: `reset` gets the columns of a row, and the method `zoom` is the tool. A row
+has the picture in its column `image`, which the model reads with the question. Environment variables, read at every
+call:
 
 | variable | meaning | default |
 |---|---|---|
 | `ZOOM_SIDE` | pixels of each side of what the tool returns | 56 |
-| `ZOOM_SHUFFLED` | 1: the tool shows another corner than the one asked for. A control: such a crop teaches nothing | 0 |
+| `ZOOM_SHUFFLED` | 1: the tool shows one of the other three corners, as a control: such crops teach nothing | 0 |
 
 Needs: Pillow (`pip install -e '.[vision]'`).
 
