@@ -324,7 +324,10 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     """The recipe with the keys of `REPLACED` replaced."""
     original = recipe.get("reward_fn", "")
     if "zoom" in original:
-        model = str(vision_model.save(folder / "vision"))
+        config = json.loads((vision_model.save(folder / "vision") / "config.json").read_text())
+        config["text_config"]["max_position_embeddings"] = 4096  # as large as the recipes' own
+        (folder / "vision/config.json").write_text(json.dumps(config))
+        model = str(folder / "vision")
     if recipe.get("tool_format", "xml") != "xml":  # the random model's own chat template knows no tools
         template = ROOT / recipe["model_name_or_path"] / "chat_template.jinja"
         if not template.exists():  # a model of the Hub
@@ -396,7 +399,13 @@ class RecordedVLLM:
         self.settings = settings
 
 
-@pytest.mark.parametrize("path", [path for path in RECIPES if read(path).get("use_vllm")], ids=lambda path: path.stem)
+WITH_IMAGES = pytest.mark.xfail(raises=ValueError, strict=True, reason="a vLLM server is not given images yet")
+
+
+@pytest.mark.parametrize("path", [
+    pytest.param(path, marks=WITH_IMAGES if "zoom" in path.stem else ())
+    for path in RECIPES if read(path).get("use_vllm")
+], ids=lambda path: path.stem)  # fmt: skip
 def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
     """The keys that a step without a server leaves out, up to the objects that use them."""
     monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)  # there is none to ask
