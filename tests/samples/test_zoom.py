@@ -7,6 +7,7 @@ from statistics import mean
 from types import SimpleNamespace
 
 import evaluate
+import explain_credit
 import pytest
 from build import zoom as build
 from PIL import Image
@@ -207,6 +208,12 @@ def test_two_steps_of_the_recipe(tmp_path, project_folder):
     log = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
     crops = [m["content"] for row in log for m in row["messages"] if m["content"].startswith("<result>\n<image ")]
     assert len(crops) > 8 and len(set(crops)) > 2
+
+
+def test_the_explanation_of_its_credit_names_pictures(project_folder):
+    shown = explain_credit.explain(RECIPE, 0, [])
+    read = [turn.observation for rollout in shown.rollouts for turn in rollout.turns if turn.observation]
+    assert sum(text.startswith("<image ") for text in read) > 4 and "\ufdd0" not in "".join(read)
 
 
 def exact_match(folder):
