@@ -1,7 +1,7 @@
 """Build the pictures of the zoom task, and the bundled model that reads them: a Qwen2.5-VL of 1M parameters.
 
     PYTHONPATH=. python scripts/build/zoom.py --data      # pictures and questions, in a second
-    PYTHONPATH=. python scripts/build/zoom.py             # the model, in three minutes on one core
+    PYTHONPATH=. python scripts/build/zoom.py             # the model, in two minutes of one core
 
 A picture is grey and has a digit of 3 x 5 pixels in each of its four corners, no digit twice. The model's image
 processor makes every picture at most 56 x 56 pixels large. So a digit is less than two pixels of the whole picture,
@@ -255,7 +255,7 @@ def main() -> None:
         data={"action": "store_true", "help": "write pictures and questions into --data_dir, and end"},
         data_dir={"type": Path, "default": ROOT / "hf_recipes/tiny/zoom"},
         num_rows={"type": int, "help": "of the training split; the test split has 512"},
-        scale={"type": int, "default": 1, "help": "pixels of a picture for one of the smallest: 4 for large models"},
+        scale={"type": int, "default": 1, "help": "pixels for one of the smallest pictures: for large models"},
     )  # fmt: skip
     if args.data:
         sizes = {**NUM_ROWS, **({"train": args.num_rows} if args.num_rows else {})}
