@@ -49,7 +49,11 @@ from mt_grpo.training.policy_scores import ModelScores, ServerScores, asked_of
 from mt_grpo.training.rewards import RewardFunctions
 
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
-RESULT_FOUND = ("result_found", "in_search_results")  # how reward functions for "a tool found the answer" are called
+RESULT_FOUND = (
+    "result_found",
+    "in_search_results",
+    "right_corner",
+)  # how reward functions for "a tool found the answer" are called
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Backends
@@ -197,7 +201,8 @@ def evaluate(
     found = found and [found_or_not(*each) for each in zip(found, repeated, rollouts, strict=True)]
     answers = [row.get("answer") for row in repeated]
     has_tools = bool(env.tools) or any(r.tools or any(turn.calls for turn in r.turns) for r in rollouts)
-    if found is None and has_tools and all(isinstance(answer, str) for answer in answers):
+    seen = any(result.pictures for rollout in rollouts for turn in rollout.turns for result in turn.results)
+    if found is None and has_tools and not seen and all(isinstance(answer, str) for answer in answers):
         read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
         golds = [accepted_answers(answer)[0] for answer in answers]
         found = [gold in texts for texts, gold in zip(read, golds, strict=True)]

@@ -35,6 +35,7 @@ from viewer.rows import question
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
+from mt_grpo.conversation.pictures import readable
 from mt_grpo.recipe.data import accepted_answers
 from mt_grpo.reports.rollout_log import read_rollouts
 
@@ -185,7 +186,7 @@ def collect_rollout(trainer: mt.MTGRPOEnvTrainer, row: dict[str, Any], i: int) -
                 reward=value(rewards.turn[i, k]),
                 advantage=sum(trained) / len(trained) if trained else None,
                 outcome_part=row.get("outcome_advantage") if trained else None,
-                observation=turn.observation,
+                observation=None if turn.observation is None else readable(turn.observation),
                 error=turn.error,
             )
         )

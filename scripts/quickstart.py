@@ -3,11 +3,12 @@
     python scripts/quickstart.py                    # a chain of calculations, a reward for each turn
     python scripts/quickstart.py calculator         # one calculation
     python scripts/quickstart.py search             # search in an encyclopedia
+    python scripts/quickstart.py zoom               # look closely at a picture
     python scripts/quickstart.py search --max_steps 20    # any further argument goes to the trainer
 
 The model starts warm: it knows how a call looks and samples a good one only some of the time. The column "greedy,
 before" says what it could do before any training if it took the most probable token each time. Where that is near 1,
-training only makes it do so more often. The chain's model cannot solve its task greedily.
+training only makes it do so more often. The models of the chain and of the pictures cannot solve their tasks greedily.
 """
 
 import sys
@@ -31,6 +32,7 @@ TASKS = {
     "chain": ("hf_recipes/tiny/chain-sparse.yaml", ["--max_steps", "60"], "right result found"),
     "calculator": ("hf_recipes/tiny/calculator.yaml", [], "right result found"),
     "search": ("hf_recipes/tiny/encyclopedia.yaml", [], "answer in results"),
+    "zoom": ("hf_recipes/tiny/zoom.yaml", [], "right corner asked"),
 }
 NUM_PROBLEMS = 512  # held out: none of them is ever trained on
 

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Install, then train a bundled model of less than a million parameters to use a tool, with a table before and after.
+# Install, then train a bundled model of about a million parameters to use a tool, with a table before and after.
 # No GPU; a few minutes on 2 cores.
 #
 #   bash scripts/quickstart.sh                      # a chain of calculations, a reward for each turn
 #   bash scripts/quickstart.sh calculator           # one calculation
 #   bash scripts/quickstart.sh search               # search in an encyclopedia
+#   bash scripts/quickstart.sh zoom                 # look closely at a picture: a model that reads images
 #   bash scripts/quickstart.sh search --max_steps 20      # any further arguments go to the trainer
 #   bash scripts/quickstart.sh smollm2              # a real language model learns to search, within an hour
 #
@@ -26,6 +27,9 @@ if [[ "${1:-}" == smollm2 ]]; then
 fi
 
 bash scripts/setup.sh
+if [[ "${1:-}" == zoom ]]; then
+    .venv/bin/python -c 'import PIL' 2>/dev/null || .venv/bin/python -m pip install --quiet -e '.[vision]'
+fi
 # Threads that wait soon stop spinning: where others use the same cores, endless spinning makes a step ten times slower,
 # and none at all (OMP_WAIT_POLICY=PASSIVE) costs a third on free ones.
 export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-20000}"

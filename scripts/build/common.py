@@ -11,9 +11,19 @@ from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
+from mt_grpo.base.pictures import inputs_of_rows
 from mt_grpo.conversation.formats.base import ChatFormat
+from mt_grpo.conversation.pictures import reader_of
+from mt_grpo.conversation.tools.results import as_result
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.rollout import Message, ToolCall, ToolResult, Turn
 
@@ -84,7 +94,7 @@ def read_arguments(doc: str, output_dir: Path, steps: int, threads: int = 2, **f
     return args
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> Qwen3ForCausalLM:
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedModel:
     """Save both. Returns the model in float32, as the file has it, ready to be measured."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -117,7 +127,7 @@ def pieces(conversations: Iterable[list[Message]]) -> list[str]:
     return [piece for c in conversations for m in c for piece in (f"{m['role']}\n", m["content"])]
 
 
-def observe(text: str, tool_format: ChatFormat, tools: dict[str, Any], run: Callable[[ToolCall], str]) -> Turn:
+def observe(text: str, tool_format: ChatFormat, tools: dict[str, Any], run: Callable[[ToolCall], Any]) -> Turn:
     """A turn of this text: its calls and their results, or its answer.
 
     Errors are worded as in the trainer's environment.
@@ -126,10 +136,11 @@ def observe(text: str, tool_format: ChatFormat, tools: dict[str, Any], run: Call
     def result_of(call: ToolCall) -> ToolResult:
         mistake = check_call(call, tools)
         try:
-            return ToolResult(f"Error: {mistake}", error="call") if mistake else ToolResult(run(call))
+            return ToolResult(f"Error: {mistake}", error="call") if mistake else as_result(run(call), reader)
         except Exception as error:
             return ToolResult(f"Error: {error}", error="tool")
 
+    reader = reader_of(tool_format.tokenizer)
     ids = tool_format.tokenizer.encode(text)
     parsed = tool_format.parse(ids, [], tools)
     return Turn(ids, None, text, "stop", parsed.calls, [result_of(call) for call in parsed.calls], parsed.answer)
@@ -152,12 +163,14 @@ def train_tokenizer(
     split: Any = DIGITS,
     use_regex: bool = False,
     added: Iterable[str] = (),
+    further_special: Iterable[str] = (),
 ) -> PreTrainedTokenizerFast:
     """Byte-level BPE of `size` tokens, after what `split` keeps apart.
 
     Its merges cross words without `use_regex`. What is `added` comes on top: tokens that are text too, as Qwen's tags.
+    What is `further_special` is never text.
     """
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *further_special]
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level]) if split else byte_level
@@ -238,7 +251,7 @@ def pad_right(batch: list[tuple[list[int], list[int]]], pad: int) -> tuple[torch
 
 
 def warm_start(
-    model: Qwen3ForCausalLM,
+    model: PreTrainedModel,
     pad_id: int,
     next_example: Callable[[], tuple[list[int], list[int]]],
     steps: int,
@@ -258,7 +271,10 @@ def warm_start(
         loss = 0.0
         for part in (batch[i : i + 8] for i in range(0, batch_size, 8)):
             input_ids, labels = pad_right(part, pad_id)
-            part_loss = model(input_ids=input_ids, labels=labels, num_items_in_batch=num_said, use_cache=False).loss
+            input_ids, shown = inputs_of_rows(input_ids)
+            shown.pop("num_images", None)  # of TRL
+            inputs = {"input_ids": input_ids, "labels": labels, "use_cache": False, **shown}
+            part_loss = model(**inputs, num_items_in_batch=num_said).loss
             part_loss.backward()
             loss += part_loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

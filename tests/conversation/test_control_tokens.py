@@ -50,7 +50,7 @@ INSIDE = {  # tokens inside a message, with which formats write thinking, calls 
     "gemma4": ("<|tool_call>", "<tool_call|>"),
     "deepseekv3": ("<｜tool▁calls▁begin｜>", "<｜tool▁sep｜>"),
 }  # fmt: skip
-XML = ("calculator-model", "chain-model", "chain-sparse-model", "search-model", "llama3_2")
+XML = ("calculator-model", "chain-model", "chain-sparse-model", "search-model", "zoom-model", "llama3_2")
 FORMATS = {**dict.fromkeys(TINY, "hermes"), **dict.fromkeys(XML, "xml")}  # others: native
 EVERY = pytest.mark.parametrize("name", MESSAGE_TOKENS)
 

@@ -1,0 +1,61 @@
+"""Rewards for reading a digit in a corner of a picture (`tools/zoom.py`).
+
+The rows have `corner`, the corner that is asked for, and `answer`, the digit that stands there, as text. The turn
+rewards are lists, one entry per turn: a turn is judged by its own calls.
+
+Needs: nothing beyond Python's standard library.
+
+>>> from types import SimpleNamespace as Of
+>>> call, result = Of(name="zoom", arguments={"corner": "top left"}), Of(error=None)
+>>> turns = [[Of(calls=[call], results=[result], answer=None), Of(calls=[], results=[], answer="7")]]
+>>> right_corner_reward_func(turns, corner=["top left"]), right_corner_reward_func(turns, corner=["top right"])
+([[0.5, None]], [[0.0, None]])
+>>> exact_match_reward_func(turns, answer=["7"]), answer_given_reward_func(turns)
+([1.0], [0.1])
+"""
+
+from typing import Any
+
+
+def _answer(turns: list[Any]) -> str | None:
+    """Return what the last turn answers, None without an answer."""
+    return turns[-1].answer if turns else None
+
+
+# --- Turn rewards ----------------------------------------------------------------------------------------------------
+
+
+def right_corner_reward_func(
+    rollout_turns: list[list[Any]], corner: list[str], **kwargs: Any
+) -> list[list[float | None]]:
+    """Reward each turn that looks where it should: 0.5 if one of its calls runs and asks for the row's corner.
+
+    0.0 for another corner and for a call that fails; None for a turn that got no result.
+    """
+    return [
+        [
+            0.5 * any(
+                call.arguments.get("corner") == asked and result.error is None
+                for call, result in zip(turn.calls, turn.results, strict=False)
+            ) if turn.results else None
+            for turn in turns
+        ]
+        for turns, asked in zip(rollout_turns, corner, strict=True)
+    ]  # fmt: skip
+
+
+# --- Outcome rewards -------------------------------------------------------------------------------------------------
+
+
+def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[str], **kwargs: Any) -> list[float]:
+    """Reward the right digit: 1.0 if the last turn's answer is it, else 0.0."""
+    return [float((_answer(turns) or "").strip() == gold) for turns, gold in zip(rollout_turns, answer, strict=True)]
+
+
+def answer_given_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
+    """Reward answering at all: 0.1 if the last turn answers, whatever it says, else 0.0."""
+    return [0.1 * (_answer(turns) is not None) for turns in rollout_turns]
+
+
+TURN_REWARD_FUNCS = [right_corner_reward_func]
+OUTCOME_REWARD_FUNCS = [exact_match_reward_func, answer_given_reward_func]

@@ -1,0 +1,235 @@
+"""The zoom task: its pictures, its environment, its rewards, and that the bundled model learns by what it sees."""
+
+import json
+import random
+from pathlib import Path
+from statistics import mean
+from types import SimpleNamespace
+
+import evaluate
+import explain_credit
+import pytest
+from build import zoom as build
+from PIL import Image
+from transformers import AutoConfig, AutoTokenizer
+
+import mt_grpo_trainer as mt
+from mt_grpo.base.pictures import pictures_in
+from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.recipe.plugins import load_environment, load_rewards
+from tools.zoom import CORNERS, Zoom, crop
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = "hf_recipes/tiny/zoom.yaml"
+DATA = ROOT / "hf_recipes/tiny/zoom"
+MODEL = ROOT / "hf_recipes/tiny/zoom-model"
+
+
+@pytest.fixture
+def project_folder(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def tokenizer():
+    """The bundled model's, which writes pictures."""
+    found = AutoTokenizer.from_pretrained(MODEL)
+    return with_pictures(found, PictureReader.of(str(MODEL), AutoConfig.from_pretrained(MODEL), found))
+
+
+def rows_of(split):
+    return [json.loads(line) for line in (DATA / f"{split}.jsonl").read_text().splitlines()]
+
+
+def environment_of(image):
+    found = Zoom()
+    found.reset(image=image, question="Which digit is top left?", answer="7")
+    return found
+
+
+# --- the pictures ----------------------------------------------------------------------------------------------------
+
+
+def test_a_picture_has_its_digits_in_its_corners():
+    """Read back by hand: the pixels that are brighter than the background, as three bits for each row."""
+    rng = random.Random(3)
+    for scale in (1, 2):
+        digits = rng.sample(range(10), 4)
+        image = build.draw_picture(digits, scale, rng)
+        assert image.size == (224 * scale, 224 * scale)
+        small = image.resize((224, 224), Image.Resampling.NEAREST)
+        found = []
+        for left, top in ((0, 0), (216, 0), (0, 216), (216, 216)):
+            corner = small.crop((left, top, left + 8, top + 8)).point(lambda value: 255 * (value > 100))
+            x, y, right, bottom = corner.getbbox()
+            rows = tuple(sum((corner.getpixel((x + i, y + j)) > 0) << (2 - i) for i in range(3)) for j in range(5))
+            assert (right - x, bottom - y) == (3, 5)
+            found.append(build.DIGITS.index(rows))
+        assert found == digits
+        assert sum(value > 100 for value in small.get_flattened_data()) < 60  # and nothing elsewhere
+
+
+def test_the_bundled_data_are_those_of_the_program(tmp_path):
+    """The same bytes twice, and the pixels of the bundled files, whose bytes depend on the version of zlib."""
+    for name in ("one", "two"):
+        build.write_data(tmp_path / name, {"train": 8, "test": 8})
+    for split in ("train", "test"):
+        one, two = ((tmp_path / name / f"{split}.jsonl").read_bytes() for name in ("one", "two"))
+        assert one == two
+        bundled = rows_of(split)
+        assert len(bundled) == build.NUM_ROWS[split] and len({row["image"] for row in bundled}) == len(bundled)
+        for made, row in zip(build.make_rows(split, 8), bundled, strict=False):
+            assert {key: made[key] for key in ("question", "answer", "corner")} == {
+                k: row[k] for k in row if k != "image"
+            }
+            assert Zoom().reset(row["image"]) is None
+            assert environment_of(row["image"]).image.tobytes() == made["image"].convert("RGB").tobytes()
+            assert row["answer"] == str(made["digits"][CORNERS.index(row["corner"])])
+    assert not {row["image"] for row in rows_of("train")} & {row["image"] for row in rows_of("test")}
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("corner, first", [
+    ("top left", 0), ("top right", 27), ("bottom left", 28 * 27), ("bottom right", 28 * 28 - 1),
+])  # fmt: skip
+def test_a_crop_is_the_pixels_enlarged(corner, first, monkeypatch):
+    """Of 28 x 28 pixels, each with its number: a corner is one of them."""
+    image = Image.new("RGB", (28, 28))
+    image.putdata([(number % 256, number // 256, 7) for number in range(28 * 28)])
+    colour = (first % 256, first // 256, 7)
+    assert set(environment_of(image).zoom(corner).get_flattened_data()) == {colour}
+    assert environment_of(image).zoom(corner).size == (56, 56)
+    monkeypatch.setenv("ZOOM_SIDE", "112")
+    assert environment_of(image).zoom(corner).size == (112, 112)
+    large = image.resize((56, 56), Image.Resampling.NEAREST)
+    large.putpixel((55, 55), (1, 2, 3))
+    enlarged = crop(large, "bottom right", 4)
+    last = (28 * 28 - 1) % 256, (28 * 28 - 1) // 256, 7
+    assert [enlarged.getpixel((x, y)) for y in (1, 2) for x in (1, 2)] == [last, last, last, (1, 2, 3)]
+
+
+def test_shuffled_crops_are_of_another_corner(monkeypatch):
+    row = rows_of("train")[0]
+    environment = environment_of(row["image"])
+    right = {corner: environment.zoom(corner).tobytes() for corner in CORNERS}
+    monkeypatch.setenv("ZOOM_SHUFFLED", "1")
+    shuffled = {corner: environment.zoom(corner).tobytes() for corner in CORNERS}
+    assert all(shuffled[corner] != right[corner] and shuffled[corner] in right.values() for corner in CORNERS)
+    assert {corner: environment_of(row["image"]).zoom(corner).tobytes() for corner in CORNERS} == shuffled
+    chosen = {tuple(environment_of(r["image"]).zoom(c) == environment_of(r["image"]).zoom("top left") for c in CORNERS)
+              for r in rows_of("train")[:40]}  # fmt: skip
+    assert len(chosen) > 2  # not the same corner for all pictures
+
+
+@pytest.mark.parametrize("image, message", [
+    (None, "the column 'image' is None, expected an image of PIL, bytes, a data URI or a path"),
+    (Image.new("L", (56, 40)), "the image is 56 x 40, expected a square of at least 28"),
+    (Image.new("L", (20, 20)), "the image is 20 x 20, expected a square of at least 28"),
+])  # fmt: skip
+def test_a_row_without_a_picture_of_this_kind_is_refused(image, message):
+    with pytest.raises(ValueError, match=message):
+        Zoom().reset(image)
+
+
+def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
+    """And a good call gives a picture as the model's processor reads it: four tokens."""
+    _, cls = load_environment(None, "tools/zoom.py", mt.MultiTurnToolEnv)
+    env = mt.MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=cls)
+    row = rows_of("test")[0]
+    said = iter([
+        {"corner": "middle"}, {"place": "top left"}, {"corner": "top left"},
+    ])  # fmt: skip
+
+    async def generate(prompt_ids, max_tokens, sampling_params=None, index=0):
+        arguments = next(said, None)
+        text = f"<tool>{json.dumps({'name': 'zoom', 'args': arguments})}</tool>" if arguments else "<answer>7</answer>"
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return SimpleNamespace(token_ids=ids, logprobs=[0.0] * len(ids), finish_reason="stop")
+
+    env.max_steps = 3
+    question = [{"role": "user", "content": row["question"]}]
+    (rollout,) = env.generate([question], SimpleNamespace(generate=generate), rows=[row])["rollouts"]
+    wrong, unknown, right = [turn.results[0] for turn in rollout.turns[:3]]
+    assert wrong.error == unknown.error == "call" and right.error is None
+    assert "middle" in wrong.text and "top left" in wrong.text and "corner" in unknown.text
+    assert right.pictures[0].image.tobytes() == environment_of(row["image"]).zoom("top left").tobytes()
+    whole, shown = pictures_in(rollout.prompt_ids + rollout.completion_ids)
+    assert (whole.num_tokens, shown.num_tokens) == (4, 4) and whole.image.size == (224, 224)
+    (reward,) = load_rewards("rewards/zoom_reward.py")[0]
+    (outcome, given) = load_rewards("rewards/zoom_reward.py")[1]
+    assert reward([rollout.turns], corner=["top left"]) == [[0.0, 0.0, 0.5, None]]
+    assert reward([rollout.turns], corner=["top right"]) == [[0.0, 0.0, 0.0, None]]
+    assert outcome([rollout.turns], answer=["7"]) == [1.0] and outcome([rollout.turns], answer=["8"]) == [0.0]
+    assert given([rollout.turns]) == [0.1] and given([rollout.turns[:3]]) == given([[]]) == [0.0]
+
+
+# --- the bundled model -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_imitated_has_every_kind_of_mistake(tokenizer):
+    rng, tool_format = random.Random(0), make_format("xml", tokenizer)
+    rows, said, answers = build.make_rows("warm start", 8), set(), []
+    for _ in range(300):
+        row = rng.choice(rows)
+        messages, pictures = build.make_conversation(
+            row, tool_format, build.CALL_SHARES, build.ANSWER_SHARES, rng
+        )  # fmt: skip
+        ids, labels = build.encode(messages, tool_format, build.TOOLS)
+        assert pictures_in(ids) == pictures and all(label == -100 for label in labels if label > 2**31)
+        said.add(messages[2]["content"].replace(row["corner"], "ASKED"))
+        if len(pictures) == 2 and messages[-1]["content"].startswith("<answer>"):
+            shown = next(
+                c for c in CORNERS if crop(row["image"].convert("RGB"), c, 56).tobytes() == pictures[1].image.tobytes()
+            )
+            answers.append(messages[-1]["content"] == f"<answer>{row['digits'][CORNERS.index(shown)]}</answer>")
+    assert build.call("ASKED") in said and build.call("ASKED").replace('"}}', '"}') in said and "ASKED" in said
+    assert all(build.call(corner) in said for corner in CORNERS) and any(text.startswith("<answer>") for text in said)
+    assert 0.6 < mean(answers) < 0.9  # of the digit that the crop shows, whichever was asked for
+    assert build.call_turn("left for right", "bottom left", rng) == build.call("bottom right")
+    assert build.call_turn("left for right", "top right", rng) == build.call("top left")
+
+
+def test_the_model_takes_left_for_right(project_folder):
+    """What it does before any training: also by the most probable tokens it does not solve the task."""
+    result = evaluate.evaluate(str(MODEL), RECIPE, 64, progress=False, greedy=True)
+    assert result["exact_match"] < 0.2 and result["tool_executed"] > 0.9 and result["result_found"] < 0.2
+
+
+def test_two_steps_of_the_recipe(tmp_path, project_folder):
+    flags = ["--max_steps", "2", "--per_device_train_batch_size", "16", "--disable_tqdm", "true"]
+    mt.main(["--config", RECIPE, "--output_dir", str(tmp_path), *flags])
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    steps = [row for row in history if "reward" in row]
+    assert len(steps) == 2 and all(row["grad_norm"] > 0 for row in steps)
+    assert all(0 < row["rewards/right_corner_reward_func/mean"] < 0.5 for row in steps)
+    log = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
+    crops = [m["content"] for row in log for m in row["messages"] if m["content"].startswith("<result>\n<image ")]
+    assert len(crops) > 8 and len(set(crops)) > 2
+
+
+def test_the_explanation_of_its_credit_names_pictures(project_folder):
+    shown = explain_credit.explain(RECIPE, 0, [])
+    read = [turn.observation for rollout in shown.rollouts for turn in rollout.turns if turn.observation]
+    assert sum(text.startswith("<image ") for text in read) > 4 and "\ufdd0" not in "".join(read)
+
+
+def exact_match(folder):
+    """Per step."""
+    mt.main(["--config", RECIPE, "--output_dir", str(folder), "--disable_tqdm", "true"])
+    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
+    names = ("rewards/exact_match_reward_func/mean", "rewards/right_corner_reward_func/mean")
+    return [[row[name] for row in history if "reward" in row] for name in names]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_model_learns_to_look_and_to_read(tmp_path, project_folder, monkeypatch):
+    """With crops of other corners it learns which one to ask for, which is paid, and never the digit."""
+    exact, corner = exact_match(tmp_path / "out")
+    assert mean(exact[:5]) < 0.4 and mean(exact[-10:]) > 0.65 and mean(corner[-10:]) > 0.45
+    monkeypatch.setenv("ZOOM_SHUFFLED", "1")
+    exact, corner = exact_match(tmp_path / "control")
+    assert max(mean(exact[i : i + 10]) for i in range(20, len(exact), 10)) < 0.2 and mean(corner[-10:]) > 0.4
