@@ -414,8 +414,9 @@ def check_server(
     limit_context(env, card["max_model_len"], f"--max-model-len of the server at {client.base_url}")
     engine_ranks(client)  # raises if a push would not reach all engines
     client.weight_version()  # raises if the server has no development endpoints
-    if client.reads_images:
-        check_it_reads_images(client, env, info["model_config"].get("multimodal_config") or {}, where)
+    if client.reads_images:  # by one rank: while another one probes the directory below, no image may be asked for
+        config = info["model_config"].get("multimodal_config") or {}
+        on_main_process(lambda: check_it_reads_images(client, env, config, where))
     if args.weight_sync == "adapter":
         reason = "the recipe has no LoRA (use_peft: true)" if peft_config is None else why_config_merges(peft_config)
         if reason or (reason := why_server_merges(client, peft_config.r, slots_of(args.max_staleness))):

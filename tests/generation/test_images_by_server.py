@@ -32,6 +32,7 @@ from mt_grpo.generation.samples import (
     read_generated,
 )
 from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.run.connect import probe_ids
 from mt_grpo_trainer import VLLMServerClient
@@ -307,6 +308,13 @@ def test_which_servers_are_refused(client, folder):
     ):
         with pytest.raises(ServerError, match=message):
             check_it_reads_images(client, env, config, "It")
+
+
+def test_a_probe_of_the_directory_forgets_what_images_were(client):
+    ids = drawn_ids(client.tokenizer)
+    before = client.score(ids)
+    check_shared_directory(client, None)
+    assert client.score(ids) == pytest.approx(before, abs=1e-5) and client.healthy()
 
 
 def test_ids_that_prove_a_push_begin_with_an_image(client):

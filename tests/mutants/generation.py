@@ -912,8 +912,8 @@ MUTATIONS = [
     Mutation(
         "what old weights saw in images outlives a push",
         "mt_grpo/generation/weight_transfer.py",
-        "            if self.server.reads_images:",
-        "            if False:",
+        "            forget_images(self.server)\n",
+        "",
         "tests/generation/test_images_by_server.py::test_pushes_between_and_beside_requests_with_images",
     ),
     Mutation(
@@ -943,5 +943,12 @@ MUTATIONS = [
         '        if hasattr(module, "lora_A") and TOWER.search(f"{name}."):',
         "        if False:",
         "tests/generation/test_images_by_server.py::test_a_lora_leaves_out_what_reads_images_unless_it_is_asked_for",
+    ),
+    Mutation(
+        "an engine that was probed ends at the next image that it knows",
+        "mt_grpo/generation/weight_transfer.py",
+        "        forget_images(client)\n",
+        "",
+        "tests/generation/test_images_by_server.py::test_a_probe_of_the_directory_forgets_what_images_were",
     ),
 ]

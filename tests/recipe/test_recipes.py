@@ -399,13 +399,7 @@ class RecordedVLLM:
         self.settings = settings
 
 
-WITH_IMAGES = pytest.mark.xfail(raises=ValueError, strict=True, reason="a vLLM server is not given images yet")
-
-
-@pytest.mark.parametrize("path", [
-    pytest.param(path, marks=WITH_IMAGES if "zoom" in path.stem else ())
-    for path in RECIPES if read(path).get("use_vllm")
-], ids=lambda path: path.stem)  # fmt: skip
+@pytest.mark.parametrize("path", [path for path in RECIPES if read(path).get("use_vllm")], ids=lambda path: path.stem)
 def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
     """The keys that a step without a server leaves out, up to the objects that use them."""
     monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)  # there is none to ask
