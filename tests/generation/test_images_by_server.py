@@ -354,10 +354,11 @@ def test_an_evaluation_by_a_server_finds_what_one_in_process_does(client, folder
 
 def test_later_checks_of_a_push_begin_with_the_image_too(client):
     ids = probe_ids([*range(20, 200)], client.tokenizer)
-    shown = len(ids) - 180
+    shown = 1 + max(place for place, token in enumerate(ids) if is_picture(token))
     sync = WeightSync(None, None, None, None, ids, check_every=1)
     windows = []
     for sync.num_syncs in range(6):
         windows.append(sync._window())
-    assert all(window[:shown] == ids[:shown] for window in windows) and any(map(is_picture, ids[:shown]))
-    assert [window[shown:] for window in windows] == [[*range(20 + 32 * (k % 5), 52 + 32 * (k % 5))] for k in range(6)]
+    assert all(window[:shown] == ids[:shown] for window in windows)
+    text = ids[shown:]  # what closes the image, and the prompt
+    assert [window[shown:] for window in windows] == [text[32 * (k % 5) : 32 * (k % 5) + 32] for k in range(6)]
