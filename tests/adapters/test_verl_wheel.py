@@ -66,6 +66,10 @@ def found(release, tmp_path, monkeypatch):
     def find(file, way, version="0.7.1"):
         folder = release(version)
         if way == "installed":
+            # Where it is found from the start, as an installed one: what stands for a missing verl comes last then.
+            monkeypatch.syspath_prepend(folder)
+            others = [each for each in sys.meta_path if not isinstance(each, verl_paths.VerlPaths)]
+            monkeypatch.setattr(sys, "meta_path", others)
             package(monkeypatch, "verl", folder / "verl")  # its own `__init__` wants tensordict
             package(monkeypatch, "verl.utils", folder / "verl/utils")
         else:
@@ -326,7 +330,7 @@ def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
     script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in (calls[0], ANSWER)]
     (rollout,) = converse(env, [script], [row])
     (crop,) = pictures_in(rollout.completion_ids)
-    assert crop.image.size == (50, 40) and rollout.turns[0].error is None
+    assert crop is tokenizer.pictures.read(image.new("RGB", (50, 40)), "") and rollout.turns[0].error is None
     assert rollout.turns[0].observation.startswith(mark_of(crop))
 
 
