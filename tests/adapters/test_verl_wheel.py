@@ -74,6 +74,9 @@ def found(release, tmp_path, monkeypatch):
             package(monkeypatch, "verl.utils", folder / "verl/utils")
         else:
             shutil.copy(folder / file, tmp_path)
+            for name in [each for each in verl_paths.MODULES if each.startswith("verl.utils.reward_score.")]:
+                monkeypatch.delitem(verl_paths.MODULES, name)  # the release's own are read
+                monkeypatch.delitem(sys.modules, name, raising=False)
             verl_paths.install()
             scores = importlib.import_module("verl.utils.reward_score")
             scores.__path__.append(str(folder / "verl/utils/reward_score"))
@@ -273,7 +276,7 @@ def test_the_sandbox_tool(found, tmp_path, http, caplog, way):
         "42\n", "ZeroDivisionError", "no stdout here", "no stdout here", None,
     ]  # fmt: skip
     assert [turn.results[0].reward for turn in rollout.turns[:4]] == [None] * 4
-    assert rollout.reward is None and "calc_reward of code_interpreter gave list" in caplog.text
+    assert rollout.reward is None and "calc_reward of code_interpreter gave [], which is no" in caplog.text
 
 
 # -- images --
