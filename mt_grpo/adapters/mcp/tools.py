@@ -147,7 +147,7 @@ def result_text(result: Any) -> str:
 
 
 def result_parts(result: Any) -> list[Any] | None:
-    """The texts and images of a result, as `result_text` joins them; None without an image.
+    r"""The texts and images of a result, as `result_text` joins them; None without an image.
 
     >>> told, drawn = (types.SimpleNamespace(type=kind, text="x", data="eA==") for kind in ("text", "image"))
     >>> result_parts(types.SimpleNamespace(content=[told, drawn, told]))
