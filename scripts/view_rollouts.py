@@ -290,7 +290,7 @@ class Viewer:
 
     async def image(self, request: web.Request) -> web.StreamResponse:
         """An image that a run's rollouts read. Its name is of a digest, and so no other file's."""
-        number = path_number(request, "run")
+        number = int(request.match_info["run"][:6])
         path = self.runs[number].image(request.match_info["name"]) if number < len(self.runs) else None
         if path is None or not path.is_file():
             return web.json_response({"error": "There is no such image."}, status=404)

@@ -423,6 +423,7 @@ class Environments:
         else:
             await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
         row = self.arguments_of(rollout.row)
+        of_row = of_columns(rollout.pictures, rollout.row)  # before `reset`, which may change the row
         try:
             observation = await self.call(rollout, "reset", **row)
         except EnvironmentFailure as error:
@@ -431,7 +432,6 @@ class Environments:
                 raise
             columns = ", ".join(row) or "none"
             raise EnvironmentFailure(f"{error}. The row has no such column. It has: {columns}") from cause
-        of_row = of_columns(rollout.pictures, rollout.row)
         messages = joined(
             rollout.prompt_messages, observation, clean, SaidPictures(tokenizer, rollout.pictures, places=True)
         )

@@ -218,7 +218,7 @@ def opened(value: Any, paths: bool) -> Any:
     elif isinstance(given, str) and paths:
         if Path(given).stat().st_size > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")
-        given = Path(given).read_bytes()
+        given = Image.open(given, formats=FORMATS)
     if isinstance(given, (bytes, bytearray)):
         if len(given) > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")

@@ -190,7 +190,7 @@ class ServerConnection:
         if status in (401, 403):
             return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
         if status == 404 and path == GENERATE:
-            return ". Start the vLLM server with --enable-scale-out (vLLM 0.30 or later): images come by this address."
+            return ". Start the vLLM server with --enable-scale-out (0.30 or later): this address is for images."
         if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
             return f". {self.NO_VLLM}"
         if status != 404:

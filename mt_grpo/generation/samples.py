@@ -205,11 +205,14 @@ def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
     except (KeyError, TypeError):
         raise BadAnswer(f"it does not say what it read: {str(answer)[:500]}") from None
     if found != places:
-        sizes = [place.get("length") for place in found] if isinstance(found, list) else found
+        theirs, ours = (
+            [(place.get("offset"), place.get("length")) for place in each] if isinstance(each, list) else each
+            for each in (found, places)
+        )
         raise BadAnswer(
-            f"the server reads the {len(places)} images as {sizes} tokens, and the trainer as "
-            f"{[place['length'] for place in places]}: their settings (max_pixels, say) differ. Start the server with "
-            "the model's own, without --mm-processor-kwargs"
+            f"the server reads {len(places)} images at (place, tokens) {theirs}, and the trainer at {ours}. Where the "
+            "tokens differ, so do the settings (max_pixels, say): start the server with the model's own, without "
+            "--mm-processor-kwargs. Where the places alone differ, the server has another tokenizer"
         )
     if seen != with_placeholders(prompt):
         raise BadAnswer("the server read other ids than the prompt's")

@@ -78,8 +78,8 @@ def check_shared_directory(client: Any, directory: str | None) -> None:
         save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
         load = {"weights_path": str(folder), "is_checkpoint_format": False}
-        client.request("POST", "/collective_rpc", timeout=60.0, json={"method": "reload_weights", "kwargs": load})
-        forget_images(client)
+        with images_forgotten(client):
+            client.request("POST", "/collective_rpc", timeout=60.0, json={"method": "reload_weights", "kwargs": load})
     except OSError as error:
         raise ServerError(
             f"{setting}: {error}. Expected a writable directory that the vLLM server sees too."
@@ -108,6 +108,22 @@ def forget_images(server: Any) -> None:
     """
     if server.reads_images:
         server.request("POST", "/reset_encoder_cache", read=None)
+
+
+@contextmanager
+def images_forgotten(server: Any) -> Iterator[None]:
+    """A load that changes nothing, while a server that reads images is paused: another run may use it."""
+    if not server.reads_images:
+        yield
+        return
+    server.request("POST", "/pause", timeout=60.0, params={"mode": "keep"})
+    try:
+        yield
+    finally:
+        try:
+            forget_images(server)
+        finally:
+            server.request("POST", "/resume")
 
 
 def why_not_shared(client: Any, directory: str | None) -> str | None:
@@ -535,11 +551,13 @@ class WeightTransfer:
                 raise ServerError(
                     f"{self.server.base_url} could not reset its prefix cache: old weights' keys would be reused"
                 )
-            forget_images(self.server)
             self.server.request("POST", "/update_weight_version", json={"new_version": version})
             self.held = version
         finally:
-            self.server.request("POST", "/resume")
+            try:
+                forget_images(self.server)
+            finally:
+                self.server.request("POST", "/resume")
 
     @staticmethod
     def _remove_if_dead(folder: Path) -> None:

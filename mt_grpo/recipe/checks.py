@@ -9,7 +9,7 @@ import os
 import re
 import typing
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import jinja2
@@ -35,6 +35,7 @@ from mt_grpo.conversation.picture_parts import (
     with_places,
 )
 from mt_grpo.conversation.pictures import (
+    FAMILIES,
     TOWER,
     PictureReader,
     drawn_ids,
@@ -185,12 +186,15 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     tools = None if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
     # `shown` keeps its pictures while the prompt is tokenised.
+    further: list[int] = []
     (prompt,), (shown,) = read_pictures([prompt], [row], env.tokenizer, env, "mark_images")
     if env.environments is not None and not hasattr(env, "mark_images"):
-        with suppress(ValueError):  # `reset` may bring further places
+        try:
             prompt = placed(prompt, of_columns(shown, row), "the prompt")
+        except ValueError:  # `reset` may bring further places
+            further = [token for each in of_columns(shown, row) for token in each.num_tokens * [each.id]]
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
-    return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools)
+    return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools) + further
 
 
 def num_characters(row: dict[str, Any]) -> int:
@@ -309,14 +313,14 @@ def check_forks(env: Any, credit_assignment: str, branch_states: int) -> None:
             )
 
 
-def check_tower(args: GRPOConfig, peft_config: Any, reader: Any) -> None:
+def check_tower(args: GRPOConfig, model_config: Any, peft_config: Any, reader: Any) -> None:
     """Leave what reads images out of a LoRA, unless `freeze_vision_tower` is false or the LoRA leaves out others.
 
-    Raises `ValueError` where the key is set and the run reads no images.
+    Raises `ValueError` where the key is set and the model reads no images.
     """
     if isinstance(reader, str):
-        if args.freeze_vision_tower is not None:
-            raise ValueError(f"freeze_vision_tower={args.freeze_vision_tower}: {reader}. Remove it.")
+        if args.freeze_vision_tower is not None and model_config.model_type not in FAMILIES:
+            raise ValueError(f"freeze_vision_tower={args.freeze_vision_tower}: the model reads text alone. Remove it.")
         return
     if args.freeze_vision_tower is not False and getattr(peft_config, "exclude_modules", "") is None:
         peft_config.exclude_modules = rf".*{TOWER.pattern}.*"
@@ -496,7 +500,9 @@ def prepare_env(
     reader = why_text(args) or PictureReader.of(name, model_config, env.tokenizer, revision)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
-    check_tower(args, peft_config, reader)
+    check_tower(args, model_config, peft_config, reader)
+    if isinstance(reader, str) and model_config.model_type in FAMILIES:
+        logger.warning(f"The model reads images, and this run shows it none: {reader}.")
     if reader_of(tokenizer) is not None and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True  # a pass of one rank has a picture, and that of another has none
     env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}

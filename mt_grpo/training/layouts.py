@@ -17,6 +17,7 @@ from mt_grpo.base.pictures import Picture, held_by
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training.pass_metrics import PassMetrics
 from mt_grpo.training.passes import Pass, TrainedRow, compares_tokens, into_passes, pass_of_two, rows_of, window_of
+from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.shared_prompts import NAME, take_shared_rows
 
 logger = logging.getLogger(__name__)
@@ -163,7 +164,9 @@ class Layout:
     def in_passes(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """TRL's micro-batches of one batch of rollouts, as many of ours. Collective."""
         if self.trainer.model.training:  # an evaluation between two steps has a batch of its own
-            self.pictures = held_by(each[name] for each in micro_batches for name in ("prompt_ids", "completion_ids"))
+            of_further = [row for each in micro_batches for rows in each.get(FURTHER_RECORDS, ()) for row in rows]
+            held = [*micro_batches, *of_further]
+            self.pictures = held_by(each[name] for each in held for name in ("prompt_ids", "completion_ids"))
         if self.kind == "trl":
             return micro_batches
         if self.kind == "shared" and self.proof is None:

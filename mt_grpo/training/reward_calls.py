@@ -30,6 +30,7 @@ import torch
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
+from mt_grpo.base.pictures import is_image
 from mt_grpo.base.ranks import RunStopped
 from mt_grpo.base.rows import WrittenRow
 from mt_grpo.conversation.pictures import readable_messages
@@ -219,20 +220,17 @@ def rollout_columns(rollouts: list[Rollout], prompts: list) -> dict[str, list]:
 
 
 def own_copy(value: Any) -> Any:
-    """A deep copy of lists, dicts, rows, tuples, turns and calls. Others, such as environments, are not copied."""
+    """A deep copy of lists, dicts, rows, tuples, turns, calls and images. Others, as environments, are not copied."""
     kind = type(value)
     if kind in (list, tuple):
-        return kind([own_copy(v) if type(v) in COPIED else v for v in value])  # ids need no copy
+        return kind([v if type(v) is int else own_copy(v) for v in value])  # ids, of which there are many
     if kind in (dict, WrittenRow):
         return kind((k, own_copy(v)) for k, v in value.items())
     if kind in (Turn, ToolCall):
         copied = copy.copy(value)
         vars(copied).update(own_copy(vars(value)))
         return copied
-    return value
-
-
-COPIED = {list, tuple, dict, WrittenRow, Turn, ToolCall}
+    return value.copy() if is_image(value) else value
 
 
 @contextmanager

@@ -150,9 +150,9 @@ def test_an_answer_that_read_something_else_is_none(folder):
     moved[1]["offset"] += 1
     shorter[1]["length"] = 1
     for changes, message in (
-        ({"mm_placeholders": {"image": moved}}, "as .4, 3. tokens, and the trainer as .4, 3."),
-        ({"mm_placeholders": {"image": shorter}}, r"as \[4, 1\] tokens, and the trainer as \[4, 3\].*mm-processor-kw"),
-        ({"mm_placeholders": {"image": places[:1]}}, "the 2 images as .4. tokens"),
+        ({"mm_placeholders": {"image": moved}}, r"\(9, 3\)\], and the trainer at \[\(2, 4\), \(8, 3\)\].*tokenizer"),
+        ({"mm_placeholders": {"image": shorter}}, r"\(8, 1\)\], and the trainer at .*\(8, 3\)\].*mm-processor-kw"),
+        ({"mm_placeholders": {"image": places[:1]}}, r"reads 2 images at \(place, tokens\) \[\(2, 4\)\], and"),
         ({"mm_placeholders": None}, "does not say what it read"),
         ({"prompt_token_ids": [*with_placeholders(prompt)[:-1], 9]}, "other ids than the prompt's"),
         ({"choices": [{**choice, "token_ids": [20, 22]}]}, "logprobs are of the ids .20, 21."),
@@ -201,8 +201,6 @@ def test_what_it_samples_behind_images_and_what_it_says_of_a_prompt(client, fold
     sampled, logprobs = client.sample_behind(prompt, 9)
     assert len(sampled) == 9
     assert (torch.tensor(logprobs) - logprobs_of(model, prompt + sampled)[-9:]).abs().max() < 2e-5
-    stopped = run_async(client.generate(prompt, 400, {"stop": [tokenizer.decode(found.token_ids[:1])], "seed": 3}))
-    assert stopped.finish_reason in ("stop", "length")
 
 
 def test_it_stops_at_a_text_behind_an_image_too(client):

@@ -348,8 +348,8 @@ MUTATIONS = [
     Mutation(
         "turns that rewards get are not copied",
         "mt_grpo/training/reward_calls.py",
-        "COPIED = {list, tuple, dict, WrittenRow, Turn, ToolCall}",
-        "COPIED = {list, tuple, dict, WrittenRow, ToolCall}",
+        "    if kind in (Turn, ToolCall):",
+        "    if kind in (ToolCall,):",
         f"{COPIES}[mt_grpo]",
     ),
     Mutation(

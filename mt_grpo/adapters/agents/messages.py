@@ -59,10 +59,9 @@ def tell_once(text: str) -> None:
 class ModelRequest:
     """One request for a completion.
 
-    Messages have `role` (system, developer, user, assistant, tool) and `content` (text), and may have a `name`. In a
-    content a picture is its mark, whose pictures the session keeps. Those
+    Messages have `role` (system, developer, user, assistant, tool) and `content` (text), and may have a `name`. Those
     of the assistant may have `tool_calls` (as in /v1/chat/completions) and `reasoning_content`, those of a tool have
-    `tool_call_id`.
+    `tool_call_id`. In a content a picture is its mark; the session keeps the pictures.
     """
 
     messages: list[Message]

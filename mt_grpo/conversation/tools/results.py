@@ -65,6 +65,8 @@ def as_text(result: Any) -> str:
 def with_data(part: Any) -> Any:
     """An image of PIL, or a part with one or with bytes, as a part with a data URI; anything else as it is."""
     image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
+    if image is not part and isinstance(image, dict) and image.get("bytes") is not None:  # as datasets has it
+        image = image["bytes"]
     if hasattr(image, "getbands"):
         if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
             raise ValueError(f"the tool returned an animated image ({image.n_frames} pictures). Give one of them")
@@ -73,7 +75,7 @@ def with_data(part: Any) -> Any:
         file = io.BytesIO()
         ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
         image = file.getvalue()
-    elif image is part or not isinstance(image, bytes):
+    elif image is part or not isinstance(image, (bytes, bytearray)):
         return part
     return {"type": "image", "image": f"data:;base64,{base64.b64encode(image).decode()}"}
 
