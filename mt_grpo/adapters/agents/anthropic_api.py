@@ -197,7 +197,7 @@ def assistant_messages(blocks: list[Any], param: str, contents: Contents) -> lis
         elif kind == "tool_use":
             call_id, name = (expect(block.get(key), str, f"{where}.{key}", "text") for key in ("id", "name"))
             given = expect(block.get("input"), dict, f"{where}.input", "an object")
-            calls.append(tool_call(own_id(call_id), name, written(given, f"{where}.input")))
+            calls.append(tool_call(own_id(call_id), name, json.dumps(given)))
         elif kind == "text":
             parts += parts_of(block, where, contents)
         elif kind != "redacted_thinking":
@@ -206,14 +206,6 @@ def assistant_messages(blocks: list[Any], param: str, contents: Contents) -> lis
     if thinking:
         message["reasoning_content"] = thinking
     return [message | ({"tool_calls": calls} if calls else {})]
-
-
-def written(value: dict[str, Any], param: str) -> str:
-    """A JSON object as text. Raises `ApiError` where it is too deep."""
-    try:
-        return json.dumps(value)
-    except RecursionError:
-        raise refuse(param, "has too many levels.") from None
 
 
 def own_id(tool_use_id: str) -> str:
@@ -269,11 +261,14 @@ def content_blocks(answer: Answer) -> list[dict[str, Any]]:
 
 def stop_of(answer: Answer) -> dict[str, str | None]:
     """Why an answer ended. A call that is whole counts more than the text that ended the turn."""
+    reason, text = "end_turn", None
     if answer.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if answer.tool_calls or answer.stop is None:
-        return {"stop_reason": "tool_use" if answer.tool_calls else "end_turn", "stop_sequence": None}
-    return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop}
+        reason = "max_tokens"
+    elif answer.tool_calls:
+        reason = "tool_use"
+    elif answer.stop is not None:
+        reason, text = "stop_sequence", answer.stop
+    return {"stop_reason": reason, "stop_sequence": text, "stop_details": None}
 
 
 def usage_of(answer: Answer, output_tokens: int) -> dict[str, int]:

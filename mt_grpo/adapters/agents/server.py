@@ -329,7 +329,7 @@ def read_request(endpoint: Endpoint, body: dict[str, Any], session: AgentSession
     """A request as it is sampled. Raises `ApiError`, also for what no check above expects."""
     try:
         return endpoint.read(body, session)
-    except (TypeError, AttributeError, LookupError, ValueError) as error:
+    except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
         raise ApiError(400, f"The request cannot be read: {error_line(error)}.") from error
 
 
