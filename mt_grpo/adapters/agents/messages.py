@@ -23,7 +23,7 @@ _told: set[str] = set()
 
 
 class ApiError(Exception):
-    """What a request gets in place of an answer: the status and the error object of OpenAI's API.
+    """What a request gets in place of an answer: the status, and the error object of OpenAI's API.
 
     Args:
         status: Of HTTP.
