@@ -336,9 +336,9 @@ class AgentSession(RolloutSession):
         calls = []
         if request.reads_calls:
             calls, text = self.format.good_calls(text, tools_by_name(request.tools))
-        for stop in request.stops:
-            text = text.partition(stop)[0]
-        found = {stop: turn.text.find(stop) + len(stop) for stop in request.stops if stop in turn.text}
+        for each in request.stops:
+            text = text.partition(each)[0]
+        stop = next((stop for stop in request.stops if stop in turn.text), None)
         text = self.format.content(text)
         written = []
         for call in calls:
@@ -350,7 +350,7 @@ class AgentSession(RolloutSession):
         thinking = thinking.strip().removeprefix(opening.strip()).removesuffix(closing.strip()).strip()
         return Answer(
             number, text.strip() if thinking or written else text, written, thinking, reason, len(prompt_ids),
-            len(turn.token_ids), int(time.time()), min(found, key=found.get, default=None),
+            len(turn.token_ids), int(time.time()), stop,
         )  # fmt: skip
 
     # -- what the model reads --
