@@ -866,11 +866,11 @@ def test_equal_answers_are_told_apart_by_the_ids_of_their_calls():
 
 def test_the_example_of_the_docs(capsys):
     page = (ROOT / "docs/environments.md").read_text().partition("### Agents that speak Anthropic's API")[2]
-    example, printed = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", page, re.S).groups()
+    example, printed = re.search(r"```python\n(.*?)```.*?```\n(.*?)```", page, re.S).groups()
     space = {}
     exec(example, space)  # noqa: S102
     turn = f"{THINKS}I add.\n{CALL}".replace('"x y"', "1")
-    rollout, _ = run(space["solve"], turn, "2", row={"question": "1 + 1?", "answer": "2"})
+    rollout, _ = run(space["by_messages"], turn, "2", row={"question": "1 + 1?", "answer": "2"})
     assert rollout.error is None and rollout.reward == 1.0, rollout.error
     assert [turn.reward for turn in rollout.turns] == [0.1, None] and capsys.readouterr().out == printed
 
