@@ -25,7 +25,6 @@ from mt_grpo.adapters.agents.programs import environment_of
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
 from mt_grpo.rollout import StopReason
 
-ROOT = Path(__file__).resolve().parents[2]
 TOOL = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
 THINKS = "<think>Hm.</think>"
 ASKS = "<|im_start|>assistant\n"
@@ -862,17 +861,6 @@ def test_equal_answers_are_told_apart_by_the_ids_of_their_calls():
 
 
 # -- programs --
-
-
-def test_the_example_of_the_docs(capsys):
-    page = (ROOT / "docs/environments.md").read_text().partition("### Agents that speak Anthropic's API")[2]
-    example, printed = re.search(r"```python\n(.*?)```.*?```\n(.*?)```", page, re.S).groups()
-    space = {}
-    exec(example, space)  # noqa: S102
-    turn = f"{THINKS}I add.\n{CALL}".replace('"x y"', "1")
-    rollout, _ = run(space["by_messages"], turn, "2", row={"question": "1 + 1?", "answer": "2"})
-    assert rollout.error is None and rollout.reward == 1.0, rollout.error
-    assert [turn.reward for turn in rollout.turns] == [0.1, None] and capsys.readouterr().out == printed
 
 
 def test_the_environment_of_a_command(monkeypatch):
