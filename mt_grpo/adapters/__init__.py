@@ -3,7 +3,7 @@
 plugin_imports   what plug-ins import of a framework that is not installed
 session          what the sessions of agents and of schedulers share
 house            what a house is to a recipe; checks that several houses share
-agents/          a program that speaks OpenAI's API runs the conversation
+agents/          a program that speaks OpenAI's or Anthropic's API runs the conversation
 gym/             a game of gymnasium as an environment
 mcp/             tools of servers of the Model Context Protocol
 verl/            verl's tools and interactions

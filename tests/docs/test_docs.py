@@ -170,6 +170,7 @@ def test_every_python_block_is_run_here():
         "class PythonFormat",
         "import Turn",
         "async def solve",
+        "async def by_messages",
         "class Again",
         "class Adder",
         "import function_tool",
@@ -360,6 +361,16 @@ def test_the_agent_example_runs():
     rollout, _ = run_agent(space["solve"], "It is 4.", "4", row={"question": "2 + 2?", "answer": "4"})
     assert rollout.reward == 1.0 and [turn.reward for turn in rollout.turns] == [0.1, None]
     assert len(rollout.records) == 1
+
+
+def test_the_agent_example_of_anthropics_api_runs(capsys):
+    """And prints what the page says."""
+    space = run(block(ENVIRONMENTS, "python", "async def by_messages"))
+    turn = '<think>Hm.</think>I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
+    rollout, _ = run_agent(space["by_messages"], turn, "2", row={"question": "1 + 1?", "answer": "2"})
+    assert rollout.error is None and rollout.reward == 1.0, rollout.error
+    assert [turn.reward for turn in rollout.turns] == [0.1, None] and len(rollout.records) == 1
+    assert f"```\n{capsys.readouterr().out}```" in ENVIRONMENTS
 
 
 def test_the_plugin_of_ms_swift_runs(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from mt_grpo.adapters.agents.messages import (
     read_limit,
     read_model,
     read_number,
+    read_stops,
     read_tool_choice,
     read_tools,
     refuse,
@@ -53,15 +54,11 @@ def read_chat_request(
     expect(body.get("stream_options") or {}, dict, "stream_options", "an object")
     if expect(body.get("response_format") or {}, dict, "response_format", "an object").get("type", "text") != "text":
         tell_once("An agent sent response_format. It is accepted and not enforced: the policy writes what it writes.")
-    stop = body.get("stop") or []
-    stops = [stop] if isinstance(stop, str) else expect(stop, list, "stop", "text or a list of texts")
-    if not all(isinstance(text, str) and text == text.encode(errors="replace").decode() != "" for text in stops):
-        raise refuse("stop", f"got {stop!r:.100}, expected texts that are not empty.")
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ModelRequest(
         read_messages(body.get("messages"), contents),
         read_tools(body.get("tools")),
-        tuple(stops),
+        read_stops(body.get("stop"), "stop"),
         read_limit(body.get(limit), limit),
         trained,
         read_tool_choice(body.get("tool_choice")),

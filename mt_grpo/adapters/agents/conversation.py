@@ -1,7 +1,8 @@
-"""`environment: openai_agent`: the conversation is an agent's program, which calls the policy over OpenAI's API.
+"""`environment: openai_agent`: the conversation is an agent's program, which calls the policy over OpenAI's API
+or over Anthropic's.
 
     agent: my_agent.py:solve             # async def solve(row, client): an AsyncOpenAI client, or a function
-    agent_command: python my_agent.py    # the row on standard input, OPENAI_BASE_URL and OPENAI_API_KEY
+    agent_command: python my_agent.py    # the row on standard input, OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_...
     agent_key: pipe                      # not OPENAI_API_KEY: the command reads the file OPENAI_API_KEY_FILE
 
 The agent is not changed. What it asks is sampled token for token behind what was sampled before; each completion is a

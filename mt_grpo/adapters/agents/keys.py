@@ -13,14 +13,14 @@ AGENT = "the line environment: openai_agent"
 
 @dataclass
 class AgentKeys:
-    """A program that speaks OpenAI's API, with `environment: openai_agent`."""
+    """A program that speaks OpenAI's or Anthropic's API, with `environment: openai_agent`."""
 
     agent: str | None = key(
         None, "path.py:function of (row, client), with environment: openai_agent",
         needs=AGENT,
     )  # fmt: skip
     agent_command: str | None = key(
-        None, "A program in place of agent: a row on standard input, OpenAI's API by address",
+        None, "A program in place of agent: a row on standard input, OpenAI's or Anthropic's API by address",
         needs=AGENT,
     )  # fmt: skip
     agent_key: str = key(

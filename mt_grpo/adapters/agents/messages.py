@@ -1,4 +1,4 @@
-"""Requests of OpenAI's API in one form, whichever endpoint they came to, and the errors that the API gives."""
+"""Requests in one form, whichever endpoint of OpenAI's or Anthropic's API they came to, and the APIs' errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _told: set[str] = set()
 
 
 class ApiError(Exception):
-    """What a request gets in place of an answer: the status and the error object of OpenAI's API.
+    """What a request gets in place of an answer: the status, and the error object of OpenAI's API.
 
     Args:
         status: Of HTTP.
@@ -91,6 +91,7 @@ class Answer:
     prompt_tokens: int
     completion_tokens: int
     created: int
+    stop: str | None = None  # the request's stop text that ended the turn
 
     @property
     def message(self) -> Message:
@@ -204,6 +205,16 @@ def read_limit(value: Any, param: str) -> int | None:
     if value is not None and expect(value, int, param, "a positive number") < 1:
         raise refuse(param, f"got {value}, expected a positive number.")
     return value
+
+
+def read_stops(value: Any, param: str) -> tuple[str, ...]:
+    """Texts that end an answer: a list, or one of them."""
+    stops = (
+        [value] if isinstance(value, str) and value else expect(value or [], list, param, "text or a list of texts")
+    )
+    if not all(isinstance(text, str) and text == text.encode(errors="replace").decode() != "" for text in stops):
+        raise refuse(param, f"got {value!r:.100}, expected texts that are not empty.")
+    return tuple(stops)
 
 
 def read_number(value: Any) -> int:

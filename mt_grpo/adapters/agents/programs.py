@@ -200,8 +200,14 @@ def environment_of(address: str, key: str | None) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
     for name in ("NO_PROXY", "no_proxy"):  # a proxy of the machine must not stand between them
         kept[name] = ",".join(filter(None, ("127.0.0.1", kept.get(name))))
-    kept.pop("OPENAI_API_KEY", None)
-    return {**kept, "OPENAI_BASE_URL": address, **({} if key is None else {"OPENAI_API_KEY": key})}
+    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
+        kept.pop(name, None)
+    addresses = {"OPENAI_BASE_URL": address, "ANTHROPIC_BASE_URL": address.removesuffix("/v1")}
+    return {
+        **kept,
+        **addresses,
+        **({} if key is None else dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key)),
+    }
 
 
 async def send(pipe: asyncio.StreamWriter, content: bytes) -> None:

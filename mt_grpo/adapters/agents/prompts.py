@@ -122,6 +122,15 @@ class AgentPrompts:
         template = str(self._template())
         return '"developer"' in template or "'developer'" in template
 
+    @functools.cached_property
+    def takes_later_systems(self) -> bool:
+        """Whether the chat template takes a message of the system that is not the first one."""
+        roles = ("system", "user", "system", "user")
+        try:
+            return bool(self._render([{"role": role, "content": "Text."} for role in roles]))
+        except Exception:  # whatever a template raises
+            return False
+
     def _template(self) -> str:
         return self.tokenizer.get_chat_template(self.format.chat_template_kwargs.get("chat_template"), tools=[])
 

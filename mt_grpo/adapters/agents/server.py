@@ -1,4 +1,4 @@
-"""The HTTP server that agents talk to: OpenAI's API on the loopback address, one per process."""
+"""The HTTP server that agents talk to: OpenAI's and Anthropic's API on the loopback address, one per process."""
 
 from __future__ import annotations
 
@@ -16,6 +16,14 @@ import httpx
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
+from mt_grpo.adapters.agents.anthropic_api import (
+    anthropic_answer,
+    anthropic_error,
+    anthropic_error_event,
+    anthropic_events,
+    anthropic_models,
+    read_anthropic_request,
+)
 from mt_grpo.adapters.agents.chains import Asked
 from mt_grpo.adapters.agents.chat_api import chat_answer, chat_error, chat_events, read_chat_request
 from mt_grpo.adapters.agents.messages import FROZEN, POLICY, Answer, ApiError, ModelRequest, refuse
@@ -38,12 +46,13 @@ KEEP_ALIVE_SECONDS = 5.0  # between the comments of a stream that waits for its 
 
 
 class Endpoint(NamedTuple):
-    """How one of the two APIs reads requests and writes answers."""
+    """How an API reads requests and writes answers."""
 
     read: Callable[[dict, AgentSession], ModelRequest]
     write: Callable[[list[Answer], dict], dict]
     events: Callable[[list[Answer], dict], Iterator[str]]
-    error: Callable[[ApiError], Iterator[str]]
+    error: Callable[[ApiError], Iterator[str]]  # behind the beginning of a stream
+    refusal: Callable[[ApiError], dict] = lambda error: error.body
 
 
 JSON = "application/json"
@@ -59,7 +68,19 @@ RESPONSES = Endpoint(
     responses_events,
     responses_error,
 )
-ENDPOINTS = {"chat/completions": CHAT, "responses": RESPONSES}
+
+
+def read_anthropic(body: dict, session: AgentSession, counts: bool = False) -> ModelRequest:
+    """A request of /v1/messages, or of those of which only the tokens are counted. Raises `ApiError`."""
+    arguments, later = session.format.chat_template_kwargs, session.prompts.takes_later_systems
+    return read_anthropic_request(body, session.contents, arguments, later, counts)
+
+
+ANTHROPIC = Endpoint(read_anthropic, anthropic_answer, anthropic_events, anthropic_error_event, anthropic_error)
+COUNT = ANTHROPIC._replace(read=functools.partial(read_anthropic, counts=True))
+ENDPOINTS = {
+    "chat/completions": CHAT, "responses": RESPONSES, "messages": ANTHROPIC, "messages/count_tokens": COUNT,
+}  # fmt: skip
 
 
 class Served(NamedTuple):
@@ -155,21 +176,25 @@ class AgentServer:
             method, path, headers, content: Of the request. Names of headers in any case.
             keep_alive: Awaited every few seconds while a stream waits for its answer.
         """
-        session, endpoint, asked = None, CHAT, None
+        session, endpoint, asked = None, endpoint_of(path, headers), None
         try:
             key, name = split_path(path)
             token = headers.get("Authorization", "").removeprefix("Bearer ")
-            session = self._session((key, token, headers.get("X-Session-ID")))
+            session = self._session((key, token, headers.get("x-api-key"), headers.get("X-Session-ID")))
             if method == "GET" and name.partition("/")[0] == "models":
-                return Served(200, JSON, json.dumps(models(name.partition("/")[2])))
+                listed = (anthropic_models if endpoint is ANTHROPIC else models)(name.partition("/")[2])
+                return Served(200, JSON, json.dumps(listed))
             if method != "POST" or name not in ENDPOINTS:
                 raise ApiError(
-                    404, f"{method} {path} is not served. Expected /v1/chat/completions, /v1/responses or /v1/models.",
-                    "unknown_url",
+                    404, f"{method} {path} is not served. Expected /v1/chat/completions, /v1/responses, /v1/messages "
+                    "or /v1/models.", "unknown_url",
                 )  # fmt: skip
-            endpoint = ENDPOINTS[name]
             body = read_body(content)
             read = await session.in_order(functools.partial(read_request, endpoint, body, session))
+            if endpoint is COUNT:
+                if "X-Turn-Reward" in headers:
+                    raise refuse("X-Turn-Reward", "a request that counts tokens goes on from no turn. Remove it.")
+                return Served(200, JSON, json.dumps({"input_tokens": session.count_tokens(read)}))
             reward, rewarded = read_reward(headers.get("X-Turn-Reward")), headers.get("X-Turn-Answer")
             if reward is None and rewarded is not None:
                 raise refuse("X-Turn-Answer", "got the answer that a reward is for without X-Turn-Reward.")
@@ -195,7 +220,7 @@ class AgentServer:
                 raise
             if session is not None:
                 session.refuse(error)
-            return Served(error.status, JSON, json_text(error.body), "".join(endpoint.error(error)))
+            return Served(error.status, JSON, json_text(endpoint.refusal(error)), "".join(endpoint.error(error)))
 
     def _session(self, keys: tuple[str | None, ...]) -> AgentSession:
         """The rollout of a request. Raises `ApiError` for keys of none, or of one that is over.
@@ -223,17 +248,18 @@ class AgentServer:
                 await opened.prepare(request)
             await opened.write(b": the policy is writing\n\n")
 
+        refusal = endpoint_of(request.path, request.headers).refusal
         try:
             content = await request.read()
         except web.HTTPRequestEntityTooLarge:
             error = ApiError(413, f"The request has more than {MAX_BYTES} bytes.", "request_too_large")
-            return web.json_response(error.body, status=error.status)
+            return web.json_response(refusal(error), status=error.status)
         except web.RequestPayloadError as error:
             encoding = request.headers.get("Content-Encoding", "none")
             refused = refuse(
                 "body", f"cannot be read by its Content-Encoding, {encoding!r:.100}: {error_line(error)}."
             )
-            answer = web.json_response(refused.body, status=refused.status)
+            answer = web.json_response(refusal(refused), status=refused.status)
             answer.force_close()  # the client must not send its next request behind what cannot be read
             request.content.feed_eof()  # aiohttp would read on, fail once more, and cut the answer off
             return answer
@@ -271,6 +297,12 @@ def split_path(path: str) -> tuple[str | None, str]:
     return (found[1], found[2]) if found else (None, "")
 
 
+def endpoint_of(path: str, headers: Mapping[str, str]) -> Endpoint:
+    """The endpoint of a request. Where there is none: one of the API that the request looks like, for its errors."""
+    is_anthropic = "x-api-key" in headers or "anthropic-version" in headers
+    return ENDPOINTS.get(split_path(path)[1], ANTHROPIC if is_anthropic else CHAT)
+
+
 def models(name: str) -> dict[str, Any]:
     """The list of models, or one. Raises `ApiError` for an unknown one."""
     known = [{"id": name, "object": "model", "created": 0, "owned_by": "mt-grpo"} for name in (POLICY, FROZEN)]
@@ -297,7 +329,7 @@ def read_request(endpoint: Endpoint, body: dict[str, Any], session: AgentSession
     """A request as it is sampled. Raises `ApiError`, also for what no check above expects."""
     try:
         return endpoint.read(body, session)
-    except (TypeError, AttributeError, LookupError, ValueError) as error:
+    except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
         raise ApiError(400, f"The request cannot be read: {error_line(error)}.") from error
 
 

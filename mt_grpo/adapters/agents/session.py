@@ -118,6 +118,17 @@ class AgentSession(RolloutSession):
             found.retries += 1
         return found
 
+    def count_tokens(self, request: ModelRequest) -> int:
+        """How many tokens the model would read, at least where they do not fit into its context.
+
+        Nothing is sampled, and no budget is spent.
+
+        Raises:
+            ApiError: what the API refuses; 429 where the rollout is over.
+        """
+        self._check_open()
+        return len(self._read(request)[-1])
+
     async def answers(self, asked: Asked) -> list[Answer]:
         """The answers of a request. They are sampled even if the client goes away meanwhile: it may ask again.
 
@@ -156,8 +167,8 @@ class AgentSession(RolloutSession):
 
         Args:
             value: The reward.
-            answer: The id of the answer, `chatcmpl-3` or `resp_3`, with `:1` for choice 1 of several. None: the last
-                one that a client got of the model that is trained.
+            answer: The id of the answer, `chatcmpl-3`, `resp_3` or `msg_3`, with `:1` for choice 1 of several. None:
+                the last one that a client got of the model that is trained.
 
         Raises:
             ApiError: there is no such answer, or several may be meant.
@@ -185,7 +196,7 @@ class AgentSession(RolloutSession):
 
     def _number_of(self, answer: str) -> int:
         """The number of the answer with an id. Raises `ApiError`."""
-        found = re.fullmatch(r"(?:chatcmpl-|resp_)(\d{1,9})(?::(\d{1,9}))?", answer)
+        found = re.fullmatch(r"(?:chatcmpl-|resp_|msg_)(\d{1,9})(?::(\d{1,9}))?", answer)
         asked = found and next((each for each in self._asked if each.numbers[0] == int(found[1])), None)
         if not asked or not asked.reached:
             raise refuse("reward", f"no answer has the id {answer!r:.100}. Expected the id of one that was received.")
@@ -273,16 +284,7 @@ class AgentSession(RolloutSession):
 
     async def _complete(self, request: ModelRequest, asked: Asked) -> list[Answer]:
         """All answers of a request read the same, and each is a turn of its own."""
-        parent = self._parent(request)
-        said = request.messages[len(parent.keys) :] if parent else request.messages
-        try:
-            fresh = self._suffix(parent, said) if parent else []
-            prompt_ids = parent.ids + fresh if parent else self._prompt(request)
-        except ApiError:
-            raise
-        except Exception as error:  # whatever a chat template raises
-            text = f"The chat template refuses the messages: {error_text(error)}"
-            raise ApiError(400, text, None, "messages") from error
+        parent, said, fresh, prompt_ids = self._read(request)
         self._count_calls(prompt_ids, request.n)
         if parent is not None:
             parent.continued += 1
@@ -334,8 +336,9 @@ class AgentSession(RolloutSession):
         calls = []
         if request.reads_calls:
             calls, text = self.format.good_calls(text, tools_by_name(request.tools))
-        for stop in request.stops:
-            text = text.partition(stop)[0]
+        for each in request.stops:
+            text = text.partition(each)[0]
+        stop = next((stop for stop in request.stops if stop in turn.text), None)
         text = self.format.content(text)
         written = []
         for call in calls:
@@ -347,10 +350,23 @@ class AgentSession(RolloutSession):
         thinking = thinking.strip().removeprefix(opening.strip()).removesuffix(closing.strip()).strip()
         return Answer(
             number, text.strip() if thinking or written else text, written, thinking, reason, len(prompt_ids),
-            len(turn.token_ids), int(time.time()),
+            len(turn.token_ids), int(time.time()), stop,
         )  # fmt: skip
 
     # -- what the model reads --
+
+    def _read(self, request: ModelRequest) -> tuple[Completion | None, list[Message], list[int], list[int]]:
+        """(the answer that a request goes on from, the messages behind it, their ids, all ids). Raises `ApiError`."""
+        parent = self._parent(request)
+        said = request.messages[len(parent.keys) :] if parent else request.messages
+        try:
+            fresh = self._suffix(parent, said) if parent else []
+            return parent, said, fresh, parent.ids + fresh if parent else self._prompt(request)
+        except ApiError:
+            raise
+        except Exception as error:  # whatever a chat template raises
+            text = f"The chat template refuses the messages: {error_text(error)}"
+            raise ApiError(400, text, None, "messages") from error
 
     def _suffix(self, parent: Completion, said: list[Message]) -> list[int]:
         """The ids behind an answer."""
