@@ -107,6 +107,10 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> 
         kind = AutoModelForImageTextToText if config.model_type in FAMILIES else AutoModelForCausalLM
     except (OSError, ValueError):  # an adapter's folder has no configuration of a model
         kind = AutoModelForCausalLM
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
+            if AutoConfig.from_pretrained(base).model_type in FAMILIES:
+                kind = AutoModelForImageTextToText
     try:
         model = kind.from_pretrained(
             path, dtype=model_args.dtype or "auto", attn_implementation=model_args.attn_implementation,

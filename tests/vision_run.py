@@ -112,12 +112,10 @@ def make_served_run(folder, out, port, **changes):
         "disable_tqdm": True, "seed": 3, "use_vllm": True, "vllm_mode": "server", "vllm_server_port": port,
         "weight_check_every": 1,
     }  # fmt: skip
-    peft_config = changes.pop("peft_config", None)
+    peft_config, rows = changes.pop("peft_config", None), Rows(changes.pop("rows", None) or some_rows())
     args = MTGRPOConfig(**{**values, **changes})
     env = Calling([zoom], None, max_steps=3, max_turn_tokens=10)
-    return MTGRPOEnvTrainer(
-        str(folder), env, [], [worth], args=args, train_dataset=Rows(some_rows()), peft_config=peft_config
-    )
+    return MTGRPOEnvTrainer(str(folder), env, [], [worth], args=args, train_dataset=rows, peft_config=peft_config)
 
 
 def gradients_of(trainer):

@@ -227,7 +227,7 @@ class SaidPictures:
         """
         if isinstance(content, str):
             return with_marks_of(content, self.pictures)
-        parts = content if isinstance(content, list) else as_parts([content])
+        parts = as_parts(content if isinstance(content, list) else [content])
         if not any(is_image_part(part) or is_image(part) for part in parts) or isinstance(content, dict):
             for part in parts:
                 if not isinstance(content, list) or not is_text_part(part):

@@ -7,6 +7,7 @@ connection       the connection to a server: its address and answers, retries, t
 server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom
 weights          iteration over the policy's parameters
 weight_file      the file of a push, written tensor by tensor
+image_caches     what a server keeps of images, which ends with the weights that saw them
 weight_transfer  weights to servers: by disk, by NCCL
 weight_sync      push, prove, push again after a restart
 in_process       generation in this process, with TRL's own

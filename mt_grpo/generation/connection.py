@@ -30,6 +30,7 @@ from mt_grpo.base.event_loop import (
     gather_all,
     run_async,
 )
+from mt_grpo.base.pictures import pictures_in
 from mt_grpo.base.tested_versions import outside
 from mt_grpo.conversation.pictures import reader_of
 from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
@@ -315,6 +316,9 @@ class ServerConnection:
         The adapter that a request names, which `_post` may change, stays on the server meanwhile.
         """
 
+        for picture in pictures_in(payload["prompt"]):
+            if "data_uri" not in vars(picture):  # a large one takes long: other conversations go on meanwhile
+                await asyncio.to_thread(lambda picture=picture: picture.data_uri)
         path, body, read = ask_for_sample(payload, vocab_size, self.unsampled)
         asked = self.policy_version
         self._open[id(body)] = body

@@ -29,6 +29,7 @@ from mt_grpo.base.event_loop import at_once
 from mt_grpo.base.files import open_lock
 from mt_grpo.generation.adapters import FILE as ADAPTER_FILE
 from mt_grpo.generation.connection import ServerConnection
+from mt_grpo.generation.image_caches import forget_images, images_forgotten
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_file import write_weights
 
@@ -98,32 +99,6 @@ def check_shared_directory(client: Any, directory: str | None) -> None:
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def forget_images(server: Any) -> None:
-    """Drop what a server's weights saw in images.
-
-    INVARIANT: it follows each load, before another request has an image. The load empties the cache of vLLM's worker
-    alone: its scheduler goes on counting on it, and the engine ends ("Encoder cache miss", vLLM 0.31 and 0.32).
-    """
-    if server.reads_images:
-        server.request("POST", "/reset_encoder_cache", read=None)
-
-
-@contextmanager
-def images_forgotten(server: Any) -> Iterator[None]:
-    """A load that changes nothing, while a server that reads images is paused: another run may use it."""
-    if not server.reads_images:
-        yield
-        return
-    server.request("POST", "/pause", timeout=60.0, params={"mode": "keep"})
-    try:
-        yield
-    finally:
-        try:
-            forget_images(server)
-        finally:
-            server.request("POST", "/resume")
 
 
 def why_not_shared(client: Any, directory: str | None) -> str | None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
 from trl import GRPOConfig
 
-from mt_grpo.base.errors import ServerError
+from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
@@ -420,7 +420,14 @@ def check_server(
     client.weight_version()  # raises if the server has no development endpoints
     if client.reads_images:  # by one rank: while another one probes the directory below, no image may be asked for
         config = info["model_config"].get("multimodal_config") or {}
-        on_main_process(lambda: check_it_reads_images(client, env, config, where))
+        try:
+            on_main_process(lambda: check_it_reads_images(client, env, config, where))
+        except ServerError as error:  # the same on all ranks
+            if isinstance(error, ServerLost) or has_images(dataset):
+                raise
+            logger.warning(f"{error} No row has an image, so that the run goes on with text alone.")
+            for tokenizer in (env.tokenizer, client.tokenizer):
+                with_pictures(tokenizer, f"the server takes no images: {error}".removesuffix("."))
     if args.weight_sync == "adapter":
         reason = "the recipe has no LoRA (use_peft: true)" if peft_config is None else why_config_merges(peft_config)
         if reason or (reason := why_server_merges(client, peft_config.r, slots_of(args.max_staleness))):
@@ -429,6 +436,13 @@ def check_server(
         on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
     else:
         on_main_process(lambda: check_group_port(client, client.transfer.group_port))
+
+
+def has_images(dataset: Any) -> bool:
+    """Whether a row of the data has an image, in a column or in its prompt."""
+    columns = [key for key in ("prompt", *IMAGE_COLUMNS) if key in dataset.column_names]
+    rows = dataset.select_columns(columns) if columns else []
+    return any(num_pixels({**row, "prompt": row.get("prompt") or []}) for row in rows)
 
 
 def check_it_reads_images(client: Any, env: Any, config: dict[str, Any], where: str) -> None:

@@ -199,7 +199,7 @@ def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
 def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> Command:
     """The trainer by `accelerate launch`, one process per GPU or as many as were asked for."""
     processes, gpus = plan["num_processes"], plan["trainer_gpus"]
-    sharded = plan["deepspeed"] and not plan.get("images")  # a sharded model reads no images
+    sharded = plan["deepspeed"] and not plan.get("shows")  # a sharded model reads no images
     default = ("zero3" if sharded else "ddp") if gpus else "cpu"
     config = os.environ.get("ACCELERATE_CONFIG") or ""
     if not config and processes > 1:

@@ -303,7 +303,8 @@ def test_a_placeholder_that_a_scheduler_writes_is_no_picture(tokenizer):
 
 
 def test_no_picture_outlives_its_rollouts(tokenizer):
-    rollout, llm = run(stepping(zooms), tokenizer, "four", row=ROW, max_turns=2)
+    row = {**ROW, "images": [{"bytes": as_bytes(vision_model.picture(977)), "path": None}]}  # of no other test
+    rollout, llm = run(stepping(zooms), tokenizer, "four", row=row, max_turns=2)
     numbers = [int(picture.id) for picture in pictures_in(rollout.prompt_ids + rollout.completion_ids)]
     gc.collect()
     assert set(numbers) <= set(KNOWN)
@@ -472,3 +473,16 @@ def test_two_steps_of_a_scheduler_that_zooms(shares, folder, tmp_path, monkeypat
     assert sorted(sizes) == [[], [], [1], [1], [2], [2], [3], [3]]
     text = (tmp_path / "rollouts.rank0.jsonl").read_text()
     assert "ufdd0" not in text and len(list((tmp_path / "images").iterdir())) > 4
+
+
+def test_a_policy_that_writes_a_tag_cannot_end_its_rollout(tokenizer):
+    """A scheduler that quotes it has one tag too many: the quoted one is text, and the turn is trained."""
+
+    def quotes(request):
+        request.messages.append(user(f"You said {request.messages[-1]['content']}. Look again."))
+
+    rollout, llm = run(stepping(quotes), tokenizer, "four <image>", "six", row=ROW, max_turns=2)
+    (one,) = pictures_in(rollout.prompt_ids)
+    assert rollout.error is None and len(rollout.turns) == 2
+    assert "You said four < image>. Look again." in tokenizer.decode(llm.asked[1][0])
+    assert [each for asked, _ in llm.asked for each in pictures_in(asked)] == [one, one]

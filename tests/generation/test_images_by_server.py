@@ -22,7 +22,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import inputs_of_rows, is_picture, pictures_in, with_placeholders
-from mt_grpo.conversation.pictures import drawn_ids, drawn_image, forbid, mark_of
+from mt_grpo.conversation.pictures import drawn_ids, drawn_image, forbid, mark_of, why_none
 from mt_grpo.generation.samples import (
     GENERATE,
     BadAnswer,
@@ -33,6 +33,7 @@ from mt_grpo.generation.samples import (
 )
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.recipe import checks
 from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.run.connect import probe_ids
 from mt_grpo_trainer import VLLMServerClient
@@ -150,8 +151,8 @@ def test_an_answer_that_read_something_else_is_none(folder):
     moved[1]["offset"] += 1
     shorter[1]["length"] = 1
     for changes, message in (
-        ({"mm_placeholders": {"image": moved}}, r"\(9, 3\)\], and the trainer at \[\(2, 4\), \(8, 3\)\].*tokenizer"),
-        ({"mm_placeholders": {"image": shorter}}, r"\(8, 1\)\], and the trainer at .*\(8, 3\)\].*mm-processor-kw"),
+        ({"mm_placeholders": {"image": moved}}, r"\(10, 3\)\], and the trainer at \[\(2, 4\), \(9, 3\)\].*tokenizer"),
+        ({"mm_placeholders": {"image": shorter}}, r"\(9, 1\)\], and the trainer at .*\(9, 3\)\].*mm-processor-kw"),
         ({"mm_placeholders": {"image": places[:1]}}, r"reads 2 images at \(place, tokens\) \[\(2, 4\)\], and"),
         ({"mm_placeholders": None}, "does not say what it read"),
         ({"prompt_token_ids": [*with_placeholders(prompt)[:-1], 9]}, "other ids than the prompt's"),
@@ -360,3 +361,37 @@ def test_later_checks_of_a_push_begin_with_the_image_too(client):
     assert all(window[:shown] == ids[:shown] for window in windows)
     text = ids[shown:]  # what closes the image, and the prompt
     assert [window[shown:] for window in windows] == [text[32 * (k % 5) : 32 * (k % 5) + 32] for k in range(6)]
+
+
+def test_a_load_that_fails_forgets_images_too(client, monkeypatch):
+    """Else the engine ends at the next known image, and hides what failed."""
+    ids = drawn_ids(client.tokenizer)
+    client.score(ids)
+    request = client.request
+
+    def failing(method, path, *args, **kwargs):
+        found = request(method, path, *args, **kwargs)
+        if path == "/reset_prefix_cache":
+            raise ServerError("no reset")
+        return found
+
+    monkeypatch.setattr(client, "request", failing)
+    model = AutoModelForImageTextToText.from_pretrained(client.model_card["id"], dtype=torch.float32)
+    with pytest.raises(ServerError, match="no reset"):
+        client.update_weights(iter(model.state_dict().items()), "half")
+    monkeypatch.undo()
+    assert len(client.score(ids)) == len(ids) - 1 and client.healthy()
+
+
+def test_a_run_of_text_goes_on_where_the_server_takes_no_images(client, server, folder, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(checks, "check_it_reads_images", refused)
+    with pytest.raises(ServerError, match="It takes none"):
+        make_served_run(folder, tmp_path / "images", server.port)
+    text = [{"prompt": [{"role": "user", "content": "?"}]} for _ in range(4)]
+    trainer = make_served_run(folder, tmp_path / "text", server.port, rows=text)
+    assert "It takes none. No row has an image" in caplog.text and not trainer.client.servers[0].reads_images
+    assert why_none(trainer.env.tokenizer) == "the server takes no images: It takes none"
+
+
+def refused(*_):
+    raise ServerError("It takes none.")

@@ -912,8 +912,8 @@ MUTATIONS = [
     Mutation(
         "what old weights saw in images outlives a push",
         "mt_grpo/generation/weight_transfer.py",
-        "            forget_images(self.server)\n",
-        "",
+        "                forget_images(self.server)\n",
+        "                pass\n",
         "tests/generation/test_images_by_server.py::test_pushes_between_and_beside_requests_with_images",
     ),
     Mutation(
@@ -947,8 +947,8 @@ MUTATIONS = [
     Mutation(
         "an engine that was probed ends at the next image that it knows",
         "mt_grpo/generation/weight_transfer.py",
-        "        forget_images(client)\n",
-        "",
+        "        with images_forgotten(client):\n",
+        "        if True:\n",
         "tests/generation/test_images_by_server.py::test_a_probe_of_the_directory_forgets_what_images_were",
     ),
 ]

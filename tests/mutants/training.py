@@ -355,8 +355,8 @@ MUTATIONS = [
     Mutation(
         "objects that rewards get are copied",
         "mt_grpo/training/reward_calls.py",
-        "        return copied\n    return value\n",
-        "        return copied\n    return copy.copy(value)\n",
+        "    return value.copy() if is_image(value) else value\n",
+        "    return copy.copy(value)\n",
         "tests/method/test_batch.py::test_reward_functions_get_copies_of_plain_data_and_other_objects_themselves",
     ),
     Mutation(

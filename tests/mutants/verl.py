@@ -380,7 +380,7 @@ MUTATIONS = [
     Mutation(
         "verl: tools see no images",
         "mt_grpo/adapters/verl/environment.py",
-        "[picture.image for picture in pictures_in(self.prompt_ids)] or None",
+        "[picture.image.copy() for picture in pictures_in(self.prompt_ids)] or None",
         "None",
         "tests/adapters/test_verl.py::test_images_of_a_tool_by_yaml",
     ),

@@ -1,5 +1,6 @@
 """Pictures: what is read of a row or a tool's result, the ids that stand for them, and what reaches the loss."""
 
+import asyncio
 import base64
 import contextlib
 import copy
@@ -27,6 +28,7 @@ from mt_grpo.base.pictures import (
     inputs_of_requests,
     inputs_of_rows,
     is_picture,
+    picture_of,
     pictures_in,
     runs_of,
     with_placeholders,
@@ -39,7 +41,7 @@ from mt_grpo.recipe.checks import check_images
 from mt_grpo.reports.preflight import images_line
 from mt_grpo.training.observation_loss import observed_tokens
 from mt_grpo.training.policy_scores import ModelScores
-from mt_grpo.training.records import OBSERVED
+from mt_grpo.training.records import FURTHER_RECORDS, OBSERVED
 from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, take_shared_rows
 from mt_grpo_trainer import MultiTurnToolEnv
 
@@ -548,3 +550,43 @@ def test_what_reads_images_is_trained_unless_it_is_frozen(folder, tmp_path):
         )
     assert any("visual.blocks" in name for name in moved[None]) and any("visual.merger" in n for n in moved[None])
     assert moved[True] == {name for name in moved[None] if "visual" not in name}
+
+
+class Greedy:
+    """An environment that takes a row's images for itself, and draws on one."""
+
+    def reset(self, images, **row):
+        images.pop(0).putpixel((0, 0), (1, 2, 3))
+        return [" Look."]  # texts alone, as parts
+
+    def act(self) -> str:
+        """Do something."""
+        return "done"
+
+
+def test_what_an_environment_does_with_a_rows_images_changes_no_prompt(tokenizer):
+    """Neither its own, nor that of other rollouts, nor the data."""
+    row = {"prompt": [{"role": "user", "content": "?"}], "images": [vision_model.picture(0), vision_model.picture(1)]}
+    before = [image.tobytes() for image in row["images"]]
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=Greedy)
+    rollouts = env.start(2 * [row["prompt"]], rows=2 * [row])
+    for rollout in rollouts:
+        asyncio.run(env.open(rollout, None))
+        assert [picture.image.tobytes() for picture in pictures_in(rollout.prompt_ids)] == before
+        assert readable(rollout.prompt_messages[0]["content"]).endswith(">? Look.")
+    assert [image.tobytes() for image in row["images"]] == before
+
+
+def test_pictures_of_further_records_are_held_with_their_batch(folder, tmp_path, tokenizer):
+    trainer = make_trainer(folder, tmp_path, some_rows())
+    ids = [tokenizer.pictures.read(vision_model.picture(k), "").id for k in (50, 51)]
+    plain = [torch.tensor([[int(token)]]) for token in ids]
+    first, second = ({"prompt_ids": each, "completion_ids": torch.tensor([[9]])} for each in plain)
+    first[FURTHER_RECORDS] = [[{name: value[0] for name, value in second.items()}]]
+    trainer.layout.kind = "trl"
+    trainer.model.train()
+    trainer.layout.in_passes([first])
+    numbers = [int(token) for token in ids]
+    del ids
+    gc.collect()
+    assert [picture_of(number).image.size for number in numbers] == [(56, 56), (56, 56)]

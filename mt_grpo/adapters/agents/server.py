@@ -41,7 +41,7 @@ from mt_grpo.base.event_loop import allow_many_open_files
 from mt_grpo.base.json_types import json_text
 from mt_grpo.conversation.environments import is_number
 
-MAX_BYTES = 64 * 2**20  # of one request
+MAX_BYTES = 256 * 2**20  # of one request, which has all images of a conversation again
 KEEP_ALIVE_SECONDS = 5.0  # between the comments of a stream that waits for its answer
 
 

@@ -106,6 +106,7 @@ def with_pictures_of(messages: list[Message], shown: list[Picture]) -> list[Mess
 
     Raises `SchedulerFailure` unless there are as many.
     """
+    messages = without_quoted_tags(messages, sum(map(num_tags, messages)) - len(shown))
     if (places := sum(map(num_tags, messages))) != len(shown):
         raise SchedulerFailure(
             f"The request has {len(shown)} images, and its messages have {places} tags {TAG}. Expected as many: each "
@@ -116,6 +117,27 @@ def with_pictures_of(messages: list[Message], shown: list[Picture]) -> list[Mess
         {**message, "content": re.sub(TAG, lambda _: mark_of(next(following)), message["content"])}
         if num_tags(message) else message for message in messages
     ]  # fmt: skip
+
+
+def without_quoted_tags(messages: list[Message], surplus: int) -> list[Message]:
+    """Messages with so many tags less, where the policy wrote one and a scheduler may have quoted it behind that.
+
+    INVARIANT: a policy cannot end its rollout by writing a tag. Such a rollout would not be trained on.
+
+    >>> said = [{"role": "assistant", "content": "a<image>"}, {"role": "user", "content": "a<image>? See <image>"}]
+    >>> without_quoted_tags(said, 1)[1]["content"]
+    'a< image>? See <image>'
+    """
+    first = next((k for k, m in enumerate(messages) if m["role"] == "assistant" and TAG in m["content"]), None)
+    if surplus <= 0 or first is None:
+        return messages
+    found = list(messages[: first + 1])
+    for message in messages[first + 1 :]:
+        quoted = min(surplus, num_tags(message))
+        content = message["content"].replace(TAG, f"< {TAG[1:]}", quoted) if quoted else message["content"]
+        found.append({**message, "content": content})
+        surplus -= quoted
+    return found
 
 
 def parts_as_tags(messages: list[Any]) -> tuple[list[Any], list[Any]]:

@@ -56,7 +56,7 @@ class AgentData:
     @property
     def image_data(self) -> list | None:
         """The images that the model was shown so far, of PIL; None without any."""
-        return [picture.image for picture in pictures_in(self.prompt_ids)] or None
+        return [picture.image.copy() for picture in pictures_in(self.prompt_ids)] or None  # a tool may draw on one
 
     @property
     def prompt_ids(self) -> list[int]:
