@@ -98,3 +98,21 @@ def json_text(value: Any, **options: Any) -> str:
         # Python writes NaN and infinities as constants, and `parse_constant` is called for each, at every depth.
         known = json.loads(json.dumps(value, **options), parse_constant=lambda name: None)
         return json.dumps(known, allow_nan=False, **options)
+
+
+MOST_NESTED = 64  # levels of lists and dicts in a call; clients of agents raise at some 250
+
+
+def is_nested(value: Any, most: int = MOST_NESTED) -> bool:
+    """Whether a value has more levels of lists and dicts.
+
+    >>> is_nested({"a": [1]}, 2), is_nested({"a": [1]}, 1), is_nested(1, 0)
+    (False, True, False)
+    """
+    level = [value]
+    for _ in range(most + 1):
+        level = [each for each in level if isinstance(each, (dict, list))]
+        if not level:
+            return False
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return True

@@ -1958,13 +1958,13 @@ def test_arguments_of_the_chat_template_are_the_recipes():
 
 
 def test_half_of_a_character_harms_no_request():
-    """A policy writes one in JSON, and the agent sends it back."""
+    """A policy writes one in JSON: the agent gets a whole one in its place, which its client can send again."""
     call = CALL.replace('"x y"', '"\\ud83d"')
 
     async def agent(row, client):
         said = (await post(client, {"model": "policy", "messages": [user("a")], "tools": [ADD]})).json()
         said = said["choices"][0]["message"]
-        assert json.loads(said["tool_calls"][0]["function"]["arguments"])["b"] == "\ud83d"
+        assert json.loads(said["tool_calls"][0]["function"]["arguments"])["b"] == "?"
         for start in (user("a"), user("edited \ud83d"), {"role": "system", "content": "\ud83d"}):
             body = {"model": "policy", "messages": [start, said, *tool_message(said, "\ud83d")], "tools": [ADD]}
             assert (await post(client, body)).status_code == 200

@@ -419,6 +419,20 @@ def test_a_template_that_takes_no_later_system_reads_it_at_the_beginning():
     assert TOKENIZER.decode(llm.asked[1][0]).endswith(f"b<|im_end|>\n<|im_start|>system\nT.<|im_end|>\n{ASKS}")
 
 
+def test_an_agent_that_counts_cannot_leave_a_full_context():
+    """It raises by itself, as where a request does not fit: that was the policy's doing, and is trained."""
+
+    async def agent(row, client):
+        own = of(client)
+        said = await create(own, [user("a")], tools=[TOOL])
+        long = [user("a"), said.to_param(), user("b" * 2000)]
+        if (await own.messages.count_tokens(model="policy", messages=long, tools=[TOOL])).input_tokens > 300:
+            raise RuntimeError("too long for me")
+
+    rollout, _ = run(agent, "1", max_model_len=700)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.reward == 0.0
+
+
 def test_tokens_are_counted_and_nothing_is_spent():
     """Also behind an answer, where they are those that were sampled. No turn is told of by it."""
     counted = []
@@ -774,7 +788,7 @@ def test_no_body_ends_a_run(seed):
 
     rollout, _ = run(agent, f"{THINKS}{CALL}", max_model_calls=999, max_completion_length=99_999, timeout=100.0)
     assert rollout.error is None and rollout.reward == 1.0, rollout.error
-    assert len(seen) == 120 and 5 < seen.count(200) < 115
+    assert len(seen) == 120 and 2 < seen.count(200) < 115
 
 
 # -- records, credit and retries --
@@ -865,11 +879,12 @@ def test_equal_answers_are_told_apart_by_the_ids_of_their_calls():
 
 def test_the_environment_of_a_command(monkeypatch):
     """No key of the user's own reaches a program, which would send it along."""
-    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "mine")
-    monkeypatch.setenv("ANTHROPIC_API_KEY", "mine")
+    users = ("ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY", "ANTHROPIC_CUSTOM_HEADERS", "CLAUDE_CODE_USE_BEDROCK")
+    for name in (*users, "ANTHROPIC_MODEL"):
+        monkeypatch.setenv(name, "mine")
     found = environment_of("http://127.0.0.1:1/v1", "key")
     assert (found["ANTHROPIC_BASE_URL"], found["ANTHROPIC_API_KEY"]) == ("http://127.0.0.1:1", "key")
-    assert "ANTHROPIC_AUTH_TOKEN" not in found
+    assert {name for name in found if found[name] == "mine"} == {"ANTHROPIC_MODEL"}  # which is no credential
     without = environment_of("http://127.0.0.1:1/v1", None)
     assert without["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:1"
     assert not {"ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"} & set(without)
@@ -929,3 +944,30 @@ def test_a_training_step_by_a_recipe(hermes_model, tmp_path):
     assert all(log["stop/agent_done"] == 1.0 and log["tokens/ids_differ"] == 0 for log in logs)
     assert any(log["grad_norm"] > 0 for log in logs)
     assert all(turn.reward >= 0.1 for rollout in trainer.batch.rollouts for turn in rollout.turns)
+
+
+# -- what a policy could write to escape its loss --
+
+
+ESCAPES = {  # an argument, and what the agent gets of the turn
+    "half a character": ('"\\ud83d"', "tool_use"),
+    "brackets": ("[" * 300 + "]" * 300, "text"),
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_no_argument_ends_the_client_that_sends_it_again(name):
+    """The client of the package, which would raise where it writes the history."""
+    written, kind = ESCAPES[name]
+
+    async def agent(row, client):
+        claude, messages = of(client), [user("1 + 1?")]
+        said = await create(claude, messages, tools=[TOOL], max_tokens=900)
+        assert said.content[-1].type == kind
+        messages += [said.to_param(), results(said) if kind == "tool_use" else user("Go on.")]
+        await create(claude, messages, tools=[TOOL], max_tokens=900)
+        return 1.0
+
+    written = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {written}, "b": 1}}}}\n</tool_call>'
+    rollout, _ = run(agent, written, "2", max_completion_length=99_999)
+    assert rollout.error is None and len(rollout.turns) == 2 and len(rollout.records) == 1

@@ -184,8 +184,8 @@ MUTATIONS = [
     Mutation(
         "agents: arguments with NaN are no JSON",
         "mt_grpo/adapters/agents/session.py",
-        "arguments = json_text(call.arguments, ensure_ascii=False)",
-        "arguments = json.dumps(call.arguments, ensure_ascii=False)",
+        "text_of_them = json_text(arguments, ensure_ascii=False)",
+        "text_of_them = json.dumps(arguments, ensure_ascii=False)",
         "tests/adapters/test_agents.py::test_arguments_are_json_that_every_reader_takes",
     ),
     Mutation(
@@ -577,8 +577,8 @@ MUTATIONS = [
     Mutation(
         "agents: a command without a key gets the trainer's own",
         "mt_grpo/adapters/agents/programs.py",
-        'for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):',
-        'for name in ("ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):',
+        '    kept.pop("OPENAI_API_KEY", None)\n',
+        "",
         "tests/adapters/test_agents.py::test_a_key_by_a_pipe_stands_in_no_environment",
     ),
     Mutation(
@@ -710,8 +710,8 @@ MUTATIONS = [
     Mutation(
         "anthropic: an answer goes on inside the assistant's message",
         "mt_grpo/adapters/agents/anthropic_api.py",
-        '    if role == "assistant":\n        raise refuse(',
-        "    if False:\n        raise refuse(",
+        '    if read[-1]["role"] == "assistant":',
+        "    if False:",
         "tests/adapters/test_anthropic.py::test_bad_requests_get_the_apis_errors_and_harm_nothing",
     ),
     Mutation(
@@ -850,8 +850,8 @@ MUTATIONS = [
     Mutation(
         "anthropic: tokens are counted for a rollout that is over",
         "mt_grpo/adapters/agents/session.py",
-        "        self._check_open()\n        return len(self._read(request)[-1])",
-        "        return len(self._read(request)[-1])",
+        "        self._check_open()\n        count = len(self._read(request)[-1])",
+        "        count = len(self._read(request)[-1])",
         "tests/adapters/test_anthropic.py::test_tokens_are_counted_and_nothing_is_spent",
     ),
     Mutation(
@@ -869,18 +869,32 @@ MUTATIONS = [
         "tests/adapters/test_anthropic.py::test_a_reward_names_its_answer",
     ),
     Mutation(
-        "anthropic: a command gets the user's own token",
+        "anthropic: a command gets the user's own credentials and headers",
         "mt_grpo/adapters/agents/programs.py",
-        'for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):',
-        'for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY"):',
+        'and (name.endswith("_MODEL") or not name.startswith(OF_ANTHROPIC))',
+        "",
         "tests/adapters/test_anthropic.py::test_the_environment_of_a_command",
     ),
     Mutation(
-        "anthropic: a command whose key is in a pipe gets the user's own key",
-        "mt_grpo/adapters/agents/programs.py",
-        'for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):',
-        'for name in ("OPENAI_API_KEY", "ANTHROPIC_AUTH_TOKEN"):',
-        "tests/adapters/test_anthropic.py::test_the_environment_of_a_command",
+        "agents: half a character ends the client that sends it again",
+        "mt_grpo/adapters/agents/session.py",
+        "name, arguments = whole_characters(call.name), whole_characters(call.arguments)",
+        "name, arguments = call.name, call.arguments",
+        "tests/adapters/test_anthropic.py::test_no_argument_ends_the_client_that_sends_it_again",
+    ),
+    Mutation(
+        "calls: brackets without end are a call",
+        "mt_grpo/conversation/formats/base.py",
+        "(None, TOO_DEEP) if is_nested(value) else (value, None)",
+        "(value, None)",
+        "tests/adapters/test_anthropic.py::test_no_argument_ends_the_client_that_sends_it_again",
+    ),
+    Mutation(
+        "anthropic: an agent that counts first escapes a full context",
+        "mt_grpo/adapters/agents/session.py",
+        "            self._full_at = self._num_requests  # an agent that raises here",
+        "            pass  # an agent that raises here",
+        "tests/adapters/test_anthropic.py::test_an_agent_that_counts_cannot_leave_a_full_context",
     ),
     Mutation(
         "anthropic: max_tokens may be left out",

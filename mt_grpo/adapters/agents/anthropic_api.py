@@ -68,6 +68,18 @@ def read_anthropic_request(
     for key in REFUSED_OF_ANTHROPIC:
         if body.get(key):
             raise refuse(key, "not supported. Remove it.")
+    thinking = body.get("thinking")
+    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
+        if (template_arguments or {}).get("enable_thinking") is not False:
+            tell_once(
+                "An agent sent thinking: disabled. vLLM would render its prompts with enable_thinking: false; here "
+                "chat_template_kwargs decides. Set chat_template_kwargs: {enable_thinking: false}."
+            )
+    choice = body.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
+        tell_once(
+            "An agent sent disable_parallel_tool_use. It is accepted and not enforced: an answer may have more calls."
+        )
     for key in NOT_ENFORCED:
         if body.get(key):
             tell_once(f"An agent sent {key}. It is accepted and not enforced: the policy writes what it writes.")
@@ -96,7 +108,6 @@ def read_conversation(
     """
     first = contents.text(system, "system") if isinstance(system, str) else system_text(system, "system")
     read: list[Message] = []
-    role = None
     for k, message in enumerate(expect(messages, list, "messages", "a list of messages")):
         param = f"messages[{k}]"
         role = expect(message, dict, param, "an object with role and content").get("role")
@@ -116,7 +127,7 @@ def read_conversation(
             read += (user_messages if role == "user" else assistant_messages)(blocks, f"{param}.content", contents)
     if not read:
         raise refuse("messages", "got none with a content, expected at least one message.")
-    if role == "assistant":
+    if read[-1]["role"] == "assistant":  # also where what is behind it is empty
         raise refuse(
             "messages", "the last one is the assistant's, and an answer does not go on inside it. Let the "
             "conversation end with a user's message.",
@@ -320,7 +331,8 @@ def anthropic_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[st
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """An error as Anthropic's API has it."""
     kind = KINDS_OF_ERRORS.get(error.status, "api_error" if error.status > 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+    too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""  # by which programs know it
+    return {"type": "error", "error": {"type": kind, "message": f"{too_long}{error}"}}
 
 
 def anthropic_error_event(error: ApiError) -> Iterator[str]:

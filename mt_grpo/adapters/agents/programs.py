@@ -46,6 +46,8 @@ SECONDS_TO_END = 2.0  # between SIGTERM and SIGKILL
 SECONDS_OF_OUTPUT = 3.0  # for what a command has written, where a daemon of its own holds its output open
 # What tells a process that it is a rank of a training run. An agent that reads it would wait for the others.
 OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+# By which Anthropic's clients send credentials and headers of the user's, or ask elsewhere. Names of models stay.
+OF_ANTHROPIC = ("ANTHROPIC_", "CLAUDE_CODE_OAUTH_", "CLAUDE_CODE_USE_")
 KEY_FILE = "OPENAI_API_KEY_FILE"  # the variable that names the pipe with a command's key
 UNREAD = f"it did not read its key, the line of the file that ${KEY_FILE} names (agent_key: pipe)"
 LAUNCHER = Path(__file__).with_name("launcher.py")
@@ -197,11 +199,14 @@ def is_empty(pipe: int) -> bool:
 
 def environment_of(address: str, key: str | None) -> dict[str, str]:
     """The environment variables of a command. Without a key there is none, not even one of this process's own."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_RANKS)}
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(OF_RANKS) and (name.endswith("_MODEL") or not name.startswith(OF_ANTHROPIC))
+    }
     for name in ("NO_PROXY", "no_proxy"):  # a proxy of the machine must not stand between them
         kept[name] = ",".join(filter(None, ("127.0.0.1", kept.get(name))))
-    for name in ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN"):
-        kept.pop(name, None)
+    kept.pop("OPENAI_API_KEY", None)
     addresses = {"OPENAI_BASE_URL": address, "ANTHROPIC_BASE_URL": address.removesuffix("/v1")}
     return {
         **kept,

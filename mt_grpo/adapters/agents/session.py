@@ -14,7 +14,7 @@ from typing import Any
 
 from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
 from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, Contents, ModelRequest, refuse, tool_call
-from mt_grpo.adapters.agents.prompts import AgentPrompts
+from mt_grpo.adapters.agents.prompts import AgentPrompts, whole_characters
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.json_types import json_text
 from mt_grpo.base.pictures import is_picture
@@ -127,7 +127,10 @@ class AgentSession(RolloutSession):
             ApiError: what the API refuses; 429 where the rollout is over.
         """
         self._check_open()
-        return len(self._read(request)[-1])
+        count = len(self._read(request)[-1])
+        if self.context is not None and count >= self.context and self.got_an_answer:
+            self._full_at = self._num_requests  # an agent that raises here, as where a request is refused
+        return count
 
     async def answers(self, asked: Asked) -> list[Answer]:
         """The answers of a request. They are sampled even if the client goes away meanwhile: it may ask again.
@@ -342,8 +345,10 @@ class AgentSession(RolloutSession):
         text = self.format.content(text)
         written = []
         for call in calls:
-            arguments = json_text(call.arguments, ensure_ascii=False)
-            written.append(tool_call(f"call_{self._num_written:08d}", call.name, arguments))
+            # Half a character of JSON (\ud83d) would end the client that sends the history again.
+            name, arguments = whole_characters(call.name), whole_characters(call.arguments)
+            text_of_them = json_text(arguments, ensure_ascii=False)
+            written.append(tool_call(f"call_{self._num_written:08d}", name, text_of_them))
             self._num_written += 1
         reason = "tool_calls" if written and turn.finish_reason == "stop" else turn.finish_reason
         opening, closing = self.format.thinking

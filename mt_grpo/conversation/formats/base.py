@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.base.json_types import is_nested
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neutralise_messages
 from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, cut_to_tokens
 from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
@@ -24,16 +25,20 @@ THINKING_TAGS = {  # what opens and closes it, by family of models
 SEVERAL_CALLS = "several calls in one turn; write one call, read its result, then the next"
 
 
+TOO_DEEP = "the call holds a number that is too long, or is nested too deeply"
+
+
 def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]:
     """(value, error) of the JSON of a call."""
     try:
-        return json.loads(text), None
+        value = json.loads(text)
+        return (None, TOO_DEEP) if is_nested(value) else (value, None)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and text[error.pos :].lstrip().startswith("{"):
             return None, several
         return None, f"the call is not valid JSON ({error.msg} at character {error.pos})"
     except (ValueError, RecursionError):  # a number of thousands of digits, or thousands of brackets
-        return None, "the call holds a number that is too long, or is nested too deeply"
+        return None, TOO_DEEP
 
 
 def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS) -> ToolCall:

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import parse_response
 
+from mt_grpo.base.json_types import is_nested
 from mt_grpo.conversation.formats.base import THINKING_TAGS, load_json, parse_call
 from mt_grpo.conversation.formats.hermes import HERMES, CallSyntax, CallText, HermesFormat
 from mt_grpo.conversation.tools.arguments import read_argument
@@ -105,6 +106,7 @@ def typed(text: str, schema: dict[str, Any], reads: Reads = lambda value: True) 
     """
     try:
         value = json.loads(text)
+        value = text if is_nested(value) else value
     except (ValueError, RecursionError):
         value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
     read_first = value is None or isinstance(value, (list, dict)) or not takes_text(schema)
