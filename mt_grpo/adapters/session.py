@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.base.pictures import has_too_many
 from mt_grpo.conversation.formats.control_tokens import Origin
 from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.conversation.tools.results import cut_far_beyond
@@ -179,7 +180,7 @@ class RolloutSession(PolicyTime):
 
     def count_calls(self, prompt_ids: list[int], count: int = 1) -> StopReason | None:
         """Count calls that read these ids. Where there are none left, or no context, why: then none is counted."""
-        if len(prompt_ids) >= self.context:
+        if len(prompt_ids) >= self.context or has_too_many(prompt_ids):
             return StopReason.CONTEXT_LENGTH
         if self._num_calls + count > self.env.max_model_calls:
             return StopReason.MAX_TURNS

@@ -20,6 +20,7 @@ from itertools import groupby
 from typing import Any
 
 FIRST_ID = 2**32  # no vocabulary is as large
+MOST_PICTURES = 999  # of one context: as many as vLLM reads unless it is told otherwise
 ID_DIGITS = 12  # of the digest, so that an id fits into a tensor of 64 bits
 
 
@@ -153,6 +154,11 @@ def pictures_in(ids: list[int]) -> list[Picture]:
     if not any(map(is_picture, ids)):
         return []
     return [picture_of(run[0]) for run in runs_of(ids) if is_picture(run[0])]
+
+
+def has_too_many(ids: list[int]) -> bool:
+    """Whether ids have more than `MOST_PICTURES`: then a context is full, whatever its tokens are."""
+    return len(ids) > MOST_PICTURES < sum(map(is_picture, ids)) and len(pictures_in(ids)) > MOST_PICTURES
 
 
 def with_placeholders(ids: list[int]) -> list[int]:

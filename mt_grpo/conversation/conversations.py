@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import gather_all, run_async
+from mt_grpo.base.pictures import has_too_many
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
 from mt_grpo.conversation.prompt_examples import check_examples, written_examples
@@ -77,7 +78,8 @@ class Conversations(Limits):
     # -- what the conversation reads: its limits, its format, its state --
 
     def _room(self, rollout: Rollout, llm: Any) -> Room:
-        context = self._context(llm) - len(rollout.history_ids)
+        ids = rollout.history_ids
+        context = 0 if rollout.pictures and has_too_many(ids) else self._context(llm) - len(ids)
         return Room(self.max_completion_length - rollout.new_tokens, context)
 
     def _context(self, llm: Any) -> float:

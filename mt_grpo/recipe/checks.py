@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.pictures import MOST_PICTURES
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
@@ -453,8 +454,8 @@ def check_it_reads_images(client: Any, env: Any, config: dict[str, Any], where: 
             "other sizes than the trainer. Remove it; write the sizes into the model's preprocessor_config.json."
         )
     smallest = reader_of(env.tokenizer).read(drawn_image(1), where).num_tokens
-    most = min(999, client.max_model_len // smallest)  # 999 is vLLM's own default
-    limit = ((config.get("limit_per_prompt") or {}).get("image") or {}).get("count", 999)
+    most = min(MOST_PICTURES, client.max_model_len // smallest)
+    limit = ((config.get("limit_per_prompt") or {}).get("image") or {}).get("count", MOST_PICTURES)
     if limit < most:
         raise ServerError(
             f"{where} reads at most {limit} images of a conversation, and its context holds {most} small ones. Start "

@@ -219,11 +219,14 @@ def rollout_columns(rollouts: list[Rollout], prompts: list) -> dict[str, list]:
     }
 
 
+PLAIN = {int, float, str, bool, type(None)}
+
+
 def own_copy(value: Any) -> Any:
     """A deep copy of lists, dicts, rows, tuples, turns, calls and images. Others, as environments, are not copied."""
     kind = type(value)
     if kind in (list, tuple):
-        return kind([v if type(v) is int else own_copy(v) for v in value])  # ids, of which there are many
+        return kind([v if type(v) in PLAIN else own_copy(v) for v in value])  # ids and logprobs: there are many
     if kind in (dict, WrittenRow):
         return kind((k, own_copy(v)) for k, v in value.items())
     if kind in (Turn, ToolCall):

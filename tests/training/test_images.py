@@ -25,6 +25,7 @@ from mt_grpo.base import pictures
 from mt_grpo.base.pictures import (
     FIRST_ID,
     KNOWN,
+    has_too_many,
     inputs_of_requests,
     inputs_of_rows,
     is_picture,
@@ -39,6 +40,7 @@ from mt_grpo.conversation.pictures import PictureReader, forbid, mark_of, readab
 from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.reports.preflight import images_line
+from mt_grpo.rollout import Rollout
 from mt_grpo.training.observation_loss import observed_tokens
 from mt_grpo.training.policy_scores import ModelScores
 from mt_grpo.training.records import FURTHER_RECORDS, OBSERVED
@@ -590,3 +592,14 @@ def test_pictures_of_further_records_are_held_with_their_batch(folder, tmp_path,
     del ids
     gc.collect()
     assert [picture_of(number).image.size for number in numbers] == [(56, 56), (56, 56)]
+
+
+def test_more_images_than_a_server_reads_fill_a_context(tokenizer, monkeypatch):
+    """A conversation ends there as where its tokens are spent; a server would refuse the request and end the run."""
+    monkeypatch.setattr(pictures, "MOST_PICTURES", 2)
+    image = tokenizer.pictures.read(vision_model.picture(0), "")
+    two = [1, *8 * [image.id], 2]
+    assert not has_too_many(two) and has_too_many([*two, *4 * [image.id]]) and not has_too_many([1] * 99)
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, max_model_len=500)
+    full, not_full = (Rollout([], ids, pictures=[image]) for ids in ([*two, *4 * [image.id]], two))
+    assert env._room(full, None).context == 0 and env._room(not_full, None).context == 490

@@ -17,7 +17,7 @@ from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, Contents,
 from mt_grpo.adapters.agents.prompts import AgentPrompts, whole_characters
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.json_types import json_text
-from mt_grpo.base.pictures import is_picture
+from mt_grpo.base.pictures import MOST_PICTURES, is_picture
 from mt_grpo.conversation.environments import is_number
 from mt_grpo.conversation.pictures import reader_of, why_none
 from mt_grpo.conversation.tools.results import error_text
@@ -326,7 +326,7 @@ class AgentSession(RolloutSession):
                 self._full_at = self._num_requests
             raise ApiError(
                 400, f"The messages have at least {len(prompt_ids)} tokens. Expected fewer than the context of "
-                f"{self.context}.", "context_length_exceeded", "messages",
+                f"{self.context}, and at most {MOST_PICTURES} images.", "context_length_exceeded", "messages",
             )  # fmt: skip
         if lacking is not None:
             self.stop(lacking)
