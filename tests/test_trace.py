@@ -67,7 +67,8 @@ TEXTS = {  # calls, results and control tokens as text
     "pattern_of", "message_tokens", "around_messages", "added_tokens", "digest_of",
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
-    "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json", "is_nested",
+    "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
+    "is_nested",
     "_before", "_end_of_turn", "results", "with_turns", "observed", "tool_seconds",
     "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
@@ -88,7 +89,7 @@ PICTURES = {  # of which this run has none
     "read_pictures", "with_marks", "images_of", "reader_of", "results_of", "readable_messages", "is_picture",
     "pictures_in", "shown", "features", "features_of", "inputs_of_rows", "positions_of",
     "placeholders_of", "with_places", "placed", "of_columns", "own_results", "with_marks_of",
-    "is_image", "has_too_many",
+    "is_image",
 }  # fmt: skip
 MAIN_THREAD = {  # where synchronous rewards run
     "call_in_main_thread", "in_main_thread", "no_running_loop", "own_alarm", "run_synchronous", "stops_pass", "_watch",
