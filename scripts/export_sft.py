@@ -171,6 +171,11 @@ def main(argv: list[str] | None = None) -> None:
         if unknown := set(minima) - set(rows[0]["rewards"]):
             raise ValueError(f"--min {sorted(unknown)[0]}: expected one of {', '.join(rows[0]['rewards'])}.")
         kept = chosen(rows, args.min_reward, minima, args.per_prompt)
+        if shown := next((row for row in kept if row.get("images")), None):
+            raise ValueError(
+                f"The rollout {shown.get('index')} of step {shown.get('step')} read images, which the log has by name "
+                "alone. Expected rollouts of text: images are not exported."
+            )
         recipe = RecipeOfRun(args.config, args.without_examples) if args.config else None
         lines = [
             json.dumps(row, ensure_ascii=False) for row in exported(kept, args.form, recipe, args.without_examples)

@@ -316,7 +316,7 @@ class RolloutLog:
     ):
         self.path = Path(folder) / f"rollouts.rank{rank}.jsonl"
         self.rank, self.num_ranks, self.most = rank, num_ranks, most
-        self.names, self.tokenizer, self.begun, self.num_images = names, tokenizer, False, None
+        self.names, self.tokenizer, self.begun, self.num_images = names, tokenizer, False, 0  # written by this process
 
     def _begin(self, step: int) -> bool:
         """Whether the log begins anew, which it does at the start of a new run."""
@@ -362,8 +362,6 @@ class RolloutLog:
         A full disk does not end the run, and neither does an image that cannot be written.
         """
         folder = self.path.parent / IMAGE_FOLDER
-        if self.num_images is None:
-            self.num_images = sum(1 for _ in folder.glob("*.png"))
         for picture in {each for rollout in rollouts for each in pictures_read(rollout)}:
             path = folder / f"{picture.name}.png"
             if self.num_images >= MOST_IMAGES or path.is_file():
@@ -378,7 +376,7 @@ class RolloutLog:
                 return
             self.num_images += 1
             if self.num_images == MOST_IMAGES:
-                logger.warning(f"{folder} has {MOST_IMAGES} images: of later rollouts the log names them alone.")
+                logger.warning(f"{folder} got {MOST_IMAGES} images: of later rollouts the log names them alone.")
 
     def add_dropped(self, batch: Batch, places: list[int], step: int, has_parts: bool = True) -> None:
         """Write rollouts of a batch that are dropped, with the mode `dropped`: they train nothing.

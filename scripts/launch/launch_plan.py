@@ -35,7 +35,6 @@ from mt_grpo.recipe.checks import (
     check_images,
     check_num_prompts,
     check_reward_columns,
-    has_images,
     longest_prompt,
     rows_of_environment,
     why_text,
@@ -143,9 +142,8 @@ def is_given(argv: list[str], key: str) -> bool:
 
 def server_context(
     script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig
-) -> tuple[int, bool, bool]:  # fmt: skip
-    """(tokens of the server's context: of the longest prompt and a whole completion; whether it reads images; whether
-    rows show it some).
+) -> tuple[int, bool]:  # fmt: skip
+    """(tokens of the server's context: of the longest prompt and a whole completion; whether it reads images).
 
     Raises:
         ValueError: tools, rewards or data that do not load, prompts too long for the model, or too few of them for a
@@ -162,7 +160,7 @@ def server_context(
     with_pictures(tokenizer, why_text(args) or PictureReader.of(name, config, tokenizer, revision))
     train, test = load_splits(script_args, whole.eval_strategy, env.environments is None)
     train = rows_of_environment(env, whole) if train is None else train
-    needed, shows = 0, False
+    needed = 0
     for split, rows in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, test)):
         if rows is None:
             continue
@@ -174,9 +172,7 @@ def server_context(
         check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
         check_context(env, config, rows, args)
         needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
-        shows = shows or has_images(rows)
-    reads = reader_of(tokenizer) is not None
-    return needed, reads, reads and shows
+    return needed, reader_of(tokenizer) is not None
 
 
 def server_dtype(args: mt.MTGRPOConfig, model_args: Any) -> str:
@@ -220,7 +216,7 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
         given = not uses_nccl or is_given(argv, "vllm_group_port")
         plan |= server_plan(script_args, args, model_args, whole, on_gpu=bool(servers[0]))
         plan["wanted_group_port"] = None if given else args.vllm_group_port
-        config = os.environ.get("ACCELERATE_CONFIG") or ("zero3" if plan["deepspeed"] and not plan["shows"] else "")
+        config = os.environ.get("ACCELERATE_CONFIG") or ("zero3" if plan["deepspeed"] and not plan["images"] else "")
         if plan["num_processes"] > 1 and config and Path(config).stem not in ("ddp", "cpu"):
             plan["adapters"] = None  # ZeRO-3 or FSDP: the adapter of a sharded model is merged
     return plan
@@ -235,11 +231,11 @@ def server_plan(
     script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig, on_gpu: bool
 ) -> dict[str, Any]:
     """What a server is started with. Raises `ValueError` as `server_context` does."""
-    context, reads_images, shows = server_context(script_args, args, model_args, whole)
+    context, reads_images = server_context(script_args, args, model_args, whole)
     return {
         "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
         "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
-        "max_model_len": context, "images": reads_images, "shows": shows, "weight_sync": args.weight_sync,
+        "max_model_len": context, "images": reads_images, "weight_sync": args.weight_sync,
         "dtype": server_dtype(args, model_args) if on_gpu else "float32",
         "adapters": adapters_of(args, model_args, on_gpu),
     }  # fmt: skip

@@ -199,8 +199,10 @@ def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
 def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> Command:
     """The trainer by `accelerate launch`, one process per GPU or as many as were asked for."""
     processes, gpus = plan["num_processes"], plan["trainer_gpus"]
-    sharded = plan["deepspeed"] and not plan.get("shows")  # a sharded model reads no images
-    default = ("zero3" if sharded else "ddp") if gpus else "cpu"
+    default = ("zero3" if plan["deepspeed"] and not plan.get("images") else "ddp") if gpus else "cpu"
+    if gpus and plan["deepspeed"] and plan.get("images"):
+        say("the model reads images: by DDP, since a sharded one is shown none. For ZeRO-3 with text alone: "
+            "ACCELERATE_CONFIG=hf_recipes/accelerate/zero3.yaml")  # fmt: skip
     config = os.environ.get("ACCELERATE_CONFIG") or ""
     if not config and processes > 1:
         config = f"hf_recipes/accelerate/{default}.yaml"

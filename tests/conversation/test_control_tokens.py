@@ -293,7 +293,7 @@ def test_what_a_tool_returns_is_text(name):
 
 
 @pytest.mark.parametrize("content", [None, 5, 1.5, True, {"text": "x"}, b"x", [{"type": "image", "image": "x"}],
-                                     [{"type": "text", "text": None}], ["x"]])  # fmt: skip
+                                     [{"type": "text", "text": None}], [5]])  # fmt: skip
 @pytest.mark.parametrize("way", ["messages", "history", "reset"])
 def test_content_that_is_no_text_ends_its_rollout(content, way):
     """And no other one, with what was expected; the model never reads Python's form of it."""

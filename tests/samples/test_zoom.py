@@ -157,7 +157,7 @@ def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
     assert "middle" in wrong.text and "top left" in wrong.text and "corner" in unknown.text
     assert right.pictures[0].image.tobytes() == environment_of(row["image"]).zoom("top left").tobytes()
     whole, shown = pictures_in(rollout.prompt_ids + rollout.completion_ids)
-    assert (whole.num_tokens, shown.num_tokens) == (4, 4) and whole.image.size == (224, 224)
+    assert (whole.num_tokens, shown.num_tokens) == (4, 4) and whole.image.size == (56, 56)  # as it is seen
     (reward,) = load_rewards("rewards/zoom_reward.py")[0]
     (outcome, given) = load_rewards("rewards/zoom_reward.py")[1]
     assert reward([rollout.turns], corner=["top left"]) == [[0.0, 0.0, 0.5, None]]

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import mt_grpo_trainer as mt
-from mt_grpo.reports.rollout_log import read_rollouts
+from mt_grpo.reports.rollout_log import read_rollouts, write_rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -221,3 +221,13 @@ def test_each_record_is_a_row():
     assert Dataset.from_list(list(export_sft.ids_of({"turns": turns[:2], "records": 1}, [0]))).to_list() == [
         {"input_ids": [0, 3, 4, 5, 6], "assistant_masks": [0, 1, 1, 0, 0]}
     ]
+
+
+def test_rollouts_with_images_are_refused(run, tmp_path, capsys):
+    """Their ids stand for pictures, which no file of text has."""
+    rows = list(read_rollouts(run[0]))
+    assert all(row["images"] == [] for row in rows)
+    rows[0]["images"] = [{"name": "3f2a0c9d11e4", "width": 56, "height": 56, "tokens": 4}]
+    write_rollouts(tmp_path / "rollouts.rank0.jsonl", rows, True)
+    with pytest.raises(SystemExit, match="read images, which the log has by name alone. Expected rollouts of text"):
+        export_sft.main([str(tmp_path), str(tmp_path / "data.jsonl")])

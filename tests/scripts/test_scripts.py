@@ -693,7 +693,6 @@ if kind == "plan":
         "deepspeed": False, "model": "m", "revision": "main",
         "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
         "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False, "adapters": None, "images": False,
-        "shows": False,
         "wanted_group_port": int(os.environ.get("STAND_IN_GROUP_PORT", 0)) or None}}))
 elif kind == "vllm":
     print("the server speaks", flush=True)
@@ -1006,7 +1005,7 @@ GPU_PLAN = {
     "tensor_parallel": 1,
     "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
     "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True, "wanted_group_port": 51216,
-    "adapters": None, "images": False, "shows": False,
+    "adapters": None, "images": False,
 }  # fmt: skip
 
 
@@ -1019,11 +1018,11 @@ def test_the_server_of_a_model_that_reads_images_is_started_for_them(tmp_path):
     recipe = write_recipe(tmp_path, folder)
     more = ["--use_vllm", "true", "--vllm_mode", "server"]
     for plan in (launch_plan.make_plan(recipe, more), launch_plan.make_server_plan(recipe, more)):
-        assert plan["images"] and plan["shows"]
-    ours = {**GPU_PLAN, "images": True, "shows": True, "num_processes": 2, "trainer_gpus": "0,1", "deepspeed": True}
+        assert plan["images"]
+    ours = {**GPU_PLAN, "images": True, "num_processes": 2, "trainer_gpus": "0,1", "deepspeed": True}
     command, _ = train.trainer_command("py", ours, [])
     assert "hf_recipes/accelerate/ddp.yaml" in command
-    assert "hf_recipes/accelerate/zero3.yaml" in train.trainer_command("py", {**ours, "shows": False}, [])[0]
+    assert "hf_recipes/accelerate/zero3.yaml" in train.trainer_command("py", {**ours, "images": False}, [])[0]
 
 
 @pytest.mark.parametrize("more, expected", [
