@@ -910,13 +910,6 @@ MUTATIONS = [
         "tests/generation/test_images_by_server.py::test_a_request_has_a_placeholder_and_the_pixels_of_each_image",
     ),
     Mutation(
-        "what old weights saw in images outlives a push",
-        "mt_grpo/generation/weight_transfer.py",
-        "                forget_images(self.server)\n",
-        "                pass\n",
-        "tests/generation/test_images_by_server.py::test_pushes_between_and_beside_requests_with_images",
-    ),
-    Mutation(
         "the first push proves nothing of what reads images",
         "mt_grpo/generation/weights.py",
         "[self.final_norm, *ends[-1:]] if norms and not",
