@@ -11,8 +11,8 @@ def forget_images(server: Any) -> None:
     """Drop what a server's weights saw in images.
 
     INVARIANT: it follows each load, before another request has an image. The load empties the cache of vLLM's worker
-    alone: its scheduler goes on counting on it, and the engine ends ("Encoder cache miss", vLLM 0.31 and 0.32). A pause of
-    vLLM 0.32 empties both by itself.
+    alone: its scheduler goes on counting on it, and the engine ends ("Encoder cache miss", vLLM 0.31 and 0.32). A
+    pause of vLLM 0.32 empties both by itself.
     """
     if server.reads_images:
         server.request("POST", "/reset_encoder_cache", read=None)

@@ -935,7 +935,7 @@ MUTATIONS = [
         "mt_grpo/generation/adapters.py",
         '        if hasattr(module, "lora_A") and TOWER.search(f"{name}."):',
         "        if False:",
-        "tests/generation/test_images_by_server.py::test_a_lora_leaves_out_what_reads_images_unless_it_is_asked_for",
+        "tests/training/test_images.py::test_an_adapter_of_what_reads_images_is_merged_before_a_push",
     ),
     Mutation(
         "an engine that was probed ends at the next image that it knows",

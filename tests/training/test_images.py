@@ -38,6 +38,7 @@ from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.picture_parts import with_marks
 from mt_grpo.conversation.pictures import PictureReader, forbid, mark_of, readable, with_pictures
 from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
+from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.reports.preflight import images_line
 from mt_grpo.rollout import Rollout
@@ -603,3 +604,10 @@ def test_more_images_than_a_server_reads_fill_a_context(tokenizer, monkeypatch):
     env = MultiTurnToolEnv([], None, tokenizer=tokenizer, max_model_len=500)
     full, not_full = (Rollout([], ids, pictures=[image]) for ids in ([*two, *4 * [image.id]], two))
     assert env._room(full, None).context == 0 and env._room(not_full, None).context == 490
+
+
+@pytest.mark.parametrize("names, reason", [(["q_proj"], None), (["q_proj", "qkv"], "by which images are read")])
+def test_an_adapter_of_what_reads_images_is_merged_before_a_push(folder, names, reason):
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
+    found = why_model_merges(get_peft_model(model, LoraConfig(r=2, target_modules=names)), False)
+    assert found is None if reason is None else reason in found
