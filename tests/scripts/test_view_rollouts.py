@@ -1011,4 +1011,5 @@ def test_a_page_in_one_file_has_images_up_to_a_size(open_page, tmp_path):
     page = open_page(one_page(folder) + "#rollout/0/1")
     page.wait_for_selector("article")
     assert page.evaluate("document.querySelectorAll('img').length") == 1
+    assert (folder / "page.html").read_text().count("data:image/png;base64,") == 1
     assert f"Corner: <image {names[1]}>." in page.inner_text("article")
