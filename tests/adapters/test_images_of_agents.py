@@ -13,7 +13,7 @@ import openai
 import pytest
 import vision_model
 from PIL import Image
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.agents.conversation import agent_conversation, agent_environment
@@ -36,8 +36,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(folder):
-    found = AutoTokenizer.from_pretrained(folder)
-    return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
+    return vision_model.reading(folder)
 
 
 class Scripted:

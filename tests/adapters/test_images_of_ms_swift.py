@@ -12,7 +12,8 @@ import re
 import pytest
 import vision_model
 from PIL import Image
-from transformers import AutoConfig, AutoTokenizer
+from test_images_of_agents import Scripted, as_bytes
+from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.ms_swift import paths as swift_paths
@@ -29,7 +30,6 @@ from mt_grpo.base.pictures import KNOWN, is_picture, pictures_in
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
 from mt_grpo.recipe.checks import check_images, longest_prompt
-from mt_grpo.rollout import Generation
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
 ASKS = "<|im_start|>assistant\n"
@@ -43,23 +43,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(folder):
-    found = AutoTokenizer.from_pretrained(folder)
-    return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
-
-
-class Scripted:
-    """Writes these turns, and notes what it read."""
-
-    max_model_len = 1024
-
-    def __init__(self, tokenizer, *turns):
-        self.tokenizer, self.turns, self.asked = tokenizer, list(turns), []
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        text = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
-        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        self.asked.append((list(prompt_ids), ids))
-        return Generation(ids, [-0.5] * len(ids), "stop")
+    return vision_model.reading(folder)
 
 
 def conversations(cls, tokenizer, loss_scale="default", **settings):
@@ -87,12 +71,6 @@ def run(cls, tokenizer, *turns, row=None, **settings):
                 assert (read, turn.token_ids) in llm.asked
             read = read + turn.token_ids + turn.observation_ids
     return rollout, llm
-
-
-def as_bytes(image, kind="PNG"):
-    file = io.BytesIO()
-    image.save(file, kind)
-    return file.getvalue()
 
 
 def opened(text):

@@ -13,7 +13,6 @@ import vision_model
 from peft import LoraConfig
 from PIL import Image
 from test_distributed import run as distributed
-from test_images import reading
 from transformers import AutoModelForImageTextToText
 from vision_run import Calling, make_served_run, write_recipe, zoom
 from warm_vllm import WarmVLLMServer
@@ -60,7 +59,7 @@ def server(folder, tmp_path_factory):
 @pytest.fixture
 def client(server, folder):
     """A client; afterwards the server holds the folder's weights again."""
-    client = VLLMServerClient("127.0.0.1", server.port, reading(folder))
+    client = VLLMServerClient("127.0.0.1", server.port, vision_model.reading(folder))
     yield client
     client.update_weights(iter(model_of(folder).state_dict().items()), "own")
     client.close()
@@ -92,7 +91,7 @@ def prompt_of(tokenizer, *parts):
 
 
 def test_a_request_has_a_placeholder_and_the_pixels_of_each_image(folder):
-    tokenizer = reading(folder)
+    tokenizer = vision_model.reading(folder)
     images = [vision_model.picture(k, size) for k, size in enumerate(((56, 56), (84, 28), (56, 56)))]
     first, second, third = (tokenizer.pictures.read(image, "") for image in images)
     pad = tokenizer.pictures.placeholder
@@ -118,7 +117,7 @@ def test_a_request_has_a_placeholder_and_the_pixels_of_each_image(folder):
 
 def test_an_image_is_sent_in_the_size_in_which_the_model_sees_it(folder):
     """So no server resizes it again, in whatever way its processor would."""
-    tokenizer = reading(folder)
+    tokenizer = vision_model.reading(folder)
     for size in ((1, 1), (3, 40), (200, 90), (61, 59), (300, 2)):
         picture = tokenizer.pictures.read(vision_model.picture(1, size), "")
         assert picture.image.size == tuple(28 * side for side in reversed(picture.grid))
@@ -140,7 +139,7 @@ def answer_to(prompt, ids=(20, 21), **changes):
 
 
 def test_an_answer_that_read_something_else_is_none(folder):
-    tokenizer = reading(folder)
+    tokenizer = vision_model.reading(folder)
     prompt = prompt_of(tokenizer, "a", vision_model.picture(0), "b", vision_model.picture(1, (84, 28)))
     found = read_generated(answer_to(prompt), prompt, 5)
     assert (found.token_ids, found.logprobs, found.finish_reason) == ([20, 21], [-0.5, -0.5], "stop")

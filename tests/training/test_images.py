@@ -17,7 +17,7 @@ import torch
 import vision_model
 from peft import LoraConfig, get_peft_model
 from PIL import Image
-from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer
+from transformers import AutoModelForImageTextToText, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 from vision_run import gradients_of, make_trainer, some_rows, user, write_recipe
 
@@ -36,7 +36,7 @@ from mt_grpo.base.pictures import (
 )
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.picture_parts import with_marks
-from mt_grpo.conversation.pictures import PictureReader, forbid, mark_of, readable, with_pictures
+from mt_grpo.conversation.pictures import forbid, mark_of, readable, with_pictures
 from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
 from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.recipe.checks import check_images
@@ -56,13 +56,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def tokenizer(folder):
-    return reading(folder)
-
-
-def reading(folder):
-    """The folder's tokenizer, which writes pictures."""
-    found = AutoTokenizer.from_pretrained(folder)
-    return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
+    return vision_model.reading(folder)
 
 
 # -- ids --
@@ -141,13 +135,13 @@ def test_where_a_picture_comes_from(tokenizer, tmp_path):
 
 def test_another_reader_reads_another_picture(folder, tmp_path):
     """Of the same pixels, in one process: two models, or one with two settings."""
-    one = reading(folder).pictures
+    one = vision_model.reading(folder).pictures
     for path in folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
     settings["size"] = {"shortest_edge": 28 * 28, "longest_edge": 56 * 56}
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
-    other, image = reading(tmp_path).pictures, vision_model.picture(3, (112, 112))
+    other, image = vision_model.reading(tmp_path).pictures, vision_model.picture(3, (112, 112))
     found = one.read(image, ""), other.read(image, "")
     assert [each.num_tokens for each in found] == [16, 4] and found[0].id != found[1].id
 
