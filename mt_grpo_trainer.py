@@ -1064,7 +1064,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
 
 class VLLMServerClient(ServerConnection):
-    """Client of `vllm serve` (dev mode): sends token ids, gets ids and logprobs as sampled; pushes weights.
+    """Client of a server (vLLM or SGLang): sends token ids, gets ids and logprobs as sampled; pushes weights.
 
     Args:
         host, port: Where the server listens. 0.0.0.0, TRL's default, is reached as 127.0.0.1.
@@ -1076,6 +1076,7 @@ class VLLMServerClient(ServerConnection):
         transport: `disk`, `nccl`, `adapter` (of a LoRA) or `auto` (nccl where this process and the server have CUDA).
         sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
         group_port: Port of the NCCL weight group.
+        engine: `vllm` or `sglang`.
 
     Raises `ServerError` for an address that can never work.
     """
@@ -1093,13 +1094,13 @@ class VLLMServerClient(ServerConnection):
         transport: str = "auto",
         sync_dir: str | None = None,
         group_port: int = 51216,
+        engine: str = "vllm",
     ):
         host = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if host.count(":") > 1 and "[" not in host else host
         if not base_url and "/" in host:  # a URL, whose scheme would be taken for the name
             raise ServerError(f"vllm_server_host={hide_password(host)!r}: expected a name. Use vllm_server_base_url.")
-        super().__init__(base_url or f"http://{host}:{port}", api_key, timeout, request_timeout)
+        super().__init__(base_url or f"http://{host}:{port}", api_key, timeout, request_timeout, engine)
         self.tokenizer = tokenizer
-        self.vocab_size: int | None = None  # of the model that is trained; ids beyond it are no answer
         self.instance = secrets.token_hex(4)  # tells this client's pushes from another run's
         self.transfer = WeightTransfer(self, transport, sync_dir, group_port)
         atexit.register(self.close)

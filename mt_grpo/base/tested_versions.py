@@ -13,18 +13,20 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
 
 INSTALL = "bash scripts/setup.sh (with a server: --gpu, without a GPU --test)"  # what installs tested versions
+SERVERS = ("vllm", "sglang")  # engines, which run elsewhere
 
 
 @functools.cache
 def known_ranges() -> dict[str, SpecifierSet]:
-    """Package -> the range that was tested; `vllm` is the server's. Without the clone's pyproject.toml none is known.
+    """Package -> the range that was tested; `SERVERS` are servers'. Without the clone's pyproject.toml none is known.
 
     >>> "0.32.0" in known_ranges()["vllm"], "0.1.0" in known_ranges()["vllm"], "torch" in known_ranges()
     (True, False, True)
     """
     try:
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        texts = [*project["dependencies"], *project["optional-dependencies"]["vllm"]]
+        extras = project["optional-dependencies"]
+        texts = [*project["dependencies"], *(text for name in SERVERS for text in extras[name])]
         return {each.name: each.specifier for each in map(Requirement, texts)}
     except (OSError, KeyError, ValueError):  # the script and the package without the clone
         return {}
@@ -48,9 +50,10 @@ def outside(versions: dict[str, str]) -> list[str]:
 
 
 def installed() -> dict[str, str]:
-    """The versions of what the package depends on in this environment; vLLM is a server's own matter."""
+    """The versions of what the package depends on in this environment; the engine is a server's own matter."""
     found = {}
-    for name in [name for name in known_ranges() if name != "vllm"] or ["torch", "trl", "transformers", "accelerate"]:
+    own = [name for name in known_ranges() if name not in SERVERS]
+    for name in own or ["torch", "trl", "transformers", "accelerate"]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found

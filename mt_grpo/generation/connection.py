@@ -31,10 +31,10 @@ from mt_grpo.base.event_loop import (
     run_async,
 )
 from mt_grpo.base.pictures import pictures_in
-from mt_grpo.base.tested_versions import outside
 from mt_grpo.conversation.pictures import reader_of
 from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.generation.samples import GENERATE, BadAnswer, ask_for_prompt, ask_for_sample
+from mt_grpo.generation.engines import ENGINES
+from mt_grpo.generation.samples import BadAnswer
 from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo.rollout import Generation
 
@@ -95,22 +95,26 @@ def server_urls(value: str | list[str] | None) -> list[str]:
 
 
 class ServerConnection:
-    """Connections to one `vllm serve` in development mode: control calls, retries, health checks, logprobs.
+    """Connections to one server: control calls, retries, health checks, logprobs.
 
     Args:
         base_url: The address, such as `http://127.0.0.1:8000`. A user and password in it are sent, but never shown.
         api_key: The server's `--api-key`, if it has one. None: the environment variable VLLM_API_KEY.
         timeout: Seconds to wait until the server starts, or comes back, before `ServerError`.
         request_timeout: Seconds that one request may take. Then it is sent again, if `timeout` is not over.
+        engine: What it runs, of `ENGINES`.
     """
 
     tokenizer: Any = None  # of the model, which says what reads its images
+    vocab_size: int | None = None  # of the model that is trained; ids beyond it are no answer
     BAD_ANSWERS = 3  # in a row, after which a request fails
     NOTICE_SECONDS = 10.0  # between two log lines during a wait for the server
-    NO_VLLM = "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url."
     VERSION_SECONDS = 10.0  # that the server may take to say which weights it holds
 
-    def __init__(self, base_url: str, api_key: str | None, timeout: float, request_timeout: float):
+    def __init__(
+        self, base_url: str, api_key: str | None, timeout: float, request_timeout: float, engine: str = "vllm"
+    ):
+        self.engine = ENGINES[engine]
         self.base_url, credentials = split_server_url(base_url)
         self.timeout, self.request_timeout = timeout, request_timeout
         self.retries = 0  # requests that were sent again, since a reader last set it to 0
@@ -168,7 +172,7 @@ class ServerConnection:
             never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
             if isinstance(error, never) and not self._reached:  # DNS may also fail in the middle of a run
                 raise ServerError(f"{method} {url}: {problem}. No server can be reached by this address.") from error
-            raise ServerLost(f"{method} {url}: {problem}. Is the vLLM server running?") from error
+            raise ServerLost(f"{method} {url}: {problem}. Is the {self.engine.title} server running?") from error
         except BaseException:
             future.cancel()
             raise
@@ -176,7 +180,7 @@ class ServerConnection:
         text = body.decode("utf-8", "replace")
         if not 200 <= status < 300:
             kind = ServerLost if status == 429 or status >= 500 else ServerError
-            raise kind(f"{method} {url}: {status} {text[:2000]}{self._advice(status, path)}")
+            raise kind(f"{method} {url}: {status} {text[:2000]}{self.engine.advice(self, status, path)}")
         if read is None:
             return text
         try:
@@ -184,21 +188,7 @@ class ServerConnection:
         except BadAnswer as error:
             raise ServerError(f"{method} {url}: {error}.") from None
         except (ValueError, LookupError, TypeError):
-            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.NO_VLLM}") from None
-
-    def _advice(self, status: int, path: str) -> str:
-        """The advice for an answer's status, for the end of an error message."""
-        if status in (401, 403):
-            return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
-        if status == 404 and path == GENERATE:
-            return ". Start the vLLM server with --enable-scale-out (0.30 or later): this address is for images."
-        if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
-            return f". {self.NO_VLLM}"
-        if status != 404:
-            return ""
-        version = self.__dict__.get("engine_version")  # if it was asked
-        other = outside({"vllm": version}) if version else []
-        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1" + (f"; it is {other[0]}." if other else ".")
+            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.engine.NO_ANSWER}") from None
 
     async def _call(self, method: str, url: str, timeout: float, kwargs: dict[str, Any]) -> tuple[int, bytes]:
         """Status and body. `timeout` limits the whole call: a server may send a byte every second for ever."""
@@ -210,7 +200,8 @@ class ServerConnection:
     def healthy(self) -> bool:
         """Whether the server answers its health check now."""
         with suppress(ServerError):
-            return self.request("GET", "/health", timeout=10.0) is not None
+            self.engine.check_health(self, 10.0)
+            return True
         return False
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
@@ -222,29 +213,24 @@ class ServerConnection:
         while not unless():
             left = began + self.timeout - time.monotonic()
             try:
-                self.request("GET", "/health", timeout=min(10.0, max(left, 1.0)))
+                self.engine.check_health(self, min(10.0, max(left, 1.0)))
                 return
             except ServerLost as error:
                 if left <= 0:
                     raise ServerError(
-                        f"No vLLM server answers at {self.base_url} after {self.timeout:g} s. Start one with "
-                        "`bash scripts/train.sh RECIPE`, or set vllm_server_host, vllm_server_port, "
+                        f"No {self.engine.title} server answers at {self.base_url} after {self.timeout:g} s. Start "
+                        "one with `bash scripts/train.sh RECIPE`, or set vllm_server_host, vllm_server_port, "
                         f"vllm_server_timeout. The last try: {str(error)[:500]}"
                     ) from None
                 if time.monotonic() - last_notice >= self.NOTICE_SECONDS:
                     last_notice = time.monotonic()
-                    logger.warning(f"Waiting up to {left:.0f} s more for a vLLM server: {str(error)[:500]}")
+                    logger.warning(f"Waiting up to {left:.0f} s more for a server: {str(error)[:500]}")
             time.sleep(1.0)
 
     @functools.cached_property
     def model_card(self) -> dict[str, Any]:
         """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
-
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            card = answer["data"][0]
-            return {**card, "id": str(card["id"]), "max_model_len": int(card["max_model_len"])}
-
-        return self.request("GET", "/v1/models", read=read)
+        return self.engine.card(self)
 
     @property
     def max_model_len(self) -> int | None:
@@ -253,39 +239,30 @@ class ServerConnection:
 
     @functools.cached_property
     def engine_version(self) -> str | None:
-        """vLLM's version; None if the server does not say it."""
+        """The engine's version; None if the server does not say it."""
         try:
-            return self.request("GET", "/version", read=lambda answer: str(answer["version"]))
+            return self.engine.version(self)
         except ServerLost:
             raise
         except ServerError:
             return None
 
     def server_info(self) -> dict[str, Any]:
-        """vLLM's configuration as nested dicts. The server must have its development endpoints."""
-
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            _ = [answer["vllm_config"]["model_config"][key] for key in ("model", "dtype", "logprobs_mode")]
-            return answer["vllm_config"]
-
-        return self.request("GET", "/server_info", params={"config_format": "json"}, read=read)
+        """What the server was started with, as its engine has it."""
+        return self.engine.info(self)
 
     def settings(self) -> dict[str, Any]:
         """The settings that determine its samples, their length, and how weights get there."""
-        info, keys = self.server_info(), ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")
-        backend = (info.get("weight_transfer_config") or {}).get("backend")
-        lora = (info.get("lora_config") or {}).get("max_lora_rank")
-        return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend, "lora_rank": lora}
+        return self.engine.settings(self)
 
     def weight_version(self) -> str:
         """The version that the last push set. A restarted server has lost it."""
-        return self.request("GET", "/weight_info", timeout=30.0, read=lambda answer: answer["weight_version"])
+        return self.request("GET", self.engine.WEIGHTS, timeout=30.0, read=self.engine.held)
 
     def score(self, token_ids: list[int], rank: int | None = None, timeout: float = 60.0) -> list[float]:
         """The logprobs of `token_ids[1:]` at temperature 1, full vocabulary, of one engine (`rank`) or of any."""
-        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         payload = {**sampling_defaults(), "model": self.model_card["id"], "prompt": token_ids, "max_tokens": 1}
-        path, body, read = ask_for_prompt(payload)
+        path, body, read, headers = self.engine.ask_for_prompt(payload, self.vocab_size, rank)
         return self.request("POST", path, timeout=timeout, json=body, headers=headers, read=read)
 
     def sample_behind(self, token_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
@@ -294,7 +271,7 @@ class ServerConnection:
             **sampling_defaults(), "model": self.loaded or self.model_card["id"], "prompt": token_ids, "logprobs": 0,
             "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True,
         }  # fmt: skip
-        path, body, read = ask_for_sample(payload, None, self.unsampled)
+        path, body, read, _ = self.engine.ask_for_sample(payload, self.vocab_size, self.unsampled)
         found = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
         return found.token_ids, found.logprobs
 
@@ -308,7 +285,7 @@ class ServerConnection:
     @property
     def named_adapters(self) -> set[str]:
         """What requests in flight name. The event loop may add one meanwhile, which names the newest."""
-        return {payload["model"] for payload in list(self._open.values())}
+        return {body["model"] for body in list(self._open.values()) if "model" in body}
 
     async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
         """The answer to a payload of `/v1/completions`, with images or without, and the versions of its weights.
@@ -319,13 +296,15 @@ class ServerConnection:
         for picture in pictures_in(payload["prompt"]):
             if "data_uri" not in vars(picture):  # a large one takes long: other conversations go on meanwhile
                 await asyncio.to_thread(lambda picture=picture: picture.data_uri)
-        path, body, read = ask_for_sample(payload, vocab_size, self.unsampled)
+        path, body, read, _ = self.engine.ask_for_sample(payload, vocab_size, self.unsampled)
         asked = self.policy_version
         self._open[id(body)] = body
         try:
             generation = await self._post(path, body, read)
         finally:
             del self._open[id(body)]
+        if generation.policy_versions is not None:  # the engine says of each token which weights sampled it
+            return generation
         if self.adapter is None or body["model"] == self.model_card["id"]:
             return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
         version = int(body["model"].partition("+")[0].rpartition("-")[2])
@@ -376,7 +355,7 @@ class ServerConnection:
                         # The server restarted, which `gather_proven` finds out; or a newer adapter took its place.
                         payload["model"] = self.adapter
                     elif response.status not in (429, 500, 502, 503, 504):
-                        raise ServerError(f"POST {url}: {problem}{self._advice(response.status, path)}")
+                        raise ServerError(f"POST {url}: {problem}{self.engine.advice(self, response.status, path)}")
             except aiohttp.ClientError as error:
                 problem = error_line(error)
             except TimeoutError:
@@ -397,7 +376,7 @@ class ServerConnection:
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer conversations over `/v1/chat/completions`, all at once, for people.
+        """Answer conversations, all at once, for people. The server renders them, or the tokenizer does.
 
         Returns:
             Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
@@ -406,17 +385,9 @@ class ServerConnection:
         check_sampling_params(sampling_params, CHAT_KEYS)
 
         async def one(messages):
-            payload = {
-                **sampling_defaults(), **(sampling_params or {}), "model": self.asked_model, "messages": messages,
-                "logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
-            }  # fmt: skip
-            answer = await self._post("/v1/chat/completions", payload)
-            choice = answer["choices"][0]
-            return {
-                "text": choice["message"]["content"], "token_ids": choice["token_ids"],
-                "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
-                "prompt_ids": answer["prompt_token_ids"], "finish_reason": choice["finish_reason"],
-            }  # fmt: skip
+            payload = {**sampling_defaults(), **(sampling_params or {}), "model": self.asked_model}
+            question = self.engine.ask_for_chat(self, {**payload, "messages": messages})
+            return await self._post(question.path, question.body, question.read)
 
         async def all_of_them():
             return await gather_all([one(messages) for messages in messages_list])
@@ -427,8 +398,10 @@ class ServerConnection:
         """The version of the weights that the server holds; None if it does not answer. `held_version` shares it."""
         try:
             timeout = aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
-            async with (await self._session()).get(f"{self.base_url}/weight_info", timeout=timeout) as response:
-                return (await response.json())["weight_version"] if response.status == 200 else None
+            async with (await self._session()).get(
+                f"{self.base_url}{self.engine.WEIGHTS}", timeout=timeout
+            ) as response:
+                return self.engine.held(await response.json()) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
             return None
 

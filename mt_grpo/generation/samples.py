@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeholders
@@ -112,7 +112,13 @@ def read_completion(
     return Generation(token_ids, logprobs, finish_reason, saw)
 
 
-Question = tuple[str, dict[str, Any], Callable[[dict[str, Any]], Any]]  # path, body, and how an answer is read
+class Question(NamedTuple):
+    """A request, and how its answer is read. `read` raises `BadAnswer` for one that cannot be used."""
+
+    path: str
+    body: dict[str, Any]
+    read: Callable[[dict[str, Any]], Any]
+    headers: dict[str, str] = {}
 
 
 def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
@@ -129,11 +135,20 @@ def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: l
     """
     prompt, limit = payload["prompt"], payload["max_tokens"]
     if unsampled:
-        own = {int(token): bias for token, bias in (payload.get("logit_bias") or {}).items()}
-        payload = {**payload, "logit_bias": own | dict.fromkeys(unsampled, FORBIDDEN_BIAS)}
+        payload = {**payload, "logit_bias": forbidding(payload, unsampled)}
     if not any(map(is_picture, prompt)):
-        return COMPLETIONS, payload, lambda answer: read_completion(answer, len(prompt), limit, vocab_size)
-    return GENERATE, generate_body(payload), lambda answer: read_generated(answer, prompt, limit, vocab_size)
+        return Question(COMPLETIONS, payload, lambda answer: read_completion(answer, len(prompt), limit, vocab_size))
+    return Question(GENERATE, generate_body(payload), lambda answer: read_generated(answer, prompt, limit, vocab_size))
+
+
+def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[int, float]:
+    """The `logit_bias` of a request that forbids these ids, too.
+
+    >>> forbidding({"logit_bias": {"7": 1.0, "8": 2.0}}, [8])
+    {7: 1.0, 8: -100.0}
+    """
+    own = {int(token): bias for token, bias in (payload.get("logit_bias") or {}).items()}
+    return own | dict.fromkeys(unsampled, FORBIDDEN_BIAS)
 
 
 def ask_for_prompt(payload: dict[str, Any]) -> Question:
@@ -150,8 +165,8 @@ def ask_for_prompt(payload: dict[str, Any]) -> Question:
 
     payload = {**payload, "prompt_logprobs": 0}
     if not shown:
-        return COMPLETIONS, payload, read
-    return GENERATE, generate_body({**payload, "return_token_ids": True}), read
+        return Question(COMPLETIONS, payload, read)
+    return Question(GENERATE, generate_body({**payload, "return_token_ids": True}), read)
 
 
 def generate_body(payload: dict[str, Any]) -> dict[str, Any]:

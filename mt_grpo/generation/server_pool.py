@@ -1,4 +1,4 @@
-"""One or several vLLM servers as one backend: their conversations, and what is asked of all of them."""
+"""One or several servers as one backend: their conversations, and what is asked of all of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Group:
         pool, joined = self.pool, self.pool.joined
         if self.server not in joined:
             if not joined:
-                raise NoServerLeft(f"None of the vLLM servers at {pool.base_url} is left.")
+                raise NoServerLeft(f"None of the {pool.title} servers at {pool.base_url} is left.")
             # Equal loads are dealt out by the group's number, so that ranks do not all begin at the first server.
             place = {n: (n - self.number) % len(pool.servers) for n in joined}
             chosen = min(joined, key=lambda n: (pool.load[n], place[n]))
@@ -180,21 +180,6 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
     return [None if i not in results or unproven(i) else results[i] for i in range(len(tasks))]
 
 
-def engine_ranks(server: Any) -> list[int | None]:
-    """The data-parallel ranks behind a server's address; `[None]` where there is one engine.
-
-    Raises `ServerError` if vLLM shares its engines out among addresses: a push would not reach all of them.
-    """
-    config = server.server_info().get("parallel_config") or {}
-    if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
-        raise ServerError(
-            f"{server.base_url}: --data-parallel-external-lb and --data-parallel-hybrid-lb are not supported. Start "
-            "vLLM without them, or several servers, and name them all in vllm_server_base_url."
-        )
-    count = config.get("data_parallel_size", 1)
-    return list(range(count)) if count > 1 else [None]
-
-
 class ServerPool:
     """One or several servers with the same model as one backend. A conversation is at one that holds the weights.
 
@@ -241,6 +226,11 @@ class ServerPool:
     def base_url(self) -> str:
         """The addresses, for messages."""
         return ", ".join(server.base_url for server in self.servers)
+
+    @property
+    def title(self) -> str:
+        """The engine's, for messages."""
+        return self.servers[0].engine.title
 
     @property
     def tokenizer(self) -> Any:
@@ -343,8 +333,8 @@ class ServerPool:
         if len(self.servers) > 1:
             rest = f"goes on with {left} of {len(self.servers)} servers" if left else "waits for one"
             logger.warning(
-                f"The vLLM server at {self.servers[number].base_url} is left out. The run {rest}, and asks this one "
-                f"again in {wait:g} s. The reason: {str(why)[:500]}"
+                f"The {self.title} server at {self.servers[number].base_url} is left out. The run {rest}, and asks "
+                f"this one again in {wait:g} s. The reason: {str(why)[:500]}"
             )
 
     def _move(self, numbers: list[int], joining: bool = False) -> None:
@@ -380,7 +370,7 @@ class ServerPool:
 
         numbers = self.members
         if not numbers:
-            raise ServerLost(f"None of the vLLM servers at {self.base_url} answers.")
+            raise ServerLost(f"None of the {self.title} servers at {self.base_url} answers.")
         return self.without_errors(dict(zip(numbers, at_once(answer, numbers))))
 
     def without_errors(self, answers: dict[int, Any]) -> dict[int, Any]:
@@ -420,7 +410,7 @@ class ServerPool:
         healthy = dict(zip(away, at_once(lambda n: self.servers[n].healthy(), away)))
         for number in away:
             if healthy[number]:
-                logger.warning(f"The vLLM server at {self.servers[number].base_url} is back.")
+                logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")
             else:
                 self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
         return [number for number in away if healthy[number]]
@@ -436,7 +426,7 @@ class ServerPool:
         while not unless() and not any(at_once(lambda server: server.healthy(), self.servers)):
             now = time.monotonic()
             if now - began > timeout:
-                raise ServerError(f"None of the vLLM servers at {self.base_url} answers after {timeout:g} s.")
+                raise ServerError(f"None of the {self.title} servers at {self.base_url} answers after {timeout:g} s.")
             if now - last_notice >= self.NOTICE_SECONDS:
                 last_notice = now
                 logger.warning(f"Waiting up to {began + timeout - now:.0f} s more for one of {self.base_url}.")
@@ -468,14 +458,14 @@ class ServerPool:
             if others and before:
                 changed = "; ".join(f"{k}={settings[k]!r}, before {expected[k]!r}" for k in others)
                 problems[number] = ServerError(
-                    f"The vLLM server at {url} came back with {changed}. Start it as before."
+                    f"The {self.title} server at {url} came back with {changed}. Start it as before."
                 )
             elif others:
                 key = others[0]
                 problems[number] = ServerError(
-                    f"The vLLM servers differ: {key}={settings[key]!r} at {url}, {expected[key]!r} at {first}. Start "
-                    "them with the same --model, --dtype, --max-model-len, --logprobs-mode, --weight-transfer-config, "
-                    "--max-lora-rank."
+                    f"The {self.title} servers differ: {key}={settings[key]!r} at {url}, {expected[key]!r} at "
+                    f"{first}. Start them with the same --model, --dtype, --max-model-len, --logprobs-mode, "
+                    "--weight-transfer-config, --max-lora-rank."
                 )
         self.without_errors({**found, **problems})
         self._settings = expected
@@ -505,7 +495,7 @@ class ServerPool:
 
     def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:
         """By a server's number the logprobs of `token_ids[1:]` of each of its engines (`ServerConnection.score`)."""
-        return self.ask(lambda server: [server.score(token_ids, rank) for rank in engine_ranks(server)])
+        return self.ask(lambda server: [server.score(token_ids, rank) for rank in server.engine.ranks(server)])
 
     def samples(self, token_ids: list[int], max_tokens: int) -> dict[int, tuple[list[int], list[float]]]:
         """By a server's number what it samples behind `token_ids` (`ServerConnection.sample_behind`)."""

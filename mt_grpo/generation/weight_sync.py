@@ -18,7 +18,7 @@ from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.pictures import inputs_of_rows, is_picture
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.pictures import forbidding_nothing
-from mt_grpo.generation.adapters import adapter_weights, config_of, shifted, why_model_merges, why_server_merges
+from mt_grpo.generation.adapters import adapter_weights, config_of, shifted, why_model_merges
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_transfer import why_not_shared
@@ -141,7 +141,7 @@ class WeightSync:
         """Why the servers cannot have adapters of this kind; None: they can."""
         directory = self.servers.transfer.sync_dir
         for question in (
-            lambda server: why_server_merges(server, config.r, self.num_adapters),
+            lambda server: server.engine.why_merges(server, config.r, self.num_adapters),
             lambda server: why_not_shared(server, directory),
         ):
             if reason := next((reason for reason in self.servers.ask(question).values() if reason), None):

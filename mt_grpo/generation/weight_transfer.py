@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import fcntl
 import functools
-import json
 import logging
 import os
-import re
 import shutil
 import socket
 import stat
@@ -29,7 +27,6 @@ from mt_grpo.base.event_loop import at_once
 from mt_grpo.base.files import open_lock
 from mt_grpo.generation.adapters import FILE as ADAPTER_FILE
 from mt_grpo.generation.connection import ServerConnection
-from mt_grpo.generation.image_caches import forget_images, images_forgotten
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_file import write_weights
 
@@ -38,33 +35,10 @@ logger = logging.getLogger(__name__)
 # Whether the server sees the directory through which it gets weights, found out before weights are loaded.
 
 
-FAILED_CALL = re.compile(r'Call to collective_rpc method failed: ((?:[^"\\]|\\.)*)', re.S)  # inside a JSON string
-OF_SEVERAL_WORKERS = re.compile(r"Worker failed with error '(.*)', please check", re.S)
-
-
-def error_of_worker(answer: str) -> str | None:
-    """What a worker raised, by vLLM's answer to a failed `/collective_rpc`. None: the answer says something else.
-
-    An engine with several workers quotes the error. An engine with one worker (one GPU) does not.
-
-    >>> error_of_worker('500 {"error":{"message":"Call to collective_rpc method failed: No \\\\"x\\\\".","code":500}}')
-    'No "x".'
-    """
-    if not (found := FAILED_CALL.search(answer)):
-        return None
-    message = found[1]
-    with suppress(ValueError):  # of an answer that was cut off
-        message = json.loads(f'"{message}"')
-    quoted = OF_SEVERAL_WORKERS.search(message)
-    return quoted[1] if quoted else message
-
-
 def check_shared_directory(client: Any, directory: str | None) -> None:
     """Raise `ServerError` unless the server reads what this process writes into the directory of the disk transport.
 
-    The server is asked to load a file without any tensor, which changes none of its weights. With
-    `is_checkpoint_format=False` vLLM opens the file before it touches the model. (By default it would first move all
-    weights away, and a file that it cannot open would leave it without weights.)
+    The server is asked to open a file without any tensor, which changes none of its weights.
 
     Args:
         client: The client of the server (`ServerConnection`).
@@ -78,27 +52,19 @@ def check_shared_directory(client: Any, directory: str | None) -> None:
         folder.chmod(0o755)
         save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "model.safetensors").chmod(0o644)
-        load = {"weights_path": str(folder), "is_checkpoint_format": False}
-        with images_forgotten(client):
-            client.request("POST", "/collective_rpc", timeout=60.0, json={"method": "reload_weights", "kwargs": load})
+        problem = client.engine.probe(client, folder)
     except OSError as error:
-        raise ServerError(
-            f"{setting}: {error}. Expected a writable directory that the vLLM server sees too."
-        ) from error
-    except ServerLost as error:
-        if (worker_error := error_of_worker(str(error))) is None:
-            raise
-        if "unexpected keyword argument" in worker_error:  # an older vLLM cannot be asked: the first push shows it
-            return
-        raise ServerError(
-            f"The vLLM server at {client.base_url} cannot read what the trainer writes. {setting}: the trainer wrote "
-            f"{folder / 'model.safetensors'}, and the server cannot open it: {worker_error} Set weight_sync_dir to a "
-            "directory that both see under the same path, such as one of a shared file system, or, on GPUs, "
-            "weight_sync: nccl."
-        ) from error
+        raise ServerError(f"{setting}: {error}. Expected a writable directory that the server sees too.") from error
     finally:
         if folder:
             shutil.rmtree(folder, ignore_errors=True)
+    if problem:
+        raise ServerError(
+            f"The {client.engine.title} server at {client.base_url} cannot read what the trainer writes. {setting}: "
+            f"the trainer wrote {folder / 'model.safetensors'}, and the server cannot open it: {problem} Set "
+            "weight_sync_dir to a directory that both see under the same path, such as one of a shared file system, "
+            "or, on GPUs, weight_sync: nccl."
+        )
 
 
 def why_not_shared(client: Any, directory: str | None) -> str | None:
@@ -253,18 +219,8 @@ class WeightTransfer:
         self._folder: Path | None = None  # this client's own folder in `sync_dir`
 
     def resolve(self, device: torch.device) -> str:
-        """The transport: `disk` or `nccl`. Raises `ServerError` for `nccl` if the server was not started for it."""
-        config = (self.server.server_info().get("weight_transfer_config") or {}).get("backend")
-        if self.transport == "nccl" and config != "nccl":
-            raise ServerError(
-                'weight_sync=nccl needs a server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
-            )
-        if self.transport == "nccl" and self.server.sends_credentials:
-            raise ServerError("weight_sync=nccl: TRL's client for it sends no API key and no password. Use disk.")
-        if self.transport != "auto":
-            return "disk" if self.transport == "adapter" else self.transport
-        able = device.type == "cuda" and config == "nccl" and not self.server.sends_credentials
-        return "nccl" if able else "disk"
+        """The transport: `disk` or `nccl`. Raises `ServerError` for what the server cannot."""
+        return self.server.engine.transport(self.server, self.transport, device.type == "cuda")
 
     def resolve_or_error(self, device: torch.device) -> str | ServerError:
         """`resolve`, or its error."""
@@ -294,7 +250,7 @@ class WeightTransfer:
             kinds = at_once(lambda transfer: transfer.resolve_or_error(device), transfers)
             able = [transfer for transfer, kind in zip(transfers, kinds) if isinstance(kind, str)]
             if not able:
-                raise next(iter(kinds), ServerLost("None of the vLLM servers is left to push weights to."))
+                raise next(iter(kinds), ServerLost("None of the servers is left to push weights to."))
             if {kind for kind in kinds if isinstance(kind, str)} == {"nccl"}:
                 seconds, errors = self.push_nccl(named_weights, version, expected, device, able)
             else:
@@ -388,11 +344,8 @@ class WeightTransfer:
 
     def _load_file(self, version: str, folder: Path) -> ServerError | None:
         """Let the server load a version's file. Returns its error, if it has one."""
-        load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         try:
-            self._while_paused(
-                version, lambda: self.server.request("POST", "/collective_rpc", timeout=600.0, json=load)
-            )
+            self._while_paused(version, lambda: self.server.engine.load(self.server, folder))
         except ServerError as error:
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
             return kind(f"Weight push to {self.server.base_url} through {folder} failed: {sentence(error)}")
@@ -407,7 +360,7 @@ class WeightTransfer:
             self._unload(name)  # of a push of the same version that was lost
             self._loaded[name] = folder  # also where the answer is lost
             self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load, read=None)
-            self.server.request("POST", "/update_weight_version", json={"new_version": name})
+            self.server.engine.name_weights(self.server, name)
             for old in list(self._loaded)[: -self.KEPT_ADAPTERS]:
                 if old not in self.in_use:
                     self._unload(old)
@@ -513,26 +466,22 @@ class WeightTransfer:
 
     def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
         version, held, self.held = tagged(version, self.server.lineage), self.held, None
+        server, engine = self.server, self.server.engine
         try:
-            # `keep`: requests wait, lose the keys and values of the old weights, and go on with the new ones.
-            self.server.request("POST", "/pause", timeout=self.pause_timeout, params={"mode": "keep"})
+            engine.pause(server, self.pause_timeout)
             # INVARIANT: from here on nothing is sampled, so that what was sampled until now is proven.
             self._check_it_holds(held)
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
-            self.server.request("POST", "/update_weight_version", json={"new_version": f"loading-{version}"})
+            engine.name_weights(server, f"loading-{version}")
             load()
-            answer = self.server.request("POST", "/reset_prefix_cache")
-            if answer.get("success") is False:  # its status is 200 even then
-                raise ServerError(
-                    f"{self.server.base_url} could not reset its prefix cache: old weights' keys would be reused"
-                )
-            self.server.request("POST", "/update_weight_version", json={"new_version": version})
+            engine.forget(server)
+            engine.name_weights(server, version)
             self.held = version
         finally:
             try:
-                forget_images(self.server)
+                engine.forget_images(server)
             finally:
-                self.server.request("POST", "/resume")
+                engine.go_on(server)
 
     @staticmethod
     def _remove_if_dead(folder: Path) -> None:
@@ -570,7 +519,7 @@ class WeightTransfer:
         names, self._loaded = list(self._loaded), {}
         self.held = self.server.loaded = self.server.adapter = None
         try:
-            self.server.request("POST", "/update_weight_version", timeout=5.0, json={"new_version": "default"})
+            self.server.engine.name_weights(self.server, "default", timeout=5.0)
             for name in names:
                 body = {"lora_name": name}
                 self.server.request("POST", "/v1/unload_lora_adapter", timeout=5.0, json=body, read=None)

@@ -45,14 +45,14 @@ from mt_grpo.conversation.pictures import (
     why_none,
     with_pictures,
 )
+from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.trees import tree_size
-from mt_grpo.generation.adapters import slots_of, why_config_merges, why_server_merges
-from mt_grpo.generation.server_pool import engine_ranks
+from mt_grpo.generation.adapters import slots_of, why_config_merges
 from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
 from mt_grpo.recipe.data import check_prompt, empty_prompts, not_here
 from mt_grpo.recipe.keys import default_of
-from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding
+from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding, cuts_of
 from mt_grpo.rollout import ROLES
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, NO_REFERENCE, asked_of
 from mt_grpo.training.reward_calls import REWARD_COLUMNS
@@ -381,17 +381,13 @@ def check_server(
             check_server(server, env, model_config, args, dataset, peft_config)
         return client.check_settings()
     client.wait_until_healthy()
-    card, info = client.model_card, client.server_info()
-    where = f"The vLLM server at {client.base_url}"
-    if untested := outside({"vllm": client.engine_version} if client.engine_version else {}):
+    card, engine = client.model_card, client.engine
+    where, served = f"The {engine.title} server at {client.base_url}", engine.settings(client)
+    if untested := outside({engine.name: client.engine_version} if client.engine_version else {}):
         logger.warning(f"{where} was not tested with this trainer: {untested[0]}. {TO_INSTALL}")
-    served = info["model_config"]
-    if args.vllm_importance_sampling_correction and served["logprobs_mode"] != "processed_logprobs":
-        raise ServerError(
-            f"{where} runs with --logprobs-mode {served['logprobs_mode']}: its logprobs are not those of the sampled "
-            "distribution, which biases the importance-sampling correction. Start it with --logprobs-mode "
-            "processed_logprobs, or set vllm_importance_sampling_correction: false."
-        )
+    if args.vllm_importance_sampling_correction and (reason := engine.why_biased(client, cuts_of(args))):
+        raise ServerError(f"{where} {reason}, or set vllm_importance_sampling_correction: false.")
+    engine.ask_for_sample({**sampling_params(args), "prompt": [0], "max_tokens": 1}, None)  # raises for a setting
     ours = model_config.get_text_config()
     try:
         theirs = AutoConfig.from_pretrained(served["model"]).get_text_config()
@@ -406,23 +402,20 @@ def check_server(
             )
     client.vocab_size = getattr(ours, "vocab_size", None)
     text = '<tool>{"name": "x"}</tool> Ünï 123'
-    payload = {"model": card["id"], "prompt": text, "add_special_tokens": False}
-    tokens = client.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
-    if tokens != env.tokenizer(text, add_special_tokens=False)["input_ids"]:
+    if engine.tokens(client, text) != env.tokenizer(text, add_special_tokens=False)["input_ids"]:
         raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
     needed = longest_prompt(env, dataset) + args.max_completion_length
     if card["max_model_len"] < needed:
         raise ServerError(
             f"{where} has a context of {card['max_model_len']} tokens; the longest prompt and max_completion_length="
-            f"{args.max_completion_length} need {needed}. Start it with --max-model-len {needed} or more."
+            f"{args.max_completion_length} need {needed}. Start it with {engine.CONTEXT} {needed} or more."
         )
-    limit_context(env, card["max_model_len"], f"--max-model-len of the server at {client.base_url}")
-    engine_ranks(client)  # raises if a push would not reach all engines
-    client.weight_version()  # raises if the server has no development endpoints
+    limit_context(env, card["max_model_len"], f"{engine.CONTEXT} of the server at {client.base_url}")
+    engine.ranks(client)  # raises if a push would not reach all engines
+    client.weight_version()  # raises if the addresses for training are off
     if client.reads_images:  # by one rank: while another one probes the directory below, no image may be asked for
-        config = info["model_config"].get("multimodal_config") or {}
         try:
-            on_main_process(lambda: check_it_reads_images(client, env, config, where))
+            on_main_process(lambda: check_it_reads_images(client, env, where))
         except ServerError as error:  # the same on all ranks
             if isinstance(error, ServerLost) or has_images(dataset):
                 raise
@@ -431,7 +424,7 @@ def check_server(
                 with_pictures(tokenizer, f"the server takes no images: {error}".removesuffix("."))
     if args.weight_sync == "adapter":
         reason = "the recipe has no LoRA (use_peft: true)" if peft_config is None else why_config_merges(peft_config)
-        if reason or (reason := why_server_merges(client, peft_config.r, slots_of(args.max_staleness))):
+        if reason or (reason := client.engine.why_merges(client, peft_config.r, slots_of(args.max_staleness))):
             raise ServerError(f"weight_sync=adapter: {reason}. With weight_sync: auto all weights are pushed instead.")
     if client.transfer.resolve(args.device) == "disk":
         on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
@@ -446,21 +439,11 @@ def has_images(dataset: Any) -> bool:
     return any(num_pixels({**row, "prompt": row.get("prompt") or []}) for row in rows)
 
 
-def check_it_reads_images(client: Any, env: Any, config: dict[str, Any], where: str) -> None:
+def check_it_reads_images(client: Any, env: Any, where: str) -> None:
     """Raise `ServerError` unless a server reads images as the trainer does, and as many as a conversation may hold."""
-    if config.get("mm_processor_kwargs"):
-        raise ServerError(
-            f"{where} was started with --mm-processor-kwargs {config['mm_processor_kwargs']}, and reads images in "
-            "other sizes than the trainer. Remove it; write the sizes into the model's preprocessor_config.json."
-        )
     smallest = reader_of(env.tokenizer).read(drawn_image(1), where).num_tokens
-    most = min(MOST_PICTURES, client.max_model_len // smallest)
-    limit = ((config.get("limit_per_prompt") or {}).get("image") or {}).get("count", MOST_PICTURES)
-    if limit < most:
-        raise ServerError(
-            f"{where} reads at most {limit} images of a conversation, and its context holds {most} small ones. Start "
-            "it without a limit of images (--limit-mm-per-prompt)."
-        )
+    if reason := client.engine.why_no_images(client, min(MOST_PICTURES, client.max_model_len // smallest)):
+        raise ServerError(f"{where} {reason}")
     client.score(drawn_ids(env.tokenizer))  # raises where the address for images is off, or an image is read otherwise
 
 

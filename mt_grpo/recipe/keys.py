@@ -24,11 +24,14 @@ from mt_grpo.base.json_types import fits_type
 class ServerAndLogKeys:
     """The keys of `MTGRPOConfig` that do not change what is trained: a server's, checks, what is said and logged."""
 
+    rollout_engine: str = key(
+        "vllm", "What the server runs: vllm or sglang", one_of=("vllm", "sglang"), trained=False, backend="server"
+    )
     vllm_server_base_url: list[str] | str | None = key(
-        None, "Address of the vLLM server; a list of several", trained=False, backend="server"
+        None, "Address of the server; a list of several", trained=False, backend="server"
     )
     weight_sync: str = key(
-        "auto", "To the vLLM server by nccl (GPUs), disk (shared directory), adapter (LoRA alone) or auto",
+        "auto", "To the server by nccl (GPUs), disk (shared directory), adapter (LoRA alone) or auto",
         one_of=("auto", "nccl", "disk", "adapter"), trained=False, backend="server",
     )  # fmt: skip
     weight_sync_dir: str | None = key(

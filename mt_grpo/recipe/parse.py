@@ -75,6 +75,9 @@ class RecipeParser(TrlParser):
     def error(self, message: str) -> typing.NoReturn:
         raise ValueError(f"{message[:1].upper()}{message[1:].rstrip('.')}.")
 
+    def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
+        return super().set_defaults_with_config(**renamed(kwargs, "in the recipe"))
+
     def parse_known_args(self, args: list[str], namespace: Any = None) -> tuple:
         types = known_keys(tuple(self.dataclass_types))
         rest, unset = without_null(args, {key for key, kind in types.items() if type(None) in typing.get_args(kind)})
@@ -104,6 +107,41 @@ def without_null(argv: list[str], may_be_none: set[str]) -> tuple[list[str], set
     return rest, unset
 
 
+# Names of keys that are not one engine's, and the keys that they are.
+OTHER_NAMES = {
+    "server_base_url": "vllm_server_base_url",
+    "server_host": "vllm_server_host",
+    "server_port": "vllm_server_port",
+    "server_timeout": "vllm_server_timeout",
+    "server_request_timeout": "vllm_request_timeout",
+}
+
+
+def renamed(recipe: dict[str, Any], where: str) -> dict[str, Any]:
+    """The keys of a recipe without `OTHER_NAMES`. Raises `ValueError` where a key has two names.
+
+    >>> renamed({"server_port": 8001, "seed": 1}, "in x.yaml")
+    {'vllm_server_port': 8001, 'seed': 1}
+    """
+    if twice := [name for name, key in OTHER_NAMES.items() if name in recipe and key in recipe]:
+        raise ValueError(f"{twice[0]} and {OTHER_NAMES[twice[0]]} {where} are one key. Remove one of them.")
+    return {OTHER_NAMES.get(key, key) if isinstance(key, str) else key: value for key, value in recipe.items()}
+
+
+def renamed_options(argv: list[str]) -> list[str]:
+    """The command line without `OTHER_NAMES`.
+
+    >>> renamed_options(["--server_port", "8001", "--server-host=gpu1", "--seed", "1"])
+    ['--vllm_server_port', '8001', '--vllm_server_host=gpu1', '--seed', '1']
+    """
+    result = []
+    for word in argv:
+        option, equals, value = word.partition("=")
+        key = OTHER_NAMES.get(option[2:].replace("-", "_")) if option.startswith("--") else None
+        result.append(f"--{key}{equals}{value}" if key else word)
+    return result
+
+
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     """The YAML mapping of a recipe file. Raises `ValueError` for an unknown key or a value of a wrong type."""
     try:
@@ -118,7 +156,7 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
         raise ValueError(f"The recipe {path!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
-    known = known_keys(classes)
+    recipe, known = renamed(recipe, f"in {path}"), known_keys(classes)
     if elsewhere := keys_elsewhere(recipe, {*known, "env"}, f"in {path}"):
         raise ValueError(elsewhere)
     for key, value in recipe.items():
@@ -177,7 +215,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     A value on the command line replaces the recipe's. Nothing is loaded here. Raises `ValueError` for unknown keys
     (with the most similar known one), wrong types, unknown choices, and settings that do not fit each other.
     """
-    argv = list(sys.argv[1:] if argv is None else argv)
+    argv = renamed_options(list(sys.argv[1:] if argv is None else argv))
     if not argv:
         raise ValueError("No recipe is given. Expected --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
     if not any(re.match(r"--config(=|$)", word) for word in argv) and re.search(r"\.ya?ml$", argv[0]):

@@ -184,7 +184,9 @@ def size(num_bytes: float) -> str:
 def backend_line(args: Any, client: Any, device: torch.device) -> str:
     """Where tokens are sampled, and how the weights get there. `client` is None without a server."""
     if client is not None:
-        return f"vLLM server at {client.base_url}, weights by {client.transfer.transport}; training on {device}"
+        return (
+            f"{client.title} server at {client.base_url}, weights by {client.transfer.transport}; training on {device}"
+        )
     in_vllm = backend_of(args) == "colocate"
     name = "vLLM in this process (colocate)" if in_vllm else "this process (transformers)"
     return f"{name}, on {device}"
@@ -193,10 +195,11 @@ def backend_line(args: Any, client: Any, device: torch.device) -> str:
 def versions_line(client: Any) -> str:
     """The versions of what the package depends on and of the servers, and which of them were not tested."""
     versions = installed()
-    served = sorted({version for server in getattr(client, "servers", []) if (version := server.engine_version)})
+    servers = getattr(client, "servers", [])
+    served = sorted({(s.engine.name, s.engine.title, version) for s in servers if (version := s.engine_version)})
     known = [f"{name} {versions.get(name)}" for name in ("torch", "trl", "transformers", "accelerate")]
-    known += [f"vLLM {version} of the server" for version in served]
-    untested = outside(versions) + [text for version in served for text in outside({"vllm": version})]
+    known += [f"{title} {version} of the server" for _, title, version in served]
+    untested = outside(versions) + [text for name, _, version in served for text in outside({name: version})]
     return ", ".join(known) + (
         f"; not tested: {'; '.join(untested)}" if untested else "; all within the tested ranges"
     )

@@ -42,6 +42,7 @@ def pool_of(
             transport=args.weight_sync,
             sync_dir=args.weight_sync_dir,
             group_port=args.vllm_group_port + number,
+            engine=args.rollout_engine,
         )
         for number, url in enumerate(urls or [None])
     ]

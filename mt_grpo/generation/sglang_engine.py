@@ -1,0 +1,301 @@
+"""SGLang, as training sees it, by its own addresses. `/generate` takes ids, and says which weights sampled each token.
+
+What hurts there was measured with 0.5.23:
+
+- An id outside the vocabulary ends the process. So ids are compared with the vocabulary before they are sent.
+- A file of weights that cannot be read ends the process: it goes back to its old weights by reading the same file.
+  A push gives it a file that is whole, by a folder that is renamed when it is.
+- An image's tokens are filled in by the server. Ids that have them already are never answered.
+- What the vision tower computed outlives new weights, but for `SGLANG_VLM_CACHE_SIZE_MB=0`.
+- Logprobs are of the distribution before top_p, top_k and min_p have cut it.
+- `/health` samples a token: in a pause it does not answer, and the server then counts as sick.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from mt_grpo.base.errors import ServerError, ServerLost, sentence
+from mt_grpo.base.id_hashes import hash_of_ids
+from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeholders
+from mt_grpo.base.tested_versions import outside
+from mt_grpo.generation.samples import BadAnswer, Question, forbidding, not_an_id, read_completion
+from mt_grpo.rollout import Generation
+
+# How vLLM's sampling parameters are called here. None: it says what is so here anyway.
+NAMES: dict[str, str | None] = {
+    **{
+        key: key
+        for key in (
+            "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+            "stop", "stop_token_ids", "ignore_eos", "logit_bias", "skip_special_tokens",
+            "spaces_between_special_tokens",
+        )
+    },
+    "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "n": None, "logprobs": None,
+    "return_token_ids": None, "include_stop_str_in_output": None, "prompt": None, "model": None, "user": None,
+}  # fmt: skip
+OF_THE_REQUEST = {"priority": "priority", "cache_salt": "extra_key"}
+CUTS = ("top_p", "top_k", "min_p")  # behind which logprobs are of another distribution than the sampled one
+
+
+def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
+    """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`.
+
+    Raises `ValueError` for one that it does not have, or does not do: a `seed` gives other samples each time.
+
+    >>> sampling_of({"top_k": 0, "max_tokens": 4, "logit_bias": {7: -100.0}})["top_k"]
+    -1
+    """
+    if unknown := sorted(payload.keys() - NAMES.keys() - OF_THE_REQUEST.keys()):
+        raise ValueError(f"generation_kwargs: {unknown[0]!r} cannot be had of an SGLang server. Remove it.")
+    params = {NAMES[key]: value for key, value in payload.items() if NAMES.get(key)}
+    if params.get("top_k") == 0:  # all ids
+        params["top_k"] = -1
+    if "logit_bias" in params:
+        params["logit_bias"] = {str(token): bias for token, bias in (params["logit_bias"] or {}).items()}
+    return {**params, "no_stop_trim": True}
+
+
+def check_ids(ids: list[int], vocab_size: int | None) -> None:
+    """Raise `ServerError` for an id outside the vocabulary. INVARIANT: none is sent: it would end the server."""
+    if wrong := [token for token in ids if not is_picture(token) and not_an_id(token, vocab_size)]:
+        raise ServerError(
+            f"A prompt has the token id {wrong[0]}, and the model {vocab_size} of them: it would end an SGLang "
+            "server. Is the tokenizer of another model?"
+        )
+
+
+def versions_of_answer(meta: dict[str, Any]) -> tuple[int, int] | None:
+    """(weight changes before the oldest weights that sampled a token of an answer, before the newest).
+
+    None where weights have a name that no push gave them: those of a new process, of another trainer.
+
+    >>> spans = [{"version": "3f2a-7", "start": 0, "end": 5}, {"version": "3f2a-8+1", "start": 5, "end": 9}]
+    >>> versions_of_answer({"weight_versions": spans})
+    (7, 8)
+    >>> versions_of_answer({"weight_versions": [{"version": "default", "start": 0, "end": 5}]})
+    """
+    names = [span["version"] for span in meta["weight_versions"] if span["end"] > span["start"]]
+    numbers = [name.partition("+")[0].rpartition("-")[2] for name in names if "-" in name]
+    if not names or len(numbers) < len(names) or not all(number.isdecimal() for number in numbers):
+        return None
+    return min(map(int, numbers)), max(map(int, numbers))
+
+
+def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None) -> Generation:
+    """The sample in an answer of `/generate`. Raises `BadAnswer` for one that cannot be trained on."""
+    try:
+        meta, ids = answer["meta_info"], answer["output_ids"]
+        entries = meta["output_token_logprobs"]
+        logprobs, named = [entry[0] for entry in entries], [entry[1] for entry in entries]
+        finish, read, versions = meta["finish_reason"]["type"], meta["prompt_tokens"], versions_of_answer(meta)
+        seen = answer.get("prompt_token_ids")
+    except (KeyError, IndexError, TypeError, AttributeError):
+        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+    if ids != named:
+        raise BadAnswer(f"logprobs are of the ids {named[:5]}..., and {str(ids)[:50]}... were sampled")
+    choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
+    if seen is not None and seen != with_placeholders(prompt):
+        raise BadAnswer("the server read other ids than the prompt's")
+    found = read_completion(
+        {"choices": [choice], "usage": {"prompt_tokens": read}}, len(prompt), max_tokens, vocab_size
+    )
+    saw = None if seen is None else hash_of_ids(prompt)
+    return Generation(found.token_ids, found.logprobs, found.finish_reason, saw, versions)
+
+
+class SGLang:
+    """See `engines.Engine`, also for the arguments."""
+
+    name, title = "sglang", "SGLang"
+    CONTEXT = "--context-length"
+    WEIGHTS = "/model_info"
+    NO_ANSWER = (
+        "That is no answer of an SGLang server: check vllm_server_host, vllm_server_port, vllm_server_base_url (or "
+        "server_host, ...), and rollout_engine."
+    )
+
+    # -- who it is --
+
+    def check_health(self, server: Any, timeout: float) -> None:
+        server.request("GET", self.WEIGHTS, timeout=timeout, read=self.held)
+
+    def card(self, server: Any) -> dict[str, Any]:
+        """What it was started with: a push changes the name and the path that `/v1/models` says."""
+        info = server.server_info()
+        context = server.request("GET", "/v1/models", read=lambda answer: int(answer["data"][0]["max_model_len"]))
+        return {"id": info["served_model_name"], "root": info["model_path"], "max_model_len": context}
+
+    def version(self, server: Any) -> str:
+        return str(server.server_info()["version"])
+
+    def info(self, server: Any) -> dict[str, Any]:
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            keys = ("model_path", "served_model_name", "tokenizer_path", "dtype", "dp_size", "version")
+            _ = [answer[key] for key in keys]
+            return answer
+
+        return server.request("GET", "/server_info", read=read)
+
+    def settings(self, server: Any) -> dict[str, Any]:
+        info = server.server_info()
+        return {
+            "model": info["model_path"], "tokenizer": info["tokenizer_path"], "dtype": info["dtype"],
+            "max_model_len": server.model_card["max_model_len"], "quantization": info.get("quantization"),
+        }  # fmt: skip
+
+    def ranks(self, server: Any) -> list[int | None]:
+        count = int(server.server_info()["dp_size"])
+        return list(range(count)) if count > 1 else [None]
+
+    def tokens(self, server: Any, text: str) -> list[int]:
+        payload = {"prompt": text, "add_special_tokens": False}
+        return server.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
+
+    def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
+        if not (given := [f"{key}={cuts[key]}" for key in CUTS if key in cuts]):
+            return None
+        return (
+            f"gives the logprobs from before {', '.join(given)}: they are not those of the sampled distribution, "
+            "which biases the importance-sampling correction. Remove the setting"
+        )
+
+    def why_no_images(self, server: Any, most: int) -> str | None:
+        info = server.server_info()
+        if info.get("mm_process_config"):
+            return (
+                f"was started with --mm-process-config {info['mm_process_config']}, and reads images in other sizes "
+                "than the trainer. Remove it; write the sizes into the model's preprocessor_config.json."
+            )
+        limit = (info.get("limit_mm_data_per_request") or {}).get("image", most)
+        if limit < most:
+            return (
+                f"reads at most {limit} images of a conversation, and its context holds {most} small ones. Start it "
+                "without a limit of images (--limit-mm-data-per-request)."
+            )
+        return None
+
+    def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
+        return f"{server.base_url} runs SGLang, to which all weights are pushed"
+
+    def advice(self, server: Any, status: int, path: str) -> str:
+        if status in (401, 403):
+            return (
+                ". Set VLLM_API_KEY to the key that the server was started with (--api-key, or --admin-api-key if "
+                "it has one)."
+            )
+        if status != 404:
+            return ""
+        version = vars(server).get("engine_version")  # if it was asked
+        other = outside({"sglang": version}) if version else []
+        return f". {self.NO_ANSWER}" + (f" It is {other[0]}." if other else "")
+
+    # -- samples --
+
+    def ask_for_sample(self, payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
+        prompt, limit = payload["prompt"], payload["max_tokens"]
+        if unsampled:
+            payload = {**payload, "logit_bias": forbidding(payload, unsampled)}
+        body = {**self._body(payload, vocab_size), "return_logprob": True, "return_prompt_token_ids": True}
+        return Question("/generate", body, lambda answer: read_sample(answer, prompt, limit, vocab_size))
+
+    def ask_for_prompt(self, payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
+        prompt = payload["prompt"]
+        body = self._body({**payload, "max_tokens": 0}, vocab_size) | {"return_logprob": True, "logprob_start_len": 0}
+        if rank is not None:
+            body["routed_dp_rank"] = rank
+
+        def read(answer: dict[str, Any]) -> list[float]:
+            entries = answer["meta_info"]["input_token_logprobs"]
+            if [entry[1] for entry in entries] != with_placeholders(prompt):
+                raise BadAnswer("the server read other ids than the prompt's")
+            logprobs = [entry[0] for entry in entries[1:]]
+            if not all(math.isfinite(logprob) for logprob in logprobs):
+                raise BadAnswer(f"logprobs of a prompt are {logprobs[:5]}...")
+            return logprobs
+
+        return Question("/generate", body, read)
+
+    def ask_for_chat(self, server: Any, payload: dict[str, Any]) -> Question:
+        """SGLang's own address for chats gives no ids."""
+        if (tokenizer := server.tokenizer) is None:
+            raise ServerError("chat: the client has no tokenizer, which renders the messages. Give it one.")
+        payload = dict(payload)
+        rendered = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
+        kwargs = payload.pop("chat_template_kwargs", None) or {}
+        prompt = tokenizer.apply_chat_template(payload.pop("messages"), **rendered, **kwargs)
+        room = server.max_model_len - len(prompt)
+        limit = payload.pop("max_completion_tokens", None) or payload.get("max_tokens") or room
+        question = self.ask_for_sample({**payload, "prompt": prompt, "max_tokens": limit}, len(tokenizer))
+
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            found = question.read(answer)
+            return {
+                "text": tokenizer.decode(found.token_ids, skip_special_tokens=True), "token_ids": found.token_ids,
+                "logprobs": found.logprobs, "prompt_ids": prompt, "finish_reason": found.finish_reason,
+            }  # fmt: skip
+
+        return question._replace(read=read)
+
+    def _body(self, payload: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
+        prompt = payload["prompt"]
+        check_ids(prompt, vocab_size)
+        body = {own: payload[key] for key, own in OF_THE_REQUEST.items() if key in payload}
+        if images := [picture.data_uri for picture in pictures_in(prompt)]:
+            body["image_data"] = images
+            prompt = [token for run in runs_of(prompt) for token in (run[:1] if is_picture(run[0]) else run)]
+        return {**body, "input_ids": with_placeholders(prompt), "sampling_params": sampling_of(payload)}
+
+    # -- weights --
+
+    def held(self, answer: dict[str, Any]) -> str:
+        return answer["weight_version"]
+
+    def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
+        body = {"new_version": name, "abort_all_requests": False}  # by default all requests end
+        server.request("POST", "/update_weight_version", timeout=timeout, json=body)
+
+    def pause(self, server: Any, timeout: float) -> None:
+        # `retract`: requests wait, lose the keys and values of the old weights, and go on with the new ones.
+        server.request("POST", "/pause_generation", timeout=timeout, json={"mode": "retract"})
+
+    def go_on(self, server: Any) -> None:
+        server.request("POST", "/continue_generation", json={})
+
+    def load(self, server: Any, folder: Path) -> None:
+        self._load(server, {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False})
+
+    def probe(self, server: Any, folder: Path) -> str | None:
+        """The pause leaves the keys and values: nothing else changes. Without it the load waits for all requests."""
+        server.request("POST", "/pause_generation", json={"mode": "in_place"})
+        try:
+            self._load(server, {"model_path": str(folder), "flush_cache": False, "abort_all_requests": False})
+        except ServerLost:
+            raise
+        except ServerError as error:
+            return sentence(str(error).partition(": 400 ")[2] or error)
+        finally:
+            self.go_on(server)
+        return None
+
+    def _load(self, server: Any, body: dict[str, Any]) -> None:
+        def read(answer: dict[str, Any]) -> None:
+            if answer["success"] is not True:
+                raise BadAnswer(json.dumps(answer)[:500])
+
+        server.request("POST", "/update_weights_from_disk", timeout=600.0, json=body, read=read)
+
+    def forget(self, server: Any) -> None:
+        """The load has done it, and failed where it could not. This is for weights that came another way."""
+
+    def forget_images(self, server: Any) -> None:
+        """It keeps nothing of them: `check` refuses a server that does."""
+
+    def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
+        if setting == "nccl":
+            raise ServerError("weight_sync=nccl: to SGLang the weights go by disk. Set weight_sync: disk, or auto.")
+        return "disk"

@@ -1,0 +1,220 @@
+"""vLLM, as training sees it: `vllm serve` with its development endpoints."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.tested_versions import outside
+from mt_grpo.generation.adapters import why_server_merges
+from mt_grpo.generation.samples import GENERATE, Question, ask_for_prompt, ask_for_sample
+
+FAILED_CALL = re.compile(r'Call to collective_rpc method failed: ((?:[^"\\]|\\.)*)', re.S)  # inside a JSON string
+OF_SEVERAL_WORKERS = re.compile(r"Worker failed with error '(.*)', please check", re.S)
+
+
+def error_of_worker(answer: str) -> str | None:
+    """What a worker raised, by vLLM's answer to a failed `/collective_rpc`. None: the answer says something else.
+
+    An engine with several workers quotes the error. An engine with one worker (one GPU) does not.
+
+    >>> error_of_worker('500 {"error":{"message":"Call to collective_rpc method failed: No \\\\"x\\\\".","code":500}}')
+    'No "x".'
+    """
+    if not (found := FAILED_CALL.search(answer)):
+        return None
+    message = found[1]
+    with suppress(ValueError):  # of an answer that was cut off
+        message = json.loads(f'"{message}"')
+    quoted = OF_SEVERAL_WORKERS.search(message)
+    return quoted[1] if quoted else message
+
+
+class VLLM:
+    """See `engines.Engine`, also for the arguments."""
+
+    name, title = "vllm", "vLLM"
+    CONTEXT = "--max-model-len"
+    WEIGHTS = "/weight_info"
+    NO_ANSWER = (
+        "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url, and "
+        "rollout_engine."
+    )
+
+    # -- who it is --
+
+    def check_health(self, server: Any, timeout: float) -> None:
+        server.request("GET", "/health", timeout=timeout)
+
+    def card(self, server: Any) -> dict[str, Any]:
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            card = answer["data"][0]
+            return {**card, "id": str(card["id"]), "max_model_len": int(card["max_model_len"])}
+
+        return server.request("GET", "/v1/models", read=read)
+
+    def version(self, server: Any) -> str:
+        return server.request("GET", "/version", read=lambda answer: str(answer["version"]))
+
+    def info(self, server: Any) -> dict[str, Any]:
+        """vLLM's configuration as nested dicts. The server must have its development endpoints."""
+
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            _ = [answer["vllm_config"]["model_config"][key] for key in ("model", "dtype", "logprobs_mode")]
+            return answer["vllm_config"]
+
+        return server.request("GET", "/server_info", params={"config_format": "json"}, read=read)
+
+    def settings(self, server: Any) -> dict[str, Any]:
+        info, keys = server.server_info(), ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")
+        backend = (info.get("weight_transfer_config") or {}).get("backend")
+        lora = (info.get("lora_config") or {}).get("max_lora_rank")
+        return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend, "lora_rank": lora}
+
+    def ranks(self, server: Any) -> list[int | None]:
+        """Raises `ServerError` if vLLM shares its engines out among addresses: a push would not reach all of them."""
+        config = server.server_info().get("parallel_config") or {}
+        if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
+            raise ServerError(
+                f"{server.base_url}: --data-parallel-external-lb and --data-parallel-hybrid-lb are not supported. "
+                "Start vLLM without them, or several servers, and name them all in vllm_server_base_url."
+            )
+        count = config.get("data_parallel_size", 1)
+        return list(range(count)) if count > 1 else [None]
+
+    def tokens(self, server: Any, text: str) -> list[int]:
+        payload = {"model": server.model_card["id"], "prompt": text, "add_special_tokens": False}
+        return server.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
+
+    def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
+        if (mode := server.server_info()["model_config"]["logprobs_mode"]) == "processed_logprobs":
+            return None
+        return (
+            f"runs with --logprobs-mode {mode}: its logprobs are not those of the sampled distribution, which biases "
+            "the importance-sampling correction. Start it with --logprobs-mode processed_logprobs"
+        )
+
+    def why_no_images(self, server: Any, most: int) -> str | None:
+        config = server.server_info()["model_config"].get("multimodal_config") or {}
+        if config.get("mm_processor_kwargs"):
+            return (
+                f"was started with --mm-processor-kwargs {config['mm_processor_kwargs']}, and reads images in other "
+                "sizes than the trainer. Remove it; write the sizes into the model's preprocessor_config.json."
+            )
+        limit = ((config.get("limit_per_prompt") or {}).get("image") or {}).get("count", most)
+        if limit < most:
+            return (
+                f"reads at most {limit} images of a conversation, and its context holds {most} small ones. Start it "
+                "without a limit of images (--limit-mm-per-prompt)."
+            )
+        return None
+
+    def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
+        return why_server_merges(server, rank, slots)
+
+    def advice(self, server: Any, status: int, path: str) -> str:
+        if status in (401, 403):
+            return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
+        if status == 404 and path == GENERATE:
+            return ". Start the vLLM server with --enable-scale-out (0.30 or later): this address is for images."
+        if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
+            return f". {self.NO_ANSWER}"
+        if status != 404:
+            return ""
+        version = vars(server).get("engine_version")  # if it was asked
+        other = outside({"vllm": version}) if version else []
+        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1" + (f"; it is {other[0]}." if other else ".")
+
+    # -- samples --
+
+    def ask_for_sample(self, payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
+        return ask_for_sample(payload, vocab_size, unsampled)
+
+    def ask_for_prompt(self, payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        return ask_for_prompt(payload)._replace(headers=headers)
+
+    def ask_for_chat(self, server: Any, payload: dict[str, Any]) -> Question:
+        def read(answer: dict[str, Any]) -> dict[str, Any]:
+            choice = answer["choices"][0]
+            return {
+                "text": choice["message"]["content"], "token_ids": choice["token_ids"],
+                "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
+                "prompt_ids": answer["prompt_token_ids"], "finish_reason": choice["finish_reason"],
+            }  # fmt: skip
+
+        further = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False}
+        return Question("/v1/chat/completions", {**payload, **further}, read)
+
+    # -- weights --
+
+    def held(self, answer: dict[str, Any]) -> str:
+        return answer["weight_version"]
+
+    def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
+        server.request("POST", "/update_weight_version", timeout=timeout, json={"new_version": name})
+
+    def pause(self, server: Any, timeout: float) -> None:
+        # `keep`: requests wait, lose the keys and values of the old weights, and go on with the new ones.
+        server.request("POST", "/pause", timeout=timeout, params={"mode": "keep"})
+
+    def go_on(self, server: Any) -> None:
+        server.request("POST", "/resume")
+
+    def load(self, server: Any, folder: Path) -> None:
+        load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        server.request("POST", "/collective_rpc", timeout=600.0, json=load)
+
+    def probe(self, server: Any, folder: Path) -> str | None:
+        """With `is_checkpoint_format=False` vLLM opens the file before it touches the model.
+
+        By default it would first move all weights away, and a file that it cannot open would leave it without weights.
+        """
+        load = {"weights_path": str(folder), "is_checkpoint_format": False}
+        if server.reads_images:
+            self.pause(server, 60.0)
+        try:
+            server.request("POST", "/collective_rpc", timeout=60.0, json={"method": "reload_weights", "kwargs": load})
+        except ServerLost as error:
+            if (worker_error := error_of_worker(str(error))) is None:
+                raise
+            # An older vLLM cannot be asked: the first push shows it.
+            return None if "unexpected keyword argument" in worker_error else worker_error
+        finally:
+            if server.reads_images:
+                try:
+                    self.forget_images(server)
+                finally:
+                    self.go_on(server)
+        return None
+
+    def forget(self, server: Any) -> None:
+        answer = server.request("POST", "/reset_prefix_cache")
+        if answer.get("success") is False:  # its status is 200 even then
+            raise ServerError(f"{server.base_url} could not reset its prefix cache: old weights' keys would be reused")
+
+    def forget_images(self, server: Any) -> None:
+        """INVARIANT: it follows each load, before another request has an image.
+
+        The load empties the cache of vLLM's worker alone: its scheduler goes on counting on it, and the engine ends
+        ("Encoder cache miss", vLLM 0.31 and 0.32). A pause of vLLM 0.32 empties both by itself.
+        """
+        if server.reads_images:
+            server.request("POST", "/reset_encoder_cache", read=None)
+
+    def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
+        """`nccl` where it was started for it, and this process has a GPU."""
+        config = (server.server_info().get("weight_transfer_config") or {}).get("backend")
+        if setting == "nccl" and config != "nccl":
+            raise ServerError(
+                'weight_sync=nccl needs a server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
+            )
+        if setting == "nccl" and server.sends_credentials:
+            raise ServerError("weight_sync=nccl: TRL's client for it sends no API key and no password. Use disk.")
+        if setting != "auto":
+            return "disk" if setting == "adapter" else setting
+        return "nccl" if on_gpu and config == "nccl" and not server.sends_credentials else "disk"
