@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Start the vLLM server that a recipe needs, apart from its trainer, in the foreground.
+# Start the server that a recipe needs, apart from its trainer, in the foreground.
 #
 #   bash scripts/serve.sh RECIPE [--host ADDRESS] [--port PORT] [trainer arguments...]
 #

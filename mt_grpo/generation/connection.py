@@ -224,7 +224,8 @@ class ServerConnection:
                     ) from None
                 if time.monotonic() - last_notice >= self.NOTICE_SECONDS:
                     last_notice = time.monotonic()
-                    logger.warning(f"Waiting up to {left:.0f} s more for a server: {str(error)[:500]}")
+                    engine = f"{self.engine.article} {self.engine.title}"
+                    logger.warning(f"Waiting up to {left:.0f} s more for {engine} server: {str(error)[:500]}")
             time.sleep(1.0)
 
     @functools.cached_property

@@ -18,7 +18,7 @@ class Engine(Protocol):
 
     Attributes:
         name: In recipes (`rollout_engine`), and the package whose versions were tested.
-        title: In messages.
+        title, article: In messages.
         CONTEXT: Its flag for the length of the context.
         WEIGHTS: The address that says which weights it holds.
         NO_ANSWER: What to do where something else answers.
@@ -26,6 +26,7 @@ class Engine(Protocol):
 
     name: str
     title: str
+    article: str
     CONTEXT: str
     WEIGHTS: str
     NO_ANSWER: str

@@ -26,7 +26,7 @@ from mt_grpo.generation.samples import BadAnswer, Question, forbidding, not_an_i
 from mt_grpo.rollout import Generation
 
 # How vLLM's sampling parameters are called here. None: it says what is so here anyway.
-NAMES: dict[str, str | None] = {
+SGLANG_NAMES: dict[str, str | None] = {
     **{
         key: key
         for key in (
@@ -39,7 +39,11 @@ NAMES: dict[str, str | None] = {
     "return_token_ids": None, "include_stop_str_in_output": None, "prompt": None, "model": None, "user": None,
 }  # fmt: skip
 OF_THE_REQUEST = {"priority": "priority", "cache_salt": "extra_key"}
-CUTS = ("top_p", "top_k", "min_p")  # behind which logprobs are of another distribution than the sampled one
+CUT_BEHIND_LOGPROBS = (
+    "top_p",
+    "top_k",
+    "min_p",
+)  # they change what is sampled, and not the logprobs
 
 
 def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
@@ -50,9 +54,9 @@ def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
     >>> sampling_of({"top_k": 0, "max_tokens": 4, "logit_bias": {7: -100.0}})["top_k"]
     -1
     """
-    if unknown := sorted(payload.keys() - NAMES.keys() - OF_THE_REQUEST.keys()):
+    if unknown := sorted(payload.keys() - SGLANG_NAMES.keys() - OF_THE_REQUEST.keys()):
         raise ValueError(f"generation_kwargs: {unknown[0]!r} cannot be had of an SGLang server. Remove it.")
-    params = {NAMES[key]: value for key, value in payload.items() if NAMES.get(key)}
+    params = {SGLANG_NAMES[key]: value for key, value in payload.items() if SGLANG_NAMES.get(key)}
     if params.get("top_k") == 0:  # all ids
         params["top_k"] = -1
     if "logit_bias" in params:
@@ -60,7 +64,7 @@ def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
     return {**params, "no_stop_trim": True}
 
 
-def check_ids(ids: list[int], vocab_size: int | None) -> None:
+def check_sent_ids(ids: list[int], vocab_size: int | None) -> None:
     """Raise `ServerError` for an id outside the vocabulary. INVARIANT: none is sent: it would end the server."""
     if wrong := [token for token in ids if not is_picture(token) and not_an_id(token, vocab_size)]:
         raise ServerError(
@@ -111,7 +115,7 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
 class SGLang:
     """See `engines.Engine`, also for the arguments."""
 
-    name, title = "sglang", "SGLang"
+    name, title, article = "sglang", "SGLang", "an"
     CONTEXT = "--context-length"
     WEIGHTS = "/model_info"
     NO_ANSWER = (
@@ -157,7 +161,7 @@ class SGLang:
         return server.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
 
     def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
-        if not (given := [f"{key}={cuts[key]}" for key in CUTS if key in cuts]):
+        if not (given := [f"{key}={cuts[key]}" for key in CUT_BEHIND_LOGPROBS if key in cuts]):
             return None
         return (
             f"gives the logprobs from before {', '.join(given)}: they are not those of the sampled distribution, "
@@ -243,7 +247,7 @@ class SGLang:
 
     def _body(self, payload: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         prompt = payload["prompt"]
-        check_ids(prompt, vocab_size)
+        check_sent_ids(prompt, vocab_size)
         body = {own: payload[key] for key, own in OF_THE_REQUEST.items() if key in payload}
         if images := [picture.data_uri for picture in pictures_in(prompt)]:
             body["image_data"] = images

@@ -37,7 +37,7 @@ def error_of_worker(answer: str) -> str | None:
 class VLLM:
     """See `engines.Engine`, also for the arguments."""
 
-    name, title = "vllm", "vLLM"
+    name, title, article = "vllm", "vLLM", "a"
     CONTEXT = "--max-model-len"
     WEIGHTS = "/weight_info"
     NO_ANSWER = (

@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from transformers import AutoConfig, AutoTokenizer
 from trl import get_peft_config
 
 import mt_grpo_trainer as mt
+from launch.train import sglang_python
 from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.files import output_lock
 from mt_grpo.conversation.pictures import PictureReader, reader_of, with_pictures
@@ -60,13 +62,14 @@ def visible_gpus() -> list[str]:
 def data_parallel_size() -> int:
     """The engines of one server: --data-parallel-size or -dp in VLLM_ARGS.
 
-    vLLM gives each engine GPUs of its own, as many as VLLM_TP says. Raises `ValueError` for what is no number, and for
-    --tensor-parallel-size in VLLM_ARGS.
+    A server gives each engine GPUs of its own, as many as VLLM_TP says. Raises `ValueError` for what is no number, and
+    for --tensor-parallel-size in VLLM_ARGS.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--data-parallel-size", "--data_parallel_size", "-dp", dest="size", default="1")
-    parser.add_argument("--tensor-parallel-size", "--tensor_parallel_size", "-tp", dest="gpus", nargs="?",
-                        const="N")  # fmt: skip
+    engines = ("--data-parallel-size", "--data_parallel_size", "-dp", "--dp-size", "--dp")
+    parser.add_argument(*engines, dest="size", default="1")
+    gpus = ("--tensor-parallel-size", "--tensor_parallel_size", "-tp", "--tp-size", "--tp")
+    parser.add_argument(*gpus, dest="gpus", nargs="?", const="N")
     text = os.environ.get("VLLM_ARGS", "")
     try:
         found = parser.parse_known_args(text.split())[0]
@@ -203,16 +206,15 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     plan = {
         "starts_server": starts_server, "uses_server": uses_server, "output_dir": args.output_dir,
         "num_processes": num_processes, "trainer_gpus": ",".join(trainers[:num_processes]),
-        "server_gpus": servers, "tensor_parallel": per_engine,
+        "server_gpus": servers, "tensor_parallel": per_engine, "engine": args.rollout_engine,
         "deepspeed": importlib.util.find_spec("deepspeed") is not None,
     }  # fmt: skip
     # Weights kept in bfloat16 lose steps of 1e-6 in rounding; ZeRO-3 and FSDP keep float32 ones too, DDP does not.
     dtype_is_given = any(a.split("=")[0] == "--dtype" for a in arguments)
     plan["float32_for_ddp"] = bool(trainers) and model_args.dtype == "bfloat16" and not dtype_is_given
     if starts_server:
-        if importlib.util.find_spec("vllm") is None:
-            raise ValueError("vLLM is not installed. Run: bash scripts/setup.sh --gpu (without a GPU: --test)")
-        uses_nccl = bool(servers[0]) and args.weight_sync != "disk"
+        check_installed(args.rollout_engine)
+        uses_nccl = bool(servers[0]) and args.weight_sync != "disk" and args.rollout_engine == "vllm"
         given = not uses_nccl or is_given(argv, "vllm_group_port")
         plan |= server_plan(script_args, args, model_args, whole, on_gpu=bool(servers[0]))
         plan["wanted_group_port"] = None if given else args.vllm_group_port
@@ -220,6 +222,17 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
         if plan["num_processes"] > 1 and config and Path(config).stem not in ("ddp", "cpu"):
             plan["adapters"] = None  # ZeRO-3 or FSDP: the adapter of a sharded model is merged
     return plan
+
+
+def check_installed(engine: str) -> None:
+    """Raise `ValueError` unless the engine of a server can be started."""
+    if engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ValueError("vLLM is not installed. Run: bash scripts/setup.sh --gpu (without a GPU: --test)")
+    if engine == "sglang" and shutil.which(sglang_python()) is None:
+        raise ValueError(
+            f"SGLang is not installed: {sglang_python()} is no interpreter. Run: bash scripts/setup.sh --sglang, or "
+            "set SGLANG_PYTHON to the interpreter of an environment that has it."
+        )
 
 
 def usable_gpus(argv: list[str]) -> list[str]:
@@ -236,7 +249,7 @@ def server_plan(
         "model": model_args.model_name_or_path, "revision": model_args.model_revision or "main",
         "trust_remote_code": args.trust_remote_code, "wanted_port": args.vllm_server_port,
         "max_model_len": context, "images": reads_images, "weight_sync": args.weight_sync,
-        "dtype": server_dtype(args, model_args) if on_gpu else "float32",
+        "dtype": server_dtype(args, model_args) if on_gpu else "float32", "engine": args.rollout_engine,
         "adapters": adapters_of(args, model_args, on_gpu),
     }  # fmt: skip
 
@@ -244,7 +257,8 @@ def server_plan(
 def adapters_of(args: mt.MTGRPOConfig, model_args: Any, on_gpu: bool) -> list[int] | None:
     """The rank and the number of adapters that the server has to have room for; None where the recipe pushes none."""
     config = get_peft_config(model_args)
-    if config is None or args.weight_sync in ("disk", "nccl") or why_config_merges(config):
+    merges = args.weight_sync in ("disk", "nccl") or args.rollout_engine != "vllm"
+    if config is None or merges or why_config_merges(config):
         return None
     if on_gpu and server_dtype(args, model_args) == "float32":  # vLLM's kernels of adapters take halves alone
         return None
@@ -256,7 +270,8 @@ def make_server_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     script_args, args, model_args = load_recipe(recipe, arguments)
     args.eval_strategy = option(["--config", recipe, *arguments], "eval_strategy")  # load_recipe sets it to no
     if backend_of(args) != "server":
-        raise ValueError(f"{recipe} trains without a vLLM server. Expected use_vllm: true and vllm_mode: server.")
+        raise ValueError(f"{recipe} trains without a server. Expected use_vllm: true and vllm_mode: server.")
+    check_installed(args.rollout_engine)
     per_engine, engines = int(os.environ.get("VLLM_TP") or 1), data_parallel_size()
     size, gpus = per_engine * engines, usable_gpus(["--config", recipe, *arguments])
     if gpus and len(gpus) < size:

@@ -1,4 +1,4 @@
-"""Start the vLLM server that a recipe needs, apart from its trainer, in the foreground.
+"""Start the server that a recipe needs, apart from its trainer, in the foreground.
 
     bash scripts/serve.sh RECIPE [--host ADDRESS] [--port PORT] [trainer arguments...]
     bash scripts/serve.sh hf_recipes/tiny/calculator-vllm.yaml --port 8001
@@ -10,13 +10,15 @@ outlives several runs: the trainer then gets its address by `--vllm_server_base_
     --port  the port (default: the recipe's vllm_server_port)
 
 Environment:
-    CUDA_VISIBLE_DEVICES  the GPUs to choose from; the server takes the first VLLM_TP of them
-    VLLM_TP               GPUs of the server (tensor parallel, default 1)
-    VLLM_ARGS             further flags for the server, separated by spaces; with --data-parallel-size N in them it
-                          takes N times as many GPUs
-    VLLM_API_KEY          the key that requests to /v1 must have, here and in the trainer's environment
+    CUDA_VISIBLE_DEVICES  the GPUs to choose from; the server takes the first SERVER_TP of them
+    SERVER_TP             GPUs of the server (tensor parallel, default 1; VLLM_TP is another name)
+    SERVER_ARGS           further flags for the server, separated by spaces (VLLM_ARGS is another name); with
+                          --data-parallel-size N in them it takes N times as many GPUs
+    VLLM_API_KEY          vLLM: the key that requests to /v1 must have, here and in the trainer's environment. SGLang
+                          takes it by SERVER_ARGS="--api-key KEY", and asks for it everywhere
+    SGLANG_PYTHON         the interpreter that has SGLang (default: .venv-sglang/bin/python)
 
-The development endpoints, by which the trainer changes the weights, ask nobody for the key: docs/cluster.md#ports.
+vLLM's development endpoints, by which the trainer changes the weights, ask nobody for the key: docs/cluster.md#ports.
 """
 
 import argparse
@@ -34,7 +36,16 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import launch.train
-from launch.train import lock_file, lock_path, package_path, read_command_line, server_command, whole_number
+from launch.train import (
+    TITLES,
+    lock_file,
+    lock_path,
+    package_path,
+    read_command_line,
+    rename_variables,
+    server_command,
+    whole_number,
+)
 
 
 def read_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
@@ -84,6 +95,7 @@ def take_port(host: str, port: int) -> None:
 def main() -> None:
     launch.train.PROGRAM = "serve"
     recipe, options, arguments = read_arguments(sys.argv[1:])
+    rename_variables()
     whole_number("VLLM_TP", 1, least=1)
     python = os.environ.get("PYTHON") or sys.executable
     checks = subprocess.run(
@@ -97,10 +109,16 @@ def main() -> None:
     take_port(options.host, port)
     command, environment = server_command(python, plan, port, gpus, options.host)
     if not is_local(options.host):
-        print(f"serve: warning: whoever reaches {options.host}:{port} can change the weights: VLLM_API_KEY guards "
-              "only paths that begin with /v1, /v2, /inference, /cohere. Keep it in a trusted network.",
-              file=sys.stderr)  # fmt: skip
-    print(f"serve: vLLM on {f'GPU {gpus}' if gpus else 'the CPU'}, http://{options.host}:{port}", flush=True)
+        guards = {
+            "vllm": "VLLM_API_KEY guards only paths that begin with /v1, /v2, /inference, /cohere.",
+            "sglang": "a key (SERVER_ARGS='--api-key KEY', and VLLM_API_KEY for the trainer) guards it.",
+        }[plan["engine"]]
+        print(f"serve: warning: whoever reaches {options.host}:{port} can change the weights: {guards} Keep it in a "
+              "trusted network.", file=sys.stderr)  # fmt: skip
+    print(
+        f"serve: {TITLES[plan['engine']]} on {f'GPU {gpus}' if gpus else 'the CPU'}, http://{options.host}:{port}",
+        flush=True,
+    )
     os.execvpe(command[0], command, {**os.environ, **environment})
 
 

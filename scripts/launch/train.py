@@ -1,11 +1,11 @@
-"""Train by a recipe: start the vLLM server that it needs, train beside it, and stop the server whatever happens.
+"""Train by a recipe: start the server that it needs, train beside it, and stop the server whatever happens.
 
     bash scripts/train.sh RECIPE [trainer arguments...]
     bash scripts/train.sh hf_recipes/tiny/calculator-vllm.yaml --max_steps 10
 
-With GPUs the last one generates and the others train, one process each. Without, both share the CPU. With
-VLLM_SERVERS and VLLM_TP the last VLLM_SERVERS * VLLM_TP GPUs generate. With --data-parallel-size N in VLLM_ARGS these
-are N times as many.
+The server runs vLLM, or SGLang with `rollout_engine: sglang`. With GPUs the last one generates and the others train,
+one process each. Without, both share the CPU. With NUM_SERVERS and SERVER_TP the last NUM_SERVERS * SERVER_TP GPUs
+generate. With --data-parallel-size N in SERVER_ARGS these are N times as many.
 Recipes that use no server (use_vllm: false, vllm_mode: colocate, a server elsewhere) are only launched.
 
 Environment:
@@ -13,9 +13,11 @@ Environment:
     NUM_PROCESSES         training processes (default: GPUs - 1; on a CPU 2 beside a server, else 1)
     ACCELERATE_CONFIG     an accelerate configuration (default for several processes, of hf_recipes/accelerate:
                           zero3.yaml if DeepSpeed is installed, else ddp.yaml; without GPUs cpu.yaml)
-    VLLM_SERVERS          vLLM servers (default 1); each has its own port, its own GPUs and its own log
-    VLLM_TP               GPUs of one server, by tensor parallelism (default 1)
-    VLLM_ARGS             further flags for the server, separated by spaces
+    NUM_SERVERS           servers (default 1); each has its own port, its own GPUs and its own log
+    SERVER_TP             GPUs of one server, by tensor parallelism (default 1)
+    SERVER_ARGS           further flags for the server, separated by spaces
+                          (VLLM_SERVERS, VLLM_TP and VLLM_ARGS are other names of these three)
+    SGLANG_PYTHON         the interpreter that has SGLang (default: .venv-sglang/bin/python, of setup.sh --sglang)
     SERVER_TIMEOUT        seconds that a server may take to start (default 1800)
     SERVER_RESTARTS       how often each server that dies during training is started again (default 3); the trainer
                           goes on with the others; without any it waits for vllm_server_timeout seconds
@@ -50,6 +52,9 @@ from launch import keeper
 ROOT = Path(__file__).resolve().parents[2]
 STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 LIMITS = {"SERVER_TIMEOUT": 1800, "SERVER_RESTARTS": 3, "STOP_TIMEOUT": 60}
+# Names of variables that are not one engine's, and the variables that they are.
+OTHER_VARIABLES = {"NUM_SERVERS": "VLLM_SERVERS", "SERVER_TP": "VLLM_TP", "SERVER_ARGS": "VLLM_ARGS"}
+TITLES = {"vllm": "vLLM", "sglang": "SGLang"}
 Command = tuple[list[str], dict[str, str]]  # (arguments, additions to the environment)
 
 
@@ -73,6 +78,7 @@ def fail(message: str, status: int) -> NoReturn:
 
 def main() -> None:
     recipe, arguments = read_command_line(sys.argv[1:])
+    rename_variables()
     limits = {name: whole_number(name, default) for name, default in LIMITS.items()}
     whole_number("NUM_PROCESSES", 0)  # launch_plan.py decides, where it knows the GPUs
     whole_number("VLLM_SERVERS", 1, least=1), whole_number("VLLM_TP", 1, least=1)
@@ -136,8 +142,9 @@ def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[
             say(f"port {wanted} is taken: using {port}")
         wanted = port + 1
         several = len(plan["server_gpus"]) > 1
-        name = f"vLLM server {number}" if several else "the vLLM server"
-        log = Path(plan["output_dir"]) / (f"vllm_server.{number}.log" if several else "vllm_server.log")
+        title = TITLES[plan["engine"]]
+        name = f"{title} server {number}" if several else f"the {title} server"
+        log = Path(plan["output_dir"]) / f"{plan['engine']}_server{f'.{number}' if several else ''}.log"
         server = Server(launch, server_command(python, plan, port, gpus), port, name, log)
         say(f"starting {name} on {f'GPU {gpus}' if gpus else 'the CPU'}, port {port}; log: {server.log}")
         server.start()
@@ -165,10 +172,50 @@ def train(launch: "Launch", command: Command, servers: "list[Server]", restarts:
 
 
 def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host: str = "127.0.0.1") -> Command:
-    """A vLLM server: for this machine alone, with the endpoints and log-probabilities that the trainer needs.
+    """A server: for this machine alone, with the endpoints and log-probabilities that the trainer needs.
 
     `gpus` are its GPUs as in CUDA_VISIBLE_DEVICES; without any it runs on the CPU.
     """
+    make = {"vllm": vllm_command, "sglang": sglang_command}[plan["engine"]]
+    return make(python, plan, port, gpus, host)
+
+
+def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host: str) -> Command:
+    """An SGLang server, by the interpreter of its own environment."""
+    command = [
+        sglang_python(), "-m", "sglang.launch_server", "--model-path", plan["model"], "--host", host,
+        "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"],
+        "--context-length", str(plan["max_model_len"]), "--sampling-defaults", "openai",
+    ]  # fmt: skip
+    # What the vision tower made of images would outlive new weights. A health check must not wait for a paused engine.
+    environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    if plan["trust_remote_code"]:
+        command.append("--trust-remote-code")
+    if plan["tensor_parallel"] > 1:
+        command += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    else:
+        environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
+        command += [
+            "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
+            "--disable-overlap-schedule", "--cuda-graph-backend-decode=disabled", "--max-running-requests", "64",
+            "--max-total-tokens", str(max(32768, 2 * plan["max_model_len"])),
+        ]  # fmt: skip
+        if plan["images"]:
+            command += ["--mm-attention-backend", "sdpa"]
+    if plan["images"]:  # the image of a warm-up may be of no size that a small model reads
+        command += ["--enable-multimodal", "--skip-server-warmup"]
+    return [*command, *os.environ.get("VLLM_ARGS", "").split()], environment
+
+
+def sglang_python() -> str:
+    """The interpreter that has SGLang."""
+    return os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")
+
+
+def vllm_command(python: str, plan: dict[str, Any], port: int, gpus: str, host: str) -> Command:
+    """A vLLM server."""
     command = [  # not the `vllm` command: the CPU package has none
         python, "-m", "vllm.entrypoints.openai.api_server", "--model", plan["model"], "--host", host,
         "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"],
@@ -239,7 +286,7 @@ def make_plan(launch: "Launch", command: list[str]) -> dict[str, Any]:
 
 
 class Server:
-    """A vLLM server of a launch."""
+    """A server of a launch."""
 
     def __init__(self, launch: "Launch", command: Command, port: int, name: str, log: Path):
         self.launch, self.command, self.port, self.name, self.log = launch, command, port, name, log
@@ -383,6 +430,15 @@ def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
     if not os.path.isfile(recipe):
         fail(f"the recipe {recipe!r} is not a file. Recipes: {recipes}", 2)
     return recipe, argv[1:]
+
+
+def rename_variables() -> None:
+    """Give the variables of `OTHER_VARIABLES` the names that everything else reads."""
+    for name, variable in OTHER_VARIABLES.items():
+        if name in os.environ and os.environ.get(variable, os.environ[name]) != os.environ[name]:
+            fail(f"{name} and {variable} are one setting, and have two values. Remove one of them.", 2)
+        if name in os.environ:
+            os.environ[variable] = os.environ[name]
 
 
 def whole_number(name: str, default: int, least: int = 0) -> int:
