@@ -6,6 +6,8 @@ What hurts there was measured with 0.5.23:
 - A file of weights that cannot be read ends the process: it goes back to its old weights by reading the same file.
   A push gives it a file that is whole, by a folder that is renamed when it is.
 - An image's tokens are filled in by the server. Ids that have them already are never answered.
+- Ids beside images are decoded, and the text is tokenised again, but for `SGLANG_MM_AVOID_RETOKENIZE=1`. So each
+  answer says what was read, and it is compared.
 - What the vision tower computed outlives new weights, but for `SGLANG_VLM_CACHE_SIZE_MB=0`.
 - Logprobs are of the distribution before top_p, top_k and min_p have cut it.
 - `/health` samples a token: in a pause it does not answer, and the server then counts as sick.
@@ -90,6 +92,25 @@ def versions_of_answer(meta: dict[str, Any]) -> tuple[int, int] | None:
     return min(map(int, numbers)), max(map(int, numbers))
 
 
+def check_what_was_read(seen: Any, prompt: list[int]) -> None:
+    """Raise `BadAnswer` unless the server read the ids that were sent, and for each image as many as it has."""
+    if seen == (ids := with_placeholders(prompt)):
+        return
+    if not isinstance(seen, list):
+        raise BadAnswer(f"it does not say what it read: {str(seen)[:100]}")
+    number = next((i for i, (own, other) in enumerate(zip(ids, seen)) if own != other), min(len(ids), len(seen)))
+    images = len(pictures_in(prompt))
+    raise BadAnswer(
+        f"the server read {len(seen)} ids, the prompt has {len(ids)}, and the first that differs is number {number}"
+        + (
+            f". It has {images} images: start the server with SGLANG_MM_AVOID_RETOKENIZE=1, and without settings of "
+            "its own for images"
+            if images
+            else ""
+        )
+    )
+
+
 def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None) -> Generation:
     """The sample in an answer of `/generate`. Raises `BadAnswer` for one that cannot be trained on."""
     try:
@@ -97,19 +118,17 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
         entries = meta["output_token_logprobs"]
         logprobs, named = [entry[0] for entry in entries], [entry[1] for entry in entries]
         finish, read, versions = meta["finish_reason"]["type"], meta["prompt_tokens"], versions_of_answer(meta)
-        seen = answer.get("prompt_token_ids")
+        seen = answer["prompt_token_ids"]
     except (KeyError, IndexError, TypeError, AttributeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if ids != named:
         raise BadAnswer(f"logprobs are of the ids {named[:5]}..., and {str(ids)[:50]}... were sampled")
     choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
-    if seen is not None and seen != with_placeholders(prompt):
-        raise BadAnswer("the server read other ids than the prompt's")
+    check_what_was_read(seen, prompt)
     found = read_completion(
         {"choices": [choice], "usage": {"prompt_tokens": read}}, len(prompt), max_tokens, vocab_size
     )
-    saw = None if seen is None else hash_of_ids(prompt)
-    return Generation(found.token_ids, found.logprobs, found.finish_reason, saw, versions)
+    return Generation(found.token_ids, found.logprobs, found.finish_reason, hash_of_ids(prompt), versions)
 
 
 class SGLang:
@@ -210,14 +229,25 @@ class SGLang:
     def ask_for_prompt(self, payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
         prompt = payload["prompt"]
         body = self._body({**payload, "max_tokens": 0}, vocab_size) | {"return_logprob": True, "logprob_start_len": 0}
+        body["return_prompt_token_ids"] = True
+        ids = with_placeholders(prompt)
+        placeholder = next((ids[i] for i, token in enumerate(prompt) if is_picture(token)), None)
+        if placeholder is not None:  # the tokens of images are called by other ids in the answer
+            body["token_ids_logprob"] = [placeholder]
         if rank is not None:
             body["routed_dp_rank"] = rank
 
         def read(answer: dict[str, Any]) -> list[float]:
-            entries = answer["meta_info"]["input_token_logprobs"]
-            if [entry[1] for entry in entries] != with_placeholders(prompt):
-                raise BadAnswer("the server read other ids than the prompt's")
-            logprobs = [entry[0] for entry in entries[1:]]
+            meta = answer["meta_info"]
+            check_what_was_read(answer["prompt_token_ids"], prompt)
+            logprobs = []
+            for i, entry in enumerate(meta["input_token_logprobs"][1:], 1):
+                entry = meta["input_token_ids_logprobs"][i][0] if is_picture(prompt[i]) else entry
+                if entry[1] != ids[i]:
+                    raise BadAnswer(f"a logprob is of the id {entry[1]}, and the prompt has {ids[i]} there")
+                logprobs.append(entry[0])
+            if len(logprobs) != len(prompt) - 1:
+                raise BadAnswer(f"{len(logprobs)} logprobs of {len(prompt)} ids")
             if not all(math.isfinite(logprob) for logprob in logprobs):
                 raise BadAnswer(f"logprobs of a prompt are {logprobs[:5]}...")
             return logprobs

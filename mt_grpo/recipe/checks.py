@@ -444,7 +444,9 @@ def check_it_reads_images(client: Any, env: Any, where: str) -> None:
     smallest = reader_of(env.tokenizer).read(drawn_image(1), where).num_tokens
     if reason := client.engine.why_no_images(client, min(MOST_PICTURES, client.max_model_len // smallest)):
         raise ServerError(f"{where} {reason}")
-    client.score(drawn_ids(env.tokenizer))  # raises where the address for images is off, or an image is read otherwise
+    # Of ids that no tokenizer would write, too: one that reads them as text reads others.
+    spelled = [token for letter in "answer" for token in env.tokenizer(letter, add_special_tokens=False)["input_ids"]]
+    client.score(drawn_ids(env.tokenizer) + spelled)  # raises where images are off, or are read otherwise
 
 
 def prepare_env(

@@ -76,7 +76,7 @@ class RecipeParser(TrlParser):
         raise ValueError(f"{message[:1].upper()}{message[1:].rstrip('.')}.")
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        return super().set_defaults_with_config(**renamed(kwargs, "in the recipe"))
+        return super().set_defaults_with_config(**with_own_names(kwargs, "in the recipe"))
 
     def parse_known_args(self, args: list[str], namespace: Any = None) -> tuple:
         types = known_keys(tuple(self.dataclass_types))
@@ -117,10 +117,10 @@ OTHER_NAMES = {
 }
 
 
-def renamed(recipe: dict[str, Any], where: str) -> dict[str, Any]:
+def with_own_names(recipe: dict[str, Any], where: str) -> dict[str, Any]:
     """The keys of a recipe without `OTHER_NAMES`. Raises `ValueError` where a key has two names.
 
-    >>> renamed({"server_port": 8001, "seed": 1}, "in x.yaml")
+    >>> with_own_names({"server_port": 8001, "seed": 1}, "in x.yaml")
     {'vllm_server_port': 8001, 'seed': 1}
     """
     if twice := [name for name, key in OTHER_NAMES.items() if name in recipe and key in recipe]:
@@ -156,7 +156,7 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
         raise ValueError(f"The recipe {path!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
-    recipe, known = renamed(recipe, f"in {path}"), known_keys(classes)
+    recipe, known = with_own_names(recipe, f"in {path}"), known_keys(classes)
     if elsewhere := keys_elsewhere(recipe, {*known, "env"}, f"in {path}"):
         raise ValueError(elsewhere)
     for key, value in recipe.items():

@@ -80,15 +80,20 @@ class VLLMServer:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def start(self) -> "VLLMServer":
-        """Start it, and return without waiting for it."""
-        env = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-               **self.env}  # fmt: skip
+    def command(self) -> tuple[list[str], dict[str, str]]:
+        """(arguments, additions to the environment)."""
+        env = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         if self.dev_mode:
             env["VLLM_SERVER_DEV_MODE"] = "1"
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model), "--host",
                    "127.0.0.1", "--port", str(self.port), "--enforce-eager", "--dtype", "float32",
                    "--max-num-seqs", "128", *self.flags]  # fmt: skip
+        return command, env
+
+    def start(self) -> "VLLMServer":
+        """Start it, and return without waiting for it."""
+        command, added = self.command()
+        env = {**os.environ, "HF_HUB_OFFLINE": "1", **added, **self.env}
         if self.cores:
             command = ["taskset", "-c", ",".join(map(str, sorted(self.cores))), *command]
         # Linux tells the child when the thread that made it ends, not only the process.
@@ -122,7 +127,7 @@ class VLLMServer:
             if ended or time.monotonic() > deadline:
                 self.stop()
                 reason = "ended while it started" if ended else f"is not up after {self.timeout:g} s"
-                raise RuntimeError(f"The vLLM server {reason}:\n{self.log.read_text()[-3000:]}")
+                raise RuntimeError(f"The server {reason}:\n{self.log.read_text()[-3000:]}")
             time.sleep(0.5)
         return self
 
@@ -146,6 +151,32 @@ class VLLMServer:
 
     def __exit__(self, *error) -> None:
         self.stop()
+
+
+class SGLangServer(VLLMServer):
+    """As `VLLMServer`, by what `scripts/train.sh` starts; `SGLANG_PYTHON`, or .venv-sglang, has SGLang.
+
+    Args:
+        context: Tokens of its context.
+        images: Whether it reads images.
+    """
+
+    def __init__(self, model: str | Path, *flags: str, context: int = 640, images: bool = False, **kwargs):
+        super().__init__(model, *flags, **kwargs)
+        self.context, self.images = context, images
+
+    def command(self) -> tuple[list[str], dict[str, str]]:
+        from launch.train import server_command
+
+        plan = {
+            "engine": "sglang", "model": str(self.model), "revision": "main", "dtype": "float32",
+            "max_model_len": self.context, "trust_remote_code": False, "tensor_parallel": 1, "images": self.images,
+        }  # fmt: skip
+        command, env = server_command(self.python, plan, self.port, "")
+        return [*command, *self.flags], env
+
+    def healthy(self) -> bool:
+        return self.process is not None and self.process.poll() is None and super().healthy()
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

@@ -187,8 +187,12 @@ def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
         "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"],
         "--context-length", str(plan["max_model_len"]), "--sampling-defaults", "openai",
     ]  # fmt: skip
-    # What the vision tower made of images would outlive new weights. A health check must not wait for a paused engine.
-    environment = {"SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
+    # What the vision tower made of images would outlive new weights. Ids beside images would be tokenised again. A
+    # health check would wait for a paused engine.
+    environment = {
+        "SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_MM_AVOID_RETOKENIZE": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+    }  # fmt: skip
     if plan["trust_remote_code"]:
         command.append("--trust-remote-code")
     if plan["tensor_parallel"] > 1:

@@ -149,13 +149,19 @@ def test_recipe_says_how_to_run_it(path):
 @pytest.mark.parametrize("path", [p for p in RECIPES if read(p).get("vllm_mode") == "server"], ids=lambda p: p.stem)
 def test_header_starts_a_server_that_fits(path):
     text, recipe = header(path), read(path)
-    assert f" {recipe['model_name_or_path']} " in text and "VLLM_SERVER_DEV_MODE=1" in text
-    assert "--logprobs-mode processed_logprobs" in text and f"--host {recipe['vllm_server_host']}" in text
-    for length in re.findall(r"--max-model-len (\d+)", text):
+    assert f" {recipe['model_name_or_path']} " in text and f"--host {recipe['vllm_server_host']}" in text
+    if recipe.get("rollout_engine") == "sglang":
+        assert f"--port {recipe['vllm_server_port']}" in text and "-m sglang.launch_server" in text
+        assert "images" not in text or ("SGLANG_VLM_CACHE_SIZE_MB=0" in text and "MM_AVOID_RETOKENIZE=1" in text)
+        start = "SGLANG"
+    else:
+        assert "VLLM_SERVER_DEV_MODE=1" in text and "--logprobs-mode processed_logprobs" in text
+        start = "VLLM"
+    for length in re.findall(r"--(?:max-model-len|context-length) (\d+)", text):
         assert int(length) >= recipe["max_completion_length"] + 1024  # room for the prompt
     for group in re.findall(r"CUDA_VISIBLE_DEVICES=([\d,]+) accelerate", text):
         assert group.split(",") == [str(i) for i in range(num_processes(path))]
-        assert f"CUDA_VISIBLE_DEVICES={num_processes(path)} VLLM" in text
+        assert f"CUDA_VISIBLE_DEVICES={num_processes(path)} {start}" in text
 
 
 # The paper's run (arXiv 2505.11821).
@@ -205,7 +211,7 @@ REPLACED = {
 VLLM_KEYS = {
     "use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
     "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_importance_sampling_mode", "weight_sync",
-    "weight_check_every",
+    "weight_check_every", "rollout_engine",
 }  # fmt: skip
 
 
@@ -317,6 +323,7 @@ READ_BACK_VLLM = {
     "vllm_importance_sampling_mode": lambda t: t.vllm_importance_sampling_mode,
     "weight_sync": lambda t: t.client.transfer.transport,
     "weight_check_every": lambda t: t.args.weight_check_every,
+    "rollout_engine": lambda t: t.client.servers[0].engine.name,
 }
 
 

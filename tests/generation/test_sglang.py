@@ -1,0 +1,627 @@
+"""SGLang: requests and answers, by recorded ones; and a real server, where it is installed (`setup.sh --sglang`)."""
+
+import asyncio
+import copy
+import inspect
+import json
+import os
+import random
+import re
+import signal
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+import vision_model
+from bench.common import SGLangServer
+from bench.fault_proxy import Fault, FaultProxy, first
+from datasets import Dataset
+from safetensors.torch import load_file
+from test_images_by_server import logprobs_of, model_of, prompt_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vision_run import make_served_run
+
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.event_loop import gather_all, run_async
+from mt_grpo.base.id_hashes import hash_of_ids
+from mt_grpo.base.pictures import pictures_in
+from mt_grpo.generation.engines import ENGINES, Engine
+from mt_grpo.generation.samples import BadAnswer
+from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
+from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.recipe.checks import check_server
+from mt_grpo.recipe.parse import read_recipe
+from mt_grpo_trainer import (
+    RECIPE_CLASSES,
+    MTGRPOConfig,
+    MultiTurnToolEnv,
+    VLLMServerClient,
+    build_trainer,
+    parse_arguments,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "hf_recipes/tiny/calculator-model"
+RECIPE = ROOT / "hf_recipes/tiny/calculator-sglang.yaml"
+ANSWERS = json.loads(Path(__file__).with_name("sglang_answers.json").read_text(encoding="utf-8"))  # of SGLang 0.5.23
+PYTHON = os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")
+
+# =====================================================================================================================
+# Requests and answers
+# =====================================================================================================================
+
+
+@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+def test_an_engine_has_all_of_the_list_and_nothing_beside_it(engine):
+    wanted = {name: each for name, each in vars(Engine).items() if inspect.isfunction(each) and name[0] != "_"}
+    for name, each in wanted.items():
+        assert inspect.signature(getattr(type(engine), name)) == inspect.signature(each), name
+    public = {name for name, each in vars(type(engine)).items() if inspect.isfunction(each) and name[0] != "_"}
+    assert public == wanted.keys()
+    assert all(isinstance(getattr(engine, name), str) for name in Engine.__annotations__)
+
+
+def ask(prompt, **payload):
+    return SGLang().ask_for_sample({"prompt": prompt, "max_tokens": 8, **payload}, 400)
+
+
+def test_what_a_request_says():
+    """By hand: vLLM's names, and SGLang's."""
+    question = ask(
+        [3, 5], model="m", temperature=0.7, top_p=0.9, top_k=0, min_p=0.0, repetition_penalty=1.1, min_tokens=2, n=1,
+        stop=["</tool>"], stop_token_ids=[2], include_stop_str_in_output=True, skip_special_tokens=False, logprobs=0,
+        return_token_ids=True, logit_bias={7: 1.5}, cache_salt="3f2a-7", priority=3, ignore_eos=True,
+    )  # fmt: skip
+    assert question.path == "/generate" and question.headers == {}
+    assert question.body == {
+        "input_ids": [3, 5], "extra_key": "3f2a-7", "priority": 3, "return_logprob": True,
+        "return_prompt_token_ids": True,
+        "sampling_params": {
+            "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.1,
+            "min_new_tokens": 2, "max_new_tokens": 8, "stop": ["</tool>"], "stop_token_ids": [2], "ignore_eos": True,
+            "skip_special_tokens": False, "logit_bias": {"7": 1.5}, "no_stop_trim": True,
+        },
+    }  # fmt: skip
+    assert sampling_of({"top_k": 20})["top_k"] == 20
+    forbidden = SGLang().ask_for_sample({"prompt": [3], "max_tokens": 8, "logit_bias": {"7": 1.5}}, 400, [8, 9]).body
+    assert forbidden["sampling_params"]["logit_bias"] == {"7": 1.5, "8": -100.0, "9": -100.0}
+    score = SGLang().ask_for_prompt({"prompt": [3, 5], "max_tokens": 1, "temperature": 1.0}, 400, rank=1).body
+    assert (score["logprob_start_len"], score["routed_dp_rank"]) == (0, 1)
+    assert score["sampling_params"]["max_new_tokens"] == 0 and "token_ids_logprob" not in score
+
+
+@pytest.mark.parametrize("key", ["seed", "bad_words", "allowed_token_ids", "structured_outputs", "vllm_xargs"])
+def test_a_parameter_that_it_does_not_have_is_refused_by_name(key):
+    with pytest.raises(ValueError, match=f"'{key}' cannot be had of an SGLang server. Remove it"):
+        ask([3], **{key: 1})
+
+
+@pytest.mark.parametrize("wrong", [400, -1, 2**31])
+def test_an_id_that_would_end_the_server_is_not_sent(wrong):
+    for question in (SGLang().ask_for_sample, SGLang().ask_for_prompt):
+        with pytest.raises(ServerError, match=f"token id {wrong}, and the model 400 of them: it would end an SGLang"):
+            question({"prompt": [3, wrong], "max_tokens": 8}, 400)
+    assert ask([399]).body["input_ids"] == [399]
+
+
+def test_a_recorded_sample_is_read():
+    recorded = ANSWERS["sample"]
+    prompt, answer = recorded["sent"]["input_ids"], recorded["body"]
+    found = ask(prompt).read(answer)
+    assert found.token_ids == [30, 265, 32, 19, 27, 23, 266, 265] and found.finish_reason == "length"
+    assert found.logprobs[:2] == [-0.024213658645749092, -2.481313705444336] and len(found.logprobs) == 8
+    assert found.saw == hash_of_ids(prompt) and found.policy_versions == (7, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda answer, meta: answer.pop("output_ids"), "no token ids"),
+        (lambda answer, meta: answer.pop("prompt_token_ids"), "no token ids"),
+        (lambda answer, meta: answer.update(prompt_token_ids=None), "does not say what it read"),
+        (lambda answer, meta: answer["prompt_token_ids"].__setitem__(3, 9), "first that differs is number 3"),
+        (lambda answer, meta: answer["prompt_token_ids"].append(9), "read 13 ids, the prompt has 12, .* number 12"),
+        (lambda answer, meta: answer["output_ids"].__setitem__(0, 9), "logprobs are of the ids .30, 265"),
+        (lambda answer, meta: answer["output_ids"].pop(), "logprobs are of the ids"),
+        (lambda answer, meta: meta["output_token_logprobs"][2].__setitem__(0, float("nan")), "no match"),
+        (lambda answer, meta: meta["output_token_logprobs"][2].__setitem__(0, 0.5), "no match"),
+        (lambda answer, meta: meta.update(prompt_tokens=11), "saw 11 prompt tokens of 12"),
+        (lambda answer, meta: meta["finish_reason"].update(type="abort"), "finish_reason='abort'"),
+        (lambda answer, meta: meta.update(finish_reason=None), "no token ids"),
+        (lambda answer, meta: meta.pop("weight_versions"), "no token ids"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_none(change, message):
+    recorded = ANSWERS["sample"]
+    prompt, answer = recorded["sent"]["input_ids"], copy.deepcopy(recorded["body"])
+    change(answer, answer["meta_info"])
+    with pytest.raises(BadAnswer, match=message):
+        ask(prompt).read(answer)
+
+
+def test_ids_beyond_the_vocabulary_or_the_limit_are_none():
+    answer, prompt = ANSWERS["sample"]["body"], ANSWERS["sample"]["sent"]["input_ids"]
+    for limit, vocabulary in ((7, 400), (8, 266)):
+        with pytest.raises(BadAnswer):
+            read_sample(answer, prompt, limit, vocabulary)
+    assert read_sample(answer, prompt, 8, 267).token_ids[-2] == 266
+
+
+def test_which_weights_sampled_a_turn_is_read_per_token():
+    answer = copy.deepcopy(ANSWERS["sample"]["body"])
+    prompt = ANSWERS["sample"]["sent"]["input_ids"]
+    for spans, expected in (
+        ([("3f2a-7", 0, 3), ("3f2a-9+2", 3, 8)], (7, 9)),
+        ([("3f2a-7", 0, 0), ("3f2a-8", 0, 8)], (8, 8)),  # it waited for a push before its first token
+        ([("3f2a-7", 0, 8), ("loading-3f2a-8", 8, 8)], (7, 7)),
+        ([("default", 0, 8)], None),
+        ([("3f2a-7", 0, 3), ("default", 3, 8)], None),  # of no push: the watch of versions finds the restart
+        ([], None),
+    ):
+        answer["meta_info"]["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
+        assert ask(prompt).read(answer).policy_versions == expected, spans
+
+
+def test_recorded_logprobs_of_a_prompt_are_read():
+    recorded = ANSWERS["prompt"]
+    question = SGLang().ask_for_prompt({"prompt": [1, 2, 3, 4, 5], "max_tokens": 1}, 400)
+    assert question.read(recorded["body"]) == [
+        -5.3985114097595215, -6.980464458465576, -7.577999114990234, -6.925881385803223,
+    ]  # fmt: skip
+    for change in (
+        lambda meta: meta["input_token_logprobs"][2].__setitem__(1, 9),
+        lambda meta: meta["input_token_logprobs"].pop(),
+        lambda meta: meta["input_token_logprobs"][2].__setitem__(0, float("-inf")),
+    ):
+        answer = copy.deepcopy(recorded["body"])
+        change(answer["meta_info"])
+        with pytest.raises(BadAnswer):
+            question.read(answer)
+
+
+def test_images_are_sent_once_and_what_their_tokens_score_is_looked_up(tmp_path):
+    tokenizer = vision_model.reading(vision_model.save(tmp_path))
+    picture, other = (tokenizer.pictures.read(vision_model.picture(k), "") for k in range(2))
+    pad, n = tokenizer.pictures.placeholder, picture.num_tokens
+    prompt = [9, *n * [picture.id], *n * [other.id], 8]
+    body = ask(prompt).body
+    assert body["input_ids"] == [9, pad, pad, 8] and body["image_data"] == [picture.data_uri, other.data_uri]
+    question = SGLang().ask_for_prompt({"prompt": prompt, "max_tokens": 1}, 400)
+    assert question.body["token_ids_logprob"] == [pad]
+    read = [9, *2 * n * [pad], 8]
+    meta = {  # what it calls the tokens of an image is no id of the model's
+        "input_token_logprobs": [[None, 9, None], *[[-50.0, 0, None]] * (2 * n), [-0.5, 8, None]],
+        "input_token_ids_logprobs": [None, *[[[-k / 4, pad, None]] for k in range(2 * n)], [[-9.0, pad, None]]],
+    }
+    assert question.read({"meta_info": meta, "prompt_token_ids": read}) == [*[-k / 4 for k in range(2 * n)], -0.5]
+    with pytest.raises(BadAnswer, match="It has 2 images: start the server with SGLANG_MM_AVOID_RETOKENIZE=1"):
+        question.read({"meta_info": meta, "prompt_token_ids": read[:-1]})
+
+
+# =====================================================================================================================
+# Servers that are something else, by recorded answers
+# =====================================================================================================================
+
+
+class Recorded(ThreadingHTTPServer):
+    """Answers as SGLang did. `changed` maps a path to another (status, body)."""
+
+    def __init__(self, model):
+        text = json.dumps({name: each["body"] for name, each in ANSWERS.items()}).replace("/models/tiny", str(model))
+        bodies, self.changed, self.asked = json.loads(text), {}, []
+        self.bodies = {name.removeprefix("GET "): (200, body) for name, body in bodies.items() if name[:3] == "GET"}
+        self.bodies["/tokenize"] = 200, bodies["tokenize"]
+        for name in ("pause", "name", "go on"):
+            self.bodies[ANSWERS[name]["path"]] = 200, bodies[name]
+        self.bodies["/update_weights_from_disk"] = 200, {"success": True, "message": "", "num_paused_requests": 0}
+        super().__init__(("127.0.0.1", 0), RecordedHandler)
+
+    def __enter__(self):
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *error):
+        self.shutdown()
+        self.server_close()
+
+
+class RecordedHandler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        path = self.path.partition("?")[0]
+        status, body = {**self.server.bodies, **self.server.changed}.get(path, (404, {"detail": "Not Found"}))
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.asked.append(path)
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_POST = do_GET
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory):
+    """(environment, model's configuration, settings, rows) as the trainer checks them before it loads a model."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    model = AutoModelForCausalLM.from_pretrained(TINY)
+    args = MTGRPOConfig(
+        output_dir=str(tmp_path_factory.mktemp("out")), use_vllm=True, vllm_mode="server", rollout_engine="sglang",
+        max_completion_length=64, num_generations=2, per_device_train_batch_size=2, report_to="none", bf16=False,
+        use_cpu=True,
+    )  # fmt: skip
+    env = MultiTurnToolEnv(tokenizer=tokenizer, max_completion_length=64)
+    return env, model.config, args, Dataset.from_list([{"prompt": [{"role": "user", "content": "1 + 2"}]}])
+
+
+@pytest.fixture
+def recorded():
+    with Recorded(TINY) as server:
+        yield server
+
+
+def check(server, setting, engine="sglang", **changes):
+    env, config, args, rows = setting
+    args = copy.copy(args)
+    for key, value in changes.items():
+        setattr(args, key, value)
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    check_server(
+        VLLMServerClient(base_url=url, tokenizer=env.tokenizer, timeout=1.0, engine=engine), env, config, args, rows
+    )
+
+
+def test_a_server_as_recorded_fits(recorded, setting):
+    check(recorded, setting)
+    assert "/update_weights_from_disk" in recorded.asked  # the directory was probed, and the engine goes on
+    assert recorded.asked.count("/pause_generation") == recorded.asked.count("/continue_generation") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("/model_info", (404, {}), "/model_info: 404 .*no answer of an SGLang server: check .*rollout_engine"),
+        ("/server_info", (200, {"vllm_config": {}}), "/server_info: 200 .*no answer of an SGLang server"),
+        ("/v1/models", (200, {"data": []}), "/v1/models: 200 .*no answer of an SGLang server"),
+        ("/server_info", (401, {"error": "Unauthorized"}), "401 .*Set VLLM_API_KEY to the key .*--admin-api-key"),
+        ("/tokenize", (200, {"tokens": [1, 2]}), "SGLang server .* tokenises .* differently"),
+        ("/pause_generation", (404, {}), "/pause_generation: 404 .*no answer of an SGLang server"),
+        (
+            "/update_weights_from_disk", (400, ANSWERS["load of no folder"]["body"]),
+            "SGLang server .* cannot read what the trainer writes.*Failed to get weights iterator.*weight_sync_dir",
+        ),
+    ],
+)  # fmt: skip
+def test_a_server_that_does_not_fit_is_refused_before_a_model_is_loaded(recorded, setting, path, answer, message):
+    recorded.changed[path] = answer
+    with pytest.raises(ServerError, match=message):
+        check(recorded, setting)
+
+
+def test_the_engine_that_is_not_the_one_named(recorded, setting):
+    with pytest.raises(ServerError, match="no answer of a vLLM server: check .*rollout_engine"):
+        recorded.changed["/health"] = 200, {}
+        check(recorded, setting, engine="vllm")
+
+
+def test_what_it_cannot_do_for_a_recipe_is_said_at_the_start(recorded, setting, caplog):
+    for changes, error, message in (
+        ({"top_p": 0.9}, ServerError, "logprobs from before top_p=0.9: .*vllm_importance_sampling_correction: false"),
+        ({"top_k": 40, "min_p": 0.1}, ServerError, "from before top_k=40, min_p=0.1"),
+        ({"generation_kwargs": {"seed": 3}}, ValueError, "'seed' cannot be had of an SGLang server"),
+        ({"max_completion_length": 4000}, ServerError, "context of 1024 tokens.* Start it with --context-length"),
+        ({"weight_sync": "adapter"}, ServerError, "weight_sync=adapter: the recipe has no LoRA"),
+    ):
+        with pytest.raises(error, match=message):
+            check(recorded, setting, **changes)
+    check(recorded, setting, top_p=0.9, vllm_importance_sampling_correction=False)
+    client = VLLMServerClient(
+        base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang", transport="nccl"
+    )
+    with pytest.raises(ServerError, match="weight_sync=nccl: to SGLang the weights go by disk"):
+        client.transfer.resolve(torch.device("cpu"))
+    assert not caplog.records
+    version = {**recorded.bodies["/server_info"][1], "version": "0.4.1"}
+    recorded.changed["/server_info"] = 200, version
+    check(recorded, setting)
+    assert "was not tested with this trainer: sglang 0.4.1" in caplog.text
+
+
+def test_images_that_it_would_read_otherwise_are_refused(recorded):
+    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
+    info = recorded.bodies["/server_info"][1]
+    for changes, message in (
+        ({"mm_process_config": {"image": {"max_pixels": 9}}}, "--mm-process-config .*reads images in other sizes"),
+        ({"limit_mm_data_per_request": {"image": 2}}, "reads at most 2 images of a conversation"),
+        ({}, None),
+    ):
+        recorded.changed["/server_info"] = 200, {**info, **changes}
+        reason = client.engine.why_no_images(client, 30)
+        assert reason is None if message is None else re.search(message, reason)
+
+
+def test_the_names_of_an_address_that_are_no_engines(tmp_path):
+    """In a recipe and on the command line, which wins as it does for the keys' own names."""
+    text = RECIPE.read_text().replace("vllm_server_host:", "server_host:").replace("vllm_server_port:", "server_port:")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    assert read_recipe(str(path), RECIPE_CLASSES)["vllm_server_port"] == 30000
+    read = ["--config", str(path)]
+    args = parse_arguments(read)[1]
+    assert (args.vllm_server_host, args.vllm_server_port, args.rollout_engine) == ("127.0.0.1", 30000, "sglang")
+    for option in (["--server_port", "31000"], ["--server-port=31000"], ["--vllm_server_port", "31000"]):
+        assert parse_arguments([*read, *option])[1].vllm_server_port == 31000
+    assert parse_arguments([*read, "--server_base_url", "http://a:1,http://b:2"])[1].vllm_server_base_url
+    args = parse_arguments([*read, "--server_timeout", "9", "--server_request_timeout", "8"])[1]
+    assert (args.vllm_server_timeout, args.vllm_request_timeout) == (9.0, 8.0)
+    path.write_text(text + "vllm_server_port: 8000\n")
+    with pytest.raises(ValueError, match="server_port and vllm_server_port in .* are one key. Remove one"):
+        parse_arguments(read)
+
+
+# =====================================================================================================================
+# A real server
+# =====================================================================================================================
+
+real = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not os.access(PYTHON, os.X_OK), reason="needs SGLang: bash scripts/setup.sh --sglang"),
+]
+
+
+def each_real(test):
+    for mark in real:
+        test = mark(test)
+    return test
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with SGLangServer(TINY, python=PYTHON, log=tmp_path_factory.mktemp("log") / "sglang.log") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    """A client; afterwards the server holds the bundled weights again."""
+    client = VLLMServerClient(base_url=server.url, tokenizer=AutoTokenizer.from_pretrained(TINY), engine="sglang")
+    client.vocab_size = 400
+    yield client
+    client.update_weights(iter(load_file(TINY / "model.safetensors").items()), "bundled")
+    client.engine.name_weights(client, "default")
+    client.close()
+
+
+def text_logprobs(model, ids, temperature=1.0):
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, :-1] / temperature
+    return logits.log_softmax(-1).gather(1, torch.tensor(ids)[1:, None])[:, 0]
+
+
+@each_real
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_it_samples_what_it_says(client, temperature):
+    """Within 1e-5 of `transformers`, many requests at a time; a stop text is the end, and is there."""
+    model, rng = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32), random.Random(0)
+    prompts = [[rng.randrange(3, 380) for _ in range(rng.randint(1, 60))] for _ in range(12)]
+
+    async def all_of_them():
+        return await gather_all([client.generate(prompt, 40, {"temperature": temperature}) for prompt in prompts])
+
+    for prompt, found in zip(prompts, run_async(all_of_them())):
+        expected = text_logprobs(model, prompt + found.token_ids, temperature)[-len(found.token_ids) :]
+        assert (torch.tensor(found.logprobs) - expected).abs().max() < 1e-5
+        text = client.tokenizer.decode(found.token_ids)
+        assert found.finish_reason == "length" or text.endswith(("</tool>", "</answer>", "<|im_end|>"))
+        scores = torch.tensor(client.score(prompt + found.token_ids))
+        assert (scores - text_logprobs(model, prompt + found.token_ids)).abs().max() < 1e-5
+
+
+@each_real
+def test_pushes_beside_requests(client):
+    """Requests wait, go on with the new weights, and say of each token which sampled it."""
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    client.update_weights(iter(model.state_dict().items()), "aa-1")
+    endless = {"ignore_eos": True, "stop": []}
+
+    async def ask_and_push():
+        running = asyncio.ensure_future(client.generate([5, 6, 7], 500, endless))
+        while not client._open:
+            await asyncio.sleep(0.01)
+        while not await asyncio.to_thread(started, client):
+            await asyncio.sleep(0.01)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.3)
+        await asyncio.to_thread(client.update_weights, iter(model.state_dict().items()), "aa-2")
+        return await running
+
+    found = run_async(ask_and_push())
+    assert len(found.token_ids) == 500 and found.policy_versions == (1, 2)
+    again = run_async(client.generate([5, 6, 7], 30, endless))
+    expected = text_logprobs(model, [5, 6, 7] + again.token_ids)[-30:]
+    assert (torch.tensor(again.logprobs) - expected).abs().max() < 1e-5 and again.policy_versions == (2, 2)
+    tail = text_logprobs(model, [5, 6, 7] + found.token_ids)[-5:]  # read anew by the new weights
+    assert (torch.tensor(found.logprobs[-5:]) - tail).abs().max() < 1e-5
+
+
+def started(client):
+    """Whether the engine works on a request."""
+    states = client.server_info()["internal_states"]
+    return any(state.get("last_gen_throughput", 0) or state.get("#running-req", 1) for state in states)
+
+
+@each_real
+def test_the_directory_is_probed_without_a_change(client, tmp_path):
+    before = client.score([5, 6, 7, 8])
+    check_shared_directory(client, None)
+    assert client.score([5, 6, 7, 8]) == pytest.approx(before, abs=1e-6)
+    assert "Failed to get weights iterator" in client.engine.probe(client, tmp_path / "not there")
+    assert client.healthy() and client.score([5, 6, 7, 8]) == pytest.approx(before, abs=1e-6)
+
+
+def train(server_url, folder, recipe=RECIPE, *options):
+    args = [
+        "--config", str(recipe), "--server_base_url", server_url, "--output_dir", str(folder), "--max_steps", "3",
+        "--use_vllm", "true", "--vllm_mode", "server", "--rollout_engine", "sglang", "--use_cpu", "true", "--bf16",
+        "false", "--report_to", "none", *options,
+    ]  # fmt: skip
+    trainer = build_trainer(*parse_arguments(args))
+    trainer.train()
+    return [log for log in trainer.state.log_history if "sync/seconds" in log]
+
+
+def check_logs(logs, steps=3):
+    assert len(logs) == steps
+    for log in logs:
+        assert log["sampling/sampling_logp_difference/max"] < 1e-5, log
+    assert logs[0]["sync/logprob_difference"] < 1e-5
+
+
+@each_real
+@pytest.mark.parametrize(
+    "options", [(), ("--max_staleness", "1", "--old_logps", "sampled")], ids=["in time", "with staleness"]
+)
+def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
+    """A trainer that is one step ahead computes the rollouts of the weights before: only the first step compares."""
+    logs = train(server.url, tmp_path, RECIPE, "--per_device_train_batch_size", "16", *options)
+    check_logs(logs if not options else logs[:1], 3 if not options else 1)
+    if options:
+        assert max(log.get("staleness/max", 0) for log in logs) >= 1
+
+
+RECIPES = {  # of agents, of ms-swift and of verl: the recipe, and what makes three steps of it small
+    "agent": ROOT / "hf_recipes/tiny/agent.yaml",
+    "scheduler": ROOT / "hf_recipes/tiny/scheduler.yaml",
+    "verl": ROOT / "hf_recipes/tiny/tools-yaml.yaml",
+}
+
+
+@each_real
+@pytest.mark.parametrize("name", RECIPES)
+def test_other_houses_run_on_it_unchanged(name, tmp_path):
+    recipe = RECIPES[name]
+    model = ROOT / read_recipe(str(recipe), RECIPE_CLASSES)["model_name_or_path"]
+    with SGLangServer(model, python=PYTHON, context=1024, log=tmp_path / "log") as server:
+        options = ["--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1", "--max_steps", "2"]
+        check_logs(train(server.url, tmp_path / "out", recipe, *options), 2)
+
+
+@each_real
+def test_a_server_that_is_killed_is_started_again_and_gets_its_weights(tmp_path):
+    """Also one that is stopped for a while; nothing that was sampled by other weights is trained."""
+    with SGLangServer(TINY, python=PYTHON, log=tmp_path / "log") as server:
+        args = parse_arguments([
+            "--config", str(RECIPE), "--server_base_url", server.url, "--output_dir", str(tmp_path / "out"),
+            "--max_steps", "4", "--per_device_train_batch_size", "16",
+        ])  # fmt: skip
+        trainer = build_trainer(*args)
+        killed = threading.Event()
+        push = trainer.weight_sync.sync
+
+        def sync(*arguments):
+            if trainer.weight_sync.num_syncs == 2 and not killed.is_set():
+                killed.set()
+                server.kill()
+                threading.Thread(target=lambda: server.start().wait(), daemon=True).start()
+            if trainer.weight_sync.num_syncs == 3:
+                os.killpg(server.process.pid, signal.SIGSTOP)
+                threading.Timer(3.0, os.killpg, (server.process.pid, signal.SIGCONT)).start()
+            return push(*arguments)
+
+        trainer.weight_sync.sync = sync
+        trainer.train()
+        assert killed.is_set()
+        logs = [log for log in trainer.state.log_history if "sync/seconds" in log]
+        check_logs(logs, 4)
+        assert logs[2]["sync/logprob_difference"] < 1e-5  # the new process was proven
+
+
+@each_real
+def test_a_server_that_lies_or_fails_is_noticed(client, server):
+    with FaultProxy(server.url) as proxy:
+        asking = VLLMServerClient("127.0.0.1", proxy.port, client.tokenizer, timeout=20, engine="sglang")
+        asking.vocab_size = 400
+
+        def lie(change):
+            return lambda answer: (change(answer), answer)[1]
+
+        proxy.faults = first(2, Fault("busy", status=503), "/generate")
+        assert run_async(asking.generate([5, 6, 7], 4)).token_ids and proxy.counts["busy"] == 2
+        for name, change in (
+            ("id", lambda answer: answer["output_ids"].__setitem__(0, 399 + 5)),
+            ("logprob", lambda answer: answer["meta_info"]["output_token_logprobs"][0].__setitem__(0, 3.0)),
+            ("prompt", lambda answer: answer["prompt_token_ids"].append(3)),
+        ):
+            proxy.forget()
+            proxy.faults = first(9, Fault(name, change=lie(change)), "/generate")
+            with pytest.raises(ServerError, match="3 answers in a row are no sample"):
+                run_async(asking.generate([5, 6, 7], 4))
+        asking.close()
+
+
+@each_real
+def test_two_servers_are_one_backend(client, server, tmp_path):
+    with SGLangServer(TINY, python=PYTHON, log=tmp_path / "log") as second:
+        logs = train(f"{server.url},{second.url}", tmp_path / "out", RECIPE, "--per_device_train_batch_size", "16")
+        check_logs(logs)
+        assert [log["sync/servers"] for log in logs] == [2, 2, 2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vision_model.save(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def server_of_images(folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "sglang.log"
+    with SGLangServer(folder, python=PYTHON, context=1024, images=True, log=log) as server:
+        yield server
+
+
+@each_real
+def test_what_it_samples_behind_images(server_of_images, folder):
+    """Logprobs as by a forward pass of each row; also of ids that no tokenizer would write."""
+    tokenizer, rng = vision_model.reading(folder), random.Random(0)
+    client = VLLMServerClient(base_url=server_of_images.url, tokenizer=tokenizer, engine="sglang")
+    plain, model = model_of(folder), model_of(folder, tokenizer)
+    client.vocab_size = model.config.get_text_config().vocab_size
+    prompts = [
+        prompt_of(tokenizer, "Q", vision_model.picture(k, rng.choice([(56, 56), (84, 60), (20, 90)])), "Which digit?")
+        + [token for letter in "answer" for token in tokenizer(letter, add_special_tokens=False)["input_ids"]]
+        for k in range(4)
+    ]
+    prompts.append(prompt_of(tokenizer, *(vision_model.picture(k) for k in range(3)), "all?"))
+
+    async def all_of_them():
+        return await gather_all([client.generate(prompt, 20) for prompt in prompts])
+
+    for prompt, found in zip(prompts, run_async(all_of_them())):
+        expected = logprobs_of(model, prompt + found.token_ids)[-len(found.token_ids) :]
+        assert (torch.tensor(found.logprobs) - expected).abs().max() < 2e-5 and found.saw == hash_of_ids(prompt)
+        assert (torch.tensor(client.score(prompt)) - logprobs_of(plain, prompt)).abs().max() < 2e-5
+        assert pictures_in(prompt)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "visual" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    client.update_weights(iter(model.state_dict().items()), "new-1")
+    found = run_async(client.generate(prompts[0], 20))  # what the old tower saw is forgotten
+    expected = logprobs_of(model, prompts[0] + found.token_ids)[-len(found.token_ids) :]
+    assert (torch.tensor(found.logprobs) - expected).abs().max() < 2e-5
+    client.update_weights(iter(plain.state_dict().items()), "old-1")
+    client.engine.name_weights(client, "default")
+    client.close()
+
+
+@each_real
+def test_a_run_with_images_trains_what_it_sampled(server_of_images, folder, tmp_path):
+    trainer = make_served_run(folder, tmp_path, server_of_images.url.rpartition(":")[2], rollout_engine="sglang")
+    trainer.train()
+    differences = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history[:-1]]
+    assert len(differences) == 3 and max(differences) < 1e-4
