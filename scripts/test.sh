@@ -48,6 +48,7 @@ all=0
 if [[ "${1:-}" == --all ]]; then
     all=1
     shift
+    bash scripts/setup.sh --sglang
     set -- -m "" "$@" # pyproject.toml leaves out what is marked `slow`
 fi
 

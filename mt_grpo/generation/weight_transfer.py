@@ -250,7 +250,10 @@ class WeightTransfer:
             kinds = at_once(lambda transfer: transfer.resolve_or_error(device), transfers)
             able = [transfer for transfer, kind in zip(transfers, kinds) if isinstance(kind, str)]
             if not able:
-                raise next(iter(kinds), ServerLost("None of the servers is left to push weights to."))
+                raise next(
+                    iter(kinds),
+                    ServerLost(f"None of the {self.server.engine.title} servers is left to push weights to."),
+                )
             if {kind for kind in kinds if isinstance(kind, str)} == {"nccl"}:
                 seconds, errors = self.push_nccl(named_weights, version, expected, device, able)
             else:

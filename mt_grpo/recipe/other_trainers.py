@@ -273,7 +273,7 @@ VERL_KEYS = {
     "actor_rollout_ref.actor.optim.override_optimizer_config": "optim_args",
     "actor_rollout_ref.ref": REFERENCE,
     "actor_rollout_ref.rollout": ENGINE,
-    "actor_rollout_ref.rollout.name": "write `use_vllm: true`: the engine is vLLM",
+    "actor_rollout_ref.rollout.name": "write `use_vllm: true`, and `rollout_engine`: vllm or sglang",
     "actor_rollout_ref.rollout.mode": "write `vllm_mode: colocate`, or `server`",
     "actor_rollout_ref.rollout.n": "num_generations",
     "actor_rollout_ref.rollout.temperature": "temperature", "actor_rollout_ref.rollout.top_k": "top_k",

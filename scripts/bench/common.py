@@ -161,8 +161,16 @@ class SGLangServer(VLLMServer):
         images: Whether it reads images.
     """
 
-    def __init__(self, model: str | Path, *flags: str, context: int = 640, images: bool = False, **kwargs):
-        super().__init__(model, *flags, **kwargs)
+    def __init__(
+        self,
+        model: str | Path,
+        *flags: str,
+        context: int = 640,
+        images: bool = False,
+        timeout: float = 600.0,
+        **kwargs,
+    ):
+        super().__init__(model, *flags, timeout=timeout, **kwargs)
         self.context, self.images = context, images
 
     def command(self) -> tuple[list[str], dict[str, str]]:

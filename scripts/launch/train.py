@@ -204,6 +204,7 @@ def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
         command += [
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
             "--disable-overlap-schedule", "--cuda-graph-backend-decode=disabled", "--max-running-requests", "64",
+            "--sleep-on-idle",  # else it takes a core while it waits
             "--max-total-tokens", str(max(32768, 2 * plan["max_model_len"])),
         ]  # fmt: skip
         if plan["images"]:

@@ -84,6 +84,7 @@ ARGUMENTS = {
         "python -m pytest tests/generation/test_sharded.py": "this suite, and a slow test of ten minutes",
         "python -m pytest tests/generation/test_colocate.py": "minutes, as a slow test",
         "VLLM_SERVERS=2 bash scripts/train.sh": "two servers; test_servers.py trains by two",
+        "bash scripts/setup.sh --sglang": "3.3 GB; slow tests of test_sglang.py train with what it installs",
         "bash scripts/serve.sh": "serves until it is stopped; test_slurm.py starts it by the job",
         "accelerate launch": "three terminals; test_nodes.py starts such launchers, test_slurm.py all three",
         "mkdir -p runs\nRECIPE=": "Slurm; test_slurm.py runs the script that it is given",

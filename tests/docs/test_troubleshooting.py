@@ -23,8 +23,8 @@ ANY = "..."  # what differs from run to run
 # Words in backticks that are no setting of a recipe: columns, functions, formats and values.
 WORDS = {"async", "error", "reset", "respond", "get_reward", "nccl", "dtype", *TOOL_FORMATS}
 OTHERS = {"...", "... [cut]", "<answer>", "<|im_end|>", "{tool_descriptions}", "kill -9", "vllm serve", "train.sh",
-          "rolling out 37/64, 12 in tools", "rollouts.rank0.jsonl", "vllm_server.log", "generation_config.json",
-          "OUTPUT_DIR"}  # fmt: skip
+          "rolling out 37/64, 12 in tools", "rollouts.rank0.jsonl", "vllm_server.log", "sglang_server.log",
+          "generation_config.json", "OUTPUT_DIR"}  # fmt: skip
 COMMANDS = ("bash ", "python ", "pip ")  # tests/docs/test_docs.py has these
 
 

@@ -31,6 +31,7 @@ from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation import weight_sync
 from mt_grpo.generation.connection import ServerConnection, server_urls
+from mt_grpo.generation.engines import ENGINES
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_sync import WeightSync
@@ -46,6 +47,8 @@ pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 
 class Stub:
     """A server that samples its own number, and holds the weights `version`."""
+
+    engine = ENGINES["vllm"]
 
     timeout, tokenizer, max_model_len, retries, lineage, pushing = 1.0, None, None, 0, 0, False
 

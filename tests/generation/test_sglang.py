@@ -478,7 +478,8 @@ def train(server_url, folder, recipe=RECIPE, *options):
 def check_logs(logs, steps=3):
     assert len(logs) == steps
     for log in logs:
-        assert log["sampling/sampling_logp_difference/max"] < 1e-5, log
+        assert log["sampling/sampling_logp_difference/mean"] < 1e-6, log
+        assert log["sampling/sampling_logp_difference/max"] < 2e-4, log
     assert logs[0]["sync/logprob_difference"] < 1e-5
 
 
@@ -491,7 +492,7 @@ def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
     logs = train(server.url, tmp_path, RECIPE, "--per_device_train_batch_size", "16", *options)
     check_logs(logs if not options else logs[:1], 3 if not options else 1)
     if options:
-        assert max(log.get("staleness/max", 0) for log in logs) >= 1
+        assert any(log.get("rollout/staleness_max", 0) >= 1 for log in logs)
 
 
 RECIPES = {  # of agents, of ms-swift and of verl: the recipe, and what makes three steps of it small
