@@ -210,7 +210,7 @@ class Recorded(ThreadingHTTPServer):
 
     def __init__(self, model):
         text = json.dumps({name: each["body"] for name, each in ANSWERS.items()}).replace("/models/tiny", str(model))
-        bodies, self.changed, self.asked = json.loads(text), {}, []
+        bodies, self.changed, self.asked, self.sent = json.loads(text), {}, [], []
         self.bodies = {name.removeprefix("GET "): (200, body) for name, body in bodies.items() if name[:3] == "GET"}
         self.bodies["/tokenize"] = 200, bodies["tokenize"]
         for name in ("pause", "name", "go on"):
@@ -231,8 +231,10 @@ class RecordedHandler(BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.partition("?")[0]
         status, body = {**self.server.bodies, **self.server.changed}.get(path, (404, {"detail": "Not Found"}))
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.server.asked.append(path)
+        if sent:
+            self.server.sent.append((path, json.loads(sent)))
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
@@ -280,6 +282,23 @@ def test_a_server_as_recorded_fits(recorded, setting):
     check(recorded, setting)
     assert "/update_weights_from_disk" in recorded.asked  # the directory was probed, and the engine goes on
     assert recorded.asked.count("/pause_generation") == recorded.asked.count("/continue_generation") == 1
+
+
+def test_a_load_drops_what_old_weights_computed(recorded, tmp_path):
+    """And one that failed is none: its status may be 200."""
+    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
+    client.engine.load(client, tmp_path)
+    (sent,) = [body for path, body in recorded.sent if path == "/update_weights_from_disk"]
+    assert sent == {"model_path": str(tmp_path), "flush_cache": True, "abort_all_requests": False}
+    recorded.changed["/update_weights_from_disk"] = 200, {"success": False, "message": "no room"}
+    with pytest.raises(ServerError, match="no room"):
+        client.engine.load(client, tmp_path)
+
+
+def test_naming_weights_ends_no_request(recorded):
+    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
+    client.engine.name_weights(client, "3f2a-7")
+    assert recorded.sent == [("/update_weight_version", {"new_version": "3f2a-7", "abort_all_requests": False})]
 
 
 @pytest.mark.parametrize(
@@ -622,7 +641,7 @@ def test_what_it_samples_behind_images(server_of_images, folder):
 
 @each_real
 def test_a_run_with_images_trains_what_it_sampled(server_of_images, folder, tmp_path):
-    trainer = make_served_run(folder, tmp_path, server_of_images.url.rpartition(":")[2], rollout_engine="sglang")
+    trainer = make_served_run(folder, tmp_path, server_of_images.port, rollout_engine="sglang")
     trainer.train()
     differences = [log["sampling/sampling_logp_difference/max"] for log in trainer.state.log_history[:-1]]
     assert len(differences) == 3 and max(differences) < 1e-4

@@ -387,7 +387,7 @@ MUTATIONS = [
     Mutation(
         "preflight takes any server's version for tested",
         "mt_grpo/reports/preflight.py",
-        'untested = outside(versions) + [text for version in served for text in outside({"vllm": version})]',
+        "untested = outside(versions) + [text for name, _, version in served for text in outside({name: version})]",
         "untested = outside(versions)",
         "tests/run/test_faults.py::test_versions_that_were_not_tested_are_told_before_weights_are_loaded",
     ),

@@ -414,8 +414,8 @@ MUTATIONS = [
     Mutation(
         "a server for images is started without their address",
         "scripts/launch/train.py",
-        '    if plan["images"]:  #',
-        "    if False:  #",
+        '    if plan["images"]:  # ids',
+        "    if False:  # ids",
         "tests/scripts/test_scripts.py::test_the_commands_for_gpus",
     ),
     Mutation(
