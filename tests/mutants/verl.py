@@ -148,9 +148,9 @@ MUTATIONS = [
     ),
     Mutation(
         "verl: arguments are checked as a function's",
-        "mt_grpo/adapters/verl/environment.py",
-        "run.as_written = True",
-        "run.as_written = False",
+        "mt_grpo/conversation/tools/signature.py",
+        "method.as_written = True",
+        "method.as_written = False",
         "tests/adapters/test_verl.py::test_results_and_failures_of_tools",
     ),
     Mutation(
