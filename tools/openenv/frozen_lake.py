@@ -71,7 +71,9 @@ def make_app(sessions: int):
 
         @property
         def state(self):
-            return State(episode_id=self.episode_id, step_count=self.lake.steps, place=[self.lake.row, self.lake.column])
+            return State(
+                episode_id=self.episode_id, step_count=self.lake.steps, place=[self.lake.row, self.lake.column]
+            )
 
     return create_fastapi_app(FrozenLake, Say, Seen, max_concurrent_envs=sessions)
 

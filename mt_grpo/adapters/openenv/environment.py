@@ -59,6 +59,7 @@ class OpenEnvEnvironment:
         self._steps: list[Step] = []  # of the turn
         self._running: set[asyncio.Task] = set()  # steps that nobody waits for any more are among them
         self._failure: OpenEnvFailure | None = None
+        self._order = asyncio.Lock()  # of the steps; of the sessions' loop
 
     @classmethod
     def check_row(cls, row: dict[str, Any]) -> None:
@@ -105,10 +106,8 @@ class OpenEnvEnvironment:
     async def _step(self, action: dict[str, Any]) -> Step:
         """One step, which goes on where its caller gives up: its reward and its end count.
 
-        Raises as `OpenEnvSession.step`.
+        Raises as `OpenEnvSession.step`, and `CallFailed` behind the end of the episode: a turn may have several calls.
         """
-        if self._failure is not None:
-            raise self._failure
         task = asyncio.create_task(self._take(action))
         self._running.add(task)
         task.add_done_callback(self._running.discard)
@@ -116,15 +115,20 @@ class OpenEnvEnvironment:
         return await asyncio.shield(task)
 
     async def _take(self, action: dict[str, Any]) -> Step:
-        try:
-            step = await self._session.step(action)
-        except OpenEnvFailure as error:
-            self._failure = error
-            raise
-        self._steps.append(step)
-        self.step_rewards.append(step.reward)
-        self.episode_done |= step.done
-        return step
+        async with self._order:
+            if self._failure is not None:
+                raise self._failure
+            if self.episode_done:
+                raise CallFailed("the episode is over: this call was not made")
+            try:
+                step = await self._session.step(action)
+            except OpenEnvFailure as error:
+                self._failure = error
+                raise
+            self._steps.append(step)
+            self.step_rewards.append(step.reward)
+            self.episode_done |= step.done
+            return step
 
     async def _settle(self) -> float | None:
         """The reward of the turn's steps, None where none has one. Waits for those that were given up.
@@ -223,8 +227,6 @@ class CallingEnvironment(OpenEnvEnvironment):
 
     async def _call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         """One call of the model's, with what it reads of it. What fails on the server is an error that it reads."""
-        if self.episode_done:
-            raise CallFailed("the episode is over: this call was not made")
         action = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
         step = await on_openenv_loop(self._step(action))
         return ToolResult(self.text.result(step.observation))

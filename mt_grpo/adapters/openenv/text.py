@@ -9,7 +9,7 @@ from typing import Any
 from mt_grpo.adapters.acting import tagged
 from mt_grpo.conversation.tools.results import ResultInParts, as_text
 
-IMAGE = re.compile(r"data:image/[\w.+-]+;base64,[A-Za-z0-9+/=\s]+")
+IMAGE = re.compile(r"data:image/[\w.+-]+;base64,[A-Za-z0-9+/]+={0,2}")
 NOT_SHOWN = "[image: not shown]"
 
 
