@@ -1,11 +1,16 @@
 """`environment: openenv`: sessions of OpenEnv servers over HTTP and WebSockets. The policy is scripted."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import socket
+import subprocess
+import sys
 import threading
+import urllib.request
+from pathlib import Path
 
 import pytest
 from openenv_server import CALL_ACTION, Adds, Count, Served
@@ -20,6 +25,7 @@ from mt_grpo.base.event_loop import run_async
 from mt_grpo.conversation.tools.results import ResultInParts
 from mt_grpo.rollout import Generation, StopReason, Turn
 
+ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = make_tokenizer(QWEN3)
 END = [TOKENIZER.eos_token_id]
 COLUMN_ACTION = {
@@ -701,3 +707,142 @@ def test_a_turn_of_open_thinking_says_nothing(counting):
     )
     assert reply.messages[0]["content"].startswith("Error: the action does not fit") and env.step_rewards == []
     run_async(env.close())
+
+
+# --- OpenEnv's own package -------------------------------------------------------------------------------------------
+
+
+REAL_SERVERS = '''
+import sys
+
+import uvicorn
+from fastmcp import FastMCP
+from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
+
+
+class Adds(MCPEnvironment):
+    """Tools of FastMCP."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self):
+        self.sum, mcp = 0, FastMCP("adds")
+
+        @mcp.tool
+        def add(n: int) -> str:
+            "Add a number to the sum."
+            self.sum += n
+            return f"The sum is {self.sum}."
+
+        @mcp.tool
+        def fail() -> str:
+            "Raise."
+            raise ValueError("no")
+
+        super().__init__(mcp)
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.sum = 0
+        return Observation()
+
+    def _step_impl(self, action, timeout_s=None, **kwargs):
+        raise TypeError("calls alone")
+
+    async def step_async(self, action, timeout_s=None, **kwargs):
+        seen = await super().step_async(action, timeout_s=timeout_s, **kwargs)
+        if isinstance(action, CallToolAction) and seen.error is None:
+            seen.reward, seen.done = 0.5, self.sum >= 10
+        return seen
+
+    @property
+    def state(self):
+        return State(sum=self.sum)
+
+
+class Drop(Action):
+    column: int
+
+
+class Board(Observation):
+    board: list[int]
+
+
+class Columns(Environment):
+    """Actions of numbers, and one session."""
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.episode_id = episode_id
+        return Board(board=[seed or 0])
+
+    def step(self, action, timeout_s=None, **kwargs):
+        return Board(board=[action.column], reward=True if action.column == 3 else None, done=action.column == 3)
+
+    @property
+    def state(self):
+        return State(episode_id=self.episode_id, step_count=1)
+
+
+if sys.argv[1] == "adds":
+    app = create_fastapi_app(Adds, CallToolAction, CallToolObservation, max_concurrent_envs=4)
+else:
+    app = create_fastapi_app(Columns, Drop, Board)
+uvicorn.run(app, host="127.0.0.1", port=int(sys.argv[2]), log_level="warning")
+'''
+
+
+@contextlib.contextmanager
+def started(*command):
+    """The address of a server that runs as a process, once it answers."""
+    url = nobody()
+    process = subprocess.Popen([*map(str, command), url.rpartition(":")[2]], cwd=ROOT, env={"PATH": "/usr/bin:/bin"})
+    try:
+        while process.poll() is None:
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=60):
+                break
+            threading.Event().wait(0.05)
+        assert process.poll() is None
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])
+def test_real_servers(version, tmp_path, caplog, monkeypatch):
+    """Tools, texts and numbers; and the sample's recipe trains two steps."""
+    python = tmp_path / "venv/bin/python"
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    subprocess.run([python, "-m", "pip", "install", "-q", f"openenv-core=={version}", "fastmcp"], check=True)
+    monkeypatch.chdir(ROOT)
+    with started(python, "tools/openenv/frozen_lake.py", "--port") as url:
+        path = ["down", "down", "right", "right", "down", "right"]
+        rollouts, _ = play(load(url), *[f"<action>{move}</action>" for move in path], rows=[{"episode_id": "e"}] * 3)
+        assert [rewards(rollout) for rollout in rollouts] == [[0.0] * 5 + [1.0]] * 3
+        assert rollouts[0].environment.state == {"episode_id": "e", "step_count": 6, "place": [3, 3]}
+        assert type(rollouts[0].environment).__name__ == "FrozenLake"
+        mt.main(["--config", "hf_recipes/tiny/openenv.yaml", "--openenv_url", url, "--max_steps", "2",
+                 "--output_dir", str(tmp_path / "out"), "--disable_tqdm", "true"])  # fmt: skip
+        history = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
+        steps = [row for row in history if "reward" in row]
+        assert len(steps) == 2 and all(row["stop/environment_error"] == 0.0 for row in steps)
+        assert all(row["rewards/FrozenLake/mean"] < 0.3 for row in steps)
+    if version == "0.2.0":  # which has no tools
+        return
+    (tmp_path / "servers.py").write_text(REAL_SERVERS)
+    with started(python, tmp_path / "servers.py", "adds") as url:
+        turns = [call("add", n=1), call("add", n=2) + "\n" + call("fail"), call("add", n="x"), call("add", n=7)]
+        rollouts, _ = play(load(url), *turns, rows=[{}] * 6, prompt="Reach ten.")
+        for rollout in rollouts:
+            assert rewards(rollout) == [0.5, 0.5, None, 0.5] and rollout.environment.state["sum"] == 10
+            assert rollout.turns[0].results[0].text == "The sum is 1." and rollout.turns[1].results[1].error == "tool"
+            assert "valid integer" in rollout.turns[2].results[0].text
+    with started(python, tmp_path / "servers.py", "columns") as url:
+        rollouts, _ = play(load(url), "<action>9</action>", "<action>no</action>", "3", rows=[{"seed": 4}] * 3)
+        assert "opened 1, for 4 of them" in caplog.text
+        for rollout in rollouts:
+            assert rollout.prompt_messages[0]["content"].endswith('{"board": [4]}')
+            assert rewards(rollout) == [None, None, 1.0] and rollout.turns[0].observation == '{"board": [9]}'

@@ -80,12 +80,12 @@ def make_app(sessions: int):
 
 def main() -> None:
     """Serve until it is stopped."""
-    import uvicorn
-
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--port", type=int, default=8030)
     parser.add_argument("--sessions", type=int, default=64, help="At the same time: as many as a step has rollouts")
     args = parser.parse_args()
+    import uvicorn
+
     uvicorn.run(make_app(args.sessions), host="127.0.0.1", port=args.port, log_level="warning")
 
 
