@@ -205,7 +205,7 @@ def part_read(part: Any, reader: PictureReader) -> Any:
 
 
 # Methods of the protocol, which are no tools -> how many arguments the trainer passes, None for a dataset row.
-METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "state_key": 0, "fork": 0, "conversation_over": 0}
+METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "conversation_over": 0, "state_key": 0, "fork": 0}
 
 
 def tool_methods(cls: type) -> list[str]:

@@ -84,4 +84,32 @@ MUTATIONS = [
         "        pass",
         "tests/adapters/test_houses.py::test_a_new_house_is_its_keys_and_its_place_in_the_list",
     ),
+    Mutation(
+        "gym: what was thought is an action",
+        "mt_grpo/adapters/acting.py",
+        'turn.text.rpartition("</think>")[2]',
+        "turn.text",
+        "tests/adapters/test_gym.py::test_what_was_thought_is_no_action",
+    ),
+    Mutation(
+        "gym: unclosed thinking is an action",
+        "mt_grpo/adapters/acting.py",
+        '    if turn.open_thinking:\n        return ""\n',
+        "",
+        "tests/adapters/test_gym.py::test_what_was_thought_is_no_action",
+    ),
+    Mutation(
+        "gym: an answer hides the action",
+        "mt_grpo/adapters/acting.py",
+        "turn.answer is None or (CLOSE in behind and CLOSE not in turn.answer)",
+        "turn.answer is None",
+        "tests/adapters/test_gym.py::test_an_action_beside_an_answer_counts",
+    ),
+    Mutation(
+        "gym: the first action counts",
+        "mt_grpo/adapters/acting.py",
+        "before, closed, _ = text.rpartition(CLOSE)",
+        "before, closed, _ = text.partition(CLOSE)",
+        "tests/adapters/test_gym.py::test_what_was_thought_is_no_action",
+    ),
 ]

@@ -1485,4 +1485,32 @@ MUTATIONS = [
         "run_tool(run, {}, self.timeout)",
         "tests/training/test_images_of_environments.py::test_images_are_read_in_the_environments_thread",
     ),
+    Mutation(
+        "places: conversations that wait hold up batches",
+        "mt_grpo/conversation/conversations.py",
+        "if room is not None and room.locked():",
+        "if False:",
+        "tests/adapters/test_openenv_servers.py::test_a_server_of_one_session_plays_conversations_one_after_another",
+    ),
+    Mutation(
+        "places: any number of conversations is open",
+        "mt_grpo/conversation/environments.py",
+        'if (most := getattr(cls, "most_conversations", None)) is None:',
+        "if True:",
+        "tests/adapters/test_openenv_servers.py::test_the_key_bounds_the_sessions",
+    ),
+    Mutation(
+        "places: an environment is not told that its conversation failed",
+        "mt_grpo/conversation/environments.py",
+        "        if rollout.environment is not None:\n            try:\n",
+        "        if rollout.environment is not None and rollout.error is None:\n            try:\n",
+        "tests/adapters/test_openenv_servers.py::test_a_conversation_that_fails_gives_its_place_back",
+    ),
+    Mutation(
+        "verl: arguments are checked as a function's",
+        "mt_grpo/conversation/tools/signature.py",
+        "method.as_written = True",
+        "method.as_written = False",
+        "tests/adapters/test_verl.py::test_results_and_failures_of_tools",
+    ),
 ]
