@@ -4,6 +4,7 @@ adapters         LoRA as an adapter: whether a server can have it beside its wei
 versions         names of pushed weights: which a server reports, which sampled a turn
 samples          requests for samples, with images or without, and what their answers must be
 connection       the connection to a server: its address and answers, retries, time limits
+prefix_cache     how much of the prompts servers had in their prefix caches
 server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom
 weights          iteration over the policy's parameters
 weight_file      the file of a push, written tensor by tensor
