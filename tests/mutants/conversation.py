@@ -1513,4 +1513,25 @@ MUTATIONS = [
         "method.as_written = False",
         "tests/adapters/test_verl.py::test_results_and_failures_of_tools",
     ),
+    Mutation(
+        "threads: what an async tool gave is finished on the loop",
+        "mt_grpo/conversation/tools/threads.py",
+        "    if text is None or isinstance(text, (bool, int, float)) or",
+        "    if True or",
+        "tests/conversation/test_tool_threads.py::test_what_an_async_tool_gave_is_finished_off_the_loop",
+    ),
+    Mutation(
+        "threads: images of MCP and verl are decoded on the loop",
+        "mt_grpo/conversation/tools/threads.py",
+        "text = result.text if isinstance(result, ToolResult) else result",
+        'text = "" if isinstance(result, ToolResult) or hasattr(result, "parts") else result',
+        "tests/adapters/test_mcp.py::test_images_are_read_where_the_model_reads_images tests/adapters/test_verl.py::test_images_of_a_tool_by_yaml",
+    ),
+    Mutation(
+        "threads: what raises where a result is finished is no error",
+        "mt_grpo/conversation/tools/threads.py",
+        "    value, error = await done\n    if error is not None:\n",
+        "    value, error = await done\n    if False:\n",
+        "tests/conversation/test_tool_threads.py::test_what_an_async_tool_gave_may_not_be_finished",
+    ),
 ]

@@ -944,4 +944,32 @@ MUTATIONS = [
         "        if True:\n",
         "tests/generation/test_images_by_server.py::test_a_probe_of_the_directory_forgets_what_images_were",
     ),
+    Mutation(
+        "prefix cache: hits since the server began",
+        "mt_grpo/generation/prefix_cache.py",
+        "hits + counts[1] - begun[1]",
+        "hits + counts[1]",
+        "tests/generation/test_prefix_cache.py::test_the_share_since_the_last_time_of_all_servers",
+    ),
+    Mutation(
+        "prefix cache: a restarted server has fewer than none",
+        "mt_grpo/generation/prefix_cache.py",
+        "begun = (0.0, 0.0) if counts[0] < before[0] else before",
+        "begun = before",
+        "tests/generation/test_prefix_cache.py::test_the_share_since_the_last_time_of_all_servers",
+    ),
+    Mutation(
+        "prefix cache: a page without the counters ends the step",
+        "mt_grpo/generation/prefix_cache.py",
+        " if all(found) else None",
+        "",
+        "tests/generation/test_prefix_cache.py::test_a_server_that_does_not_count_is_left_out",
+    ),
+    Mutation(
+        "prefix cache: a server that is gone ends the step",
+        "mt_grpo/generation/prefix_cache.py",
+        "    except ServerError:\n        return None",
+        "    except ZeroDivisionError:\n        return None",
+        "tests/generation/test_prefix_cache.py::test_a_server_that_is_gone_is_left_out",
+    ),
 ]
