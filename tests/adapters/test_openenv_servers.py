@@ -607,6 +607,7 @@ def listing(*tools):
     ([{"name": ""}], "which has no name"), (["add"], "which has no name"), ([{"name": 3}], "which has no name"),
     ([Adds.TOOLS[0]] * 2, "lists two tools 'add': the model could not tell them apart"),
     ([{"name": "respond", "input_schema": {"type": "object"}}], "lists a tool 'respond', which is a name of the "),
+    ([{"name": "step_rewards", "input_schema": {"type": "object"}}], "lists a tool 'step_rewards', which is a name"),
     ([{"name": "_hidden", "input_schema": {"type": "object"}}], "lists a tool '_hidden', which is a name of the "),
     ([{"name": "a b", "description": "x", "input_schema": {"type": "object"}}], "Tool 'a b' has a name of other ch"),
     ([{"name": "a", "input_schema": {"type": 5}}], "has the schema .*got a schema of type 5"),

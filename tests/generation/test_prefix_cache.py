@@ -90,7 +90,7 @@ def test_a_backend_without_servers_has_no_share():
 
 
 def test_tokens_that_were_read_again_by_hand():
-    """Of 31 tokens 9: 5 of the second record, 4 of the third, whose prompt begins as the second one's does."""
+    """Of 38 tokens 14. The third record begins as the second one does. What is sampled anew is not read again."""
 
     def turn(*ids, observed=(), context=None):
         made = Turn(list(ids), None, "", "stop", observation_ids=list(observed))
@@ -100,11 +100,12 @@ def test_tokens_that_were_read_again_by_hand():
     first = Rollout([], [1, 2, 3], turns=[
         turn(10, 11, observed=[20, 21]),  # 1 2 3 10 11 20 21
         turn(12, context=[1, 2, 3, 10, 11, 9, 9]),  # 5 again
-        turn(13, 14, context=[1, 2, 3, 10, 8]),  # 4 again
+        turn(13, 14, context=[1, 2, 3, 10, 11, 9, 8]),  # 6 again, 5 of them of the first record
+        turn(10, 5, context=[1, 2, 3]),  # 3 again
     ])  # fmt: skip
     second = Rollout([], [1, 2, 3, 4], turns=[turn(10, 11, observed=[20, 21]), turn(12)])  # one record of 9
     first.stop_reason = second.stop_reason = StopReason.ANSWERED
     accelerator = SimpleNamespace(device="cpu")
     metrics, _ = conversation_metrics(conversation_columns([first, second], accelerator, uneven=True))
-    assert metrics["records/tokens_read_again"] == pytest.approx(9 / 31)
-    assert metrics["records/mean"] == 2.0
+    assert metrics["records/tokens_read_again"] == pytest.approx(14 / 38)
+    assert metrics["records/mean"] == 2.5
