@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from scripted import QWEN3, make_tokenizer
+from test_agents import TOKENIZER, ask, run, user
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -110,3 +111,26 @@ def test_a_tokenizer_that_looks_behind_its_special_tokens_is_found_out(caplog):
     for text in ("<|im_start|>a<|im_end|>b<|im_end|>c", "<|im_start|>a<|im_end|>b<|im_end|>d"):
         assert shared.ids(text) == odd(text, add_special_tokens=False)["input_ids"]
     assert "tokenised whole" in caplog.text and id(odd) in prefixes.unfit
+
+
+def test_an_agents_further_records_are_tokenised_from_where_they_differ(monkeypatch):
+    """Three records with one message of the system. What the model reads is the whole prompt's ids."""
+    system, written = "Be brief. " * 60, []
+    tokenise = SharedPrefixes._tokenise
+    monkeypatch.setattr(SharedPrefixes, "_tokenise", lambda self, text: written.append(text) or tokenise(self, text))
+    monkeypatch.setitem(prefixes.tried, id(TOKENIZER), TOKENIZER)
+
+    async def solve(row, client):
+        for text in ("One?", "Two?", "Three?"):
+            await ask(client, [{"role": "system", "content": system}, user(text)])
+
+    rollout, _ = run(solve, "1", "2", "3", max_completion_length=4000)
+    assert rollout.error is None and [len(record.turns) for record in rollout.records] == [1, 1, 1], rollout.error
+    for record, text in zip(rollout.records, ("One?", "Two?", "Three?")):
+        messages = [{"role": "system", "content": system}, user(text)]
+        whole = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert record.prompt_ids == TOKENIZER(whole, add_special_tokens=False)["input_ids"]
+    first, *further = written
+    assert len(first) > 500 and len(further) == 2 and all(len(each) < 100 for each in further)
+    conversation = run(solve, "1", "2", "3", max_completion_length=4000)[0]  # of another rollout
+    assert conversation.prompt_ids == rollout.prompt_ids
