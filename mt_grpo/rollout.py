@@ -430,6 +430,12 @@ class Environment(Protocol):
     def get_reward(self) -> float:
         """The outcome reward, asked for once, after the conversation."""
 
+    def conversation_over(self) -> None:
+        """Called when the conversation is over, whatever ended it. Others of the batch may still go on.
+
+        `most_conversations` of the class is how many of its conversations may be open at a time, in a process.
+        """
+
     def close(self) -> None:
         """Called after the rewards, whatever happened."""
 

@@ -1,6 +1,8 @@
 """A vision-language model with random weights, its tokenizer and its processor, as a folder: for tests of pictures."""
 
+import contextlib
 import random
+import threading
 
 import torch
 from PIL import Image
@@ -16,6 +18,8 @@ from transformers import (
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
+from mt_grpo.base.event_loop import background_loop
+from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
 
 SPECIAL = (
@@ -115,6 +119,36 @@ def reading(folder):
     """The tokenizer of a saved model, which writes pictures."""
     found = AutoTokenizer.from_pretrained(folder)
     return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
+
+
+@contextlib.contextmanager
+def read_off_the_loop(tokenizer, at_least=1):
+    """Each picture that is read meanwhile waits until the event loop of the conversations has done something else.
+
+    Where a picture is decoded on that loop, it never does, and reading one fails.
+    """
+    reader, loop, num_read = tokenizer.pictures, background_loop(), 0
+
+    class Waits:
+        def __getattr__(self, name):
+            return getattr(reader, name)
+
+        def read(self, value, *args, **kwargs):
+            nonlocal num_read
+            if isinstance(value, Picture):  # it was read before
+                return value
+            num_read += 1
+            went_on = threading.Event()
+            loop.call_soon_threadsafe(went_on.set)
+            assert went_on.wait(20), "a picture was decoded on the event loop of all conversations"
+            return reader.read(value, *args, **kwargs)
+
+    tokenizer.pictures = Waits()
+    try:
+        yield
+    finally:
+        tokenizer.pictures = reader
+    assert num_read >= at_least
 
 
 def save(folder, family="qwen2_5_vl", seed=0, template=TEMPLATE):

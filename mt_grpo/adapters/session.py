@@ -17,6 +17,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.adapters.prefixes import SharedPrefixes
 from mt_grpo.base.pictures import has_too_many
 from mt_grpo.conversation.formats.control_tokens import Origin
 from mt_grpo.conversation.formats.hermes import HermesFormat
@@ -59,8 +60,9 @@ def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ids_of_prompt(
-    env: Any, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Any], context: float
-) -> list[int]:
+    env: Any, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Any], context: float,
+    prefixes: SharedPrefixes | None = None,
+) -> list[int]:  # fmt: skip
     """Ids of a prompt. Where it is surely longer than the context, those of a beginning that is longer, too.
 
     A program may send megabytes. To tokenise them takes seconds, in which no other conversation goes on.
@@ -69,6 +71,7 @@ def ids_of_prompt(
         env: The conversations.
         messages, tokenizer, tools: As `env.prompt_ids` takes them.
         context: Of the model, in tokens.
+        prefixes: Of the rollout, whose records begin alike. None: the prompt is tokenised whole.
     """
     if len(str([messages, tools])) > 5 * context:  # shorter ones are tokenised whole in any case
         arguments = {**env.format_of(tokenizer).prompt(messages, tools), "tokenize": False}
@@ -76,6 +79,11 @@ def ids_of_prompt(
         readable = cut_far_beyond(text, context, tokenizer)
         if len(readable) < len(text):
             return tokenizer(readable, add_special_tokens=False)["input_ids"]
+        if prefixes is not None:
+            return prefixes.ids(text)
+    elif prefixes is not None:
+        arguments = {**env.format_of(tokenizer).prompt(messages, tools), "tokenize": False}
+        return prefixes.ids(tokenizer.apply_chat_template(**arguments))
     return env.prompt_ids(messages, tokenizer, tools)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -61,12 +62,36 @@ class Conversations(Limits):
             await wait_for_trunk(rollout, functools.partial(self.aside, llm))
         begun = rollout
         try:
-            rollout = await self.converse(rollout, llm, sampling_params)
-            await pass_state(begun, self.environments, over=True)
+            async with self._in_its_place(begun, llm):
+                rollout = await self.converse(rollout, llm, sampling_params)
+                await pass_state(begun, self.environments, over=True)
         finally:
             release(begun)
         keep_whole(rollout, num_ids(self._tokenizer(llm)))
         return rollout
+
+    @asynccontextmanager
+    async def _in_its_place(self, rollout: Rollout, llm: Any) -> AsyncIterator[None]:
+        """Wait until the rollout's environment takes one more conversation; tell it when this one is over.
+
+        No time limit counts the wait: it is as long as the conversations before this one, and these have their limits.
+        """
+        if self.environments is None:
+            yield
+            return
+        room = self.environments.room(rollout)
+        if room is not None and room.locked():
+            await self.aside(llm, room.acquire())
+        elif room is not None:
+            await room.acquire()
+        try:
+            try:
+                yield
+            finally:
+                await self.environments.over(rollout)
+        finally:
+            if room is not None:
+                room.release()
 
     async def aside(self, llm: Any, awaitable: Awaitable) -> Any:
         """Await what another conversation of the batch will do. Its tokens may come from this process.

@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import json
+import logging
 import numbers
 import threading
 import time
@@ -27,6 +28,7 @@ from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
 
+logger = logging.getLogger(__name__)
 Clean = Callable[[list[Message], Origin], list[Message]]  # breaks control tokens: `ChatFormat.clean`
 REPLIES = ("messages", "continuation", "history", "stop")  # a reply has at most one of them
 
@@ -203,7 +205,7 @@ def part_read(part: Any, reader: PictureReader) -> Any:
 
 
 # Methods of the protocol, which are no tools -> how many arguments the trainer passes, None for a dataset row.
-METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "state_key": 0, "fork": 0}
+METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "conversation_over": 0, "state_key": 0, "fork": 0}
 
 
 def tool_methods(cls: type) -> list[str]:
@@ -335,6 +337,7 @@ class Environments:
         self.tokenizer: Any = None  # of the model, known where a conversation opens; its images are read by it
         self.places_images = True  # of a row, where `reset` says; a scheduler says it by tags
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
+        self._rooms: dict[tuple, asyncio.Semaphore] = {}  # by event loop and class
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
         atexit.register(self._close_at_exit)
 
@@ -503,6 +506,24 @@ class Environments:
             name = type(rollout.environment).__name__
             raise EnvironmentFailure(f"{name}.get_reward returned {value!r}, expected a finite number.")
         return float(value)
+
+    def room(self, rollout: Rollout) -> asyncio.Semaphore | None:
+        """The places for conversations with a rollout's class of environments; None where any number may be open.
+
+        `most_conversations` of the class says how many there are. Each event loop has its own.
+        """
+        cls = self.class_of(rollout.row)
+        if (most := getattr(cls, "most_conversations", None)) is None:
+            return None
+        return self._rooms.setdefault((asyncio.get_running_loop(), cls), asyncio.Semaphore(most))
+
+    async def over(self, rollout: Rollout) -> None:
+        """Tell an environment that its conversation is over, whatever ended it. A failure of that is a warning."""
+        if rollout.environment is not None:
+            try:
+                await self.call(rollout, "conversation_over")
+            except EnvironmentFailure as error:
+                logger.warning(f"A conversation is over, and its environment could not be told so: {error}")
 
     async def fork(self, rollout: Rollout, branch: Rollout) -> None:
         """Give a branch a copy of a rollout's environment. Raises `EnvironmentFailure`, also for what is no copy."""

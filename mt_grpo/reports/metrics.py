@@ -15,12 +15,12 @@ from mt_grpo.conversation.tools.threads import HUNG
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.records import trained_records
+from mt_grpo.training.records import tokens_read_again, trained_records
 from mt_grpo.training.tensors import nanstd, nansum
 
 
 def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool = False) -> torch.Tensor:
-    """What `conversation_metrics` is made of, (N, 12), over all ranks. What a rollout copied counts once. Collective.
+    """What `conversation_metrics` is made of, (N, 14), over all ranks. What a rollout copied counts once. Collective.
 
     One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks. `uneven`: ranks
     may have different numbers of rollouts.
@@ -34,7 +34,7 @@ def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool
                 reasons.index(r.stop_reason),
                 sum(len(t.calls) for t in r.own_turns), *num_errors(r),
                 sum(t.tool_seconds for t in r.own_turns), len(trained_records(r)),
-                sum(t.open_thinking for t in r.turns),
+                sum(t.open_thinking for t in r.turns), *tokens_read_again(r),
             ]
             for r in rollouts
         ],
@@ -46,7 +46,8 @@ def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool
 def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
     """(metrics of conversations, number of their prompt tokens and sampled tokens), of `conversation_columns`."""
     reasons = list(StopReason)
-    prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records, unclosed = columns.T
+    prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records = columns.T[:11]
+    unclosed, again, read = columns.T[11:]
     truncated = (stop == reasons.index(StopReason.MAX_TOKENS)) | (stop == reasons.index(StopReason.CONTEXT_LENGTH))
     ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
     metrics = {}
@@ -62,6 +63,7 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
         "turns/max": num_turns.max().item(),
         "turns/unclosed_thinking": (unclosed.sum() / num_turns.sum().clamp(min=1)).item(),
         "records/mean": records.mean().item(),
+        "records/tokens_read_again": (again.sum() / read.sum().clamp(min=1)).item(),
         "tools/call_frequency": calls.mean().item(),
         "tools/failure_frequency": (failed.sum() / attempted).item(),
         "tools/malformed_frequency": (malformed.sum() / attempted).item(),
@@ -107,7 +109,7 @@ class EvaluationMetrics:
     """
 
     def __init__(self):
-        self.columns: list[torch.Tensor] = []  # of each batch, (N, 12)
+        self.columns: list[torch.Tensor] = []  # of each batch, (N, 14)
         self.rewards: list[torch.Tensor] = []  # of each batch, (N, F)
 
     def add(self, metrics: dict[str, list[float]], batch: Batch, total: int | None) -> None:
@@ -136,7 +138,7 @@ class EvaluationMetrics:
 
         >>> whole, metrics = EvaluationMetrics(), {"reward": [2 / 3, 1.0], "entropy": [1.0, 2.0], "x/max": [3.0, 1.0]}
         >>> whole.rewards = [torch.tensor([[1.0], [0.0], [1.0]]), torch.tensor([[1.0]])]
-        >>> whole.columns = [torch.zeros(3, 12), torch.zeros(1, 12)]
+        >>> whole.columns = [torch.zeros(3, 14), torch.zeros(1, 14)]
         >>> whole.finish(metrics, ["match"], torch.ones(1))
         >>> {name: metrics[name] for name in ("reward", "rewards/match/mean", "entropy", "x/max")}
         {'reward': [0.75], 'rewards/match/mean': [0.75], 'entropy': [1.25], 'x/max': [3.0]}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import gather_object
 
@@ -26,6 +27,43 @@ def trained_records(rollout: Rollout) -> list[Record]:
     """
     records = [] if rollout.failed else [r for r in rollout.records if any(turn.trained for turn in r.turns)]
     return records or [Record([], [])]
+
+
+def tokens_read_again(rollout: Rollout) -> tuple[int, int]:
+    """(tokens of further records that begin as an earlier record of the rollout does, tokens of all its records).
+
+    A server computes these once where its prefix cache has them; a training pass computes them once more.
+
+    >>> from mt_grpo.rollout import Context, Turn
+    >>> r = Rollout([], [1, 2, 3], turns=[Turn([10, 11], None, "", "stop"), Turn([30], None, "", "stop")])
+    >>> tokens_read_again(r)
+    (0, 6)
+    >>> r.turns[1].context = Context([], [1, 2, 3, 10, 7])  # an edit behind the fourth token
+    >>> tokens_read_again(r)
+    (4, 11)
+    """
+    records = rollout.records
+    if len(records) == 1:
+        return 0, len(records[0].prompt_ids) + len(records[0].completion_ids)
+    read = [np.array([*record.prompt_ids, *record.completion_ids], dtype=np.int64) for record in records]
+    prompts = [len(record.prompt_ids) for record in records]
+    again = [
+        max(common_prefix(ids[:size], before) for before in read[:k])
+        for k, (ids, size) in enumerate(zip(read, prompts))
+        if k > 0
+    ]
+    return sum(again), sum(map(len, read))
+
+
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """How many ids two lists begin with alike.
+
+    >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2])), common_prefix(np.array([1, 2, 3]), np.array([1, 4, 3]))
+    (2, 1)
+    """
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if len(differ) else size
 
 
 def compare_ranks(

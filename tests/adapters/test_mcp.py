@@ -262,7 +262,8 @@ def test_images_are_read_where_the_model_reads_images(tmp_path):
     env = mt.MultiTurnToolEnv(tools, None, 4, tokenizer=tokenizer, max_completion_length=600)
     turns = [call("show", seed=5), call("show", broken=True), call("draw"), ANSWER]
     script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
-    (rollout,) = env.generate(["?"], Scripted([script]))["rollouts"]
+    with vision_model.read_off_the_loop(tokenizer):
+        (rollout,) = env.generate(["?"], Scripted([script]))["rollouts"]
     shown, broken, drawn, _ = rollout.turns
     name = f"<image {picture.name}>"
     assert readable(shown.observation) == f"One:\n{name}\nTwo:\n{name}\n[resource: not shown]"

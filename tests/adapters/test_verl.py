@@ -813,7 +813,8 @@ def with_vision(env, tmp_path, turns, row):
     """A conversation of a model that reads images: (the rollout, its tokenizer)."""
     tokenizer = env.tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
     script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in turns]
-    return converse(env, [script], [row])[0], tokenizer
+    with vision_model.read_off_the_loop(tokenizer, at_least=0):  # a video is refused
+        return converse(env, [script], [row])[0], tokenizer
 
 
 def test_images_of_a_tool_by_yaml(tmp_path):

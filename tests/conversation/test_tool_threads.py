@@ -252,3 +252,46 @@ def test_a_hung_tool_on_the_callers_own_loop_does_not_keep_the_process_alive():
     root = Path(mt.__file__).parent
     ended = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=root, timeout=20)
     assert (ended.returncode, ended.stdout) == (0, "on time\n")
+
+
+@pytest.mark.parametrize("result", [["a part", "another"], {"a": 1}, "x" * 100_000, mt.ToolResult(["a part"])])
+def test_what_an_async_tool_gave_is_finished_off_the_loop(result):
+    """As that of a tool without `async`. A large image would hold up all other conversations."""
+    began, went_on = threading.Event(), threading.Event()
+
+    async def give() -> str:
+        """Gives."""
+        return result
+
+    def finish(given):
+        began.set()
+        assert went_on.wait(20), "the loop stands still"
+        return len(str(given))
+
+    async def beside():
+        running = asyncio.create_task(run_tool(give, {}, 60.0, finish))
+        while not began.is_set():
+            await asyncio.sleep(0.01)
+        went_on.set()
+        return await running
+
+    assert asyncio.run(beside()) == len(str(result))
+
+
+def test_what_an_async_tool_gave_may_not_be_finished():
+    """The error is the tool's; a short text needs no thread."""
+    threads = []
+
+    def finish(given):
+        threads.append(threading.current_thread() is threading.main_thread())
+        raise SystemExit("no") if given else ValueError("nothing was given")
+
+    for result, error in ((["x"], "SystemExit: no"), ([], "nothing was given"), ("", "nothing was given")):
+
+        async def give(result=result) -> str:
+            """Gives."""
+            return result
+
+        with pytest.raises((ValueError, RuntimeError), match=error):
+            asyncio.run(run_tool(give, {}, 60.0, finish))
+    assert threads == [False, False, True]

@@ -92,6 +92,8 @@ ARGUMENTS = {
     "docs/environments.md": {
         "python mt_grpo_trainer.py --config hf_recipes/tiny/agent.yaml":
             "minutes; tests/adapters/test_agents_learn.py trains by both agents",
+        "python tools/openenv/frozen_lake.py":
+            "serves until it is stopped, by a package of its own; test_openenv_servers.py starts it, as a slow test",
         "python scripts/serve_search.py": "serves until it is stopped; tests/adapters/test_verl.py starts one",
     },
     "docs/faults.md": {"bash scripts/train.sh": "GPUs, and a run that was stopped"},
@@ -128,6 +130,7 @@ FILES = {
     "yaml": {
         "agent: my_agent.py:solve": "test_keys_of_a_page_make_a_recipe",
         "gym_env: FrozenLake-v1": "test_keys_of_a_page_make_a_recipe",
+        "openenv_reset: {level: 3}": "test_keys_of_a_page_make_a_recipe",
         "max_parallel_calls: 4": "test_keys_of_a_page_make_a_recipe",
         "credit_assignment: tree": "test_keys_of_a_page_make_a_recipe",
         "tools/short_memory.py:ShortMemory": "test_keys_of_a_page_make_a_recipe",
@@ -449,7 +452,7 @@ def test_keys_of_a_page_make_a_recipe(tmp_path, monkeypatch):
     """Blocks of a few keys, as lines of a recipe of a tiny model."""
     monkeypatch.chdir(ROOT)
     words = [word for word, test in FILES["yaml"].items() if test == "test_keys_of_a_page_make_a_recipe"]
-    assert len(words) == 5
+    assert len(words) == 6
     for word in words:
         text = ENVIRONMENTS + FORKING + PAGES["docs/credit.md"]
         keys = yaml.safe_load(block(text, "yaml", word))

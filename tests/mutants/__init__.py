@@ -13,6 +13,7 @@ from mutants import (
     mcp,
     method,
     ms_swift,
+    openenv,
     recipe,
     reports,
     run,
@@ -38,6 +39,7 @@ WINGS = (
     verl,
     mcp,
     gym,
+    openenv,
     samples,
     scripts,
 )

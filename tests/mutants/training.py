@@ -1290,4 +1290,25 @@ MUTATIONS = [
         "leaving = []",
         "tests/method/test_distributed.py::test_two_ranks_have_the_gradients_of_one_with_images",
     ),
+    Mutation(
+        "records: of what is read again the first record counts alone",
+        "mt_grpo/training/records.py",
+        "for before in read[:k])",
+        "for before in read[:1])",
+        "tests/generation/test_prefix_cache.py::test_tokens_that_were_read_again_by_hand",
+    ),
+    Mutation(
+        "records: sampled tokens count as read again",
+        "mt_grpo/training/records.py",
+        "max(common_prefix(ids[:size], before)",
+        "max(common_prefix(ids, before)",
+        "tests/generation/test_prefix_cache.py::test_tokens_that_were_read_again_by_hand",
+    ),
+    Mutation(
+        "records: prompts are not among the tokens that are read",
+        "mt_grpo/training/records.py",
+        "return sum(again), sum(map(len, read))",
+        "return sum(again), sum(map(len, read)) - sum(prompts)",
+        "tests/generation/test_prefix_cache.py::test_tokens_that_were_read_again_by_hand",
+    ),
 ]

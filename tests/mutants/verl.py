@@ -147,13 +147,6 @@ MUTATIONS = [
         "tests/adapters/test_verl.py::test_a_tool_that_hangs_or_blocks_delays_no_conversation",
     ),
     Mutation(
-        "verl: arguments are checked as a function's",
-        "mt_grpo/adapters/verl/environment.py",
-        "run.as_written = True",
-        "run.as_written = False",
-        "tests/adapters/test_verl.py::test_results_and_failures_of_tools",
-    ),
-    Mutation(
         "verl: None of a table is an argument",
         "mt_grpo/adapters/verl/environment.py",
         'keyword_columns = ("tools_kwargs", "interaction_kwargs", "extra_info")',

@@ -1,6 +1,7 @@
 """Every recipe parses, trains a step and has no key that nothing reads; every TRL key works here or is refused."""
 
 import dataclasses
+import functools
 import inspect
 import json
 import math
@@ -24,6 +25,7 @@ from accelerate.commands.config.config_args import ClusterConfig, load_config_fr
 from accelerate.utils import DistributedType
 from conftest import data_file
 from datasets import Dataset
+from openenv_server import Served
 from safetensors.torch import save_file
 from transformers import AutoTokenizer, TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments
@@ -43,6 +45,7 @@ from mt_grpo.recipe.checks import check_context, check_dataset, longest_prompt
 from mt_grpo.recipe.data import load_rows, make_arithmetic, not_here
 from mt_grpo.recipe.keys import known_keys
 from mt_grpo.recipe.parse import read_recipe
+from mt_grpo.recipe.plugins import import_file
 from mt_grpo.recipe.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout, text_of_cuts
 from mt_grpo.reports.facts import facts_of_settings
 from mt_grpo.reports.troubles import troubles
@@ -206,6 +209,7 @@ REPLACED = {
     "output_dir": "a temporary folder",
     "max_steps": "one step",
     "env": "only WIKI_SEARCH_CORPUS: a local corpus",
+    "openenv_url": "the address of a server that the test starts",
 }
 # Replaced too, since there is no server here: the model itself generates. `test_recipe_reaches_vllm` keeps them.
 VLLM_KEYS = {
@@ -219,7 +223,7 @@ def game_of(trainer) -> type | None:
     """The class of a game's environments."""
     environments = trainer.env.environments
     classes = [] if environments is None else environments.by_name.values()
-    return next((cls for cls in classes if hasattr(cls, "unfinished_reward")), None)
+    return next((cls for cls in classes if hasattr(cls, "text_class")), None)
 
 
 def class_of(trainer) -> type:
@@ -262,7 +266,15 @@ READ_BACK = {
         if read_prompt_examples(str(path)) == t.env.prompt_examples
     ),
     "tool_format": lambda t: t.env.tool_format,
-    "environment": lambda t: "openai_agent" if hasattr(t.env, "agent") else "gym" if game_of(t) else None,
+    "environment": lambda t: (
+        "openai_agent"
+        if hasattr(t.env, "agent")
+        else "gym"
+        if game_of(t)
+        else "openenv"
+        if hasattr(class_of(t), "servers")
+        else None
+    ),
     "gym_env": lambda t: game_of(t)().env.spec.id,
     "gym_kwargs": lambda t: (
         {k: v for k, v in game_of(t)().env.spec.kwargs.items() if k in ("is_slippery", "sab")}
@@ -327,6 +339,27 @@ READ_BACK_VLLM = {
 }
 
 
+@functools.cache
+def lake_server() -> Served:
+    """The server of hf_recipes/tiny/openenv.yaml, by the tests' own: OpenEnv's package is not here."""
+    sample = import_file(str(ROOT / "tools/openenv/frozen_lake.py"), "openenv_url")
+
+    class FrozenLake:
+        def reset(self, **arguments):
+            self.lake = sample.Lake()
+            return {"text": sample.RULES + self.lake.board()}, None, False
+
+        def step(self, action):
+            text, reward, done = self.lake.act(action["message"])
+            return {"text": text}, reward, done
+
+        @property
+        def state(self):
+            return {"step_count": self.lake.steps if hasattr(self, "lake") else 0}
+
+    return Served(FrozenLake, name="FrozenLake").__enter__()  # its threads are daemons
+
+
 def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     """The recipe with the keys of `REPLACED` replaced."""
     original = recipe.get("reward_fn", "")
@@ -341,6 +374,7 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
             name = "qwen3_vl" if "zoom" in original else "qwen3"
             template = Path(trl.__file__).parent / f"chat_templates/{name}.jinja"
         model = change_model(folder, model, "chat_template.jinja", template.read_text(encoding="utf-8"))
+    served = {"openenv_url": lake_server().url} if "openenv_url" in recipe else {}
     recipe = {key: value for key, value in recipe.items() if key not in REPLACED} | {"env": recipe.get("env", {})}
     data = folder / "train.jsonl"
     if "triviaqa" in original or "squad" in original:
@@ -355,7 +389,7 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
     else:
         rows = [json.dumps(row) for row in make_arithmetic(8, seed=0)]
     data.write_text("\n".join(rows), encoding="utf-8")
-    return recipe | {
+    return recipe | served | {
         "model_name_or_path": model, "dtype": "float32", "bf16": False, "use_cpu": True, "dataset_name": str(data),
         "dataset_size": 8, "per_device_train_batch_size": recipe["num_generations"], "gradient_accumulation_steps": 1,
         "output_dir": str(folder / "output"), "max_steps": 1,
@@ -876,7 +910,7 @@ NUMBERS_OUT_OF_RANGE = {
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
          "max_tokens_per_pass",
          "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
-         "max_tool_response_length", "mcp_max_concurrent_calls", "num_branches", "branch_states"),
+         "max_tool_response_length", "mcp_max_concurrent_calls", "openenv_sessions", "num_branches", "branch_states"),
         (0, -5),
     ),
     **dict.fromkeys(
@@ -906,6 +940,7 @@ NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), (0, 65_536)),
     **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
     "environment_reward_weight": (math.inf, math.nan), "gym_unfinished_reward": (math.inf, math.nan),
+    "openenv_unfinished_reward": (math.inf, math.nan),
     "num_generations": (1, 0), "max_tool_response_tokens": (9,), "seed": (-1, 2**32),
     "pad_to_multiple_of": (0, "some"),
 }  # fmt: skip

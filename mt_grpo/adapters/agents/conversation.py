@@ -32,6 +32,7 @@ from mt_grpo.adapters.agents.programs import (
 from mt_grpo.adapters.agents.server import AgentServer
 from mt_grpo.adapters.agents.session import AgentSession
 from mt_grpo.adapters.house import check_settings_of
+from mt_grpo.adapters.prefixes import Tokenised
 from mt_grpo.base.event_loop import close_on
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import failures_end
@@ -91,6 +92,7 @@ class AgentConversation:
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.prompt_cache: dict[str, list[int]] = {}  # of messages and tools as JSON
+        self.begun_alike: dict[str, Tokenised] = {}  # the newest of them, with which further records begin
         self._servers: dict[asyncio.AbstractEventLoop, tuple[AgentServer, asyncio.Task]] = {}
 
     @staticmethod

@@ -15,6 +15,7 @@ from typing import Any
 from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
 from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, Contents, ModelRequest, refuse, tool_call
 from mt_grpo.adapters.agents.prompts import AgentPrompts, whole_characters
+from mt_grpo.adapters.prefixes import SharedPrefixes, keep_newest
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.json_types import json_text
 from mt_grpo.base.pictures import MOST_PICTURES, is_picture
@@ -40,6 +41,8 @@ class AgentSession(RolloutSession):
         self.prompts = AgentPrompts(self.format, self.tokenizer)
         self.contents = Contents(self.prompts.joint, reader_of(self.tokenizer), why_none(self.tokenizer))
         self.chains = Chains(self.format.thinking, self.samples)
+        # A model's that reads images tokenises what it reads with their marks.
+        self.prefixes = SharedPrefixes(self.tokenizer) if self.contents.reader is None else None
         self.responses: dict[str, list[Message]] = {}  # of /v1/responses: the messages up to each one
         self.refused: list[str] = []
         self._reading = asyncio.Lock()
@@ -382,13 +385,17 @@ class AgentSession(RolloutSession):
         """The ids of a conversation that begins a record. The rollouts of a group begin with the same one."""
         key, cache = json.dumps([request.messages, request.tools]), self.env.prompt_cache
         if key in cache:
+            if self.prefixes is not None and key in self.env.begun_alike:
+                self.prefixes.kept.append(self.env.begun_alike[key])
             return list(cache[key])
         messages = self.prompts.rendered(request.messages, request.messages)
         tools = self.prompts.tools(request.tools)
-        ids = ids_of_prompt(self.env, messages, self.tokenizer, tools, self.context)
+        ids = ids_of_prompt(self.env, messages, self.tokenizer, tools, self.context, self.prefixes)
         # What is refused may be megabytes, and a prompt that is kept keeps its pictures.
         if len(ids) < self.context and not any(map(is_picture, ids)):
             if len(cache) >= 1024:
                 cache.clear()
             cache[key] = list(ids)
+            if self.prefixes is not None and self.prefixes.kept:
+                keep_newest(self.env.begun_alike, key, self.prefixes.kept[-1])
         return ids

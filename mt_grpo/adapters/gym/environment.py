@@ -18,7 +18,8 @@ from typing import Any
 
 import gymnasium
 
-from mt_grpo.adapters.gym.text import CLOSE, OPEN, GymText, contains, plain
+from mt_grpo.adapters.acting import CLOSE, OPEN, said
+from mt_grpo.adapters.gym.text import GymText, contains, plain
 from mt_grpo.adapters.house import check_tool_format, check_unset
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
@@ -139,18 +140,6 @@ def checked(text: Any, method: str) -> str:
     if not isinstance(text, str):
         raise TypeError(f"gym_text: {method} gave {type(text).__name__}, expected text")
     return text
-
-
-def said(turn: Turn) -> str:
-    """A turn's text without its thinking.
-
-    >>> said(Turn([], None, "<think>left?</think> right", "stop"))
-    ' right'
-    """
-    if turn.open_thinking:
-        return ""
-    behind = turn.text.rpartition("</think>")[2]  # an answer is without what stands beside its tags
-    return behind if turn.answer is None or (CLOSE in behind and CLOSE not in turn.answer) else turn.answer
 
 
 def gym_environment(

@@ -12,9 +12,9 @@ import gymnasium
 import numpy as np
 from gymnasium import spaces
 
+from mt_grpo.adapters.acting import CLOSE, OPEN, tagged
 from mt_grpo.conversation.tools.results import ADDRESS
 
-OPEN, CLOSE = "<action>", "</action>"
 HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]+m([^\x1b]*)\x1b\[0m")  # as gymnasium's text games mark a place
 COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -77,8 +77,7 @@ class GymText:
 
         Raises `ValueError` where it asks for none. The policy reads its message.
         """
-        before, closed, _ = text.rpartition(CLOSE)
-        said = (before.rpartition(OPEN)[2] if closed and OPEN in before else text).strip()
+        said = tagged(text)
         space = self.env.action_space
         if self.actions:
             action = self._by_text.get(said.casefold())

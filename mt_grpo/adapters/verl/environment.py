@@ -22,7 +22,7 @@ from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.environments import METHODS, is_number
 from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.tools.results import ResultInParts
-from mt_grpo.conversation.tools.signature import as_tool
+from mt_grpo.conversation.tools.signature import as_method
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 
 logger = logging.getLogger(__name__)
@@ -409,28 +409,7 @@ def environment_class(name: str, tools: dict[str, Any], interactions: dict[str, 
 def method_of(name: str, schema: dict[str, Any]) -> Callable:
     """A tool as a method of the environment."""
 
-    async def run(self, **arguments: Any) -> ToolResult:
-        return await on_own_loop(self._call(name, arguments))
+    async def run(environment: VerlEnvironment, tool: str, arguments: dict[str, Any]) -> ToolResult:
+        return await on_own_loop(environment._call(tool, arguments))
 
-    as_written = as_tool(Described(name, schema))
-    signature = inspect.signature(as_written)
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    run.__name__, run.__qualname__, run.__doc__ = name, name, as_written.__doc__
-    run.__annotations__ = dict(as_written.__annotations__)
-    run.__signature__ = signature.replace(
-        parameters=[own, *signature.parameters.values()], return_annotation=ToolResult
-    )
-    run.json_schema, run.others = as_written.json_schema, as_written.others
-    run.as_written = True  # a tool of verl reads its arguments itself
-    return run
-
-
-@dataclass
-class Described:
-    """A tool's description."""
-
-    name: str
-    schema: dict[str, Any]
-
-    def run(self, **arguments: Any) -> None:
-        """Nothing: only its description is used."""
+    return as_method(name, schema, run)  # a tool of verl reads its arguments itself

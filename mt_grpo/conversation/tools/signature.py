@@ -8,6 +8,7 @@ import json
 import keyword
 import operator
 import re
+import types
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -172,6 +173,33 @@ def as_tool(tool: Any) -> Callable:
     made.json_schema = {**function, "name": tool.name}
     made.others = others
     return made
+
+
+def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
+    """A tool as an async method of an environment, which passes a call's arguments as the model wrote them.
+
+    Args:
+        name: The tool's.
+        schema: The JSON schema of a function, as in `as_tool`.
+        run: Called as `await run(environment, name, arguments)`. It returns a `ToolResult`.
+
+    Raises:
+        ValueError: the schema describes no function.
+    """
+
+    async def method(self: Any, **arguments: Any) -> ToolResult:
+        return await run(self, name, arguments)
+
+    described = as_tool(types.SimpleNamespace(name=name, schema=schema, run=run))
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__name__, method.__qualname__, method.__doc__ = name, name, described.__doc__
+    method.__annotations__ = dict(described.__annotations__)
+    method.__signature__ = inspect.signature(described).replace(
+        parameters=[own, *inspect.signature(described).parameters.values()], return_annotation=ToolResult
+    )
+    method.json_schema, method.others = described.json_schema, described.others
+    method.as_written = True  # who runs it reads the arguments itself
+    return method
 
 
 def returned_by(run: Callable) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.conversation.tools.math_limits import set_math_limits_aside
+from mt_grpo.rollout import ToolResult
 
 logger = logging.getLogger(__name__)
 set_math_limits_aside()  # what runs here runs in threads
@@ -140,6 +141,38 @@ def warn_of_signals(name: str) -> None:
     )
 
 
+MOST_ON_LOOP = 2**16  # characters of a text that an event loop finishes itself
+
+
+async def finished(result: Any, finish: Callable[[Any], Any]) -> Any:
+    """`finish` of what an async tool gave. It runs in a thread, unless the result is a number or a short text.
+
+    INVARIANT: no image is decoded on the event loop. One of a few megabytes would hold up all other conversations for
+    a tenth of a second.
+    """
+    text = result.text if isinstance(result, ToolResult) else result  # a `ToolResult` may hold an image as well
+    if text is None or isinstance(text, (bool, int, float)) or (isinstance(text, str) and len(text) <= MOST_ON_LOOP):
+        return finish(result)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future = loop.create_future()
+
+    def work() -> tuple[Any, BaseException | None]:
+        try:
+            return finish(result), None
+        except BaseException as error:
+            return None, error
+
+    def deliver(outcome: tuple[Any, BaseException | None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: no call waits any more
+            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(outcome))
+
+    await TOOL_THREADS.submit(work, deliver)
+    value, error = await done
+    if error is not None:
+        raise error
+    return value
+
+
 async def run_tool(
     tool: Callable, arguments: dict[str, Any], timeout: float, finish: Callable[[Any], Any] = lambda result: result
 ) -> Any:
@@ -149,8 +182,8 @@ async def run_tool(
         tool: The tool.
         arguments: Its arguments by name.
         timeout: Time limit of the call in seconds. The wait for a thread or a process does not count.
-        finish: Converts the result. It runs in the tool's thread, because a large result would block the event loop;
-            for an async tool it runs on the loop.
+        finish: Converts the result. It runs in the tool's thread, or for an async tool in another one, because a
+            large result or an image would block the event loop.
 
     Raises:
         ToolTimeout: The call exceeded `timeout`. Its task is cancelled, or its thread is abandoned.
@@ -186,7 +219,7 @@ async def run_tool(
 
     async def wait_for(awaitable):
         try:
-            deliver(finish(await awaitable), None)
+            deliver(await finished(await awaitable, finish), None)
         except BaseException as error:  # SystemExit would end the loop of all conversations
             deliver(None, error)
 

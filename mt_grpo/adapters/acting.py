@@ -1,0 +1,29 @@
+"""What houses share whose turns are actions: the tags of an action, and what a turn says."""
+
+from __future__ import annotations
+
+from mt_grpo.rollout import Turn
+
+OPEN, CLOSE = "<action>", "</action>"
+
+
+def said(turn: Turn) -> str:
+    """A turn's text without its thinking.
+
+    >>> said(Turn([], None, "<think>left?</think> right", "stop"))
+    ' right'
+    """
+    if turn.open_thinking:
+        return ""
+    behind = turn.text.rpartition("</think>")[2]  # an answer is without what stands beside its tags
+    return behind if turn.answer is None or (CLOSE in behind and CLOSE not in turn.answer) else turn.answer
+
+
+def tagged(text: str) -> str:
+    """The action that a text asks for: its last <action>, else the whole text.
+
+    >>> tagged("First <action>up</action>, no: <action>down</action>"), tagged(" left "), tagged("<action>up")
+    ('down', 'left', '<action>up')
+    """
+    before, closed, _ = text.rpartition(CLOSE)
+    return (before.rpartition(OPEN)[2] if closed and OPEN in before else text).strip()

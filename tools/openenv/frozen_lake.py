@@ -1,0 +1,93 @@
+"""FrozenLake as an OpenEnv server, for hf_recipes/tiny/openenv.yaml: a turn is a move, and reaching G is worth 1.
+
+    python -m venv openenv && openenv/bin/pip install "openenv-core>=0.3,<0.4"
+    openenv/bin/python tools/openenv/frozen_lake.py --port 8030
+
+Needs: openenv-core, in an environment of its own: it brings another FastAPI and gradio's like than a trainer has.
+
+Protects against: nothing, and nothing is needed; it moves a mark on a board of 16 letters. It listens on loopback.
+
+>>> lake = Lake()
+>>> print(lake.act("I go <action>right</action>"))
+('S[F]FF\\nFHFH\\nFFFH\\nHFFG', 0.0, False)
+>>> lake.act("fly")
+("Error: expected an action as <action>...</action>: left, down, right or up. Got 'fly'.", None, False)
+"""
+
+import argparse
+
+BOARD = ("SFFF", "FHFH", "FFFH", "HFFG")
+MOVES = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
+NAMES = "left, down, right or up"
+RULES = f"Answer with an action as <action>...</action>: {NAMES}.\n"
+MOST_STEPS = 100
+
+
+class Lake:
+    """One game. A hole ends it with 0, and so do 100 steps."""
+
+    def __init__(self):
+        self.row = self.column = self.steps = 0
+
+    def board(self) -> str:
+        """The rows, with the player's place in brackets."""
+        rows = [list(row) for row in BOARD]
+        rows[self.row][self.column] = f"[{rows[self.row][self.column]}]"
+        return "\n".join("".join(row) for row in rows)
+
+    def act(self, text: str) -> tuple[str, float | None, bool]:
+        """(what is seen, the reward, whether the game is over). A text that is no move moves nothing."""
+        before, closed, _ = text.rpartition("</action>")
+        name = before.rpartition("<action>")[2].strip().lower() if closed else text.strip()
+        if not closed or name not in MOVES:
+            return f"Error: expected an action as <action>...</action>: {NAMES}. Got {name[:60]!r}.", None, False
+        self.steps += 1
+        down, right = MOVES[name]
+        self.row, self.column = min(max(self.row + down, 0), 3), min(max(self.column + right, 0), 3)
+        place = BOARD[self.row][self.column]
+        return self.board(), float(place == "G"), place in "GH" or self.steps >= MOST_STEPS
+
+
+def make_app(sessions: int):
+    """The server, as openenv-core makes it of an environment."""
+    from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
+
+    class Say(Action):
+        message: str
+
+    class Seen(Observation):
+        text: str
+
+    class FrozenLake(Environment):
+        SUPPORTS_CONCURRENT_SESSIONS = True  # a session shares nothing with another one
+
+        def reset(self, seed=None, episode_id=None, **kwargs):
+            self.lake, self.episode_id = Lake(), episode_id
+            return Seen(text=RULES + self.lake.board())
+
+        def step(self, action, timeout_s=None, **kwargs):
+            text, reward, done = self.lake.act(action.message)
+            return Seen(text=text, reward=reward, done=done)
+
+        @property
+        def state(self):
+            return State(
+                episode_id=self.episode_id, step_count=self.lake.steps, place=[self.lake.row, self.lake.column]
+            )
+
+    return create_fastapi_app(FrozenLake, Say, Seen, max_concurrent_envs=sessions)
+
+
+def main() -> None:
+    """Serve until it is stopped."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--port", type=int, default=8030)
+    parser.add_argument("--sessions", type=int, default=64, help="At the same time: as many as a step has rollouts")
+    args = parser.parse_args()
+    import uvicorn
+
+    uvicorn.run(make_app(args.sessions), host="127.0.0.1", port=args.port, log_level="warning")
+
+
+if __name__ == "__main__":
+    main()
