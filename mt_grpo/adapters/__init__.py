@@ -5,6 +5,7 @@ session          what the sessions of agents and of schedulers share
 house            what a house is to a recipe; checks that several houses share
 agents/          a program that speaks OpenAI's or Anthropic's API runs the conversation
 gym/             a game of gymnasium as an environment
+harbor/          task folders of Harbor, each on a machine of its own
 mcp/             tools of servers of the Model Context Protocol
 verl/            verl's tools and interactions
 ms_swift/        ms-swift's multi-turn schedulers and environments
