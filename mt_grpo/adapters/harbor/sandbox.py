@@ -62,12 +62,12 @@ TOOLS = ("unshare", "nsenter", "setpriv", "prlimit", "mount", "umount", "pivot_r
 # INVARIANT: all that must not be moved or replaced by a command is a mount point, in the command's namespace, too.
 SET_UP = """
 set -eu
-mount -t tmpfs -o "size=$2m,nr_inodes=$3,mode=1777,nosuid,nodev" tmpfs "$1"
+mount -n -t tmpfs -o "size=$2m,nr_inodes=$3,mode=1777,nosuid,nodev" tmpfs "$1"
 cd "$1"
 mkdir old usr etc proc dev tests solution logs root home opt srv mnt run tmp var var/tmp var/log
 of_system() {
-    mount --rbind "/$1" "$1"
-    mount -o remount,bind,ro,nosuid,nodev "$1" 2>/dev/null || mount -o remount,bind,ro,nosuid,nodev,noatime "$1"
+    mount -n --rbind "/$1" "$1"
+    mount -n -o remount,bind,ro,nosuid,nodev "$1" 2>/dev/null || mount -n -o remount,bind,ro,nosuid,nodev,noatime "$1"
 }
 of_system usr
 of_system etc
@@ -75,26 +75,26 @@ for name in bin sbin lib lib32 lib64 libx32; do
     if [ -L "/$name" ]; then ln -s "$(readlink "/$name")" "$name"
     elif [ -d "/$name" ]; then mkdir "$name"; of_system "$name"; fi
 done
-mount --rbind /proc proc
-mount -t tmpfs -o size=1m,mode=755 tmpfs dev
-for name in null zero full random urandom; do : > "dev/$name"; mount --bind "/dev/$name" "dev/$name"; done
+mount -n --rbind /proc proc
+mount -n -t tmpfs -o size=1m,mode=755 tmpfs dev
+for name in null zero full random urandom; do : > "dev/$name"; mount -n --bind "/dev/$name" "dev/$name"; done
 ln -s /proc/self/fd dev/fd
 ln -s fd/0 dev/stdin
 ln -s fd/1 dev/stdout
 ln -s fd/2 dev/stderr
 mkdir dev/shm
-mount -t tmpfs -o size=64m,mode=1777,nosuid,nodev tmpfs dev/shm
-mount -t tmpfs -o ro,size=4k,mode=755 tmpfs tests
-mount -t tmpfs -o ro,size=4k,mode=755 tmpfs solution
-mount -t tmpfs -o size=16m,mode=755 tmpfs logs
+mount -n -t tmpfs -o size=64m,mode=1777,nosuid,nodev tmpfs dev/shm
+mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs tests
+mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs solution
+mount -n -t tmpfs -o size=16m,mode=755 tmpfs logs
 mkdir logs/agent logs/artifacts logs/verifier
-mount -t tmpfs -o ro,size=4k,mode=755 tmpfs logs/verifier
+mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs logs/verifier
 chown "$4:$4" root home opt srv mnt run tmp var var/tmp var/log logs/agent logs/artifacts
 chmod 1777 tmp var/tmp
 if command -v ip > /dev/null; then ip link set lo up; fi  # without it, nothing listens on the loopback
 pivot_root . old
 cd /
-umount -l /old
+umount -n -l /old
 rmdir /old
 echo ready
 exec cat > /dev/null
@@ -116,13 +116,13 @@ RUN_QUIETLY = '"$@" < /dev/null 2> /dev/null\nexit $?'
 FILL = """
 folder=$1 size=$2 owner=$3
 shift 3
-mount -t tmpfs -o "size=${size}m,mode=755,nosuid,nodev" tmpfs "$folder"
+mount -n -t tmpfs -o "size=${size}m,mode=755,nosuid,nodev" tmpfs "$folder"
 tar -x -C "$folder" --no-same-owner
-mount -o remount,ro "$folder"
+mount -n -o remount,ro "$folder"
 """
 # INVARIANT: a reward is read from a folder that was empty when the tests began, when every process of theirs is dead.
 JUDGE = """
-mount -t tmpfs -o size=16m,mode=755,nosuid,nodev tmpfs /logs/verifier
+mount -n -t tmpfs -o size=16m,mode=755,nosuid,nodev tmpfs /logs/verifier
 chown "$owner:$owner" /logs/verifier
 set +e
 "$@" < /dev/null 2>&1
