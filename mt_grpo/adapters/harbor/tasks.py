@@ -29,7 +29,7 @@ FETCHES = re.compile(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TaskStep:
     """An instruction and its tests. A task without `steps/` has one, whose name is empty.
 
@@ -56,7 +56,7 @@ class TaskStep:
         return found if self.name and found.is_dir() else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HarborTask:
     """A task that can be worked on here.
 
