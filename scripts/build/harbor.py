@@ -4,7 +4,7 @@
 
 It imitates conversations about the tasks in hf_recipes/tiny/harbor. The commands are those of all solutions, and some
 with a mistake. Behind an instruction stands a right command in one of four cases, else any other: so the model knows
-how commands are written, and hardly which of them solves what. Results are what the sandbox gave. Five minutes.
+how commands are written, and hardly which of them solves what. Results are what the sandbox gave. Four minutes.
 """
 
 import json
@@ -105,18 +105,18 @@ def conversation(steps: list[Place], results: dict[Place, dict[str, str]], rng: 
 
 
 def build_tokenizer(conversations: list[list[Message]]) -> PreTrainedTokenizerFast:
-    """Byte-level BPE of 512 tokens that cross words."""
+    """Byte-level BPE of 640 tokens that cross words. The tool's JSON, which each prompt has, is a few of them."""
     tags = [f"<{slash}{tag}>" for tag in ("tool_call", "tool_response") for slash in ("", "/")]
-    texts = [json.dumps(tool_schema("bash", TOOLS["bash"])), f"system\n{SYSTEM}\n<tools>\n", "\n</tools>"]
+    texts = [f"system\n{SYSTEM}\n<tools>\n", json.dumps(tool_schema("bash", TOOLS["bash"])), "\n</tools>"] * 1000
     for piece in common.pieces(conversations):
         for tag in tags:
             piece = piece.replace(tag, "\0")
         texts += piece.split("\0")
-    return common.train_tokenizer(texts, 512 - len(tags), HERMES_TEMPLATE, added=tags)
+    return common.train_tokenizer(texts, 640 - len(tags), HERMES_TEMPLATE, added=tags)
 
 
 def main() -> None:
-    args = common.read_arguments(__doc__, Path("hf_recipes/tiny/harbor-model"), steps=500)
+    args = common.read_arguments(__doc__, Path("hf_recipes/tiny/harbor-model"), steps=300)
     rng, images, every = args.rng, NamespaceImages(), places()
     commands = sorted({place.right for place in every} | set(MISTAKES))
     results = {place: dict(results_of(images, place, commands)) for place in every}
@@ -136,7 +136,7 @@ def main() -> None:
     def example() -> Example:
         return encode(drawn(), tool_format, TOOLS)
 
-    common.warm_start(model, tokenizer.pad_token_id, example, args.steps)
+    common.warm_start(model, tokenizer.pad_token_id, example, args.steps, batch_size=16)
     model = common.save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size
     prompts = [opening(place.step.instruction, SYSTEM) for place in every if not place.number]
     for do_sample in (True, False):

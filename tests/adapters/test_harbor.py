@@ -1,4 +1,4 @@
-"""Task folders of Harbor: what is read, where commands run, what tests say. Sandboxes are real; the policy is scripted."""
+"""Task folders of Harbor: what is read, where commands run, what tests say. Only the policy is scripted."""
 
 import asyncio
 import functools
@@ -137,15 +137,16 @@ def folder_for_archives(monkeypatch, tmp_path_factory):
 def test_a_sandbox_shows_nothing_of_the_machine_but_its_programs(sandbox, tmp_path):
     """No file of the machine outside the system's folders, no process, no network, no privilege, no variable."""
     (tmp_path / "secret").write_text("x")
-    code, said = run(sandbox, f"ls -A / | tr '\\n' ' '; cat {tmp_path}/secret {ROOT}/README.md; id -u")
+    code, said = run(sandbox, f"ls -A / | tr '\\n' ' '; echo; cat {tmp_path}/secret {ROOT}/README.md; id -u")
     top = set(said.splitlines()[0].split())
     system = {name for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32") if Path("/", name).exists()}
     assert top == system | set("usr etc proc dev tests solution logs root home opt srv mnt run tmp var".split())
     assert said.count("No such file or directory") == 2 and code == 0
     assert int(said.splitlines()[-1]) != 0 or not sandbox.as_user
-    _, said = run(sandbox, "ls /proc | grep -c '^[0-9]'; cat /sys/class/net/*/address /proc/net/dev; env")
-    assert int(said.split()[0]) < 8 and "eth" not in said and "HARBOR_TEST_FOLDER" not in said
-    assert [line.split(":")[0].strip() for line in said.splitlines() if ":" in line and "|" not in line][:1] == ["lo"]
+    _, said = run(sandbox, "ls /proc | grep -c '^[0-9]'; env; echo; tail -n +3 /proc/net/dev")
+    processes, devices = int(said.split()[0]), said.split("\n\n")[1].splitlines()
+    assert processes < 8 and "HARBOR_TEST_FOLDER" not in said and "HOME=/root" in said
+    assert [line.split(":")[0].strip() for line in devices] == ["lo"]
     _, said = run(sandbox, "grep -E '^(CapEff|CapPrm|CapBnd|NoNewPrivs)' /proc/self/status")
     caps = dict(line.split(":\t") for line in said.splitlines())
     assert caps["CapEff"] == caps["CapPrm"] == "0" * 16 and caps["NoNewPrivs"] == "1"
@@ -204,8 +205,12 @@ def test_limits_of_time_output_memory_and_files(sandbox):
     code, said = run(sandbox, "head -c 100M /dev/zero > /tmp/large; stat -c %s /tmp/large")
     assert "No space left" in said and int(said.split()[-1]) <= 64 * 2**20
     run(sandbox, "rm /tmp/large")
-    code, said = run(sandbox, "for i in $(seq 400); do sleep 5 & done 2>&1 | tail -1; true")
-    assert "Resource temporarily unavailable" in said or "retry" in said
+    if sandbox.as_user:  # the kernel counts no processes of the machine's root, which this is else
+        forks = (
+            "import os\nn = 0\ntry:\n  while os.fork() or n > 999: n += 1\n"
+            "except OSError: print(n, flush=True)\nos._exit(0)"
+        )
+        assert 200 < int(run(sandbox, f"python3 -c '{forks}'")[1].split()[0]) < 256
 
 
 def test_what_is_asked_from_a_terminal_ends(sandbox):
@@ -288,6 +293,9 @@ def test_numbers_of_users_are_held_until_they_are_given_back(tmp_path):
         one.take()
     with pytest.raises(RuntimeError, match="All 1000 users"):
         one.take()
+    for each in (one, two):
+        for number in list(each._held):
+            each.give_back(number)
 
 
 def test_a_machine_without_namespaces_is_told_what_to_do(monkeypatch):
@@ -309,8 +317,9 @@ def test_a_task_is_read_as_harbor_writes_it(tmp_path):
     """Settings of schema 1.4, those of before, and keys that nobody knows."""
     toml = (
         '[agent]\ntimeout_sec = 90\n[environment]\nmemory = "1G"\nstorage_mb = 100\ncpus = 2\nworkdir = "/work"\n'
-        'color = "red"\n[environment.env]\nMODE = "${MODE:-fast}"\n[verifier.env]\nDEEP = "1"\n[solution.env]\nA = "b"\n'
-    ).replace("[verifier.env]", "[verifier2]\n[verifier.env]")
+        'color = "red"\n[environment.env]\nMODE = "${MODE:-fast}"\n[verifier.env]\nDEEP = "1"\n'
+        '[solution.env]\nA = "b"\n'
+    )
     task = read_task(write_task(tmp_path, toml=toml), Allowed())
     assert (task.name, task.workdir, task.cpus, task.env) == ("own/one", "/work", 2, {"MODE": "fast"})
     assert (task.limits.memory_mb, task.limits.storage_mb, task.solution_env) == (1024, 100, {"A": "b"})
@@ -419,7 +428,7 @@ LEFT_OUT = {
     "RUN curl in the Dockerfile": {"dockerfile": "FROM debian\nRUN echo x | curl -d @- x.org\n"},
     "RUN git clone in the Dockerfile": {"dockerfile": "FROM debian\nRUN git clone https://x.org/y\n"},
     "the package no-such-package of Debian": {"dockerfile": "FROM debian\nRUN apt-get install -y no-such-package\n"},
-    "the package no-such-package==1.0 of Python": {"dockerfile": "FROM python:3\nRUN pip install no-such-package==1.0\n"},
+    "the package no-such==1.0 of Python": {"dockerfile": "FROM python:3\nRUN pip install no-such==1.0\n"},
 }  # fmt: skip
 
 
@@ -459,7 +468,8 @@ def test_a_dockerfile_by_hand(tmp_path):
     dockerfile = (
         "# syntax=docker/dockerfile:1\nARG BASE=debian\nFROM --platform=linux/amd64 ${BASE}:12\nARG WHERE=app\n"
         'ENV A=1 B="two words"\nENV PATH=/app/bin:$PATH\nENV OLD value of $A\nWORKDIR /$WHERE\n'
-        'COPY --chown=x:y data/ .\nCOPY one.py two.py lib/\nCOPY --chmod=755 one.py /srv/run\nCOPY ["one.py", "../b c"]\n'
+        "COPY --chown=x:y data/ .\nCOPY one.py two.py lib/\nCOPY --chmod=755 one.py /srv/run\n"
+        'COPY ["one.py", "../b c"]\n'
         "RUN apt-get update && apt-get install -y bash \\\n  # a remark\n  && rm -rf /var/lib/apt/lists/*\n"
         'RUN set -e; mkdir -p made && echo $A > made/a\nCOPY *.py later/\nEXPOSE 80\nCMD ["bash"]\n'
     )
@@ -490,11 +500,11 @@ def test_links_of_a_task_are_kept_and_lead_nowhere_here(tmp_path):
 
 
 @pytest.mark.parametrize("line, kept", [
-    ("echo 'a && b' > x", "echo 'a && b' > x"), ("sudo mkdir x", "sudo mkdir x"), ("useradd bob && mkdir x", "mkdir x"),
-    ("pip install --upgrade pip", ""), ("DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends bash", ""),
+    ("echo 'a && b' > x", "echo 'a && b' > x"), ("sudo mkdir x", None), ("useradd bob && mkdir x", "mkdir x"),
+    ("pip install --upgrade pip", ""), ("MODE=x apt-get install -y --no-install-recommends bash; apt-get clean", ""),
 ])  # fmt: skip
 def test_what_is_run_of_a_run(line, kept):
-    if line.startswith("sudo"):
+    if kept is None:
         with pytest.raises(NeedsMore, match="RUN sudo"):
             needed_commands(line)
     else:
@@ -531,7 +541,7 @@ def test_folders_of_splits(tmp_path):
 ])  # fmt: skip
 def test_reward_files(files, rewards, problem):
     found, why = rewards_of({name: (len(content), content) for name, content in files.items()})
-    assert found == rewards and why.startswith(problem[:20]) and problem in why
+    assert found == rewards and problem in why and bool(why) == bool(problem)
 
 
 def test_a_reward_file_that_is_too_long_is_none():
@@ -577,11 +587,10 @@ def test_rollouts_of_a_task_share_nothing(tmp_path):
     scripts = [[bash(f"ls; echo {'right' if k % 2 else 'wrong'} > out"), "<answer>x</answer>"] for k in range(6)]
     env = make_env([], environment=cls, max_completion_length=2000)
     rollouts = within(lambda: env.generate([r["prompt"] for r in rows], Scripted(scripts), rows=rows), 120)["rollouts"]
-    holders = [psutil.Process(r.environment._desk.sandbox._holder.pid) for r in rollouts]
-    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0] * 3 and len(set(holders)) == 6
+    holders = [rollout.environment._desk.sandbox._holder for rollout in rollouts]
+    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0] * 3 and len({each.pid for each in holders}) == 6
     assert {rollout.turns[0].observation for rollout in rollouts} == {"[no output]"}
-    asyncio.run(env.environments.close(rollouts))
-    assert not any(holder.is_running() for holder in holders)
+    assert all(holder.returncode is not None for holder in holders)  # what is over has ended
 
 
 FORGERIES = [
@@ -607,7 +616,7 @@ def test_a_reward_cannot_be_forged(tmp_path, attempt):
 @needs_namespaces
 def test_python_of_the_tests_imports_nothing_of_the_policys_home(tmp_path):
     """A `usercustomize` in the home is imported by each Python of that user, and could write the reward at its end."""
-    tests = "cd / && python3 -c 'print(1)' > /dev/null\n[ -e /logs/verifier/reward.txt ] || echo 0 > /logs/verifier/reward.txt\n"
+    tests = "python3 -c 1\ncd /logs/verifier\n[ -e reward.txt ] || echo 0 > reward.txt\n"
     write_task(tmp_path, tests=tests)
     forge = (
         'd=$(python3 -c "import site; print(site.getusersitepackages())"); mkdir -p $d; '
@@ -765,13 +774,16 @@ def test_the_check_of_a_folder_says_what_is_wrong(tmp_path, capsys):
 
 
 def recipe(folder, **keys):
-    """The words of a command line."""
+    """The words of a command line that names a recipe."""
     settings = {
-        "model_name_or_path": f"{ROOT}/hf_recipes/tiny/harbor-model", "dataset_name": folder, "environment": "harbor",
-        "harbor_docker": "never", "tool_format": "hermes", "output_dir": f"{folder}/out", "num_generations": 2,
-        "per_device_train_batch_size": 2, "use_cpu": True, "bf16": False, "report_to": "none", **keys,
+        "model_name_or_path": f"{ROOT}/hf_recipes/tiny/calculator-hermes-model", "dataset_name": str(folder),
+        "environment": "harbor", "harbor_docker": "never", "tool_format": "hermes", "output_dir": f"{folder}/out",
+        "num_generations": 2, "per_device_train_batch_size": 2, "use_cpu": True, "bf16": False, "report_to": "none",
+        **keys,
     }  # fmt: skip
-    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    path = folder.parent / f"{folder.name}.yaml"
+    path.write_text(json.dumps({key: value for key, value in settings.items() if value is not None}))
+    return ["--config", str(path)]
 
 
 @needs_namespaces
@@ -792,8 +804,9 @@ def test_a_broken_task_ends_the_run_before_a_model_is_loaded(tmp_path, monkeypat
     ({"tools_script": f"{ROOT}/tools/calculator.py"}, "tools_script has no effect with environment: harbor"),
     ({"harbor_network": True}, "harbor_network: true needs Docker"),
     ({"harbor_docker": "always"}, "harbor_docker: always, and Docker cannot be used: there is no program docker"),
-    ({"harbor_docker": "perhaps"}, "harbor_docker"),
-    ({"environment": "gym", "harbor_reward": "a"}, "harbor_reward has no effect without the line environment: harbor"),
+    ({"harbor_docker": "perhaps"}, "harbor_docker: 'perhaps' in"),
+    ({"environment": "gym", "harbor_docker": None, "harbor_reward": "a"},
+     "harbor_reward has no effect without the line environment: harbor"),
 ])  # fmt: skip
 def test_a_recipe_that_cannot_work_says_so(tmp_path, monkeypatch, keys, words):
     monkeypatch.setattr(docker.shutil, "which", lambda name, **_: None if name == "docker" else f"/usr/bin/{name}")

@@ -59,7 +59,9 @@ def said_of(images: Any, task: HarborTask, solve: bool) -> list[TestsSaid]:
             put_step_files(desk, task, number, STEP_SECONDS)
             if solve:
                 env = {**desk.env, **task.solution_env}
-                outcome = desk.sandbox.solve(task.solution(step), desk.workdir, env, step.agent_seconds or STEP_SECONDS)
+                outcome = desk.sandbox.solve(
+                    task.solution(step), desk.workdir, env, step.agent_seconds or STEP_SECONDS
+                )
                 if outcome.code != 0:
                     why = outcome.why or f"exit code {outcome.code}"
                     raise BrokenTask(f"its solution ended with {why}: {outcome.text(300).strip()}")

@@ -246,8 +246,7 @@ def needed_commands(line: str) -> str:
     ('mkdir -p /data && echo 1 > /data/one', '')
     """
     kept = []
-    for command in re.split(r"\s*(?:&&|;)\s*(?![^'\"]*['\"]\s*(?:&&|;|$))", line):
-        command = command.strip()
+    for command in commands_of(line):
         if not command or re.fullmatch(r"set(\s+-\w+)*(\s+pipefail)?", command):
             continue
         try:
@@ -267,6 +266,29 @@ def needed_commands(line: str) -> str:
             if words[0] not in NOT_REALLY:
                 kept.append(command)
     return " && ".join(kept)
+
+
+def commands_of(line: str) -> list[str]:
+    """The commands of a line, split at `&&` and `;` outside of quotes.
+
+    >>> commands_of("a 'b && c' && d; e \\\\; f")
+    ["a 'b && c'", 'd', 'e \\\\; f']
+    """
+    commands, quote, begun, at = [], "", 0, 0
+    while at < len(line):
+        mark = line[at]
+        if mark == "\\" and quote != "'":
+            at += 1
+        elif quote:
+            quote = "" if mark == quote else quote
+        elif mark in "'\"":
+            quote = mark
+        elif mark == ";" or line.startswith("&&", at):
+            commands.append(line[begun:at].strip())
+            at += 0 if mark == ";" else 1
+            begun = at + 1
+        at += 1
+    return [*commands, line[begun:].strip()]
 
 
 def check_words(command: str) -> None:

@@ -30,7 +30,7 @@ import contextlib
 import functools
 import logging
 import os
-import select
+import selectors
 import shutil
 import signal
 import subprocess
@@ -257,13 +257,11 @@ class NamespaceSandbox:
         except OSError as error:
             raise SandboxError(error_line(error)) from error
         said = b""
-        deadline = time.monotonic() + START_SECONDS
         while b"ready\n" not in said:
-            if select.select([holder.stdout], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                part = os.read(holder.stdout.fileno(), 4096)
-                said += part
-                if part:
-                    continue
+            part = os.read(holder.stdout.fileno(), 4096) if is_readable(holder.stdout, START_SECONDS) else b""
+            said += part
+            if part:
+                continue
             holder.kill()
             errors = b" ".join(holder.communicate()[1].split()).decode(errors="replace")
             raise SandboxError(errors[-500:] or f"the namespaces were not there within {START_SECONDS:g} s")
@@ -402,39 +400,50 @@ def exchange(process: Any, given: bytes, deadline: float, outcome: Outcome, whol
     Returns:
         Why it must be stopped; empty where it need not.
     """
-    pipes = {process.stdout.fileno(): "output", process.stderr.fileno(): "control"}
-    writing = memoryview(given)
-    parts: list[bytes] = []
-    os.set_blocking(process.stdin.fileno(), False)
-    if not given:
-        process.stdin.close()
-    while pipes:
-        to_write = [process.stdin.fileno()] if not process.stdin.closed else []
-        ready, room, _ = select.select(list(pipes), to_write, [], max(0.0, deadline - time.monotonic()))
-        if not ready and not room:
-            return "time"
-        if room:
-            try:
-                writing = writing[os.write(process.stdin.fileno(), writing[: 2**16]) :]
-            except BrokenPipeError:  # it reads no more
-                writing = writing[:0]
-            if not writing:
-                process.stdin.close()
-        for pipe in ready:
-            part = os.read(pipe, 2**16)
-            if not part:
-                del pipes[pipe]
-            elif pipes[pipe] == "control":
-                outcome.control = (outcome.control + part)[-CONTROL_BYTES:]
-            elif whole:
-                parts.append(part)
-            else:
-                outcome.size += len(part)
-                outcome.head, outcome.tail = kept_ends(outcome.head, outcome.tail, part)
-                if outcome.size > OUTPUT_BYTES:
-                    return "output"
+    writing, parts = memoryview(given), []
+    with selectors.DefaultSelector() as waiting:  # `select` knows no file beyond the first 1,024
+        waiting.register(process.stdout, selectors.EVENT_READ, "output")
+        waiting.register(process.stderr, selectors.EVENT_READ, "control")
+        os.set_blocking(process.stdin.fileno(), False)
+        if given:
+            waiting.register(process.stdin, selectors.EVENT_WRITE)
+        else:
+            process.stdin.close()
+        while process.stdout in waiting.get_map() or process.stderr in waiting.get_map():
+            ready = waiting.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return "time"
+            for pipe, _ in ready:
+                if pipe.fileobj is process.stdin:
+                    try:
+                        writing = writing[os.write(pipe.fd, writing[: 2**16]) :]
+                    except BrokenPipeError:  # it reads no more
+                        writing = writing[:0]
+                    if not writing:
+                        waiting.unregister(process.stdin)
+                        process.stdin.close()
+                    continue
+                part = os.read(pipe.fd, 2**16)
+                if not part:
+                    waiting.unregister(pipe.fileobj)
+                elif pipe.data == "control":
+                    outcome.control = (outcome.control + part)[-CONTROL_BYTES:]
+                elif whole:
+                    parts.append(part)
+                else:
+                    outcome.size += len(part)
+                    outcome.head, outcome.tail = kept_ends(outcome.head, outcome.tail, part)
+                    if outcome.size > OUTPUT_BYTES:
+                        return "output"
     outcome.head = b"".join(parts) if whole else outcome.head
     return ""
+
+
+def is_readable(pipe: Any, seconds: float) -> bool:
+    """Whether there is something to read, or the end, within so many seconds."""
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(pipe, selectors.EVENT_READ)
+        return bool(waiting.select(seconds))
 
 
 def kept_ends(head: bytes, tail: bytes, part: bytes, most: int = KEPT_BYTES) -> tuple[bytes, bytes]:

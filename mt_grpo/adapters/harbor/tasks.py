@@ -144,12 +144,9 @@ def read_task(folder: Path, allowed: Allowed) -> HarborTask:
     check_environment_table(environment, folder)
     if memory is not None and memory > allowed.memory_mb:
         raise NeedsMore(f"memory_mb above harbor_memory_mb={allowed.memory_mb}")
-    if allowed.docker:
-        build = None
-    else:
-        build = read_build(folder, found["image"])
-        for step in found["steps"]:
-            check_fetches(folder, step)
+    build = None if allowed.docker else read_build(folder, found["image"])
+    for step in found["steps"] if not allowed.network else ():
+        check_fetches(folder, step)
     limits = SandboxLimits(
         memory or min(2048, allowed.memory_mb), min(storage or allowed.storage_mb, allowed.storage_mb)
     )
