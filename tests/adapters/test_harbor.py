@@ -5,6 +5,7 @@ import functools
 import json
 import logging
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from mt_grpo.adapters.harbor.archives import TaskArchive, tree_archive
 from mt_grpo.adapters.harbor.dockerfile import DockerfileReader, needed_commands
 from mt_grpo.adapters.harbor.environment import HarborEnvironment, check_namespaces, load_harbor_conversation
 from mt_grpo.adapters.harbor.images import NamespaceImages
-from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxError, SandboxLimits
+from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxError, SandboxLimits, numbers_of_users
 from mt_grpo.adapters.harbor.tasks import Allowed, read_task, read_tasks, task_folders
 from mt_grpo.adapters.harbor.toml_tables import BrokenTask, NeedsMore
 from mt_grpo.adapters.harbor.users import UserNumbers
@@ -279,6 +280,31 @@ def test_each_sandbox_has_a_user_and_files_of_its_own():
     finally:
         one.close()
         two.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or bool(no_namespaces()), reason="needs root")
+def test_a_closed_sandbox_gives_its_user_back():
+    sandbox = NamespaceSandbox()
+    number = sandbox._user
+    assert number in numbers_of_users()._held
+    sandbox.close()
+    assert number not in numbers_of_users()._held
+
+
+@needs_namespaces
+def test_a_trainer_with_many_open_files_runs_commands():
+    """Connections of a server and data files are some thousands."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
+    files = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+    try:
+        sandbox = NamespaceSandbox()
+        assert run(sandbox, "echo here") == (0, "here\n")
+        sandbox.close()
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_numbers_of_users_are_held_until_they_are_given_back(tmp_path):

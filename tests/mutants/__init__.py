@@ -10,6 +10,7 @@ from mutants import (
     conversation,
     generation,
     gym,
+    harbor,
     mcp,
     method,
     ms_swift,
@@ -38,6 +39,7 @@ WINGS = (
     verl,
     mcp,
     gym,
+    harbor,
     samples,
     scripts,
 )

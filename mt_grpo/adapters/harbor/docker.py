@@ -31,6 +31,8 @@ DOCKER_SECONDS = 60.0  # of a command of Docker's that should be quick
 LABEL = "mt-grpo-harbor"
 # As root of the container. Argument: the folder. The archive is read from stdin.
 FILL_ANEW = 'set -e\nrm -rf -- "$1" && mkdir -p -- "$1" && tar -x -C "$1" --no-same-owner\n'
+# Of a container: it reaps what commands leave, and goes on where everything else is killed, `sleep` with it.
+FIRST_PROCESS = "while true; do sleep 1000 & wait; done"
 VERDICT = """
 for name in reward.json reward.txt; do
     file=/logs/verifier/$name
@@ -87,11 +89,11 @@ class DockerSandbox:
 
     def __post_init__(self):
         self._lock, self._running, self._closed = threading.Lock(), set(), False
-        words = ["run", "--detach", "--rm", "--init", "--label", LABEL, "--pids-limit", "512"]
+        words = ["run", "--detach", "--rm", "--label", LABEL, "--pids-limit", "512"]
         words += ["--memory", f"{self.limits.memory_mb}m", "--security-opt", "no-new-privileges"]
         words += ["--network", "bridge" if self.network else "none"]
         words += [] if self.cpus is None else ["--cpus", f"{self.cpus:g}"]
-        words += ["--entrypoint", "sleep", self.image, "infinity"]
+        words += ["--entrypoint", "bash", self.image, "-c", FIRST_PROCESS]
         self._container = docker_command(*words).decode().strip()
 
     def shell(self, command: str, folder: str, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
