@@ -2,13 +2,17 @@
 
 import asyncio
 import functools
+import io
 import json
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
+import tarfile
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -119,17 +123,13 @@ def run(sandbox, command, folder="/", seconds=60.0):
 
 def archive_of(**files):
     """An archive of files, whose names have _ for a dot."""
-    archive, folder = TaskArchive(), Path(os.environ["HARBOR_TEST_FOLDER"])
-    for name, text in files.items():
-        path = folder / name.replace("_", ".")
-        path.write_text(text)
-        archive.add_file(path.name, path)
+    archive = TaskArchive()
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in files.items():
+            path = Path(folder) / name.replace("_", ".")
+            path.write_text(text)
+            archive.add_file(path.name, path)
     return archive.tar()
-
-
-@pytest.fixture(autouse=True)
-def folder_for_archives(monkeypatch, tmp_path_factory):
-    monkeypatch.setenv("HARBOR_TEST_FOLDER", str(tmp_path_factory.mktemp("archive")))
 
 
 # -- the sandbox ------------------------------------------------------------------------------------------------------
@@ -146,7 +146,7 @@ def test_a_sandbox_shows_nothing_of_the_machine_but_its_programs(sandbox, tmp_pa
     assert int(said.splitlines()[-1]) != 0 or not sandbox.as_user
     _, said = run(sandbox, "ls /proc | grep -c '^[0-9]'; env; echo; tail -n +3 /proc/net/dev")
     processes, devices = int(said.split()[0]), said.split("\n\n")[1].splitlines()
-    assert processes < 8 and "HARBOR_TEST_FOLDER" not in said and "HOME=/root" in said
+    assert processes < 8 and "PYTHONPATH" not in said and "PYTEST_CURRENT_TEST" not in said and "HOME=/root" in said
     assert [line.split(":")[0].strip() for line in devices] == ["lo"]
     _, said = run(sandbox, "grep -E '^(CapEff|CapPrm|CapBnd|NoNewPrivs)' /proc/self/status")
     caps = dict(line.split(":\t") for line in said.splitlines())
@@ -374,8 +374,6 @@ def test_steps_have_the_tasks_settings_where_they_have_none(tmp_path):
 def test_tests_of_a_step_stand_over_those_of_the_task(tmp_path):
     files = {"tests/test.sh": "echo task\n", "tests/help.sh": "echo help\n", "steps/second/tests/test.sh": None}
     task = read_task(write_steps(tmp_path, **files), Allowed())
-    import io
-    import tarfile
 
     def texts(step):
         with tarfile.open(fileobj=io.BytesIO(task.tests(step))) as tar:
@@ -482,9 +480,6 @@ def build_of(folder, dockerfile, **files):
 
 
 def members_of(archive):
-    import io
-    import tarfile
-
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
         return {m.name: (oct(m.mode)[2:], tar.extractfile(m).read().decode()) for m in tar if m.isfile()}
 
@@ -668,8 +663,6 @@ def test_tests_without_a_reward_give_nothing_and_are_told_once(tmp_path, caplog,
         rollouts = play(tmp_path, bash("echo 'sleep 1000' > out"), "<answer>x</answer>", cls=cls, rollouts=2)
     assert [(r.reward, r.error) for r in rollouts] == [(0.0, None)] * 2
     (told,) = [record.getMessage() for record in caplog.records if "gave no reward" in record.getMessage()]
-    import re
-
     assert re.search(words, told) and "own/one" in told
     assert re.search(words, rollouts[0].turns[1].info["harbor"]["problem"])
 

@@ -110,12 +110,20 @@ class DockerSandbox:
     def judge(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """As `TaskSandbox.judge`."""
         self._kill_all()
-        script = (
-            FILL_ANEW + "rm -rf /logs/verifier && mkdir -p /logs/verifier /logs/agent /logs/artifacts\nset +e\nshift\n"
-            '"$@" < /dev/null 2>&1\ncode=$?\n' + VERDICT + 'exit "$code"'
+        script = FILL_ANEW + "rm -rf /logs/verifier && mkdir -p /logs/verifier /logs/agent /logs/artifacts"
+        filled = self._exec(script, ["/tests"], {}, DOCKER_SECONDS, archive, as_root=True)
+        if filled.code != 0:
+            raise SandboxError(
+                f"the tests cannot be put into the container: {filled.control.decode(errors='replace')}"
+            )
+        # The script itself is what Docker starts: tests may kill all processes but their own.
+        outcome = self._exec(
+            'cd -- "$1" && exec bash /tests/test.sh < /dev/null 2>&1', [workdir], env, seconds, as_root=True
         )
-        command = ["/tests", "bash", "-c", 'cd -- "$1" && exec bash /tests/test.sh', "bash", workdir]
-        return self._exec(script, command, env, seconds, archive, as_root=True)
+        if not outcome.why:
+            self._kill_all()
+            outcome.control = self._exec(VERDICT, [], {}, DOCKER_SECONDS, as_root=True).control
+        return outcome
 
     def solve(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """As `TaskSandbox.solve`."""
