@@ -155,8 +155,8 @@ def test_a_sandbox_shows_nothing_of_the_machine_but_its_programs(sandbox, tmp_pa
 
 @pytest.mark.parametrize("attempt", [
     "mv /tests /t || rm -rf /tests || rmdir /tests", "mv /logs /l", "mv /logs/verifier /logs/v",
-    "echo 1 > /logs/verifier/reward.txt", "mkdir -p /tests/x", "mv /usr /u", "echo > /usr/bin/python3",
-    "echo > /etc/passwd", "umount /tests", "mount -t tmpfs x /tests", "ln -sfn /app /tests && test -L /tests",
+    "echo 1 > /logs/verifier/reward.txt", "mkdir -p /tests/x", "mv /usr /u",
+    f"touch /usr/bin/{STRAY}", f"touch /etc/{STRAY}", "umount /tests", "mount -t tmpfs x /tests", "ln -sfn /app /tests && test -L /tests",
     "unshare --mount true && umount /usr", "nsenter --target 1 --mount true && umount /usr", "rm -rf /dev/null /dev/*",
 ])  # fmt: skip
 def test_what_the_tests_stand_on_cannot_be_replaced(sandbox, attempt):
