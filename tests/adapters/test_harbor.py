@@ -37,6 +37,7 @@ from mt_grpo.rollout import StopReason
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "hf_recipes/tiny/harbor"
 TOML = 'schema_version = "1.4"\n[task]\nname = "own/{name}"\n[verifier]\ntimeout_sec = 20.0\n'
+STRAY = "mt-grpo-harbor-test"  # a file that an attempt makes where nobody may: harmless where it can
 PASSES = '[ "$(cat /app/out)" = right ]\necho $(($? == 0)) > /logs/verifier/reward.txt\n'
 
 
@@ -156,12 +157,17 @@ def test_a_sandbox_shows_nothing_of_the_machine_but_its_programs(sandbox, tmp_pa
 @pytest.mark.parametrize("attempt", [
     "mv /tests /t || rm -rf /tests || rmdir /tests", "mv /logs /l", "mv /logs/verifier /logs/v",
     "echo 1 > /logs/verifier/reward.txt", "mkdir -p /tests/x", "mv /usr /u",
-    f"touch /usr/bin/{STRAY}", f"touch /etc/{STRAY}", "umount /tests", "mount -t tmpfs x /tests", "ln -sfn /app /tests && test -L /tests",
+    f"touch /usr/bin/{STRAY}", f"touch /etc/{STRAY}", "umount /tests", "mount -t tmpfs x /tests",
+    "ln -sfn /app /tests && test -L /tests",
     "unshare --mount true && umount /usr", "nsenter --target 1 --mount true && umount /usr", "rm -rf /dev/null /dev/*",
 ])  # fmt: skip
 def test_what_the_tests_stand_on_cannot_be_replaced(sandbox, attempt):
     """Whatever is tried, the tests find themselves, an empty folder for their reward, and the machine's programs."""
     run(sandbox, f"mkdir -p /app; cd /app; {attempt}")
+    strays = [path for path in (Path("/usr/bin") / STRAY, Path("/etc") / STRAY) if path.exists()]
+    for path in strays:
+        path.unlink()
+    assert not strays
     tests = 'ls -A /tests /logs/verifier | tr "\\n" " "; command -v python3 bash; echo 0.5 > /logs/verifier/reward.txt'
     outcome = sandbox.judge(archive_of(test_sh=tests), "/app", {}, 60.0)
     assert outcome.text(999).split() == "/logs/verifier: /tests: test.sh /usr/bin/python3 /usr/bin/bash".split()
@@ -741,6 +747,7 @@ def test_a_sandbox_that_is_lost_is_no_fault_of_the_policys(tmp_path):
     cls = type("harbor", (Lost,), vars(harbor(most_turns=4)) | {"known": {}})
     (rollout,) = play(tmp_path, bash("echo right > out"), "<answer>x</answer>", cls=cls)
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and "has ended" in str(rollout.error)
+    assert len(rollout.turns) == 1  # the policy is not asked to go on
 
 
 @needs_namespaces
