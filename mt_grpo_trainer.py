@@ -1175,7 +1175,7 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     )
     reward_fn: str | None = key(None, "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS", path=True)
     environment: str | None = key(
-        None, "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym", path=":", opens=True
+        None, "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym; harbor", path=":", opens=True
     )
     system_prompt: str | None = key(None, "System message, with {tool_descriptions} filled in. None: the built-in one")
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
@@ -1276,7 +1276,7 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
     tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     env = build_env(script_args, args, tools, tokenizer)
-    train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments is None)
+    train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=env.environments is not None)
     args.model_init_kwargs = {
         "revision": model_args.model_revision, "dtype": model_args.dtype,

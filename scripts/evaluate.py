@@ -267,6 +267,7 @@ def load_problems(
     return load_rows(
         name, split_name(script_args, split), num_problems, script_args.dataset_config, needs_prompt,
         script_args.dataset_drop_none,
+        getattr(env.environments, "read_folder", None),
     )  # fmt: skip
 
 

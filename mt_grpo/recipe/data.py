@@ -8,7 +8,7 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +161,9 @@ HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test spl
 }
 
 
+ReadFolder = Callable[[Path, str], list[DataRow]]  # a folder and the name of a split -> its rows
+
+
 def load_rows(
     name: str,
     split: str,
@@ -168,6 +171,7 @@ def load_rows(
     config: str | None = None,
     needs_prompt: bool = True,
     drop_none: bool = False,
+    read_folder: ReadFolder | None = None,
 ) -> Rows:
     """Training or test rows with `prompt` (messages), and each column as the data has it.
 
@@ -179,6 +183,7 @@ def load_rows(
         config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
         needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
         drop_none: Rows of the Hub lose the keys that are None, which a table gives them for other rows' sake.
+        read_folder: Makes rows of a folder that holds no JSON lines.
 
     Raises:
         ValueError: The dataset does not exist or is empty, a line is not JSON, or a row is none.
@@ -191,6 +196,8 @@ def load_rows(
             )
         rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
         source = JsonLines(json.dumps(row).encode() for row in rows)
+    elif Path(name).is_dir() and read_folder is not None:
+        source = JsonLines(json.dumps(row).encode() for row in read_folder(Path(name), split)[:size])
     elif name.endswith((".jsonl", ".json")) or Path(name).is_dir():
         path = Path(name) / f"{split}.jsonl" if Path(name).is_dir() else Path(name)
         source = JsonLines(json_lines(path, size))
@@ -219,17 +226,24 @@ def empty_prompts(num_rows: int) -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * num_rows})
 
 
-def load_splits(script_args: Any, eval_strategy: str, needs_prompt: bool = True) -> tuple[Rows | None, Rows | None]:
+def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) -> tuple[Rows | None, Rows | None]:
     """(training rows, test rows) of a recipe.
+
+    Args:
+        script_args: With `dataset_name` and the keys that go with it.
+        eval_strategy: Whether there are test rows.
+        environments: `Environments` of the conversation, which may bring the prompts, and may read the data
+            themselves; None: it has none.
 
     The test rows are None if `eval_strategy` is `no`. The training rows are None without `dataset_name`, which an
     environment that brings the prompts does not need. Raises `ValueError` as `load_rows` does.
     """
-    name, config = script_args.dataset_name, script_args.dataset_config
+    name, config, needs_prompt = script_args.dataset_name, script_args.dataset_config, environments is None
     if not name:
         check_no_data(script_args, eval_strategy, needs_prompt)
         return None, None
     how = {"config": config, "needs_prompt": needs_prompt, "drop_none": script_args.dataset_drop_none}
+    how["read_folder"] = getattr(environments, "read_folder", None)
     train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
     if eval_strategy != "no":
         return train_rows, load_rows(name, script_args.dataset_test_split, script_args.eval_dataset_size, **how)

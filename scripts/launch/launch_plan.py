@@ -161,7 +161,7 @@ def server_context(
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     env = mt.build_env(script_args, args, tools, tokenizer)
     with_pictures(tokenizer, why_text(args) or PictureReader.of(name, config, tokenizer, revision))
-    train, test = load_splits(script_args, whole.eval_strategy, env.environments is None)
+    train, test = load_splits(script_args, whole.eval_strategy, env.environments)
     train = rows_of_environment(env, whole) if train is None else train
     needed = 0
     for split, rows in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, test)):

@@ -54,6 +54,10 @@ ELSEWHERE = {
         "VLLM_SERVER_DEV_MODE=1 CUDA_VISIBLE_DEVICES=3 vllm serve Qwen/Qwen3-1.7B":
             "test_docs.py::test_vllm_takes_the_flags_of_the_server_by_hand",
     },
+    "docs/environments.md": {
+        "python -m mt_grpo.adapters.harbor.check":
+            "test_harbor.py::test_the_check_of_a_folder_says_what_is_wrong",
+    },
     "docs/ms_swift.md": {
         "python mt_grpo_trainer.py --config hf_recipes/tiny/scheduler.yaml":
             "test_ms_swift.py::test_a_recipe_trains_by_a_plugin",
@@ -131,6 +135,7 @@ FILES = {
         "agent: my_agent.py:solve": "test_keys_of_a_page_make_a_recipe",
         "gym_env: FrozenLake-v1": "test_keys_of_a_page_make_a_recipe",
         "openenv_reset: {level: 3}": "test_keys_of_a_page_make_a_recipe",
+        "harbor_command_timeout: 20": "test_keys_of_a_page_make_a_recipe",
         "max_parallel_calls: 4": "test_keys_of_a_page_make_a_recipe",
         "credit_assignment: tree": "test_keys_of_a_page_make_a_recipe",
         "tools/short_memory.py:ShortMemory": "test_keys_of_a_page_make_a_recipe",

@@ -10,6 +10,7 @@ from mutants import (
     conversation,
     generation,
     gym,
+    harbor,
     mcp,
     method,
     ms_swift,
@@ -40,6 +41,7 @@ WINGS = (
     mcp,
     gym,
     openenv,
+    harbor,
     samples,
     scripts,
 )

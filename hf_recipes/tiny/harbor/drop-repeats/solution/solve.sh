@@ -1,0 +1,2 @@
+#!/bin/bash
+awk '!seen[$0]++' names.txt > unique.txt

@@ -1,0 +1,2 @@
+#!/bin/bash
+sed -i 's/ - 1//' total.py

@@ -1,0 +1,2 @@
+#!/bin/bash
+cat part-*.txt > all.txt

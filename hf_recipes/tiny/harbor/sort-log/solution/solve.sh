@@ -1,0 +1,2 @@
+#!/bin/bash
+sort events.log > sorted.log

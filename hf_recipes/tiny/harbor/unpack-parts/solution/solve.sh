@@ -1,0 +1,2 @@
+#!/bin/bash
+tar -xf parts.tar

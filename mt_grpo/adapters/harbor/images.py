@@ -1,0 +1,103 @@
+"""What a rollout's file system begins with: built once for each task and process, unpacked for each rollout."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mt_grpo.adapters.harbor.archives import TaskArchive, tree_archive
+from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxError, SandboxLimits, TaskSandbox
+from mt_grpo.adapters.harbor.tasks import HarborTask
+from mt_grpo.adapters.harbor.toml_tables import NeedsMore
+
+RUN_SECONDS = 120.0  # of one RUN of a Dockerfile
+
+
+@dataclass
+class Desk:
+    """Where one rollout works: its sandbox, where commands begin, and their variables."""
+
+    sandbox: TaskSandbox
+    workdir: str
+    env: dict[str, str] = field(default_factory=dict)
+
+    def put(self, archive: bytes, folder: str) -> None:
+        """Unpack an archive into a folder. Raises `SandboxError`."""
+        outcome = self.sandbox.unpack(archive, folder)
+        if outcome.code != 0:
+            raise SandboxError(f"files cannot be put into {folder}: {outcome.why or outcome.text(300).strip()}")
+
+
+class NamespaceImages:
+    """Desks by namespaces, without Docker.
+
+    Args:
+        make: What makes a sandbox of limits.
+    """
+
+    def __init__(self, make: Callable[[SandboxLimits], Any] = NamespaceSandbox):
+        self._make, self._lock = make, threading.Lock()
+        self._archives: dict[str, Sequence[bytes]] = {}  # by the task's folder
+
+    def build(self, task: HarborTask) -> None:
+        """Run what the task's Dockerfile runs, once. Raises `NeedsMore` for a command that fails here."""
+        with self._lock:
+            self._build(task)
+
+    def _build(self, task: HarborTask) -> Sequence[bytes]:
+        if str(task.folder) not in self._archives:
+            self._archives[str(task.folder)] = self._run(task) if task.build.runs else task.build.steps
+        return self._archives[str(task.folder)]
+
+    def _run(self, task: HarborTask) -> Sequence[bytes]:
+        sandbox = self._make(task.limits)
+        try:
+            desk = Desk(sandbox, "/")
+            for step in task.build.steps:
+                if isinstance(step, bytes):
+                    desk.put(step, "/")
+                    continue
+                command, folder, env = step
+                outcome = sandbox.shell(command, folder, folder, env, RUN_SECONDS)
+                if outcome.code != 0:
+                    why = outcome.why or " ".join(outcome.text(200).split()) or f"exit code {outcome.code}"
+                    raise NeedsMore(f"a RUN that fails here ({why:.100})")
+            return [sandbox.pack(RUN_SECONDS)]
+        finally:
+            sandbox.close()
+
+    def open(self, task: HarborTask) -> Desk:
+        """A desk of a task's own. Raises `SandboxError`, `NeedsMore`."""
+        with self._lock:
+            archives = self._build(task)
+        workdir = task.workdir or task.build.workdir
+        sandbox = self._make(task.limits)
+        try:
+            desk = Desk(sandbox, workdir, {**task.build.env, **task.env})
+            for archive in archives:
+                desk.put(archive, "/")
+            folder = TaskArchive()
+            folder.add_folder(workdir.strip("/"))
+            desk.put(folder.tar(), "/")
+        except BaseException:
+            sandbox.close()
+            raise
+        return desk
+
+
+def put_step_files(desk: Desk, task: HarborTask, number: int, seconds: float) -> None:
+    """Put what a step brings into the working directory, and run its `setup.sh`.
+
+    Raises `SandboxError` where that fails: nothing that the policy has done, or what it has made impossible.
+    """
+    setup = task.steps[number].setup
+    if setup is None:
+        return
+    desk.put(tree_archive(setup), desk.workdir)
+    if (setup / "setup.sh").is_file():
+        outcome = desk.sandbox.shell("bash ./setup.sh", desk.workdir, desk.workdir, desk.env, seconds)
+        if outcome.code != 0:
+            why = outcome.why or f"exit code {outcome.code}: {outcome.text(300).strip()}"
+            raise SandboxError(f"setup.sh of step {task.steps[number].name} failed ({why})")

@@ -1,0 +1,474 @@
+"""Commands of a rollout in a file system of its own, in namespaces of Linux. No Docker, no daemon.
+
+Needs util-linux (`unshare`, `nsenter`, `setpriv`, `prlimit`, `mount`, `pivot_root`), bash and tar.
+
+A *holder* process keeps a rollout's namespaces: a mount namespace whose root is a tmpfs of a limited size, a network
+namespace with the loopback alone, one of IPC, one of the host's name. It ends when the pipe that the trainer holds is
+closed, also where the trainer is killed; then the kernel drops the tmpfs. Each command enters these namespaces, and
+has a namespace of processes and of mounts of its own besides. It has ended, with all that it started, when `run`
+returns.
+
+What a command finds:
+
+| path | what it is |
+|---|---|
+| `/usr`, `/etc`, `/bin`, `/lib`, ... | the machine's own, which nobody may write |
+| `/tests`, `/logs/verifier`, `/solution` | empty; a verifier has them filled for itself alone |
+| everything else | the rollout's own, and writable: it begins with what the task put there |
+
+Commands run without privileges: as root's trainer, as a user that nobody else is at the same time; else as the
+trainer's user, in a namespace of users and without capabilities. Nothing else of the machine's files is there: no
+home, no data, no sockets.
+
+Does not protect against: faults of the Linux kernel, and memory of several processes together (the limit is one of
+each process; tmpfs counts, too): give the container a limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import psutil
+
+from mt_grpo.adapters.harbor.users import UserNumbers, runtime_folder
+from mt_grpo.base.errors import error_line
+
+logger = logging.getLogger(__name__)
+
+OUTPUT_BYTES = 4 * 2**20  # that a command may print; then it is stopped
+KEPT_BYTES = 16_000  # of what it prints, at the beginning and at the end
+CONTROL_BYTES = 2**17  # of what is read beside the output
+PROCESSES = 256  # of a command at the same time, threads too
+OPEN_FILES = 1024
+INODES = 50_000
+START_SECONDS = 60.0  # for the namespaces, on a busy machine
+END_SECONDS = 10.0  # that what was killed may take to be gone
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+TOOLS = ("unshare", "nsenter", "setpriv", "prlimit", "mount", "umount", "pivot_root", "bash", "tar")
+
+# As root of the namespaces: the file system of a rollout. Arguments: a folder, MiB, inodes, the owner's number.
+# INVARIANT: all that must not be moved or replaced by a command is a mount point, in the command's namespace, too.
+SET_UP = """
+set -eu
+mount -n -t tmpfs -o "size=$2m,nr_inodes=$3,mode=1777,nosuid,nodev" tmpfs "$1"
+cd "$1"
+mkdir old usr etc proc dev tests solution logs root home opt srv mnt run tmp var var/tmp var/log
+of_system() {
+    mount -n --rbind "/$1" "$1"
+    mount -n -o remount,bind,ro,nosuid,nodev "$1" 2>/dev/null || mount -n -o remount,bind,ro,nosuid,nodev,noatime "$1"
+}
+of_system usr
+of_system etc
+for name in bin sbin lib lib32 lib64 libx32; do
+    if [ -L "/$name" ]; then ln -s "$(readlink "/$name")" "$name"
+    elif [ -d "/$name" ]; then mkdir "$name"; of_system "$name"; fi
+done
+mount -n --rbind /proc proc
+mount -n -t tmpfs -o size=1m,mode=755 tmpfs dev
+for name in null zero full random urandom; do : > "dev/$name"; mount -n --bind "/dev/$name" "dev/$name"; done
+ln -s /proc/self/fd dev/fd
+ln -s fd/0 dev/stdin
+ln -s fd/1 dev/stdout
+ln -s fd/2 dev/stderr
+mkdir dev/shm
+mount -n -t tmpfs -o size=64m,mode=1777,nosuid,nodev tmpfs dev/shm
+mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs tests
+mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs solution
+mount -n -t tmpfs -o size=16m,mode=755 tmpfs logs
+mkdir logs/agent logs/artifacts logs/verifier
+mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs logs/verifier
+chown "$4:$4" root home opt srv mnt run tmp var var/tmp var/log logs/agent logs/artifacts
+chmod 1777 tmp var/tmp
+if command -v ip > /dev/null; then ip link set lo up; fi  # without it, nothing listens on the loopback
+pivot_root . old
+cd /
+umount -n -l /old
+rmdir /old
+echo ready
+exec cat > /dev/null
+"""
+# As root of the namespaces, and as the first process of a namespace of processes: everything ends with it. What the
+# command prints is the output. What is said on stderr is for the trainer.
+PREPARE = "echo 1000 > /proc/self/oom_score_adj 2> /dev/null\nset -e\n"
+# Of a shell's command: where it ended is said on file 3. `exec` first: what the command starts cannot wait on it.
+SHELL = """
+exec {state}>&3 3>&-
+cd -- "$1" 2> /dev/null || cd -- "$2" || exit 125
+trap 'pwd -P >&"$state"' EXIT
+eval "$3"
+"""
+RUN = '"$@" < /dev/null 3>&2 2>&1\nexit $?'
+RUN_WITH_INPUT = '"$@" 3>&2 2>&1\nexit $?'
+RUN_QUIETLY = '"$@" < /dev/null 2> /dev/null\nexit $?'
+# Arguments: MiB of the folder, its path, the owner. The archive is read from stdin, by the namespaces' root.
+FILL = """
+folder=$1 size=$2 owner=$3
+shift 3
+mount -n -t tmpfs -o "size=${size}m,mode=755,nosuid,nodev" tmpfs "$folder"
+tar -x -C "$folder" --no-same-owner
+mount -n -o remount,ro "$folder"
+"""
+# INVARIANT: a reward is read from a folder that was empty when the tests began, when every process of theirs is dead.
+JUDGE = """
+mount -n -t tmpfs -o size=16m,mode=755,nosuid,nodev tmpfs /logs/verifier
+chown "$owner:$owner" /logs/verifier
+set +e
+"$@" < /dev/null 2>&1
+code=$?
+kill -s KILL -1 2> /dev/null
+for name in reward.json reward.txt; do
+    file=/logs/verifier/$name
+    if [ -f "$file" ] && [ ! -L "$file" ]; then
+        echo "$name $(stat -c %s "$file")" >&2
+        head -c 65536 "$file" | base64 -w 0 >&2
+        echo >&2
+    fi
+done
+exit "$code"
+"""
+
+
+class SandboxError(Exception):
+    """A sandbox cannot be had, or is gone: nothing that a command has done."""
+
+
+@dataclass
+class Outcome:
+    """What came of a command.
+
+    Attributes:
+        code: Its exit code; None: it was stopped at its time, or since it printed too much.
+        head, tail: The first and the last bytes that it printed, errors too.
+        size: How many bytes it printed.
+        control: What was said beside the output.
+        seconds: That it took.
+        why: Why it was stopped; empty where it was not.
+    """
+
+    code: int | None
+    head: bytes = b""
+    tail: bytes = b""
+    size: int = 0
+    control: bytes = b""
+    seconds: float = 0.0
+    why: str = ""
+
+    def text(self, most: int) -> str:
+        """What it printed, in at most about so many characters: the middle is left out where it is long.
+
+        >>> Outcome(0, b"0123", b"89", 10).text(4), Outcome(0, b"01\\xff").text(9)
+        ('01\\n... [6 bytes left out] ...\\n89', '01\\ufffd')
+        """
+        if self.size <= most and self.size <= len(self.head) + len(self.tail):
+            return (self.head + self.tail).decode(errors="replace")
+        head, tail = self.head[: most // 2], (self.head + self.tail)[-(most // 2) :]
+        left_out = self.size - len(head) - len(tail)
+        parts = (head.decode(errors="replace"), tail.decode(errors="replace"))
+        return f"{parts[0]}\n... [{left_out} bytes left out] ...\n{parts[1]}"
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What a task's commands may use."""
+
+    memory_mb: int = 2048  # address space of each process
+    storage_mb: int = 1024  # of all files
+
+
+class TaskSandbox(Protocol):
+    """Where a task is worked on. Methods block; `close` may be called from another thread meanwhile."""
+
+    def shell(self, command: str, folder: str, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
+        """Run a line of bash. The last line of `control` is the folder in which it ended."""
+
+    def unpack(self, archive: bytes, folder: str) -> Outcome:
+        """Unpack an archive of tar into a folder, as the user of the commands."""
+
+    def judge(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
+        """Run `/tests/test.sh` of an archive. `control` has the reward files."""
+
+    def solve(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
+        """Run `/solution/solve.sh` of an archive."""
+
+    def close(self) -> None:
+        """End it, with everything that runs in it."""
+
+
+@functools.cache
+def numbers_of_users() -> UserNumbers | None:
+    """Numbers for the commands of root's trainer; None where the trainer is not root's."""
+    return UserNumbers(runtime_folder("python-sandbox")) if os.geteuid() == 0 else None
+
+
+@dataclass(eq=False)
+class NamespaceSandbox:
+    """A rollout's file system and its commands, by namespaces.
+
+    Args:
+        limits: What it may use.
+        as_user: Whether commands run as a user of their own, which needs root. Else they run as the trainer's user, in
+            a namespace of users.
+
+    Raises:
+        SandboxError: the machine allows no such namespaces.
+    """
+
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    as_user: bool = field(default_factory=lambda: os.geteuid() == 0)
+
+    def __post_init__(self):
+        if missing := [name for name in TOOLS if not shutil.which(name, path=PATH)]:
+            raise SandboxError(f"{', '.join(missing)} of Linux (util-linux, bash, tar) cannot be found in {PATH}")
+        self._lock, self._closed = threading.Lock(), False
+        self._running: set[subprocess.Popen] = set()
+        self._user = numbers_of_users().take() if self.as_user else None
+        self._owner = self._user or 0  # in the namespace of users, the trainer's user is 0
+        try:
+            self._holder = self._hold()
+        except BaseException:
+            self._give_back()
+            raise
+
+    def _hold(self) -> subprocess.Popen:
+        """The process that keeps the namespaces."""
+        users = [] if self.as_user else ["--user", "--map-root-user"]
+        spaces = ["--mount", "--net", "--ipc", "--uts"]
+        folder = runtime_folder("harbor-sandbox")
+        sizes = (str(self.limits.storage_mb), str(INODES), str(self._owner))
+        command = ["unshare", *users, *spaces, "bash", "-c", SET_UP, "set-up", str(folder), *sizes]
+        try:
+            # No parent-death signal: it would come when the thread ends that starts this. The pipe's end ends it.
+            holder = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": PATH},
+                start_new_session=True, cwd="/",
+            )  # fmt: skip
+        except OSError as error:
+            raise SandboxError(error_line(error)) from error
+        said = b""
+        while b"ready\n" not in said:
+            part = os.read(holder.stdout.fileno(), 4096) if is_readable(holder.stdout, START_SECONDS) else b""
+            said += part
+            if part:
+                continue
+            holder.kill()
+            errors = b" ".join(holder.communicate()[1].split()).decode(errors="replace")
+            raise SandboxError(errors[-500:] or f"the namespaces were not there within {START_SECONDS:g} s")
+        return holder
+
+    def shell(self, command: str, folder: str, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
+        """As `TaskSandbox.shell`."""
+        return self._run(RUN, ["bash", "-c", SHELL, "bash", folder, workdir, command], env, seconds)
+
+    def unpack(self, archive: bytes, folder: str) -> Outcome:
+        """As `TaskSandbox.unpack`."""
+        command = ["tar", "-x", "-C", folder, "--no-same-owner", "--no-overwrite-dir"]
+        return self._run(RUN_WITH_INPUT, command, {}, START_SECONDS, archive)
+
+    def pack(self, seconds: float) -> bytes:
+        """An archive of all files of the rollout, which `unpack` puts into another sandbox.
+
+        Raises `SandboxError`.
+        """
+        command = (
+            "cd / && tar -c --one-file-system $(for name in * .[!.]*; do "
+            'if [ -e "$name" ] && [ ! -L "$name" ] && ! mountpoint -q "$name"; then printf "%s " "$name"; fi; done)'
+        )
+        outcome = self._run(RUN_QUIETLY, ["bash", "-c", command], {}, seconds, whole=True)
+        if outcome.code != 0:
+            raise SandboxError(f"its files could not be packed ({outcome.why or f'exit code {outcome.code}'})")
+        return outcome.head
+
+    def judge(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
+        """As `TaskSandbox.judge`."""
+        return self._with_folder("/tests", JUDGE, "/tests/test.sh", archive, workdir, env, seconds)
+
+    def solve(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
+        """As `TaskSandbox.solve`."""
+        script = '"$@" < /dev/null 2>&1\nexit $?'
+        return self._with_folder("/solution", script, "/solution/solve.sh", archive, workdir, env, seconds)
+
+    def _with_folder(
+        self, folder: str, script: str, file: str, archive: bytes, workdir: str, env: dict[str, str], seconds: float
+    ) -> Outcome:
+        first = [folder, str(1 + len(archive) // 2**20), str(self._owner)]
+        command = ["bash", "-c", 'cd -- "$1" && exec bash "$2"', "bash", workdir, file]
+        return self._run(FILL + script, command, env, seconds, archive, first=first)
+
+    def _run(
+        self, script: str, command: Sequence[str], env: dict[str, str], seconds: float, given: bytes = b"",
+        first: Sequence[str] = (), whole: bool = False,
+    ) -> Outcome:  # fmt: skip
+        """What comes of a command in the namespaces.
+
+        Args:
+            script: Of the namespaces' root. It runs the command as `"$@"`.
+            command: As the user.
+            env: Its environment variables, beside PATH and the like.
+            seconds: That it may take.
+            given: What the script reads from stdin.
+            first: Arguments of the script before the command.
+            whole: Whether all of the output is kept, as the head.
+        """
+        words = ["setpriv", "--pdeathsig", "KILL", "nsenter", "--target", str(self._holder.pid)]
+        words += [] if self.as_user else ["--user", "--preserve-credentials"]
+        words += ["--mount", "--net", "--ipc", "--uts"]
+        words += ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
+        words += ["bash", "-c", PREPARE + script, "run", *first, *self._as_user(), *command]
+        variables = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **env}
+        began = time.monotonic()
+        with self._lock:
+            if self._closed:
+                raise SandboxError("it was closed")
+            process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables,
+                start_new_session=True, cwd="/",
+            )  # fmt: skip
+            self._running.add(process)
+        try:
+            outcome = Outcome(None)
+            outcome.why = exchange(process, given, began + seconds, outcome, whole)
+            if outcome.why:
+                end_namespace(process)
+            code = process.wait()
+            outcome.code = None if outcome.why else code
+        finally:
+            if process.poll() is None:
+                end_namespace(process)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                with contextlib.suppress(OSError):  # what was not written is no longer wanted
+                    pipe.close()
+            with self._lock:
+                self._running.discard(process)
+        outcome.seconds = time.monotonic() - began
+        if self._closed:
+            raise SandboxError("it was closed meanwhile")
+        if self._holder.poll() is not None:
+            raise SandboxError(f"the process that holds it has ended with code {self._holder.returncode}")
+        return outcome
+
+    def _as_user(self) -> list[str]:
+        """What stands before a command, so that it has no privileges and keeps to its limits."""
+        memory = self.limits.memory_mb * 2**20
+        limits = [f"--as={memory}", f"--nproc={PROCESSES}", f"--nofile={OPEN_FILES}", "--core=0"]
+        if self.as_user:
+            who = [f"--reuid={self._user}", f"--regid={self._user}", "--clear-groups"]
+        else:  # 0 of a namespace of users would get all capabilities of it back, and could undo the mounts
+            who = ["--bounding-set=-all", "--inh-caps=-all", "--securebits=+noroot,+noroot_locked"]
+        return ["setpriv", "--no-new-privs", *who, "prlimit", *limits]
+
+    def close(self) -> None:
+        """As `TaskSandbox.close`."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed, running = True, list(self._running)
+        for process in running:
+            end_namespace(process)
+        self._holder.kill()
+        self._holder.wait()
+        for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
+            pipe.close()
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._user is not None:
+            numbers_of_users().give_back(self._user)
+
+
+def exchange(process: Any, given: bytes, deadline: float, outcome: Outcome, whole: bool) -> str:
+    """Write what a process reads, and read what it says, until it says no more.
+
+    Args:
+        process: With pipes.
+        given: What it reads.
+        deadline: Of `time.monotonic`.
+        outcome: Is filled.
+        whole: Whether all of the output is kept.
+
+    Returns:
+        Why it must be stopped; empty where it need not.
+    """
+    writing, parts = memoryview(given), []
+    with selectors.DefaultSelector() as waiting:  # `select` knows no file beyond the first 1,024
+        waiting.register(process.stdout, selectors.EVENT_READ, "output")
+        waiting.register(process.stderr, selectors.EVENT_READ, "control")
+        os.set_blocking(process.stdin.fileno(), False)
+        if given:
+            waiting.register(process.stdin, selectors.EVENT_WRITE)
+        else:
+            process.stdin.close()
+        while process.stdout in waiting.get_map() or process.stderr in waiting.get_map():
+            ready = waiting.select(max(0.0, deadline - time.monotonic()))
+            if not ready:
+                return "time"
+            for pipe, _ in ready:
+                if pipe.fileobj is process.stdin:
+                    try:
+                        writing = writing[os.write(pipe.fd, writing[: 2**16]) :]
+                    except BrokenPipeError:  # it reads no more
+                        writing = writing[:0]
+                    if not writing:
+                        waiting.unregister(process.stdin)
+                        process.stdin.close()
+                    continue
+                part = os.read(pipe.fd, 2**16)
+                if not part:
+                    waiting.unregister(pipe.fileobj)
+                elif pipe.data == "control":
+                    outcome.control = (outcome.control + part)[-CONTROL_BYTES:]
+                elif whole:
+                    parts.append(part)
+                else:
+                    outcome.size += len(part)
+                    outcome.head, outcome.tail = kept_ends(outcome.head, outcome.tail, part)
+                    if outcome.size > OUTPUT_BYTES:
+                        return "output"
+    outcome.head = b"".join(parts) if whole else outcome.head
+    return ""
+
+
+def is_readable(pipe: Any, seconds: float) -> bool:
+    """Whether there is something to read, or the end, within so many seconds."""
+    with selectors.DefaultSelector() as waiting:
+        waiting.register(pipe, selectors.EVENT_READ)
+        return bool(waiting.select(seconds))
+
+
+def kept_ends(head: bytes, tail: bytes, part: bytes, most: int = KEPT_BYTES) -> tuple[bytes, bytes]:
+    """The first and the last bytes of a stream, where another part of it has come.
+
+    >>> kept_ends(b"01", b"", b"23456", most=3), kept_ends(b"012", b"456", b"7", most=3)
+    ((b'012', b'456'), (b'012', b'567'))
+    """
+    room = max(0, most - len(head))
+    return head + part[:room], (tail + part[room:])[-most:]
+
+
+def end_namespace(process: subprocess.Popen) -> None:
+    """Kill a command with its namespace of processes, and wait until all of them are gone.
+
+    `unshare` is killed last: it waits for the first process of the namespace, which nobody else may do in a container.
+    """
+    deadline = time.monotonic() + END_SECONDS
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(process.pid).children():  # none yet, where it has only just begun
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(0.02)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

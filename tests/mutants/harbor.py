@@ -1,0 +1,146 @@
+"""Faults of `mt_grpo/adapters/harbor`."""
+
+# Anchors stand as in the code, however long they are.
+# ruff: noqa: E501
+
+from mutants.mutation import Mutation
+
+SANDBOX, ENVIRONMENT = "mt_grpo/adapters/harbor/sandbox.py", "mt_grpo/adapters/harbor/environment.py"
+TASKS, DOCKERFILE = "mt_grpo/adapters/harbor/tasks.py", "mt_grpo/adapters/harbor/dockerfile.py"
+TESTS = "tests/adapters/test_harbor.py"
+
+MUTATIONS = [
+    Mutation(
+        "harbor: programs of the machine can be written",
+        SANDBOX,
+        'mount -n -o remount,bind,ro,nosuid,nodev "$1" 2>/dev/null || mount -n -o remount,bind,ro,nosuid,nodev,noatime "$1"',
+        "true",
+        f"{TESTS}::test_what_the_tests_stand_on_cannot_be_replaced",
+    ),
+    Mutation(
+        "harbor: the folder of the tests is a plain one",
+        SANDBOX,
+        "mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs tests\n",
+        "",
+        f"{TESTS}::test_what_the_tests_stand_on_cannot_be_replaced",
+    ),
+    Mutation(
+        "harbor: commands have a network",
+        SANDBOX,
+        'spaces = ["--mount", "--net", "--ipc", "--uts"]',
+        'spaces = ["--mount", "--ipc", "--uts"]',
+        f"{TESTS}::test_a_sandbox_shows_nothing_of_the_machine_but_its_programs",
+    ),
+    Mutation(
+        "harbor: without root, commands keep the namespace's privileges",
+        SANDBOX,
+        'who = ["--bounding-set=-all", "--inh-caps=-all", "--securebits=+noroot,+noroot_locked"]',
+        "who = []",
+        f"{TESTS}::test_a_sandbox_shows_nothing_of_the_machine_but_its_programs",
+    ),
+    Mutation(
+        "harbor: a reward may be a link",
+        SANDBOX,
+        'if [ -f "$file" ] && [ ! -L "$file" ]; then',
+        'if [ -f "$file" ]; then',
+        f"{TESTS}::test_tests_without_a_reward_give_nothing_and_are_told_once",
+    ),
+    Mutation(
+        "harbor: a file of a high number cannot be waited for",
+        SANDBOX,
+        "with selectors.DefaultSelector() as waiting:  # `select` knows no file beyond the first 1,024",
+        "with selectors.SelectSelector() as waiting:",
+        f"{TESTS}::test_a_trainer_with_many_open_files_runs_commands",
+    ),
+    Mutation(
+        "harbor: a closed sandbox keeps its user",
+        SANDBOX,
+        "            pipe.close()\n        self._give_back()\n",
+        "            pipe.close()\n",
+        f"{TESTS}::test_a_closed_sandbox_gives_its_user_back",
+    ),
+    Mutation(
+        "harbor: python of the tests reads the policy's home",
+        ENVIRONMENT,
+        '"PYTHONNOUSERSITE": "1"',
+        '"PYTHONNOUSERSIT": "1"',
+        f"{TESTS}::test_python_of_the_tests_imports_nothing_of_the_policys_home",
+    ),
+    Mutation(
+        "harbor: a lost sandbox is the policy's fault",
+        ENVIRONMENT,
+        "            self._failure = error  # `respond` raises it: no fault of the policy's\n",
+        "",
+        f"{TESTS}::test_a_sandbox_that_is_lost_is_no_fault_of_the_policys",
+    ),
+    Mutation(
+        "harbor: a step's reward is the task's alone",
+        ENVIRONMENT,
+        "reward = said.reward(self.reward_name) if step.name else None",
+        "reward = None",
+        f"{TESTS}::test_each_steps_tests_are_its_turns_reward",
+    ),
+    Mutation(
+        "harbor: a missed step is followed by the next",
+        ENVIRONMENT,
+        " and not said.misses(step.min_reward)",
+        "",
+        f"{TESTS}::test_a_step_that_is_missed_ends_the_task_and_the_others_count_as_nothing",
+    ),
+    Mutation(
+        "harbor: steps that were not reached do not count",
+        "mt_grpo/adapters/harbor/verdict.py",
+        "return sum(rewards) / num_steps",
+        "return sum(rewards) / len(rewards)",
+        f"{TESTS}::test_a_step_that_is_missed_ends_the_task_and_the_others_count_as_nothing",
+    ),
+    Mutation(
+        "harbor: commands have no time together",
+        ENVIRONMENT,
+        "self._spent += outcome.seconds",
+        "self._spent += 0.0",
+        f"{TESTS}::test_the_tasks_time_is_that_of_its_commands",
+    ),
+    Mutation(
+        "harbor: tests that took too long have said something",
+        ENVIRONMENT,
+        '    if outcome.why:\n        why = f"they took longer',
+        '    if False:\n        why = f"they took longer',
+        f"{TESTS}::test_tests_without_a_reward_give_nothing_and_are_told_once",
+    ),
+    Mutation(
+        "harbor: a task without tests is read",
+        TASKS,
+        '        check_tests(folder, folder / "tests")\n        instruction',
+        "        instruction",
+        f"{TESTS}::test_a_broken_task_is_named_with_its_row",
+    ),
+    Mutation(
+        "harbor: tests that fetch are run without a network",
+        TASKS,
+        "        if match := FETCHES.search(line):",
+        "        if False:",
+        f"{TESTS}::test_what_needs_more_is_left_out_and_counted",
+    ),
+    Mutation(
+        "harbor: a variable of the machine is read as its name",
+        "mt_grpo/adapters/harbor/toml_tables.py",
+        'if asked := re.search(r"\\$\\{(\\w+)\\}", value):',
+        "if asked := None:",
+        f"{TESTS}::test_what_needs_more_is_left_out_and_counted",
+    ),
+    Mutation(
+        "harbor: a pattern of a Dockerfile leads out of its folder",
+        DOCKERFILE,
+        "if outside := [each for each in found if not each.resolve().is_relative_to(base)]:",
+        "if outside := []:",
+        f"{TESTS}::test_a_broken_task_is_named_with_its_row",
+    ),
+    Mutation(
+        "harbor: files beneath a link are written where it leads",
+        "mt_grpo/adapters/harbor/archives.py",
+        "        self._check_parents(path)\n",
+        "",
+        f"{TESTS}::test_links_of_a_task_are_kept_and_lead_nowhere_here",
+    ),
+]
