@@ -25,7 +25,7 @@ import evaluate
 import pytest
 import yaml
 from scripted import CHATML_TOKENIZER
-from test_docs import ENVIRONMENTS, FORKING, PAGES, ROOT, accepts, block, blocks, module_of, section, words_of
+from test_docs import AGENTS, ENVIRONMENTS, FORKING, PAGES, ROOT, accepts, block, blocks, module_of, section, words_of
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.mcp.files import read_servers
@@ -88,9 +88,11 @@ ARGUMENTS = {
         "accelerate launch": "three terminals; test_nodes.py starts such launchers, test_slurm.py all three",
         "mkdir -p runs\nRECIPE=": "Slurm; test_slurm.py runs the script that it is given",
     },
-    "docs/environments.md": {
+    "docs/agents.md": {
         "python mt_grpo_trainer.py --config hf_recipes/tiny/agent.yaml":
             "minutes; tests/adapters/test_agents_learn.py trains by both agents",
+    },
+    "docs/environments.md": {
         "python scripts/serve_search.py": "serves until it is stopped; tests/adapters/test_verl.py starts one",
     },
     "docs/faults.md": {"bash scripts/train.sh": "GPUs, and a run that was stopped"},
@@ -450,7 +452,7 @@ def test_keys_of_a_page_make_a_recipe(tmp_path, monkeypatch):
     words = [word for word, test in FILES["yaml"].items() if test == "test_keys_of_a_page_make_a_recipe"]
     assert len(words) == 5
     for word in words:
-        text = ENVIRONMENTS + FORKING + PAGES["docs/credit.md"]
+        text = AGENTS + ENVIRONMENTS + FORKING + PAGES["docs/credit.md"]
         keys = yaml.safe_load(block(text, "yaml", word))
         assert keys.keys() <= set(known_keys(mt.RECIPE_CLASSES))
         recipe = yaml.safe_load((ROOT / "hf_recipes/tiny/calculator-hermes.yaml").read_text())
