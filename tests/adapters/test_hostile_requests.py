@@ -32,7 +32,8 @@ GOOD = {
     "responses": [
         {"model": "policy", "input": "a", "stream": True, "instructions": "Be brief.", "store": False},
         {"model": "policy", "input": [user([{"type": "input_text", "text": "a"}])],
-         "text": {"format": {"type": "text"}}, "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "tools": [
+         "text": {"format": {"type": "text"}}, "include": ["reasoning.encrypted_content"],
+         "reasoning": {"summary": "auto"}, "tools": [
              FLAT, {"type": "namespace", "name": "sums", "description": "", "tools": [FLAT]}, {"type": "web_search"},
              {"type": "custom", "name": "shell", "description": "Run.", "format": {"type": "text"}}]},
         {"model": "policy-frozen", "max_output_tokens": 5, "tools": [FLAT], "input": [
@@ -46,7 +47,8 @@ GOOD = {
     "messages": [
         {"model": "policy", "max_tokens": 5, "messages": [user("a")], "stream": True, "system": "Be brief."},
         {"model": "policy", "max_tokens": 5, "messages": [user([{"type": "text", "text": "a"}])],
-         "stop_sequences": ["E"], "tools": [{"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}]},
+         "stop_sequences": ["E"],
+         "tools": [{"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}]},
         {"model": "policy-frozen", "max_tokens": 5, "system": [{"type": "text", "text": "S."}],
          "tool_choice": {"type": "auto"}, "thinking": {"type": "enabled", "budget_tokens": 9}, "messages": [
              user("a"), {"role": "assistant", "content": [
@@ -71,8 +73,8 @@ JUNK = [
     {"$ref": "#/a"}, {"type": "object", "properties": {"a": {"type": "no"}}}, {"properties": {"a": {"$ref": "#"}}},
 ]  # fmt: skip
 FURTHER = [
-    "logprobs", "previous_response_id", "conversation", "background", "n", "stop", "tool_choice",
-    "chat_template_kwargs", "response_format", "thinking", "mcp_servers", "text", "include", "metadata", "system", "max_tokens", "tools",
+    "logprobs", "previous_response_id", "conversation", "background", "n", "stop", "tool_choice", "system", "tools",
+    "chat_template_kwargs", "response_format", "thinking", "mcp_servers", "text", "include", "metadata", "max_tokens",
 ]  # fmt: skip
 
 
