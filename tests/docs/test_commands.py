@@ -142,7 +142,12 @@ FILES = {
     },
     "json": {"mcpServers": "test_the_file_of_servers_is_one"},
     "diff": {"best_turn": "test_docs.py::test_the_fork_runs"},
-    "sh": {"#SBATCH": "test_rented_gpus.py::test_the_batch_job_starts_and_resumes"},
+    "sh": {
+        "#SBATCH": "test_rented_gpus.py::test_the_batch_job_starts_and_resumes",
+        "codex exec": "test_agent_programs.py::test_codex",
+        "pi --provider": "test_agent_programs.py::test_pi",
+        "curl --silent": "test_agent_programs.py::test_curl",
+    },
 }  # fmt: skip
 OF_OTHERS = {"source", "tail", "mkdir", "git", "cd", "nvidia-smi", "export", "tmux", "echo", "sbatch", "kill", "ssh",
              "rsync", "vllm"}  # fmt: skip
