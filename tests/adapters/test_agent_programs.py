@@ -1,6 +1,6 @@
-"""Programs that people run, unchanged, on a scripted policy: their records are exact, and credit is on the right turns.
+"""Programs that people run, unchanged, on a scripted policy: records are exact, and credit is on the right turns.
 
-Installs them, from npm and by pip, into folders of their own.
+They are installed from npm and by pip, into folders of their own.
 """
 
 import json
@@ -147,8 +147,8 @@ def test_qwen_code(packages, tmp_path, monkeypatch, api):
 export HOME="$(mktemp -d)"
 row=$(cat)
 cd "$HOME"
-qwen --auth-type {api} -m policy -y "$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["question"])' "$row")" \\
-    </dev/null >said
+question=$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["question"])' "$row")
+qwen --auth-type {api} -m policy -y "$question" </dev/null >said
 python3 -c 'import json, sys; print(float(open("said").read().strip() == json.loads(sys.argv[1])["answer"]))' "$row"
 """
     turn = THINKS + bash("run_shell_command", {"command": "echo $((17 * 23))"}, is_background=False)
@@ -175,7 +175,9 @@ const add = tool({
   description: "Add.", inputSchema: jsonSchema({ type: "object", properties }),
   execute: async ({ a, b }) => `${a} and ${b}`,
 });
-const asked = { model: models[api], prompt: row.question, tools: { add }, stopWhen: stepCountIs(5), maxOutputTokens: 500 };
+const asked = {
+  model: models[api], prompt: row.question, tools: { add }, stopWhen: stepCountIs(5), maxOutputTokens: 500,
+};
 let text;
 if (streams === "streams") {
   text = "";
