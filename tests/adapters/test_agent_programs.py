@@ -266,7 +266,8 @@ from qwen_agent.tools.base import BaseTool, register_tool
 @register_tool("add")
 class Add(BaseTool):
     description = "Add."
-    parameters = {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}}
+    properties = {"a": {"type": "number"}, "b": {"type": "string"}}
+    parameters = {"type": "object", "properties": properties, "required": ["a", "b"]}
 
     def call(self, params, **kwargs):
         given = json.loads(params)
