@@ -34,7 +34,7 @@ from mt_grpo.adapters.agents.conversation import agent_conversation, agent_envir
 from mt_grpo.adapters.agents.messages import ApiError
 from mt_grpo.adapters.agents.programs import CommandAgent, FunctionAgent, environment_of
 from mt_grpo.adapters.agents.prompts import AgentPrompts
-from mt_grpo.adapters.agents.responses_api import read_items
+from mt_grpo.adapters.agents.response_items import read_items
 from mt_grpo.adapters.agents.session import AgentSession
 from mt_grpo.base.event_loop import run_async, start_in_background
 from mt_grpo.reports.rollout_log import turn_rows
@@ -1192,8 +1192,8 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
             assert by_path.status_code == by_header.status_code == 200
         for change, message in (
             ({"previous_response_id": "resp_9"}, "not found"), ({"input": None}, "got nothing"),
-            ({"input": [{"type": "image"}]}, "not supported"), ({"text": "x"}, "text: got 'x', expected an object"),
-            ({"input": [{"role": ["user"], "content": ""}]}, "not supported"),
+            ({"input": [{"type": "image"}]}, "not served"), ({"text": "x"}, "text: got 'x', expected an object"),
+            ({"input": [{"role": ["user"], "content": ""}]}, "expected system, developer"),
             ({"previous_response_id": ["a"]}, "expected text"), ({"background": True}, "background"),
         ):  # fmt: skip
             with pytest.raises(openai.BadRequestError, match=message):
@@ -2412,6 +2412,12 @@ class Solver: ...
     ({"agent_key": "file"}, "agent_key: 'file' in .* is not known. Expected one of: environment, pipe"),
     ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_key": "pipe"},
      "agent_key has no effect without the line environment: openai_agent"),
+    ({"agent_other_models": "polite"}, "agent_other_models: 'polite' in .* Expected one of: refused, frozen, text"),
+    ({"agent_other_models": "text"}, "agent_other_models: text with agent_other_text: None. Expected both"),
+    ({"agent_other_text": "A talk."}, "agent_other_models: refused with agent_other_text: 'A talk.'. Expected both"),
+    ({"agent_other_models": "frozen", "agent_other_text": ""}, "Expected both"),
+    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_other_models": "frozen"},
+     "agent_other_models has no effect without the line environment: openai_agent"),
     ({"agent": "agents/none.py:solve"}, "names no file"),
     ({"agent": "solve"}, "names no file"),
     ({"agent": "{file}:missing"}, "'missing' of .* is None, expected a function"),

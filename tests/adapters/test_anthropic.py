@@ -13,6 +13,7 @@ import pytest
 import test_images_of_agents as images
 import trl
 import vision_model
+from accelerate import Accelerator
 from test_agents import ADD, CALL, RECIPE, RETRY, TOKENIZER, ask, ids, run
 from transformers import AutoConfig, AutoTokenizer
 
@@ -23,6 +24,7 @@ from mt_grpo.adapters.agents.chat_api import read_chat_request
 from mt_grpo.adapters.agents.messages import ApiError
 from mt_grpo.adapters.agents.programs import environment_of
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.reports.metrics import conversation_columns, conversation_metrics
 from mt_grpo.rollout import StopReason
 
 TOOL = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
@@ -247,7 +249,7 @@ def test_a_stream_adds_up_to_the_answer(turn, seconds, monkeypatch):
 
     rollout, _ = run(agent, turn, seconds=seconds, max_completion_length=1000)
     assert rollout.error is None and len(rollout.turns) == 3, rollout.error
-    whole, streamed = (re.sub(r"(msg_|policy-|toolu_)\d+", r"\1", json.dumps(each.to_dict())) for each in found)
+    whole, streamed = (re.sub(r"(msg_|policy-\w+-|toolu_)\d+", r"\1", json.dumps(each.to_dict())) for each in found)
     assert json.loads(streamed) == json.loads(whole)
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(found[0].content)
@@ -872,6 +874,57 @@ def test_equal_answers_are_told_apart_by_the_ids_of_their_calls():
 
     rollout, _ = run(agent, CALL, CALL, "1", "2")
     assert [record.numbers for record in rollout.records] == [[0, 3], [1, 2]]
+
+
+def test_equal_texts_are_told_apart_by_their_thinking():
+    """By its signature; where a program makes one of its own, by what was thought; an answer without any, by that."""
+    turns = ["<think>A</think>Now.", "<think>B</think>Now.", "Now."]
+
+    def unsigned(message):
+        blocks = [block.to_dict() for block in message.content]
+        return assistant(*({**block, "signature": "s"} if block["type"] == "thinking" else block for block in blocks))
+
+    async def agent(row, client):
+        own = of(client)
+        said = [await create(own, [user("a")]) for _ in turns]
+        for each in (said[1], said[2], said[0]):
+            await create(own, [user("a"), each.to_param(), user("b")])
+        for each in (said[1], said[0], said[2]):
+            await create(own, [user("a"), unsigned(each), user("c")])
+        thinks = {"type": "thinking", "thinking": "B", "signature": said[0].content[0].signature}
+        await create(own, [user("a"), assistant(thinks, text("Now.")), user("d")])  # the signature counts more
+
+    rollout, llm = run(agent, *turns, *"4567890", max_completion_length=3000, max_model_calls=10)
+    assert rollout.error is None, rollout.error
+    read = [TOKENIZER.decode(prompt).partition(f"a<|im_end|>\n{ASKS}")[2] for prompt, _ in llm.asked[3:]]
+    for asked, k in zip(read, (1, 2, 0, 1, 0, 2, 0), strict=True):
+        assert asked.startswith(f"{turns[k]}<|im_end|>"), (asked, turns[k])
+
+
+def test_a_result_that_is_an_error_counts_as_one():
+    """Turns say so to rewards, and the metrics count it. What the model reads is the content, as from vLLM."""
+
+    async def agent(row, client):
+        own = of(client)
+        messages = [user("a")]
+        for fails in (True, False, "yes"):
+            said = await create(own, messages, tools=[TOOL])
+            blocks = [block.to_dict() for block in said.content]
+            messages += [assistant(*blocks), user(result(said.content[-1].id, is_error=fails))]
+            if fails == "yes":
+                answer = await post(client, {**BODY, "messages": messages, "tools": [TOOL]})
+                assert answer.status_code == 400 and "is_error" in error_of(answer)[2], answer.text
+        messages[-1]["content"][0]["is_error"] = None
+        await create(own, messages, tools=[TOOL])
+
+    rollout, llm = run(agent, CALL, CALL, CALL, "1", max_completion_length=2000)
+    assert rollout.error is None, rollout.error
+    assert [turn.error for turn in rollout.turns] == ["tool", None, None, None]
+    assert [[each.text for each in turn.results] for turn in rollout.turns[:3]] == [["2"]] * 3
+    texts = [TOKENIZER.decode(turn.observation_ids) for turn in rollout.turns[:3]]
+    assert len(set(texts)) == 1 and "error" not in texts[0]
+    columns = conversation_columns([rollout], Accelerator(cpu=True))
+    assert conversation_metrics(columns)[0]["tools/failure_frequency"] == pytest.approx(1 / 3)
 
 
 # -- programs --

@@ -25,7 +25,7 @@ import evaluate
 import pytest
 import yaml
 from scripted import CHATML_TOKENIZER
-from test_docs import ENVIRONMENTS, FORKING, PAGES, ROOT, accepts, block, blocks, module_of, section, words_of
+from test_docs import AGENTS, ENVIRONMENTS, FORKING, PAGES, ROOT, accepts, block, blocks, module_of, section, words_of
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.mcp.files import read_servers
@@ -93,9 +93,11 @@ ARGUMENTS = {
         "accelerate launch": "three terminals; test_nodes.py starts such launchers, test_slurm.py all three",
         "mkdir -p runs\nRECIPE=": "Slurm; test_slurm.py runs the script that it is given",
     },
-    "docs/environments.md": {
+    "docs/agents.md": {
         "python mt_grpo_trainer.py --config hf_recipes/tiny/agent.yaml":
             "minutes; tests/adapters/test_agents_learn.py trains by both agents",
+    },
+    "docs/environments.md": {
         "python tools/openenv/frozen_lake.py":
             "serves until it is stopped, by a package of its own; test_openenv_servers.py starts it, as a slow test",
         "python scripts/serve_search.py": "serves until it is stopped; tests/adapters/test_verl.py starts one",
@@ -149,7 +151,12 @@ FILES = {
     },
     "json": {"mcpServers": "test_the_file_of_servers_is_one"},
     "diff": {"best_turn": "test_docs.py::test_the_fork_runs"},
-    "sh": {"#SBATCH": "test_rented_gpus.py::test_the_batch_job_starts_and_resumes"},
+    "sh": {
+        "#SBATCH": "test_rented_gpus.py::test_the_batch_job_starts_and_resumes",
+        "codex exec": "test_agent_programs.py::test_codex",
+        "pi --provider": "test_agent_programs.py::test_pi",
+        "curl --silent": "test_agent_programs.py::test_curl",
+    },
 }  # fmt: skip
 OF_OTHERS = {"source", "tail", "mkdir", "git", "cd", "nvidia-smi", "export", "tmux", "echo", "sbatch", "kill", "ssh",
              "rsync", "vllm"}  # fmt: skip
@@ -457,9 +464,9 @@ def test_keys_of_a_page_make_a_recipe(tmp_path, monkeypatch):
     """Blocks of a few keys, as lines of a recipe of a tiny model."""
     monkeypatch.chdir(ROOT)
     words = [word for word, test in FILES["yaml"].items() if test == "test_keys_of_a_page_make_a_recipe"]
-    assert len(words) == 6
+    assert len(words) == 7
     for word in words:
-        text = ENVIRONMENTS + FORKING + PAGES["docs/credit.md"]
+        text = AGENTS + ENVIRONMENTS + FORKING + PAGES["docs/credit.md"]
         keys = yaml.safe_load(block(text, "yaml", word))
         assert keys.keys() <= set(known_keys(mt.RECIPE_CLASSES))
         recipe = yaml.safe_load((ROOT / "hf_recipes/tiny/calculator-hermes.yaml").read_text())

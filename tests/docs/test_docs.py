@@ -47,7 +47,9 @@ from mt_grpo.rollout import Reply
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
-RECIPES, FORKING, ENVIRONMENTS = (PAGES[f"docs/{name}.md"] for name in ("recipes", "forking", "environments"))
+RECIPES, FORKING, ENVIRONMENTS, AGENTS = (
+    PAGES[f"docs/{name}.md"] for name in ("recipes", "forking", "environments", "agents")
+)
 each_page = pytest.mark.parametrize("page", PAGES)
 
 
@@ -357,7 +359,7 @@ def test_a_reward_of_trl_is_one_here(tmp_path):
 
 def test_the_agent_example_runs():
     """Against a scripted policy, over real HTTP."""
-    space = run(block(ENVIRONMENTS, "python", "async def solve"))
+    space = run(block(AGENTS, "python", "async def solve"))
     rollout, _ = run_agent(space["solve"], "It is 4.", "4", row={"question": "2 + 2?", "answer": "4"})
     assert rollout.reward == 1.0 and [turn.reward for turn in rollout.turns] == [0.1, None]
     assert len(rollout.records) == 1
@@ -365,12 +367,12 @@ def test_the_agent_example_runs():
 
 def test_the_agent_example_of_anthropics_api_runs(capsys):
     """And prints what the page says."""
-    space = run(block(ENVIRONMENTS, "python", "async def by_messages"))
+    space = run(block(AGENTS, "python", "async def by_messages"))
     turn = '<think>Hm.</think>I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 1}}\n</tool_call>'
     rollout, _ = run_agent(space["by_messages"], turn, "2", row={"question": "1 + 1?", "answer": "2"})
     assert rollout.error is None and rollout.reward == 1.0, rollout.error
     assert [turn.reward for turn in rollout.turns] == [0.1, None] and len(rollout.records) == 1
-    assert f"```\n{capsys.readouterr().out}```" in ENVIRONMENTS
+    assert f"```\n{capsys.readouterr().out}```" in AGENTS
 
 
 def test_the_plugin_of_ms_swift_runs(tmp_path, monkeypatch):
@@ -415,7 +417,7 @@ def test_the_tools_of_verl_run(tmp_path, monkeypatch):
 
 
 def test_the_command_of_an_agent_runs(tmp_path):
-    (tmp_path / "my_agent.py").write_text(block(ENVIRONMENTS, "python", "sys.stdin.read()"))
+    (tmp_path / "my_agent.py").write_text(block(AGENTS, "python", "sys.stdin.read()"))
     row = {"question": "2 + 2?", "answer": "4"}
     rollout, _ = run_agent(f"{sys.executable} {tmp_path}/my_agent.py", "4", row=row, timeout=60.0)
     assert rollout.reward == 1.0, rollout.error
@@ -423,8 +425,8 @@ def test_the_command_of_an_agent_runs(tmp_path):
 
 def test_a_command_reads_its_key_as_the_page_says(tmp_path):
     """The page's lines, and the rest of the program above them on the page."""
-    begins = block(ENVIRONMENTS, "python", "OPENAI_API_KEY_FILE")
-    whole = block(ENVIRONMENTS, "python", "sys.stdin.read()")
+    begins = block(AGENTS, "python", "OPENAI_API_KEY_FILE")
+    whole = block(AGENTS, "python", "sys.stdin.read()")
     (tmp_path / "my_agent.py").write_text(begins + "\n" + whole.replace("OpenAI().chat", "client.chat"))
     row = {"question": "2 + 2?", "answer": "4"}
     command = CommandAgent(f"{sys.executable} {tmp_path}/my_agent.py", key_by_pipe=True)

@@ -296,6 +296,8 @@ READ_BACK = {
     "gym_unfinished_reward": lambda t: game_of(t).unfinished_reward,
     "agent": lambda t: f"tools/agents/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
     "agent_key": lambda t: "pipe" if t.env.agent.key_by_pipe else "environment",
+    "agent_other_models": lambda t: t.env.other_models,
+    "agent_other_text": lambda t: t.env.other_text,
     "agent_timeout": lambda t: t.env.agent_timeout,
     "multi_turn_scheduler": lambda t: t.env.scheduler_class.__name__.lower(),
     "external_plugins": lambda t: [os.path.relpath(inspect.getfile(t.env.scheduler_class), ROOT)],

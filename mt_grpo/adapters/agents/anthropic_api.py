@@ -38,6 +38,7 @@ NOT_ENFORCED = ("thinking", "output_config", "output_format", "context_managemen
 CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
 # A line of Claude Code with a hash of the request in it. Were it read, no request would go on from an earlier one.
 BILLING = "x-anthropic-billing-header"
+SIGNED = re.compile(r"policy-\w*-\d+")  # by an answer
 KINDS_OF_ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error", 500: "api_error", 529: "overloaded_error",
@@ -194,17 +195,24 @@ def result_messages(block: dict[str, Any], param: str, contents: Contents) -> li
             else:
                 images += parts_of(each, where, contents)
     text = contents.text("\n".join(texts), param)
-    read: list[Message] = [{"role": "tool", "content": text, "tool_call_id": own_id(call_id)}]
+    failed = {"failed": True} if read_flag(block.get("is_error"), f"{param}.is_error") else {}
+    read: list[Message] = [{"role": "tool", "content": text, "tool_call_id": own_id(call_id), **failed}]
     return [*read, {"role": "user", "content": contents.text(images, param)}] if images else read
+
+
+def read_flag(value: Any, param: str) -> bool:
+    """True or false; null is false. Raises `ApiError`."""
+    return bool(value is not None and expect(value, bool, param, "true or false"))
 
 
 def assistant_messages(blocks: list[Any], param: str, contents: Contents) -> list[Message]:
     """The text, the thinking and the calls of an answer as one message. Raises `ApiError`."""
-    parts, thinking, calls = [], "", []
+    parts, thinking, signature, calls = [], "", None, []
     for k, block in enumerate(blocks):
         where, kind = f"{param}[{k}]", kind_of(block, f"{param}[{k}]")
         if kind == "thinking":
             thinking += expect(block.get("thinking"), str, f"{where}.thinking", "text")
+            signature = block.get("signature")
         elif kind == "tool_use":
             call_id, name = (expect(block.get(key), str, f"{where}.{key}", "text") for key in ("id", "name"))
             given = expect(block.get("input"), dict, f"{where}.input", "an object")
@@ -216,6 +224,8 @@ def assistant_messages(blocks: list[Any], param: str, contents: Contents) -> lis
     message: Message = {"role": "assistant", "content": contents.text(parts, param)}
     if thinking:
         message["reasoning_content"] = thinking
+    if isinstance(signature, str) and SIGNED.fullmatch(signature):
+        message["signature"] = signature
     return [message | ({"tool_calls": calls} if calls else {})]
 
 
@@ -260,7 +270,7 @@ def content_blocks(answer: Answer) -> list[dict[str, Any]]:
     """The blocks of an answer: its thinking, its text, its calls. There is always one, so that a program finds it."""
     blocks: list[dict[str, Any]] = []
     if answer.reasoning:
-        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": f"policy-{answer.number}"})
+        blocks.append({"type": "thinking", "thinking": answer.reasoning, "signature": answer.signature})
     if answer.content or not answer.tool_calls:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.tool_calls:
@@ -340,11 +350,12 @@ def anthropic_error_event(error: ApiError) -> Iterator[str]:
     yield named_event("error", error=anthropic_error(error)["error"])
 
 
-def anthropic_models(name: str) -> dict[str, Any]:
-    """The list of models, or one. Raises `ApiError` for an unknown one."""
+def anthropic_models(name: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """The list of models with these names, or one of them. Raises `ApiError` for an unknown one."""
     about = {"type": "model", "created_at": "1970-01-01T00:00:00Z"}
-    known = {each: {"id": each, "display_name": each, **about} for each in (POLICY, FROZEN)}
-    if name:
+    known = {each: {"id": each, "display_name": each, **about} for each in names if each}
+    if name and name not in known:
         read_model(name)
-        return known[name]
-    return {"data": list(known.values()), "has_more": False, "first_id": POLICY, "last_id": FROZEN}
+    return known[name] if name else {
+        "data": list(known.values()), "has_more": False, "first_id": POLICY, "last_id": FROZEN,
+    }  # fmt: skip

@@ -69,6 +69,7 @@ class Asked:
     idempotency_key: str | None
     numbers: range  # of its answers in the rollout
     trained: bool
+    sampled: bool = True  # by the policy; False: a fixed text
     task: asyncio.Task[list[Answer]] | None = None
     waiting: int = 0  # clients that wait for the answers
     reached: int = 0  # clients that have got them
@@ -113,6 +114,16 @@ class Completion(Sampled):
     def ids(self) -> list[int]:
         """All that was read and sampled."""
         return self.prompt_ids + self.turn.token_ids
+
+    def told_apart(self, messages: list[Message]) -> tuple[int, int]:
+        """How many answers up to this one a conversation, which says the same, has by signature, and by thinking."""
+        signed, thought, each = 0, 0, self
+        while each is not None:
+            sent = messages[len(each.keys) - 1]
+            signed += sent.get("signature") == each.answer.signature
+            thought += (sent.get("reasoning_content") or "").strip() == each.answer.reasoning.strip()
+            each = each.parent
+        return signed, thought
 
     def is_told_in(self, messages: list[Message], keys: list[Key]) -> bool:
         """Whether messages tell of this answer: results of its calls, what it said with something behind, its text.
@@ -164,11 +175,12 @@ class Chains:
         ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
 
         def rank(found: Completion) -> tuple:  # two conversations may say the same
-            known = len(found.keys), len(found.call_ids & ids)
-            return *known, found.received, not found.continued, -found.number
+            signed, thought = found.told_apart(request.messages)
+            return signed, len(found.call_ids & ids), thought, found.received, not found.continued, -found.number
 
         found = [each for each in self.completions if each.tools == tools and each.is_begun_by(keys)]
-        best = max(found, key=rank, default=None)
+        longest = max((len(each.keys) for each in found), default=0)
+        best = max((each for each in found if len(each.keys) == longest), key=rank, default=None)
         if best is None or any(message["role"] == "assistant" for message in request.messages[len(best.keys) :]):
             return None
         return best
@@ -215,5 +227,7 @@ class Chains:
 
 def results_of(messages: Iterable[Message]) -> Iterator[ToolResult]:
     """The results of tools among messages."""
-    contents = (message["content"] for message in messages if message["role"] == "tool")
-    return (ToolResult(content, pictures=tuple(pictures_of(content))) for content in contents)
+    for message in messages:
+        if message["role"] == "tool":
+            error = "tool" if message.get("failed") else None
+            yield ToolResult(message["content"], error, pictures=tuple(pictures_of(message["content"])))

@@ -80,6 +80,8 @@ class AgentConversation:
         agent: The program.
         agent_timeout: Seconds that it may take for one row.
         max_model_calls: Completions per rollout.
+        other_models: What becomes of requests to other models than the policy's: refused, frozen or text.
+        other_text: Their answer where it is text.
     """
 
     renders_all = False  # a request's tools and template arguments are its own
@@ -88,6 +90,8 @@ class AgentConversation:
     agent: FunctionAgent | CommandAgent
     agent_timeout: float
     max_model_calls: int
+    other_models: str = "refused"
+    other_text: str | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -155,10 +159,15 @@ class AgentConversation:
 
 
 def agent_conversation(
-    base: type, program: FunctionAgent | CommandAgent, timeout: float, max_model_calls: int
+    base: type, program: FunctionAgent | CommandAgent, timeout: float, max_model_calls: int, **settings: Any
 ) -> type:
-    """The subclass of the class of conversations, `base`, that an agent's program runs."""
-    settings = {"agent": program, "agent_timeout": timeout, "max_model_calls": max_model_calls}
+    """The subclass of the class of conversations, `base`, that an agent's program runs.
+
+    Args:
+        base, program, timeout, max_model_calls: As the attributes of `AgentConversation`.
+        settings: Its other attributes that are not their defaults.
+    """
+    settings |= {"agent": program, "agent_timeout": timeout, "max_model_calls": max_model_calls}
     return type("AgentConversation", (AgentConversation, base), settings)
 
 
@@ -181,7 +190,15 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
     program = load_function(script_args.agent) if script_args.agent else load_command(
         script_args.agent_command, key_by_pipe=script_args.agent_key == "pipe"
     )  # fmt: skip
-    conversation = agent_conversation(base, program, script_args.agent_timeout, script_args.max_model_calls)
+    others, text = script_args.agent_other_models, script_args.agent_other_text
+    if (others == "text") != (text is not None):
+        raise ValueError(
+            f"agent_other_models: {others} with agent_other_text: {text!r:.100}. Expected both `agent_other_models: "
+            "text` and the text that such a model answers, or neither."
+        )
+    conversation = agent_conversation(
+        base, program, script_args.agent_timeout, script_args.max_model_calls, other_models=others, other_text=text
+    )
     return conversation, agent_environment(program)
 
 

@@ -27,6 +27,13 @@ class AgentKeys:
         "environment", "How agent_command gets its key: environment (OPENAI_API_KEY), or pipe (OPENAI_API_KEY_FILE)",
         one_of=("environment", "pipe"), needs=AGENT, trained=False,
     )  # fmt: skip
+    agent_other_models: str = key(
+        "refused", "Models that an agent asks for beside policy: refused, frozen (policy, untrained), text (fixed)",
+        one_of=("refused", "frozen", "text"), needs=AGENT,
+    )  # fmt: skip
+    agent_other_text: str | None = key(
+        None, "What agent_other_models: text answers in the policy's place; never trained on", needs=AGENT
+    )
     agent_timeout: float = key(
         600.0, "Seconds of the agent's own for one row, without its waits for the policy", within="(0, inf)"
     )

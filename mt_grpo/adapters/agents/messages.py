@@ -19,6 +19,7 @@ POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are
 MOST_ANSWERS = 128  # of one request, as OpenAI's API has it
 PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
 PARTS_OF_IMAGES = ("image_url", "input_image")  # of /v1/chat/completions, of /v1/responses
+MOST_TOLD = 1000  # lines: what they are about comes from programs, which may send anything
 _told: set[str] = set()
 
 
@@ -48,10 +49,16 @@ def refuse(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {message}", code, param)
 
 
-def tell_once(text: str) -> None:
-    """Log a line, once per process: agents send the same parameters with each request."""
-    if text not in _told:
-        _told.add(text)
+def tell_once(text: str, about: str | None = None) -> None:
+    """Log a line, once per process: agents send the same parameters with each request.
+
+    Args:
+        text: The line.
+        about: What it is about: of lines about the same only the first is logged. None: about what it says.
+    """
+    about = about or text
+    if about not in _told and len(_told) < MOST_TOLD:
+        _told.add(about)
         logger.warning(text)
 
 
@@ -60,8 +67,9 @@ class ModelRequest:
     """One request for a completion.
 
     Messages have `role` (system, developer, user, assistant, tool) and `content` (text), and may have a `name`. Those
-    of the assistant may have `tool_calls` (as in /v1/chat/completions) and `reasoning_content`, those of a tool have
-    `tool_call_id`. In a content a picture is its mark; the session keeps the pictures.
+    of the assistant may have `tool_calls` (as in /v1/chat/completions), `reasoning_content`, and the `signature` of
+    the answer that they are. Those of a tool have `tool_call_id`, and `failed` where the program says so. In a content
+    a picture is its mark; the session keeps the pictures.
     """
 
     messages: list[Message]
@@ -72,6 +80,7 @@ class ModelRequest:
     may_call: bool = True  # False: tool_choice is none
     stream: bool = False
     n: int = 1  # answers
+    fixed: str | None = None  # what is answered in the policy's place, and never sampled
 
     @property
     def reads_calls(self) -> bool:
@@ -92,6 +101,12 @@ class Answer:
     completion_tokens: int
     created: int
     stop: str | None = None  # the request's stop text that ended the turn
+    conversation: str = ""  # a name of the rollout, which is no secret
+
+    @property
+    def signature(self) -> str:
+        """Says in a history which answer a message is."""
+        return f"policy-{self.conversation}-{self.number}"
 
     @property
     def message(self) -> Message:
@@ -188,6 +203,7 @@ class Contents:
 
 
 TEXT = Contents()
+FORCED = ("required", "function", "custom", "allowed_tools")  # of tool_choice
 
 
 def read_model(name: Any) -> bool:
@@ -244,6 +260,10 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
         except ValueError as error:
             raise refuse("tools", f"{error}.") from None
         read.append(tool)
+    names = [tool["function"]["name"] for tool in read]
+    if len(set(names)) < len(names):  # the model would be shown one of them, and a program would run another
+        twice = next(name for k, name in enumerate(names) if name in names[:k])
+        raise refuse("tools", f"got the name {twice!r:.100} twice, expected names that differ.")
     return read
 
 
@@ -252,9 +272,9 @@ def read_tool_choice(choice: Any) -> bool:
     name = (
         choice if isinstance(choice, str) else expect(choice or {}, dict, "tool_choice", "text or object").get("type")
     )
-    if name not in (None, "auto", "none", "required", "function", "allowed_tools"):
+    if name not in (None, "auto", "none", *FORCED):
         raise refuse("tool_choice", f"got {choice!r:.100}, expected auto, none, required or a function.")
-    if name in ("required", "function", "allowed_tools"):
+    if name in FORCED:
         tell_once(
             f"An agent sent tool_choice={name!r}. It is accepted and not enforced: the policy chooses its calls."
         )

@@ -26,11 +26,9 @@ from mt_grpo.adapters.agents.anthropic_api import (
 )
 from mt_grpo.adapters.agents.chains import Asked
 from mt_grpo.adapters.agents.chat_api import chat_answer, chat_error, chat_events, read_chat_request
-from mt_grpo.adapters.agents.messages import FROZEN, POLICY, Answer, ApiError, ModelRequest, refuse
+from mt_grpo.adapters.agents.messages import FROZEN, POLICY, Answer, ApiError, ModelRequest, refuse, tell_once
 from mt_grpo.adapters.agents.responses_api import (
-    conversation_of,
     read_responses_request,
-    response_id,
     responses_answer,
     responses_error,
     responses_events,
@@ -63,7 +61,9 @@ CHAT = Endpoint(
     chat_error,
 )
 RESPONSES = Endpoint(
-    lambda body, session: read_responses_request(body, session.responses, session.contents),
+    lambda body, session: read_responses_request(
+        body, session.responses, session.contents, session.format.chat_template_kwargs
+    ),
     responses_answer,
     responses_events,
     responses_error,
@@ -98,7 +98,8 @@ class Served(NamedTuple):
     @property
     def headers(self) -> dict[str, str]:
         """The official clients send 429 and 5xx again unless they are told not to."""
-        return {"Content-Type": self.kind, **({"x-should-retry": "false"} if self.status != 200 else {})}
+        refused = {"x-should-retry": "false"} if self.status != 200 else {}
+        return {"Content-Type": self.kind, **refused, **({"Upgrade": "HTTP/1.1"} if self.status == 426 else {})}
 
 
 http_logger = logging.getLogger(f"{__name__}.http")
@@ -178,11 +179,14 @@ class AgentServer:
         """
         session, endpoint, asked = None, endpoint_of(path, headers), None
         try:
-            key, name = split_path(path)
-            token = headers.get("Authorization", "").removeprefix("Bearer ")
-            session = self._session((key, token, headers.get("x-api-key"), headers.get("X-Session-ID")))
+            name = split_path(path)[1]
+            session = self._session_of(path, headers)
+            if headers.get("Upgrade", "").lower() == "websocket":  # by which some begin, and go on by HTTP
+                raise ApiError(426, "WebSockets are not served. Expected requests over HTTP.", "upgrade_required")
             if method == "GET" and name.partition("/")[0] == "models":
-                listed = (anthropic_models if endpoint is ANTHROPIC else models)(name.partition("/")[2])
+                _, _, model = name.partition("/")
+                names = (POLICY, FROZEN) if session.env.other_models == "refused" else (POLICY, FROZEN, model)
+                listed = (anthropic_models if endpoint is ANTHROPIC else models)(model, names)
                 return Served(200, JSON, json.dumps(listed))
             if method != "POST" or name not in ENDPOINTS:
                 raise ApiError(
@@ -190,7 +194,9 @@ class AgentServer:
                     "or /v1/models.", "unknown_url",
                 )  # fmt: skip
             body = read_body(content)
-            read = await session.in_order(functools.partial(read_request, endpoint, body, session))
+            known, fixed = session.with_known_model(body)
+            read = await session.in_order(functools.partial(read_request, endpoint, known, session))
+            read.fixed = fixed
             if endpoint is COUNT:
                 if "X-Turn-Reward" in headers:
                     raise refuse("X-Turn-Reward", "a request that counts tokens goes on from no turn. Remove it.")
@@ -207,8 +213,7 @@ class AgentServer:
                 await keep_alive()
             answers = await session.answers(asked)
             if endpoint is RESPONSES:
-                said = [*conversation_of(body, session.responses, session.contents), answers[0].message]
-                session.responses[response_id(answers[0])] = said
+                session.responses.add(answers[0], body, read.messages)
             receipt = functools.partial(tell_receipt, session, asked)
             if read.stream:
                 return Served(200, "text/event-stream", "".join(endpoint.events(answers, body)), "", receipt)
@@ -220,6 +225,8 @@ class AgentServer:
                 raise
             if session is not None:
                 session.refuse(error)
+            elif error.status == 401:
+                tell_once(f"A request of an agent was refused. {error}", "a key of no rollout")
             return Served(error.status, JSON, json_text(endpoint.refusal(error)), "".join(endpoint.error(error)))
 
     def _session(self, keys: tuple[str | None, ...]) -> AgentSession:
@@ -237,6 +244,18 @@ class AgentServer:
             "X-Session-ID, or in the path.", "invalid_api_key",
         )  # fmt: skip
 
+    def _session_of(self, path: str, headers: Mapping[str, str]) -> AgentSession:
+        """The rollout of a request. Raises `ApiError`."""
+        token = headers.get("Authorization", "").removeprefix("Bearer ")
+        return self._session((split_path(path)[0], token, headers.get("x-api-key"), headers.get("X-Session-ID")))
+
+    def _tell_refused(self, request: web.Request, error: ApiError) -> None:
+        """Keep for the log what could not even be received."""
+        try:
+            self._session_of(request.path, request.headers).refuse(error)
+        except ApiError:  # of no rollout that goes on
+            pass
+
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         """A request over HTTP. Of a stream the status is sent with the first comment, or with the answer."""
         opened: web.StreamResponse | None = None
@@ -253,12 +272,14 @@ class AgentServer:
             content = await request.read()
         except web.HTTPRequestEntityTooLarge:
             error = ApiError(413, f"The request has more than {MAX_BYTES} bytes.", "request_too_large")
+            self._tell_refused(request, error)
             return web.json_response(refusal(error), status=error.status)
         except web.RequestPayloadError as error:
             encoding = request.headers.get("Content-Encoding", "none")
             refused = refuse(
                 "body", f"cannot be read by its Content-Encoding, {encoding!r:.100}: {error_line(error)}."
             )
+            self._tell_refused(request, refused)
             answer = web.json_response(refusal(refused), status=refused.status)
             answer.force_close()  # the client must not send its next request behind what cannot be read
             request.content.feed_eof()  # aiohttp would read on, fail once more, and cut the answer off
@@ -303,9 +324,9 @@ def endpoint_of(path: str, headers: Mapping[str, str]) -> Endpoint:
     return ENDPOINTS.get(split_path(path)[1], ANTHROPIC if is_anthropic else CHAT)
 
 
-def models(name: str) -> dict[str, Any]:
-    """The list of models, or one. Raises `ApiError` for an unknown one."""
-    known = [{"id": name, "object": "model", "created": 0, "owned_by": "mt-grpo"} for name in (POLICY, FROZEN)]
+def models(name: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """The list of models with these names, or one of them. Raises `ApiError` for an unknown one."""
+    known = [{"id": each, "object": "model", "created": 0, "owned_by": "mt-grpo"} for each in names if each]
     if not name:
         return {"object": "list", "data": known}
     found = next((model for model in known if model["id"] == name), None)

@@ -13,8 +13,19 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
-from mt_grpo.adapters.agents.messages import FROZEN, Answer, ApiError, Contents, ModelRequest, refuse, tool_call
+from mt_grpo.adapters.agents.messages import (
+    FROZEN,
+    POLICY,
+    Answer,
+    ApiError,
+    Contents,
+    ModelRequest,
+    refuse,
+    tell_once,
+    tool_call,
+)
 from mt_grpo.adapters.agents.prompts import AgentPrompts, whole_characters
+from mt_grpo.adapters.agents.response_items import Responses
 from mt_grpo.adapters.prefixes import SharedPrefixes, keep_newest
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
 from mt_grpo.base.json_types import json_text
@@ -24,12 +35,15 @@ from mt_grpo.conversation.pictures import reader_of, why_none
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.rollout import Message, Rollout, StopReason, Turn
 
+ENDS = ("rollout_over", "context_length_exceeded")  # codes of errors that belong to a rollout's usual end
+
 
 class AgentSession(RolloutSession):
     """The model of one rollout, which `finish` fills.
 
     Attributes:
         key: The secret that an agent's requests bring.
+        name: Stands in ids, so that those of another rollout are told from its own. No secret.
         contents: What reads the contents of messages, and keeps their pictures.
         chains: What was sampled, and which request goes on from which.
         refused: What the API refused, as text: the last ones.
@@ -37,13 +51,13 @@ class AgentSession(RolloutSession):
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
         super().__init__(env, rollout, llm, sampling_params)
-        self.key = f"mt-{secrets.token_urlsafe(24)}"
+        self.key, self.name = f"mt-{secrets.token_urlsafe(24)}", secrets.token_hex(4)
         self.prompts = AgentPrompts(self.format, self.tokenizer)
         self.contents = Contents(self.prompts.joint, reader_of(self.tokenizer), why_none(self.tokenizer))
         self.chains = Chains(self.format.thinking, self.samples)
         # A model's that reads images tokenises what it reads with their marks.
         self.prefixes = SharedPrefixes(self.tokenizer) if self.contents.reader is None else None
-        self.responses: dict[str, list[Message]] = {}  # of /v1/responses: the messages up to each one
+        self.responses = Responses(self.name)
         self.refused: list[str] = []
         self._reading = asyncio.Lock()
         self._num_written = 0
@@ -95,8 +109,10 @@ class AgentSession(RolloutSession):
             elif reward is not None:
                 self._reward_parent(self._parent(request), reward)
             numbers = range(self._num_requests, self._num_requests + request.n)
-            asked = Asked(same, idempotency_key, numbers, request.trained, began=next(self._clock))
-            asked.task = asyncio.ensure_future(self._timed(self._complete(request, asked)))
+            sampled = request.fixed is None
+            asked = Asked(same, idempotency_key, numbers, request.trained, sampled, began=next(self._clock))
+            answering = self._timed(self._complete(request, asked)) if sampled else self._fixed(request, asked)
+            asked.task = asyncio.ensure_future(answering)
             self._num_requests += request.n
             self._asked.append(asked)
         asked.waiting += 1
@@ -173,8 +189,8 @@ class AgentSession(RolloutSession):
 
         Args:
             value: The reward.
-            answer: The id of the answer, `chatcmpl-3`, `resp_3` or `msg_3`, with `:1` for choice 1 of several. None:
-                the last one that a client got of the model that is trained.
+            answer: The id of the answer, `chatcmpl-3`, `resp_5f0c_3` or `msg_3`, with `:1` for choice 1 of several.
+                None: the last one that a client got of the model that is trained.
 
         Raises:
             ApiError: there is no such answer, or several may be meant.
@@ -202,12 +218,12 @@ class AgentSession(RolloutSession):
 
     def _number_of(self, answer: str) -> int:
         """The number of the answer with an id. Raises `ApiError`."""
-        found = re.fullmatch(r"(?:chatcmpl-|resp_|msg_)(\d{1,9})(?::(\d{1,9}))?", answer)
+        found = re.fullmatch(rf"(?:chatcmpl-|resp_{self.name}_|msg_)(\d{{1,9}})(?::(\d{{1,9}}))?", answer)
         asked = found and next((each for each in self._asked if each.numbers[0] == int(found[1])), None)
         if not asked or not asked.reached:
             raise refuse("reward", f"no answer has the id {answer!r:.100}. Expected the id of one that was received.")
         if not asked.trained:
-            raise refuse("reward", f"{answer!r} is an answer of {FROZEN}, which is not trained.")
+            raise refuse("reward", f"{answer!r} is an answer of another model or of {FROZEN}, which is not trained.")
         if found[2] is None and len(asked.numbers) > 1:
             raise refuse("reward", f"{answer!r} has {len(asked.numbers)} choices. Say which: choice=k, or {answer}:k.")
         choice = int(found[2] or 0)
@@ -230,9 +246,33 @@ class AgentSession(RolloutSession):
         return None if moved else found  # the template reads a developer's message at the beginning
 
     def refuse(self, error: ApiError) -> None:
-        """Keep what was refused for the log: the last eight reasons."""
+        """Keep what was refused for the log: the last eight reasons; and tell once of each kind of reason."""
+        if error.status == 426:  # by which a client learns to speak HTTP
+            return
         text = str(error)
         self.refused = [*(each for each in self.refused if each != text), text][-8:]
+        if error.code not in ENDS and error.status < 500:
+            kind = re.split(r"[.\[]", error.param or "")[0]
+            name = self.env.agent.name
+            tell_once(
+                f"{name}: a request was refused with {error.status}. {text} Of such refusals this is the first; all "
+                "are in the rollout's log, as `refused`.", f"{name} {error.status} {error.code} {kind}",
+            )  # fmt: skip
+
+    def with_known_model(self, body: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+        """A request's body in which another model is what `agent_other_models` makes of it, and a fixed answer.
+
+        INVARIANT: no token of such a model's answer is trained on. Raises `ApiError`.
+        """
+        model, choice = body.get("model"), self.env.other_models
+        if model in (POLICY, FROZEN) or not isinstance(model, str):
+            return body, None
+        if choice == "refused":
+            raise ApiError(
+                404, f"The model {model!r:.100} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to "
+                "be trained on. Set agent_other_models to answer for other models, too.", "model_not_found", "model",
+            )  # fmt: skip
+        return {**body, "model": FROZEN}, self.env.other_text if choice == "text" else None
 
     @property
     def context_is_full(self) -> bool:
@@ -246,8 +286,8 @@ class AgentSession(RolloutSession):
 
     @property
     def got_an_answer(self) -> bool:
-        """Whether a client has got an answer."""
-        return any(each.reached for each in self._asked)
+        """Whether a client has got an answer of the policy."""
+        return any(each.reached and each.sampled for each in self._asked)
 
     # -- the end --
 
@@ -275,6 +315,14 @@ class AgentSession(RolloutSession):
         return ApiError(429, f"The rollout is over: {reason}. Expected no further request.", "rollout_over")
 
     # -- one completion --
+
+    async def _fixed(self, request: ModelRequest, asked: Asked) -> list[Answer]:
+        """Answers that nobody has sampled. They are no turns."""
+        count = len(self.tokenizer(request.fixed, add_special_tokens=False)["input_ids"])
+        return [
+            Answer(number, request.fixed, [], "", "stop", 0, count, int(time.time()), None, self.name)
+            for number in asked.numbers
+        ]
 
     async def _timed(self, completing: Coroutine) -> list[Answer]:
         """The answers; the time until it is there is the policy's. What fails here is no fault of the agent."""
@@ -358,7 +406,7 @@ class AgentSession(RolloutSession):
         thinking = thinking.strip().removeprefix(opening.strip()).removesuffix(closing.strip()).strip()
         return Answer(
             number, text.strip() if thinking or written else text, written, thinking, reason, len(prompt_ids),
-            len(turn.token_ids), int(time.time()), stop,
+            len(turn.token_ids), int(time.time()), stop, self.name,
         )  # fmt: skip
 
     # -- what the model reads --
