@@ -21,6 +21,7 @@ class Engine(Protocol):
         title, article: In messages.
         CONTEXT: Its flag for the length of the context.
         WEIGHTS: The address that says which weights it holds.
+        NAMES_OF_FILES: Whether a push has the names of a checkpoint's files, and not those of the model's modules.
         NO_ANSWER: What to do where something else answers.
     """
 
@@ -29,6 +30,7 @@ class Engine(Protocol):
     article: str
     CONTEXT: str
     WEIGHTS: str
+    NAMES_OF_FILES: bool
     NO_ANSWER: str
 
     # -- who it is --

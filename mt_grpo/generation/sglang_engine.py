@@ -10,6 +10,7 @@ What hurts there was measured with 0.5.23:
   answer says what was read, and it is compared.
 - What the vision tower computed outlives new weights, but for `SGLANG_VLM_CACHE_SIZE_MB=0`.
 - Logprobs are of the distribution before top_p, top_k and min_p have cut it.
+- A weight of another name than a checkpoint's files have ends the process.
 - `/health` samples a token: in a pause it does not answer, and the server then counts as sick.
 """
 
@@ -137,6 +138,7 @@ class SGLang:
     name, title, article = "sglang", "SGLang", "an"
     CONTEXT = "--context-length"
     WEIGHTS = "/model_info"
+    NAMES_OF_FILES = True
     NO_ANSWER = (
         "That is no answer of an SGLang server: check vllm_server_host, vllm_server_port, vllm_server_base_url (or "
         "server_host, ...), and rollout_engine."

@@ -40,6 +40,7 @@ class VLLM:
     name, title, article = "vllm", "vLLM", "a"
     CONTEXT = "--max-model-len"
     WEIGHTS = "/weight_info"
+    NAMES_OF_FILES = False
     NO_ANSWER = (
         "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url, and "
         "rollout_engine."

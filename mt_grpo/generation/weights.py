@@ -13,6 +13,7 @@ from accelerate.utils import gather_object, is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
+from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.base.errors import error_line
@@ -71,9 +72,27 @@ class PolicyWeights(VLLMGeneration):
     def _is_adapter(self, name: str) -> bool:
         return self._has_adapters and (self.model.prefix in name or "original_module" in name)
 
+    names_of_files = False  # as `use_names_of_files` has it
+
+    def use_names_of_files(self) -> None:
+        """From here on a weight has the name that it has in a checkpoint's files.
+
+        transformers renames what it loads, as the modules of models that read images. vLLM knows both names, SGLang
+        those of files alone.
+        """
+        self.names_of_files, self._file_names = True, {}
+        self._init_vllm()
+
     def _server_name(self, name: str) -> str:
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
+        name = self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
+        if not self.names_of_files:
+            return name
+        if name not in self._file_names:
+            model = self.model.get_base_model() if self._has_adapters else self.model
+            found = list(revert_weight_conversion(model, {name: torch.empty(1, device="meta")}))
+            self._file_names[name] = found[0] if len(found) == 1 else name
+        return self._file_names[name]
 
     def named_weights(self, norm_scale: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.

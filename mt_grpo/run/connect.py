@@ -70,6 +70,8 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         trainer.vllm_generation = PolicyWeights(
             trainer.model, trainer.accelerator, trainer.processing_class, mode="none"
         )
+        if client.servers[0].engine.NAMES_OF_FILES:
+            trainer.vllm_generation.use_names_of_files()
         trainer.weight_sync = WeightSync(
             client,
             trainer.model,

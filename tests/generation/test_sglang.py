@@ -15,12 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 import vision_model
+from accelerate import Accelerator
 from bench.common import SGLangServer
 from bench.fault_proxy import Fault, FaultProxy, first
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_images_by_server import logprobs_of, model_of, prompt_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.core_model_loading import revert_weight_conversion
 from vision_run import make_served_run
 
 from mt_grpo.base.errors import ServerError
@@ -31,6 +34,7 @@ from mt_grpo.generation.engines import ENGINES, Engine
 from mt_grpo.generation.samples import BadAnswer
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
 from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo_trainer import (
@@ -60,7 +64,7 @@ def test_an_engine_has_all_of_the_list_and_nothing_beside_it(engine):
         assert inspect.signature(getattr(type(engine), name)) == inspect.signature(each), name
     public = {name for name, each in vars(type(engine)).items() if inspect.isfunction(each) and name[0] != "_"}
     assert public == wanted.keys()
-    assert all(isinstance(getattr(engine, name), str) for name in Engine.__annotations__)
+    assert all(isinstance(getattr(engine, name), str | bool) for name in Engine.__annotations__)
 
 
 def ask(prompt, **payload):
@@ -383,6 +387,26 @@ def test_the_names_of_an_address_that_are_no_engines(tmp_path):
         parse_arguments(read)
 
 
+def test_weights_have_the_names_of_a_checkpoints_files(tmp_path_factory):
+    """Of a model whose modules transformers has renamed, and of one of text, with a LoRA or without."""
+    folder = vision_model.save(tmp_path_factory.mktemp("vision"))
+    for path, lora in ((folder, False), (folder, True), (TINY, False)):
+        model = model_of(path) if path == folder else AutoModelForCausalLM.from_pretrained(path)
+        tied = (
+            {"lm_head.weight"}
+            if getattr(model.config.get_text_config(), "tie_word_embeddings", model.config.tie_word_embeddings)
+            else set()
+        )
+        if lora:
+            model = get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+        weights = PolicyWeights(model, Accelerator(cpu=True), None, mode="none")
+        weights.use_names_of_files()
+        kept = load_file(Path(path) / "model.safetensors")
+        sent = dict(weights.named_weights())
+        assert sent.keys() - tied == kept.keys() - tied and weights.expected.keys() == sent.keys()
+        assert all(torch.equal(sent[name].detach(), tensor) for name, tensor in kept.items())
+
+
 # =====================================================================================================================
 # A real server
 # =====================================================================================================================
@@ -604,6 +628,11 @@ def server_of_images(folder, tmp_path_factory):
         yield server
 
 
+def of_files(model):
+    """(name, tensor) of all weights, under the names of a checkpoint's files."""
+    return list(revert_weight_conversion(model, dict(model.state_dict())).items())
+
+
 @each_real
 def test_what_it_samples_behind_images(server_of_images, folder):
     """Logprobs as by a forward pass of each row; also of ids that no tokenizer would write."""
@@ -630,11 +659,11 @@ def test_what_it_samples_behind_images(server_of_images, folder):
         for name, parameter in model.named_parameters():
             if "visual" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    client.update_weights(iter(model.state_dict().items()), "new-1")
+    client.update_weights(iter(of_files(model)), "new-1")
     found = run_async(client.generate(prompts[0], 20))  # what the old tower saw is forgotten
     expected = logprobs_of(model, prompts[0] + found.token_ids)[-len(found.token_ids) :]
     assert (torch.tensor(found.logprobs) - expected).abs().max() < 2e-5
-    client.update_weights(iter(plain.state_dict().items()), "old-1")
+    client.update_weights(iter(of_files(plain)), "old-1")
     client.engine.name_weights(client, "default")
     client.close()
 

@@ -1055,6 +1055,8 @@ MUTATIONS = [
         "        finally:\n            self.go_on(server)\n",
         "        finally:\n            pass\n",
         "tests/generation/test_sglang.py::test_a_server_as_recorded_fits",
+    ),
+    Mutation(
         "prefix cache: hits since the server began",
         "mt_grpo/generation/prefix_cache.py",
         "hits + counts[1] - begun[1]",
