@@ -176,13 +176,15 @@ def test_what_the_tests_stand_on_cannot_be_replaced(sandbox, attempt):
 
 def test_nothing_of_a_command_runs_behind_it(sandbox):
     """Neither in the background, nor as a daemon, nor in the tests; nor does anything of the tests run behind them."""
-    writes = "while true; do date +%N > /tmp/beat; sleep 0.01; done"
-    code, _ = run(sandbox, f"(setsid bash -c '{writes}' > /dev/null 2>&1 &) ; nohup bash -c '{writes}' & sleep 0.3")
+    writes = "while true; do date +%N > /tmp/$$; mv /tmp/$$ /tmp/beat; sleep 0.01; done"
+    started = "until [ -s /tmp/beat ]; do sleep 0.01; done"
+    code, _ = run(sandbox, f"(setsid bash -c '{writes}' > /dev/null 2>&1 &) ; nohup bash -c '{writes}' & {started}")
     assert code == 0
     _, beats = run(sandbox, "cat /tmp/beat; sleep 0.3; cat /tmp/beat")
     assert beats and len(set(beats.split())) == 1
     forger = (
-        "(while true; do echo 1 > /logs/verifier/reward.txt; done) & sleep 0.3; echo 0 > /logs/verifier/reward.json"
+        "(while true; do echo 1 > /logs/verifier/reward.txt; done) & until [ -e /logs/verifier/reward.txt ]; do "
+        "sleep 0.01; done; echo 0 > /logs/verifier/reward.json"
     )
     outcome = sandbox.judge(archive_of(test_sh=f"{forger}\nps -e | grep -c date"), "/", {}, 60.0)
     assert set(read_reward_files(outcome.control)) == {"reward.json", "reward.txt"}

@@ -10,13 +10,7 @@ TASKS, DOCKERFILE = "mt_grpo/adapters/harbor/tasks.py", "mt_grpo/adapters/harbor
 TESTS = "tests/adapters/test_harbor.py"
 
 MUTATIONS = [
-    Mutation(
-        "harbor: programs of the machine can be written",
-        SANDBOX,
-        'mount -n -o remount,bind,ro,nosuid,nodev "$1" 2>/dev/null || mount -n -o remount,bind,ro,nosuid,nodev,noatime "$1"',
-        "true",
-        f"{TESTS}::test_what_the_tests_stand_on_cannot_be_replaced",
-    ),
+    # No fault lets a sandbox write the programs of the machine: what a test tries in it would reach this machine.
     Mutation(
         "harbor: the folder of the tests is a plain one",
         SANDBOX,
