@@ -39,6 +39,8 @@ LOGGING = {
     "tree_metrics",
     "_mode",
     "_note_end",
+    "metrics",
+    "tokens_read_again",
 }
 ALTERED = {
     "converse_whole",
@@ -54,6 +56,7 @@ FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
     "compare_ranks", "failed", "complete", "sync_weights", "rows_of_step", "start_next", "_refills", "_begin",
+    "_in_its_place",
 }  # fmt: skip
 TOKEN_CHECKS = {
     "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",

@@ -413,6 +413,8 @@ def read_arguments(words: list[str], monkeypatch, capsys) -> None:
     elif program == "python" and arguments[:2] == ["-m", "pytest"]:
         file, *options = arguments[2:]
         assert (ROOT / file).is_file() and options in ([], ["-m", ""])
+    elif program == "python" and arguments[:2] == ["-m", "mt_grpo.adapters.harbor.check"]:
+        read_by_argparse(arguments[1], arguments[2:], monkeypatch)
     elif program == "hf":
         with tempfile.TemporaryDirectory() as folder:
             offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": folder}
