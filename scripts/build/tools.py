@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
@@ -25,7 +26,6 @@ from transformers import PreTrainedTokenizerFast
 from build import common
 from build.common import HERMES_TEMPLATE, Example, build_model, change_one, draw, encode, opening
 from build.tiny import ANSWER_SHARES, CALL_SHARES, MAX_CALLS
-from mt_grpo.adapters.verl.environment import Described
 from mt_grpo.adapters.verl.search import as_json, passages
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import make_format
@@ -92,7 +92,8 @@ def make_sums(rng: random.Random, num_rows: int) -> list[dict[str, str]]:
 def described(file: str) -> Callable:
     """The only tool of a YAML in verl's format: what the model reads of it."""
     (entry,) = yaml.safe_load((ROOT / "tools/verl" / file).read_text())["tools"]
-    return as_tool(Described(entry["tool_schema"]["function"]["name"], entry["tool_schema"]))
+    name = entry["tool_schema"]["function"]["name"]
+    return as_tool(SimpleNamespace(name=name, schema=entry["tool_schema"], run=lambda **arguments: None))
 
 
 def expression(row: dict[str, Any]) -> str:

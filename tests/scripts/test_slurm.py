@@ -219,7 +219,7 @@ def test_a_server_that_does_not_start_ends_the_job_with_its_log(tmp_path):
     with Job(tmp_path, 2, RECIPE=TINY, NODES_SERVE="1", PORT=str(free_port())) as job:
         assert job.process.wait(60) == 1
     said = job.said()
-    assert "slurm: error: no server of this job at 127.0.0.2:" in said and "trains without a vLLM server" in said, said
+    assert "slurm: error: no server of this job at 127.0.0.2:" in said and "trains without a server" in said, said
     assert "trainers" not in said and "Another program" not in said
 
 
@@ -317,5 +317,5 @@ def test_the_server_of_a_recipe_apart_from_its_trainer(monkeypatch):
     monkeypatch.setenv("VLLM_TP", "4")
     with pytest.raises(ValueError, match=r"VLLM_TP=4: 3 GPUs are visible \(4,5,6\)"):
         launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
-    with pytest.raises(ValueError, match="trains without a vLLM server"):
+    with pytest.raises(ValueError, match="trains without a server"):
         launch_plan.make_server_plan("hf_recipes/tiny/calculator.yaml", [])
