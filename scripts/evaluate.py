@@ -173,7 +173,7 @@ def evaluate(
     config = AutoConfig.from_pretrained(tokenizer.name_or_path) if served else model.config
     with_pictures(tokenizer, PictureReader.of(source, config, tokenizer))
     if served:
-        model.tokenizer = tokenizer
+        model.tokenizer, model.vocab_size = tokenizer, getattr(config.get_text_config(), "vocab_size", None)
     else:
         forbid(reader_of(tokenizer), model)
     env = mt.build_env(script_args, args, tools, tokenizer)
@@ -433,7 +433,8 @@ def main(argv: list[str] | None = None) -> None:
         model, tokenizer = options.model or recipe[2].model_name_or_path, None
         if options.server:
             tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=recipe[1].trust_remote_code)
-            model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30)
+            engine = recipe[1].rollout_engine
+            model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30, engine=engine)
             model.wait_until_healthy()
         result = evaluate(model, recipe, options.num_problems, options.split, options.seed, options.k, tokenizer,
                           options.batch_size, greedy=options.greedy, show=options.show)  # fmt: skip

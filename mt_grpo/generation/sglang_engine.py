@@ -10,7 +10,7 @@ What hurts there was measured with 0.5.23:
   answer says what was read, and it is compared.
 - What the vision tower computed outlives new weights, but for `SGLANG_VLM_CACHE_SIZE_MB=0`.
 - Logprobs are of the distribution before top_p, top_k and min_p have cut it.
-- A weight of another name than a checkpoint's files have ends the process.
+- A weight of another name than a checkpoint's files have ends the process, or is left out with a warning in its log.
 - `/health` samples a token: in a pause it does not answer, and the server then counts as sick.
 """
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ SGLANG_NAMES: dict[str, str | None] = {
     "max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens", "n": None, "logprobs": None,
     "return_token_ids": None, "include_stop_str_in_output": None, "prompt": None, "model": None, "user": None,
 }  # fmt: skip
-OF_THE_REQUEST = {"priority": "priority", "cache_salt": "extra_key"}
+OF_THE_REQUEST = {"cache_salt": "extra_key"}
 CUT_BEHIND_LOGPROBS = (
     "top_p",
     "top_k",
@@ -124,6 +125,9 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if ids != named:
         raise BadAnswer(f"logprobs are of the ids {named[:5]}..., and {str(ids)[:50]}... were sampled")
+    loading = [span for span in meta["weight_versions"] if span["end"] > span["start"]]
+    if any(str(span["version"]).startswith("loading-") for span in loading):
+        raise BadAnswer("it sampled while weights were loaded: another run uses this server, too")
     choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
     check_what_was_read(seen, prompt)
     found = read_completion(
@@ -153,6 +157,9 @@ class SGLang:
         """What it was started with: a push changes the name and the path that `/v1/models` says."""
         info = server.server_info()
         context = server.request("GET", "/v1/models", read=lambda answer: int(answer["data"][0]["max_model_len"]))
+        # It refuses a prompt of `max_req_input_len` tokens, which is six less than its context, or less where its
+        # memory holds less; and it cuts `max_new_tokens` beyond a few more, without a word.
+        context = min(context, int(info["max_req_input_len"]))
         return {"id": info["served_model_name"], "root": info["model_path"], "max_model_len": context}
 
     def version(self, server: Any) -> str:
@@ -160,7 +167,8 @@ class SGLang:
 
     def info(self, server: Any) -> dict[str, Any]:
         def read(answer: dict[str, Any]) -> dict[str, Any]:
-            keys = ("model_path", "served_model_name", "tokenizer_path", "dtype", "dp_size", "version")
+            keys = ("model_path", "served_model_name", "tokenizer_path", "dtype", "dp_size", "version",
+                    "max_req_input_len")  # fmt: skip
             _ = [answer[key] for key in keys]
             return answer
 
@@ -226,6 +234,9 @@ class SGLang:
         if unsampled:
             payload = {**payload, "logit_bias": forbidding(payload, unsampled)}
         body = {**self._body(payload, vocab_size), "return_logprob": True, "return_prompt_token_ids": True}
+        # A server that was started to be deterministic gives all requests without a seed the same one, and so all
+        # rollouts of a group the same tokens.
+        body["sampling_params"]["sampling_seed"] = secrets.randbelow(2**31)
         return Question("/generate", body, lambda answer: read_sample(answer, prompt, limit, vocab_size))
 
     def ask_for_prompt(self, payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
@@ -329,7 +340,7 @@ class SGLang:
         """The load has done it, and failed where it could not. This is for weights that came another way."""
 
     def forget_images(self, server: Any) -> None:
-        """It keeps nothing of them: `check` refuses a server that does."""
+        """Nothing can be asked to. `scripts/train.sh` starts it so that it keeps none; the first push proves it."""
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         if setting == "nccl":

@@ -16,12 +16,27 @@ from transformers import TrainerCallback
 from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
-from mt_grpo.base.errors import error_line
+from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.generation.adapters import adapter_weights
 
 
 class GatherFailed(RuntimeError):
     """An iteration over the weights failed on some rank, or was closed there. Its message is the same on all ranks."""
+
+
+def name_in_files(model: Any, name: str) -> str:
+    """The name of a weight in a checkpoint's files. Raises `ServerError` where files hold it in another form."""
+    weight = torch.empty(1, device="meta")
+    try:
+        ((found, same),) = revert_weight_conversion(model, {name: weight}).items()
+    except (ValueError, LookupError, RuntimeError, TypeError):  # of what cannot be done to this stand-in
+        same = None
+    if same is not weight:
+        raise ServerError(
+            f"The weight {name} is stored in other tensors than the model has, as experts are. It cannot be pushed to "
+            "SGLang yet: set rollout_engine: vllm."
+        )
+    return found
 
 
 class PolicyWeights(VLLMGeneration):
@@ -90,8 +105,7 @@ class PolicyWeights(VLLMGeneration):
             return name
         if name not in self._file_names:
             model = self.model.get_base_model() if self._has_adapters else self.model
-            found = list(revert_weight_conversion(model, {name: torch.empty(1, device="meta")}))
-            self._file_names[name] = found[0] if len(found) == 1 else name
+            self._file_names[name] = name_in_files(model, name)
         return self._file_names[name]
 
     def named_weights(self, norm_scale: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:

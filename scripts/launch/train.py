@@ -185,13 +185,14 @@ def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
     command = [
         sglang_python(), "-m", "sglang.launch_server", "--model-path", plan["model"], "--host", host,
         "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"],
-        "--context-length", str(plan["max_model_len"]), "--sampling-defaults", "openai",
+        "--context-length", str(plan["max_model_len"] + 8), "--sampling-defaults", "openai",
     ]  # fmt: skip
     # What the vision tower made of images would outlive new weights. Ids beside images would be tokenised again. A
     # health check would wait for a paused engine.
     environment = {
         "SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_MM_AVOID_RETOKENIZE": "1",
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # it keeps a few tokens for itself, which nobody gets
     }  # fmt: skip
     if plan["trust_remote_code"]:
         command.append("--trust-remote-code")

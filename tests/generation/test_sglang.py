@@ -22,7 +22,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_images_by_server import logprobs_of, model_of, prompt_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from vision_run import make_served_run
 
@@ -34,7 +34,7 @@ from mt_grpo.generation.engines import ENGINES, Engine
 from mt_grpo.generation.samples import BadAnswer
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
 from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.generation.weights import PolicyWeights, name_in_files
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo_trainer import (
@@ -76,11 +76,12 @@ def test_what_a_request_says():
     question = ask(
         [3, 5], model="m", temperature=0.7, top_p=0.9, top_k=0, min_p=0.0, repetition_penalty=1.1, min_tokens=2, n=1,
         stop=["</tool>"], stop_token_ids=[2], include_stop_str_in_output=True, skip_special_tokens=False, logprobs=0,
-        return_token_ids=True, logit_bias={7: 1.5}, cache_salt="3f2a-7", priority=3, ignore_eos=True,
+        return_token_ids=True, logit_bias={7: 1.5}, cache_salt="3f2a-7", ignore_eos=True,
     )  # fmt: skip
     assert question.path == "/generate" and question.headers == {}
+    assert 0 <= question.body["sampling_params"].pop("sampling_seed") < 2**31
     assert question.body == {
-        "input_ids": [3, 5], "extra_key": "3f2a-7", "priority": 3, "return_logprob": True,
+        "input_ids": [3, 5], "extra_key": "3f2a-7", "return_logprob": True,
         "return_prompt_token_ids": True,
         "sampling_params": {
             "temperature": 0.7, "top_p": 0.9, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.1,
@@ -96,7 +97,9 @@ def test_what_a_request_says():
     assert score["sampling_params"]["max_new_tokens"] == 0 and "token_ids_logprob" not in score
 
 
-@pytest.mark.parametrize("key", ["seed", "bad_words", "allowed_token_ids", "structured_outputs", "vllm_xargs"])
+@pytest.mark.parametrize(
+    "key", ["seed", "priority", "bad_words", "allowed_token_ids", "structured_outputs", "vllm_xargs"]
+)
 def test_a_parameter_that_it_does_not_have_is_refused_by_name(key):
     with pytest.raises(ValueError, match=f"'{key}' cannot be had of an SGLang server. Remove it"):
         ask([3], **{key: 1})
@@ -166,6 +169,9 @@ def test_which_weights_sampled_a_turn_is_read_per_token():
     ):
         answer["meta_info"]["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
         assert ask(prompt).read(answer).policy_versions == expected, spans
+    answer["meta_info"]["weight_versions"] = [{"version": "loading-3f2a-8", "start": 0, "end": 8}]
+    with pytest.raises(BadAnswer, match="while weights were loaded"):
+        ask(prompt).read(answer)
 
 
 def test_recorded_logprobs_of_a_prompt_are_read():
@@ -337,7 +343,7 @@ def test_what_it_cannot_do_for_a_recipe_is_said_at_the_start(recorded, setting, 
         ({"top_p": 0.9}, ServerError, "logprobs from before top_p=0.9: .*vllm_importance_sampling_correction: false"),
         ({"top_k": 40, "min_p": 0.1}, ServerError, "from before top_k=40, min_p=0.1"),
         ({"generation_kwargs": {"seed": 3}}, ValueError, "'seed' cannot be had of an SGLang server"),
-        ({"max_completion_length": 4000}, ServerError, "context of 1024 tokens.* Start it with --context-length"),
+        ({"max_completion_length": 4000}, ServerError, "context of 1018 tokens.* Start it with --context-length"),
         ({"weight_sync": "adapter"}, ServerError, "weight_sync=adapter: the recipe has no LoRA"),
     ):
         with pytest.raises(error, match=message):
@@ -385,6 +391,23 @@ def test_the_names_of_an_address_that_are_no_engines(tmp_path):
     path.write_text(text + "vllm_server_port: 8000\n")
     with pytest.raises(ValueError, match="server_port and vllm_server_port in .* are one key. Remove one"):
         parse_arguments(read)
+
+
+def test_all_requests_have_a_seed_of_their_own():
+    seeds = {ask([3]).body["sampling_params"]["sampling_seed"] for _ in range(20)}
+    assert len(seeds) == 20
+
+
+def test_experts_that_files_hold_apart_are_refused_by_name():
+    config = Qwen3MoeConfig(
+        hidden_size=16, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, vocab_size=32,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
+        with pytest.raises(ServerError, match=f"{name} is stored in other tensors .*rollout_engine: vllm"):
+            name_in_files(model, name)
+    assert name_in_files(model, "model.norm.weight") == "model.norm.weight"
 
 
 def test_weights_have_the_names_of_a_checkpoints_files(tmp_path_factory):

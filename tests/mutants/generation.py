@@ -1084,4 +1084,32 @@ MUTATIONS = [
         "    except ZeroDivisionError:\n        return None",
         "tests/generation/test_prefix_cache.py::test_a_server_that_is_gone_is_left_out",
     ),
+    Mutation(
+        "sglang: tokens that were sampled while weights were loaded pass",
+        "mt_grpo/generation/sglang_engine.py",
+        'startswith("loading-") for',
+        'startswith("loadin_") for',
+        "tests/generation/test_sglang.py::test_which_weights_sampled_a_turn_is_read_per_token",
+    ),
+    Mutation(
+        "sglang: all rollouts of a group may have one seed",
+        "mt_grpo/generation/sglang_engine.py",
+        "secrets.randbelow(2**31)",
+        "42",
+        "tests/generation/test_sglang.py::test_all_requests_have_a_seed_of_their_own",
+    ),
+    Mutation(
+        "sglang: a context has tokens that it refuses",
+        "mt_grpo/generation/sglang_engine.py",
+        'min(context, int(info["max_req_input_len"]))',
+        "context",
+        "tests/generation/test_sglang.py::test_what_it_cannot_do_for_a_recipe_is_said_at_the_start",
+    ),
+    Mutation(
+        "sglang: an expert is pushed under another one's name",
+        "mt_grpo/generation/weights.py",
+        "    if same is not weight:",
+        "    if same is None:",
+        "tests/generation/test_sglang.py::test_experts_that_files_hold_apart_are_refused_by_name",
+    ),
 ]
