@@ -592,6 +592,51 @@ def test_another_model_is_refused_by_default(api):
     assert "agent_other_models" in rollout.turns[0].info["refused"]
 
 
+def test_equal_texts_go_on_once_each_where_thinking_is_never_sent():
+    """By chat, of which a program that drops thinking says nothing of what was thought."""
+
+    async def agent(row, client):
+        for _ in range(2):
+            await ask(client, [user("a")])
+        for _ in range(2):
+            await ask(client, [user("a"), {"role": "assistant", "content": "Now."}, user("b")])
+
+    rollout, _ = run(agent, "<think>A</think>Now.", "Now.", "1", "2")
+    assert rollout.error is None, rollout.error
+    assert all(turn.went_on for turn in rollout.turns[:2]), [record.numbers for record in rollout.records]
+
+
+def test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record(caplog):
+    """Of equal texts of both models; and where the other one repeats the policy's conversation first."""
+
+    async def agent(row, client):
+        messages = [user("a")]
+        for model in ("small", "policy"):
+            await client.chat.completions.create(model=model, messages=messages)
+        messages += [{"role": "assistant", "content": "4"}, user("b")]
+        for model in ("small", "policy"):
+            await client.chat.completions.create(model=model, messages=messages)
+
+    rollout, _ = with_others(agent, "4", "4", "5", "6", other_models="frozen")
+    assert rollout.error is None, rollout.error
+    assert [turn.trained for turn in rollout.turns] == [False, True, False, True]
+    assert [record.numbers for record in trained_records(rollout)] == [[1, 3]]
+    assert caplog.text.count("the model 'small' was asked for. By agent_other_models: frozen nothing") == 1
+
+
+def test_a_key_in_a_path_is_in_no_log(caplog):
+    async def agent(row, client):
+        url = str(client.base_url).replace("/v1/", f"/{client.api_key}/v1/embeddings")
+        async with httpx.AsyncClient(trust_env=False) as http:
+            said = await http.post(url, json={})
+        assert said.status_code == 404 and client.api_key not in said.text and "/v1/embeddings" in said.text
+        await ask(client, [user("a")])
+        return float(client.api_key not in caplog.text)
+
+    rollout, _ = run(agent, "1")
+    assert rollout.reward == 1.0 and "mt-" not in rollout.turns[0].info["refused"], rollout.error
+
+
 def test_requests_at_the_same_time_are_answered_by_both():
     async def agent(row, client):
         texts = await asyncio.gather(*(by_responses(client, model, "a") for model in ("policy", "small", "policy")))

@@ -164,6 +164,7 @@ class Chains:
 
     def __init__(self, thinking: tuple[str, str], completions: list[Completion]):
         self.thinking, self.completions = thinking, completions
+        self.sends_thinking = False  # whether the program has sent any back
         self.requests: list[tuple[int, ModelRequest]] = []  # (number of the first answer), also those that got none
 
     def longest(self, request: ModelRequest, keys: list[Key]) -> Completion | None:
@@ -172,11 +173,15 @@ class Chains:
         An assistant's message that was not sampled here is one that the policy never wrote: it has to be rendered.
         """
         tools = same_json(json.dumps(request.tools))
+        # Where a program never sends thinking back, its lack says nothing.
+        self.sends_thinking = self.sends_thinking or any(each.get("reasoning_content") for each in request.messages)
         ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
 
         def rank(found: Completion) -> tuple:  # two conversations may say the same
             signed, thought = found.told_apart(request.messages)
-            return signed, len(found.call_ids & ids), thought, found.received, not found.continued, -found.number
+            thought, same_model = thought * self.sends_thinking, found.request.trained == request.trained
+            called = len(found.call_ids & ids)
+            return signed, called, thought, same_model, found.received, not found.continued, -found.number
 
         found = [each for each in self.completions if each.tools == tools and each.is_begun_by(keys)]
         longest = max((len(each.keys) for each in found), default=0)
@@ -195,8 +200,8 @@ class Chains:
     def fill(self, rollout: Rollout) -> None:
         """Write the completions into a rollout as its turns, in the order of their requests.
 
-        INVARIANT: of the completions that go on from the same one, the first is in its record. The others begin
-        records.
+        INVARIANT: of the completions that go on from the same one, the first that is trained is in its record; where
+        none is, the first is. The others begin records.
         """
         for each in self.completions:
             turn, parent = each.turn, each.parent
@@ -204,7 +209,7 @@ class Chains:
             turn.trained = each.request.trained and each.received
             if not each.received:
                 turn.info["received"] = False
-            if parent is not None and each is min(parent.children, key=lambda child: child.number):
+            if parent is not None and each is min(parent.children, key=first_of_record):
                 parent.turn.results = list(results_of(each.said))
             else:
                 each.fresh, turn.tools = None, each.request.tools or None
@@ -223,6 +228,11 @@ class Chains:
             for each in self.completions:
                 if each.number < number and each.received and not each.turn.went_on:
                     each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:])
+
+
+def first_of_record(each: Completion) -> tuple[bool, int]:
+    """By which the least of several completions goes on in the record of their parent."""
+    return not each.request.trained, each.number
 
 
 def results_of(messages: Iterable[Message]) -> Iterator[ToolResult]:

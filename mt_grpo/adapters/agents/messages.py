@@ -33,7 +33,7 @@ class ApiError(Exception):
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
-        super().__init__(message)
+        super().__init__(message if len(message) <= 4000 else f"{message[:4000]} [cut]")
         self.status, self.code, self.param = status, code, param
 
     @property
@@ -210,7 +210,7 @@ def read_model(name: Any) -> bool:
     """Whether the turns of a request with this model are trained on. Raises `ApiError` for another model."""
     if name not in (POLICY, FROZEN):
         raise ApiError(
-            404, f"The model {name!r} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to be "
+            404, f"The model {name!r:.100} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to be "
             "trained on.", "model_not_found", "model",
         )  # fmt: skip
     return name == POLICY

@@ -190,8 +190,8 @@ class AgentServer:
                 return Served(200, JSON, json.dumps(listed))
             if method != "POST" or name not in ENDPOINTS:
                 raise ApiError(
-                    404, f"{method} {path} is not served. Expected /v1/chat/completions, /v1/responses, /v1/messages "
-                    "or /v1/models.", "unknown_url",
+                    404, f"{method} /v1/{name:.100} is not served. Expected /v1/chat/completions, /v1/responses, "
+                    "/v1/messages or /v1/models.", "unknown_url",
                 )  # fmt: skip
             body = read_body(content)
             known, fixed = session.with_known_model(body)

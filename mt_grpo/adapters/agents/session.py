@@ -49,6 +49,8 @@ class AgentSession(RolloutSession):
         refused: What the API refused, as text: the last ones.
     """
 
+    MOST_FIXED = 1000  # requests of a rollout that a fixed text answers: nothing else limits them
+
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
         super().__init__(env, rollout, llm, sampling_params)
         self.key, self.name = f"mt-{secrets.token_urlsafe(24)}", secrets.token_hex(4)
@@ -59,6 +61,7 @@ class AgentSession(RolloutSession):
         self.prefixes = SharedPrefixes(self.tokenizer) if self.contents.reader is None else None
         self.responses = Responses(self.name)
         self.refused: list[str] = []
+        self._num_fixed = 0  # requests that a fixed text answered
         self._reading = asyncio.Lock()
         self._num_written = 0
         self._full_at: int | None = None  # how many requests there were when one did not fit into the context
@@ -101,15 +104,21 @@ class AgentSession(RolloutSession):
         same = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         asked = self._asked_before(same, is_retry, idempotency_key)
         if asked is None:
-            if len(self.chains.requests) < self.env.max_model_calls + 64:  # an agent may ask on and on at its end
+            sampled = request.fixed is None
+            alike = sum((each.fixed is None) == sampled for _, each in self.chains.requests)
+            if alike < self.env.max_model_calls + 64:  # an agent may ask on and on at its end
                 self.chains.requests.append((self._num_requests, request))
             self._check_open()
+            self._num_fixed += not sampled
+            if self._num_fixed > self.MOST_FIXED:
+                raise ApiError(
+                    429, f"More than {self.MOST_FIXED} requests of a rollout were of other models.", "too_many"
+                )
             if reward is not None and rewarded is not None:
                 self.reward(reward, rewarded)
             elif reward is not None:
                 self._reward_parent(self._parent(request), reward)
             numbers = range(self._num_requests, self._num_requests + request.n)
-            sampled = request.fixed is None
             asked = Asked(same, idempotency_key, numbers, request.trained, sampled, began=next(self._clock))
             answering = self._timed(self._complete(request, asked)) if sampled else self._fixed(request, asked)
             asked.task = asyncio.ensure_future(answering)
@@ -272,6 +281,11 @@ class AgentSession(RolloutSession):
                 404, f"The model {model!r:.100} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to "
                 "be trained on. Set agent_other_models to answer for other models, too.", "model_not_found", "model",
             )  # fmt: skip
+        name = self.env.agent.name
+        tell_once(
+            f"{name}: the model {model!r:.100} was asked for. By agent_other_models: {choice} nothing of its answers "
+            f"is trained; the model that is trained is {POLICY!r}.", f"{name} model {model:.100}",
+        )  # fmt: skip
         return {**body, "model": FROZEN}, self.env.other_text if choice == "text" else None
 
     @property
