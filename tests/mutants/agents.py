@@ -9,7 +9,7 @@ MUTATIONS = [
     Mutation(
         "agents: a second branch goes on in the record of the first",
         "mt_grpo/adapters/agents/chains.py",
-        "if parent is not None and each is min(parent.children, key=lambda child: child.number):",
+        "if parent is not None and each is min(parent.children, key=first_of_record):",
         "if parent is not None:",
         "tests/adapters/test_agents.py::test_repetitions_and_branches",
     ),
@@ -100,8 +100,8 @@ MUTATIONS = [
     Mutation(
         "agents: a request goes on from an answer that nobody received",
         "mt_grpo/adapters/agents/chains.py",
-        "thought, found.received, not found.continued",
-        "thought, not found.continued",
+        "same_model, found.received, not found.continued",
+        "same_model, not found.continued",
         "tests/adapters/test_agents.py::test_an_answer_that_nobody_received_is_not_trained",
     ),
     Mutation(
@@ -1084,5 +1084,33 @@ MUTATIONS = [
         'error = "tool" if message.get("failed") else None',
         "error = None",
         "tests/adapters/test_anthropic.py::test_a_result_that_is_an_error_counts_as_one",
+    ),
+    Mutation(
+        "agents: thinking that a program never sends back tells answers apart",
+        "mt_grpo/adapters/agents/chains.py",
+        "thought * self.sends_thinking",
+        "thought",
+        "tests/adapters/test_responses.py::test_equal_texts_go_on_once_each_where_thinking_is_never_sent",
+    ),
+    Mutation(
+        "agents: the policy goes on from another model's equal text",
+        "mt_grpo/adapters/agents/chains.py",
+        "found.request.trained == request.trained",
+        "True",
+        "tests/adapters/test_responses.py::test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record",
+    ),
+    Mutation(
+        "agents: another model takes the policy's record",
+        "mt_grpo/adapters/agents/chains.py",
+        "return not each.request.trained, each.number",
+        "return False, each.number",
+        "tests/adapters/test_responses.py::test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record",
+    ),
+    Mutation(
+        "agents: a refusal writes the rollout's key into the log",
+        "mt_grpo/adapters/agents/server.py",
+        "{method} /v1/{name:.100} is not served",
+        "{method} {path} is not served",
+        "tests/adapters/test_responses.py::test_a_key_in_a_path_is_in_no_log",
     ),
 ]

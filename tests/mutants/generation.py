@@ -996,8 +996,8 @@ MUTATIONS = [
     Mutation(
         "sglang: weights that sampled no token count",
         "mt_grpo/generation/sglang_engine.py",
-        ' if span["end"] > span["start"]]',
-        "]",
+        '"version"] for span in meta["weight_versions"] if span["end"] > span["start"]]',
+        '"version"] for span in meta["weight_versions"]]',
         "tests/generation/test_sglang.py::test_which_weights_sampled_a_turn_is_read_per_token",
     ),
     Mutation(
