@@ -256,7 +256,8 @@ class SGLang:
             logprobs = []
             for i, entry in enumerate(meta["input_token_logprobs"][1:], 1):
                 entry = meta["input_token_ids_logprobs"][i][0] if is_picture(prompt[i]) else entry
-                if entry[1] != ids[i]:
+                last = vocab_size is not None and ids[i] == vocab_size - 1  # which it calls 0
+                if entry[1] != ids[i] and not (last and entry[1] == 0):
                     raise BadAnswer(f"a logprob is of the id {entry[1]}, and the prompt has {ids[i]} there")
                 logprobs.append(entry[0])
             if len(logprobs) != len(prompt) - 1:

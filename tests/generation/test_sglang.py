@@ -180,6 +180,11 @@ def test_recorded_logprobs_of_a_prompt_are_read():
     assert question.read(recorded["body"]) == [
         -5.3985114097595215, -6.980464458465576, -7.577999114990234, -6.925881385803223,
     ]  # fmt: skip
+    last = copy.deepcopy(recorded["body"])
+    last["meta_info"]["input_token_logprobs"][4][1] = 0  # so it calls the last id of a vocabulary
+    assert SGLang().ask_for_prompt({"prompt": [1, 2, 3, 4, 5], "max_tokens": 1}, 6).read(last)[3] == -6.925881385803223
+    with pytest.raises(BadAnswer):
+        question.read(last)
     for change in (
         lambda meta: meta["input_token_logprobs"][2].__setitem__(1, 9),
         lambda meta: meta["input_token_logprobs"].pop(),

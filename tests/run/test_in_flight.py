@@ -52,7 +52,7 @@ class Trainer(SimpleNamespace):
             _step=0,
             num_iterations=1,
             model=SimpleNamespace(training=True),
-            accelerator=SimpleNamespace(process_index=1),
+            accelerator=SimpleNamespace(process_index=1, is_main_process=False),
             llm=SimpleNamespace(retries=0, joined=[0]),
             weight_sync=SimpleNamespace(doubted=False),
             env=SimpleNamespace(close=lambda rollouts: self.closed.extend(rollouts)),
@@ -171,7 +171,7 @@ def of_two_ranks():
             gradient_accumulation_steps=1, generation_batch_size=4, num_generations=2,
         ),
         accelerator=SimpleNamespace(
-            num_processes=2, process_index=0, device="cpu", reduce=lambda tensor, how: 2 * tensor
+            num_processes=2, process_index=0, is_main_process=True, device="cpu", reduce=lambda tensor, how: 2 * tensor
         ),
         state=SimpleNamespace(max_steps=1, global_step=0), _step=0, num_iterations=1, num_generations=2,
         model=SimpleNamespace(training=True), train_dataset=[{"prompt": n} for n in range(20)],
