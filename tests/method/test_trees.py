@@ -541,7 +541,8 @@ def test_a_lost_rollout_takes_its_tree_with_it():
 
     trainer = SimpleNamespace(
         args=SimpleNamespace(num_branches=2, branch_states=1, read_of_credit={"num_branches"}, max_staleness=0),
-        model=SimpleNamespace(training=True), accelerator=SimpleNamespace(process_index=1, is_main_process=False), weight_sync=None,
+        accelerator=SimpleNamespace(process_index=1, is_main_process=False),
+        model=SimpleNamespace(training=True), weight_sync=None,
         env=SimpleNamespace(close=closed.extend), llm=SimpleNamespace(retries=0, joined=[0]),
         state=SimpleNamespace(global_step=0), _start_rollouts=start, _stop_if_asked=lambda: None,
         _sync_weights=lambda: None, _on_all_ranks=lambda function, what: function(),
