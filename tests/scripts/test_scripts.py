@@ -690,7 +690,7 @@ if kind == "plan":
         time.sleep(600)
     print(json.dumps({{"starts_server": True, "uses_server": True, "output_dir": out, "num_processes": 2,
         "trainer_gpus": "", "server_gpus": [""] * int(os.environ.get("VLLM_SERVERS", 1)), "tensor_parallel": 1,
-        "deepspeed": False, "model": "m", "revision": "main",
+        "deepspeed": False, "model": "m", "revision": "main", "engine": "vllm",
         "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
         "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False, "adapters": None, "images": False,
         "wanted_group_port": int(os.environ.get("STAND_IN_GROUP_PORT", 0)) or None}}))
@@ -1002,11 +1002,40 @@ def test_bad_input_is_reported_before_a_server_starts(arguments, message, recipe
 
 GPU_PLAN = {
     "starts_server": True, "output_dir": "out", "num_processes": 2, "trainer_gpus": "0,1", "server_gpus": ["2"],
-    "tensor_parallel": 1,
+    "tensor_parallel": 1, "engine": "vllm",
     "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
     "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True, "wanted_group_port": 51216,
     "adapters": None, "images": False,
 }  # fmt: skip
+
+
+def test_the_command_of_sglang(monkeypatch):
+    """On GPUs and on a CPU: what training needs of it, and no more of its context than it takes."""
+    monkeypatch.setenv("SGLANG_PYTHON", "/sg/python")
+    plan = {**GPU_PLAN, "engine": "sglang", "images": True}
+    command, environment = train.server_command("py", {**plan, "tensor_parallel": 2}, 8001, "4,5")
+    assert command[:7] == ["/sg/python", "-m", "sglang.launch_server", "--model-path", "m", "--host", "127.0.0.1"]
+    for option, value in (("--port", "8001"), ("--context-length", "107"), ("--tensor-parallel-size", "2"),
+                          ("--dtype", "bfloat16"), ("--revision", "main")):  # fmt: skip
+        assert command[command.index(option) + 1] == value
+    assert {"--enable-multimodal", "--trust-remote-code"} <= set(command) and "--device" not in command
+    assert environment["CUDA_VISIBLE_DEVICES"] == "4,5" and environment["SGLANG_VLM_CACHE_SIZE_MB"] == "0"
+    assert environment["SGLANG_MM_AVOID_RETOKENIZE"] == "1" and environment["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    command, environment = train.server_command("py", {**plan, "images": False}, 8001, "")
+    assert {"--sleep-on-idle", "--device"} <= set(command) and "--enable-multimodal" not in command
+    assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and "CUDA_VISIBLE_DEVICES" not in environment
+
+
+@pytest.mark.parametrize("name, variable", train.OTHER_VARIABLES.items())
+def test_a_variable_has_a_name_that_is_no_engines(monkeypatch, capsys, name, variable):
+    monkeypatch.setenv(name, "2")
+    monkeypatch.delenv(variable, raising=False)
+    train.rename_variables()
+    assert os.environ[variable] == "2"
+    monkeypatch.setenv(variable, "3")
+    with pytest.raises(SystemExit):
+        train.rename_variables()
+    assert f"{name} and {variable} are one setting, and have two values" in capsys.readouterr().err
 
 
 LORA = ["--use_peft", "true", "--lora_r", "12", "--lora_target_modules", "all-linear"]
