@@ -174,6 +174,19 @@ def test_what_the_tests_stand_on_cannot_be_replaced(sandbox, attempt):
     assert rewards_of(read_reward_files(outcome.control)) == ({"reward": 0.5}, "")
 
 
+def test_a_tasks_variables_are_those_of_its_commands_alone(sandbox):
+    """With PATH or BASH_ENV of the task, the policy's programs would run in place of those that root runs."""
+    env = {"PATH": "/app/bin:/usr/bin:/bin", "BASH_ENV": "/app/said"}
+    fakes = "for name in nsenter unshare setpriv mount env bash; do cp /app/fake /app/bin/$name; done"
+    run(
+        sandbox,
+        f"mkdir -p /app/bin; printf '#!/bin/sh\necho fake $(id -u)\n' > /app/fake; chmod +x /app/fake; {fakes}",
+    )
+    outcome = sandbox.shell('echo "$PATH"', "/", "/", env, 60.0)
+    assert outcome.code == 0 and outcome.text(999).strip().splitlines()[-1] == env["PATH"]
+    assert "fake" not in outcome.text(999) and b"fake" not in bytes(outcome.control)
+
+
 def test_nothing_of_a_command_runs_behind_it(sandbox):
     """Neither in the background, nor as a daemon, nor in the tests; nor does anything of the tests run behind them."""
     writes = "while true; do date +%N > /tmp/$$; mv /tmp/$$ /tmp/beat; sleep 0.01; done"

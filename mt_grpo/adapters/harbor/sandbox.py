@@ -325,8 +325,12 @@ class NamespaceSandbox:
         words += [] if self.as_user else ["--user", "--preserve-credentials"]
         words += ["--mount", "--net", "--ipc", "--uts"]
         words += ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
-        words += ["bash", "-c", PREPARE + script, "run", *first, *self._as_user(), *command]
-        variables = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **env}
+        # INVARIANT: a task's variables are those of the command alone. With its PATH, the programs before it,
+        # which root runs, could be the policy's own.
+        own = ["/usr/bin/env", *(f"{name}={value}" for name, value in env.items())]
+        command = ["/bin/bash" if command[0] == "bash" else command[0], *command[1:]]
+        words += ["bash", "-c", PREPARE + script, "run", *first, *self._as_user(), *own, *command]
+        variables = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
         began = time.monotonic()
         with self._lock:
             if self._closed:
