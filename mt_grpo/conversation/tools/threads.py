@@ -174,7 +174,7 @@ async def finished(result: Any, finish: Callable[[Any], Any]) -> Any:
 
 
 async def run_tool(
-    tool: Callable, arguments: dict[str, Any], timeout: float, finish: Callable[[Any], Any] = lambda result: result
+    tool: Callable, arguments: dict[str, Any], timeout: float, finish: Callable[[Any], Any] | None = None
 ) -> Any:
     """Run one tool: an async one as a task, a synchronous one in a daemon thread, or in a process (`ToolProcesses`).
 
@@ -182,7 +182,7 @@ async def run_tool(
         tool: The tool.
         arguments: Its arguments by name.
         timeout: Time limit of the call in seconds. The wait for a thread or a process does not count.
-        finish: Converts the result. It runs in the tool's thread, or for an async tool in another one, because a
+        finish: Converts the result; None: it stays as it is. It runs in the tool's thread, or for an async tool in another one, because a
             large result or an image would block the event loop.
 
     Raises:
@@ -206,7 +206,7 @@ async def run_tool(
         thread.name = f"tool-{tool.__name__}"
         try:
             result = context.run(tool, **arguments)
-            return result if inspect.isawaitable(result) else finish(result), None
+            return result if finish is None or inspect.isawaitable(result) else finish(result), None
         except BaseException as error:
             return None, error
         finally:
@@ -219,7 +219,8 @@ async def run_tool(
 
     async def wait_for(awaitable):
         try:
-            deliver(await finished(await awaitable, finish), None)
+            value = await awaitable
+            deliver(value if finish is None else await finished(value, finish), None)
         except BaseException as error:  # SystemExit would end the loop of all conversations
             deliver(None, error)
 
