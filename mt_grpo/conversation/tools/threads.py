@@ -182,8 +182,8 @@ async def run_tool(
         tool: The tool.
         arguments: Its arguments by name.
         timeout: Time limit of the call in seconds. The wait for a thread or a process does not count.
-        finish: Converts the result; None: it stays as it is. It runs in the tool's thread, or for an async tool in another one, because a
-            large result or an image would block the event loop.
+        finish: Converts the result; None: it stays as it is. It runs in the tool's thread, or for an async tool in
+            another one, because a large result or an image would block the event loop.
 
     Raises:
         ToolTimeout: The call exceeded `timeout`. Its task is cancelled, or its thread is abandoned.
