@@ -22,7 +22,7 @@ import pytest
 from scripted import Scripted, call, make_env, within
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.harbor import check, docker, environment
+from mt_grpo.adapters.harbor import check, docker, environment, sandbox as sandbox_module
 from mt_grpo.adapters.harbor.archives import TaskArchive, tree_archive
 from mt_grpo.adapters.harbor.dockerfile import DockerfileReader, needed_commands
 from mt_grpo.adapters.harbor.environment import HarborEnvironment, check_namespaces, load_harbor_conversation
@@ -144,7 +144,7 @@ def test_a_sandbox_shows_nothing_of_the_machine_but_its_programs(sandbox, tmp_pa
     system = {name for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32") if Path("/", name).exists()}
     assert top == system | set("usr etc proc dev tests solution logs root home opt srv mnt run tmp var".split())
     assert said.count("No such file or directory") == 2 and code == 0
-    assert int(said.splitlines()[-1]) != 0 or not sandbox.as_user
+    assert int(said.splitlines()[-1]) != 0
     _, said = run(sandbox, "ls /proc | grep -c '^[0-9]'; env; echo; tail -n +3 /proc/net/dev")
     processes, devices = int(said.split()[0]), said.split("\n\n")[1].splitlines()
     assert processes < 8 and "PYTHONPATH" not in said and "PYTEST_CURRENT_TEST" not in said and "HOME=/root" in said
@@ -187,6 +187,135 @@ def test_a_tasks_variables_are_those_of_its_commands_alone(sandbox):
     assert "fake" not in outcome.text(999) and b"fake" not in bytes(outcome.control)
 
 
+@pytest.fixture(params=MODES)
+def desk(request, tmp_path):
+    """The desk of a task, whose files are there."""
+    if no_namespaces():
+        pytest.skip(no_namespaces())
+    files = {"environment/x": "x\n", "environment/one.sh": "echo one\n"}
+    task = read_task(write_task(tmp_path, dockerfile="FROM debian\nWORKDIR /app\nCOPY x /data\n", **files), Allowed())
+    made = NamespaceImages(functools.partial(NamespaceSandbox, as_user=request.param)).open(task)
+    yield made
+    made.sandbox.close()
+
+
+def test_what_stands_in_the_root_cannot_be_replaced(desk):
+    """A test would find the policy's `conftest.py`, or its programs in `/bin`."""
+    stands = "find / /dev -maxdepth 1 -printf '%p %y %l %#m\\n' | sort"
+    before = run(desk.sandbox, stands)[1]
+    for attempt in (
+        "touch /conftest.py || mkdir /new || chmod 777 /", "rm -f /bin || mv /bin /tmp || ln -sfn /app /bin",
+        "rm -f /lib64 || mv /lib64 /tmp", "rm -f /dev/fd || ln -sfn /app /dev/fd", "mv /app /tmp || rmdir /app",
+        "mount -o remount,rw / || umount /", "mkdir /logs/home/x || mv /logs/home /tmp",
+    ):  # fmt: skip
+        code, said = run(desk.sandbox, attempt, "/app")
+        assert code != 0, (attempt, said)
+    assert run(desk.sandbox, stands)[1] == before and "/conftest.py" not in before
+
+
+def test_what_a_task_brings_can_be_written(desk):
+    """Files directly in the root, too."""
+    assert run(desk.sandbox, "echo y > /data; cat /data; for f in /app /root /tmp /srv; do echo > $f/f; done") == (
+        0, "y\n",
+    )  # fmt: skip
+
+
+EVIL = """
+for name in reward.txt reward.json; do echo '{"reward": 1}' > /logs/verifier/$name; done
+cat /tests/test.sh /logs/home/*
+umount /logs/verifier && echo 1 > /logs/verifier/reward.txt
+unshare --user --map-root-user --mount umount /logs/verifier && echo 1 > /logs/verifier/reward.txt
+ls /proc | grep -c '^[0-9]'
+echo "$HOME $PYTHONSAFEPATH. $(pwd)"
+read line; echo "$line"
+kill -KILL 0
+kill -KILL -1
+"""
+TESTS_OF_EVIL = """
+cd /app; echo given | $AS_AGENT bash /app/evil 2> /dev/null; echo "code $?"
+cd /tests; $AS_AGENT ls -A . /logs/verifier
+cd /app; timeout 0.2 $AS_AGENT sleep 1000; echo "code $?"
+PATH=/app/fake:$PATH BASH_ENV=/app/evil $AS_AGENT sh -c 'exit 3' < /dev/null > /dev/null 2>&1; echo "code $?"
+$AS_AGENT nothing 2> /dev/null; echo "code $?"
+echo 0.25 > /logs/verifier/reward.txt
+"""
+
+
+def test_a_program_of_the_policys_that_tests_start_cannot_judge_itself(desk):
+    """It writes no reward, reads no tests, and ends nothing but itself. Its input, output and exit code are kept."""
+    fakes = "for name in mount setsid setpriv env; do printf '#!/bin/sh\\nexec bash /app/evil' > fake/$name; done"
+    run(desk.sandbox, f"cat > evil <<'END'\n{EVIL}END\nmkdir fake; {fakes}; chmod +x fake/*", "/app")
+    outcome = desk.sandbox.judge(archive_of(test_sh=TESTS_OF_EVIL), "/app", {}, 60.0)
+    *_, processes, where, line, killed = outcome.text(9999).partition("\n.:")[0].splitlines()
+    assert int(processes) <= 6 and (where, line, killed) == ("/root . /app", "given", "code 137")
+    assert outcome.text(9999).partition("code 137\n")[2] == (".:\n\n/logs/verifier:\ncode 124\ncode 3\ncode 127\n")
+    assert "TESTS" not in outcome.text(9999) and "AS_AGENT" not in outcome.text(9999)
+    assert (outcome.code, rewards_of(read_reward_files(outcome.control))) == (0, ({"reward": 0.25}, ""))
+
+
+def test_where_no_namespaces_can_be_nested_tests_are_told_so(sandbox, monkeypatch, caplog):
+    monkeypatch.setattr(sandbox_module, "NEW_SPACES", "echo not permitted; false")
+    sandbox_module.no_nested_namespaces.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING):
+            outcome = sandbox.judge(archive_of(test_sh='echo "<$AS_AGENT>"; $AS_AGENT echo on'), "/", {}, 60.0)
+    finally:
+        sandbox_module.no_nested_namespaces.cache_clear()
+    assert outcome.text(99) == "<>\non\n" and "no namespaces of users (not permitted)" in caplog.text
+
+
+def test_tests_of_many_small_files_have_room(sandbox):
+    """Each has a page of memory, however small."""
+    archive = TaskArchive()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "one").write_text("1")
+        (Path(folder) / "test.sh").write_text("cat /tests/many/* | wc -c > /logs/verifier/reward.txt\n")
+        archive.add_file("test.sh", Path(folder) / "test.sh")
+        for number in range(600):
+            archive.add_file(f"many/{number}", Path(folder) / "one")
+    outcome = sandbox.judge(archive.tar(), "/", {}, 60.0)
+    assert rewards_of(read_reward_files(outcome.control)) == ({"reward": 600.0}, "")
+
+
+def test_tests_that_cannot_begin_are_an_error_of_the_sandbox(sandbox, monkeypatch):
+    """And no reward of 0."""
+    monkeypatch.setattr(sandbox_module, "kilobytes_of", lambda archive: 4)
+    with pytest.raises(SandboxError, match="a command could not begin: tar: test.sh: "):
+        sandbox.judge(archive_of(test_sh="#" * 9000), "/", {}, 60.0)
+    monkeypatch.setattr(sandbox_module, "JUDGE", "sleep 1000\n" + sandbox_module.JUDGE)
+    monkeypatch.setattr(sandbox_module, "START_SECONDS", 0.1)
+    with pytest.raises(SandboxError, match="a command could not begin: it took longer than 0.1 s"):
+        sandbox.judge(archive_of(test_sh="true"), "/", {}, 60.0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or bool(no_namespaces()), reason="needs root")
+@pytest.mark.parametrize("as_user", [True, False])
+def test_what_is_mounted_within_the_systems_folders_cannot_be_written(as_user):
+    """A file system within `/usr`, in a namespace of mounts that ends with this test."""
+    program = (
+        "from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxLimits\n"
+        f"sandbox = NamespaceSandbox(SandboxLimits(), {as_user})\n"
+        f"print(sandbox.shell('touch /usr/local/share/{STRAY}', '/', '/', {{}}, 60.0).text(300))\nsandbox.close()\n"
+    )
+    mounts = 'mount -n -t tmpfs -o mode=1777 tmpfs /usr/local/share && exec "$@"'
+    command = [
+        "unshare",
+        "--mount",
+        "--propagation",
+        "private",
+        "bash",
+        "-c",
+        mounts,
+        "-",
+        sys.executable,
+        "-c",
+        program,
+    ]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert "Read-only file system" in said.stdout, said
+    assert not (Path("/usr/local/share") / STRAY).exists()
+
+
 def test_nothing_of_a_command_runs_behind_it(sandbox):
     """Neither in the background, nor as a daemon, nor in the tests; nor does anything of the tests run behind them."""
     writes = "while true; do date +%N > /tmp/$$; mv /tmp/$$ /tmp/beat; sleep 0.01; done"
@@ -227,6 +356,8 @@ def test_limits_of_time_output_memory_and_files(sandbox):
     code, said = run(sandbox, "head -c 100M /dev/zero > /tmp/large; stat -c %s /tmp/large")
     assert "No space left" in said and int(said.split()[-1]) <= 64 * 2**20
     run(sandbox, "rm /tmp/large")
+    outcome = sandbox.shell('while true; do echo >&"$state"; done', "/", "/", {}, 0.5)  # beside the output
+    assert outcome.why == "time"
     if sandbox.as_user:  # the kernel counts no processes of the machine's root, which this is else
         forks = (
             "import os\nn = 0\ntry:\n  while os.fork() or n > 999: n += 1\n"
@@ -389,7 +520,7 @@ def test_steps_have_the_tasks_settings_where_they_have_none(tmp_path):
     assert task.strategy == "final" and [first.agent_seconds, second.agent_seconds] == [5, 60]
     assert [first.verifier_seconds, second.verifier_seconds] == [20, 7]
     assert [first.env, second.env] == [{"A": "1"}, {"A": "1", "B": "2"}]
-    assert [first.min_reward, second.min_reward] == [{"reward": 0.5}, {"style": 1.0}]
+    assert [first.min_reward, second.min_reward] == [0.5, {"style": 1.0}]
 
 
 def test_tests_of_a_step_stand_over_those_of_the_task(tmp_path):
@@ -596,7 +727,10 @@ def test_which_of_several_rewards_counts():
     assert said.reward("b") == 1.0
     with pytest.raises(ValueError, match="the rewards a, b, and none is called 'reward'. Set harbor_reward"):
         said.reward("reward")
-    assert said.misses({"a": 0.6}) and not said.misses({"a": 0.5, "b": 1}) and said.misses({"c": 0})
+    assert said.misses({"a": 0.6}, "b") and not said.misses({"a": 0.5, "b": 1}, "b") and said.misses({"c": 0}, "b")
+    assert said.misses(0.6, "a") and not said.misses(0.6, "b") and not said.misses(None, "b")
+    assert not TestsSaid({"score": 1.0}).misses(1.0, "reward")  # the only one is the reward
+    assert TestsSaid().misses(0.0, "reward") and not TestsSaid().misses(None, "reward")
     assert outcome_of_steps([0.5], 2, "mean") == 0.25
 
 
@@ -658,7 +792,7 @@ def test_a_reward_cannot_be_forged(tmp_path, attempt):
 @needs_namespaces
 def test_python_of_the_tests_imports_nothing_of_the_policys_home(tmp_path):
     """A `usercustomize` in the home is imported by each Python of that user, and could write the reward at its end."""
-    tests = "python3 -c 1\ncd /logs/verifier\n[ -e reward.txt ] || echo 0 > reward.txt\n"
+    tests = "HOME=/root python3 -c 1\ncd /logs/verifier\n[ -e reward.txt ] || echo 0 > reward.txt\n"
     write_task(tmp_path, tests=tests)
     forge = (
         'd=$(python3 -c "import site; print(site.getusersitepackages())"); mkdir -p $d; '
@@ -670,11 +804,33 @@ def test_python_of_the_tests_imports_nothing_of_the_policys_home(tmp_path):
 
 
 @needs_namespaces
+@pytest.mark.parametrize("toml, reward", [("", 0.0), ('[verifier.env]\nPYTHONSAFEPATH = ""\nHOME = "/root"\n', 1.0)])
+def test_tests_begin_in_a_home_of_their_own_and_import_nothing_of_the_working_directory(tmp_path, toml, reward):
+    """A task may say otherwise, where what it tests is to be imported from there."""
+    tests = "cat /root/said ~/said | wc -l; python3 -c 'import json'\ncd /logs/verifier\n"
+    tests += "[ -e reward.txt ] || echo 0 > reward.txt\n"
+    write_task(tmp_path, toml=toml, tests=tests)
+    forge = 'echo home > /root/said; echo \'open("/logs/verifier/reward.txt", "w").write("1")\' > json.py'
+    (rollout,) = play(tmp_path, bash(forge), "<answer>done</answer>")
+    assert (rollout.reward, rollout.error) == (reward, None)
+    assert rollout.environment.said[0].output.splitlines()[-1] == ("2" if reward else "1")
+
+
+@needs_namespaces
+def test_a_reward_below_0_is_told_since_tests_that_are_stopped_count_as_0(tmp_path, caplog):
+    write_task(tmp_path, tests="echo -1 > /logs/verifier/reward.txt\n")
+    with caplog.at_level(logging.WARNING):
+        (rollout,) = play(tmp_path, "<answer>done</answer>")
+    assert rollout.reward == -1.0 and "The task own/one: its tests gave the reward -1." in caplog.text
+
+
+@needs_namespaces
 @pytest.mark.parametrize("tests, words", [
     ("exit 3\n", "they wrote neither .*, and ended with exit code 3"),
     ("echo nan > /logs/verifier/reward.txt\n", "reward.txt is 'nan', expected a number"),
     ("ln -s /etc/hostname /logs/verifier/reward.txt\n", "they wrote neither"),
     ("bash /app/out\n", "they took longer than 1 s"),
+    ("echo 1 > /logs/verifier/reward.txt; kill -KILL $$\n", r"they were ended by a signal \(exit code 137\)"),
 ])  # fmt: skip
 def test_tests_without_a_reward_give_nothing_and_are_told_once(tmp_path, caplog, tests, words):
     """Nothing is 0, and trained on: a policy that stops its tests has not escaped its loss."""
@@ -720,6 +876,34 @@ def test_a_step_that_is_missed_ends_the_task_and_the_others_count_as_nothing(tmp
     (rollout,) = play(tmp_path, bash("touch a"), bash("touch a"), max_steps=1)  # its budget ends in the first step
     assert [turn.reward for turn in rollout.turns] == [None, 1.0] and rollout.reward == 0.5
     assert rollout.stop_reason is not None and rollout.error is None
+
+
+@needs_namespaces
+@pytest.mark.parametrize("command, words", [
+    ("touch a; chmod 555 /app", "files cannot be put into /app: .*Permission denied"),
+    ("echo 'sleep 1000' > a", r"setup.sh of step second failed \(time\)"),
+    ("echo exit 3 > a", r"setup.sh of step second failed \(exit code 3: \)"),
+])  # fmt: skip
+def test_a_step_that_the_policy_keeps_from_beginning_is_missed(tmp_path, caplog, command, words):
+    """It has not escaped its loss. Once a step has begun, what fails there is the tests' to say."""
+    write_steps(tmp_path, **{"steps/second/workdir/setup.sh": "bash a\n"})
+    cls = harbor(most_turns=6, verifier_seconds=1.0 if "sleep" in command else 60.0)
+    with caplog.at_level(logging.WARNING):
+        (rollout,) = play(tmp_path, bash(command), "<answer>1</answer>", "<answer>2</answer>", cls=cls)
+    assert len(rollout.turns) == 2 and (rollout.reward, rollout.error) == (0.5, None)
+    assert (rollout.turns[1].reward, rollout.stop_reason) == (1.0, StopReason.ANSWERED)
+    missed = rollout.turns[1].info["harbor"]["missed"]
+    assert re.fullmatch(f"step second did not begin: {words}.*", missed, re.DOTALL) and missed in caplog.text
+
+
+@needs_namespaces
+def test_the_tests_of_a_step_and_the_files_of_the_next_have_one_time_limit(tmp_path, monkeypatch):
+    """Else a policy whose tests are slow would have the error of an environment that is too slow."""
+    write_steps(tmp_path, **{"steps/first/tests/test.sh": "sleep 0.2\necho 1 > /logs/verifier/reward.txt\n"})
+    given, put = [], environment.put_step_files
+    monkeypatch.setattr(environment, "put_step_files", lambda *words: (given.append(words[-1]), put(*words)) and None)
+    play(tmp_path, "<answer>1</answer>", "<answer>2</answer>", cls=harbor(most_turns=6, verifier_seconds=60.0))
+    assert given[0] == 60.0 and 0 < given[1] < 59.8
 
 
 @needs_namespaces

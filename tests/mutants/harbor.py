@@ -6,6 +6,7 @@
 from mutants.mutation import Mutation
 
 SANDBOX, ENVIRONMENT = "mt_grpo/adapters/harbor/sandbox.py", "mt_grpo/adapters/harbor/environment.py"
+SCRIPTS, IMAGES = "mt_grpo/adapters/harbor/namespaces.py", "mt_grpo/adapters/harbor/images.py"
 TASKS, DOCKERFILE = "mt_grpo/adapters/harbor/tasks.py", "mt_grpo/adapters/harbor/dockerfile.py"
 TESTS = "tests/adapters/test_harbor.py"
 
@@ -13,7 +14,7 @@ MUTATIONS = [
     # No fault lets a sandbox write the programs of the machine: what a test tries in it would reach this machine.
     Mutation(
         "harbor: the folder of the tests is a plain one",
-        SANDBOX,
+        SCRIPTS,
         "mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs tests\n",
         "",
         f"{TESTS}::test_what_the_tests_stand_on_cannot_be_replaced",
@@ -28,13 +29,13 @@ MUTATIONS = [
     Mutation(
         "harbor: without root, commands keep the namespace's privileges",
         SANDBOX,
-        'who = ["--bounding-set=-all", "--inh-caps=-all", "--securebits=+noroot,+noroot_locked"]',
-        "who = []",
+        'who = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "setpriv"]',
+        'who = ["setpriv"]',
         f"{TESTS}::test_a_sandbox_shows_nothing_of_the_machine_but_its_programs",
     ),
     Mutation(
         "harbor: a reward may be a link",
-        SANDBOX,
+        SCRIPTS,
         'if [ -f "$file" ] && [ ! -L "$file" ]; then',
         'if [ -f "$file" ]; then',
         f"{TESTS}::test_tests_without_a_reward_give_nothing_and_are_told_once",
@@ -55,7 +56,7 @@ MUTATIONS = [
     ),
     Mutation(
         "harbor: python of the tests reads the policy's home",
-        ENVIRONMENT,
+        IMAGES,
         '"PYTHONNOUSERSITE": "1"',
         '"PYTHONNOUSERSIT": "1"',
         f"{TESTS}::test_python_of_the_tests_imports_nothing_of_the_policys_home",
@@ -77,8 +78,8 @@ MUTATIONS = [
     Mutation(
         "harbor: a missed step is followed by the next",
         ENVIRONMENT,
-        " and not said.misses(step.min_reward)",
-        "",
+        "if goes_on and not said.misses(step.min_reward, self.reward_name):",
+        "if goes_on:",
         f"{TESTS}::test_a_step_that_is_missed_ends_the_task_and_the_others_count_as_nothing",
     ),
     Mutation(
@@ -87,6 +88,98 @@ MUTATIONS = [
         "return sum(rewards) / num_steps",
         "return sum(rewards) / len(rewards)",
         f"{TESTS}::test_a_step_that_is_missed_ends_the_task_and_the_others_count_as_nothing",
+    ),
+    Mutation(
+        "harbor: a program of the policy's is in the tests' namespaces",
+        SCRIPTS,
+        "for folder in /tests /logs/verifier /logs/home; do mount",
+        "for folder in /tests /logs/home; do mount",
+        f"{TESTS}::test_a_program_of_the_policys_that_tests_start_cannot_judge_itself",
+    ),
+    Mutation(
+        "harbor: a program of the policy's is in the tests' group of processes",
+        SCRIPTS,
+        "setsid setpriv --no-new-privs",
+        "setpriv --no-new-privs",
+        f"{TESTS}::test_a_program_of_the_policys_that_tests_start_cannot_judge_itself",
+    ),
+    Mutation(
+        "harbor: programs before the policy's are found by the task's PATH",
+        SCRIPTS,
+        "PATH=/usr/sbin:/usr/bin:/sbin:/bin\n",
+        "",
+        f"{TESTS}::test_a_program_of_the_policys_that_tests_start_cannot_judge_itself",
+    ),
+    # The test's own namespace of mounts is all that it could write to.
+    Mutation(
+        "harbor: what is mounted in the system's folders can be written",
+        SCRIPTS,
+        'case "$point/" in "$new/$1/"*)',
+        'case "$point" in "$new/$1")',
+        f"{TESTS}::test_what_is_mounted_within_the_systems_folders_cannot_be_written",
+    ),
+    Mutation(
+        "harbor: what a signal ended has said something",
+        ENVIRONMENT,
+        "    if outcome.code is None or outcome.code > SIGNALLED:",
+        "    if False:",
+        f"{TESTS}::test_tests_without_a_reward_give_nothing_and_are_told_once",
+    ),
+    Mutation(
+        "harbor: files of tests have no room of whole pages",
+        "mt_grpo/adapters/harbor/archives.py",
+        "pages = 1 + sum(1 + -(-member.size // mmap.PAGESIZE) for member in tar)",
+        "pages = 1 + len(archive) // mmap.PAGESIZE",
+        f"{TESTS}::test_tests_of_many_small_files_have_room",
+    ),
+    Mutation(
+        "harbor: tests that could not begin have said nothing",
+        SANDBOX,
+        "        if outcome.began is None:\n            said",
+        "        outcome.began = outcome.began or time.monotonic()\n        if outcome.began is None:\n            said",
+        f"{TESTS}::test_tests_that_cannot_begin_are_an_error_of_the_sandbox",
+    ),
+    Mutation(
+        "harbor: the root is not sealed",
+        IMAGES,
+        "            sandbox.seal()\n",
+        "",
+        f"{TESTS}::test_what_stands_in_the_root_cannot_be_replaced",
+    ),
+    Mutation(
+        "harbor: what says something beside the output has no time limit",
+        SANDBOX,
+        "            if not ready or time.monotonic() > deadline:",
+        "            if not ready or len(outcome.control) > 10**9:",
+        f"{TESTS}::test_limits_of_time_output_memory_and_files",
+    ),
+    Mutation(
+        "harbor: python of the tests imports from the working directory",
+        IMAGES,
+        '"PYTHONSAFEPATH": "1"',
+        '"PYTHONSAFEPAT": "1"',
+        f"{TESTS}::test_tests_begin_in_a_home_of_their_own_and_import_nothing_of_the_working_directory",
+    ),
+    Mutation(
+        "harbor: a step that cannot begin is an error",
+        ENVIRONMENT,
+        "            except NotUnpacked as error:",
+        "            except BrokenTask as error:",
+        f"{TESTS}::test_a_step_that_the_policy_keeps_from_beginning_is_missed",
+    ),
+    Mutation(
+        "harbor: the next step's files have a time limit of their own",
+        ENVIRONMENT,
+        "len(self.said), deadline - time.monotonic())",
+        "len(self.said), self.verifier_seconds)",
+        f"{TESTS}::test_the_tests_of_a_step_and_the_files_of_the_next_have_one_time_limit",
+    ),
+    Mutation(
+        "harbor: a least reward is of the name reward",
+        "mt_grpo/adapters/harbor/verdict.py",
+        "(not self.rewards or self.reward(name) < least)",
+        '(self.rewards.get("reward", 0.0) < least)',
+        f"{TESTS}::test_which_of_several_rewards_counts",
     ),
     Mutation(
         "harbor: commands have no time together",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import mmap
 import os
 import stat
 import tarfile
@@ -96,3 +97,15 @@ def tree_archive(*folders: Path) -> bytes:
         if folder.is_dir():
             archive.add_tree(folder)
     return archive.tar()
+
+
+def kilobytes_of(archive: bytes) -> int:
+    """What a tmpfs needs for the files of an archive: whole pages of memory, and one for each name.
+
+    >>> page = mmap.PAGESIZE // 1024
+    >>> kilobytes_of(TaskArchive().tar()) // page
+    1
+    """
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        pages = 1 + sum(1 + -(-member.size // mmap.PAGESIZE) for member in tar)
+    return pages * mmap.PAGESIZE // 1024

@@ -65,8 +65,7 @@ def said_of(images: Any, task: HarborTask, solve: bool) -> list[TestsSaid]:
                 if outcome.code != 0:
                     why = outcome.why or f"exit code {outcome.code}"
                     raise BrokenTask(f"its solution ended with {why}: {outcome.text(300).strip()}")
-            env = {**desk.env, **step.env, "PYTHONNOUSERSITE": "1"}
-            outcome = desk.sandbox.judge(task.tests(step), desk.workdir, env, step.verifier_seconds)
+            outcome = desk.sandbox.judge(task.tests(step), desk.workdir, desk.judge_env(step), step.verifier_seconds)
             found.append(said_by_tests(outcome, step.verifier_seconds))
     finally:
         desk.sandbox.close()

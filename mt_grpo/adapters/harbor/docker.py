@@ -21,7 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mt_grpo.adapters.harbor.images import Desk
-from mt_grpo.adapters.harbor.sandbox import SHELL, Outcome, SandboxError, SandboxLimits, exchange
+from mt_grpo.adapters.harbor.namespaces import SHELL
+from mt_grpo.adapters.harbor.sandbox import Outcome, SandboxError, SandboxLimits, exchange
 from mt_grpo.adapters.harbor.tasks import HarborTask
 from mt_grpo.base.errors import error_line
 
@@ -101,11 +102,11 @@ class DockerSandbox:
         script = '"$@" < /dev/null 3>&2 2>&1\nexit $?'
         return self._exec(script, ["bash", "-c", SHELL, "bash", folder, workdir, command], env, seconds)
 
-    def unpack(self, archive: bytes, folder: str) -> Outcome:
+    def unpack(self, archive: bytes, folder: str, seconds: float = DOCKER_SECONDS) -> Outcome:
         """As `TaskSandbox.unpack`."""
         script = '"$@" 2>&1\nexit $?'
         command = ["tar", "-x", "-C", folder, "--no-same-owner", "--no-overwrite-dir"]
-        return self._exec(script, command, {}, DOCKER_SECONDS, archive)
+        return self._exec(script, command, {}, seconds, archive)
 
     def judge(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """As `TaskSandbox.judge`."""
@@ -146,9 +147,9 @@ class DockerSandbox:
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
             process = subprocess.Popen(words, **pipes, start_new_session=True)
             self._running.add(process)
-        outcome = Outcome(None)
+        outcome = Outcome(None, began=began)
         try:
-            outcome.why = exchange(process, given, began + seconds, outcome, whole=False)
+            outcome.why = exchange(process, given, seconds, outcome, whole=False)
             if outcome.why:
                 self._kill_all()
                 process.kill()

@@ -10,12 +10,13 @@ harbor_reward: reward                 # which of several rewards counts
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
 from mt_grpo.adapters.harbor.docker import DockerImages, docker_problem
 from mt_grpo.adapters.harbor.images import Desk, NamespaceImages, put_step_files
-from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, Outcome, SandboxError, SandboxLimits
+from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, NotUnpacked, Outcome, SandboxError, SandboxLimits
 from mt_grpo.adapters.harbor.tasks import Allowed, HarborTask, TaskStep, read_task, read_tasks, task_folders, task_row
 from mt_grpo.adapters.harbor.toml_tables import BrokenTask, NeedsMore
 from mt_grpo.adapters.harbor.verdict import TestsSaid, outcome_of_steps, read_reward_files, rewards_of
@@ -27,6 +28,7 @@ SHOWN = 8000  # characters of a command's output; the recipe's max_tool_response
 SHOWN_OF_TESTS = 2000
 MARGIN = 10.0  # seconds of environment_timeout that are left where tests are ended
 TOLD_REASONS = 8
+SIGNALLED = 128  # and its number: the exit code of what a signal has ended
 
 
 class HarborEnvironment:
@@ -96,14 +98,21 @@ class HarborEnvironment:
         spent = limit is not None and self._spent >= limit
         if turn.calls and not last and not spent:
             return None
+        deadline = time.monotonic() + self.verifier_seconds
         step, said = self._step, self._judge()
         info = {"harbor": {"step": step.name, "rewards": said.rewards, "problem": said.problem, "tests": said.output}}
         reward = said.reward(self.reward_name) if step.name else None
-        if not last and len(self.said) < len(self.task.steps) and not said.misses(step.min_reward):
-            put_step_files(self._desk, self.task, len(self.said), self.verifier_seconds)
-            self._spent, self._folder = 0.0, self._desk.workdir
-            message = {"role": "user", "content": self._step.instruction}
-            return Reply(messages=[message], reward=reward, info=info)
+        goes_on = not last and len(self.said) < len(self.task.steps)
+        if goes_on and not said.misses(step.min_reward, self.reward_name):
+            try:  # one time limit for both: a policy that makes its tests slow has no error of the environment's
+                put_step_files(self._desk, self.task, len(self.said), deadline - time.monotonic())
+            except NotUnpacked as error:
+                info["harbor"]["missed"] = f"step {self._step.name} did not begin: {error}"
+                self._tell(f"{info['harbor']['missed']}. So it counts as 0, as one that was not reached")
+            else:
+                self._spent, self._folder = 0.0, self._desk.workdir
+                message = {"role": "user", "content": self._step.instruction}
+                return Reply(messages=[message], reward=reward, info=info)
         return Reply(stop=not cut and (bool(step.name) or spent), reward=reward, info=info)
 
     def get_reward(self) -> float:
@@ -132,16 +141,25 @@ class HarborEnvironment:
         if len(self.said) == len(self.task.steps):
             return self.said[-1]
         seconds = min(step.verifier_seconds, self.verifier_seconds)
-        env = {**self._desk.env, **step.env, "PYTHONNOUSERSITE": "1"}
+        env = self._desk.judge_env(step)
         outcome = self._desk.sandbox.judge(self.task.tests(step), self._desk.workdir, env, seconds)
-        self.said.append(said_by_tests(outcome, seconds))
-        if (problem := self.said[-1].problem) and self.task.name not in self.told:
+        said = said_by_tests(outcome, seconds)
+        self.said.append(said)
+        if said.problem:
+            printed = said.output[-300:] or "nothing"
+            self._tell(f"its tests gave no reward, which counts as 0: {said.problem}. They printed: {printed}")
+        elif (reward := said.reward(self.reward_name)) < 0:
+            self._tell(
+                f"its tests gave the reward {reward:g}. Tests that are stopped count as 0, which is more: a policy "
+                "may learn to stop them. Let rewards be at least 0"
+            )
+        return said
+
+    def _tell(self, what: str) -> None:
+        """Say something of the task, once of each task."""
+        if self.task.name not in self.told:
             self.told.add(self.task.name)
-            logger.warning(
-                "The tests of the task %s gave no reward, which counts as 0: %s. They printed: %s",
-                self.task.name, problem, self.said[-1].output[-300:] or "nothing",
-            )  # fmt: skip
-        return self.said[-1]
+            logger.warning("The task %s: %s.", self.task.name, what)
 
     # -- the data --
 
@@ -221,6 +239,8 @@ def said_by_tests(outcome: Outcome, seconds: float) -> TestsSaid:
     if outcome.why:
         why = f"they took longer than {seconds:g} s" if outcome.why == "time" else "they printed too much"
         return TestsSaid(problem=why, output=output)
+    if outcome.code is None or outcome.code > SIGNALLED:  # what they have written is not their last word
+        return TestsSaid(problem=f"they were ended by a signal (exit code {outcome.code})", output=output)
     rewards, problem = rewards_of(read_reward_files(outcome.control))
     if not rewards and not read_reward_files(outcome.control):
         problem += f", and ended with exit code {outcome.code}"

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.adapters.harbor.archives import TaskArchive, tree_archive
-from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxError, SandboxLimits, TaskSandbox
-from mt_grpo.adapters.harbor.tasks import HarborTask
+from mt_grpo.adapters.harbor.sandbox import (
+    START_SECONDS,
+    NamespaceSandbox,
+    NotUnpacked,
+    SandboxLimits,
+    TaskSandbox,
+)
+from mt_grpo.adapters.harbor.tasks import HarborTask, TaskStep
 from mt_grpo.adapters.harbor.toml_tables import NeedsMore
 
 RUN_SECONDS = 120.0  # of one RUN of a Dockerfile
@@ -23,11 +30,19 @@ class Desk:
     workdir: str
     env: dict[str, str] = field(default_factory=dict)
 
-    def put(self, archive: bytes, folder: str) -> None:
+    def judge_env(self, step: TaskStep) -> dict[str, str]:
+        """Variables of the tests of a step, so that a Python of theirs imports nothing of the policy's by itself.
+
+        A task may say otherwise: the home and the working directory are the policy's to write.
+        """
+        own = {"HOME": "/logs/home", "PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1"}
+        return {**self.env, **own, **step.env}
+
+    def put(self, archive: bytes, folder: str, seconds: float = START_SECONDS) -> None:
         """Unpack an archive into a folder. Raises `SandboxError`."""
-        outcome = self.sandbox.unpack(archive, folder)
+        outcome = self.sandbox.unpack(archive, folder, seconds)
         if outcome.code != 0:
-            raise SandboxError(f"files cannot be put into {folder}: {outcome.why or outcome.text(300).strip()}")
+            raise NotUnpacked(f"files cannot be put into {folder}: {outcome.why or outcome.text(300).strip()}")
 
 
 class NamespaceImages:
@@ -81,6 +96,7 @@ class NamespaceImages:
             folder = TaskArchive()
             folder.add_folder(workdir.strip("/"))
             desk.put(folder.tar(), "/")
+            sandbox.seal()
         except BaseException:
             sandbox.close()
             raise
@@ -90,14 +106,15 @@ class NamespaceImages:
 def put_step_files(desk: Desk, task: HarborTask, number: int, seconds: float) -> None:
     """Put what a step brings into the working directory, and run its `setup.sh`.
 
-    Raises `SandboxError` where that fails: nothing that the policy has done, or what it has made impossible.
+    Raises `NotUnpacked` where that fails or takes longer, and `SandboxError` where the sandbox is gone.
     """
-    setup = task.steps[number].setup
+    setup, deadline = task.steps[number].setup, time.monotonic() + seconds
     if setup is None:
         return
-    desk.put(tree_archive(setup), desk.workdir)
+    desk.put(tree_archive(setup), desk.workdir, seconds)
     if (setup / "setup.sh").is_file():
-        outcome = desk.sandbox.shell("bash ./setup.sh", desk.workdir, desk.workdir, desk.env, seconds)
+        left = deadline - time.monotonic()
+        outcome = desk.sandbox.shell("bash ./setup.sh", desk.workdir, desk.workdir, desk.env, left)
         if outcome.code != 0:
             why = outcome.why or f"exit code {outcome.code}: {outcome.text(300).strip()}"
-            raise SandboxError(f"setup.sh of step {task.steps[number].name} failed ({why})")
+            raise NotUnpacked(f"setup.sh of step {task.steps[number].name} failed ({why})")

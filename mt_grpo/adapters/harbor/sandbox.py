@@ -13,11 +13,12 @@ What a command finds:
 | path | what it is |
 |---|---|
 | `/usr`, `/etc`, `/bin`, `/lib`, ... | the machine's own, which nobody may write |
-| `/tests`, `/logs/verifier`, `/solution` | empty; a verifier has them filled for itself alone |
+| `/tests`, `/logs/verifier`, `/logs/home`, `/solution` | empty; a verifier has them filled for itself alone |
+| `/` | what stood there when it was sealed: behind that, nothing directly in it can be made or replaced |
 | everything else | the rollout's own, and writable: it begins with what the task put there |
 
 Commands run without privileges: as root's trainer, as a user that nobody else is at the same time; else as the
-trainer's user, in a namespace of users and without capabilities. Nothing else of the machine's files is there: no
+trainer's user, in a namespace of users of their own. Nothing else of the machine's files is there: no
 home, no data, no sockets.
 
 Does not protect against: faults of the Linux kernel, and memory of several processes together (the limit is one of
@@ -42,6 +43,20 @@ from typing import Any, Protocol
 
 import psutil
 
+from mt_grpo.adapters.harbor.archives import kilobytes_of
+from mt_grpo.adapters.harbor.namespaces import (
+    AS_AGENT,
+    BEGUN,
+    JUDGE,
+    NEW_SPACES,
+    PREPARE,
+    RUN,
+    RUN_QUIETLY,
+    RUN_WITH_INPUT,
+    SET_UP,
+    SHELL,
+    SOLVE,
+)
 from mt_grpo.adapters.harbor.users import UserNumbers, runtime_folder
 from mt_grpo.base.errors import error_line
 
@@ -58,90 +73,13 @@ END_SECONDS = 10.0  # that what was killed may take to be gone
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOOLS = ("unshare", "nsenter", "setpriv", "prlimit", "mount", "umount", "pivot_root", "bash", "tar")
 
-# As root of the namespaces: the file system of a rollout. Arguments: a folder, MiB, inodes, the owner's number.
-# INVARIANT: all that must not be moved or replaced by a command is a mount point, in the command's namespace, too.
-SET_UP = """
-set -eu
-mount -n -t tmpfs -o "size=$2m,nr_inodes=$3,mode=1777,nosuid,nodev" tmpfs "$1"
-cd "$1"
-mkdir old usr etc proc dev tests solution logs root home opt srv mnt run tmp var var/tmp var/log
-of_system() {
-    mount -n --rbind "/$1" "$1"
-    mount -n -o remount,bind,ro,nosuid,nodev "$1" 2>/dev/null || mount -n -o remount,bind,ro,nosuid,nodev,noatime "$1"
-}
-of_system usr
-of_system etc
-for name in bin sbin lib lib32 lib64 libx32; do
-    if [ -L "/$name" ]; then ln -s "$(readlink "/$name")" "$name"
-    elif [ -d "/$name" ]; then mkdir "$name"; of_system "$name"; fi
-done
-mount -n --rbind /proc proc
-mount -n -t tmpfs -o size=1m,mode=755 tmpfs dev
-for name in null zero full random urandom; do : > "dev/$name"; mount -n --bind "/dev/$name" "dev/$name"; done
-ln -s /proc/self/fd dev/fd
-ln -s fd/0 dev/stdin
-ln -s fd/1 dev/stdout
-ln -s fd/2 dev/stderr
-mkdir dev/shm
-mount -n -t tmpfs -o size=64m,mode=1777,nosuid,nodev tmpfs dev/shm
-mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs tests
-mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs solution
-mount -n -t tmpfs -o size=16m,mode=755 tmpfs logs
-mkdir logs/agent logs/artifacts logs/verifier
-mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs logs/verifier
-chown "$4:$4" root home opt srv mnt run tmp var var/tmp var/log logs/agent logs/artifacts
-chmod 1777 tmp var/tmp
-if command -v ip > /dev/null; then ip link set lo up; fi  # without it, nothing listens on the loopback
-pivot_root . old
-cd /
-umount -n -l /old
-rmdir /old
-echo ready
-exec cat > /dev/null
-"""
-# As root of the namespaces, and as the first process of a namespace of processes: everything ends with it. What the
-# command prints is the output. What is said on stderr is for the trainer.
-PREPARE = "echo 1000 > /proc/self/oom_score_adj 2> /dev/null\nset -e\n"
-# Of a shell's command: where it ended is said on file 3. `exec` first: what the command starts cannot wait on it.
-SHELL = """
-exec {state}>&3 3>&-
-cd -- "$1" 2> /dev/null || cd -- "$2" || exit 125
-trap 'pwd -P >&"$state"' EXIT
-eval "$3"
-"""
-RUN = '"$@" < /dev/null 3>&2 2>&1\nexit $?'
-RUN_WITH_INPUT = '"$@" 3>&2 2>&1\nexit $?'
-RUN_QUIETLY = '"$@" < /dev/null 2> /dev/null\nexit $?'
-# Arguments: MiB of the folder, its path, the owner. The archive is read from stdin, by the namespaces' root.
-FILL = """
-folder=$1 size=$2 owner=$3
-shift 3
-mount -n -t tmpfs -o "size=${size}m,mode=755,nosuid,nodev" tmpfs "$folder"
-tar -x -C "$folder" --no-same-owner
-mount -n -o remount,ro "$folder"
-"""
-# INVARIANT: a reward is read from a folder that was empty when the tests began, when every process of theirs is dead.
-JUDGE = """
-mount -n -t tmpfs -o size=16m,mode=755,nosuid,nodev tmpfs /logs/verifier
-chown "$owner:$owner" /logs/verifier
-set +e
-"$@" < /dev/null 2>&1
-code=$?
-kill -s KILL -1 2> /dev/null
-for name in reward.json reward.txt; do
-    file=/logs/verifier/$name
-    if [ -f "$file" ] && [ ! -L "$file" ]; then
-        echo "$name $(stat -c %s "$file")" >&2
-        head -c 65536 "$file" | base64 -w 0 >&2
-        echo >&2
-    fi
-done
-exit "$code"
-"""
-
 
 class SandboxError(Exception):
     """A sandbox cannot be had, or is gone: nothing that a command has done."""
+
+
+class NotUnpacked(SandboxError):
+    """Files could not be put into a sandbox, or their `setup.sh` failed. What a policy has left may be the cause."""
 
 
 @dataclass
@@ -153,7 +91,8 @@ class Outcome:
         head, tail: The first and the last bytes that it printed, errors too.
         size: How many bytes it printed.
         control: What was said beside the output.
-        seconds: That it took.
+        began: When the command did, by `time.monotonic`. What is said before, None, is an error of the sandbox.
+        seconds: That it took, from when it began.
         why: Why it was stopped; empty where it was not.
     """
 
@@ -162,6 +101,7 @@ class Outcome:
     tail: bytes = b""
     size: int = 0
     control: bytes = b""
+    began: float | None = None
     seconds: float = 0.0
     why: str = ""
 
@@ -193,11 +133,14 @@ class TaskSandbox(Protocol):
     def shell(self, command: str, folder: str, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """Run a line of bash. The last line of `control` is the folder in which it ended."""
 
-    def unpack(self, archive: bytes, folder: str) -> Outcome:
+    def unpack(self, archive: bytes, folder: str, seconds: float = START_SECONDS) -> Outcome:
         """Unpack an archive of tar into a folder, as the user of the commands."""
 
     def judge(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
-        """Run `/tests/test.sh` of an archive. `control` has the reward files."""
+        """Run `/tests/test.sh` of an archive. `control` has the reward files.
+
+        Raises `SandboxError` where the tests could not begin, as each method does.
+        """
 
     def solve(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """Run `/solution/solve.sh` of an archive."""
@@ -256,25 +199,27 @@ class NamespaceSandbox:
             )  # fmt: skip
         except OSError as error:
             raise SandboxError(error_line(error)) from error
-        said = b""
-        while b"ready\n" not in said:
-            part = os.read(holder.stdout.fileno(), 4096) if is_readable(holder.stdout, START_SECONDS) else b""
-            said += part
-            if part:
-                continue
-            holder.kill()
-            errors = b" ".join(holder.communicate()[1].split()).decode(errors="replace")
-            raise SandboxError(errors[-500:] or f"the namespaces were not there within {START_SECONDS:g} s")
+        wait_for(holder, b"ready\n")
         return holder
+
+    def seal(self) -> None:
+        """Let nothing directly in `/` be made or replaced any more. Files of the task are there by now.
+
+        Raises `SandboxError`.
+        """
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and says why
+            self._holder.stdin.write(b"seal\n")
+            self._holder.stdin.flush()
+        wait_for(self._holder, b"sealed\n")
 
     def shell(self, command: str, folder: str, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """As `TaskSandbox.shell`."""
         return self._run(RUN, ["bash", "-c", SHELL, "bash", folder, workdir, command], env, seconds)
 
-    def unpack(self, archive: bytes, folder: str) -> Outcome:
+    def unpack(self, archive: bytes, folder: str, seconds: float = START_SECONDS) -> Outcome:
         """As `TaskSandbox.unpack`."""
         command = ["tar", "-x", "-C", folder, "--no-same-owner", "--no-overwrite-dir"]
-        return self._run(RUN_WITH_INPUT, command, {}, START_SECONDS, archive)
+        return self._run(RUN_WITH_INPUT, command, {}, seconds, archive)
 
     def pack(self, seconds: float) -> bytes:
         """An archive of all files of the rollout, which `unpack` puts into another sandbox.
@@ -291,20 +236,20 @@ class NamespaceSandbox:
         return outcome.head
 
     def judge(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
-        """As `TaskSandbox.judge`."""
+        """As `TaskSandbox.judge`. Tests start programs of the policy's by `$AS_AGENT`."""
+        env = {"AS_AGENT": "" if no_nested_namespaces(self.as_user) else AS_AGENT, **env}
         return self._with_folder("/tests", JUDGE, "/tests/test.sh", archive, workdir, env, seconds)
 
     def solve(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """As `TaskSandbox.solve`."""
-        script = '"$@" < /dev/null 2>&1\nexit $?'
-        return self._with_folder("/solution", script, "/solution/solve.sh", archive, workdir, env, seconds)
+        return self._with_folder("/solution", SOLVE, "/solution/solve.sh", archive, workdir, env, seconds)
 
     def _with_folder(
         self, folder: str, script: str, file: str, archive: bytes, workdir: str, env: dict[str, str], seconds: float
     ) -> Outcome:
-        first = [folder, str(1 + len(archive) // 2**20), str(self._owner)]
-        command = ["bash", "-c", 'cd -- "$1" && exec bash "$2"', "bash", workdir, file]
-        return self._run(FILL + script, command, env, seconds, archive, first=first)
+        first = [folder, str(kilobytes_of(archive)), str(self._owner)]
+        command = ["bash", "-c", 'cd -- "$1" && exec /bin/bash "$2"', "bash", workdir, file]
+        return self._run(script, command, env, seconds, archive, first=first)
 
     def _run(
         self, script: str, command: Sequence[str], env: dict[str, str], seconds: float, given: bytes = b"",
@@ -313,10 +258,10 @@ class NamespaceSandbox:
         """What comes of a command in the namespaces.
 
         Args:
-            script: Of the namespaces' root. It runs the command as `"$@"`.
+            script: Of the namespaces' root. It says `BEGUN`, and runs the command as `"$@"`.
             command: As the user.
             env: Its environment variables, beside PATH and the like.
-            seconds: That it may take.
+            seconds: That it may take, from when it has begun.
             given: What the script reads from stdin.
             first: Arguments of the script before the command.
             whole: Whether all of the output is kept, as the head.
@@ -331,7 +276,6 @@ class NamespaceSandbox:
         command = ["/bin/bash" if command[0] == "bash" else command[0], *command[1:]]
         words += ["bash", "-c", PREPARE + script, "run", *first, *self._as_user(), *own, *command]
         variables = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
-        began = time.monotonic()
         with self._lock:
             if self._closed:
                 raise SandboxError("it was closed")
@@ -342,7 +286,7 @@ class NamespaceSandbox:
             self._running.add(process)
         try:
             outcome = Outcome(None)
-            outcome.why = exchange(process, given, began + seconds, outcome, whole)
+            outcome.why = exchange(process, given, seconds, outcome, whole)
             if outcome.why:
                 end_namespace(process)
             code = process.wait()
@@ -355,11 +299,15 @@ class NamespaceSandbox:
                     pipe.close()
             with self._lock:
                 self._running.discard(process)
-        outcome.seconds = time.monotonic() - began
         if self._closed:
             raise SandboxError("it was closed meanwhile")
         if self._holder.poll() is not None:
             raise SandboxError(f"the process that holds it has ended with code {self._holder.returncode}")
+        if outcome.began is None:
+            said = b" ".join(outcome.control.split()).decode(errors="replace")[-500:]
+            why = f"it took longer than {START_SECONDS:g} s" if outcome.why else f"exit code {code}"
+            raise SandboxError(f"a command could not begin: {said or why}")
+        outcome.seconds = time.monotonic() - outcome.began
         return outcome
 
     def _as_user(self) -> list[str]:
@@ -367,10 +315,10 @@ class NamespaceSandbox:
         memory = self.limits.memory_mb * 2**20
         limits = [f"--as={memory}", f"--nproc={PROCESSES}", f"--nofile={OPEN_FILES}", "--core=0"]
         if self.as_user:
-            who = [f"--reuid={self._user}", f"--regid={self._user}", "--clear-groups"]
-        else:  # 0 of a namespace of users would get all capabilities of it back, and could undo the mounts
-            who = ["--bounding-set=-all", "--inh-caps=-all", "--securebits=+noroot,+noroot_locked"]
-        return ["setpriv", "--no-new-privs", *who, "prlimit", *limits]
+            who = ["setpriv", f"--reuid={self._user}", f"--regid={self._user}", "--clear-groups"]
+        else:  # 0 of a namespace of users has all capabilities of it, and could undo the mounts
+            who = ["unshare", "--user", "--map-user=1000", "--map-group=1000", "setpriv"]
+        return [*who, "--no-new-privs", "prlimit", *limits]
 
     def close(self) -> None:
         """As `TaskSandbox.close`."""
@@ -391,13 +339,43 @@ class NamespaceSandbox:
             numbers_of_users().give_back(self._user)
 
 
-def exchange(process: Any, given: bytes, deadline: float, outcome: Outcome, whole: bool) -> str:
+@functools.cache
+def no_nested_namespaces(as_user: bool) -> bool:
+    """Whether this machine allows a command of a sandbox no namespaces of its own; a warning says so."""
+    sandbox = NamespaceSandbox(SandboxLimits(), as_user)
+    try:
+        outcome = sandbox.shell(f"{NEW_SPACES} true", "/", "/", {}, START_SECONDS)
+    finally:
+        sandbox.close()
+    if outcome.code != 0:
+        logger.warning(
+            "Tests of task folders run programs of the policy's with all that the tests may, also by $AS_AGENT: this "
+            "machine allows them no namespaces of users (%s). Such a program can write the reward.",
+            outcome.text(200).strip() or outcome.why,
+        )  # fmt: skip
+    return outcome.code != 0
+
+
+def wait_for(holder: subprocess.Popen, word: bytes) -> None:
+    """Wait until a holder has said a word. Raises `SandboxError` with what it said in place of it."""
+    said = b""
+    while word not in said:
+        part = os.read(holder.stdout.fileno(), 4096) if is_readable(holder.stdout, START_SECONDS) else b""
+        said += part
+        if part:
+            continue
+        holder.kill()
+        errors = b" ".join(holder.communicate()[1].split()).decode(errors="replace")
+        raise SandboxError(errors[-500:] or f"the namespaces were not there within {START_SECONDS:g} s")
+
+
+def exchange(process: Any, given: bytes, seconds: float, outcome: Outcome, whole: bool) -> str:
     """Write what a process reads, and read what it says, until it says no more.
 
     Args:
         process: With pipes.
         given: What it reads.
-        deadline: Of `time.monotonic`.
+        seconds: That it may take, from when it has begun; until then, `START_SECONDS`.
         outcome: Is filled.
         whole: Whether all of the output is kept.
 
@@ -405,6 +383,7 @@ def exchange(process: Any, given: bytes, deadline: float, outcome: Outcome, whol
         Why it must be stopped; empty where it need not.
     """
     writing, parts = memoryview(given), []
+    deadline = time.monotonic() + (START_SECONDS if outcome.began is None else seconds)
     with selectors.DefaultSelector() as waiting:  # `select` knows no file beyond the first 1,024
         waiting.register(process.stdout, selectors.EVENT_READ, "output")
         waiting.register(process.stderr, selectors.EVENT_READ, "control")
@@ -415,7 +394,7 @@ def exchange(process: Any, given: bytes, deadline: float, outcome: Outcome, whol
             process.stdin.close()
         while process.stdout in waiting.get_map() or process.stderr in waiting.get_map():
             ready = waiting.select(max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not ready or time.monotonic() > deadline:  # it may say something without end
                 return "time"
             for pipe, _ in ready:
                 if pipe.fileobj is process.stdin:
@@ -431,7 +410,11 @@ def exchange(process: Any, given: bytes, deadline: float, outcome: Outcome, whol
                 if not part:
                     waiting.unregister(pipe.fileobj)
                 elif pipe.data == "control":
-                    outcome.control = (outcome.control + part)[-CONTROL_BYTES:]
+                    outcome.control += part
+                    if outcome.began is None and BEGUN in outcome.control:
+                        outcome.began, outcome.control = time.monotonic(), outcome.control.partition(BEGUN)[2]
+                        deadline = outcome.began + seconds
+                    outcome.control = outcome.control[-CONTROL_BYTES:]
                 elif whole:
                     parts.append(part)
                 else:

@@ -38,7 +38,7 @@ class TaskStep:
         env: Variables of the tests.
         agent_seconds: That commands of the policy may take together; None: no limit of the task's.
         verifier_seconds: That the tests may take.
-        min_reward: By key, what must be reached for the next step to begin.
+        min_reward: What the reward, or rewards by key, must reach for the next step to begin.
     """
 
     name: str
@@ -47,7 +47,7 @@ class TaskStep:
     env: dict[str, str] = field(default_factory=dict)
     agent_seconds: float | None = None
     verifier_seconds: float = VERIFIER_SECONDS
-    min_reward: dict[str, float] = field(default_factory=dict)
+    min_reward: float | dict[str, float] | None = None
 
     @property
     def setup(self) -> Path | None:
@@ -187,15 +187,15 @@ def read_steps(folder: Path, root: TomlTable) -> tuple[TaskStep, ...]:
     return tuple(steps)
 
 
-def read_min_reward(table: TomlTable) -> dict[str, float]:
-    """`min_reward` of a step, a number of the key `reward`, or a table of numbers."""
+def read_min_reward(table: TomlTable) -> float | dict[str, float] | None:
+    """`min_reward` of a step: a number for the reward that counts, or a table of numbers by key."""
     value = table.values.get("min_reward")
     if value is None:
-        return {}
-    found = value if isinstance(value, dict) else {"reward": value}
+        return None
+    found = value if isinstance(value, dict) else {"": value}
     if any(isinstance(each, bool) or not isinstance(each, int | float) for each in found.values()):
         raise BrokenTask(f"task.toml: [steps] min_reward is {value!r:.60}, expected a number, or numbers by key.")
-    return {key: float(each) for key, each in found.items()}
+    return {key: float(each) for key, each in value.items()} if isinstance(value, dict) else float(value)
 
 
 def check_environment_table(table: TomlTable, folder: Path) -> None:
