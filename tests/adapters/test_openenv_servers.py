@@ -368,6 +368,38 @@ def test_several_servers_share_the_conversations(caplog):
     assert "fewer sessions" not in caplog.text and all(rollout.reward == 3.0 for rollout in rollouts)
 
 
+def test_conversations_go_where_the_largest_share_is_free():
+    """A server of one place and one of three: of four conversations three are on the larger one."""
+    with Served(Count, most=1) as small, Served(Count, most=3) as large:
+        cls = load(small, large, openenv_sessions=3)
+        assert [server.places for server in cls.servers] == [1, 3] and cls.most_conversations == 4
+
+        async def taken():
+            found = [cls() for _ in range(4)]
+            for each in found:
+                await each.reset()
+            open_now = [len(server.sessions) for server in cls.servers]
+            for each in found:
+                await each.close()
+            return open_now
+
+        before = len(small.headers) + len(large.headers)
+        assert run_async(taken()) == [1, 3]
+        assert len(small.headers) + len(large.headers) == before + 4  # nobody was refused
+
+
+def test_a_server_without_room_is_passed_over():
+    """At once, and not when the time for a place is over."""
+    with Served(Count, most=1) as full, Served(Count, most=1) as free:
+        cls = load(full, free, batch=2)
+        held = run_async(on_openenv_loop(OpenEnvServer(full.url).open()))  # of another run
+        run_async(on_openenv_loop(held.state()))
+        cls.seconds_for_a_session = 0.0
+        (rollout,), _ = play(cls, "1", "2", "3")
+        run_async(on_openenv_loop(held.close()))
+    assert (rollout.reward, rollout.error) == (3.0, None)
+
+
 def test_the_key_bounds_the_sessions(counting, caplog):
     cls = load(counting, openenv_sessions=2)
     assert counting.most_open == 2 and cls.most_conversations == 2
@@ -505,17 +537,43 @@ def test_a_reset_that_begins_nothing(answer, error):
     assert rollout.failed and error in str(rollout.error)
 
 
-def test_a_step_that_raises_is_the_servers_failure():
-    def raises(self, action):
-        raise OSError("the board fell")
+class Falls(Count):
+    """Its environment raises at some texts."""
 
-    with Served(type("Falls", (Count,), {"step": raises})) as served:
-        (rollout,), _ = play(load(served), "1")
-    assert (
-        rollout.failed
-        and "step of" in str(rollout.error)
-        and "(EXECUTION_ERROR): the board fell" in str(rollout.error)
-    )
+    def step(self, action):
+        if action["message"].startswith("fall"):
+            raise OSError("the board fell")
+        return super().step(action)
+
+
+def test_a_step_that_raises_is_an_error_that_the_policy_reads(caplog):
+    """Nothing has moved, and the episode goes on. A policy that only has it raise is not rid of its rollout."""
+    with Served(Falls) as served:
+        cls = load(served, openenv_unfinished_reward=-4.0, args={"max_env_steps": 3})
+        with caplog.at_level(logging.WARNING):
+            (rollout,), _ = play(cls, "1", "fall", "2", "3", max_steps=3)
+        error = "Error: the environment failed at this action: the board fell"
+        assert rollout.turns[1].observation_ids == ids(
+            f"\n<|im_start|>user\n{error}<|im_end|>\n<|im_start|>assistant\n"
+        )
+        assert (rewards(rollout), rollout.reward, rollout.error) == ([1.0, None, 1.0, 1.0], 3.0, None)
+        (rollout,), _ = play(cls, "fall", "fall", "fall", "fall", max_steps=3)
+        assert (rewards(rollout), rollout.reward, rollout.error) == ([None, None, None, -4.0], -4.0, None)
+    (told,) = [each.getMessage() for each in caplog.records if "failed on the server" in each.getMessage()]
+    assert f"A step of {served.url} failed on the server: the board fell. The model reads it" in told
+
+
+def test_a_call_that_has_the_environment_raise_is_an_error_of_the_tool():
+    class Breaks(Adds):
+        def step(self, action):
+            if action.get("arguments") == {"n": 13}:
+                raise OSError("the abacus broke")
+            return super().step(action)
+
+    with Served(Breaks, CALL_ACTION, name="Breaks") as served:
+        (rollout,), _ = play(load(served), call("add", n=13), call("add", n=10), prompt="Reach ten.")
+    assert "the environment failed at this action: the abacus broke" in rollout.turns[0].observation
+    assert rollout.error is None and rollout.environment.episode_done
 
 
 def test_a_state_that_raises_is_none(caplog):

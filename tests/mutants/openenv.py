@@ -110,6 +110,27 @@ MUTATIONS = [
         f"{TESTS}::test_a_reset_that_begins_nothing",
     ),
     Mutation(
+        "openenv: a policy is rid of a rollout whose environment raises",
+        SERVER,
+        'if code == "EXECUTION_ERROR" and kind == "step":',
+        "if False:",
+        f"{TESTS}::test_a_step_that_raises_is_an_error_that_the_policy_reads",
+    ),
+    Mutation(
+        "openenv: a server of one place has as many conversations as one of three",
+        SERVER,
+        "(len(server.sessions) + server.opening) / server.places",
+        "len(server.sessions) + server.opening",
+        f"{TESTS}::test_conversations_go_where_the_largest_share_is_free",
+    ),
+    Mutation(
+        "openenv: a server without room is not passed over",
+        ENVIRONMENT,
+        "                if to_ask:\n                    continue\n",
+        "",
+        f"{TESTS}::test_a_server_without_room_is_passed_over",
+    ),
+    Mutation(
         "openenv: an action that does not fit is the server's failure",
         SERVER,
         'if code == "VALIDATION_ERROR" and kind == "step":',

@@ -20,12 +20,15 @@ from mt_grpo.adapters.openenv.server import (
     OpenEnvServer,
     OpenEnvSession,
     Step,
+    StepRaised,
     on_openenv_loop,
+    share_taken,
 )
 from mt_grpo.adapters.openenv.text import CallFailed, OpenEnvText
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 
 logger = logging.getLogger(__name__)
+told_servers: set[str] = set()  # whose steps failed
 SECONDS_BETWEEN_TRIES = 0.2  # to open a session on servers whose sessions are all taken
 
 
@@ -83,16 +86,24 @@ class OpenEnvEnvironment:
         return between + shown if shown and isinstance(shown, str) else shown
 
     async def _begin(self, arguments: dict[str, Any]) -> Step:
-        """Open a session on the server with the fewest. Where all are taken, wait: other runs give theirs back."""
+        """Open a session where most of the places are free, then where there is room.
+
+        Where all are taken, wait: other runs give theirs back.
+        """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.seconds_for_a_session
+        to_ask: list[OpenEnvServer] = []
         while True:
-            server = min(self.servers, key=lambda each: len(each.sessions) + each.opening)
+            to_ask = to_ask or list(self.servers)
+            server = min(to_ask, key=share_taken)
+            to_ask.remove(server)
             self._session = await server.open()
             try:
                 return await self._session.reset(arguments)
             except NoRoom as full:
                 await self._end()
+                if to_ask:
+                    continue
                 if loop.time() > deadline:
                     raise OpenEnvFailure(
                         f"{full}. It waited {self.seconds_for_a_session:g} s for one. Other runs may hold them: set "
@@ -106,7 +117,8 @@ class OpenEnvEnvironment:
     async def _step(self, action: dict[str, Any]) -> Step:
         """One step, which goes on where its caller gives up: its reward and its end count.
 
-        Raises as `OpenEnvSession.step`, and `CallFailed` behind the end of the episode: a turn may have several calls.
+        Raises as `OpenEnvSession.step`, and `CallFailed` where the policy is to read why: behind the end of the
+        episode, as a turn may have several calls, and where the environment raised.
         """
         task = asyncio.create_task(self._take(action))
         self._running.add(task)
@@ -125,6 +137,9 @@ class OpenEnvEnvironment:
             except OpenEnvFailure as error:
                 self._failure = error
                 raise
+            except StepRaised as error:  # a policy that has it raise would else be rid of its rollout
+                warn_of_step(self._session.server.url, str(error))
+                raise CallFailed(f"the environment failed at this action: {error}") from error
             self._steps.append(step)
             self.step_rewards.append(step.reward)
             self.episode_done |= step.done
@@ -201,7 +216,7 @@ class ActingEnvironment(OpenEnvEnvironment):
             step = await on_openenv_loop(self._step(action))
         except ActionRefused as error:
             return self._no_action(rollout, f"the action does not fit: {error}")
-        except ValueError as error:
+        except (ValueError, CallFailed) as error:
             return self._no_action(rollout, str(error))
         reward = await on_openenv_loop(self._settle())
         self._shown = self.text.observation(step.observation)
@@ -275,3 +290,13 @@ def arguments_of_reset(
 def warn_of_state(why: str) -> None:
     """Say once that a server answers no state."""
     logger.warning(f"{why}. So `state` is None for reward functions.")
+
+
+def warn_of_step(url: str, why: str) -> None:
+    """Say once of each server that its environment raised: it may be the server's fault at every action."""
+    if url not in told_servers:
+        told_servers.add(url)
+        logger.warning(
+            f"A step of {url} failed on the server: {why}. The model reads it as the error of its action, and the "
+            "episode goes on. Look into the server's log if no action should do so."
+        )

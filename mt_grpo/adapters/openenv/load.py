@@ -27,6 +27,7 @@ from mt_grpo.adapters.openenv.server import (
     OpenEnvFailure,
     OpenEnvServer,
     OpenEnvSession,
+    StepRaised,
     on_openenv_loop,
 )
 from mt_grpo.adapters.openenv.text import OpenEnvText, takes_calls
@@ -80,6 +81,8 @@ def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnviron
     most = script_args.openenv_sessions or -(-conversations // len(servers))
     found = ask_servers(servers, most, args.environment_timeout)
     check_same(found)
+    for server, each in zip(servers, found):
+        server.places = each.places
     places = sum(each.places for each in found)
     if places < min(conversations, most * len(servers)):
         logger.warning(few_sessions(found, conversations))
@@ -260,7 +263,7 @@ async def listed(session: OpenEnvSession, described: Described) -> list[Any]:
     """The tools that a server lists. Raises `OpenEnvFailure` where it lists none: then there is no way to act."""
     try:
         step = await session.step({"type": "list_tools"})
-    except ActionRefused as error:
+    except (ActionRefused, StepRaised) as error:
         raise OpenEnvFailure(
             f"{session.server.url} takes neither the action list_tools ({error}) nor an action with fields of its "
             f"own: {described.name} cannot be played"

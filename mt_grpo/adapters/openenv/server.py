@@ -34,7 +34,7 @@ SECONDS_TO_CLOSE = 5.0  # then a session is dropped; a server frees its place on
 
 
 class OpenEnvFailure(RuntimeError):
-    """A server is gone, answers nonsense, or its environment raised: it ends a rollout, and the policy did nothing."""
+    """A server is gone, answers nonsense, or begins no game: it ends a rollout, and the policy did nothing."""
 
 
 class ErrorAnswer(OpenEnvFailure):
@@ -55,6 +55,10 @@ class NoRoom(OpenEnvFailure):
 
 class ActionRefused(ValueError):
     """An action does not fit the server's schema. The policy reads why."""
+
+
+class StepRaised(RuntimeError):
+    """A server's environment raised at an action. The policy reads why: what it did may be the cause."""
 
 
 async def on_openenv_loop(coroutine: Coroutine) -> Any:
@@ -100,6 +104,7 @@ class OpenEnvServer:
         self.url = http_address(url)
         self.headers = headers or {}
         self.sessions: set[OpenEnvSession] = set()  # that are open
+        self.places = 1  # that it had at the start
         self.opening = 0
         self._client: aiohttp.ClientSession | None = None
         servers_in_use.append(self)
@@ -177,6 +182,11 @@ class OpenEnvServer:
             await client.close()
 
 
+def share_taken(server: OpenEnvServer) -> float:
+    """How full a server is, of its places at the start."""
+    return (len(server.sessions) + server.opening) / server.places
+
+
 class OpenEnvSession:
     """A game on a server. Requests are answered in their order, one at a time."""
 
@@ -190,7 +200,7 @@ class OpenEnvSession:
         return read_step(await self.ask("reset", arguments), self._where("reset"))
 
     async def step(self, action: dict[str, Any]) -> Step:
-        """One action. Raises `ActionRefused` for one that does not fit, else `OpenEnvFailure`."""
+        """One action. Raises `ActionRefused` for one that does not fit, `StepRaised`, and else `OpenEnvFailure`."""
         try:
             json.dumps(action)
         except RecursionError:  # the policy wrote it, and it is no failure of the server's
@@ -284,6 +294,8 @@ def read_answer(text: str, kind: str, where: str) -> dict[str, Any]:
         raise NoRoom(f"{where}: {message[:300]}", most if type(most) is int else None)
     if code == "VALIDATION_ERROR" and kind == "step":
         raise ActionRefused(why_refused(data, message))
+    if code == "EXECUTION_ERROR" and kind == "step":
+        raise StepRaised(message[:500])
     raise ErrorAnswer(f"{where} failed on the server ({code}): {message[:500]}", str(code))
 
 
