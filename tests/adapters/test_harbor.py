@@ -22,12 +22,13 @@ import pytest
 from scripted import Scripted, call, make_env, within
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.harbor import check, docker, environment, sandbox as sandbox_module
+from mt_grpo.adapters.harbor import check, commands, docker, environment, sandbox as sandbox_module
 from mt_grpo.adapters.harbor.archives import TaskArchive, tree_archive
+from mt_grpo.adapters.harbor.commands import Outcome, SandboxError, exchange
 from mt_grpo.adapters.harbor.dockerfile import DockerfileReader, needed_commands
 from mt_grpo.adapters.harbor.environment import HarborEnvironment, check_namespaces, load_harbor_conversation
 from mt_grpo.adapters.harbor.images import NamespaceImages
-from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxError, SandboxLimits, numbers_of_users
+from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxLimits, numbers_of_users
 from mt_grpo.adapters.harbor.tasks import Allowed, read_task, read_tasks, task_folders
 from mt_grpo.adapters.harbor.toml_tables import BrokenTask, NeedsMore
 from mt_grpo.adapters.harbor.users import UserNumbers
@@ -283,7 +284,7 @@ def test_tests_that_cannot_begin_are_an_error_of_the_sandbox(sandbox, monkeypatc
     with pytest.raises(SandboxError, match="a command could not begin: tar: test.sh: "):
         sandbox.judge(archive_of(test_sh="#" * 9000), "/", {}, 60.0)
     monkeypatch.setattr(sandbox_module, "JUDGE", "sleep 1000\n" + sandbox_module.JUDGE)
-    monkeypatch.setattr(sandbox_module, "START_SECONDS", 0.1)
+    monkeypatch.setattr(commands, "START_SECONDS", 0.1)
     with pytest.raises(SandboxError, match="a command could not begin: it took longer than 0.1 s"):
         sandbox.judge(archive_of(test_sh="true"), "/", {}, 60.0)
 
@@ -356,14 +357,21 @@ def test_limits_of_time_output_memory_and_files(sandbox):
     code, said = run(sandbox, "head -c 100M /dev/zero > /tmp/large; stat -c %s /tmp/large")
     assert "No space left" in said and int(said.split()[-1]) <= 64 * 2**20
     run(sandbox, "rm /tmp/large")
-    outcome = sandbox.shell('while true; do echo >&"$state"; done', "/", "/", {}, 0.5)  # beside the output
-    assert outcome.why == "time"
     if sandbox.as_user:  # the kernel counts no processes of the machine's root, which this is else
         forks = (
             "import os\nn = 0\ntry:\n  while os.fork() or n > 999: n += 1\n"
             "except OSError: print(n, flush=True)\nos._exit(0)"
         )
         assert 200 < int(run(sandbox, f"python3 -c '{forks}'")[1].split()[0]) < 256
+
+
+def test_what_has_always_more_to_say_has_a_time_limit():
+    """Also beside its output. All is there to be read here, when the time is over."""
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(["bash", "-c", "echo begun >&2; echo more >&2"], **pipes) as process:
+        process.wait()
+        outcome = Outcome(None)
+        assert exchange(process, b"", -1.0, outcome, False) == "time" and outcome.began is not None
 
 
 def test_what_is_asked_from_a_terminal_ends(sandbox):
@@ -382,7 +390,7 @@ def test_a_closed_sandbox_has_ended_and_says_so(sandbox):
 
     thread = threading.Thread(target=long, daemon=True)
     thread.start()
-    while not sandbox._running:
+    while not sandbox._commands.running:
         time.sleep(0.01)
     holder = psutil.Process(sandbox._holder.pid)
     sandbox.close()
@@ -406,8 +414,8 @@ def test_nothing_is_left_where_the_trainer_is_killed(tmp_path):
         "import sys, threading\nfrom mt_grpo.adapters.harbor.sandbox import NamespaceSandbox\n"
         "s = NamespaceSandbox()\n"
         "threading.Thread(target=s.shell, args=('sleep 1000', '/', '/', {}, 900.0)).start()\n"
-        "while not s._running: pass\n"
-        "print(s._holder.pid, [p.pid for p in s._running][0], flush=True)\nthreading.Event().wait()\n"
+        "while not s._commands.running: pass\n"
+        "print(s._holder.pid, [p.pid for p in s._commands.running][0], flush=True)\nthreading.Event().wait()\n"
     )
     trainer = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
     holder, command = (psutil.Process(int(pid)) for pid in trainer.stdout.readline().split())

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from test_harbor import PASSES, archive_of, bash, harbor, play, write_task
 
+from mt_grpo.adapters.harbor.commands import SandboxError
 from mt_grpo.adapters.harbor.docker import DockerImages, DockerSandbox, docker_command, docker_problem
-from mt_grpo.adapters.harbor.sandbox import SandboxError, SandboxLimits
+from mt_grpo.adapters.harbor.sandbox import SandboxLimits
 from mt_grpo.adapters.harbor.tasks import Allowed
 from mt_grpo.adapters.harbor.verdict import read_reward_files, rewards_of
 

@@ -6,9 +6,10 @@
 from mutants.mutation import Mutation
 
 SANDBOX, ENVIRONMENT = "mt_grpo/adapters/harbor/sandbox.py", "mt_grpo/adapters/harbor/environment.py"
+COMMANDS = "mt_grpo/adapters/harbor/commands.py"
 SCRIPTS, IMAGES = "mt_grpo/adapters/harbor/namespaces.py", "mt_grpo/adapters/harbor/images.py"
 TASKS, DOCKERFILE = "mt_grpo/adapters/harbor/tasks.py", "mt_grpo/adapters/harbor/dockerfile.py"
-TESTS = "tests/adapters/test_harbor.py"
+TESTS, DOCKER_TESTS = "tests/adapters/test_harbor.py", "tests/adapters/test_harbor_docker_faults.py"
 
 MUTATIONS = [
     # No fault lets a sandbox write the programs of the machine: what a test tries in it would reach this machine.
@@ -42,7 +43,7 @@ MUTATIONS = [
     ),
     Mutation(
         "harbor: a file of a high number cannot be waited for",
-        SANDBOX,
+        COMMANDS,
         "with selectors.DefaultSelector() as waiting:  # `select` knows no file beyond the first 1,024",
         "with selectors.SelectSelector() as waiting:",
         f"{TESTS}::test_a_trainer_with_many_open_files_runs_commands",
@@ -110,6 +111,27 @@ MUTATIONS = [
         "",
         f"{TESTS}::test_a_program_of_the_policys_that_tests_start_cannot_judge_itself",
     ),
+    Mutation(
+        "harbor: a container without a process to spare has an error",
+        "mt_grpo/adapters/harbor/docker.py",
+        'for words in (kill, ["restart", "--time", "0", self._container]):',
+        "for words in (kill,):",
+        f"{DOCKER_TESTS}::test_a_container_that_can_start_no_process_is_started_anew_before_it_is_judged",
+    ),
+    Mutation(
+        "harbor: a container that cannot begin is an error",
+        "mt_grpo/adapters/harbor/docker.py",
+        "            docker_answers()\n            return unable(outcome.why_not_begun())",
+        "            raise SandboxError(outcome.why_not_begun())",
+        f"{DOCKER_TESTS}::test_a_container_that_can_start_no_process_is_started_anew_before_it_is_judged",
+    ),
+    Mutation(
+        "harbor: what Docker cannot do is the policy's fault",
+        "mt_grpo/adapters/harbor/docker.py",
+        '    docker_command("version", "--format", "{{.Server.Version}}")\n\n\ndef unable',
+        "    pass\n\n\ndef unable",
+        f"{DOCKER_TESTS}::test_a_container_that_cannot_be_judged_has_no_reward_while_docker_answers",
+    ),
     # The test's own namespace of mounts is all that it could write to.
     Mutation(
         "harbor: what is mounted in the system's folders can be written",
@@ -135,8 +157,8 @@ MUTATIONS = [
     Mutation(
         "harbor: tests that could not begin have said nothing",
         SANDBOX,
-        "        if outcome.began is None:\n            said",
-        "        outcome.began = outcome.began or time.monotonic()\n        if outcome.began is None:\n            said",
+        "        if outcome.began is None:\n            raise",
+        "        if False:\n            raise",
         f"{TESTS}::test_tests_that_cannot_begin_are_an_error_of_the_sandbox",
     ),
     Mutation(
@@ -148,10 +170,10 @@ MUTATIONS = [
     ),
     Mutation(
         "harbor: what says something beside the output has no time limit",
-        SANDBOX,
+        COMMANDS,
         "            if not ready or time.monotonic() > deadline:",
-        "            if not ready or len(outcome.control) > 10**9:",
-        f"{TESTS}::test_limits_of_time_output_memory_and_files",
+        "            if not ready:  #",
+        f"{TESTS}::test_what_has_always_more_to_say_has_a_time_limit",
     ),
     Mutation(
         "harbor: python of the tests imports from the working directory",

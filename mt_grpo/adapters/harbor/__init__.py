@@ -7,6 +7,7 @@ dockerfile    what a task's Dockerfile asks of a sandbox
 archives      files of a task as archives
 users         numbers of users that nobody else has
 namespaces    scripts of the root of a sandbox's namespaces
+commands      commands of a sandbox as processes, and what comes of them
 sandbox       commands in a file system of a rollout's own, without Docker
 docker        the same by Docker
 images        what a rollout's file system begins with

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.adapters.harbor.commands import SandboxError
 from mt_grpo.adapters.harbor.docker import DockerImages
 from mt_grpo.adapters.harbor.environment import said_by_tests, uses_docker
 from mt_grpo.adapters.harbor.images import NamespaceImages, put_step_files
-from mt_grpo.adapters.harbor.sandbox import SandboxError
 from mt_grpo.adapters.harbor.tasks import Allowed, HarborTask, read_task, task_folders
 from mt_grpo.adapters.harbor.toml_tables import BrokenTask, NeedsMore
 from mt_grpo.adapters.harbor.verdict import TestsSaid

@@ -2,7 +2,11 @@
 
 Each rollout has a container, without a network unless the recipe allows it. Commands run as the image's user, which is
 root inside the container in most images, without new privileges. Before tests run, all processes of the container are
-killed but its first, and `/tests` and `/logs/verifier` are made anew.
+killed but its first, and `/tests` and `/logs/verifier` are made anew. Where the trainer is killed, a process that
+watches it removes its containers.
+
+INVARIANT: what a container cannot do while Docker answers, the policy may have made impossible (it may remove `bash`,
+or start as many processes as there may be). So it is a failed command, or tests without a reward, and no error.
 
 Does not protect against: a policy that changes programs of the image (`/usr/bin/python3`) by which the tests run. It
 may do so as root of its container, here as in Harbor itself. By namespaces the system's folders cannot be written.
@@ -13,16 +17,18 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
+import os
+import secrets
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from mt_grpo.adapters.harbor.commands import Commands, Outcome, SandboxError
 from mt_grpo.adapters.harbor.images import Desk
-from mt_grpo.adapters.harbor.namespaces import SHELL
-from mt_grpo.adapters.harbor.sandbox import Outcome, SandboxError, SandboxLimits, exchange
+from mt_grpo.adapters.harbor.namespaces import BEGIN, RUN, RUN_WITH_INPUT, SHELL
+from mt_grpo.adapters.harbor.sandbox import SandboxLimits
 from mt_grpo.adapters.harbor.tasks import HarborTask
 from mt_grpo.base.errors import error_line
 
@@ -30,6 +36,17 @@ logger = logging.getLogger(__name__)
 
 DOCKER_SECONDS = 60.0  # of a command of Docker's that should be quick
 LABEL = "mt-grpo-harbor"
+UNABLE = 126  # the exit code of what a container could not begin
+# Of a process beside the trainer, whose stdin ends with it. More than once: a container may be about to start.
+WATCH = """
+cat > /dev/null
+for seconds in 0 5 30; do
+    sleep "$seconds"
+    docker ps --all --quiet --no-trunc --filter "label=$1" | while read -r each; do
+        docker rm --force --volumes "$each" < /dev/null
+    done
+done
+"""
 # As root of the container. Argument: the folder. The archive is read from stdin.
 FILL_ANEW = 'set -e\nrm -rf -- "$1" && mkdir -p -- "$1" && tar -x -C "$1" --no-same-owner\n'
 # Of a container: it reaps what commands leave, and goes on where everything else is killed, `sleep` with it.
@@ -69,6 +86,20 @@ def docker_problem() -> str:
     return ""
 
 
+@functools.cache
+def watched_label(process: int) -> str:
+    """The label of the containers of a process, this one: they are removed where it ends, however it does."""
+    label = f"{LABEL}={process}-{secrets.token_hex(8)}"
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    watching.append(
+        subprocess.Popen(["bash", "-c", WATCH, "watch", label], stdin=subprocess.PIPE, start_new_session=True, **quiet)
+    )
+    return label
+
+
+watching: list[subprocess.Popen] = []  # whose stdin is open as long as this process is there
+
+
 @dataclass(eq=False)
 class DockerSandbox:
     """A container.
@@ -89,8 +120,8 @@ class DockerSandbox:
     network: bool = False
 
     def __post_init__(self):
-        self._lock, self._running, self._closed = threading.Lock(), set(), False
-        words = ["run", "--detach", "--rm", "--label", LABEL, "--pids-limit", "512"]
+        self._commands = Commands(end_client)
+        words = ["run", "--detach", "--rm", "--label", watched_label(os.getpid()), "--pids-limit", "512"]
         words += ["--memory", f"{self.limits.memory_mb}m", "--security-opt", "no-new-privileges"]
         words += ["--network", "bridge" if self.network else "none"]
         words += [] if self.cpus is None else ["--cpus", f"{self.cpus:g}"]
@@ -99,36 +130,34 @@ class DockerSandbox:
 
     def shell(self, command: str, folder: str, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """As `TaskSandbox.shell`."""
-        script = '"$@" < /dev/null 3>&2 2>&1\nexit $?'
-        return self._exec(script, ["bash", "-c", SHELL, "bash", folder, workdir, command], env, seconds)
+        return self._exec(RUN, ["bash", "-c", SHELL, "bash", folder, workdir, command], env, seconds)
 
     def unpack(self, archive: bytes, folder: str, seconds: float = DOCKER_SECONDS) -> Outcome:
         """As `TaskSandbox.unpack`."""
-        script = '"$@" 2>&1\nexit $?'
         command = ["tar", "-x", "-C", folder, "--no-same-owner", "--no-overwrite-dir"]
-        return self._exec(script, command, {}, seconds, archive)
+        return self._exec(RUN_WITH_INPUT, command, {}, seconds, archive)
 
     def judge(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """As `TaskSandbox.judge`."""
-        self._kill_all()
-        script = FILL_ANEW + "rm -rf /logs/verifier && mkdir -p /logs/verifier /logs/agent /logs/artifacts"
-        filled = self._exec(script, ["/tests"], {}, DOCKER_SECONDS, archive, as_root=True)
+        if why := self._kill_all():
+            return unable(why)
+        script = FILL_ANEW + "rm -rf /logs/verifier /logs/home\n"
+        script += "mkdir -p /logs/verifier /logs/home /logs/agent /logs/artifacts"
+        filled = self._exec(BEGIN + script, ["/tests"], {}, DOCKER_SECONDS, archive, as_root=True)
         if filled.code != 0:
-            raise SandboxError(
-                f"the tests cannot be put into the container: {filled.control.decode(errors='replace')}"
-            )
+            said = (filled.head + filled.control).decode(errors="replace")
+            return unable(f"the tests cannot be put into the container: {said}")
         # The script itself is what Docker starts: tests may kill all processes but their own.
-        outcome = self._exec(
-            'cd -- "$1" && exec bash /tests/test.sh < /dev/null 2>&1', [workdir], env, seconds, as_root=True
-        )
-        if not outcome.why:
-            self._kill_all()
-            outcome.control = self._exec(VERDICT, [], {}, DOCKER_SECONDS, as_root=True).control
+        script = BEGIN + 'cd -- "$1" && exec bash /tests/test.sh < /dev/null 2>&1'
+        outcome = self._exec(script, [workdir], env, seconds, as_root=True)
+        outcome.control = b""
+        if not outcome.why and not self._kill_all():
+            outcome.control = self._exec(BEGIN + VERDICT, [], {}, DOCKER_SECONDS, as_root=True).control
         return outcome
 
     def solve(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """As `TaskSandbox.solve`."""
-        script = FILL_ANEW + 'set +e\nshift\n"$@" < /dev/null 2>&1\nexit $?'
+        script = BEGIN + FILL_ANEW + 'set +e\nshift\n"$@" < /dev/null 2>&1\nexit $?'
         command = ["/solution", "bash", "-c", 'cd -- "$1" && exec bash /solution/solve.sh', "bash", workdir]
         return self._exec(script, command, env, seconds, archive, as_root=True)
 
@@ -136,52 +165,54 @@ class DockerSandbox:
         self, script: str, command: Sequence[str], env: dict[str, str], seconds: float, given: bytes = b"",
         as_root: bool = False,
     ) -> Outcome:  # fmt: skip
-        """What comes of a script in the container. Where it takes too long, everything there is killed."""
+        """What comes of a script in the container, which says `BEGUN`. Too long: everything there is killed."""
         words = ["docker", "exec", "--interactive", *(["--user", "0"] if as_root else [])]
         words += [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
         words += [self._container, "bash", "-c", script, "run", *command]
-        began = time.monotonic()
-        with self._lock:
-            if self._closed:
-                raise SandboxError("it was closed")
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-            process = subprocess.Popen(words, **pipes, start_new_session=True)
-            self._running.add(process)
-        outcome = Outcome(None, began=began)
-        try:
-            outcome.why = exchange(process, given, seconds, outcome, whole=False)
-            if outcome.why:
-                self._kill_all()
-                process.kill()
-            code = process.wait()
-            outcome.code = None if outcome.why else code
-        finally:
-            process.kill()
-            process.wait()
-            for pipe in (process.stdout, process.stderr):
-                pipe.close()
-            with self._lock:
-                self._running.discard(process)
-        outcome.seconds = time.monotonic() - began
-        if self._closed:
-            raise SandboxError("it was closed meanwhile")
-        if outcome.code in (125, 126, 137):  # Docker's own, or the container has died: of memory, say
-            docker_command("exec", self._container, "true")
+        outcome = self._commands.run(words, None, given, seconds)
+        if outcome.why:
+            self._kill_all()
+        if outcome.began is None:
+            docker_answers()
+            return unable(outcome.why_not_begun())
         return outcome
 
-    def _kill_all(self) -> None:
-        """Kill all processes of the container but its first."""
-        docker_command("exec", "--user", "0", self._container, "bash", "-c", "kill -KILL -1; exit 0")
+    def _kill_all(self) -> str:
+        """Kill all processes of the container but its first. Why that cannot be; empty where it was.
+
+        Where none can be started to do it, the container is started anew, with its files.
+        """
+        kill = ["exec", "--user", "0", self._container, "bash", "-c", "kill -KILL -1; exit 0"]
+        for words in (kill, ["restart", "--time", "0", self._container]):
+            try:
+                docker_command(*words)
+                return ""
+            except SandboxError as error:
+                why = str(error)
+        docker_answers()
+        return why
 
     def close(self) -> None:
         """As `TaskSandbox.close`."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed, running = True, list(self._running)
-        for process in running:
-            process.kill()
-        docker_command("rm", "--force", "--volumes", self._container)
+        if self._commands.close():
+            docker_command("rm", "--force", "--volumes", self._container)
+
+
+def docker_answers() -> None:
+    """Raise `SandboxError` where it does not: then what failed is no doing of a container."""
+    docker_command("version", "--format", "{{.Server.Version}}")
+
+
+def unable(why: str) -> Outcome:
+    """What comes of a command that a container could not begin."""
+    said = f"the container cannot do this: {why}\n".encode()
+    return Outcome(UNABLE, said, size=len(said))
+
+
+def end_client(process: subprocess.Popen) -> None:
+    """End a command of Docker's on this machine."""
+    process.kill()
+    process.wait()
 
 
 class DockerImages:

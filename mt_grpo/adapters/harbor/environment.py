@@ -14,9 +14,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.adapters.harbor.commands import NotUnpacked, Outcome, SandboxError
 from mt_grpo.adapters.harbor.docker import DockerImages, docker_problem
 from mt_grpo.adapters.harbor.images import Desk, NamespaceImages, put_step_files
-from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, NotUnpacked, Outcome, SandboxError, SandboxLimits
+from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxLimits
 from mt_grpo.adapters.harbor.tasks import Allowed, HarborTask, TaskStep, read_task, read_tasks, task_folders, task_row
 from mt_grpo.adapters.harbor.toml_tables import BrokenTask, NeedsMore
 from mt_grpo.adapters.harbor.verdict import TestsSaid, outcome_of_steps, read_reward_files, rewards_of

@@ -9,13 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.adapters.harbor.archives import TaskArchive, tree_archive
-from mt_grpo.adapters.harbor.sandbox import (
-    START_SECONDS,
-    NamespaceSandbox,
-    NotUnpacked,
-    SandboxLimits,
-    TaskSandbox,
-)
+from mt_grpo.adapters.harbor.commands import START_SECONDS, NotUnpacked
+from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxLimits, TaskSandbox
 from mt_grpo.adapters.harbor.tasks import HarborTask, TaskStep
 from mt_grpo.adapters.harbor.toml_tables import NeedsMore
 

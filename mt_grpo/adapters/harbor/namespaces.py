@@ -122,7 +122,7 @@ chmod 755 {AS_AGENT}
     + """set +e
 "$@" < /dev/null 2>&1
 code=$?
-kill -s KILL -1 2> /dev/null
+while kill -s KILL -1 2> /dev/null; do sleep 0.01; done  # until nobody is left
 for name in reward.json reward.txt; do
     file=/logs/verifier/$name
     if [ -f "$file" ] && [ ! -L "$file" ]; then

@@ -31,22 +31,20 @@ import contextlib
 import functools
 import logging
 import os
-import selectors
 import shutil
 import signal
 import subprocess
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 
 from mt_grpo.adapters.harbor.archives import kilobytes_of
+from mt_grpo.adapters.harbor.commands import START_SECONDS, Commands, Outcome, SandboxError, is_readable
 from mt_grpo.adapters.harbor.namespaces import (
     AS_AGENT,
-    BEGUN,
     JUDGE,
     NEW_SPACES,
     PREPARE,
@@ -62,61 +60,12 @@ from mt_grpo.base.errors import error_line
 
 logger = logging.getLogger(__name__)
 
-OUTPUT_BYTES = 4 * 2**20  # that a command may print; then it is stopped
-KEPT_BYTES = 16_000  # of what it prints, at the beginning and at the end
-CONTROL_BYTES = 2**17  # of what is read beside the output
 PROCESSES = 256  # of a command at the same time, threads too
 OPEN_FILES = 1024
 INODES = 50_000
-START_SECONDS = 60.0  # for the namespaces, on a busy machine
 END_SECONDS = 10.0  # that what was killed may take to be gone
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOOLS = ("unshare", "nsenter", "setpriv", "prlimit", "mount", "umount", "pivot_root", "bash", "tar")
-
-
-class SandboxError(Exception):
-    """A sandbox cannot be had, or is gone: nothing that a command has done."""
-
-
-class NotUnpacked(SandboxError):
-    """Files could not be put into a sandbox, or their `setup.sh` failed. What a policy has left may be the cause."""
-
-
-@dataclass
-class Outcome:
-    """What came of a command.
-
-    Attributes:
-        code: Its exit code; None: it was stopped at its time, or since it printed too much.
-        head, tail: The first and the last bytes that it printed, errors too.
-        size: How many bytes it printed.
-        control: What was said beside the output.
-        began: When the command did, by `time.monotonic`. What is said before, None, is an error of the sandbox.
-        seconds: That it took, from when it began.
-        why: Why it was stopped; empty where it was not.
-    """
-
-    code: int | None
-    head: bytes = b""
-    tail: bytes = b""
-    size: int = 0
-    control: bytes = b""
-    began: float | None = None
-    seconds: float = 0.0
-    why: str = ""
-
-    def text(self, most: int) -> str:
-        """What it printed, in at most about so many characters: the middle is left out where it is long.
-
-        >>> Outcome(0, b"0123", b"89", 10).text(4), Outcome(0, b"01\\xff").text(9)
-        ('01\\n... [6 bytes left out] ...\\n89', '01\\ufffd')
-        """
-        if self.size <= most and self.size <= len(self.head) + len(self.tail):
-            return (self.head + self.tail).decode(errors="replace")
-        head, tail = self.head[: most // 2], (self.head + self.tail)[-(most // 2) :]
-        left_out = self.size - len(head) - len(tail)
-        parts = (head.decode(errors="replace"), tail.decode(errors="replace"))
-        return f"{parts[0]}\n... [{left_out} bytes left out] ...\n{parts[1]}"
 
 
 @dataclass(frozen=True)
@@ -174,8 +123,7 @@ class NamespaceSandbox:
     def __post_init__(self):
         if missing := [name for name in TOOLS if not shutil.which(name, path=PATH)]:
             raise SandboxError(f"{', '.join(missing)} of Linux (util-linux, bash, tar) cannot be found in {PATH}")
-        self._lock, self._closed = threading.Lock(), False
-        self._running: set[subprocess.Popen] = set()
+        self._commands = Commands(end_namespace)
         self._user = numbers_of_users().take() if self.as_user else None
         self._owner = self._user or 0  # in the namespace of users, the trainer's user is 0
         try:
@@ -276,38 +224,11 @@ class NamespaceSandbox:
         command = ["/bin/bash" if command[0] == "bash" else command[0], *command[1:]]
         words += ["bash", "-c", PREPARE + script, "run", *first, *self._as_user(), *own, *command]
         variables = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
-        with self._lock:
-            if self._closed:
-                raise SandboxError("it was closed")
-            process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=variables,
-                start_new_session=True, cwd="/",
-            )  # fmt: skip
-            self._running.add(process)
-        try:
-            outcome = Outcome(None)
-            outcome.why = exchange(process, given, seconds, outcome, whole)
-            if outcome.why:
-                end_namespace(process)
-            code = process.wait()
-            outcome.code = None if outcome.why else code
-        finally:
-            if process.poll() is None:
-                end_namespace(process)
-            for pipe in (process.stdin, process.stdout, process.stderr):
-                with contextlib.suppress(OSError):  # what was not written is no longer wanted
-                    pipe.close()
-            with self._lock:
-                self._running.discard(process)
-        if self._closed:
-            raise SandboxError("it was closed meanwhile")
+        outcome = self._commands.run(words, variables, given, seconds, whole)
         if self._holder.poll() is not None:
             raise SandboxError(f"the process that holds it has ended with code {self._holder.returncode}")
         if outcome.began is None:
-            said = b" ".join(outcome.control.split()).decode(errors="replace")[-500:]
-            why = f"it took longer than {START_SECONDS:g} s" if outcome.why else f"exit code {code}"
-            raise SandboxError(f"a command could not begin: {said or why}")
-        outcome.seconds = time.monotonic() - outcome.began
+            raise SandboxError(f"a command could not begin: {outcome.why_not_begun()}")
         return outcome
 
     def _as_user(self) -> list[str]:
@@ -322,12 +243,8 @@ class NamespaceSandbox:
 
     def close(self) -> None:
         """As `TaskSandbox.close`."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed, running = True, list(self._running)
-        for process in running:
-            end_namespace(process)
+        if not self._commands.close():
+            return
         self._holder.kill()
         self._holder.wait()
         for pipe in (self._holder.stdin, self._holder.stdout, self._holder.stderr):
@@ -367,80 +284,6 @@ def wait_for(holder: subprocess.Popen, word: bytes) -> None:
         holder.kill()
         errors = b" ".join(holder.communicate()[1].split()).decode(errors="replace")
         raise SandboxError(errors[-500:] or f"the namespaces were not there within {START_SECONDS:g} s")
-
-
-def exchange(process: Any, given: bytes, seconds: float, outcome: Outcome, whole: bool) -> str:
-    """Write what a process reads, and read what it says, until it says no more.
-
-    Args:
-        process: With pipes.
-        given: What it reads.
-        seconds: That it may take, from when it has begun; until then, `START_SECONDS`.
-        outcome: Is filled.
-        whole: Whether all of the output is kept.
-
-    Returns:
-        Why it must be stopped; empty where it need not.
-    """
-    writing, parts = memoryview(given), []
-    deadline = time.monotonic() + (START_SECONDS if outcome.began is None else seconds)
-    with selectors.DefaultSelector() as waiting:  # `select` knows no file beyond the first 1,024
-        waiting.register(process.stdout, selectors.EVENT_READ, "output")
-        waiting.register(process.stderr, selectors.EVENT_READ, "control")
-        os.set_blocking(process.stdin.fileno(), False)
-        if given:
-            waiting.register(process.stdin, selectors.EVENT_WRITE)
-        else:
-            process.stdin.close()
-        while process.stdout in waiting.get_map() or process.stderr in waiting.get_map():
-            ready = waiting.select(max(0.0, deadline - time.monotonic()))
-            if not ready or time.monotonic() > deadline:  # it may say something without end
-                return "time"
-            for pipe, _ in ready:
-                if pipe.fileobj is process.stdin:
-                    try:
-                        writing = writing[os.write(pipe.fd, writing[: 2**16]) :]
-                    except BrokenPipeError:  # it reads no more
-                        writing = writing[:0]
-                    if not writing:
-                        waiting.unregister(process.stdin)
-                        process.stdin.close()
-                    continue
-                part = os.read(pipe.fd, 2**16)
-                if not part:
-                    waiting.unregister(pipe.fileobj)
-                elif pipe.data == "control":
-                    outcome.control += part
-                    if outcome.began is None and BEGUN in outcome.control:
-                        outcome.began, outcome.control = time.monotonic(), outcome.control.partition(BEGUN)[2]
-                        deadline = outcome.began + seconds
-                    outcome.control = outcome.control[-CONTROL_BYTES:]
-                elif whole:
-                    parts.append(part)
-                else:
-                    outcome.size += len(part)
-                    outcome.head, outcome.tail = kept_ends(outcome.head, outcome.tail, part)
-                    if outcome.size > OUTPUT_BYTES:
-                        return "output"
-    outcome.head = b"".join(parts) if whole else outcome.head
-    return ""
-
-
-def is_readable(pipe: Any, seconds: float) -> bool:
-    """Whether there is something to read, or the end, within so many seconds."""
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(pipe, selectors.EVENT_READ)
-        return bool(waiting.select(seconds))
-
-
-def kept_ends(head: bytes, tail: bytes, part: bytes, most: int = KEPT_BYTES) -> tuple[bytes, bytes]:
-    """The first and the last bytes of a stream, where another part of it has come.
-
-    >>> kept_ends(b"01", b"", b"23456", most=3), kept_ends(b"012", b"456", b"7", most=3)
-    ((b'012', b'456'), (b'012', b'567'))
-    """
-    room = max(0, most - len(head))
-    return head + part[:room], (tail + part[room:])[-most:]
 
 
 def end_namespace(process: subprocess.Popen) -> None:
