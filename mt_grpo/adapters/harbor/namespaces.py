@@ -51,8 +51,10 @@ umount -n -l /old
 rmdir /old
 echo ready
 read -r _ || exit 0
+declare -A mounted
+while read -r _ _ _ _ point _; do printf -v point %b "$point"; mounted[$point]=yes; done < /proc/self/mountinfo
 for each in /* /.[!.]*; do
-    if [ -L "$each" ] || mountpoint -q "$each"; then continue; fi
+    if [ -L "$each" ] || [ "${mounted[$each]-}" ]; then continue; fi
     if [ -f "$each" ] || [ -d "$each" ]; then mount -n --bind "$each" "$each"; fi
 done
 mount -n -o remount,bind,ro /
