@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
+from mt_grpo.generation.nccl_groups import WorkerGroup
 from mt_grpo.generation.samples import Question
 from mt_grpo.generation.sglang_engine import SGLang
 from mt_grpo.generation.vllm_engine import VLLM
@@ -113,6 +114,12 @@ class Engine(Protocol):
 
     def forget_images(self, server: Any) -> None:
         """Drop what old weights saw in images."""
+
+    def checksums(self, server: Any) -> dict[str, str]:
+        """Of each weight that it holds, by a name of its own for it. Empty: it cannot say them."""
+
+    def group(self, server: Any, port: int, device: Any) -> WorkerGroup:
+        """How weights are sent to it by `nccl`: this process listens on `port`, and its GPU is `device`."""
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`disk` or `nccl`, for the setting `weight_sync`. Raises `ServerError` for what it cannot."""

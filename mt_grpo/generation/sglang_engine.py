@@ -26,6 +26,7 @@ from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeholders
 from mt_grpo.base.tested_versions import outside
+from mt_grpo.generation.nccl_groups import SGLangGroup, WorkerGroup
 from mt_grpo.generation.samples import BadAnswer, Question, forbidding, not_an_id, read_completion
 from mt_grpo.rollout import Generation
 
@@ -343,7 +344,30 @@ class SGLang:
     def forget_images(self, server: Any) -> None:
         """Nothing can be asked to. `scripts/train.sh` starts it so that it keeps none; the first push proves it."""
 
+    def checksums(self, server: Any) -> dict[str, str]:
+        def read(answer: dict[str, Any]) -> dict[str, str]:
+            sums = [(rank["parallelism_info"][0]["rank"], rank["checksums"]) for rank in answer["ranks"]]
+            return {f"{rank}: {name}": value for rank, named in sums for name, value in named.items()}
+
+        return server.request("POST", "/weights_checker", timeout=600.0, json={"action": "checksum"}, read=read)
+
+    def group(self, server: Any, port: int, device: Any) -> WorkerGroup:
+        return SGLangGroup(server, port, device)
+
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
-        if setting == "nccl":
-            raise ServerError("weight_sync=nccl: to SGLang the weights go by disk. Set weight_sync: disk, or auto.")
-        return "disk"
+        """`disk`, but where `nccl` is asked for: it has not run on GPUs."""
+        if setting != "nccl":
+            return "disk"
+        info = server.server_info()
+        for key in ("dp_size", "pp_size"):
+            if info[key] != 1:
+                raise ServerError(
+                    f"weight_sync=nccl: {server.base_url} has {key}={info[key]}, and SGLang's workers form a group "
+                    "with the trainer by tensor parallelism alone. Set weight_sync: disk."
+                )
+        if (info["device"] == "cuda") != on_gpu:
+            raise ServerError(
+                f"weight_sync=nccl: {server.base_url} computes on {info['device']}, and the trainer "
+                f"{'on a GPU' if on_gpu else 'has no GPU'}. Set weight_sync: disk."
+            )
+        return "nccl"

@@ -1,17 +1,13 @@
-"""Transfers weights to the server: by files in a shared directory, or over an NCCL group."""
+"""Transfers weights to servers: by files in a shared directory, or over a group of processes for each."""
 
 from __future__ import annotations
 
-import atexit
 import fcntl
-import functools
 import logging
 import os
 import shutil
-import socket
 import stat
 import tempfile
-import threading
 import time
 import typing
 from collections.abc import Callable, Iterator
@@ -27,6 +23,7 @@ from mt_grpo.base.event_loop import at_once
 from mt_grpo.base.files import open_lock
 from mt_grpo.generation.adapters import FILE as ADAPTER_FILE
 from mt_grpo.generation.connection import ServerConnection
+from mt_grpo.generation.nccl_groups import NCCLGroup
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_file import write_weights
 
@@ -76,119 +73,6 @@ def why_not_shared(client: Any, directory: str | None) -> str | None:
     except ServerError as error:
         return str(error)
     return None
-
-
-# Weights sent to one server over NCCL, by TRL's client, within a time limit.
-
-
-class NCCLGroup:
-    """A group of this process and the workers of one server.
-
-    NCCL has no time limit: a worker that is gone leaves the sender waiting in a call that no signal interrupts. So
-    NCCL's calls run in a thread of their own. It is given up, and the group aborted, where the server is not healthy
-    any more, or after the server's `request_timeout`.
-
-    Args:
-        server: The client of the server.
-        port: Where this process listens for the workers.
-        device: This process's GPU.
-
-    Raises:
-        ServerLost: The group cannot be made.
-    """
-
-    LOST_AFTER = 3  # health checks without an answer, in a row
-    WATCH_SECONDS = 5.0  # between two health checks
-    CONNECT_SECONDS = 10.0  # for the connection of a request of TRL's client
-
-    def __init__(self, server: ServerConnection, port: int, device: torch.device):
-        self.server, self.port, self.device = server, port, device
-        self._client: Any = None  # TRL's, which holds the communicator
-        self._within_limits(self._join, f"forms no NCCL group on port {port} (vllm_group_port)")
-
-    def send(self, metadata: list[tuple], tensors: dict[str, torch.Tensor]) -> None:
-        """Send weights, while the server is paused. Raises `ServerLost`, after which the group is closed.
-
-        Args:
-            metadata: (name, dtype, shape) of each.
-            tensors: By name, the model's own or on the CPU. The latter are on the GPU only while they are packed.
-        """
-
-        def send() -> None:
-            self._client.update_named_params(metadata, ((n, t.detach().to(self.device)) for n, t in tensors.items()))
-
-        if self._client is None:
-            raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
-        self._within_limits(send, "did not take the weights")
-
-    def _join(self) -> None:
-        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
-
-        client = VLLMClient(self.server.base_url, group_port=self.port, connection_timeout=self.server.timeout)
-        # TRL's client waits for answers without an end, and sends a request again that the server failed at.
-        limits = self.CONNECT_SECONDS, self.server.request_timeout
-        client.session.request = functools.partial(client.session.request, timeout=limits)
-        self._client = client
-        client.init_communicator(device=self.device)
-
-    def _within_limits(self, function: Callable[[], None], what: str) -> None:
-        """Run `function` in a thread. Raises `ServerLost`, and closes the group, if it fails or does not end."""
-        ended, errors = threading.Event(), []
-
-        def run() -> None:
-            try:
-                if self.device.index is not None:  # which device is the current one is a thread's own
-                    torch.cuda.set_device(self.device)
-                function()
-            except Exception as error:  # TRL's client raises whatever its requests do
-                errors.append(error)
-            ended.set()
-
-        threading.Thread(target=run, name="mt-grpo-nccl", daemon=True).start()
-        began, misses, problem = time.monotonic(), 0, None
-        try:
-            while not ended.wait(self.WATCH_SECONDS):
-                misses = 0 if self.server.healthy() else misses + 1
-                if misses == self.LOST_AFTER:
-                    problem = f"it did not answer {misses} health checks in a row"
-                    break
-                if time.monotonic() - began > self.server.request_timeout:
-                    problem = f"it took more than vllm_request_timeout={self.server.request_timeout:g} s"
-                    break
-        except BaseException:
-            self.close()
-            raise
-        if errors or problem:
-            self.close()
-            cause = errors[0] if errors else None
-            raise ServerLost(f"{self.server.base_url} {what}: {problem or cause}") from cause
-
-    def close(self) -> None:
-        """Abort the group: what waits in it ends, on both sides."""
-        client, self._client = self._client, None
-        if client is None:
-            return
-        atexit.unregister(client.close_communicator)  # else it keeps the group and its port
-        if client.communicator is not None:
-            client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
-        client.close_communicator()
-
-
-def check_group_port(server: ServerConnection, port: int) -> None:
-    """Raise `ServerError` if this process cannot listen on the port for the workers of the server.
-
-    Else the first push would find it, after weights are loaded. Another program may still take the port until then.
-    """
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the group does: of an ended run
-            listener.bind(("", port))
-            listener.listen()
-    except OSError as error:
-        raise ServerError(
-            f"vllm_group_port: the weights would go to {server.base_url} by port {port} of this machine, which cannot "
-            f"be listened on: {error.strerror}. Set vllm_group_port to a free one; each further server has the next."
-        ) from error
 
 
 Pushed = tuple[dict[str, float], list[ServerError | None]]  # seconds by phase, and per server its error or None
@@ -509,10 +393,12 @@ class WeightTransfer:
         self._folder = None
 
     def close(self) -> None:
-        """Let the server forget this client's adapters, and remove the folder of the weights."""
+        """Let the server forget this client's adapters and its group, and remove the folder of the weights."""
         try:
             if self._loaded:
                 self._forget_adapters()
+            if self._nccl is not None:
+                self._nccl.end()
         finally:
             if self._folder is not None:
                 self._leave_folder()

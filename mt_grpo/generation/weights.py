@@ -108,7 +108,7 @@ class PolicyWeights(VLLMGeneration):
             self._file_names[name] = name_in_files(model, name)
         return self._file_names[name]
 
-    def named_weights(self, norm_scale: float = 1.0) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, norm_scale: float = 1.0, all_others: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
 
         A `Parameter` is the model's own, and valid until the next optimizer step.
@@ -116,10 +116,11 @@ class PolicyWeights(VLLMGeneration):
         Gathering shards is collective, so every rank iterates. Before each gather the ranks tell each other whether
         they go on: an iteration that fails on one rank, or is closed there, ends with `GatherFailed` on all ranks, and
         no parameter stays gathered. `norm_scale` multiplies what `changed` names: the final norm, and the last layer
-        of what reads images.
+        of what reads images. `all_others` puts another tensor in the place of each, which is of no use.
         """
         try:
-            yield from self._gather(norm_scale)
+            for name, tensor in self._gather(norm_scale):
+                yield name, tensor.detach() * 1.5 + 0.0625 if all_others else tensor
             self._go_on()  # behind the last weight, too
         except GatherFailed:
             raise

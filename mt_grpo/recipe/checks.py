@@ -49,7 +49,8 @@ from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.trees import tree_size
 from mt_grpo.generation.adapters import slots_of, why_config_merges
-from mt_grpo.generation.weight_transfer import check_group_port, check_shared_directory
+from mt_grpo.generation.nccl_groups import check_group_port
+from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.data import check_prompt, empty_prompts, not_here
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding, cuts_of

@@ -392,6 +392,8 @@ def test_a_pool_samples_for_whoever_has_one_prompt():
 class Settled(Stub):
     """A server's side of a push."""
 
+    engine = ENGINES["vllm"]
+
     def __init__(self, number, **values):
         super().__init__(number, [])
         self.up, self.values = True, {"model": "m", "dtype": "torch.float32", "max_model_len": 640, **values}
@@ -533,12 +535,43 @@ def pushing():
     pool = ServerPool([Pushed(0), Pushed(1), Pushed(2)])
     pool.RETRY_SECONDS = 0.0
     weights = SimpleNamespace(
-        model=None, named_weights=lambda scale: iter([]), expected=set(), sharded=False, final_norm=None
+        model=None,
+        named_weights=lambda scale, all_others=False: iter([]),
+        expected=set(),
+        sharded=False,
+        final_norm=None,
     )
     accelerator = SimpleNamespace(device="cpu", is_main_process=True)
     sync = WeightSync(pool, SimpleNamespace(dtype=torch.float32), weights, accelerator, [1, 2, 3], check_every=10)
     sync._probe_logprobs = lambda norm_scale=1.0, ids=None: torch.tensor([-1.0, -1.0])
     yield lambda version: sync.sync(version, lambda: None, lambda: None), pool, sync
+
+
+def test_each_weight_of_a_server_must_change_by_a_push_of_others(pushing, monkeypatch):
+    """Of engines that say checksums, once, at the first push. What is in no push may stay as it is."""
+    push, pool, sync = pushing
+    pushed, left_out = [], {0: [], 1: [], 2: []}
+
+    def named_weights(norm_scale=1.0, all_others=False):
+        pushed.append(all_others)
+        return iter([])
+
+    def checksums(server):
+        changed = "others" if pushed and pushed[-1] else "its own"
+        number = pool.servers.index(server)
+        names = ["0: a.weight", "0: a.bias", "0: b.w13_weight", "0: rotary.table"]
+        return {n: "its own" if n in [*left_out[number], "0: rotary.table"] else changed for n in names}
+
+    sync.weights.named_weights = named_weights
+    monkeypatch.setattr(Pushed.engine, "checksums", checksums)
+    push("v-0")
+    push("v-1")
+    assert pushed == [True, False, False]
+    assert [server.pushes for server in pool.servers] == [["v-0-probe", "v-0", "v-1"]] * 3
+    left_out[1] = ["0: b.w13_weight", "0: a.bias"]
+    sync.num_syncs = 0
+    with pytest.raises(ServerError, match=r"2 of 3 weights of http://server1 .*such as 0: a.bias \(rank: name\)"):
+        push("v-2")
 
 
 def test_a_server_that_was_checked_reads_some_ids_at_a_time(pushing):

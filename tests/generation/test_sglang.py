@@ -16,7 +16,7 @@ import pytest
 import torch
 import vision_model
 from accelerate import Accelerator
-from bench.common import SGLangServer
+from bench.common import SGLangServer, free_port
 from bench.fault_proxy import Fault, FaultProxy, first
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -310,6 +310,21 @@ def test_a_load_drops_what_old_weights_computed(recorded, tmp_path):
         client.engine.load(client, tmp_path)
 
 
+def test_what_checksums_it_says(recorded):
+    """Of each worker, by its rank."""
+    answer = copy.deepcopy(ANSWERS["checksums"]["body"])
+    other = copy.deepcopy(answer["ranks"][0])
+    other["checksums"], other["parallelism_info"][0]["rank"] = {"model.embed_tokens.weight": "77"}, 1
+    answer["ranks"].append(other)
+    recorded.changed["/weights_checker"] = 200, answer
+    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
+    assert client.engine.checksums(client) == {
+        "0: model.embed_tokens.weight": "905afc4f5af18bc6", "0: model.layers.0.self_attn.q_norm.weight":
+        "92f8bf430e44eda9", "1: model.embed_tokens.weight": "77",
+    }  # fmt: skip
+    assert recorded.sent == [("/weights_checker", {"action": "checksum"})]
+
+
 def test_naming_weights_ends_no_request(recorded):
     client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
     client.engine.name_weights(client, "3f2a-7")
@@ -354,11 +369,6 @@ def test_what_it_cannot_do_for_a_recipe_is_said_at_the_start(recorded, setting, 
         with pytest.raises(error, match=message):
             check(recorded, setting, **changes)
     check(recorded, setting, top_p=0.9, vllm_importance_sampling_correction=False)
-    client = VLLMServerClient(
-        base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang", transport="nccl"
-    )
-    with pytest.raises(ServerError, match="weight_sync=nccl: to SGLang the weights go by disk"):
-        client.transfer.resolve(torch.device("cpu"))
     assert not caplog.records
     version = {**recorded.bodies["/server_info"][1], "version": "0.4.1"}
     recorded.changed["/server_info"] = 200, version
@@ -556,13 +566,20 @@ def check_logs(logs, steps=3):
 
 @each_real
 @pytest.mark.parametrize(
-    "options", [(), ("--max_staleness", "1", "--old_logps", "sampled")], ids=["in time", "with staleness"]
+    "options",
+    [(), ("--max_staleness", "1", "--old_logps", "sampled"), ("--weight_sync", "nccl", "--vllm_group_port", "0")],
+    ids=["in time", "with staleness", "by a group"],
 )
 def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
     """A trainer that is one step ahead computes the rollouts of the weights before: only the first step compares."""
+    options, ahead = (
+        [str(free_port()) if option == "0" else option for option in options],
+        "--max_staleness" in options,
+    )
     logs = train(server.url, tmp_path, RECIPE, "--per_device_train_batch_size", "16", *options)
-    check_logs(logs if not options else logs[:1], 3 if not options else 1)
-    if options:
+    check_logs(logs[:1] if ahead else logs, 1 if ahead else 3)
+    assert ("sync/write_seconds" in logs[0]) == ("nccl" not in options)
+    if ahead:
         assert any(log.get("rollout/staleness_max", 0) >= 1 for log in logs)
 
 
@@ -584,12 +601,14 @@ def test_other_houses_run_on_it_unchanged(name, tmp_path):
 
 
 @each_real
-def test_a_server_that_is_killed_is_started_again_and_gets_its_weights(tmp_path):
+@pytest.mark.parametrize("transport", ["disk", "nccl"])
+def test_a_server_that_is_killed_is_started_again_and_gets_its_weights(tmp_path, transport):
     """Also one that is stopped for a while; nothing that was sampled by other weights is trained."""
     with SGLangServer(TINY, python=PYTHON, log=tmp_path / "log") as server:
         args = parse_arguments([
             "--config", str(RECIPE), "--server_base_url", server.url, "--output_dir", str(tmp_path / "out"),
-            "--max_steps", "4", "--per_device_train_batch_size", "16",
+            "--max_steps", "4", "--per_device_train_batch_size", "16", "--weight_sync", transport,
+            "--vllm_group_port", str(free_port()),
         ])  # fmt: skip
         trainer = build_trainer(*args)
         killed = threading.Event()
@@ -611,6 +630,21 @@ def test_a_server_that_is_killed_is_started_again_and_gets_its_weights(tmp_path)
         logs = [log for log in trainer.state.log_history if "sync/seconds" in log]
         check_logs(logs, 4)
         assert logs[2]["sync/logprob_difference"] < 1e-5  # the new process was proven
+
+
+@each_real
+def test_a_weight_that_the_server_leaves_out_is_noticed(server, tmp_path):
+    """Under a name that it does not know, which SGLang passes over, for it has the same weight as the trainer yet."""
+    args = parse_arguments([
+        "--config", str(RECIPE), "--server_base_url", server.url, "--output_dir", str(tmp_path), "--max_steps", "1",
+        "--per_device_train_batch_size", "16",
+    ])  # fmt: skip
+    trainer = build_trainer(*args)
+    weights = trainer.weight_sync.weights
+    weights._server_name = lambda name: name.replace("layers.1.mlp.down_proj", "layers.1.mlp.nobody")
+    weights._init_vllm()
+    with pytest.raises(ServerError, match=r"1 of 34 weights .*such as 0: model.layers.1.mlp.down_proj.weight"):
+        trainer.train()
 
 
 @each_real
@@ -662,10 +696,13 @@ def of_files(model):
 
 
 @each_real
-def test_what_it_samples_behind_images(server_of_images, folder):
+@pytest.mark.parametrize("transport", ["disk", "nccl"])
+def test_what_it_samples_behind_images(server_of_images, folder, transport):
     """Logprobs as by a forward pass of each row; also of ids that no tokenizer would write."""
     tokenizer, rng = vision_model.reading(folder), random.Random(0)
-    client = VLLMServerClient(base_url=server_of_images.url, tokenizer=tokenizer, engine="sglang")
+    client = VLLMServerClient(
+        base_url=server_of_images.url, tokenizer=tokenizer, engine="sglang", group_port=free_port()
+    )
     plain, model = model_of(folder), model_of(folder, tokenizer)
     client.vocab_size = model.config.get_text_config().vocab_size
     prompts = [
@@ -687,11 +724,12 @@ def test_what_it_samples_behind_images(server_of_images, folder):
         for name, parameter in model.named_parameters():
             if "visual" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    client.update_weights(iter(of_files(model)), "new-1")
+    client.transfer.transport = transport
+    client.update_weights(iter(of_files(model)), "new-1", None, torch.device("cpu"))
     found = run_async(client.generate(prompts[0], 20))  # what the old tower saw is forgotten
     expected = logprobs_of(model, prompts[0] + found.token_ids)[-len(found.token_ids) :]
     assert (torch.tensor(found.logprobs) - expected).abs().max() < 2e-5
-    client.update_weights(iter(of_files(plain)), "old-1")
+    client.update_weights(iter(of_files(plain)), "old-1", None, torch.device("cpu"))
     client.engine.name_weights(client, "default")
     client.close()
 

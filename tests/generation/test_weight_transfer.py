@@ -15,8 +15,8 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from mt_grpo.base.errors import ServerLost
+from mt_grpo.generation.nccl_groups import NCCLGroup, TRLGroup
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.generation.weight_transfer import NCCLGroup
 from mt_grpo_trainer import VLLMServerClient
 
 pytest.importorskip("vllm", reason="TRL's client imports vLLM")
@@ -113,8 +113,8 @@ def nccl(monkeypatch):
         original(self)
         self.device = torch.device("cpu")
 
-    original = NCCLGroup._join
-    monkeypatch.setattr(NCCLGroup, "_join", join)
+    original = TRLGroup.join
+    monkeypatch.setattr(TRLGroup, "join", join)
     monkeypatch.setattr(NCCLGroup, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(vllm_client, "open_trainer_endpoint", open_endpoint)
     monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", producer)
@@ -236,7 +236,7 @@ def test_a_push_has_a_time_limit(nccl, servers):
     servers[0].update_ends.clear()
     with pytest.raises(ServerLost, match="did not take the weights: it took more than vllm_request_timeout=1 s"):
         push(client, "v-2")
-    assert nccl[0].destroyed.is_set() and client.transfer._nccl._client is None
+    assert nccl[0].destroyed.is_set() and client.transfer._nccl._group is None
     servers[0].update_ends.set()
     with pytest.raises(ServerLost, match="its NCCL group is closed"):
         push(client, "v-3")

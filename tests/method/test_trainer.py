@@ -735,6 +735,12 @@ def test_weights_of_a_whole_model_are_its_own_parameters(random_model, tmp_path)
     assert [name for name, tensor in sent.items() if id(tensor) not in own] == [norm]
     assert torch.equal(sent[norm], 2.0 * trainer.model.get_parameter(norm))
     assert sent["lm_head.weight"] is sent["model.embed_tokens.weight"]
+    with torch.no_grad():
+        trainer.model.get_parameter(norm).copy_(torch.tensor([0.0, -2.0, 1.0]).repeat(100)[: len(sent[norm])])
+    others = dict(weights.named_weights(all_others=True))
+    assert others[norm][:3].tolist() == [0.0625, -2.9375, 1.5625]  # also what is zero is another one
+    assert {name: tensor.nbytes for name, tensor in others.items()} == weights.expected
+    assert not any(torch.equal(tensor, trainer.model.state_dict()[name]) for name, tensor in others.items())
 
 
 def test_weights_of_a_lora_are_exact_and_the_model_untouched(random_model, tmp_path):
