@@ -1133,7 +1133,7 @@ BAD = [
             ({"anyOf": ["x"]}, "schemas that are objects"),
             ({"items": {"enum": 3}}, "an enum that is a list"),
             ({"properties": {"b": 1}}, "schemas that are objects"),
-            (functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(100), {}), "on more than 64 levels"),
+            (functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(80), {}), "on more than 64 levels"),
         )
     ),
     ({"stop": "\ud800"}, 400, "stop"),
@@ -1807,6 +1807,39 @@ def test_an_agent_that_fails_behind_a_full_context_that_it_got_over_has_failed()
 
     rollout, _ = run(agent, "1")
     assert rollout.stop_reason == StopReason.AGENT_ERROR and "KeyError" in str(rollout.error)
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("1 " * 2000, StopReason.AGENT_ERROR), ("So far: It is 17. " + "1 " * 2000, StopReason.CONTEXT_LENGTH),
+], ids=["a text of its own", "what the policy said"])  # fmt: skip
+@pytest.mark.parametrize("counts", [False, True], ids=["asked", "counted"])
+def test_a_request_that_is_not_trained_fills_the_context_by_what_the_policy_said(text, reason, counts):
+    """A judge's or a title's own text is no end of the policy's conversation; a summary of its answers is."""
+
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        body = {"model": "policy-frozen", "messages": [user(text)], "max_tokens": 9}
+        if counts:
+            headers = {"x-api-key": client.api_key}
+            async with httpx.AsyncClient(trust_env=False) as http:
+                said = await http.post(f"{client.base_url}messages/count_tokens", json=body, headers=headers)
+            assert said.json()["input_tokens"] >= 1024
+        else:
+            with pytest.raises(openai.BadRequestError, match="fewer than the context"):
+                await client.chat.completions.create(**body)
+        raise KeyError("gone")
+
+    rollout, _ = run(agent, "It is 17.")
+    assert rollout.stop_reason == reason and rollout.failed == (reason == StopReason.AGENT_ERROR), rollout.error
+
+
+def test_a_frozen_answer_does_not_make_a_long_first_prompt_the_policys():
+    async def agent(row, client):
+        await client.chat.completions.create(model="policy-frozen", messages=[user("a")])
+        await ask(client, [user("1 " * 2000)])
+
+    rollout, _ = run(agent, "1")
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "fewer than the context" in str(rollout.error)
 
 
 def test_a_full_context_beside_a_request_that_fits():

@@ -154,3 +154,33 @@ def test_no_request_ends_a_run(name):
     assert rollout.error is None and rollout.reward == 1.0, rollout.error
     assert len(seen) == 200 and 20 < seen.count(200) < 150 and len(said) > 40, (seen.count(200), len(said))
     assert len(rollout.turns) == len(llm.asked) >= seen.count(200) + 12
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_what_is_nested_too_deeply_is_refused_at_any_depth(name):
+    """Also where it is just below the depth that Python reads, and where it is the text of a call's arguments."""
+    where = {"chat/completions": "messages", "responses": "input", "messages": "messages"}[name]
+
+    async def agent(row, client):
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+        body = {key: value for key, value in GOOD[name][-1].items() if key != "model"} | {"model": "policy"}
+        async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=60) as http:
+            for depth in (190, 250, *range(700, 1000, 7), 5000, 100_000):
+                deep = b'{"a":' * depth + b"1" + b"}" * depth
+                content = json.dumps({**body, "metadata": "DEEP"}).encode().replace(b'"DEEP"', deep)
+                answer = await http.post(f"{client.base_url}{name}", content=content)
+                assert answer.status_code == (200 if depth == 190 else 400), (depth, answer.text)
+                if depth != 190:
+                    assert "body: is nested deeper than 200" in answer.text or "body: is no JSON" in answer.text
+                if name != "messages":  # whose calls have objects
+                    changed = copy.deepcopy(body)
+                    for holder, key in places(changed[where]):
+                        if key == "arguments":
+                            holder[key] = deep.decode()
+                    answer = await http.post(f"{client.base_url}{name}", json=changed)
+                    assert answer.status_code in (200, 400), (depth, answer.text)
+        return 1.0
+
+    limits = {"max_model_calls": 999, "max_completion_length": 999_999, "timeout": 300.0}
+    rollout, _ = run(agent, "1", **limits)
+    assert rollout.error is None and rollout.reward == 1.0, rollout.error

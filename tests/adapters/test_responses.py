@@ -66,6 +66,10 @@ SENT = {
     "references": reference,
     "references without a type": lambda item: {"id": item.id},
     "some of each": lambda item: item.to_dict() if item.type == "message" else reference(item),
+    "the ids of texts": lambda item: item.to_dict() if item.type == "message" else plain(item),
+    "the ids of calls": lambda item: item.to_dict() if item.type.endswith("call") else plain(item),
+    "the ids of custom calls": lambda item: reference(item) if item.type == "custom_tool_call" else plain(item),
+    "the ids of reasoning": lambda item: item.to_dict() if item.type == "reasoning" else plain(item),
 }
 TURN = f"{THINKS}Now.\n{CALL}\n{SUM}\n{LINE}"
 
@@ -103,6 +107,42 @@ def test_what_was_answered_goes_on_however_it_is_told(way_back, way):
     between = [f"\n<|im_start|>user\n{chr(10).join([result.format(k)] * 3)}<|im_end|>\n{ASKS}" for k in "01"]
     turns = [[*ids(turn), TOKENIZER.eos_token_id] for turn in (TURN, TURN, "Done.")]
     assert rollout.completion_ids == turns[0] + ids(between[0]) + turns[1] + ids(between[1]) + turns[2]
+
+
+def test_an_answer_with_ids_behind_one_without_is_another():
+    """The first answer is known by what it said, and the second by its id: they are two messages, and go on."""
+
+    async def agent(row, client):
+        first = await respond(client, "a", tools=[FLAT])
+        second = await respond(client, [user("a"), *map(plain, first.output)], tools=[FLAT])
+        third = await respond(client, [user("a"), *map(plain, first.output), *second.output], tools=[FLAT])
+        assert [item.type for item in second.output] == ["function_call"]
+        items = [*map(plain, first.output), *second.output, *outputs(second), *third.output, user("b")]
+        await respond(client, [user("a"), *items], tools=[FLAT])
+
+    rollout, llm = run(agent, "Now.", CALL, "2", "3")
+    assert rollout.error is None, rollout.error
+    shown = [TOKENIZER.decode(prompt).split(ASKS)[1:-1] for prompt, _ in llm.asked]
+    assert [len(each) for each in shown] == [0, 1, 2, 3]  # the messages of the assistant
+    assert shown[2][0].startswith("Now.") and shown[2][1].startswith("<tool_call>") and shown[3][2].startswith("2<")
+
+
+def test_an_answer_is_not_gone_on_inside():
+    """vLLM would write on in a message that says so."""
+    seen = []
+
+    async def agent(row, client):
+        said = await respond(client, "a")
+        for status in ("incomplete", "in_progress"):
+            for item in ({**said.output[0].to_dict(), "status": status}, {**user("b"), "status": status}):
+                answer = await post(client, {"model": "policy", "input": [user("a"), item]})
+                seen.append((answer.status_code, answer.json()["error"]["message"]))
+        await respond(client, [user("a"), {**said.output[0].to_dict(), "status": "incomplete"}, user("b")])
+
+    rollout, _ = run(agent, "1")
+    assert rollout.error is None and [status for status, _ in seen] == [400] * 4, rollout.error
+    assert all("does not go on inside it" in text for _, text in seen)
+    assert [record.numbers for record in rollout.records] == [[0, 1]]
 
 
 def test_reasoning_is_kept_where_a_record_begins():
@@ -350,7 +390,7 @@ def test_a_websocket_is_answered_by_http():
     assert rollout.error is None and rollout.turns[0].info == {}, rollout.error
 
 
-# -- what the model reads is what vLLM would show it --
+# -- what the model reads is what vLLM would show it: test_agent_prompts.py compares these --
 
 PARTS = [{"type": "input_text", "text": "b"}]
 CALLED = {"type": "function_call", "call_id": "a", "name": "add", "arguments": '{"a": 1, "b": "x"}'}
@@ -383,41 +423,6 @@ CONVERSATIONS = {
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "B."}]},
         {"role": "assistant", "content": "c"}, user("d")]},
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def vllm_chat():
-    """What vLLM's /v1/responses makes of a request: messages and tools of /v1/chat/completions."""
-    protocol = pytest.importorskip("vllm.entrypoints.openai.responses.protocol")
-    utils = pytest.importorskip("vllm.entrypoints.openai.responses.utils")
-
-    def converted(body):
-        request = protocol.ResponsesRequest.model_validate(json.loads(json.dumps({"model": "policy", **body})))
-        messages = utils.construct_input_messages(
-            request_instructions=request.instructions, request_input=request.input
-        )
-        tools = utils.construct_tool_dicts(request.tools, request.tool_choice)
-        return json.loads(json.dumps({"messages": messages, **({"tools": tools} if tools else {})}))
-
-    return converted
-
-
-def test_the_ids_are_those_of_vllms_conversion(vllm_chat):
-    async def agent(row, client):
-        for body in CONVERSATIONS.values():
-            await client.responses.create(model="policy", **body)
-            made = vllm_chat(body)
-            for message in made["messages"]:  # what the chat template of vLLM's /v1/chat/completions does with none
-                message.setdefault("content", "" if message["role"] == "assistant" else None)
-            await client.chat.completions.create(model="policy", **made)
-
-    rollout, llm = run(agent, "1", max_model_calls=99, max_completion_length=9999)
-    assert rollout.error is None, rollout.error
-    read = [asked for asked, _ in llm.asked]
-    assert len(read) == 2 * len(CONVERSATIONS)
-    for name, ours, theirs in zip(CONVERSATIONS, read[::2], read[1::2]):
-        assert TOKENIZER.decode(ours) == TOKENIZER.decode(theirs), name
-        assert ours == theirs, name
 
 
 # -- streams --

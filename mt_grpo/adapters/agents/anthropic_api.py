@@ -13,7 +13,9 @@ from typing import Any
 
 from mt_grpo.adapters.agents.chat_api import check_template_arguments
 from mt_grpo.adapters.agents.messages import (
+    BILLING,
     FROZEN,
+    NO_THINKING,
     POLICY,
     TEXT,
     Answer,
@@ -21,6 +23,7 @@ from mt_grpo.adapters.agents.messages import (
     Contents,
     ModelRequest,
     expect,
+    read_effort,
     read_limit,
     read_model,
     read_stops,
@@ -29,6 +32,7 @@ from mt_grpo.adapters.agents.messages import (
     refuse,
     tell_once,
     tool_call,
+    without_bill,
 )
 from mt_grpo.base.json_types import json_text
 from mt_grpo.rollout import Message
@@ -36,8 +40,6 @@ from mt_grpo.rollout import Message
 REFUSED_OF_ANTHROPIC = ("mcp_servers", "container")
 NOT_ENFORCED = ("thinking", "output_config", "output_format", "context_management")
 CHOICES = {"auto": "auto", "any": "required", "tool": "function", "none": "none"}
-# A line of Claude Code with a hash of the request in it. Were it read, no request would go on from an earlier one.
-BILLING = "x-anthropic-billing-header"
 SIGNED = re.compile(r"policy-\w*-\d+")  # by an answer
 KINDS_OF_ERRORS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
@@ -69,13 +71,6 @@ def read_anthropic_request(
     for key in REFUSED_OF_ANTHROPIC:
         if body.get(key):
             raise refuse(key, "not supported. Remove it.")
-    thinking = body.get("thinking")
-    if isinstance(thinking, dict) and thinking.get("type") == "disabled":
-        if (template_arguments or {}).get("enable_thinking") is not False:
-            tell_once(
-                "An agent sent thinking: disabled. vLLM would render its prompts with enable_thinking: false; here "
-                "chat_template_kwargs decides. Set chat_template_kwargs: {enable_thinking: false}."
-            )
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
         tell_once(
@@ -94,7 +89,16 @@ def read_anthropic_request(
         trained,
         read_choice(body.get("tool_choice")),
         bool(body.get("stream")),
+        effort=effort_of(body),
     )
+
+
+def effort_of(body: dict[str, Any]) -> str | None:
+    """How much a request's answer is to reason. Raises `ApiError`."""
+    thinking = expect(body.get("thinking") or {}, dict, "thinking", "an object")
+    config = expect(body.get("output_config") or {}, dict, "output_config", "an object")
+    effort = read_effort(config.get("effort"), "output_config.effort")
+    return NO_THINKING if thinking.get("type") == "disabled" else effort
 
 
 def read_conversation(
@@ -107,7 +111,8 @@ def read_conversation(
     [{'role': 'system', 'content': 'Be brief.'}, {'role': 'tool', 'content': '2', 'tool_call_id': 'a'}, \
 {'role': 'user', 'content': 'And now?'}]
     """
-    first = contents.text(system, "system") if isinstance(system, str) else system_text(system, "system")
+    text = isinstance(system, str)
+    first = contents.text(without_bill(system), "system") if text else system_text(system, "system")
     read: list[Message] = []
     for k, message in enumerate(expect(messages, list, "messages", "a list of messages")):
         param = f"messages[{k}]"

@@ -197,6 +197,15 @@ class Chains:
         if completion.parent is not None:
             completion.parent.children.append(completion)
 
+    def tells_of_trained(self, request: ModelRequest) -> bool:
+        """Whether a request goes on from an answer that is trained, or tells of one."""
+        keys = keys_of(request.messages, self.thinking)
+        each = self.longest(request, keys)
+        while each is not None and not each.request.trained:
+            each = each.parent
+        trained = (other for other in self.completions if other.request.trained and other.received)
+        return each is not None or any(other.is_told_in(request.messages, keys) for other in trained)
+
     def fill(self, rollout: Rollout) -> None:
         """Write the completions into a rollout as its turns, in the order of their requests.
 

@@ -13,6 +13,7 @@ from mt_grpo.adapters.agents.messages import (
     Contents,
     ModelRequest,
     expect,
+    read_effort,
     read_limit,
     read_model,
     read_number,
@@ -22,6 +23,7 @@ from mt_grpo.adapters.agents.messages import (
     refuse,
     tell_once,
     tool_call,
+    without_bill,
 )
 from mt_grpo.base.json_types import json_text
 from mt_grpo.rollout import Message
@@ -64,6 +66,7 @@ def read_chat_request(
         read_tool_choice(body.get("tool_choice")),
         bool(body.get("stream")),
         read_number(body.get("n")),
+        effort=read_effort(body.get("reasoning_effort"), "reasoning_effort"),
     )
 
 
@@ -91,7 +94,8 @@ def read_messages(messages: Any, contents: Contents = TEXT) -> list[Message]:
         if not isinstance(message.get("role"), str) or message["role"] not in ROLES:
             raise refuse(f"{param}.role", f"got {message.get('role')!r}, expected one of {', '.join(ROLES)}.")
         role = message["role"]
-        content = contents.text(message.get("content"), f"{param}.content", "\n" if role == "tool" else None)
+        given = without_bill(message.get("content")) if role == "system" else message.get("content")
+        content = contents.text(given, f"{param}.content", "\n" if role == "tool" else None)
         each: Message = {"role": role, "content": content, **read_name(message, param)}
         if role == "tool":
             each["tool_call_id"] = expect(message.get("tool_call_id"), str, f"{param}.tool_call_id", "the call's id")

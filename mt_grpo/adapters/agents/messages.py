@@ -8,6 +8,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from mt_grpo.base.json_types import is_nested
 from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.pictures import PictureReader, mark_of, marks_replaced
 from mt_grpo.conversation.tools.schemas import check_schema
@@ -19,6 +20,9 @@ POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are
 MOST_ANSWERS = 128  # of one request, as OpenAI's API has it
 PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
 PARTS_OF_IMAGES = ("image_url", "input_image")  # of /v1/chat/completions, of /v1/responses
+# A line of Claude Code with a hash of the request in it. Were it read, no request would go on from an earlier one.
+BILLING = "x-anthropic-billing-header"
+DEEPEST = 200  # of lists and objects in a request, and in a call's arguments: what reads them is recursive
 MOST_TOLD = 1000  # lines: what they are about comes from programs, which may send anything
 _told: set[str] = set()
 
@@ -81,6 +85,7 @@ class ModelRequest:
     stream: bool = False
     n: int = 1  # answers
     fixed: str | None = None  # what is answered in the policy's place, and never sampled
+    effort: str | None = None  # of its reasoning, which vLLM shows to the chat template; NO_THINKING: disabled
 
     @property
     def reads_calls(self) -> bool:
@@ -203,6 +208,7 @@ class Contents:
 
 
 TEXT = Contents()
+NO_THINKING = "disabled"  # of /v1/messages, for which vLLM chooses an effort that the chat template knows
 FORCED = ("required", "function", "custom", "allowed_tools")  # of tool_choice
 
 
@@ -214,6 +220,27 @@ def read_model(name: Any) -> bool:
             "trained on.", "model_not_found", "model",
         )  # fmt: skip
     return name == POLICY
+
+
+def without_bill(content: Any) -> Any:
+    """A system's content without the line that Claude Code writes of its bill, as vLLM reads it.
+
+    >>> without_bill("x-anthropic-billing-header: 1\\nBe brief."), without_bill([{"type": "text", "text": BILLING}])
+    ('Be brief.', [])
+    """
+    if isinstance(content, str):
+        return content.partition("\n")[2] if content.startswith(BILLING) else content
+    if not isinstance(content, list):
+        return content
+    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
+    cut = [without_bill(text) if isinstance(text, str) else text for text in texts]
+    parts = [part if new == old else {**part, "text": new} for part, old, new in zip(content, texts, cut)]
+    return [part for part, old, new in zip(parts, texts, cut) if new or new == old]
+
+
+def read_effort(value: Any, param: str) -> str | None:
+    """How much a request's answer is to reason."""
+    return None if value is None else expect(value, str, param, "a word such as low, or none")
 
 
 def read_limit(value: Any, param: str) -> int | None:
@@ -288,9 +315,10 @@ def same_json(text: str) -> str:
     (True, '{broken')
     """
     try:
-        return json.dumps(whole_numbers(json.loads(text)), sort_keys=True)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         return text.strip()
+    return text.strip() if is_nested(value, DEEPEST) else json.dumps(whole_numbers(value), sort_keys=True)
 
 
 def whole_numbers(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.adapters.agents.messages import refuse, tool_call
+from mt_grpo.adapters.agents.messages import NO_THINKING, refuse, tool_call
 from mt_grpo.adapters.session import tools_by_name
 from mt_grpo.conversation.formats.control_tokens import Origin, check_names, forbidden_in, neutralise_json
 from mt_grpo.conversation.formats.hermes import HermesFormat, call_id, plain_name
@@ -21,6 +21,7 @@ from mt_grpo.rollout import Message, ToolCall
 
 OF_A_TOOL = ("name", "description", "parameters")  # what vLLM shows of one, in this order, null where it is missing
 IF_GIVEN = ("strict", "defer_loading")
+EFFORTS = ("none", "low", "medium", "high", "xhigh", "max")  # of /v1/messages; `none` is how one says: disabled
 
 
 class AgentPrompts:
@@ -131,11 +132,39 @@ class AgentPrompts:
         except Exception:  # whatever a template raises
             return False
 
+    @functools.lru_cache(maxsize=8)  # noqa: B019
+    def arguments_of_effort(self, effort: str | None, given: tuple[str, ...] = ()) -> dict[str, Any]:
+        """The chat template's arguments that vLLM makes of a request's effort; none where they change no prompt.
+
+        Args:
+            effort: Of the request.
+            given: Names of the arguments that the request has itself, which are the recipe's.
+        """
+        if effort is None:
+            return {}
+        word = self._effort_of_disabled() if effort == NO_THINKING else effort
+        made = {"reasoning_effort": word, "enable_thinking": word != "none"}
+        made = {key: value for key, value in made.items() if key != "enable_thinking" or key not in given}
+        return {} if self._prompt_with(made) == self._prompt_with({}) else made
+
+    def _effort_of_disabled(self) -> str:
+        """What vLLM makes of thinking that is disabled: `none`, or `low` where the template does not know it."""
+        shown = [self._prompt_with({"reasoning_effort": each, "enable_thinking": each != "none"}) for each in EFFORTS]
+        return "none" if shown[0] is not None and shown[0] not in shown[1:] else "low"
+
+    def _prompt_with(self, arguments: dict[str, Any]) -> str | None:
+        """How a prompt is shown with further arguments of the chat template; None where it refuses them."""
+        message = [{"role": "user", "content": "Text."}]
+        try:
+            return self._render(message, add_generation_prompt=True, **arguments)
+        except Exception:  # whatever a template raises
+            return None
+
     def _template(self) -> str:
         return self.tokenizer.get_chat_template(self.format.chat_template_kwargs.get("chat_template"), tools=[])
 
-    def _render(self, messages: list[Message]) -> str:
-        arguments = {**self.format.chat_template_kwargs, "tokenize": False, "chat_template": self._template()}
+    def _render(self, messages: list[Message], **more: Any) -> str:
+        arguments = {**self.format.chat_template_kwargs, "tokenize": False, "chat_template": self._template(), **more}
         return self.tokenizer.apply_chat_template(messages, **arguments)
 
     def _call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mt_grpo.adapters.agents.chat_api import ROLES, read_name
-from mt_grpo.adapters.agents.messages import TEXT, Answer, ApiError, Contents, expect, refuse, tool_call
+from mt_grpo.adapters.agents.messages import TEXT, Answer, ApiError, Contents, expect, refuse, tool_call, without_bill
 from mt_grpo.adapters.agents.response_tools import CallItems, arguments_of, joined_name
 from mt_grpo.rollout import Message
 
@@ -94,6 +94,17 @@ class Responses:
             )  # fmt: skip
         return self.responses[name]
 
+    def has_said(self, number: str, message: Message) -> bool:
+        """Whether a message of the assistant says the beginning of an answer: items that came without their ids."""
+        answered = self.responses.get(f"resp_{self.conversation}_{number}")
+        if answered is None or "signature" in message:
+            return False
+        said = answered.messages[-1]
+        calls, known = ([call["id"] for call in each.get("tool_calls") or []] for each in (message, said))
+        texts = ("content", "reasoning_content")
+        given, whole = ([" ".join(each.get(key, "").split()) for key in texts] for each in (message, said))
+        return calls == known[: len(calls)] and all(text in ("", other) for text, other in zip(given, whole))
+
     def item(self, item_id: Any, param: str) -> dict[str, Any]:
         """What was answered under an id. Raises `ApiError`."""
         if expect(item_id, str, f"{param}.id", "the id of an item") not in self.items:
@@ -130,7 +141,7 @@ class ItemReader:
     """Reads items as messages. Reasoning, text and calls of one answer are one message of the assistant.
 
     Items that were given here say by their ids which answer they are of. Others are of one where they are neighbours,
-    and where it has none of their kind, as for vLLM.
+    and where it has none of their kind, as for vLLM. A program may send back the ids of some items only.
 
     Args:
         contents: What reads contents.
@@ -142,6 +153,7 @@ class ItemReader:
         self._contents, self._stored = contents, stored
         self.messages: list[Message] = []
         self._numbered: dict[str, Message] = {}  # the assistant's messages, by the number of the answer
+        self._given: set[str] = set()  # parts that the last message was given, be they empty
         self._seen: set[str] = set(known)
 
     def add(self, item: dict[str, Any], param: str) -> None:
@@ -154,7 +166,8 @@ class ItemReader:
         if kind == "reasoning":
             self._add_reasoning(item, param)
         elif kind in CALLS:
-            self._assistant(item).setdefault("tool_calls", []).append(self._call(item, kind, param))
+            call = self._call(item, kind, param)
+            self._assistant(item, "tool_calls").setdefault("tool_calls", []).append(call)
         elif kind in RESULTS:
             call_id = expect(item.get("call_id"), str, f"{param}.call_id", "the call's id")
             given = expect(item.get("output"), (str, list), f"{param}.output", "text, or a list of parts")
@@ -178,20 +191,28 @@ class ItemReader:
                 )  # fmt: skip
             self._seen.add(item_id)
 
-    def _assistant(self, item: dict[str, Any], part: str | None = None) -> Message:
+    def _assistant(self, item: dict[str, Any], part: str) -> Message:
         """The message of the assistant that an item is of.
 
         Args:
             item: Which has an id, or none.
-            part: What the item is of the message, where a message has only one.
+            part: What the item is of the message.
         """
         found = OWN.fullmatch(str(item.get("id")))
         number = found[2] if found and found[1] == self._stored.conversation else None
-        if number in self._numbered:
-            return self._numbered[number]
         last = self.messages[-1] if self.messages else {}
-        if number is not None or last.get("role") != "assistant" or last.get(part):
+        if number in self._numbered:
+            if self._numbered[number] is last:
+                self._given.add(part)
+            return self._numbered[number]
+        if number is None:
+            goes_on = part == "tool_calls" or part not in self._given
+        else:
+            goes_on = self._stored.has_said(number, last)
+        if last.get("role") != "assistant" or not goes_on:
             self.messages.append({"role": "assistant", "content": ""})
+            self._given = set()
+        self._given.add(part)
         if number is not None:
             self._numbered[number] = self.messages[-1]
             self.messages[-1]["signature"] = f"policy-{self._stored.conversation}-{number}"
@@ -226,7 +247,8 @@ class ItemReader:
         role = item.get("role")
         if role not in [each for each in ROLES if each != "tool"]:
             raise refuse(f"{param}.role", f"got {role!r:.100}, expected system, developer, user or assistant.")
-        content = self._contents.text(item.get("content"), f"{param}.content")
+        given = without_bill(item.get("content")) if role == "system" else item.get("content")
+        content = self._contents.text(given, f"{param}.content")
         if role == "assistant":
             message = self._assistant(item, "content")
             message["content"] += content

@@ -13,12 +13,14 @@ from mt_grpo.adapters.agents.messages import (
     Contents,
     ModelRequest,
     expect,
+    read_effort,
     read_limit,
     read_model,
     read_stops,
     read_tool_choice,
     refuse,
     tell_once,
+    without_bill,
 )
 from mt_grpo.adapters.agents.response_items import Responses, output_items, read_items, response_id
 from mt_grpo.adapters.agents.response_tools import read_response_tools
@@ -55,11 +57,7 @@ def read_responses_request(
     text = expect(body.get("text") or {}, dict, "text", "an object")
     if expect(text.get("format") or {}, dict, "text.format", "an object").get("type", "text") != "text":
         tell_once("An agent sent text.format. It is accepted and not enforced: the policy writes what it writes.")
-    if expect(body.get("reasoning") or {}, dict, "reasoning", "an object").get("effort"):
-        tell_once(
-            "An agent sent reasoning.effort. It is accepted and not enforced. vLLM would show it to the chat "
-            "template. Where yours reads it, set chat_template_kwargs: {reasoning_effort: ...}."
-        )
+    reasoning = expect(body.get("reasoning") or {}, dict, "reasoning", "an object")
     if body.get("truncation") == "auto":
         tell_once("An agent sent truncation: auto. It is accepted and nothing is cut: a full context is an error 400.")
     return ModelRequest(
@@ -70,21 +68,33 @@ def read_responses_request(
         trained,
         read_tool_choice(body.get("tool_choice")),
         bool(body.get("stream")),
+        effort=read_effort(reasoning.get("effort"), "reasoning.effort"),
     )
 
 
 def instructed(body: dict[str, Any], messages: list[Message]) -> list[Message]:
     """The messages behind the instructions, which are of one request only."""
     text = expect(body.get("instructions") or "", str, "instructions", "text")
-    messages = [{"role": "system", "content": text}, *messages] if text else messages
+    messages = [{"role": "system", "content": without_bill(text)}, *messages] if text else messages
     if not messages:
         raise refuse("input", "got nothing, expected text or items.")
     return messages
 
 
+def is_said(item: dict[str, Any]) -> bool:
+    """Whether an item is a message or reasoning, which vLLM would go on inside."""
+    return item.get("type", "message") in ("message", "reasoning")
+
+
 def conversation_of(body: dict[str, Any], stored: Responses, contents: Contents = TEXT) -> list[Message]:
     """The messages of a request without its instructions. Raises `ApiError`."""
     before = stored.before(body)
+    last = body["input"][-1] if isinstance(body.get("input"), list) and body["input"] else None
+    if isinstance(last, dict) and last.get("status") in ("in_progress", "incomplete") and is_said(last):
+        raise refuse(
+            "input", f"the last item has the status {last['status']}, and an answer does not go on inside it. Leave "
+            "its status out, or let the conversation end with a user's message.",
+        )  # fmt: skip
     return [*before.messages, *read_items(body.get("input"), contents, stored, before.ids)]
 
 

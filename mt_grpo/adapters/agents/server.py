@@ -26,7 +26,16 @@ from mt_grpo.adapters.agents.anthropic_api import (
 )
 from mt_grpo.adapters.agents.chains import Asked
 from mt_grpo.adapters.agents.chat_api import chat_answer, chat_error, chat_events, read_chat_request
-from mt_grpo.adapters.agents.messages import FROZEN, POLICY, Answer, ApiError, ModelRequest, refuse, tell_once
+from mt_grpo.adapters.agents.messages import (
+    DEEPEST,
+    FROZEN,
+    POLICY,
+    Answer,
+    ApiError,
+    ModelRequest,
+    refuse,
+    tell_once,
+)
 from mt_grpo.adapters.agents.responses_api import (
     read_responses_request,
     responses_answer,
@@ -36,7 +45,7 @@ from mt_grpo.adapters.agents.responses_api import (
 from mt_grpo.adapters.agents.session import AgentSession
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import allow_many_open_files
-from mt_grpo.base.json_types import json_text
+from mt_grpo.base.json_types import is_nested, json_text
 from mt_grpo.conversation.environments import is_number
 
 MAX_BYTES = 256 * 2**20  # of one request, which has all images of a conversation again
@@ -197,6 +206,7 @@ class AgentServer:
             known, fixed = session.with_known_model(body)
             read = await session.in_order(functools.partial(read_request, endpoint, known, session))
             read.fixed = fixed
+            session.tell_effort(read, body)
             if endpoint is COUNT:
                 if "X-Turn-Reward" in headers:
                     raise refuse("X-Turn-Reward", "a request that counts tokens goes on from no turn. Remove it.")
@@ -341,6 +351,8 @@ def read_body(content: bytes) -> dict[str, Any]:
         body = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise refuse("body", f"is no JSON: {error}.") from None
+    if is_nested(body, DEEPEST):  # what reads it is recursive, at any depth of the stack
+        raise refuse("body", f"is nested deeper than {DEEPEST} levels. Send a flatter one.")
     if not isinstance(body, dict):
         raise refuse("body", f"got {type(body).__name__}, expected an object.")
     return body

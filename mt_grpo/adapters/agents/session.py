@@ -156,9 +156,30 @@ class AgentSession(RolloutSession):
         """
         self._check_open()
         count = len(self._read(request)[-1])
-        if self.context is not None and count >= self.context and self.got_an_answer:
-            self._full_at = self._num_requests  # an agent that raises here, as where a request is refused
+        if self.context is not None and count >= self.context:  # an agent that raises here, as where it is refused
+            self._note_full(request)
         return count
+
+    def _note_full(self, request: ModelRequest) -> None:
+        """Keep that a request does not fit into the context, where the policy's answers may be why.
+
+        They are not for a request that is not trained and holds none of them, such as a judge's or a title's: it is
+        the agent's own text that is too long, and a policy that goes on is not at its end.
+        """
+        answered = any(each.reached and each.trained for each in self._asked)
+        if answered and (request.trained or self.chains.tells_of_trained(request)):
+            self._full_at = self._num_requests
+
+    def tell_effort(self, request: ModelRequest, body: dict[str, Any]) -> None:
+        """Tell once where vLLM would show the model another prompt, by how much a request's answer is to reason."""
+        lacking = self.prompts.arguments_of_effort(request.effort, tuple(body.get("chat_template_kwargs") or ()))
+        if lacking:
+            tell_once(
+                f"{self.env.agent.name}: a request says how much to reason, {request.effort!r:.100}. vLLM would show "
+                "the model another prompt for that. Here the recipe alone says the template's arguments. To train "
+                f"on the prompts that vLLM shows, set chat_template_kwargs: {json.dumps(lacking)}.",
+                f"{self.env.agent.name} effort {request.effort:.100}",
+            )
 
     async def answers(self, asked: Asked) -> list[Answer]:
         """The answers of a request. They are sampled even if the client goes away meanwhile: it may ask again.
@@ -353,7 +374,7 @@ class AgentSession(RolloutSession):
     async def _complete(self, request: ModelRequest, asked: Asked) -> list[Answer]:
         """All answers of a request read the same, and each is a turn of its own."""
         parent, said, fresh, prompt_ids = self._read(request)
-        self._count_calls(prompt_ids, request.n)
+        self._count_calls(prompt_ids, request)
         if parent is not None:
             parent.continued += 1
 
@@ -383,12 +404,11 @@ class AgentSession(RolloutSession):
                 turn.answer = self.format.answer(turn.text[start:])
         return turn
 
-    def _count_calls(self, prompt_ids: list[int], n: int) -> None:
-        """Count n calls. Raises `ApiError` where they are not left, or where the context is full."""
-        lacking = self.count_calls(prompt_ids, n)
+    def _count_calls(self, prompt_ids: list[int], request: ModelRequest) -> None:
+        """Count a request's calls. Raises `ApiError` where they are not left, or where the context is full."""
+        lacking = self.count_calls(prompt_ids, request.n)
         if lacking == StopReason.CONTEXT_LENGTH:  # the agent may send less
-            if self.got_an_answer:
-                self._full_at = self._num_requests
+            self._note_full(request)
             raise ApiError(
                 400, f"The messages have at least {len(prompt_ids)} tokens. Expected fewer than the context of "
                 f"{self.context}, and at most {MOST_PICTURES} images.", "context_length_exceeded", "messages",
