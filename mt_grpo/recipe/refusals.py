@@ -384,6 +384,12 @@ def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
         interval = OF_TRL["within"].get(key)
         if interval and not (fits_type(value, float) and in_range(value, interval)):
             raise ValueError(f"generation_kwargs: {key}={value!r}, expected {range_text(interval)}.")
+        if key == "temperature" and value != args.temperature:
+            raise ValueError(
+                f"generation_kwargs: temperature={value!r} samples, and the loss computes at "
+                f"temperature={args.temperature!r}: its ratios would be of another distribution. Set temperature: "
+                f"{value!r}, and remove it from generation_kwargs."
+            )
 
 
 def check_report_to(names: list[str]) -> None:

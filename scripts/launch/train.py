@@ -208,6 +208,10 @@ def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
             "--sleep-on-idle",  # else it takes a core while it waits
             "--max-total-tokens", str(max(32768, 2 * plan["max_model_len"])),
         ]  # fmt: skip
+        if plan["tensor_parallel"] > 1 and "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:  # one core for each worker
+            cores = sorted(os.sched_getaffinity(0))
+            bound = [str(cores[rank % len(cores)]) for rank in range(plan["tensor_parallel"])]
+            environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(bound)
         if plan["images"]:
             command += ["--mm-attention-backend", "sdpa"]
     if plan["images"]:  # the image of a warm-up may be of no size that a small model reads

@@ -583,6 +583,17 @@ def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
         assert any(log.get("rollout/staleness_max", 0) >= 1 for log in logs)
 
 
+@each_real
+def test_a_server_with_two_workers_gets_all_weights_by_either_way(tmp_path):
+    """Tensor parallelism: a worker has its part of each weight."""
+    with SGLangServer(TINY, python=PYTHON, tensor_parallel=2, log=tmp_path / "log") as server:
+        for transport in ("disk", "nccl"):
+            options = ["--weight_sync", transport, "--vllm_group_port", str(free_port())]
+            check_logs(
+                train(server.url, tmp_path / transport, RECIPE, "--per_device_train_batch_size", "16", *options)
+            )
+
+
 RECIPES = {  # of agents, of ms-swift and of verl: the recipe, and what makes three steps of it small
     "agent": ROOT / "hf_recipes/tiny/agent.yaml",
     "scheduler": ROOT / "hf_recipes/tiny/scheduler.yaml",

@@ -19,13 +19,13 @@ INFO = {
     "pp_size": 1, "device": "cpu", "version": "0.5.23", "max_req_input_len": 100,
 }  # fmt: skip
 CPU = torch.device("cpu")
-SIZES = {"w": 8, "head": 4, "norm": 6}
+SIZES = {"w": 8, "head": 4, "norm": 8}
 
 
 def weights(plus=0.0):
     yield "w", torch.nn.Parameter(torch.tensor([1.0, 2.0]) + plus)
     yield "head", torch.tensor([[3.0], [4.0]], dtype=torch.bfloat16) + plus
-    yield "norm", torch.tensor([[5.0, 6.0, 7.0]], dtype=torch.bfloat16).T.contiguous().T + plus
+    yield "norm", torch.tensor([[5.0, 6.0], [7.0, 8.0]], dtype=torch.bfloat16).T  # rows that lie apart in memory
 
 
 class Worker(ThreadingHTTPServer):
@@ -142,7 +142,7 @@ def held(worker):
 
 THREE = {
     "w": ("torch.float32", [1.0, 2.0]), "head": ("torch.bfloat16", [[3.0], [4.0]]),
-    "norm": ("torch.bfloat16", [[5.0, 6.0, 7.0]]),
+    "norm": ("torch.bfloat16", [[5.0, 7.0], [6.0, 8.0]]),
 }  # fmt: skip
 
 
@@ -160,7 +160,7 @@ def test_what_is_sent_is_what_arrives_and_in_which_order(worker, client, monkeyp
     shared = {"group_name": name, "abort_all_requests": False}
     assert first == {"names": ["w", "head"], "dtypes": ["float32", "bfloat16"], "shapes": [[2], [2, 1]],
                      "flush_cache": False, **shared}  # fmt: skip
-    assert second == {"names": ["norm"], "dtypes": ["bfloat16"], "shapes": [[1, 3]], "flush_cache": True, **shared}
+    assert second == {"names": ["norm"], "dtypes": ["bfloat16"], "shapes": [[2, 2]], "flush_cache": True, **shared}
     init = worker.asked[0][1]
     assert init == {"master_address": "127.0.0.1", "master_port": client.transfer.group_port, "rank_offset": 1,
                     "world_size": 2, "group_name": name, "backend": "gloo"}  # fmt: skip

@@ -994,6 +994,14 @@ def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
         build(generation_kwargs={"temperature": value})
 
 
+def test_the_loss_has_the_temperature_that_is_sampled_at(build):
+    """`generation_kwargs` would win for the samples alone."""
+    with pytest.raises(ValueError, match="temperature=0.5 samples, and the loss computes at temperature=1.0.* Set"):
+        build(generation_kwargs={"temperature": 0.5})
+    with pytest.raises(AssertionError, match="weights were loaded"):  # nothing is wrong
+        build(generation_kwargs={"temperature": 0.5}, temperature=0.5)
+
+
 def test_values_at_the_edge_of_a_range_are_taken(tmp_path):
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
     edge = {"max_steps": -1, "top_p": 1.0, "min_p": 0.0, "epsilon": 0.0, "turn_reward_weights": [-1.0, 0.0], "seed": 0,

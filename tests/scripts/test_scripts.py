@@ -1024,6 +1024,13 @@ def test_the_command_of_sglang(monkeypatch):
     command, environment = train.server_command("py", {**plan, "images": False}, 8001, "")
     assert {"--sleep-on-idle", "--device"} <= set(command) and "--enable-multimodal" not in command
     assert environment["SGLANG_USE_CPU_ENGINE"] == "1" and "CUDA_VISIBLE_DEVICES" not in environment
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {5, 3})
+    _, environment = train.server_command("py", {**plan, "tensor_parallel": 3}, 8001, "")
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "3|5|3"  # a core for each worker, as far as there are
+    monkeypatch.setenv("SGLANG_CPU_OMP_THREADS_BIND", "0-7|8-15")
+    _, environment = train.server_command("py", {**plan, "tensor_parallel": 2}, 8001, "")
+    assert "SGLANG_CPU_OMP_THREADS_BIND" not in environment  # the one that is set is passed on
 
 
 @pytest.mark.parametrize("name, variable", train.OTHER_VARIABLES.items())
