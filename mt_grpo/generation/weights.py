@@ -24,17 +24,19 @@ class GatherFailed(RuntimeError):
     """An iteration over the weights failed on some rank, or was closed there. Its message is the same on all ranks."""
 
 
-def name_in_files(model: Any, name: str) -> str:
-    """The name of a weight in a checkpoint's files. Raises `ServerError` where files hold it in another form."""
-    weight = torch.empty(1, device="meta")
+def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A weight of a model as a checkpoint's files hold it: by name, and in several tensors, as experts are.
+
+    Raises `ServerError` where files hold it together with others.
+    """
     try:
-        ((found, same),) = revert_weight_conversion(model, {name: weight}).items()
-    except (ValueError, LookupError, RuntimeError, TypeError):  # of what cannot be done to this stand-in
-        same = None
-    if same is not weight:
+        found = revert_weight_conversion(model, {name: tensor})
+    except (ValueError, LookupError, RuntimeError, TypeError):  # of what is not the whole of what it converts
+        found = {}
+    if sum(part.numel() for part in found.values()) != tensor.numel():
         raise ServerError(
-            f"The weight {name} is stored in other tensors than the model has, as experts are. It cannot be pushed to "
-            "SGLang yet: set rollout_engine: vllm."
+            f"The weight {name} is stored together with others in a checkpoint's files. It cannot be pushed to SGLang "
+            "yet: set rollout_engine: vllm."
         )
     return found
 
@@ -77,7 +79,12 @@ class PolicyWeights(VLLMGeneration):
             if not self._is_adapter(name):
                 count = getattr(parameter, "ds_numel", None) or parameter.numel()
                 sizes[self._server_name(name)] = count * parameter.element_size()
-        return {name: sizes.get(name, 0) for name in self.names}
+        found = {}
+        for name in self.names:
+            parts = self._parts.get(name, {name: 1})  # number of elements
+            each = sizes.get(name, 0) // sum(parts.values())
+            found |= {part: count * each for part, count in parts.items()}
+        return found
 
     @property
     def of_adapter(self) -> dict[str, int]:
@@ -88,25 +95,40 @@ class PolicyWeights(VLLMGeneration):
         return self._has_adapters and (self.model.prefix in name or "original_module" in name)
 
     names_of_files = False  # as `use_names_of_files` has it
+    _parts: dict[str, dict[str, int]] = {}  # of weights that files hold in several tensors: their names and elements
 
     def use_names_of_files(self) -> None:
-        """From here on a weight has the name that it has in a checkpoint's files.
+        """From here on a weight has the names, and is in the tensors, that it has in a checkpoint's files.
 
-        transformers renames what it loads, as the modules of models that read images. vLLM knows both names, SGLang
-        those of files alone.
+        transformers renames what it loads, as the modules of models that read images, and puts experts together. vLLM
+        knows both, SGLang files alone. Raises `ServerError` for a weight that files hold together with others.
         """
-        self.names_of_files, self._file_names = True, {}
+        self.names_of_files, self._file_names, self._parts = False, {}, {}
+        model = self.model.get_base_model() if self._has_adapters else self.model
+        for path, parameter in self.model.named_parameters(remove_duplicate=False):
+            if self._is_adapter(path):
+                continue
+            name, shape = self._server_name(path), getattr(parameter, "ds_shape", parameter.shape)
+            found = in_files(model, name, torch.empty(shape, device="meta"))
+            self._file_names[name] = name if len(found) > 1 else next(iter(found))
+            if len(found) > 1:
+                self._parts[name] = {part: tensor.numel() for part, tensor in found.items()}
+        self.names_of_files = True
         self._init_vllm()
 
     def _server_name(self, name: str) -> str:
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
         name = self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
-        if not self.names_of_files:
-            return name
-        if name not in self._file_names:
-            model = self.model.get_base_model() if self._has_adapters else self.model
-            self._file_names[name] = name_in_files(model, name)
-        return self._file_names[name]
+        return self._file_names[name] if self.names_of_files else name
+
+    def _in_parts(self, named_weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same weights, those of `_parts` in several tensors."""
+        model = self.model.get_base_model() if self._has_adapters else self.model
+        for name, tensor in named_weights:
+            if name in self._parts:
+                yield from in_files(model, name, tensor.detach()).items()
+            else:
+                yield name, tensor
 
     def named_weights(self, norm_scale: float = 1.0, all_others: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
@@ -119,7 +141,7 @@ class PolicyWeights(VLLMGeneration):
         of what reads images. `all_others` puts another tensor in the place of each, which is of no use.
         """
         try:
-            for name, tensor in self._gather(norm_scale):
+            for name, tensor in self._in_parts(self._gather(norm_scale)):
                 yield name, tensor.detach() * 1.5 + 0.0625 if all_others else tensor
             self._go_on()  # behind the last weight, too
         except GatherFailed:

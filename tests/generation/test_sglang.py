@@ -34,7 +34,7 @@ from mt_grpo.generation.engines import ENGINES, Engine
 from mt_grpo.generation.samples import BadAnswer
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
 from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.generation.weights import PolicyWeights, name_in_files
+from mt_grpo.generation.weights import PolicyWeights, in_files
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo_trainer import (
@@ -413,22 +413,41 @@ def test_all_requests_have_a_seed_of_their_own():
     assert len(seeds) == 20
 
 
-def test_experts_that_files_hold_apart_are_refused_by_name():
+@pytest.fixture(scope="module")
+def folder_of_experts(tmp_path_factory):
+    """A small model with experts, which transformers holds in one tensor, and files in one for each."""
+    torch.manual_seed(0)
     config = Qwen3MoeConfig(
-        hidden_size=16, intermediate_size=16, moe_intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2, vocab_size=32,
+        hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, vocab_size=400, norm_topk_prob=True,
+        max_position_embeddings=1024, tie_word_embeddings=False, bos_token_id=None, eos_token_id=2, pad_token_id=0,
     )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
-    for name in ("model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
-        with pytest.raises(ServerError, match=f"{name} is stored in other tensors .*rollout_engine: vllm"):
-            name_in_files(model, name)
-    assert name_in_files(model, "model.norm.weight") == "model.norm.weight"
+    model, folder = Qwen3MoeForCausalLM(config), tmp_path_factory.mktemp("experts")
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1 if "embed" not in name else 0.5)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return folder
 
 
-def test_weights_have_the_names_of_a_checkpoints_files(tmp_path_factory):
-    """Of a model whose modules transformers has renamed, and of one of text, with a LoRA or without."""
+def test_a_weight_that_files_hold_with_others_is_refused(monkeypatch, folder_of_experts):
+    model = AutoModelForCausalLM.from_pretrained(folder_of_experts)
+    gate_up = model.get_parameter(name := "model.layers.0.mlp.experts.gate_up_proj")
+    for converted in (lambda model, state: {}, lambda model, state: {name: gate_up[:1]}):
+        with monkeypatch.context() as patched:
+            patched.setattr("mt_grpo.generation.weights.revert_weight_conversion", converted)
+            with pytest.raises(ServerError, match=f"{name} is stored together with others .*rollout_engine: vllm"):
+                in_files(model, name, gate_up)
+    parts = in_files(model, name, gate_up)
+    assert torch.equal(parts["model.layers.0.mlp.experts.2.up_proj.weight"], gate_up[2, 32:])
+    assert torch.equal(parts["model.layers.0.mlp.experts.3.gate_proj.weight"], gate_up[3, :32]) and len(parts) == 8
+
+
+def test_weights_have_the_names_of_a_checkpoints_files(tmp_path_factory, folder_of_experts):
+    """Of a model whose modules transformers has renamed, of one of text, with a LoRA or without, and of experts."""
     folder = vision_model.save(tmp_path_factory.mktemp("vision"))
-    for path, lora in ((folder, False), (folder, True), (TINY, False)):
+    for path, lora in ((folder, False), (folder, True), (TINY, False), (folder_of_experts, False)):
         model = model_of(path) if path == folder else AutoModelForCausalLM.from_pretrained(path)
         tied = (
             {"lm_head.weight"}
@@ -441,7 +460,8 @@ def test_weights_have_the_names_of_a_checkpoints_files(tmp_path_factory):
         weights.use_names_of_files()
         kept = load_file(Path(path) / "model.safetensors")
         sent = dict(weights.named_weights())
-        assert sent.keys() - tied == kept.keys() - tied and weights.expected.keys() == sent.keys()
+        assert sent.keys() - tied == kept.keys() - tied
+        assert {name: tensor.nbytes for name, tensor in sent.items()} == weights.expected
         assert all(torch.equal(sent[name].detach(), tensor) for name, tensor in kept.items())
 
 
@@ -592,6 +612,19 @@ def test_a_server_with_two_workers_gets_all_weights_by_either_way(tmp_path):
             check_logs(
                 train(server.url, tmp_path / transport, RECIPE, "--per_device_train_batch_size", "16", *options)
             )
+
+
+@each_real
+def test_a_model_with_experts_is_pushed_as_its_files_hold_it(tmp_path, folder_of_experts):
+    """All of them change, and are right afterwards; also while they are trained."""
+    with SGLangServer(folder_of_experts, python=PYTHON, log=tmp_path / "log") as server:
+        for transport in ("disk", "nccl"):
+            options = ["--weight_sync", transport, "--vllm_group_port", str(free_port()), "--learning_rate", "1e-2"]
+            options += ["--per_device_train_batch_size", "16", "--model_name_or_path", str(folder_of_experts)]
+            logs = train(server.url, tmp_path / transport, RECIPE, *options)
+            assert len(logs) == 3 and logs[0]["sync/logprob_difference"] < 1e-5
+            for log in logs:
+                assert log["sampling/sampling_logp_difference/mean"] < 1e-5, log
 
 
 RECIPES = {  # of agents, of ms-swift and of verl: the recipe, and what makes three steps of it small

@@ -1155,10 +1155,24 @@ MUTATIONS = [
         "tests/generation/test_sglang.py::test_what_it_cannot_do_for_a_recipe_is_said_at_the_start",
     ),
     Mutation(
-        "sglang: an expert is pushed under another one's name",
+        "sglang: a weight that files hold with others is pushed in part",
         "mt_grpo/generation/weights.py",
-        "    if same is not weight:",
-        "    if same is None:",
-        "tests/generation/test_sglang.py::test_experts_that_files_hold_apart_are_refused_by_name",
+        "    if sum(part.numel() for part in found.values()) != tensor.numel():",
+        "    if not found:",
+        "tests/generation/test_sglang.py::test_a_weight_that_files_hold_with_others_is_refused",
+    ),
+    Mutation(
+        "sglang: experts are pushed together",
+        "mt_grpo/generation/weights.py",
+        "            if name in self._parts:\n",
+        "            if False:\n",
+        "tests/generation/test_sglang.py::test_weights_have_the_names_of_a_checkpoints_files",
+    ),
+    Mutation(
+        "sglang: all parts of a weight are as large as it",
+        "mt_grpo/generation/weights.py",
+        "sizes.get(name, 0) // sum(parts.values())",
+        "sizes.get(name, 0)",
+        "tests/generation/test_sglang.py::test_weights_have_the_names_of_a_checkpoints_files",
     ),
 ]
