@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import resource
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -39,6 +41,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "hf_recipes/tiny/harbor"
 TOML = 'schema_version = "1.4"\n[task]\nname = "own/{name}"\n[verifier]\ntimeout_sec = 20.0\n'
 STRAY = "mt-grpo-harbor-test"  # a file that an attempt makes where nobody may: harmless where it can
+OVER = "over"  # as soon as a command prints it, the time of all time limits is over: see `clock`
+LONG = 5000.0
 PASSES = '[ "$(cat /app/out)" = right ]\necho $(($? == 0)) > /logs/verifier/reward.txt\n'
 
 
@@ -105,6 +109,19 @@ def play(folder, *turns, cls=None, max_steps=5, rollouts=1, close=True, **settin
 
 def bash(command):
     return call("bash", command=command)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time limits end with an event, however slow the machine is: with the word `OVER` in what a command prints."""
+    later, ends = [0.0], commands.kept_ends
+
+    def kept(head, tail, part, *most):
+        later[0] += 2 * LONG * (OVER.encode() in part)
+        return ends(head, tail, part, *most)
+
+    monkeypatch.setattr(commands, "kept_ends", kept)
+    monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
 
 
 @pytest.fixture(params=MODES)
@@ -236,6 +253,8 @@ TESTS_OF_EVIL = """
 cd /app; echo given | $AS_AGENT bash /app/evil 2> /dev/null; echo "code $?"
 cd /tests; $AS_AGENT ls -A . /logs/verifier
 cd /app; timeout 0.2 $AS_AGENT sleep 1000; echo "code $?"
+runs() { ps -e -o args | grep -q "^sleep 4242"; }
+$AS_AGENT sleep 4242 & until runs; do sleep 0.01; done; kill -KILL $!; while runs; do sleep 0.01; done
 PATH=/app/fake:$PATH BASH_ENV=/app/evil $AS_AGENT sh -c 'exit 3' < /dev/null > /dev/null 2>&1; echo "code $?"
 $AS_AGENT nothing 2> /dev/null; echo "code $?"
 echo 0.25 > /logs/verifier/reward.txt
@@ -319,12 +338,12 @@ def test_what_is_mounted_within_the_systems_folders_cannot_be_written(as_user):
 
 def test_nothing_of_a_command_runs_behind_it(sandbox):
     """Neither in the background, nor as a daemon, nor in the tests; nor does anything of the tests run behind them."""
-    writes = "while true; do date +%N > /tmp/$$; mv /tmp/$$ /tmp/beat; sleep 0.01; done"
-    started = "until [ -s /tmp/beat ]; do sleep 0.01; done"
-    code, _ = run(sandbox, f"(setsid bash -c '{writes}' > /dev/null 2>&1 &) ; nohup bash -c '{writes}' & {started}")
+    own = secrets.token_hex(8)
+    stays = f": {own}; echo $$ >> /tmp/started; while true; do sleep 0.01; done"
+    started = "until [ $(cat /tmp/started | wc -l) = 2 ]; do sleep 0.01; done"
+    code, _ = run(sandbox, f"(setsid bash -c '{stays}' > /dev/null 2>&1 &) ; nohup bash -c '{stays}' & {started}")
     assert code == 0
-    _, beats = run(sandbox, "cat /tmp/beat; sleep 0.3; cat /tmp/beat")
-    assert beats and len(set(beats.split())) == 1
+    assert not [each.pid for each in psutil.process_iter(["cmdline"]) if own in " ".join(each.info["cmdline"] or ())]
     forger = (
         "(while true; do echo 1 > /logs/verifier/reward.txt; done) & until [ -e /logs/verifier/reward.txt ]; do "
         "sleep 0.01; done; echo 0 > /logs/verifier/reward.json"
@@ -345,10 +364,11 @@ def test_the_folder_is_kept_and_nothing_else_of_a_shell(sandbox):
     assert outcome.text(99) == "/tmp\n"
 
 
-def test_limits_of_time_output_memory_and_files(sandbox):
-    began = time.monotonic()
-    outcome = sandbox.shell("echo begun; sleep 1000", "/", "/", {}, 0.5)
-    assert (outcome.code, outcome.why, outcome.text(99)) == (None, "time", "begun\n") and time.monotonic() - began < 30
+def test_limits_of_time_output_memory_and_files(sandbox, clock):
+    outcome = sandbox.shell("sleep 100000", "/", "/", {}, 0.1)
+    assert (outcome.code, outcome.why, outcome.text(99)) == (None, "time", "")
+    outcome = sandbox.shell(f"echo {OVER}; sleep 100000", "/", "/", {}, LONG)
+    assert (outcome.code, outcome.why, outcome.text(99)) == (None, "time", f"{OVER}\n") and outcome.seconds > LONG
     outcome = sandbox.shell("echo first; yes", "/", "/", {}, 60.0)
     assert outcome.why == "output" and outcome.text(40).startswith("first\ny\n... [") is False
     assert outcome.text(1000).startswith("first\n") and len(outcome.text(1000)) < 1100
@@ -889,13 +909,13 @@ def test_a_step_that_is_missed_ends_the_task_and_the_others_count_as_nothing(tmp
 @needs_namespaces
 @pytest.mark.parametrize("command, words", [
     ("touch a; chmod 555 /app", "files cannot be put into /app: .*Permission denied"),
-    ("echo 'sleep 1000' > a", r"setup.sh of step second failed \(time\)"),
+    (f"echo 'echo {OVER}; sleep 100000' > a", r"setup.sh of step second failed \(time\)"),
     ("echo exit 3 > a", r"setup.sh of step second failed \(exit code 3: \)"),
 ])  # fmt: skip
-def test_a_step_that_the_policy_keeps_from_beginning_is_missed(tmp_path, caplog, command, words):
+def test_a_step_that_the_policy_keeps_from_beginning_is_missed(tmp_path, caplog, clock, command, words):
     """It has not escaped its loss. Once a step has begun, what fails there is the tests' to say."""
     write_steps(tmp_path, **{"steps/second/workdir/setup.sh": "bash a\n"})
-    cls = harbor(most_turns=6, verifier_seconds=1.0 if "sleep" in command else 60.0)
+    cls = harbor(most_turns=6, verifier_seconds=LONG)
     with caplog.at_level(logging.WARNING):
         (rollout,) = play(tmp_path, bash(command), "<answer>1</answer>", "<answer>2</answer>", cls=cls)
     assert len(rollout.turns) == 2 and (rollout.reward, rollout.error) == (0.5, None)
@@ -923,20 +943,23 @@ def test_a_setup_that_fails_is_no_fault_of_the_policys(tmp_path):
 
 
 @needs_namespaces
-def test_the_tasks_time_is_that_of_its_commands(tmp_path):
+def test_the_tasks_time_is_that_of_its_commands(tmp_path, clock):
     """Behind it no command runs, and the tests say what was reached."""
-    write_task(tmp_path, toml="[agent]\ntimeout_sec = 1.5\n")
-    (rollout,) = play(tmp_path, bash("echo right > out; sleep 1000"), "<answer>x</answer>")
-    assert len(rollout.turns) == 1 and rollout.turns[0].results[0].text == "[stopped after 1.5 seconds]"
+    write_task(tmp_path, toml=f"[agent]\ntimeout_sec = {LONG}\n")
+    cls = harbor(most_turns=6, command_seconds=2 * LONG)
+    turns = bash(f"echo right > out; echo {OVER}; sleep 100000"), "<answer>x</answer>"
+    (rollout,) = play(tmp_path, *turns, cls=cls, tool_timeout=600.0)
+    assert len(rollout.turns) == 1 and rollout.turns[0].results[0].text == f"{OVER}\n[stopped after {LONG:g} seconds]"
     assert (rollout.reward, rollout.stop_reason) == (1.0, StopReason.ENVIRONMENT_STOP)
 
 
 @needs_namespaces
-def test_a_command_has_a_time_of_its_own(tmp_path):
+def test_a_command_has_a_time_of_its_own(tmp_path, clock):
     write_task(tmp_path)
-    cls = harbor(most_turns=6, command_seconds=0.5)
-    (rollout,) = play(tmp_path, bash("echo on; sleep 1000"), bash("echo right > out"), "<answer>x</answer>", cls=cls)
-    assert rollout.turns[0].observation == "on\n[stopped after 0.5 seconds]" and rollout.reward == 1.0
+    cls = harbor(most_turns=6, command_seconds=LONG)
+    turns = bash(f"echo {OVER}; sleep 100000"), bash("echo right > out"), "<answer>x</answer>"
+    (rollout,) = play(tmp_path, *turns, cls=cls)
+    assert rollout.turns[0].observation == f"{OVER}\n[stopped after {LONG:g} seconds]" and rollout.reward == 1.0
 
 
 @needs_namespaces

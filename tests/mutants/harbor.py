@@ -105,10 +105,17 @@ MUTATIONS = [
         f"{TESTS}::test_a_program_of_the_policys_that_tests_start_cannot_judge_itself",
     ),
     Mutation(
+        "harbor: a program of the policy's outlives who started it",
+        SCRIPTS,
+        "/usr/bin/setpriv --pdeathsig KILL {NEW_SPACES}",
+        "{NEW_SPACES}",
+        f"{TESTS}::test_a_program_of_the_policys_that_tests_start_cannot_judge_itself",
+    ),
+    Mutation(
         "harbor: programs before the policy's are found by the task's PATH",
         SCRIPTS,
-        "PATH=/usr/sbin:/usr/bin:/sbin:/bin\n",
-        "",
+        "PATH=/usr/sbin:/usr/bin:/sbin:/bin\nfor",
+        "for",
         f"{TESTS}::test_a_program_of_the_policys_that_tests_start_cannot_judge_itself",
     ),
     Mutation(

@@ -92,24 +92,27 @@ SOLVE = FILL + BEGIN + '"$@" < /dev/null 2>&1\nexit $?'
 # processes. `setsid`: a signal to its own group would else reach the tests. The first process has no other user
 # than the program, and more privileges: it cannot be stopped or traced.
 AS_AGENT = "/logs/home/as-agent"
-# What the root of the namespaces or this runs is never found by the PATH of a task, nor does it read its BASH_ENV.
+# What runs before the program is never found by the PATH of a task, nor does it read its BASH_ENV (`-p`).
 HIDE_TESTS = """
 set -e
 path=$PATH
 PATH=/usr/sbin:/usr/bin:/sbin:/bin
 for folder in /tests /logs/verifier /logs/home; do mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs "$folder"; done
 cd -- "$PWD" 2> /dev/null || cd /
-trap "exit 143" TERM INT HUP
-setsid setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --securebits=+noroot,+noroot_locked \\
-    env -u PYTHONSAFEPATH -u PYTHONNOUSERSITE HOME=/root "PATH=$path" "$@" <&0 &
-exec 2> /dev/null
+exec {errors}>&2 2> /dev/null
 set +e
-wait $!
+setsid setpriv --no-new-privs --bounding-set=-all --inh-caps=-all --securebits=+noroot,+noroot_locked \\
+    env -u PYTHONSAFEPATH -u PYTHONNOUSERSITE HOME=/root "PATH=$path" "$@" 2>&"$errors" {errors}>&-
 exit $?
 """
 NEW_SPACES = "/usr/bin/unshare --user --map-root-user --mount --pid --fork --kill-child --mount-proc"
+# A signal that ends this, as that of `timeout`, ends the program, and KILL does so by way of the parent's death.
 AS_AGENT_FILE = f"""#!/bin/bash -p
-exec {NEW_SPACES} /bin/bash -p -c {shlex.quote(HIDE_TESTS)} as-agent "$@"
+exec {{errors}}>&2 2> /dev/null
+trap 'kill -KILL $!; exit 143' TERM INT HUP
+/usr/bin/setpriv --pdeathsig KILL {NEW_SPACES} \\
+    /bin/bash -p -c {shlex.quote(HIDE_TESTS)} as-agent "$@" <&0 2>&"$errors" {{errors}}>&- &
+wait $!
 """
 # INVARIANT: a reward is read from a folder that was empty when the tests began, when every process of theirs is dead.
 JUDGE = (
