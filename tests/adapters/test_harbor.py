@@ -355,6 +355,30 @@ def test_nothing_of_a_command_runs_behind_it(sandbox):
     assert run(sandbox, "ls -A /logs/verifier /tests")[1].split() == ["/logs/verifier:", "/tests:"]
 
 
+def test_tests_run_alone(sandbox):
+    """A call that was given up may still run when its conversation is over, or be about to begin."""
+    outcomes = []
+
+    def given_up(command):
+        thread = threading.Thread(target=lambda: outcomes.append(sandbox.shell(command, "/", "/", {}, 900.0)))
+        thread.start()
+        return thread
+
+    first = given_up("touch /tmp/on; sleep 100000")
+    assert run(sandbox, "until [ -e /tmp/on ]; do sleep 0.01; done; rm /tmp/on")[0] == 0
+    tests = "until [ -e /tmp/end ]; do sleep 0.01; done; echo 1 > /logs/verifier/reward.txt"
+    judged = []
+    judge = threading.Thread(target=lambda: judged.append(sandbox.judge(archive_of(test_sh=tests), "/", {}, 1.0)))
+    judge.start()
+    first.join(60)
+    assert outcomes.pop().code != 0  # it was ended
+    second = given_up("touch /tmp/end")
+    judge.join(60)
+    second.join(60)
+    assert judged[0].why == "time" and outcomes.pop().code == 0  # nobody made /tmp/end while the tests ran
+    assert run(sandbox, "ls /tmp")[1] == "end\n"
+
+
 def test_the_folder_is_kept_and_nothing_else_of_a_shell(sandbox):
     outcome = sandbox.shell("mkdir -p '/tmp/a b'; cd '/tmp/a b'; X=1; export Y=1; false", "/", "/", {}, 60.0)
     assert (outcome.code, environment.folder_of(outcome.control)) == (1, "/tmp/a b")

@@ -601,7 +601,7 @@ def test_a_step_that_takes_too_long_ends_its_rollout(monkeypatch):
     assert rollout.failed and re.search("(reset|respond) took longer than environment_timeout=1 s", str(rollout.error))
 
 
-def test_what_is_nested_too_deeply_is_no_failure_of_the_server():
+def test_what_no_server_reads_is_no_failure_of_the_server():
     """The policy would be rid of a rollout by it."""
     deep = []
     for _ in range(100_000):
@@ -610,6 +610,9 @@ def test_what_is_nested_too_deeply_is_no_failure_of_the_server():
     async def step():
         with pytest.raises(ValueError, match="it is nested too deeply"):
             await session.step({"column": deep})
+        with pytest.raises(ValueError, match="it has half of a character"):
+            await session.step({"column": json.loads('"\\ud800"')})
+        assert not [kind for kind, _ in served.received if kind == "step"]
         await session.close()
 
     with Served(Columns, COLUMN_ACTION) as served:

@@ -139,6 +139,13 @@ MUTATIONS = [
         "    pass\n\n\ndef unable",
         f"{DOCKER_TESTS}::test_a_container_that_cannot_be_judged_has_no_reward_while_docker_answers",
     ),
+    Mutation(
+        "harbor: a call that was given up runs beside the tests",
+        SANDBOX,
+        "archive, first=first, alone=True)",
+        "archive, first=first)",
+        f"{TESTS}::test_tests_run_alone",
+    ),
     # The test's own namespace of mounts is all that it could write to.
     Mutation(
         "harbor: what is mounted in the system's folders can be written",

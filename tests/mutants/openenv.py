@@ -138,6 +138,13 @@ MUTATIONS = [
         f"{TESTS}::test_an_action_that_the_server_refuses_moves_nothing",
     ),
     Mutation(
+        "openenv: half of a character is sent",
+        SERVER,
+        "json.dumps(action, ensure_ascii=False).encode()",
+        "json.dumps(action)",
+        f"{TESTS}::test_what_no_server_reads_is_no_failure_of_the_server",
+    ),
+    Mutation(
         "openenv: any text is the end",
         SERVER,
         "if not isinstance(done, bool):",

@@ -79,6 +79,7 @@ class Commands:
 
     def __init__(self, end: Callable[[subprocess.Popen], None]):
         self._end, self._lock, self.closed = end, threading.Lock(), False
+        self._starting = threading.RLock()  # held while one runs alone
         self.running: set[subprocess.Popen] = set()
 
     def run(
@@ -97,7 +98,7 @@ class Commands:
             SandboxError: the sandbox was closed.
         """
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        with self._lock:
+        with self._starting, self._lock:
             if self.closed:
                 raise SandboxError("it was closed")
             process = subprocess.Popen(words, env=env, start_new_session=True, cwd="/", **pipes)
@@ -120,6 +121,15 @@ class Commands:
             raise SandboxError("it was closed meanwhile")
         outcome.seconds = 0.0 if outcome.began is None else time.monotonic() - outcome.began
         return outcome
+
+    def run_alone(self, *words: Any, **more: Any) -> Outcome:
+        """`run`, when all others were ended. None begins meanwhile: one that was given up may be on its way."""
+        with self._starting:
+            with self._lock:
+                running = list(self.running)
+            for process in running:
+                self._end(process)
+            return self.run(*words, **more)
 
     def close(self) -> bool:
         """End all, and let none begin. False: it was closed before."""

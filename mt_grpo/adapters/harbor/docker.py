@@ -169,7 +169,7 @@ class DockerSandbox:
         words = ["docker", "exec", "--interactive", *(["--user", "0"] if as_root else [])]
         words += [word for name, value in env.items() for word in ("--env", f"{name}={value}")]
         words += [self._container, "bash", "-c", script, "run", *command]
-        outcome = self._commands.run(words, None, given, seconds)
+        outcome = (self._commands.run_alone if as_root else self._commands.run)(words, None, given, seconds)
         if outcome.why:
             self._kill_all()
         if outcome.began is None:

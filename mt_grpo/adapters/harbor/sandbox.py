@@ -197,11 +197,11 @@ class NamespaceSandbox:
     ) -> Outcome:
         first = [folder, str(kilobytes_of(archive)), str(self._owner)]
         command = ["bash", "-c", 'cd -- "$1" && exec /bin/bash "$2"', "bash", workdir, file]
-        return self._run(script, command, env, seconds, archive, first=first)
+        return self._run(script, command, env, seconds, archive, first=first, alone=True)
 
     def _run(
         self, script: str, command: Sequence[str], env: dict[str, str], seconds: float, given: bytes = b"",
-        first: Sequence[str] = (), whole: bool = False,
+        first: Sequence[str] = (), whole: bool = False, alone: bool = False,
     ) -> Outcome:  # fmt: skip
         """What comes of a command in the namespaces.
 
@@ -213,6 +213,7 @@ class NamespaceSandbox:
             given: What the script reads from stdin.
             first: Arguments of the script before the command.
             whole: Whether all of the output is kept, as the head.
+            alone: Whether the others are ended first, and none begins meanwhile.
         """
         words = ["setpriv", "--pdeathsig", "KILL", "nsenter", "--target", str(self._holder.pid)]
         words += [] if self.as_user else ["--user", "--preserve-credentials"]
@@ -224,7 +225,8 @@ class NamespaceSandbox:
         command = ["/bin/bash" if command[0] == "bash" else command[0], *command[1:]]
         words += ["bash", "-c", PREPARE + script, "run", *first, *self._as_user(), *own, *command]
         variables = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
-        outcome = self._commands.run(words, variables, given, seconds, whole)
+        run = self._commands.run_alone if alone else self._commands.run
+        outcome = run(words, variables, given, seconds, whole)
         if self._holder.poll() is not None:
             raise SandboxError(f"the process that holds it has ended with code {self._holder.returncode}")
         if outcome.began is None:

@@ -202,9 +202,11 @@ class OpenEnvSession:
     async def step(self, action: dict[str, Any]) -> Step:
         """One action. Raises `ActionRefused` for one that does not fit, `StepRaised`, and else `OpenEnvFailure`."""
         try:
-            json.dumps(action)
+            json.dumps(action, ensure_ascii=False).encode()
         except RecursionError:  # the policy wrote it, and it is no failure of the server's
             raise ActionRefused("it is nested too deeply") from None
+        except UnicodeEncodeError:  # OpenEnv cannot answer it, and closes the session
+            raise ActionRefused("it has half of a character: a lone surrogate") from None
         return read_step(await self.ask("step", action), self._where("step"))
 
     async def state(self) -> dict[str, Any]:
