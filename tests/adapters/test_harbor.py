@@ -250,12 +250,12 @@ kill -KILL 0
 kill -KILL -1
 """
 TESTS_OF_EVIL = """
+exec 2> /dev/null  # bash says there which of its jobs was killed
 cd /app; echo given | $AS_AGENT bash /app/evil 2> /dev/null; echo "code $?"
 cd /tests; $AS_AGENT ls -A . /logs/verifier
 cd /app; timeout 0.2 $AS_AGENT sleep 1000; echo "code $?"
 runs() { ps -e -o args | grep -q "^sleep 4242"; }
-$AS_AGENT sleep 4242 & until runs; do sleep 0.01; done; kill -KILL $!
-wait $! 2> /dev/null; while runs; do sleep 0.01; done
+$AS_AGENT sleep 4242 & until runs; do sleep 0.01; done; kill -KILL $!; while runs; do sleep 0.01; done
 PATH=/app/fake:$PATH BASH_ENV=/app/evil $AS_AGENT sh -c 'exit 3' < /dev/null > /dev/null 2>&1; echo "code $?"
 $AS_AGENT nothing 2> /dev/null; echo "code $?"
 echo 0.25 > /logs/verifier/reward.txt
