@@ -388,6 +388,13 @@ def test_conversations_go_where_the_largest_share_is_free():
         assert len(small.headers) + len(large.headers) == before + 4  # nobody was refused
 
 
+def test_a_larger_server_is_asked_for_the_places_that_a_smaller_one_lacks(caplog):
+    with Served(Count, most=1) as small, Served(Count, most=9) as large, caplog.at_level(logging.WARNING):
+        cls = load(small, large, batch=6)
+        assert [server.places for server in cls.servers] == [1, 5] and cls.most_conversations == 6
+    assert "fewer sessions" not in caplog.text
+
+
 def test_a_server_without_room_is_passed_over():
     """At once, and not when the time for a place is over."""
     with Served(Count, most=1) as full, Served(Count, most=1) as free:

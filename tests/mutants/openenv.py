@@ -124,6 +124,13 @@ MUTATIONS = [
         f"{TESTS}::test_conversations_go_where_the_largest_share_is_free",
     ),
     Mutation(
+        "openenv: a larger server is asked for an equal share alone",
+        LOAD,
+        "        if not roomy:\n            break\n        most +=",
+        "        break\n        most +=",
+        f"{TESTS}::test_a_larger_server_is_asked_for_the_places_that_a_smaller_one_lacks",
+    ),
+    Mutation(
         "openenv: a server without room is not passed over",
         ENVIRONMENT,
         "                if to_ask:\n                    continue\n",
@@ -189,7 +196,7 @@ MUTATIONS = [
     Mutation(
         "openenv: the start is silent of servers with few sessions",
         LOAD,
-        "    if places < min(conversations, most * len(servers)):\n",
+        "    if places < min(conversations, conversations if most is None else most * len(servers)):\n",
         "    if False:\n",
         f"{TESTS}::test_a_server_of_one_session_plays_conversations_one_after_another",
     ),

@@ -78,13 +78,16 @@ def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnviron
     if twice := [server.url for k, server in enumerate(servers) if server.url in [each.url for each in servers[:k]]]:
         raise ValueError(f"openenv_url names {twice[0]} twice. Remove one.")
     conversations = max(1, args.generation_batch_size // max(1, args.world_size))
-    most = script_args.openenv_sessions or -(-conversations // len(servers))
-    found = ask_servers(servers, most, args.environment_timeout)
+    most = script_args.openenv_sessions
+    if most is None:
+        found = ask_for_places(servers, conversations, args.environment_timeout)
+    else:
+        found = ask_servers(servers, most, args.environment_timeout)
     check_same(found)
     for server, each in zip(servers, found):
         server.places = each.places
     places = sum(each.places for each in found)
-    if places < min(conversations, most * len(servers)):
+    if places < min(conversations, conversations if most is None else most * len(servers)):
         logger.warning(few_sessions(found, conversations))
     settings = {
         "servers": tuple(servers), "reset_arguments": defaults, "most_turns": args.max_env_steps + 1,
@@ -209,6 +212,23 @@ def ask_servers(servers: list[OpenEnvServer], most: int, timeout: float) -> list
         ) from None
     except OpenEnvFailure as error:
         raise ValueError(f"openenv_url: {sentence(error)}") from error
+
+
+def ask_for_places(servers: list[OpenEnvServer], conversations: int, timeout: float) -> list[Asked]:
+    """Ask servers what they are, and for a place for each conversation. Raises `ValueError`.
+
+    Servers that had as many as they were asked for are asked for those that others have not.
+    """
+    most = -(-conversations // len(servers))
+    found = ask_servers(servers, most, timeout)
+    while (lacking := conversations - sum(each.places for each in found)) > 0:
+        roomy = [server for server, each in zip(servers, found) if each.places == most]
+        if not roomy:
+            break
+        most += -(-lacking // len(roomy))
+        again = dict(zip(roomy, ask_servers(roomy, most, timeout)))
+        found = [again.get(server, each) for server, each in zip(servers, found)]
+    return found
 
 
 async def ask_server(server: OpenEnvServer, most: int, seconds: float) -> Asked:
