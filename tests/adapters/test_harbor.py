@@ -870,6 +870,21 @@ def test_tests_begin_in_a_home_of_their_own_and_import_nothing_of_the_working_di
 
 
 @needs_namespaces
+def test_a_module_that_the_tests_do_not_find_is_told(tmp_path, caplog):
+    """The policy's program of two files is right, and runs by `$AS_AGENT`."""
+    tests = "{} python3 /app/main.py\necho $(($? == 0)) > /logs/verifier/reward.txt\n"
+    write_task(tmp_path, "bare", tests=tests.format(""))
+    write_task(tmp_path, "parted", tests=tests.format("$AS_AGENT"))
+    with caplog.at_level(logging.WARNING):
+        rollouts = play(tmp_path, bash("echo 'import other' > main.py; touch other.py"), "<answer>done</answer>")
+    assert [rollout.reward for rollout in rollouts] == [0.0, 1.0]
+    (told,) = [each.getMessage() for each in caplog.records if "found no module" in each.getMessage()]
+    assert told.startswith("The task own/bare: a program of its tests found no module. They run with PYTHONSAFEPATH=1")
+    said = TestsSaid({"reward": 0.0}, output="ModuleNotFoundError: No module named 'other'")
+    assert check.TaskTrial([said], [said]).problems("reward")[1] == environment.HINT_OF_MODULES
+
+
+@needs_namespaces
 def test_a_reward_below_0_is_told_since_tests_that_are_stopped_count_as_0(tmp_path, caplog):
     write_task(tmp_path, tests="echo -1 > /logs/verifier/reward.txt\n")
     with caplog.at_level(logging.WARNING):

@@ -16,7 +16,7 @@ from typing import Any
 
 from mt_grpo.adapters.harbor.commands import SandboxError
 from mt_grpo.adapters.harbor.docker import DockerImages
-from mt_grpo.adapters.harbor.environment import said_by_tests, uses_docker
+from mt_grpo.adapters.harbor.environment import HINT_OF_MODULES, NO_MODULE, said_by_tests, uses_docker
 from mt_grpo.adapters.harbor.images import NamespaceImages, put_step_files
 from mt_grpo.adapters.harbor.tasks import Allowed, HarborTask, read_task, task_folders
 from mt_grpo.adapters.harbor.toml_tables import BrokenTask, NeedsMore
@@ -41,6 +41,7 @@ class TaskTrial:
         for before, after in zip(self.untouched, self.solved):
             if not found and after.reward(name) <= before.reward(name):
                 found.append(f"its solution gets {after.reward(name):g}, an untouched machine {before.reward(name):g}")
+                found += [HINT_OF_MODULES] if NO_MODULE in after.output else []
         return found
 
 

@@ -29,6 +29,11 @@ SHOWN = 8000  # characters of a command's output; the recipe's max_tool_response
 SHOWN_OF_TESTS = 2000
 MARGIN = 10.0  # seconds of environment_timeout that are left where tests are ended
 TOLD_REASONS = 8
+NO_MODULE = "ModuleNotFoundError"
+HINT_OF_MODULES = (
+    "a program of its tests found no module. They run with PYTHONSAFEPATH=1, without the working directory and the "
+    'folder of a script: start programs of the policy\'s by $AS_AGENT, or set PYTHONSAFEPATH = "" in [verifier.env]'
+)
 SIGNALLED = 128  # and its number: the exit code of what a signal has ended
 
 
@@ -154,6 +159,8 @@ class HarborEnvironment:
                 f"its tests gave the reward {reward:g}. Tests that are stopped count as 0, which is more: a policy "
                 "may learn to stop them. Let rewards be at least 0"
             )
+        elif NO_MODULE in said.output and env.get("PYTHONSAFEPATH"):
+            self._tell(f"{HINT_OF_MODULES}, if it should find it")
         return said
 
     def _tell(self, what: str) -> None:
