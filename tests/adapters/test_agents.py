@@ -80,7 +80,7 @@ def ids(text):
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def run(agent, *turns, seconds=0.0, timeout=20.0, max_model_calls=8, row=None, llm=None, **settings):
+def run(agent, *turns, seconds=0.0, timeout=120.0, max_model_calls=8, row=None, llm=None, **settings):
     """(the rollout, the policy) of one agent with a scripted policy."""
     program = CommandAgent(agent) if isinstance(agent, str) else agent
     program = program if isinstance(program, CommandAgent) else FunctionAgent(agent)
