@@ -1,4 +1,4 @@
-"""How much of the prompts vLLM's servers had in their prefix caches, by the counters of their /metrics."""
+"""How much of the prompts servers had in their prefix caches, by the counters of their /metrics."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import at_once
 
-COUNTERS = ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits")  # tokens that were looked up, and that were there
 HIT_RATE = "sampling/prefix_cache_hit_rate"
 
 
-def read_counters(text: str) -> tuple[float, float] | None:
+def read_counters(text: str, names: tuple[str, str]) -> tuple[float, float] | None:
     """(tokens that were looked up, tokens that were there) since a server began, over its engines.
 
-    None where it does not count them.
+    None where it does not count them. A counter of hits may be missing before the first one.
 
     >>> read_counters('vllm:prefix_cache_queries_total{engine="0"} 8.0\\n'
-    ...               'vllm:prefix_cache_queries_total{engine="1"} 2.0\\nvllm:prefix_cache_hits_total{engine="0"} 4.0')
+    ...               'vllm:prefix_cache_queries_total{engine="1"} 2.0\\nvllm:prefix_cache_hits_total{engine="0"} 4.0',
+    ...               ("vllm:prefix_cache_queries", "vllm:prefix_cache_hits"))
     (10.0, 4.0)
     """
-    found = [re.findall(rf"^{name}(?:_total)?(?:{{[^}}]*}})? (\S+)$", text, re.M) for name in COUNTERS]
-    return tuple(sum(map(float, values)) for values in found) if all(found) else None
+    found = [re.findall(rf"^{name}(?:_total)?(?:{{[^}}]*}})? (\S+)$", text, re.M) for name in names]
+    return tuple(sum(map(float, values)) for values in found) if found[0] else None
 
 
 class PrefixCacheCounts:
@@ -54,6 +54,7 @@ class PrefixCacheCounts:
 def counters_of(server: Any) -> tuple[float, float] | None:
     """The counters of a server, None where it does not say them. That a server is lost is for others to find out."""
     try:
-        return read_counters(server.request("GET", "/metrics", timeout=10.0, read=None))
+        text = server.request("GET", "/metrics", timeout=10.0, read=None)
+        return read_counters(text, server.engine.PREFIX_COUNTERS)
     except ServerError:
         return None

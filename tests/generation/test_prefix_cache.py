@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from mt_grpo.generation.connection import ServerConnection
-from mt_grpo.generation.prefix_cache import HIT_RATE, PrefixCacheCounts
+from mt_grpo.generation.engines import ENGINES
+from mt_grpo.generation.prefix_cache import HIT_RATE, PrefixCacheCounts, read_counters
 from mt_grpo.reports.metrics import conversation_columns, conversation_metrics
 from mt_grpo.rollout import Context, Rollout, StopReason, Turn
 
@@ -75,6 +76,17 @@ def test_a_server_that_does_not_count_is_left_out(served):
     assert counts.metrics(llm) == {HIT_RATE: 0.5}
     say_other(1010, 1005), say(20, 5)
     assert counts.metrics(llm) == {HIT_RATE: 0.5}
+
+
+def test_the_counters_of_sglang():
+    """Its page, before the first hit and behind it: each source of hits has a line."""
+    line = 'sglang:prompt_tokens_total{engine_type="unified",is_streaming="false",model_name="m"} 78.0\n'
+    hits = "".join(
+        f'sglang:cached_tokens_total{{cache_source="{source}",engine_type="unified",model_name="m"}} {count}\n'
+        for source, count in (("device", 55.0), ("host", 2.0))
+    )
+    names = ENGINES["sglang"].PREFIX_COUNTERS
+    assert [read_counters(page, names) for page in ("", line, line + hits)] == [None, (78.0, 0), (78.0, 57.0)]
 
 
 def test_a_server_that_is_gone_is_left_out(served):

@@ -31,6 +31,7 @@ from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import pictures_in
 from mt_grpo.generation.engines import ENGINES, Engine
+from mt_grpo.generation.prefix_cache import HIT_RATE
 from mt_grpo.generation.samples import BadAnswer
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
 from mt_grpo.generation.weight_transfer import check_shared_directory
@@ -64,7 +65,7 @@ def test_an_engine_has_all_of_the_list_and_nothing_beside_it(engine):
         assert inspect.signature(getattr(type(engine), name)) == inspect.signature(each), name
     public = {name for name, each in vars(type(engine)).items() if inspect.isfunction(each) and name[0] != "_"}
     assert public == wanted.keys()
-    assert all(isinstance(getattr(engine, name), str | bool) for name in Engine.__annotations__)
+    assert all(isinstance(getattr(engine, name), str | bool | tuple) for name in Engine.__annotations__)
 
 
 def ask(prompt, **payload):
@@ -599,6 +600,7 @@ def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
     logs = train(server.url, tmp_path, RECIPE, "--per_device_train_batch_size", "16", *options)
     check_logs(logs[:1] if ahead else logs, 1 if ahead else 3)
     assert ("sync/write_seconds" in logs[0]) == ("nccl" not in options)
+    assert all(0.3 < log[HIT_RATE] < 1 for log in logs[1:])  # by its own counters
     if ahead:
         assert any(log.get("rollout/staleness_max", 0) >= 1 for log in logs)
 

@@ -1122,7 +1122,7 @@ MUTATIONS = [
     Mutation(
         "prefix cache: a page without the counters ends the step",
         "mt_grpo/generation/prefix_cache.py",
-        " if all(found) else None",
+        " if found[0] else None",
         "",
         "tests/generation/test_prefix_cache.py::test_a_server_that_does_not_count_is_left_out",
     ),
