@@ -272,10 +272,13 @@ class WeightSync:
             return
         self._push(f"{version}-probe", all_others=True)
         after = on_main_process(checksums)
+        # Buffers are in no push: tables of rotary embeddings, a bias of routing that is no parameter.
+        buffers = {name.rpartition(".")[2] for name, _ in self.model.named_buffers()} - {"weight", "bias"}
         for number in before.keys() & after.keys():
             sums = before[number]
-            # Buffers that are computed, as tables of rotary embeddings, are in no push.
-            weights = [name for name in sums if name.endswith(("weight", "bias"))]
+            weights = [
+                name for name in sums if name.endswith(("weight", "bias")) and name.rpartition(".")[2] not in buffers
+            ]
             if kept := sorted(name for name in weights if after[number].get(name) == sums[name]):
                 url = self.servers.servers[number].base_url
                 if on_main_process(self.servers.weight_version) != f"{version}-probe":

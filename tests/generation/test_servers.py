@@ -550,7 +550,8 @@ def pushing():
 def test_each_weight_of_a_server_must_change_by_a_push_of_others(pushing, monkeypatch):
     """Of engines that say checksums, once, at the first push. What is in no push may stay as it is."""
     push, pool, sync = pushing
-    pushed, left_out = [], {0: [], 1: [], 2: []}
+    pushed, left_out, buffers = [], {0: [], 1: [], 2: []}, ["0: rotary.table", "0: gate.correction_bias"]
+    sync.model.named_buffers = lambda: [("mlp.gate.correction_bias", None), ("some.norm.weight", None)]
 
     def named_weights(norm_scale=1.0, all_others=False):
         pushed.append(all_others)
@@ -559,8 +560,8 @@ def test_each_weight_of_a_server_must_change_by_a_push_of_others(pushing, monkey
     def checksums(server):
         changed = "others" if pushed and pushed[-1] else "its own"
         number = pool.servers.index(server)
-        names = ["0: a.weight", "0: a.bias", "0: b.w13_weight", "0: rotary.table"]
-        return {n: "its own" if n in [*left_out[number], "0: rotary.table"] else changed for n in names}
+        names = ["0: a.weight", "0: a.bias", "0: b.w13_weight", *buffers]
+        return {n: "its own" if n in [*left_out[number], *buffers] else changed for n in names}
 
     sync.weights.named_weights = named_weights
     monkeypatch.setattr(Pushed.engine, "checksums", checksums)
