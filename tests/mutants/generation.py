@@ -1124,7 +1124,7 @@ MUTATIONS = [
         "mt_grpo/generation/prefix_cache.py",
         " if found[0] else None",
         "",
-        "tests/generation/test_prefix_cache.py::test_a_server_that_does_not_count_is_left_out",
+        "tests/generation/test_prefix_cache.py::test_the_counters_of_sglang",
     ),
     Mutation(
         "prefix cache: a server that is gone ends the step",
