@@ -274,6 +274,41 @@ def test_a_program_of_the_policys_that_tests_start_cannot_judge_itself(desk):
     assert (outcome.code, rewards_of(read_reward_files(outcome.control))) == (0, ({"reward": 0.25}, ""))
 
 
+OF_ANOTHER_USER = """
+import os, sys
+from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxLimits
+user = int(sys.argv[1])
+os.setgroups([]), os.setresgid(user, user, user), os.setresuid(user, user, user)
+sandbox = NamespaceSandbox(SandboxLimits())
+assert not sandbox.as_user
+sandbox.seal()
+outcome = sandbox.judge(sys.stdin.buffer.read(), "/", {}, 60.0)
+sandbox.close()
+print(outcome.text(9999), outcome.control)
+os.rmdir(f"/tmp/harbor-sandbox-{user}")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or bool(no_namespaces()), reason="needs root, which becomes another user")
+def test_a_trainer_of_another_user_than_root_judges():
+    """In a namespace of users where its number is 0. Of root's own number, which is 0 outside, more is allowed."""
+    tests = (
+        "touch /tests/x /x\n$AS_AGENT touch /logs/verifier/x\n$AS_AGENT id -u\necho 0.5 > /logs/verifier/reward.txt\n"
+    )
+    users = numbers_of_users()
+    user = users.take()
+    try:
+        program = [sys.executable, "-c", OF_ANOTHER_USER, str(user)]
+        env = {**os.environ, "TMPDIR": "/tmp"}
+        said = subprocess.run(program, cwd=ROOT, env=env, input=archive_of(test_sh=tests), capture_output=True)
+    finally:
+        users.give_back(user)
+    printed = said.stdout.decode()
+    assert said.returncode == 0, said.stderr.decode()
+    assert printed.count("Read-only file system") == 3 and "\n0\n" in printed
+    assert printed.endswith(" b'reward.txt 4\\nMC41Cg==\\n'\n")
+
+
 def test_where_no_namespaces_can_be_nested_tests_are_told_so(sandbox, monkeypatch, caplog):
     monkeypatch.setattr(sandbox_module, "NEW_SPACES", "echo not permitted; false")
     sandbox_module.no_nested_namespaces.cache_clear()

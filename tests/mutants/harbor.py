@@ -146,6 +146,13 @@ MUTATIONS = [
         "archive, first=first)",
         f"{TESTS}::test_tests_run_alone",
     ),
+    Mutation(
+        "harbor: without root, a folder's whole file system is mounted anew",
+        SCRIPTS,
+        'mount -n -o remount,bind,ro,nosuid,nodev "$folder"',
+        'mount -n -o remount,ro "$folder"',
+        f"{TESTS}::test_a_trainer_of_another_user_than_root_judges",
+    ),
     # The test's own namespace of mounts is all that it could write to.
     Mutation(
         "harbor: what is mounted in the system's folders can be written",

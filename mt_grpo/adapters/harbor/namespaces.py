@@ -78,13 +78,14 @@ eval "$3"
 RUN = BEGIN + '"$@" < /dev/null 3>&2 2>&1\nexit $?'
 RUN_WITH_INPUT = BEGIN + '"$@" 3>&2 2>&1\nexit $?'
 RUN_QUIETLY = BEGIN + '"$@" < /dev/null 2> /dev/null\nexit $?'
-# Arguments: KiB of the folder, its path, the owner. The archive is read from stdin, by the namespaces' root.
+# Arguments: the folder, its KiB, the owner. The archive is read from stdin, by the namespaces' root. `bind`: else the
+# owner of the file system is said anew, by a number that a namespace of users does not have.
 FILL = """
 folder=$1 size=$2 owner=$3
 shift 3
 mount -n -t tmpfs -o "size=${size}k,mode=755,nosuid,nodev" tmpfs "$folder"
 tar -x -C "$folder" --no-same-owner
-mount -n -o remount,ro "$folder"
+mount -n -o remount,bind,ro,nosuid,nodev "$folder"
 """
 SOLVE = FILL + BEGIN + '"$@" < /dev/null 2>&1\nexit $?'
 # `$AS_AGENT program`, in tests: the program can neither write a reward, nor read the tests, nor end them. It has the
