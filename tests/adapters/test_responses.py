@@ -611,21 +611,28 @@ def test_equal_texts_go_on_once_each_where_thinking_is_never_sent():
     assert all(turn.went_on for turn in rollout.turns[:2]), [record.numbers for record in rollout.records]
 
 
-def test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record(caplog):
+@pytest.mark.parametrize("first, then, records", [
+    (["small", "policy"], ["small", "policy"], [[1, 3]]),
+    (["small", "policy"], ["policy", "small"], [[1, 2]]),
+    (["policy", "small"], ["small", "policy"], [[0, 3]]),
+    (["policy"], ["small", "policy"], [[0, 2]]),
+])  # fmt: skip
+def test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record(caplog, monkeypatch, first, then, records):
     """Of equal texts of both models; and where the other one repeats the policy's conversation first."""
+    monkeypatch.setattr(agent_messages, "_told", set())
 
     async def agent(row, client):
         messages = [user("a")]
-        for model in ("small", "policy"):
+        for model in first:
             await client.chat.completions.create(model=model, messages=messages)
         messages += [{"role": "assistant", "content": "4"}, user("b")]
-        for model in ("small", "policy"):
+        for model in then:
             await client.chat.completions.create(model=model, messages=messages)
 
-    rollout, _ = with_others(agent, "4", "4", "5", "6", other_models="frozen")
+    rollout, _ = with_others(agent, *["4"] * len(first), "5", "6", other_models="frozen")
     assert rollout.error is None, rollout.error
-    assert [turn.trained for turn in rollout.turns] == [False, True, False, True]
-    assert [record.numbers for record in trained_records(rollout)] == [[1, 3]]
+    assert [turn.trained for turn in rollout.turns] == [model == "policy" for model in [*first, *then]]
+    assert [record.numbers for record in trained_records(rollout)] == records
     assert caplog.text.count("the model 'small' was asked for. By agent_other_models: frozen nothing") == 1
 
 

@@ -19,11 +19,12 @@ vllm:prefix_cache_queries_created{{engine="0",model_name="m"}} 1.79e+09
 vllm:prefix_cache_hits_total{{engine="0",model_name="m"}} {hits:.1f}
 vllm:external_prefix_cache_queries_total{{engine="0",model_name="m"}} 7.0
 """
+OTHER = 'vllm:num_requests_running{{engine="0"}} 1.0\n'  # a server that does not cache prompts
 
 
 @pytest.fixture
 def served():
-    """Servers whose pages a test sets, by number; None is an error."""
+    """Servers whose pages a test sets, by number; None is an error, and OTHER a page without the counters."""
     pages, running = {}, []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -44,7 +45,8 @@ def served():
         port = server.server_address[1]
 
         def say(looked_up, hits):
-            pages[port] = None if looked_up is None else PAGE.format(looked_up=looked_up, hits=hits)
+            page = OTHER if looked_up is OTHER else PAGE
+            pages[port] = None if looked_up is None else page.format(looked_up=looked_up, hits=hits)
 
         say(looked_up, hits)
         return ServerConnection(f"http://127.0.0.1:{port}", None, 10.0, 10.0), say, server
@@ -67,9 +69,10 @@ def test_the_share_since_the_last_time_of_all_servers(served):
     assert counts.metrics(llm) == {HIT_RATE: 10 / 40}
 
 
-def test_a_server_that_does_not_count_is_left_out(served):
+@pytest.mark.parametrize("nothing", [None, OTHER], ids=["an error", "other counters"])
+def test_a_server_that_does_not_count_is_left_out(served, nothing):
     one, say, _ = served(10, 0)
-    other, say_other, _ = served(None, None)
+    other, say_other, _ = served(nothing, None)
     counts, llm = PrefixCacheCounts(), SimpleNamespace(servers=[one, other])
     assert counts.metrics(llm) == {}
     say(20, 5), say_other(1000, 1000)

@@ -182,7 +182,7 @@ MUTATIONS = [
         "mt_grpo/training/passes.py",
         "torch.full_like(value[:1] if value.ndim else value, FILLERS.get(key, 0))",
         "value[:1]",
-        "tests/training/test_passes.py::test_two_ranks_have_the_gradient_of_one",
+        "tests/training/test_passes.py::test_a_row_that_fills_up_a_pass_trains_nothing",
     ),
     Mutation(
         "records: ranks exchange gradients after each pass",

@@ -11,7 +11,15 @@ from accelerate import Accelerator
 from peft import LoraConfig
 from test_distributed import run as run_worker
 
-from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, without_sync
+from mt_grpo.training.passes import (
+    PASSES,
+    Pass,
+    TrainedRow,
+    dummy_row,
+    into_passes,
+    loss_in_passes,
+    without_sync,
+)
 
 CLOSE = 1e-5  # of a gradient's largest entry, in float32
 
@@ -188,6 +196,22 @@ def passes_of(loss_type, training=True, layout="padded"):
     )  # fmt: skip
     assert found["is_last"]
     return found[PASSES]
+
+
+def test_a_row_that_fills_up_a_pass_trains_nothing():
+    """Of another rank's row it has the prompt's last token, and zeros: no loss, no advantage, no logprob."""
+    values = {
+        "prompt_ids": torch.tensor([7, 8, 9]), "prompt_mask": torch.ones(3, dtype=torch.long),
+        "completion_ids": torch.tensor([5, 6]), "completion_mask": torch.ones(2, dtype=torch.long),
+        "tool_mask": torch.ones(2, dtype=torch.long), "advantages": torch.tensor([0.5, 0.25]),
+        "importance_sampling_ratio": torch.tensor([0.9, 0.8]), "old_per_token_logps": torch.tensor([-1.0, -2.0]),
+    }  # fmt: skip
+    filler = dummy_row(TrainedRow(values, [7, 8, 9], [5, 6], [True, True]))
+    assert {key: value.tolist() for key, value in filler.values.items()} == {
+        "prompt_ids": [9], "prompt_mask": [1], "completion_ids": [0], "completion_mask": [0], "tool_mask": [0],
+        "advantages": [0.0], "importance_sampling_ratio": [1.0], "old_per_token_logps": [0.0],
+    }  # fmt: skip
+    assert filler.num_trained == 0
 
 
 def test_passes_have_no_column_that_is_padding():
