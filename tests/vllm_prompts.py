@@ -35,7 +35,9 @@ class VllmPrompts:
             from vllm.config import ModelConfig, VllmConfig
             from vllm.renderers import renderer_from_config
 
-            config = ModelConfig(model=MODEL, dtype="float32", max_model_len=1024)
+            length = 2**20  # of prompts of programs, which the tiny model itself could not read
+            longer = {"max_position_embeddings": length}
+            config = ModelConfig(model=MODEL, dtype="float32", max_model_len=length, hf_overrides=longer)
             VllmPrompts._renderer = config, renderer_from_config(VllmConfig(model_config=config))
         return VllmPrompts._renderer
 

@@ -3,6 +3,8 @@
 They are installed from npm and by pip, into folders of their own.
 """
 
+import asyncio
+import functools
 import json
 import os
 import re
@@ -12,10 +14,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_agents import CALL, RECIPE, TOKENIZER, ids, run
+from aiohttp import web
+from test_agents import CALL, RECIPE, TOKENIZER, Scripted, ids, run
+from vllm_prompts import VllmPrompts
 
 import mt_grpo_trainer as mt
+from mt_grpo.adapters.agents import server as agent_server
 from mt_grpo.rollout import StopReason
+from mt_grpo.training.records import trained_records
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/agents.md").read_text()
@@ -23,9 +29,25 @@ VERSIONS = {
     "@openai/codex": "0.171.0", "@mariozechner/pi-coding-agent": "0.73.1", "@qwen-code/qwen-code": "0.15.10",
     "ai": "7.0.173", "@ai-sdk/openai": "4.0.118", "@ai-sdk/anthropic": "4.0.105",
 }  # fmt: skip
-OF_PYTHON = {"mini-swe-agent": "2.4.6", "qwen-agent": "0.0.34"}
+OF_PYTHON = {
+    "mini-swe-agent": "2.4.6", "qwen-agent": "0.0.34", "crewai": "1.15.30", "dspy": "3.4.1", "langchain": "1.5.2",
+}  # fmt: skip
+BESIDE = {  # what they import and do not require
+    "qwen-agent": ["soundfile", "python-dateutil"], "langchain": ["langchain-openai==1.7.4"],
+}  # fmt: skip
 ROW = {"question": "How much is 17 * 23?", "answer": "391"}
 THINKS = "<think>I compute.</think>Let me see.\n"
+# Qwen Code has no example on the page.
+QWEN_CODE = """
+export HOME="$(mktemp -d)"
+mkdir "$HOME/.qwen"
+echo '{settings}' >"$HOME/.qwen/settings.json"
+row=$(cat)
+cd "$HOME"
+question=$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["question"])' "$row")
+qwen --auth-type {api} -m policy -y "$question" </dev/null >said
+python3 -c 'import json, sys; print(float(open("said").read().strip() == json.loads(sys.argv[1])["answer"]))' "$row"
+"""
 slow = pytest.mark.slow
 pytestmark = pytest.mark.timeout(1800)
 
@@ -52,15 +74,19 @@ def packages(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """Python of an environment with those of Python."""
-    folder = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    names = [f"{name}=={version}" for name, version in OF_PYTHON.items()]
-    # What Qwen-Agent imports and does not require.
-    installed(
-        [folder / "bin/python", "-m", "pip", "install", "--quiet", *names, "soundfile", "python-dateutil"], folder
-    )
-    return folder / "bin/python"
+    """By the name of a program of Python's: the interpreter of an environment of its own."""
+
+    @functools.cache
+    def made(name):
+        folder = tmp_path_factory.mktemp("venv")
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+        names = [f"{name}=={OF_PYTHON[name]}", *BESIDE.get(name, [])]
+        installed([folder / "bin/python", "-m", "pip", "install", "--quiet", *names], folder)
+        return folder / "bin/python"
+
+    with pytest.MonkeyPatch.context() as patch:  # what they import is their own
+        patch.delenv("PYTHONPATH", raising=False)
+        yield made
 
 
 def bash(name, command, **more):
@@ -74,19 +100,52 @@ def block(word):
     return found
 
 
-def rollout_of(command, *turns, row=ROW):
-    """The rollout of a command whose policy calls, and answers in its last turn: one record, token for token."""
-    limits = {"max_completion_length": 100_000, "max_model_len": 120_000, "max_model_calls": len(turns)}
-    rollout, llm = run(command, *turns, row=row, timeout=600.0, **limits)
+def rollout_of(command, *turns, row=ROW, records=None, observed=None, llm=None, **limits):
+    """The rollout of a command whose policy calls, and answers in its last turn, token for token.
+
+    Args:
+        turns: What the policy writes.
+        records: Numbers of the turns of each record; None: all are of one.
+        observed: Of each turn; None: all but the last are.
+        llm: The policy, where it does not write these turns in this order.
+    """
+    limits = {"max_completion_length": 100_000, "max_model_len": 120_000, "max_model_calls": len(turns), **limits}
+    rollout, llm = run(command, *turns, row=row, timeout=600.0, llm=llm, **limits)
     assert rollout.error is None and rollout.stop_reason == StopReason.AGENT_DONE, rollout.error
-    assert [record.numbers for record in rollout.records] == [list(range(len(turns)))]
+    assert [record.numbers for record in rollout.records] == (records or [list(range(len(turns)))])
     sampled = [[*ids(turn), TOKENIZER.eos_token_id] for turn in turns]
     assert [turn.token_ids for turn in rollout.turns] == sampled
-    assert sum(rollout.loss_mask) == sum(map(len, sampled)) and all(turn.trained for turn in rollout.turns)
+    trained = [token for record in rollout.records for turn in record.turns for token in turn.token_ids]
+    assert len(trained) == sum(map(len, sampled)) and all(turn.trained for turn in rollout.turns)
+    if records is None:
+        assert sum(rollout.loss_mask) == sum(map(len, sampled))
     assert rollout.reward == 1.0 and "refused" not in rollout.turns[-1].info, rollout.turns[-1].info
-    assert all(turn.observed for turn in rollout.turns[:-1])
+    observed = [True] * (len(turns) - 1) + [False] if observed is None else observed
+    assert [turn.observed for turn in rollout.turns] == observed
     assert all(turn.error is None for turn in rollout.turns)
+    check_beginnings(rollout)
     return rollout
+
+
+def check_beginnings(rollout):
+    """Each record begins with the ids that vLLM renders for the request that began it."""
+    theirs = VllmPrompts(TOKENIZER.chat_template)
+    for record in rollout.records:
+        first = record.turns[0]
+        messages = rollout.prompt_messages if first.context is None else first.context.messages
+        asked = {"messages": as_sent(messages), **({"tools": first.tools} if first.tools else {})}
+        assert record.prompt_ids == theirs.ids("chat/completions", asked)
+
+
+def as_sent(messages):
+    """Messages as a client of /v1/chat/completions sends them."""
+    known = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name")
+    return [{key: message[key] for key in known if key in message} for message in messages]
+
+
+def qwen_code(api="openai", **settings):
+    """Qwen Code with these settings."""
+    return QWEN_CODE.replace("{settings}", json.dumps(settings)).replace("{api}", api)
 
 
 def by_shell(tmp_path, monkeypatch, packages, body):
@@ -143,14 +202,7 @@ def test_pi_tells_of_a_command_that_fails(packages, tmp_path, monkeypatch):
 @slow
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
 def test_qwen_code(packages, tmp_path, monkeypatch, api):
-    body = f"""
-export HOME="$(mktemp -d)"
-row=$(cat)
-cd "$HOME"
-question=$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["question"])' "$row")
-qwen --auth-type {api} -m policy -y "$question" </dev/null >said
-python3 -c 'import json, sys; print(float(open("said").read().strip() == json.loads(sys.argv[1])["answer"]))' "$row"
-"""
+    body = qwen_code(api)
     turn = THINKS + bash("run_shell_command", {"command": "echo $((17 * 23))"}, is_background=False)
     rollout = rollout_of(by_shell(tmp_path, monkeypatch, packages, body), turn, "391")
     assert "Output: 391" in rollout.turns[0].results[0].text
@@ -173,7 +225,7 @@ const models = { default: openai("policy"), chat: openai.chat("policy"), anthrop
 const properties = { a: { type: "number" }, b: { type: "string" } };
 const add = tool({
   description: "Add.", inputSchema: jsonSchema({ type: "object", properties }),
-  execute: async ({ a, b }) => `${a} and ${b}`,
+  execute: async ({ a, b }) => `${a} and ${b}` + "x".repeat(process.env.MORE ?? 0),
 });
 const asked = {
   model: models[api], prompt: row.question, tools: { add }, stopWhen: stepCountIs(5), maxOutputTokens: 500,
@@ -249,12 +301,11 @@ with tempfile.TemporaryDirectory() as folder:
 
 
 @slow
-def test_mini_swe_agent(python, tmp_path, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
+def test_mini_swe_agent(python, tmp_path):
     (tmp_path / "agent.py").write_text(MINI)
     first = THINKS + bash("bash", {"command": "echo $((17 * 23)) > said; cat said"})
     last = bash("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat said"})
-    rollout = rollout_of(f"{python} {tmp_path}/agent.py", first, last)
+    rollout = rollout_of(f"{python('mini-swe-agent')} {tmp_path}/agent.py", first, last)
     assert json.loads(rollout.turns[0].results[0].text) == {"returncode": 0, "output": "391\n"}
 
 
@@ -281,9 +332,376 @@ print(json.dumps({"reward": float(said[-1]["content"] == row["answer"])}))
 
 
 @slow
-def test_qwen_agent(python, tmp_path, monkeypatch):
+def test_qwen_agent(python, tmp_path):
     """It writes its tools into the prompt, and reads its calls itself."""
-    monkeypatch.delenv("PYTHONPATH", raising=False)
     (tmp_path / "agent.py").write_text(QWEN)
-    rollout = rollout_of(f"{python} {tmp_path}/agent.py", f"<think>So.</think>{CALL}", f"{CALL}\n{CALL}", "391")
+    command = f"{python('qwen-agent')} {tmp_path}/agent.py"
+    rollout = rollout_of(command, f"<think>So.</think>{CALL}", f"{CALL}\n{CALL}", "391")
     assert [turn.observation.count("1 and x y") for turn in rollout.turns[:2]] == [1, 2]
+
+
+CREW = """
+import json, os, sys
+from crewai import LLM, Agent, Crew, Task
+from crewai.tools import tool
+
+@tool("add")
+def add(a: float, b: str) -> str:
+    \"\"\"Add.\"\"\"
+    return f"{a:g} and {b}"
+
+row = json.loads(sys.stdin.read())
+llm = LLM(model="openai/policy", base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+helper = Agent(role="Helper", goal="Answer.", backstory="You add.", llm=llm, tools=[add])
+task = Task(description=row["question"], expected_output="A number.", agent=helper)
+said = Crew(agents=[helper], tasks=[task]).kickoff()
+print(json.dumps({"reward": float(said.raw.strip() == row["answer"])}))
+"""
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """No reports to the makers of a program."""
+    for name in ("CREWAI_DISABLE_TELEMETRY", "OTEL_SDK_DISABLED", "CREWAI_TESTING"):
+        monkeypatch.setenv(name, "true")
+
+
+@slow
+def test_crewai(python, tmp_path, quiet):
+    """It sends a call back without the text beside it: that is another answer, and begins a record."""
+    (tmp_path / "agent.py").write_text(CREW)
+    command = f"{python('crewai')} {tmp_path}/agent.py"
+    rollout = rollout_of(command, f"<think>So.</think>{CALL}", CALL, "391")
+    assert [[each.text for each in turn.results] for turn in rollout.turns[:2]] == [["1 and x y"]] * 2
+    rollout = rollout_of(command, f"{THINKS}{CALL}", CALL, "391", records=[[0], [1, 2]])
+    assert "Let me see." not in TOKENIZER.decode(rollout.records[1].prompt_ids)
+
+
+DSPY = """
+import json, os, sys
+import dspy
+
+def add(a: float, b: str) -> str:
+    \"\"\"Add.\"\"\"
+    return f"{a:g} and {b}"
+
+row, key = json.loads(sys.stdin.read()), os.environ["OPENAI_API_KEY"]
+lm = dspy.LM("openai/policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=key, cache=False)
+try:
+    with dspy.context(lm=lm):
+        said = dspy.ReAct("question -> answer", tools=[add], max_iters=4)(question=row["question"]).answer
+except dspy.utils.exceptions.AdapterParseError:  # the policy wrote what its adapter does not read
+    said = ""
+print(json.dumps({"reward": float(said.strip() == row["answer"])}))
+"""
+
+
+def fields(**values):
+    """An answer as DSPy's adapter reads it."""
+    return "".join(f"[[ ## {name} ## ]]\n{value}\n\n" for name, value in values.items()) + "[[ ## completed ## ]]"
+
+
+@slow
+def test_dspy(python, tmp_path, monkeypatch):
+    """Each step is a prompt of its own, which tells the steps before in other words. Equal rows are sampled anew."""
+    monkeypatch.setenv("DSPY_CACHEDIR", str(tmp_path / "cache"))
+    (tmp_path / "agent.py").write_text(DSPY)
+    steps = [
+        fields(next_thought="I add.", next_tool_name="add", next_tool_args='{"a": 1, "b": "x y"}'),
+        fields(next_thought="Done.", next_tool_name="finish", next_tool_args="{}"),
+        fields(reasoning="So.", answer="391"),
+    ]
+    for _ in range(2):  # with its cache the second rollout would ask nothing, and fail
+        rollout = rollout_of(
+            f"{python('dspy')} {tmp_path}/agent.py", *steps, records=[[0], [1], [2]], observed=[False] * 3
+        )
+    read = [TOKENIZER.decode(record.prompt_ids) for record in rollout.records]
+    assert "1 and x y" not in read[0] and all("[[ ## observation_0 ## ]]\n1 and x y" in each for each in read[1:])
+
+
+SUMMARY = """
+import json, sys
+from langchain.agents import create_agent
+from langchain.agents.middleware import SummarizationMiddleware
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+@tool
+def add(a: float, b: str) -> str:
+    \"\"\"Add.\"\"\"
+    return f"{a:g} and {b}"
+
+row, (summariser,) = json.loads(sys.stdin.read()), sys.argv[1:]
+summary = SummarizationMiddleware(model=ChatOpenAI(model=summariser), trigger=("messages", 5), keep=("messages", 2))
+agent = create_agent(ChatOpenAI(model="policy"), [add], middleware=[summary], system_prompt="Be brief.")
+said = agent.invoke({"messages": [("user", row["question"])]})["messages"][-1].text
+print(json.dumps({"reward": float(said.strip() == row["answer"])}))
+"""
+
+
+@slow
+@pytest.mark.parametrize("summariser", ["policy", "policy-frozen"])
+def test_langchain_summarises_its_history(python, tmp_path, summariser):
+    """The summary is a record, and so is the conversation behind it. The frozen policy's summary is not trained."""
+    (tmp_path / "agent.py").write_text(SUMMARY)
+    turns = [THINKS + CALL, CALL, "I have added 1 and x y.", "391"]
+    command = f"{python('langchain')} {tmp_path}/agent.py {summariser}"
+    if summariser == "policy":
+        rollout = rollout_of(command, *turns, records=[[0, 1], [2], [3]])
+    else:
+        rollout, _ = run(command, *turns, row=ROW, timeout=600.0, max_completion_length=100_000, max_model_len=120_000)
+        assert rollout.error is None and rollout.reward == 1.0, rollout.error
+        assert [record.numbers for record in trained_records(rollout)] == [[0, 1], [3]]
+        check_beginnings(rollout)
+    behind = TOKENIZER.decode(rollout.records[-1].prompt_ids)
+    assert "I have added 1 and x y." in behind and "Let me see." not in behind and behind.count("1 and x y") == 2
+
+
+# -- what programs do in long runs --
+
+RUNS = {  # the tool of each program that runs a line of shell, and what it says beside the line
+    "codex exec": ("exec_command", "cmd", {}), "pi --provider": ("bash", "command", {}),
+    "qwen": ("run_shell_command", "command", {"is_background": False}),
+}  # fmt: skip
+
+
+def program(word):
+    return qwen_code() if word == "qwen" else block(word)
+
+
+def line(word, text):
+    """The policy's call by which a program runs a line of shell."""
+    name, key, more = RUNS[word]
+    return THINKS + bash(name, {key: text}, **more)
+
+
+class ByPrompt(Scripted):
+    """Writes what a function says of the text that it reads, where requests come in any order."""
+
+    def __init__(self, say):
+        super().__init__("")
+        self.say = say
+
+    async def generate(self, prompt_ids, *args, **kwargs):
+        self.turns = [self.say(TOKENIZER.decode(prompt_ids))]  # read before it waits for anything
+        return await super().generate(prompt_ids, *args, **kwargs)
+
+
+@slow
+def test_codex_compacts_its_history(packages, tmp_path, monkeypatch):
+    """With a provider of its own, as the page says: by its defaults it asks OpenAI's server to do it."""
+    (settings,) = re.findall(r"^    (--config model_provider=.*) \\$", PAGE, re.M)
+    body = block("codex exec").replace('--config "openai_base_url=\\"$OPENAI_BASE_URL\\""', settings)
+    command = by_shell(tmp_path, monkeypatch, packages, body.replace(settings, f"{settings} {COMPACTS}"))
+    turns = [line("codex exec", "echo $((17 * 23))"), "I have computed 391.", "391"]
+    rollout = rollout_of(command, *turns, records=[[0], [1], [2]])
+    asked, behind = (TOKENIZER.decode(record.prompt_ids) for record in rollout.records[1:])
+    assert "CONTEXT CHECKPOINT COMPACTION" in asked and "<tools>" not in asked
+    assert "I have computed 391." in behind and "Let me see." not in behind
+
+
+COMPACTS = "--config model_auto_compact_token_limit=7000"
+
+
+@slow
+def test_what_codex_asks_openais_server_to_compact_is_refused(packages, tmp_path, monkeypatch):
+    """It would be answered with what OpenAI alone can read. The refusal names it, and nothing is trained."""
+    body = block("codex exec").replace("--output-last-message", f"{COMPACTS} --output-last-message")
+    command = by_shell(tmp_path, monkeypatch, packages, body)
+    limits = {"max_completion_length": 100_000, "max_model_len": 120_000}
+    rollout, _ = run(command, line("codex exec", "echo 391"), "391", row=ROW, timeout=600.0, **limits)
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "compaction_trigger" in str(rollout.error)
+
+
+@slow
+def test_qwen_code_compacts_its_history(packages, tmp_path, monkeypatch):
+    settings = {"chatCompression": {"contextPercentageThreshold": 0.01}}
+    command = by_shell(tmp_path, monkeypatch, packages, qwen_code(model=settings, context=settings))
+    turns = [line("qwen", "echo $((17 * 23))"), "<state_snapshot>It is 391.</state_snapshot>", "391"]
+    rollout = rollout_of(command, *turns, records=[[0], [1], [2]])
+    read = [TOKENIZER.decode(record.prompt_ids) for record in rollout.records]
+    assert "<tools>" not in read[1] and "It is 391." in read[2] and "Output: 391" in read[2]
+
+
+def parted(text, spawn):
+    """What the policy writes: it lets one sub-agent compute 17 * 20, and another one 17 * 3.
+
+    Args:
+        text: What it reads.
+        spawn: (the calls that begin both, what runs a line of shell, the call that waits for ids of sub-agents).
+    """
+    calls, run_line, wait = spawn
+    last = text.rpartition("<|im_start|>user")[2]
+    if "gives 340" in text and "gives 51" in text:
+        return "391"
+    for what in ("17 * 20", "17 * 3"):
+        if last.strip().startswith(f"Compute {what}."):
+            return run_line(f"echo '{what} is' $(({what}))")
+        if f"{what} is {eval(what)}" in last:
+            return f"{what} gives {eval(what)}."
+    begun = re.findall(r'"agent_id":"([^"]+)"', text)
+    return wait(begun) if len(begun) == 2 else THINKS + "\n".join(calls)
+
+
+def check_parted(rollout):
+    """Three records: the main conversation, and those of the sub-agents, all of whose turns were observed but one."""
+    assert rollout.error is None and rollout.reward == 1.0, rollout.error
+    main, *others = [[rollout.turns[k] for k in record.numbers] for record in rollout.records]
+    assert len(others) == 2 and main[0].text.startswith(THINKS) and main[-1].text == "391"
+    assert sorted(turns[-1].text for turns in others) == ["17 * 20 gives 340.", "17 * 3 gives 51."]
+    assert [len(turns) for turns in others] == [2, 2] and not main[-1].observed
+    assert all(turn.observed for turns in (main[:-1], *others) for turn in turns)
+    assert all(turn.trained for turn in rollout.turns)
+    check_beginnings(rollout)
+
+
+LONG = {"max_completion_length": 500_000, "max_model_len": 120_000, "max_model_calls": 20, "timeout": 600.0}
+
+
+@slow
+def test_codex_has_sub_agents_side_by_side(packages, tmp_path, monkeypatch):
+    """Both are asked before either is answered."""
+    both = asyncio.Event()
+    calls = [bash("multi_agent_v1__spawn_agent", {"message": f"Compute {what}."}) for what in ("17 * 20", "17 * 3")]
+    spawn = (
+        calls, functools.partial(line, "codex exec"),
+        lambda begun: bash("multi_agent_v1__wait_agent", {"targets": begun, "timeout_ms": 60_000}),
+    )  # fmt: skip
+
+    class Both(ByPrompt):
+        begun = 0
+
+        async def generate(self, prompt_ids, *args, **kwargs):
+            last = TOKENIZER.decode(prompt_ids).rpartition("<|im_start|>user")[2]
+            if last.strip().startswith("Compute "):
+                Both.begun += 1
+                if Both.begun == 2:
+                    both.set()
+                await asyncio.wait_for(both.wait(), 300)
+            return await super().generate(prompt_ids, *args, **kwargs)
+
+    command = by_shell(tmp_path, monkeypatch, packages, block("codex exec"))
+    rollout, _ = run(command, llm=Both(lambda text: parted(text, spawn)), row=ROW, **LONG)
+    check_parted(rollout)
+
+
+@slow
+def test_qwen_code_has_sub_agents(packages, tmp_path, monkeypatch):
+    """One behind the other."""
+    given = [{"description": "Compute.", "prompt": f"Compute {what}."} for what in ("17 * 20", "17 * 3")]
+    spawn = (
+        [bash("agent", each, subagent_type="general-purpose") for each in given],
+        functools.partial(line, "qwen"),
+        None,
+    )
+    command = by_shell(tmp_path, monkeypatch, packages, qwen_code())
+    rollout, _ = run(command, llm=ByPrompt(lambda text: parted(text, spawn)), row=ROW, **LONG)
+    check_parted(rollout)
+    assert [record.numbers for record in rollout.records] == [[0, 5], [1, 2], [3, 4]]
+
+
+@slow
+@pytest.mark.parametrize("word", RUNS)
+def test_a_result_of_a_hundred_kilobytes(packages, tmp_path, monkeypatch, word):
+    """Each program shortens it in its own way; what it sends is what the model reads."""
+    command = by_shell(tmp_path, monkeypatch, packages, program(word))
+    text = "head -c 100000 /dev/zero | tr '\\\\0' x; echo; echo $((17 * 23))"
+    limits = {"max_completion_length": 300_000, "max_model_len": 400_000}
+    rollout = rollout_of(command, line(word, text), line(word, "echo 391"), "391", **limits)
+    (result,) = rollout.turns[0].results
+    assert 391 < len(result.text) < 100_100 and "xxxx" in result.text
+
+
+@slow
+@pytest.mark.parametrize("api", ["default", "chat", "anthropic"])
+def test_a_result_of_a_hundred_kilobytes_is_sent_whole(packages, api, monkeypatch):
+    monkeypatch.setenv("MORE", "100000")
+    (packages / "agent.mjs").write_text(SDK)
+    limits = {"max_completion_length": 300_000, "max_model_len": 400_000}
+    rollout = rollout_of(f"node {packages}/agent.mjs {api} whole", CALL, f"{CALL}\n{CALL}", "391", **limits)
+    assert [len(each.text) for turn in rollout.turns for each in turn.results] == [100_009] * 3
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A server that answers a program's requests by these numbers with a fault, before it reads them."""
+    faults, seen, handle = {}, [], agent_server.AgentServer._handle
+
+    async def maybe(self, request):
+        seen.append(request.path)
+        status = faults.get(len(seen)) if request.method == "POST" else None
+        if status is None:
+            return await handle(self, request)
+        await request.read()
+        body = {"error": {"message": "busy", "type": "server_error", "code": None, "param": None}}
+        return web.json_response(body, status=status, headers={"Retry-After": "1"})
+
+    monkeypatch.setattr(agent_server.AgentServer, "_handle", maybe)
+    return faults, seen
+
+
+@slow
+@pytest.mark.parametrize("word, faults", [
+    ("codex exec", [503, 500]), ("pi --provider", [503, 429]), ("qwen", [503, 429]), ("ai sdk", [503, 429]),
+    ("mini-swe-agent", [503, 429]), ("crewai", [503, 429]),
+])  # fmt: skip
+def test_programs_ask_again_behind_a_fault(packages, python, tmp_path, monkeypatch, failing, quiet, word, faults):
+    """Of a proxy, or of a server that is full: a request that never came is no turn."""
+    turns = [CALL, "391"]
+    if word == "ai sdk":
+        (packages / "agent.mjs").write_text(SDK)
+        command = f"node {packages}/agent.mjs chat whole"
+    elif word in OF_PYTHON:
+        (tmp_path / "agent.py").write_text({"crewai": CREW, "mini-swe-agent": MINI}[word])
+        command = f"{python(word)} {tmp_path}/agent.py"
+        if word == "mini-swe-agent":
+            turns = [bash("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 391"})]
+    else:
+        command = by_shell(tmp_path, monkeypatch, packages, program(word))
+        turns = [line(word, "echo 391"), "391"]
+    given, seen = failing
+    first = 2 if word == "codex exec" else 1  # it asks for a WebSocket before
+    given |= dict(zip((first, first + 1), faults))
+    rollout_of(command, *turns)
+    assert len(seen) >= len(turns) + 2
+
+
+class Endless(Scripted):
+    """Writes its first turn, and never a second one; then a file says that it was asked."""
+
+    def __init__(self, turn, path):
+        super().__init__(turn)
+        self.path, self.cancelled = path, False
+
+    async def generate(self, *args, **kwargs):
+        if not self.asked:
+            return await super().generate(*args, **kwargs)
+        self.path.write_text("")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+@slow
+@pytest.mark.parametrize("word", RUNS)
+def test_a_program_that_is_killed_in_the_middle_of_a_call(packages, tmp_path, monkeypatch, word):
+    """What was sampled before is trained, and what it waited for is given up."""
+    asked = tmp_path / "asked"
+    *begin, _ = program(word).strip().splitlines()  # its last line prints the reward
+    begin = "\n".join(begin)
+    body = f"""({begin}) <"$0.row" &
+pid=$!
+while [ ! -e {asked} ]; do sleep 0.1; done
+pkill -KILL -P $pid
+kill -KILL $pid
+echo 0.5
+"""
+    command = by_shell(tmp_path, monkeypatch, packages, f'cat >"$0.row"\n{body}')
+    llm = Endless(line(word, "echo 391"), asked)
+    rollout, _ = run(command, llm=llm, row=ROW, **LONG)
+    assert rollout.error is None and rollout.reward == 0.5 and llm.cancelled, rollout.error
+    (turn,) = rollout.turns
+    assert turn.trained and turn.went_on and rollout.stop_reason == StopReason.AGENT_DONE
+    check_beginnings(rollout)

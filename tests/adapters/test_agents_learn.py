@@ -1,4 +1,4 @@
-"""The tiny model learns through programs that speak OpenAI's API, and not where its rewards are shuffled."""
+"""The tiny model learns through programs that speak each API, and not where its rewards are shuffled."""
 
 import json
 from pathlib import Path
@@ -11,12 +11,13 @@ import mt_grpo_trainer as mt
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = "hf_recipes/tiny/agent.yaml"
 STEPS = 25
-# The openai package in its other ways; those that stand in tools/agents/ are files there.
+# The openai package in its other ways, and the anthropic one; those that stand in tools/agents/ are files there.
 VARIANTS = '''
-"""Calculator agents with the openai package: without async, as streams, over /v1/responses."""
+"""Calculator agents with the openai package: without async, as streams, over /v1/responses; and with anthropic's."""
 
 import json
 
+import anthropic
 import openai
 
 from tools.calculator import calculator
@@ -96,6 +97,36 @@ async def respond_stream(row, client):
         items += [item.model_dump(exclude_none=True) for item in answer.output]
         items += [{"type": "function_call_output", "call_id": call.call_id, "output":
                    result_of(call.name, call.arguments)} for call in calls]
+
+
+async def converse(row, client, say):
+    address, http = str(client.base_url).removesuffix("v1/"), anthropic.DefaultAsyncHttpxClient(trust_env=False)
+    tool = {"name": "calculator", "description": "A calculator.", "input_schema": SCHEMA, "strict": True}
+    async with anthropic.AsyncAnthropic(base_url=address, api_key=client.api_key, http_client=http) as claude:
+        messages = [{"role": "user", "content": row["question"]}]
+        while True:
+            said = await say(
+                claude, model="policy", max_tokens=200, system=SYSTEM, messages=messages, tools=[tool]
+            )
+            calls = [block for block in said.content if block.type == "tool_use"]
+            if not calls:
+                texts = [block.text for block in said.content if block.type == "text"]
+                return float("".join(texts).strip() == row["answer"])
+            results = [{"type": "tool_result", "tool_use_id": call.id,
+                        "content": result_of(call.name, json.dumps(call.input))} for call in calls]
+            messages += [said.to_param(), {"role": "user", "content": results}]
+
+
+async def message(row, client):
+    return await converse(row, client, lambda claude, **asked: claude.messages.create(**asked))
+
+
+async def message_stream(row, client):
+    async def say(claude, **asked):
+        async with claude.messages.stream(**asked) as events:
+            return await events.get_final_message()
+
+    return await converse(row, client, say)
 '''
 SHUFFLED = """
 import random
@@ -121,6 +152,8 @@ AGENTS = {
     "openai, streams": "{variants}:solve_stream",
     "openai, responses": "{variants}:respond_sync",
     "openai, responses as streams": "{variants}:respond_stream",
+    "anthropic": "{variants}:message",
+    "anthropic, streams": "{variants}:message_stream",
     "langgraph": "tools/agents/calculator_langgraph.py:solve",
     "openai-agents": "tools/agents/calculator_openai_agents.py:solve",
     "openai-agents, responses": "tools/agents/calculator_openai_agents.py:respond",
