@@ -788,6 +788,39 @@ def test_retries_of_equal_requests_join_different_ones():
     assert AgentSession._asked_before(session, "x", False, None) is None
 
 
+def test_a_client_that_left_over_http_is_known_before_its_answer():
+    """So its retry gets the answer that it left, and not that of an equal request whose client still waits."""
+
+    class Held(Begun):
+        released = False
+
+        async def generate(self, *arguments, **options):
+            sampled = await super().generate(*arguments, **options)
+            while not self.released:
+                await asyncio.sleep(0.01)
+            return sampled
+
+    async def agent(row, client):
+        body, open_ = {"model": "policy", "messages": [user("a")]}, []
+        for k in range(2):
+            open_.append(asyncio.ensure_future(post(client, body)))
+            while llm.began <= k:
+                await asyncio.sleep(0.01)
+        first, second = open_
+        second.cancel()
+        while client.session._asked[1].waiting:
+            await asyncio.sleep(0.01)
+        retry = asyncio.ensure_future(post(client, body, **RETRY))
+        while not client.session._asked[1].waiting:
+            await asyncio.sleep(0.01)
+        llm.released = True
+        assert (said_in(await first), said_in(await retry)) == (["1"], ["2"])
+
+    llm = Held("1", "2")
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None and [turn.trained for turn in rollout.turns] == [True, True], rollout.error
+
+
 def test_an_answer_that_is_lost_on_its_way_is_not_trained():
     """The connection breaks while the answer is written: at the server's door, as no client does it on demand."""
 

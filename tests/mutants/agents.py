@@ -109,7 +109,7 @@ MUTATIONS = [
         "mt_grpo/adapters/agents/server.py",
         "shutdown_timeout=1.0, handler_cancellation=True",
         "shutdown_timeout=1.0",
-        "tests/adapters/test_agents.py::test_an_answer_that_nobody_received_is_not_trained",
+        "tests/adapters/test_agents.py::test_a_client_that_left_over_http_is_known_before_its_answer",
     ),
     Mutation(
         "agents: usage of n answers counts the prompt for each",
