@@ -154,6 +154,7 @@ FILES = {
     "sh": {
         "#SBATCH": "test_rented_gpus.py::test_the_batch_job_starts_and_resumes",
         "codex exec": "test_agent_programs.py::test_codex",
+        "model_provider=trainer": "test_agent_programs.py::test_codex_compacts_its_history",
         "pi --provider": "test_agent_programs.py::test_pi",
         "curl --silent": "test_agent_programs.py::test_curl",
     },
