@@ -115,6 +115,15 @@ def why_padded(trainer: Any) -> str | None:
     return reason or (why_not_in_model(reference) if reference is not None else None)
 
 
+def leave_faulty_kernel() -> None:
+    """Have no attention computed by cuDNN, which PyTorch takes first on Hopper cards since 2.11; others compute it.
+
+    With a mask and a number of tokens that is 64 above a multiple of 128, its gradient may be NaN where a query reads
+    nothing, as padding on the left. A step with a pass of 704 tokens ended so on an H100.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
 def models_of(trainer: Any) -> list[Any]:
     """The policy and the reference model, or None, without what DeepSpeed wraps them in."""
     unwrap = trainer.accelerator.unwrap_model
@@ -142,6 +151,7 @@ class Layout:
 
     def __init__(self, trainer: Any, own_methods: type):
         self.trainer = trainer
+        leave_faulty_kernel()
         self.kind, self.reason = "shared", ""
         if reason := why_trls(trainer, own_methods):
             self.kind, self.reason = "trl", reason

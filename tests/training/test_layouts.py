@@ -17,6 +17,20 @@ from mt_grpo.training.layouts import dropout_of
 from mt_grpo.training.passes import PASSES, fill, rows_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
+
+@pytest.mark.parametrize("share_prompts", [True, False])
+def test_no_run_takes_cudnns_attention(random_model, tmp_path, share_prompts):
+    """Its backward pass gives NaN for padding in rows of 64, 192, ..., 704, ... tokens."""
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        make_trainer(random_model, tmp_path, share_prompts=share_prompts)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        assert torch.backends.cuda.flash_sdp_enabled() and torch.backends.cuda.mem_efficient_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
 # -- what is said at the start --
 
 
