@@ -9,8 +9,9 @@ The model has the shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json), 
 autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides: what
 is compared is the machinery, not the conversation. `step` is the rest of a step, without generation, on conversations
 of two or three turns that were made before (scripts/bench/step.py): the prompt of a group computed once or for each of
-its rollouts, and TRL's trainer. `gradients` compares what they come to. `tiny recipe` learns:
-hf_recipes/tiny/calculator.yaml in bf16.
+its rollouts, and TRL's trainer. `gradients` compares what they come to, also of edited histories, trees and pictures
+(scripts/bench/batches.py), with gradient checkpointing, and with a LoRA. `tiny recipe` and `zoom recipe` learn:
+hf_recipes/tiny/calculator.yaml and zoom.yaml in bf16.
 
 Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
 share it, and the cases of `nccl` are left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two
@@ -25,6 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,12 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import common
+from bench.batches import TREE, batch_of, build_picture_trainer
 from bench.common import ROOT, Frame, VLLMServer, machine
-from bench.step import DEFAULTS, SHAPES, build_trainer, calculator_reward, make_conversations
+from bench.step import DEFAULTS, SHAPES, build_trainer, calculator_reward
 from bench.sync import TINY, build_model
 
-RECIPE = "hf_recipes/tiny/calculator.yaml"
+RECIPES = {"tiny recipe": "hf_recipes/tiny/calculator.yaml", "zoom recipe": "hf_recipes/tiny/zoom.yaml"}
 # Name -> (whose trainer, what it sets beside the settings of all).
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "in process": ("ours", {}),
@@ -45,6 +48,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "colocate": ("ours", {"use_vllm": True, "vllm_mode": "colocate"}),
     "TRL, colocate": ("trl", {"use_vllm": True, "vllm_mode": "colocate"}),
     "colocate, sleep": ("ours", {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}),
+    "colocate, LoRA": ("ours", {"use_vllm": True, "vllm_mode": "colocate", "lora": True}),
     "server, disk": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "disk"}),
     "server, nccl": ("ours", {"use_vllm": True, "vllm_mode": "server", "weight_sync": "nccl"}),
     "server, nccl, ahead": (
@@ -54,14 +58,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "step": ("step", {}),
     "gradients": ("gradients", {}),
     "tiny recipe": ("recipe", {}),
+    "zoom recipe": ("recipe", {}),
 }
 SHARE = 0.3  # of a GPU's memory for vLLM where the trainer is on it, too
-STEP_SHAPES = ("prompt", "spread")  # of scripts/bench/step.py
+# Shapes as in scripts/bench/step.py, in passes of eight rows. `kind`: of bench/batches.py; `changes`: settings of the
+# trainer; `compared`: further ones of the sides whose gradients are compared with that of a row per rollout.
+LONG = {key: SHAPES["prompt"][key] for key in ("tokens", "prompt", "rows")}
+BATCHES: dict[str, dict[str, Any]] = {
+    "prompt": SHAPES["prompt"],
+    "spread": SHAPES["spread"],
+    "records": {"title": "edited histories", "tokens": 400, "prompt": 300, "rows": 8, "kind": "records"},
+    "trees": {"title": "trees", "tokens": 400, "prompt": 300, "rows": 8, "kind": "trees", "changes": TREE},
+    "images": {"title": "pictures", "tokens": 200, "prompt": 120, "rows": 8, "kind": "pictures"},
+    "checkpointing": {"title": "long prompt, gradient checkpointing", **LONG,
+                      "compared": {"gradient_checkpointing": True}},
+    "LoRA": {"title": "long prompt, LoRA", **LONG, "lora": True},
+}  # fmt: skip
+STEP_SHAPES = ("prompt", "spread", "records", "images")
+GRADIENT_SHAPES = tuple(BATCHES)
+GRADIENT_ROWS = 4  # of a pass: float32 needs twice the memory
 STEP_TITLE = "32 rollouts in groups of 8, with two or three turns that were made before, eight rows a pass"
 STEP_SIDES = {
     "TRL": ("trl", {}),
     "shared prompts": ("ours", {}),
     "a row per rollout": ("ours", {"share_prompts": False}),
+    "shared, checkpointing": ("ours", {"gradient_checkpointing": True}),
 }
 GROUP_SIZE, WARM_UP = 8, 2  # WARM_UP: steps that are not counted
 CASE_SECONDS = 1800  # after which a case has failed
@@ -140,6 +161,8 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
     from mt_grpo.recipe.plugins import load_tools
 
     side, changes = CASES[case]
+    adapter = lora(changes)
+    changes = {key: value for key, value in changes.items() if key != "lora"}
     on_gpu = torch.cuda.is_available()
     settings = {
         "output_dir": folder, "num_generations": GROUP_SIZE, "per_device_train_batch_size": options.rollouts,
@@ -165,8 +188,9 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
         server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port} if port else {}
         args = mt.MTGRPOConfig(max_turn_tokens=options.tokens, **settings)
         trainer = mt.MTGRPOEnvTrainer(
-            env=env, turn_reward_funcs=[], outcome_reward_funcs=[calculator_reward], args=args, **server, **common
-        )
+            env=env, turn_reward_funcs=[], outcome_reward_funcs=[calculator_reward], args=args, peft_config=adapter,
+            **server, **common,
+        )  # fmt: skip
     trainer.train()
     log = [row for row in trainer.state.log_history if "reward" in row]
     return {"seconds": watch.seconds, "log": log, "used": watch.used,
@@ -174,21 +198,42 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
 
 
 def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any) -> list[dict[str, float]]:
-    """Train on the conversations of a shape of scripts/bench/step.py. Returns the log."""
-    trainer = build_trainer(side, shape, make_conversations(shape), folder, watch, **changes)
+    """Train on the conversations of a shape. Returns the log.
+
+    Raises `RuntimeError` where prompts were to be shared and were not: then it is not what is to be measured.
+    """
+    changes = {**shape.get("changes", {}), **changes}
+    if shape.get("kind") == "pictures":
+        trainer = build_picture_trainer(shape, folder, watch, **changes)
+    else:
+        trainer = build_trainer(side, shape, batch_of(shape), folder, watch, lora(shape), **changes)
     watch.trainer = trainer
     trainer.train()
+    if side == "ours" and changes.get("share_prompts", True) and trainer.layout.kind != "shared":
+        raise RuntimeError(f"{shape['title']}: the rows are {trainer.layout}. Expected rows that share prompts.")
     return trainer.state.log_history
 
 
-def shapes_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """The shapes of a step, with 32 rollouts of the large model."""
-    kind = (
-        {"rollouts": 16, "tokens": 60, "prompt": 64, "model": "tiny"}
-        if options.tiny
-        else {"rollouts": 32, "model": "0.6B"}
-    )
-    return {name: {**DEFAULTS, **SHAPES[name], **kind} for name in STEP_SHAPES}
+def lora(shape: dict) -> Any:
+    """An adapter with random weights, where the shape asks for one."""
+    if not shape.get("lora"):
+        return None
+    from peft import LoraConfig
+
+    return LoraConfig(r=16, lora_alpha=16, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
+
+
+def shapes_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Shapes by their names, with 32 rollouts of the large model."""
+    kind = {"rollouts": 32, "model": "0.6B"}
+    if options.tiny:
+        kind = {"rollouts": 16, "tokens": 60, "prompt": 64, "side": 112, "model": "tiny"}
+    return {name: {**DEFAULTS, **BATCHES[name], **kind} for name in names}
+
+
+def sides_of(shape: dict) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Whose step of a shape is measured: TRL's trainer has no rows for some."""
+    return {title: side for title, side in STEP_SIDES.items() if side[0] == "ours" or "kind" not in shape}
 
 
 def freed() -> None:
@@ -203,21 +248,28 @@ def freed() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
+def put(options: argparse.Namespace, row: dict[str, Any]) -> None:
+    """Write what a case has found so far, which stays where the rest of it fails."""
+    if getattr(options, "out", None):
+        Path(options.out).write_text(json.dumps(row))
+
+
 def run_step(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """`steps`: shape -> side -> seconds per step, and `allocated`, bytes of the GPU by torch at the most."""
     import torch
 
     on_gpu, found = torch.cuda.is_available(), {}
     changes = {"use_cpu": not on_gpu, "bf16": True, "max_steps": options.steps + WARM_UP + 1}
-    for name, shape in shapes_of(options).items():
-        for title, (side, own) in STEP_SIDES.items():
+    for name, shape in shapes_of(options.shapes or STEP_SHAPES, options).items():
+        for title, (side, own) in sides_of(shape).items():
             watch = meter()
-            train_canned(side, shape, folder, watch, **changes, **own)
+            train_canned(side, shape, folder, watch, **{**changes, **own})
             peak = torch.cuda.max_memory_allocated() if on_gpu else 0
             found.setdefault(name, {})[title] = {"seconds": watch.seconds[WARM_UP:], "allocated": peak}
             print(name, title, found[name][title], flush=True)
             del watch
             freed()
+            put(options, {"steps": found})
     return {"steps": found}
 
 
@@ -229,15 +281,16 @@ def run_gradients(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     import torch
 
     on_gpu, found = torch.cuda.is_available(), {}
-    for name, shape in shapes_of(options).items():
-        exact = None
+    for name, shape in shapes_of(options.shapes or GRADIENT_SHAPES, options).items():
+        shape["rows"], exact = GRADIENT_ROWS, None
         for precision in ("float32", "bf16"):
             for title in ("a row per rollout", "shared prompts"):
                 side, own = STEP_SIDES[title]
                 watch = meter()
                 watch.keeps_gradients = True
                 changes = {"use_cpu": not on_gpu, "bf16": precision == "bf16", "max_steps": 1, "max_grad_norm": 0.0}
-                log = train_canned(side, shape, folder, watch, **changes, **own)
+                changes |= own | (shape.get("compared", {}) if exact is not None else {})
+                log = train_canned(side, shape, folder, watch, **changes)
                 exact = watch.gradients if exact is None else exact
                 away = ((watch.gradients - exact).norm() / exact.norm()).item()
                 losses = [row["loss"] for row in log if "loss" in row]
@@ -245,13 +298,15 @@ def run_gradients(options: argparse.Namespace, folder: str) -> dict[str, Any]:
                 print(name, title, precision, away, "norm", watch.gradients.norm().item(), losses, flush=True)
                 del watch
                 freed()
+                put(options, {"gradients": found})
     return {"gradients": found}
 
 
 def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
-    """Train the tiny recipe in bf16 by the script, and return its log."""
+    """Train a bundled recipe in bf16 by the script, and return its log."""
     on_cpu, steps = str(not visible_gpus()).lower(), ["--max_steps", 2] if options.tiny else []
-    log = common.train(RECIPE, Path(folder), "--bf16", "true", "--report_to", "none", "--use_cpu", on_cpu, *steps)
+    words = "--bf16", "true", "--report_to", "none", "--use_cpu", on_cpu, *steps
+    log = common.train(RECIPES[options.run], Path(folder), *words, shown=True)
     return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
 
 
@@ -280,10 +335,11 @@ def make_server(model: Path, case: str, gpus: list[str], options: argparse.Names
 def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str], folder: Path) -> dict[str, Any]:
     """A case's row: what its process returned, or `error`."""
     output, log = folder / f"{case}.json", folder / f"{case}.log"
+    output.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--run", case, "--model", str(model), "--out", str(output), "--steps",
                str(options.steps), "--tokens", str(options.tokens), "--rollouts", str(options.rollouts), "--share",
                str(options.share),
-               *["--tiny"] * options.tiny]  # fmt: skip
+               *["--tiny"] * options.tiny, *(["--shapes", *options.shapes] if options.shapes else [])]  # fmt: skip
     place = {**os.environ, "CUDA_VISIBLE_DEVICES": gpus[0] if gpus else "", "PYTHONPATH": str(ROOT)}
     try:
         with ExitStack() as stack:
@@ -296,7 +352,8 @@ def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str]
             )
     except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the server's start, or of the case
         return {"error": str(error)}
-    return json.loads(output.read_text()) if done.returncode == 0 else {"error": log.read_text()[-2000:]}
+    found = json.loads(output.read_text()) if output.is_file() else {}
+    return found if done.returncode == 0 else {**found, "error": log.read_text()[-2000:]}
 
 
 def summary(row: dict[str, Any]) -> dict[str, float]:
@@ -324,16 +381,17 @@ def step_lines(row: dict[str, Any]) -> list[str]:
     """The table of steps without generation. A cell without figures is a run that did not come to its end."""
     if "steps" not in row:
         return []
-    head = f"| conversations | {' | '.join(STEP_SIDES)} | TRL / shared |"
+    shown = [side for side in STEP_SIDES if any(side in sides for sides in row["steps"].values())]
+    head = f"| conversations | {' | '.join(shown)} | TRL / shared |"
     lines = ["", f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:", "",
-             head, "|---" * (len(STEP_SIDES) + 2) + "|"]  # fmt: skip
+             head, "|---" * (len(shown) + 2) + "|"]  # fmt: skip
     for name, sides in row["steps"].items():
         cells, median = [], {side: statistics.median(found["seconds"]) for side, found in sides.items()}
-        for side in STEP_SIDES:
+        for side in shown:
             cells.append(f"{median[side]:.2f} s, {sides[side]['allocated'] / 2**30:.0f} GiB" if side in sides else "-")
         both = "TRL" in median and "shared prompts" in median
         ratio = f"{median['TRL'] / median['shared prompts']:.1f}" if both else "-"
-        lines.append(f"| {SHAPES[name]['title']} | {' | '.join(cells)} | {ratio} |")
+        lines.append(f"| {BATCHES[name]['title']} | {' | '.join(cells)} | {ratio} |")
     return lines
 
 
@@ -345,7 +403,8 @@ def gradient_lines(row: dict[str, Any]) -> list[str]:
     lines = ["", "Distance of the whole model's gradient from that of a row per rollout in float32, relative:", "",
              f"| conversations | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]  # fmt: skip
     for name, found in row["gradients"].items():
-        lines.append(f"| {SHAPES[name]['title']} | {' | '.join(f'{found[each]:.1e}' for each in names)} |")
+        cells = (f"{found[each]:.1e}" if each in found else "-" for each in names)
+        lines.append(f"| {BATCHES[name]['title']} | {' | '.join(cells)} |")
     return lines
 
 
@@ -365,7 +424,7 @@ def run_section(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
     for case, row in results["cases"].items():
-        if case == "tiny recipe" or "seconds" not in row:
+        if case in RECIPES or "seconds" not in row:
             continue
         got = summary(row)
         cells = [f"{got[key]:.2f} s" for key in ("step", "rollouts", "sync", "training")]
@@ -377,10 +436,11 @@ def run_section(results: dict[str, Any]) -> str:
             lines += ["", f"`{case}` was left out: it {row['skipped']}."]
         if "error" in row:
             lines += ["", f"`{case}` failed: `{row['error'].strip().splitlines()[-1][:200]}`"]
-    if "log" in (tiny := results["cases"].get("tiny recipe", {})):
-        match = [entry[EXACT_MATCH] for entry in tiny["log"]]
-        lines += ["", f"`{RECIPE}` in bf16: exact match {match[0]:.2f} in the first step, "
-                  f"{statistics.mean(match[-10:]):.2f} in the last ten of {len(match)}."]  # fmt: skip
+    for case, recipe in RECIPES.items():
+        if log := results["cases"].get(case, {}).get("log"):
+            match = [entry[EXACT_MATCH] for entry in log]
+            lines += ["", f"`{recipe}` in bf16: exact match {match[0]:.2f} in the first step, "
+                      f"{statistics.mean(match[-10:]):.2f} in the last ten of {len(match)}."]  # fmt: skip
     for note in results.get("notes", []):  # written by hand, of how a run came about
         lines += ["", note]
     return "\n".join(lines)
@@ -395,6 +455,7 @@ def main(argv: list[str] | None = None) -> int:
         __doc__, argv, None, tiny={"action": "store_true", "help": "two steps of the bundled model"},
         case={"choices": CASES, "action": "append"}, steps=number, rollouts=number, tokens=number,
         share={"type": float, "default": SHARE, "help": "of a GPU's memory for vLLM where the trainer is on it, too"},
+        shapes={"nargs": "+", "choices": BATCHES, "help": "of the cases `step` and `gradients`"},
         run=of_a_case, model=of_a_case, port=of_a_case, out=of_a_case,
     )  # fmt: skip
     if options is None:

@@ -218,8 +218,11 @@ def as_lists(conversations: list[Conversation]) -> dict[str, list]:
 
 
 def as_rollouts(conversations: list[Conversation]) -> list:
-    """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step."""
-    from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
+    """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step.
+
+    A turn may have `context`, ids of an edited history that it reads, and `trained`; a conversation `num_copied`.
+    """
+    from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 
     return [
         Rollout(
@@ -231,10 +234,13 @@ def as_rollouts(conversations: list[Conversation]) -> list:
                     [ToolResult(turn["result"])] if turn["call"] else [],
                     messages=[dict(message) for message in turn["messages"]],
                     observation_ids=list(turn["observation_ids"]),
+                    context=Context([], list(turn["context"])) if "context" in turn else None,
+                    trained=turn.get("trained", True),
                 )
                 for turn in conversation["turns"]
             ],
             StopReason.ANSWERED,
+            num_copied=conversation.get("num_copied", 0),
         )
         for index, conversation in enumerate(conversations)
     ]  # fmt: skip
@@ -317,9 +323,10 @@ def build_model(shape: Shape) -> Any:
 
 
 def build_trainer(
-    side: str, shape: Shape, conversations: list[Conversation], folder: str, meter: Any, **changes: Any
-) -> Any:
-    """TRL's trainer or ours, with `changes` of their settings.
+    side: str, shape: Shape, conversations: list[Conversation], folder: str, meter: Any, adapter: Any = None,
+    **changes: Any,
+) -> Any:  # fmt: skip
+    """TRL's trainer or ours, with `changes` of their settings, and an adapter's configuration if there is one.
 
     Without generation it is as if vLLM had sampled: importance sampling is corrected for.
     """
@@ -342,7 +349,7 @@ def build_trainer(
         "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False, **changes,
     }  # fmt: skip
     common = {"model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200),
-              "processing_class": tokenizer, "callbacks": [meter]}  # fmt: skip
+              "processing_class": tokenizer, "callbacks": [meter], "peft_config": adapter}  # fmt: skip
     if generates:
         meter.prepare = lambda: None
         settings["max_completion_length"] = 2 * longest

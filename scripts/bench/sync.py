@@ -63,7 +63,8 @@ def build_model(size: str, folder: Path, dtype: str) -> Path:
         **SIZES[size], tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=2, pad_token_id=0,
         dtype=getattr(torch, dtype),
     )  # fmt: skip
-    Qwen3ForCausalLM(config).to(config.dtype).save_pretrained(folder)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        Qwen3ForCausalLM(config).to(config.dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
 

@@ -21,9 +21,12 @@ CASES = {
         "prompt": {"TRL": {"seconds": [9.0, 6.0, 3.0], "allocated": 2**31},
                    "shared prompts": {"seconds": [2.0, 1.0, 4.0], "allocated": 2**30}},
         "spread": {"TRL": {"seconds": [5.0], "allocated": 2**30}},
+        "records": {"shared, checkpointing": {"seconds": [7.0], "allocated": 3 * 2**30}},
     }},
-    "gradients": {"gradients": {"prompt": {"a row per rollout, float32": 0.0, "shared prompts, bf16": 0.0123}}},
+    "gradients": {"gradients": {"prompt": {"a row per rollout, float32": 0.0, "shared prompts, bf16": 0.0123},
+                                "images": {"a row per rollout, float32": 0.0}}, "error": "out\nof memory"},
     "tiny recipe": {"seconds": [1.0], "log": [{"rewards/exact_match_reward_func/mean": m} for m in (0.25, 0.75)]},
+    "zoom recipe": {"seconds": [1.0], "log": [{"rewards/exact_match_reward_func/mean": 0.5}]},
 }  # fmt: skip
 RESULTS = {
     "machine": {"torch": "2", "trl": "1", "vllm": "0"}, "gpus": "Abacus 9000", "parameters": 600_000_000,
@@ -45,17 +48,21 @@ def test_the_table_has_a_row_per_case_that_ran_and_a_line_per_other_one():
     ]
     assert "(torch 2, TRL 1, vLLM 0)" in lines[0]
     assert [line for line in lines[7:] if line and line[0] != "A"] == [
-        "| conversations | TRL | shared prompts | a row per rollout | TRL / shared |",
+        "| conversations | TRL | shared prompts | shared, checkpointing | TRL / shared |",
         "|---|---|---|---|---|",
         "| long prompt | 6.00 s, 2 GiB | 2.00 s, 1 GiB | - | 3.0 |",
         "| log-normal lengths | 5.00 s, 1 GiB | - | - | - |",
+        "| edited histories | - | - | 7.00 s, 3 GiB | - |",
         "Distance of the whole model's gradient from that of a row per rollout in float32, relative:",
         "| conversations | shared prompts, bf16 |",
         "|---|---|",
         "| long prompt | 1.2e-02 |",
+        "| pictures | - |",
         "`colocate` failed: `RuntimeError: no memory`",
         "`server, nccl` was left out: it needs 2 GPUs.",
+        "`gradients` failed: `of memory`",
         "`hf_recipes/tiny/calculator.yaml` in bf16: exact match 0.25 in the first step, 0.50 in the last ten of 2.",
+        "`hf_recipes/tiny/zoom.yaml` in bf16: exact match 0.50 in the first step, 0.50 in the last ten of 1.",
     ]
     assert lines[-1] == "A note."
 
@@ -68,14 +75,38 @@ def test_nccl_needs_two_gpus_or_a_library_that_takes_one_twice(monkeypatch):
 
 
 def test_shared_prompts_come_to_the_gradients_of_a_row_per_rollout(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "STEP_SHAPES", ("prompt",))
-    monkeypatch.setitem(bench.SHAPES, "prompt", {**bench.SHAPES["prompt"], "rollouts": 8})
-    options = argparse.Namespace(steps=1, tiny=True)
+    monkeypatch.setattr(bench, "WARM_UP", 0)
+    options = argparse.Namespace(steps=1, tiny=True, shapes=["prompt"], out=str(tmp_path / "found.json"))
     found = bench.run_gradients(options, str(tmp_path))["gradients"]["prompt"]
     assert found["a row per rollout, float32"] == 0.0 < found["shared prompts, float32"] < 1e-5
     assert all(1e-4 < found[f"{each}, bf16"] < 0.2 for each in ("a row per rollout", "shared prompts"))
     steps = bench.run_step(options, str(tmp_path))["steps"]["prompt"]
     assert list(steps) == list(bench.STEP_SIDES) and all(len(side["seconds"]) == 1 for side in steps.values())
+    assert json.loads((tmp_path / "found.json").read_text())["steps"]["prompt"] == steps
+
+
+@pytest.mark.slow
+def test_so_do_edited_histories_trees_pictures_checkpointing_and_a_lora(tmp_path):
+    names = ["records", "trees", "images", "checkpointing", "LoRA"]
+    options = argparse.Namespace(steps=1, tiny=True, shapes=names, out=None)
+    found = bench.run_gradients(options, str(tmp_path))["gradients"]
+    assert list(found) == names
+    for row in found.values():
+        assert row["a row per rollout, float32"] == 0.0 < row["shared prompts, float32"] < 5e-5
+        assert all(1e-3 < row[f"{each}, bf16"] < 0.2 for each in ("a row per rollout", "shared prompts"))
+    options.shapes = ["records", "images"]
+    steps = bench.run_step(options, str(tmp_path))["steps"]
+    assert all(list(sides) == list(bench.STEP_SIDES)[1:] for sides in steps.values())  # TRL has no rows for them
+
+
+def test_rows_that_share_nothing_are_not_measured_as_shared_ones(tmp_path):
+    shape = bench.shapes_of(["prompt"], argparse.Namespace(tiny=True))["prompt"]
+    with pytest.raises(
+        RuntimeError, match="long prompt: the rows are each with its prompt.*pad_to_multiple_of is set"
+    ):
+        bench.train_canned(
+            "ours", shape, str(tmp_path), bench.meter(), use_cpu=True, max_steps=1, pad_to_multiple_of=8
+        )
 
 
 def test_it_wants_a_gpu(monkeypatch):
@@ -90,7 +121,7 @@ def test_a_server_that_does_not_start_is_a_case_that_failed(monkeypatch, tmp_pat
             raise RuntimeError("The vLLM server ended while it started")
 
     monkeypatch.setattr(bench, "make_server", lambda *args: Fails())
-    options = argparse.Namespace(steps=1, tokens=8, rollouts=8, share=0.3, tiny=True)
+    options = argparse.Namespace(steps=1, tokens=8, rollouts=8, share=0.3, tiny=True, shapes=None)
     row = bench.measure("server, disk", tmp_path, options, [], tmp_path)
     assert row == {"error": "The vLLM server ended while it started"}
 
