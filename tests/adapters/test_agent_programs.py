@@ -33,7 +33,7 @@ OF_PYTHON = {
     "mini-swe-agent": "2.4.6", "qwen-agent": "0.0.34", "crewai": "1.15.30", "dspy": "3.4.1", "langchain": "1.5.2",
 }  # fmt: skip
 BESIDE = {  # what they import and do not require
-    "qwen-agent": ["soundfile", "python-dateutil"], "langchain": ["langchain-openai==1.7.4"],
+    "qwen-agent": ["soundfile", "python-dateutil", "tqdm"], "langchain": ["langchain-openai==1.7.4"],
 }  # fmt: skip
 ROW = {"question": "How much is 17 * 23?", "answer": "391"}
 THINKS = "<think>I compute.</think>Let me see.\n"
