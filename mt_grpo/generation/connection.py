@@ -34,7 +34,7 @@ from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.pictures import reader_of
 from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.generation.engines import ENGINES
-from mt_grpo.generation.samples import BadAnswer
+from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo.rollout import Generation
 
@@ -362,7 +362,7 @@ class ServerConnection:
             except TimeoutError:
                 problem = f"no answer within vllm_request_timeout={self.request_timeout:g} s"
             except ValueError as error:
-                problem, bad_answers = error_line(error), bad_answers + 1
+                problem, bad_answers = error_line(error), bad_answers + (not isinstance(error, HalfLoaded))
                 if bad_answers == self.BAD_ANSWERS:
                     raise ServerError(f"POST {url}: {bad_answers} answers in a row are no sample: {problem}") from None
             give_up = give_up or time.monotonic() + self.timeout

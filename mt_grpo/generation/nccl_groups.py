@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import itertools
 import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
 from urllib.parse import urlsplit
@@ -37,7 +38,7 @@ class WorkerGroup(Protocol):
         """End what waits in it, on both sides. Called from another thread."""
 
     def end(self) -> None:
-        """Leave it as a run ends; the server goes on."""
+        """Leave it as a run ends, also behind `abort`; the server goes on."""
 
 
 class NCCLGroup:
@@ -61,7 +62,7 @@ class NCCLGroup:
 
     def __init__(self, server: Any, port: int, device: torch.device):
         self.server, self.device = server, device
-        self._group: WorkerGroup | None = server.engine.group(server, port, device)
+        self.closed, self._group = False, server.engine.group(server, port, device)
         self._within_limits(self._group.join, f"forms no NCCL group on port {port} (vllm_group_port)")
 
     def send(self, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
@@ -71,10 +72,9 @@ class NCCLGroup:
             metadata: (name, dtype, shape) of each.
             tensors: By name, the model's own or on the CPU. The latter are on the GPU only while they are sent.
         """
-        if self._group is None:
+        if self.closed:
             raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
-        group = self._group
-        self._within_limits(lambda: group.send(metadata, tensors), "did not take the weights")
+        self._within_limits(lambda: self._group.send(metadata, tensors), "did not take the weights")
 
     def _within_limits(self, function: Callable[[], None], what: str) -> None:
         """Run `function` in a thread. Raises `ServerLost`, and closes the group, if it fails or does not end."""
@@ -110,15 +110,14 @@ class NCCLGroup:
 
     def close(self) -> None:
         """Abort the group: what waits in it ends, on both sides."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.abort()
+        if not self.closed:
+            self.closed = True
+            self._group.abort()
 
     def end(self) -> None:
-        """Leave the group as a run ends."""
-        group, self._group = self._group, None
-        if group is not None:
-            group.end()
+        """Leave the group as a run ends, also one that was aborted: it may hold its port."""
+        self.closed = True
+        self._group.end()
 
 
 def check_group_port(server: Any, port: int) -> None:
@@ -208,6 +207,7 @@ class SGLangGroup:
 
     BUCKET_BYTES = 512 * 2**20  # of the weights in one request, for which the server takes memory at once
     stores: ClassVar[dict[tuple[str, int], Any]] = {}  # by address and port
+    WATCHDOG = timedelta(minutes=30)
     ADDRESS = "SGLANG_HOST_IP"  # the variable with this machine's address, where the one found is the wrong one
 
     def __init__(self, server: Any, port: int, device: torch.device):
@@ -215,10 +215,12 @@ class SGLangGroup:
         # A server keeps the groups of ended runs, by their names.
         self.name = f"mt-grpo-{server.instance}-{time.monotonic_ns():x}"
         self._group: Any = None
+        self._given_up = False  # INVARIANT: then nothing more is asked of the server, which others use
 
     def join(self) -> None:
         server = urlsplit(self.server.base_url)
-        with socket.create_connection((server.hostname, server.port or 80), timeout=10.0) as connection:
+        port = server.port or (443 if server.scheme == "https" else 80)
+        with socket.create_connection((server.hostname, port), timeout=10.0) as connection:
             own = connection.getsockname()[0]  # the address of this machine that the server can reach
         named, size = os.environ.get(self.ADDRESS), 1 + int(self.server.server_info()["tp_size"])
         limit = timedelta(seconds=self.server.request_timeout)
@@ -239,6 +241,8 @@ class SGLangGroup:
             asked.result()
         self._group = made.result()
         asked.result()
+        if self._given_up:
+            self.abort()
 
     def _store_of(self, address: str, listens: str, size: int, limit: timedelta) -> Any:
         """Where the processes of a group find each other: one for all groups by this port, while the run goes on.
@@ -260,7 +264,7 @@ class SGLangGroup:
         if backend == "gloo":
             return dist.ProcessGroupGloo(store, 0, size, limit)
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
+        options._timeout = limit + self.WATCHDOG  # else torch ends this process before the push is given up
         return dist.ProcessGroupNCCL(store, 0, size, options)
 
     def send(self, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
@@ -277,39 +281,53 @@ class SGLangGroup:
             for i, bucket in enumerate(buckets):
                 self._send_bucket(bucket, tensors, last=i == len(buckets) - 1)
         except BaseException:
-            with suppress(ServerError):  # the next push ends what is still open
-                self.server.request("POST", "/end_weight_update", timeout=5.0, json={})
+            if not self._given_up:
+                with suppress(ServerError):  # the next push ends what is still open
+                    self.server.request("POST", "/end_weight_update", timeout=5.0, json={})
             raise
         self.server.request("POST", "/end_weight_update", json={}, read=self._succeeded)
 
     def _buckets(self, metadata: Metadata) -> Iterator[Metadata]:
-        """The weights in order, in runs of at most `BUCKET_BYTES`, or of one weight that is larger."""
+        """The weights in order, in runs of at most `BUCKET_BYTES`, or of one block that is larger.
+
+        A block is what lies beside each other, as the projections of an attention: some models of SGLang put several
+        of them together, and drop those that come in different requests.
+        """
         bucket, size = [], 0
-        for name, dtype, shape in metadata:
-            count = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
+        for _, block in itertools.groupby(metadata, key=lambda item: item[0].rsplit(".", 2)[0]):
+            block = list(block)
+            count = sum(torch.Size(shape).numel() * getattr(torch, dtype).itemsize for _, dtype, shape in block)
             if bucket and size + count > self.BUCKET_BYTES:
                 yield bucket
                 bucket, size = [], 0
-            bucket.append((name, dtype, shape))
+            bucket += block
             size += count
         yield bucket
 
     def _send_bucket(self, bucket: Metadata, tensors: dict[str, torch.Tensor], last: bool) -> None:
         names, dtypes, shapes = (list(column) for column in zip(*bucket))
-        asked = self._ask(
-            "/update_weights_from_distributed", names=names, dtypes=dtypes, shapes=shapes, group_name=self.name,
-            flush_cache=last, abort_all_requests=False,
-        )  # fmt: skip
-        # INVARIANT: what is sent lives until the server has answered, which it does when it has all. Nothing is waited
-        # for here: where the server refuses, nobody receives, and gloo would wait for its whole time limit.
-        sent = [tensors[name].detach().to(self.device).contiguous() for name in names]
+        # A stream of its own: what hangs in it is waited for by this thread alone, which has a time limit.
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        group = self._group
-        sending = [group.broadcast([tensor], options) for tensor in sent if group is not None]
-        asked.result()
-        for work in sending:
-            work.wait()
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            # INVARIANT: what is sent is there before the server is asked, whose workers then wait for it; and it lives
+            # until the server has answered.
+            sent = [tensors[name].detach().to(self.device).contiguous() for name in names]
+            if (group := self._group) is None or self._given_up:
+                raise ServerLost(f"{self.server.base_url}: its group is closed.")
+            asked = self._ask(
+                "/update_weights_from_distributed", names=names, dtypes=dtypes, shapes=shapes, group_name=self.name,
+                flush_cache=last, abort_all_requests=False,
+            )  # fmt: skip
+            sending = [group.broadcast([tensor], options) for tensor in sent]
+            # Nothing is waited for before the answer: where the server refuses, nobody receives, and gloo would wait
+            # for its whole time limit.
+            asked.result()
+            for work in sending:
+                work.wait()
+        if stream:
+            stream.synchronize()
 
     def _ask(self, path: str, **body: Any) -> Future[None]:
         """A request beside what this thread does next. One that fails aborts the group, in which this thread waits."""
@@ -336,12 +354,14 @@ class SGLangGroup:
 
     def abort(self) -> None:
         """Both sides leave it. A server whose worker waits in it for ever does not answer: it is not waited for."""
+        self._given_up = True
         self._abort_group()
         with suppress(ServerError):
             body = {"group_name": self.name}
             self.server.request("POST", "/destroy_weights_update_group", timeout=5.0, json=body, read=None)
 
     def end(self) -> None:
-        self.abort()
+        if not self._given_up:
+            self.abort()
         for key in [key for key in self.stores if key[1] == self.port]:
             del self.stores[key]

@@ -33,6 +33,10 @@ class BadAnswer(ValueError):
     """An answer that cannot be a sample: ids that are none, ids and logprobs that do not match, a logprob of NaN."""
 
 
+class HalfLoaded(BadAnswer):
+    """A sample of weights that are not all there yet. The next answer may be a good one."""
+
+
 def is_logprob(value: Any) -> bool:
     """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding."""
     return isinstance(value, (int, float)) and -1e9 < value < 1e-3

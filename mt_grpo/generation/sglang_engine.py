@@ -27,7 +27,7 @@ from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeholders
 from mt_grpo.base.tested_versions import outside
 from mt_grpo.generation.nccl_groups import SGLangGroup, WorkerGroup
-from mt_grpo.generation.samples import BadAnswer, Question, forbidding, not_an_id, read_completion
+from mt_grpo.generation.samples import BadAnswer, HalfLoaded, Question, forbidding, not_an_id, read_completion
 from mt_grpo.rollout import Generation
 
 # How vLLM's sampling parameters are called here. None: it says what is so here anyway.
@@ -128,7 +128,7 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
         raise BadAnswer(f"logprobs are of the ids {named[:5]}..., and {str(ids)[:50]}... were sampled")
     loading = [span for span in meta["weight_versions"] if span["end"] > span["start"]]
     if any(str(span["version"]).startswith("loading-") for span in loading):
-        raise BadAnswer("it sampled while weights were loaded: another run uses this server, too")
+        raise HalfLoaded("it sampled while weights were loaded, by a push that failed or by one of another run")
     choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
     check_what_was_read(seen, prompt)
     found = read_completion(
@@ -178,6 +178,11 @@ class SGLang:
 
     def settings(self, server: Any) -> dict[str, Any]:
         info = server.server_info()
+        if info.get("speculative_draft_model_path"):
+            raise ServerError(
+                f"{server.base_url} was started with a draft model ({info['speculative_draft_model_path']}), which "
+                "would get the policy's weights. Start it without (--speculative-draft-model-path)."
+            )
         return {
             "model": info["model_path"], "tokenizer": info["tokenizer_path"], "dtype": info["dtype"],
             "max_model_len": server.model_card["max_model_len"], "quantization": info.get("quantization"),
@@ -347,7 +352,7 @@ class SGLang:
 
     def checksums(self, server: Any) -> dict[str, str]:
         def read(answer: dict[str, Any]) -> dict[str, str]:
-            sums = [(rank["parallelism_info"][0]["rank"], rank["checksums"]) for rank in answer["ranks"]]
+            sums = enumerate(worker["checksums"] for worker in answer["ranks"])
             return {f"{rank}: {name}": value for rank, named in sums for name, value in named.items()}
 
         return server.request("POST", "/weights_checker", timeout=600.0, json={"action": "checksum"}, read=read)

@@ -211,7 +211,7 @@ class WeightSync:
         return {**seconds, "check": time.perf_counter() - pushed}, gap
 
     def _push(
-        self, version: str, norm_scale: float = 1.0, shift: float = 0.0, all_others: bool = False
+        self, version: str, norm_scale: float = 1.0, shift: float = 0.0, all_others: float = 0.0
     ) -> dict[str, float]:
         """Push the weights, changed as `_probe_logprobs` and `named_weights` have it. Returns seconds by phase."""
         if self.adapter is None:
@@ -270,24 +270,38 @@ class WeightSync:
         before = {} if self.adapter is not None else on_main_process(checksums)
         if not any(before.values()):
             return
-        self._push(f"{version}-probe", all_others=True)
-        after = on_main_process(checksums)
-        # Buffers are in no push: tables of rotary embeddings, a bias of routing that is no parameter.
-        buffers = {name.rpartition(".")[2] for name, _ in self.model.named_buffers()} - {"weight", "bias"}
-        for number in before.keys() & after.keys():
-            sums = before[number]
-            weights = [
-                name for name in sums if name.endswith(("weight", "bias")) and name.rpartition(".")[2] not in buffers
-            ]
-            if kept := sorted(name for name in weights if after[number].get(name) == sums[name]):
-                url = self.servers.servers[number].base_url
-                if on_main_process(self.servers.weight_version) != f"{version}-probe":
-                    raise ServerLost(f"{url} restarted between the first push and the check of it")
+        kept = {}
+        for offset in (0.0625, 0.25):  # the second, where a push before this one sent the same others
+            self._push(f"{version}-probe", all_others=offset)
+            after = on_main_process(checksums)
+            kept = {
+                number: sorted(name for name in before[number] if after[number].get(name) == before[number][name])
+                for number in sorted(before.keys() & after.keys())
+            }
+            before = after
+            if not any(map(self._of_pushes, kept.values())):
+                break
+        for number, names in kept.items():
+            url, left_out = self.servers.servers[number].base_url, self._of_pushes(names)
+            if left_out and on_main_process(self.servers.weight_version) != f"{version}-probe":
+                raise ServerLost(f"{url} restarted between the first push and the check of it")
+            if left_out:
                 raise ServerError(
-                    f"{len(kept)} of {len(weights)} weights of {url} are what they were after a push of other ones, "
-                    f"such as {kept[0]} (rank: name): the server has left them out. Does it read this model from "
-                    "files with other names of weights?"
+                    f"{len(left_out)} weights of {url} are what they were after a push of other ones, such as "
+                    f"{left_out[0]} (rank: name): the server has left them out. Does it read this model from files "
+                    "with other names of weights?"
                 )
+
+    def _of_pushes(self, names: list[str]) -> list[str]:
+        """Those of a server's names that a push must have changed: each part of them is part of a name that is pushed.
+
+        Others are of what the server computes, or of buffers, which no push has. What an engine puts together has
+        names of its own.
+        """
+        pushed = {part for name in self.weights.expected for part in name.split(".")}
+        known = pushed | {"qkv_proj", "gate_up_proj", "w13_weight", "w2_weight", "qkv", "in_proj_qkvz", "in_proj_ba"}
+        weights = [name for name in names if name.endswith(("weight", "bias"))]
+        return [name for name in weights if set(name.partition(": ")[2].split(".")) <= known]
 
     def _change_that_shows(self, true: torch.Tensor) -> dict[str, float]:
         """What the first push changes, as `_probe_logprobs` takes it. Empty: no weight can be changed so.

@@ -109,9 +109,12 @@ class PolicyWeights(VLLMGeneration):
             if self._is_adapter(path):
                 continue
             name, shape = self._server_name(path), getattr(parameter, "ds_shape", parameter.shape)
-            found = in_files(model, name, torch.empty(shape, device="meta"))
-            self._file_names[name] = name if len(found) > 1 else next(iter(found))
-            if len(found) > 1:
+            stand_in = torch.empty(shape, device="meta")
+            found = in_files(model, name, stand_in)
+            if next(iter(found.values())) is stand_in:
+                (self._file_names[name],) = found
+            else:  # files hold it in another form
+                self._file_names[name] = name
                 self._parts[name] = {part: tensor.numel() for part, tensor in found.items()}
         self.names_of_files = True
         self._init_vllm()
@@ -130,7 +133,7 @@ class PolicyWeights(VLLMGeneration):
             else:
                 yield name, tensor
 
-    def named_weights(self, norm_scale: float = 1.0, all_others: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, norm_scale: float = 1.0, all_others: float = 0.0) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
 
         A `Parameter` is the model's own, and valid until the next optimizer step.
@@ -138,11 +141,11 @@ class PolicyWeights(VLLMGeneration):
         Gathering shards is collective, so every rank iterates. Before each gather the ranks tell each other whether
         they go on: an iteration that fails on one rank, or is closed there, ends with `GatherFailed` on all ranks, and
         no parameter stays gathered. `norm_scale` multiplies what `changed` names: the final norm, and the last layer
-        of what reads images. `all_others` puts another tensor in the place of each, which is of no use.
+        of what reads images. `all_others` puts another tensor in the place of each, by itself another one each time.
         """
         try:
             for name, tensor in self._in_parts(self._gather(norm_scale)):
-                yield name, tensor.detach() * 1.5 + 0.0625 if all_others else tensor
+                yield name, tensor.detach() * 1.5 + all_others if all_others else tensor
             self._go_on()  # behind the last weight, too
         except GatherFailed:
             raise

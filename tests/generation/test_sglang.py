@@ -32,7 +32,7 @@ from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import pictures_in
 from mt_grpo.generation.engines import ENGINES, Engine
 from mt_grpo.generation.prefix_cache import HIT_RATE
-from mt_grpo.generation.samples import BadAnswer
+from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.generation.weights import PolicyWeights, in_files
@@ -311,11 +311,36 @@ def test_a_load_drops_what_old_weights_computed(recorded, tmp_path):
         client.engine.load(client, tmp_path)
 
 
+def test_a_server_with_a_draft_model_is_refused(recorded, setting):
+    """It would get the policy's weights, too."""
+    info = {**recorded.bodies["/server_info"][1], "speculative_draft_model_path": "/a/draft"}
+    recorded.changed["/server_info"] = 200, info
+    with pytest.raises(ServerError, match=r"was started with a draft model \(/a/draft\).* Start it without"):
+        check(recorded, setting)
+
+
+def test_half_loaded_weights_are_waited_for(recorded):
+    """A push that failed goes on by another try: its requests are no bad answers of the server."""
+    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
+    recorded.changed["/generate"] = 200, {}
+    errors = [HalfLoaded("not yet")] * 5 + [BadAnswer("no sample")] * 2
+
+    def read(answer):
+        if errors:
+            raise errors.pop(0)
+        return "a sample"
+
+    assert run_async(client._post("/generate", {}, read)) == "a sample"
+    errors += [BadAnswer("no sample")] * 3
+    with pytest.raises(ServerError, match="3 answers in a row are no sample: .*no sample"):
+        run_async(client._post("/generate", {}, read))
+
+
 def test_what_checksums_it_says(recorded):
-    """Of each worker, by its rank."""
+    """Of each worker, by its place: those of data parallelism have one rank."""
     answer = copy.deepcopy(ANSWERS["checksums"]["body"])
     other = copy.deepcopy(answer["ranks"][0])
-    other["checksums"], other["parallelism_info"][0]["rank"] = {"model.embed_tokens.weight": "77"}, 1
+    other["checksums"] = {"model.embed_tokens.weight": "77"}
     answer["ranks"].append(other)
     recorded.changed["/weights_checker"] = 200, answer
     client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
@@ -689,7 +714,7 @@ def test_a_weight_that_the_server_leaves_out_is_noticed(server, tmp_path):
     weights = trainer.weight_sync.weights
     weights._server_name = lambda name: name.replace("layers.1.mlp.down_proj", "layers.1.mlp.nobody")
     weights._init_vllm()
-    with pytest.raises(ServerError, match=r"1 of 34 weights .*such as 0: model.layers.1.mlp.down_proj.weight"):
+    with pytest.raises(ServerError, match=r"1 weights of .*such as 0: model.layers.1.mlp.down_proj.weight"):
         trainer.train()
 
 

@@ -214,12 +214,33 @@ def test_an_answer_without_success_is_an_error(worker, client):
 
 
 def test_a_worker_that_does_not_receive_is_given_up(worker, client, monkeypatch):
+    """And what sent to it asks nothing more: the server may have been given to the next push."""
     push(client)
+    monkeypatch.setattr(SGLangGroup, "BUCKET_BYTES", 1)
     worker.receives.clear()
     monkeypatch.setattr(client, "healthy", lambda: False)
     with pytest.raises(ServerLost, match="did not take the weights: it did not answer 3 health checks in a row"):
         push(client, "v-2")
+    (sender,) = (thread for thread in threading.enumerate() if thread.name == "mt-grpo-nccl")
+    worker.asked.clear()
     worker.receives.set()
+    sender.join(60)
+    assert not sender.is_alive()
+    assert not {"/update_weights_from_distributed", "/end_weight_update"} & set(worker.paths())
+    client.transfer.leave_nccl()
+    push(client, "v-3", plus=2.0)
+    assert worker.held["w"].tolist() == [3.0, 4.0]
+
+
+def test_what_lies_beside_each_other_goes_in_one_request(client, monkeypatch):
+    """By hand: blocks of 8, 4 + 4, and 8 bytes, at most 12 in a request but for a larger block."""
+    group = SGLangGroup(client, 0, CPU)
+    names = {"a.q.weight": 2, "b.q.weight": 1, "b.k.weight": 1, "c.q.weight": 2}
+    metadata = [(name, "float32", [count]) for name, count in names.items()]
+    for most, expected in ((12, ["a", "bb", "c"]), (16, ["abb", "c"]), (1, ["a", "bb", "c"]), (99, ["abbc"])):
+        monkeypatch.setattr(SGLangGroup, "BUCKET_BYTES", most)
+        found = ["".join(name[0] for name, _, _ in bucket) for bucket in group._buckets(metadata)]
+        assert found == expected, most
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_a_push_has_a_time_limit(nccl, servers):
     servers[0].update_ends.clear()
     with pytest.raises(ServerLost, match="did not take the weights: it took more than vllm_request_timeout=1 s"):
         push(client, "v-2")
-    assert nccl[0].destroyed.is_set() and client.transfer._nccl._group is None
+    assert nccl[0].destroyed.is_set() and client.transfer._nccl.closed
     servers[0].update_ends.set()
     with pytest.raises(ServerLost, match="its NCCL group is closed"):
         push(client, "v-3")
