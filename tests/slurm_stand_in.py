@@ -55,8 +55,11 @@ def srun(arguments: list[str]) -> int:
 
     step = next(number for number in map(str, range(100)) if claim(number, options["--job-name"]))
 
+    killed = []
+
     def kill(number, frame):
         print("srun: forcing job termination", file=sys.stderr, flush=True)
+        killed.append(number)
         while send(step, signal.SIGKILL):
             time.sleep(0.02)
 
@@ -69,6 +72,8 @@ def srun(arguments: list[str]) -> int:
         tasks.append(subprocess.Popen(arguments, env={**os.environ, **of_task}, start_new_session=True))
     failed = None
     while any([task.poll() is None for task in tasks]):
+        if killed:  # a task that was just being started did not say yet of which step it is
+            send(step, signal.SIGKILL)
         if failed is None and any(task.returncode for task in tasks) and options.get("--kill-on-bad-exit") == "1":
             failed = time.monotonic()
             send(step, signal.SIGTERM)

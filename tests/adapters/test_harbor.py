@@ -37,6 +37,8 @@ from mt_grpo.adapters.harbor.users import UserNumbers
 from mt_grpo.adapters.harbor.verdict import TestsSaid, outcome_of_steps, read_reward_files, rewards_of
 from mt_grpo.rollout import StopReason
 
+pytestmark = pytest.mark.faults  # a group of scripts/test.sh
+
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES = ROOT / "hf_recipes/tiny/harbor"
 TOML = 'schema_version = "1.4"\n[task]\nname = "own/{name}"\n[verifier]\ntimeout_sec = 20.0\n'

@@ -14,6 +14,8 @@ from mt_grpo.adapters.harbor.docker import DockerSandbox
 from mt_grpo.adapters.harbor.environment import said_by_tests
 from mt_grpo.adapters.harbor.sandbox import SandboxLimits
 
+pytestmark = pytest.mark.faults  # a group of scripts/test.sh
+
 ROOT = Path(__file__).resolve().parents[2]
 # A file `no-WORD` beside it has a command of Docker's fail, with what the file holds.
 DOCKER = """#!/bin/bash

@@ -25,6 +25,8 @@ from mt_grpo.base.event_loop import run_async
 from mt_grpo.conversation.tools.results import ResultInParts
 from mt_grpo.rollout import Generation, StopReason, Turn
 
+pytestmark = pytest.mark.faults  # a group of scripts/test.sh
+
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = make_tokenizer(QWEN3)
 END = [TOKENIZER.eos_token_id]
