@@ -66,7 +66,7 @@ fi
 
 # Tests against servers wait for most of their time. So three groups of files run side by side, and the last two print
 # when all are over. A file says by its marker in which group it is. The tests of the trainer, of first batches and of the
-# viewer are with the servers', and those of MCP, of task folders and of OpenEnv with the faults', so that the first
+# viewer are with the servers', and those of agents, MCP, sandboxes and OpenEnv with the faults', so that the first
 # group is not much longer.
 group() { grep -rlE "^pytestmark = pytest\.mark\.$1\b" tests | sort; }
 mapfile -t faults < <(group faults)

@@ -43,6 +43,8 @@ from mt_grpo.training.records import FURTHER_RECORDS, trained_records
 from mt_grpo.training.reward_numbers import turn_flags
 from mt_grpo.training.tensors import NAN, pad_rows
 
+pytestmark = pytest.mark.faults  # a group of scripts/test.sh
+
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
 ADD = {

@@ -27,6 +27,8 @@ from mt_grpo.conversation.pictures import PictureReader, with_pictures
 from mt_grpo.reports.metrics import conversation_columns, conversation_metrics
 from mt_grpo.rollout import StopReason
 
+pytestmark = pytest.mark.faults  # a group of scripts/test.sh
+
 TOOL = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
 THINKS = "<think>Hm.</think>"
 ASKS = "<|im_start|>assistant\n"
