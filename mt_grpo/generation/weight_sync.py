@@ -291,6 +291,11 @@ class WeightSync:
                     f"{left_out[0]} (rank: name): the server has left them out. Does it read this model from files "
                     "with other names of weights?"
                 )
+            if names := [name for name in names if name.endswith(("weight", "bias"))]:
+                logger.warning(
+                    f"{len(names)} weights of {url} are in no push, such as {names[0]} (rank: name). They stay as "
+                    "they were: is that a buffer, which training does not change?"
+                )
 
     def _of_pushes(self, names: list[str]) -> list[str]:
         """Those of a server's names that a push must have changed: each part of them is part of a name that is pushed.

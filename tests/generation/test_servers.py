@@ -547,7 +547,7 @@ def pushing():
     yield lambda version: sync.sync(version, lambda: None, lambda: None), pool, sync
 
 
-def test_each_weight_of_a_server_must_change_by_a_push_of_others(pushing, monkeypatch):
+def test_each_weight_of_a_server_must_change_by_a_push_of_others(pushing, monkeypatch, caplog):
     """Of engines that say checksums, once, at the first push. What is in no push may stay as it is."""
     push, pool, sync = pushing
     pushed, left_out = [0.0], {0: [], 1: [], 2: []}
@@ -568,6 +568,7 @@ def test_each_weight_of_a_server_must_change_by_a_push_of_others(pushing, monkey
     push("v-0")
     push("v-1")
     assert pushed == [0.0, 0.0625, 0.0, 0.0]
+    assert "2 weights of http://server0 are in no push, such as 0: gate.correction_bias" in caplog.text
     assert [server.pushes for server in pool.servers] == [["v-0-probe", "v-0", "v-1"]] * 3
     pushed.append(0.0625)  # a push that was lost behind this one, or a run that was killed there
     sync.num_syncs = 0

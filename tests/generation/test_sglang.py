@@ -243,6 +243,14 @@ class Recorded(ThreadingHTTPServer):
         self.server_close()
 
 
+def answer_json(handler, status, body):
+    data = json.dumps(body).encode()
+    handler.send_response(status)
+    handler.send_header("Content-Length", str(len(data)))
+    handler.end_headers()
+    handler.wfile.write(data)
+
+
 class RecordedHandler(BaseHTTPRequestHandler):
     def do_GET(self):
         path = self.path.partition("?")[0]
@@ -251,11 +259,7 @@ class RecordedHandler(BaseHTTPRequestHandler):
         self.server.asked.append(path)
         if sent:
             self.server.sent.append((path, json.loads(sent)))
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        answer_json(self, status, body)
 
     do_POST = do_GET
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from bench.common import free_port
+from test_sglang import answer_json
 from torch.distributed import distributed_c10d as c10d
 
 from mt_grpo.base.errors import ServerError, ServerLost
@@ -96,11 +97,7 @@ class WorkerHandler(BaseHTTPRequestHandler):
         if self.path not in ("/server_info", "/model_info"):
             self.server.asked.append((self.path, body))
         status, answer = self.server.answer(self.path, body)
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+        answer_json(self, status, answer)
 
     do_POST = do_GET
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 from mt_grpo.adapters.harbor.commands import Commands, Outcome, SandboxError
 from mt_grpo.adapters.harbor.images import Desk
-from mt_grpo.adapters.harbor.namespaces import BEGIN, RUN, RUN_WITH_INPUT, SHELL
+from mt_grpo.adapters.harbor.namespaces import BEGIN, RUN, RUN_WITH_INPUT, SHELL, TELL_REWARD
 from mt_grpo.adapters.harbor.sandbox import SandboxLimits
 from mt_grpo.adapters.harbor.tasks import HarborTask
 from mt_grpo.base.errors import error_line
@@ -51,16 +51,6 @@ done
 FILL_ANEW = 'set -e\nrm -rf -- "$1" && mkdir -p -- "$1" && tar -x -C "$1" --no-same-owner\n'
 # Of a container: it reaps what commands leave, and goes on where everything else is killed, `sleep` with it.
 FIRST_PROCESS = "while true; do sleep 1000 & wait; done"
-VERDICT = """
-for name in reward.json reward.txt; do
-    file=/logs/verifier/$name
-    if [ -f "$file" ] && [ ! -L "$file" ]; then
-        echo "$name $(stat -c %s "$file")" >&2
-        head -c 65536 "$file" | base64 -w 0 >&2
-        echo >&2
-    fi
-done
-"""
 
 
 def docker_command(*words: str, given: bytes = b"", seconds: float = DOCKER_SECONDS) -> bytes:
@@ -152,7 +142,7 @@ class DockerSandbox:
         outcome = self._exec(script, [workdir], env, seconds, as_root=True)
         outcome.control = b""
         if not outcome.why and not self._kill_all():
-            outcome.control = self._exec(BEGIN + VERDICT, [], {}, DOCKER_SECONDS, as_root=True).control
+            outcome.control = self._exec(BEGIN + TELL_REWARD, [], {}, DOCKER_SECONDS, as_root=True).control
         return outcome
 
     def solve(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:

@@ -115,6 +115,17 @@ trap 'kill -KILL $!; exit 143' TERM INT HUP
     /bin/bash -p -c {shlex.quote(HIDE_TESTS)} as-agent "$@" <&0 2>&"$errors" {{errors}}>&- &
 wait $!
 """
+# What tests have written as their reward, for the trainer: a link leads nowhere.
+TELL_REWARD = """\
+for name in reward.json reward.txt; do
+    file=/logs/verifier/$name
+    if [ -f "$file" ] && [ ! -L "$file" ]; then
+        echo "$name $(stat -c %s "$file")" >&2
+        head -c 65536 "$file" | base64 -w 0 >&2
+        echo >&2
+    fi
+done
+"""
 # INVARIANT: a reward is read from a folder that was empty when the tests began, when every process of theirs is dead.
 JUDGE = (
     f"""{FILL}
@@ -129,14 +140,7 @@ chmod 755 {AS_AGENT}
 "$@" < /dev/null 2>&1
 code=$?
 while kill -s KILL -1 2> /dev/null; do sleep 0.01; done  # until nobody is left
-for name in reward.json reward.txt; do
-    file=/logs/verifier/$name
-    if [ -f "$file" ] && [ ! -L "$file" ]; then
-        echo "$name $(stat -c %s "$file")" >&2
-        head -c 65536 "$file" | base64 -w 0 >&2
-        echo >&2
-    fi
-done
-exit "$code"
 """
+    + TELL_REWARD
+    + 'exit "$code"\n'
 )
