@@ -168,7 +168,9 @@ class PolicyWeights(VLLMGeneration):
             if self._is_adapter(path):
                 continue
             name = self._server_name(path)
-            layer, _, inner = path.partition(".base_layer.")
+            layer, _, inner = path.rpartition(".base_layer.")
+            while layer.endswith(".base_layer"):  # a layer in a layer, as PEFT has two parameters of one module
+                layer = layer.removesuffix(".base_layer")
             needed = list(layers[layer].parameters()) if layer in layers else [parameter]
             self._allocate_once(needed)
             self._go_on()
@@ -217,8 +219,10 @@ class PolicyWeights(VLLMGeneration):
     def _merged_copy(layer: Any, whole: dict[int, torch.Tensor]) -> Any:
         """A merged copy of an adapted layer. `whole` maps the id of each of its parameters to the full tensor."""
         copies = {key: torch.nn.Parameter(tensor.clone(), requires_grad=False) for key, tensor in whole.items()}
-        merged = copy.deepcopy(layer, copies)  # which takes `copies` in place of the parameters
-        merged.merge()
+        merged = inner = copy.deepcopy(layer, copies)  # which takes `copies` in place of the parameters
+        while hasattr(inner, "base_layer"):
+            inner.merge()
+            inner = inner.base_layer
         return merged
 
 

@@ -18,7 +18,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
@@ -762,6 +762,38 @@ def test_weights_of_a_lora_are_exact_and_the_model_untouched(random_model, tmp_p
     for _ in range(3):
         next(iterator)
     iterator.close()  # a push that fails half-way
+    assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
+    assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
+
+
+def test_weights_of_a_lora_on_parameters_are_what_the_policy_computes_with(random_model, tmp_path):
+    """PEFT puts a layer into a layer where one module has two adapted parameters, as experts have.
+
+    With what is sent a model without adapter has the policy's logits.
+    """
+    sizes = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=16)
+    config = Qwen3MoeConfig(
+        vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, **sizes
+    )
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).float().save_pretrained(tmp_path / "experts")
+    AutoTokenizer.from_pretrained(random_model).save_pretrained(tmp_path / "experts")
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=both)
+    trainer = make_trainer(tmp_path / "experts", tmp_path, peft_config=lora)
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    sent = {name: tensor.clone() for name, tensor in weights.named_weights()}
+    assert {n: t.nbytes for n, t in sent.items()} == weights.expected
+    own = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "experts").eval()
+    ids = torch.arange(40)[None]
+    untrained = own(ids).logits
+    assert own.load_state_dict(sent, strict=True)
+    policy = trainer.model.eval()(ids).logits
+    assert torch.allclose(own(ids).logits, policy, atol=1e-5) and (policy - untrained).abs().max() > 0.01
     assert all(torch.equal(p, before[n]) for n, p in trainer.model.named_parameters())
     assert not any(getattr(module, "merged", False) for module in trainer.model.modules())
 
