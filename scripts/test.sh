@@ -64,24 +64,30 @@ if (($#)); then
     exit
 fi
 
-# Tests against servers wait for most of their time. So three groups of files run side by side, and the last two print
-# when all are over. A file says by its marker in which group it is. The tests of the trainer, of first batches and of the
-# viewer are with the servers', and those of agents, MCP, sandboxes and OpenEnv with the faults', so that the first
-# group is not much longer.
+# Tests against servers wait for most of their time. So four groups of files run side by side, and three of them print when
+# all are over. A file says by its marker whether it is in the servers' group or in the faults': the tests of the trainer, of
+# first batches and of the viewer are with the servers', and those of agents, MCP, sandboxes and OpenEnv with the faults'. All
+# others are in two halves, by folder. No group is much longer than another one.
 group() { grep -rlE "^pytestmark = pytest\.mark\.$1\b" tests | sort; }
 mapfile -t faults < <(group faults)
 mapfile -t servers < <(group servers)
 ((${#faults[@]} && ${#servers[@]})) || { printf 'test: a group has no files\n' >&2 && exit 1; }
-logs=("$(mktemp)" "$(mktemp)")
-"$python" -m pytest "${faults[@]}" >"${logs[0]}" 2>&1 &
-groups=("$!")
-"$python" -m pytest "${servers[@]}" >"${logs[1]}" 2>&1 &
-groups+=("$!")
+marked=("${faults[@]/#/--ignore=}" "${servers[@]/#/--ignore=}")
+half=(tests/method tests/reports tests/run tests/samples tests/training)
+logs=() groups=()
+beside() { # runs a group beside the first one
+    logs+=("$(mktemp)")
+    "$python" -m pytest "$@" >"${logs[-1]}" 2>&1 &
+    groups+=("$!")
+}
+beside "${faults[@]}"
+beside "${servers[@]}"
+beside "${half[@]}" "${marked[@]}"
 trap 'kill "${groups[@]}" 2>/dev/null || true; rm -f "${logs[@]}"' EXIT
-printf 'test: pytest, and two more beside it: %s\n' "${faults[*]} ${servers[*]}"
+printf 'test: pytest, and three more beside it: %s\n' "${faults[*]} ${servers[*]} ${half[*]}"
 status=0
-"$python" -m pytest "${everything[@]}" "${faults[@]/#/--ignore=}" "${servers[@]/#/--ignore=}" || status=$?
-for i in 0 1; do
+"$python" -m pytest "${everything[@]}" "${marked[@]}" "${half[@]/#/--ignore=}" || status=$?
+for i in "${!groups[@]}"; do
     wait "${groups[i]}" || status=$?
     printf 'test: pytest, group %s\n' $((i + 2))
     cat "${logs[i]}"

@@ -49,6 +49,7 @@ def outside(versions: dict[str, str]) -> list[str]:
     return sorted(found)
 
 
+@functools.cache
 def installed() -> dict[str, str]:
     """The versions of what the package depends on in this environment; the engine is a server's own matter."""
     found = {}
