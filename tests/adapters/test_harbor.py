@@ -646,6 +646,10 @@ BROKEN = {
     "environment/Dockerfile is missing": {"dockerfile": None},
     "environment/Dockerfile has no FROM": {"dockerfile": "WORKDIR /app\n"},
     "environment/Dockerfile: COPY 'x.py': there is no such file": {"dockerfile": "FROM debian\nCOPY x.py /app/\n"},
+    "task.toml: [environment.healthcheck] has no command": {"toml": "[environment.healthcheck]\nretries = 1\n"},
+    "task.toml: [environment] allow_internet is 'no', expected true":
+        {"toml": '[environment]\nallow_internet = "no"\n'},
+    "task.toml: [agent] network_mode is 'some', expected one of": {"toml": '[agent]\nnetwork_mode = "some"\n'},
     "leads out of environment/": {"dockerfile": "FROM debian\nCOPY ../instruction.md /app/\n"},
 }  # fmt: skip
 
@@ -669,14 +673,17 @@ def test_at_most_five_broken_tasks_are_named(tmp_path):
 LEFT_OUT = {
     "GPUs": {"toml": "[environment]\ngpus = 1\n"},
     "MCP servers": {"toml": '[[environment.mcp_servers]]\nname = "x"\n'},
-    "a healthcheck": {"toml": '[environment.healthcheck]\ncommand = "true"\n'},
+    "a hook that collects files": {"toml": "", "task.toml": '[[verifier.collect]]\ncommand = "true"\n'},
+    "schema_version 2.0": {"task.toml": 'schema_version = "2.0"\n'},
+    "the link /usr/bin/no-python to /usr/bin/python3":
+        {"dockerfile": "FROM debian\nRUN mkdir x && ln -s /usr/bin/python3 /usr/bin/no-python\n"},
     "Windows": {"toml": '[environment]\nos = "windows"\n'},
     "[agent] user": {"toml": '[agent]\nuser = "bob"\n'},
     "a separate environment of the verifier": {"toml": "", "task.toml": '[verifier]\nenvironment_mode = "separate"\n'},
     "the machine's variable OPENAI_API_KEY in [environment] env":
         {"toml": '[environment]\nenv = {KEY = "${OPENAI_API_KEY}"}\n'},
     "memory_mb above harbor_memory_mb=4096": {"toml": "[environment]\nmemory_mb = 8192\n"},
-    "docker_image": {"toml": '[environment]\ndocker_image = "a/b:1"\n'},
+    "docker_image": {"toml": '[environment]\ndocker_image = "a/b:1"\n', "dockerfile": None},
     "docker-compose": {"environment/docker-compose.yaml": "services: {}\n"},
     "the network for its tests (curl)": {"tests": "set -e\ncurl -LsSf https://x.org | sh\n" + PASSES},
     "the network for its tests (apt-get)": {"tests": "apt-get -qq update && true\n" + PASSES},

@@ -138,6 +138,7 @@ FILES = {
         "gym_env: FrozenLake-v1": "test_keys_of_a_page_make_a_recipe",
         "openenv_reset: {level: 3}": "test_keys_of_a_page_make_a_recipe",
         "harbor_command_timeout: 20": "test_keys_of_a_page_make_a_recipe",
+        "harbor_agent_folders: [my_agents]": "test_keys_of_a_page_make_a_recipe",
         "max_parallel_calls: 4": "test_keys_of_a_page_make_a_recipe",
         "credit_assignment: tree": "test_keys_of_a_page_make_a_recipe",
         "tools/short_memory.py:ShortMemory": "test_keys_of_a_page_make_a_recipe",

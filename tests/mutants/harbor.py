@@ -9,6 +9,8 @@ SANDBOX, ENVIRONMENT = "mt_grpo/adapters/harbor/sandbox.py", "mt_grpo/adapters/h
 COMMANDS = "mt_grpo/adapters/harbor/commands.py"
 SCRIPTS, IMAGES = "mt_grpo/adapters/harbor/namespaces.py", "mt_grpo/adapters/harbor/images.py"
 TASKS, DOCKERFILE = "mt_grpo/adapters/harbor/tasks.py", "mt_grpo/adapters/harbor/dockerfile.py"
+AGENTS = "mt_grpo/adapters/harbor/agents.py"
+AGENT_TESTS, PUBLISHED = "tests/adapters/test_harbor_agents.py", "tests/adapters/test_harbor_published.py"
 TESTS, DOCKER_TESTS = "tests/adapters/test_harbor.py", "tests/adapters/test_harbor_docker_faults.py"
 
 MUTATIONS = [
@@ -79,8 +81,8 @@ MUTATIONS = [
     Mutation(
         "harbor: a missed step is followed by the next",
         ENVIRONMENT,
-        "if goes_on and not said.misses(step.min_reward, self.reward_name):",
-        "if goes_on:",
+        "if not goes_on or said.misses(step.min_reward, self.reward_name):",
+        "if not goes_on:",
         f"{TESTS}::test_a_step_that_is_missed_ends_the_task_and_the_others_count_as_nothing",
     ),
     Mutation(
@@ -206,8 +208,8 @@ MUTATIONS = [
     Mutation(
         "harbor: a step that cannot begin is an error",
         ENVIRONMENT,
-        "            except NotUnpacked as error:",
-        "            except BrokenTask as error:",
+        "        except NotUnpacked as error:",
+        "        except BrokenTask as error:",
         f"{TESTS}::test_a_step_that_the_policy_keeps_from_beginning_is_missed",
     ),
     Mutation(
@@ -272,5 +274,117 @@ MUTATIONS = [
         "        self._check_parents(path)\n",
         "",
         f"{TESTS}::test_links_of_a_task_are_kept_and_lead_nowhere_here",
+    ),
+    Mutation(
+        "harbor: a request of a program's pays its turn",
+        AGENTS,
+        "        if reward is not None:\n            raise refuse(",
+        "        if False:\n            raise refuse(",
+        f"{AGENT_TESTS}::test_no_request_gives_a_reward",
+    ),
+    Mutation(
+        "harbor: the trainer listens in a sandbox while its tests run",
+        AGENTS,
+        "            await site.stop()\n",
+        "",
+        f"{AGENT_TESTS}::test_a_program_reaches_the_trainer_and_nobody_else",
+    ),
+    Mutation(
+        "harbor: a program that hangs is not ended",
+        AGENTS,
+        "while not running.done():  # again: it may not have begun",
+        "while False:",
+        f"{AGENT_TESTS}::test_a_program_that_hangs_is_ended_and_judged",
+    ),
+    Mutation(
+        "harbor: a task's variables hide a program's key",
+        AGENTS,
+        "for name, value in desk.env.items() if name not in variables}",
+        "for name, value in desk.env.items()}",
+        f"{AGENT_TESTS}::test_a_program_works_in_the_sandbox_and_the_tests_judge",
+    ),
+    Mutation(
+        "harbor: a program that never asks is judged",
+        AGENTS,
+        "if not session.got_an_answer and session.stop_reason is None:",
+        "if False:",
+        f"{AGENT_TESTS}::test_a_program_that_never_asks_is_the_operators_fault",
+    ),
+    Mutation(
+        "harbor: a program asks in its first step alone",
+        AGENTS,
+        "before, session.closed = session.last_answer, False",
+        "before = session.last_answer",
+        f"{AGENT_TESTS}::test_a_program_works_on_each_step_and_each_steps_tests_pay_its_last_turn",
+    ),
+    Mutation(
+        "harbor: a step pays a turn of the step before",
+        AGENTS,
+        "if session.last_answer > before:",
+        "if True:",
+        f"{AGENT_TESTS}::test_a_step_in_which_nothing_is_asked_pays_no_turn_of_another_one",
+    ),
+    Mutation(
+        "harbor: a program's time is the recipe's alone",
+        AGENTS,
+        "self.agent_timeout if limit is None else min(limit, self.agent_timeout)",
+        "self.agent_timeout",
+        f"{AGENT_TESTS}::test_a_program_that_hangs_is_ended_and_judged",
+    ),
+    Mutation(
+        "harbor: a program's memory is what it reserves",
+        SANDBOX,
+        "f\"{'data' if program else 'as'}=",
+        "f\"{'as' if program else 'as'}=",
+        f"{AGENT_TESTS}::test_an_engine_that_reserves_more_memory_than_it_uses_works",
+    ),
+    Mutation(
+        "harbor: what is shown to a program is hidden when the root is sealed",
+        SCRIPTS,
+        'then mount -n --rbind "$each" "$each"; fi',
+        'then mount -n --bind "$each" "$each"; fi',
+        f"{AGENT_TESTS}::test_what_is_shown_can_be_beside_the_tasks_own_files",
+    ),
+    Mutation(
+        "harbor: a task with an image beside its Dockerfile is left out",
+        TASKS,
+        'if image is not None and not (folder / "environment" / "Dockerfile").is_file():',
+        "if image is not None:",
+        f"{PUBLISHED}::test_a_task_of_terminal_benchs_form",
+    ),
+    Mutation(
+        "harbor: a task that wants no network has one",
+        "mt_grpo/adapters/harbor/docker.py",
+        "self._network and task.network",
+        "self._network",
+        f"{PUBLISHED}::test_a_task_that_wants_no_network_has_none_where_the_recipe_gives_one",
+    ),
+    Mutation(
+        "harbor: no health check is tried",
+        IMAGES,
+        "        if check is not None:\n",
+        "        if False:\n",
+        f"{PUBLISHED}::test_a_step_whose_health_check_the_policy_breaks_is_missed",
+    ),
+    Mutation(
+        "harbor: a schema that is not known is read",
+        TASKS,
+        'not in ("0", "1"):',
+        'not in ("0", "1", "2"):',
+        f"{TESTS}::test_what_needs_more_is_left_out_and_counted",
+    ),
+    Mutation(
+        "harbor: a hook that collects files is left alone",
+        TASKS,
+        'if verifier.tables("collect"):',
+        "if False:",
+        f"{TESTS}::test_what_needs_more_is_left_out_and_counted",
+    ),
+    Mutation(
+        "harbor: a link of the system that is not there is left alone",
+        DOCKERFILE,
+        "if not os.path.exists(paths[1]) or os.path.realpath(paths[0]) != os.path.realpath(paths[1]):",
+        "if False:",
+        f"{TESTS}::test_what_needs_more_is_left_out_and_counted",
     ),
 ]

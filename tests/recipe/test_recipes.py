@@ -275,7 +275,7 @@ READ_BACK = {
     "tool_format": lambda t: t.env.tool_format,
     "environment": lambda t: (
         "openai_agent"
-        if hasattr(t.env, "agent")
+        if hasattr(t.env, "agent") and not task_of(t)
         else "gym"
         if game_of(t)
         else "harbor"
@@ -286,6 +286,8 @@ READ_BACK = {
     ),
     "harbor_docker": lambda t: "always" if task_of(t).allowed.docker else "never",
     "harbor_command_timeout": lambda t: task_of(t).command_seconds,
+    "agent_command": lambda t: " ".join(os.path.relpath(w, ROOT) if "/" in w else w for w in class_of(t).command),
+    "harbor_agent_folders": lambda t: [os.path.relpath(folder, ROOT) for folder in class_of(t).images._shown],
     "gym_env": lambda t: game_of(t)().env.spec.id,
     "gym_kwargs": lambda t: (
         {k: v for k, v in game_of(t)().env.spec.kwargs.items() if k in ("is_slippery", "sab")}

@@ -177,11 +177,7 @@ def agent_conversation(
 def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
     check_settings_of("agent", "environment: openai_agent", script_args, args)
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and script_args.agent_timeout >= args.ddp_timeout:
-        raise ValueError(
-            f"agent_timeout = {script_args.agent_timeout:g} s: a rank that waits so long would be given up by the "
-            f"others after ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
-        )
+    check_agent_time(script_args, args)
     if (script_args.agent is None) == (script_args.agent_command is None):
         got = "neither" if script_args.agent is None else "both"
         raise ValueError(f"environment: openai_agent with {got} of agent and agent_command. Expected one of them.")
@@ -190,16 +186,29 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
     program = load_function(script_args.agent) if script_args.agent else load_command(
         script_args.agent_command, key_by_pipe=script_args.agent_key == "pipe"
     )  # fmt: skip
+    others = read_other_models(script_args)
+    conversation = agent_conversation(base, program, script_args.agent_timeout, script_args.max_model_calls, **others)
+    return conversation, agent_environment(program)
+
+
+def check_agent_time(script_args: Any, args: Any) -> None:
+    """Raise `ValueError` where other ranks would not wait for an agent."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and script_args.agent_timeout >= args.ddp_timeout:
+        raise ValueError(
+            f"agent_timeout = {script_args.agent_timeout:g} s: a rank that waits so long would be given up by the "
+            f"others after ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
+        )
+
+
+def read_other_models(script_args: Any) -> dict[str, Any]:
+    """What other models than the policy are, as attributes of the conversation. Raises `ValueError`."""
     others, text = script_args.agent_other_models, script_args.agent_other_text
     if (others == "text") != (text is not None):
         raise ValueError(
             f"agent_other_models: {others} with agent_other_text: {text!r:.100}. Expected both `agent_other_models: "
             "text` and the text that such a model answers, or neither."
         )
-    conversation = agent_conversation(
-        base, program, script_args.agent_timeout, script_args.max_model_calls, other_models=others, other_text=text
-    )
-    return conversation, agent_environment(program)
+    return {"other_models": others, "other_text": text}
 
 
 def load_function(reference: str) -> FunctionAgent:

@@ -21,7 +21,7 @@ class AgentKeys:
     )  # fmt: skip
     agent_command: str | None = key(
         None, "A program in place of agent: a row on standard input, OpenAI's or Anthropic's API by address",
-        needs=AGENT,
+        needs=f"{AGENT} or environment: harbor",
     )  # fmt: skip
     agent_key: str = key(
         "environment", "How agent_command gets its key: environment (OPENAI_API_KEY), or pipe (OPENAI_API_KEY_FILE)",
@@ -51,6 +51,11 @@ class AgentHouse(House):
     def runs(self, script_args: Any) -> bool:
         """Whether the recipe's environment is an agent."""
         return script_args.environment == "openai_agent"
+
+    def check(self, script_args: Any, runner: House | None) -> None:
+        """As of a house. A command works on task folders, too."""
+        if runner is None or not runner.takes_agents(script_args):
+            super().check(script_args, runner)
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The conversation that the agent runs."""

@@ -207,12 +207,13 @@ def environment_of(address: str, key: str | None) -> dict[str, str]:
     for name in ("NO_PROXY", "no_proxy"):  # a proxy of the machine must not stand between them
         kept[name] = ",".join(filter(None, ("127.0.0.1", kept.get(name))))
     kept.pop("OPENAI_API_KEY", None)
+    return {**kept, **variables_of_clients(address, key)}
+
+
+def variables_of_clients(address: str, key: str | None) -> dict[str, str]:
+    """The environment variables in which clients look for an address and a key."""
     addresses = {"OPENAI_BASE_URL": address, "ANTHROPIC_BASE_URL": address.removesuffix("/v1")}
-    return {
-        **kept,
-        **addresses,
-        **({} if key is None else dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key)),
-    }
+    return addresses | ({} if key is None else dict.fromkeys(("OPENAI_API_KEY", "ANTHROPIC_API_KEY"), key))
 
 
 async def send(pipe: asyncio.StreamWriter, content: bytes) -> None:

@@ -9,6 +9,7 @@ import functools
 import json
 import logging
 import re
+import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -158,7 +159,13 @@ class AgentServer:
     @property
     def address(self) -> str:
         """What clients call their base URL."""
-        return f"http://127.0.0.1:{self.port}/v1"
+        return address_of(self.port)
+
+    async def listen(self, listening: socket.socket) -> web.SockSite:
+        """Answer on another socket, too, until the site is stopped. It may be of another namespace of networks."""
+        site = web.SockSite(self._runner, listening)
+        await site.start()
+        return site
 
     async def stop(self) -> None:
         """Close the port, and all connections."""
@@ -308,6 +315,11 @@ class AgentServer:
             served.receipt(received=False)
             raise
         return opened
+
+
+def address_of(port: int) -> str:
+    """What clients call their base URL, of a port of the loopback address."""
+    return f"http://127.0.0.1:{port}/v1"
 
 
 def tell_receipt(session: AgentSession, asked: Asked, received: bool = True) -> None:

@@ -13,5 +13,6 @@ docker        the same by Docker
 images        what a rollout's file system begins with
 verdict       what tests say, as rewards
 environment   one task per conversation
+agents        a program of the user's that works on a task
 check         a command that tries the tasks of a folder with their own solutions
 """

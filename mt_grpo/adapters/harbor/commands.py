@@ -83,8 +83,9 @@ class Commands:
         self.running: set[subprocess.Popen] = set()
 
     def run(
-        self, words: Sequence[str], env: dict[str, str] | None, given: bytes, seconds: float, whole: bool = False
-    ) -> Outcome:
+        self, words: Sequence[str], env: dict[str, str] | None, given: bytes, seconds: float, whole: bool = False,
+        most: float = OUTPUT_BYTES,
+    ) -> Outcome:  # fmt: skip
         """What comes of a command.
 
         Args:
@@ -93,6 +94,7 @@ class Commands:
             given: What it reads from stdin.
             seconds: That it may take, from when it has begun.
             whole: Whether all of the output is kept, as the head.
+            most: Bytes that it may print, where not all is kept.
 
         Raises:
             SandboxError: the sandbox was closed.
@@ -105,7 +107,7 @@ class Commands:
             self.running.add(process)
         outcome = Outcome(None)
         try:
-            outcome.why = exchange(process, given, seconds, outcome, whole)
+            outcome.why = exchange(process, given, seconds, outcome, whole, most)
             if outcome.why:
                 self._end(process)
             outcome.code = None if outcome.why else process.wait()
@@ -125,11 +127,15 @@ class Commands:
     def run_alone(self, *words: Any, **more: Any) -> Outcome:
         """`run`, when all others were ended. None begins meanwhile: one that was given up may be on its way."""
         with self._starting:
-            with self._lock:
-                running = list(self.running)
-            for process in running:
-                self._end(process)
+            self.end_running()
             return self.run(*words, **more)
+
+    def end_running(self) -> None:
+        """End all that run."""
+        with self._lock:
+            running = list(self.running)
+        for process in running:
+            self._end(process)
 
     def close(self) -> bool:
         """End all, and let none begin. False: it was closed before."""
@@ -142,7 +148,9 @@ class Commands:
         return True
 
 
-def exchange(process: Any, given: bytes, seconds: float, outcome: Outcome, whole: bool) -> str:
+def exchange(
+    process: Any, given: bytes, seconds: float, outcome: Outcome, whole: bool, most: float = OUTPUT_BYTES
+) -> str:
     """Write what a process reads, and read what it says, until it says no more.
 
     Args:
@@ -151,6 +159,7 @@ def exchange(process: Any, given: bytes, seconds: float, outcome: Outcome, whole
         seconds: That it may take, from when it has begun; until then, `START_SECONDS`.
         outcome: Is filled.
         whole: Whether all of the output is kept.
+        most: Bytes that it may print, where not all is kept.
 
     Returns:
         Why it must be stopped; empty where it need not.
@@ -193,7 +202,7 @@ def exchange(process: Any, given: bytes, seconds: float, outcome: Outcome, whole
                 else:
                     outcome.size += len(part)
                     outcome.head, outcome.tail = kept_ends(outcome.head, outcome.tail, part)
-                    if outcome.size > OUTPUT_BYTES:
+                    if outcome.size > most:
                         return "output"
     outcome.head = b"".join(parts) if whole else outcome.head
     return ""

@@ -237,7 +237,7 @@ class DockerImages:
     def open(self, task: HarborTask) -> Desk:
         """A desk of a task's own. Raises `SandboxError`."""
         image = self._image(task)
-        sandbox = DockerSandbox(image, task.limits, task.cpus, self._network)
+        sandbox = DockerSandbox(image, task.limits, task.cpus, self._network and task.network)
         workdir = task.workdir or workdir_of_image(image)
         try:
             outcome = sandbox.shell('mkdir -p -- "$PWD"', "/", "/", {}, DOCKER_SECONDS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import glob
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -21,7 +22,7 @@ from mt_grpo.adapters.harbor.toml_tables import BrokenTask, NeedsMore, text_of
 
 # Of these, a sandbox has what the machine has: tasks should not depend on the version of a base.
 BASES = re.compile(
-    r"(docker\.io/)?(library/)?(debian|ubuntu|python|buildpack-deps|bash|busybox|alpine)(:[\w.\-]+)?(@sha256:\w+)?"
+    r"((docker\.io/|public\.ecr\.aws/docker/|mirror\.gcr\.io/)?library/|docker\.io/)?(debian|ubuntu|python|buildpack-deps|bash|busybox|alpine)(:[\w.\-]+)?(@sha256:\w+)?"
     r"|ghcr\.io/laude-institute/t-bench/(ubuntu|python)[\w.\-]*(:[\w.\-]+)?"
 )
 # Commands whose work depends on nothing but the files of the task, and on nothing of the network.
@@ -261,7 +262,7 @@ def needed_commands(line: str) -> str:
             check_apt(words)
         elif PIP.match(words[0]) or PIP.match(" ".join(words[:3])):
             check_pip(words)
-        else:
+        elif not is_link_of_system(words):
             check_words(command)
             if words[0] not in NOT_REALLY:
                 kept.append(command)
@@ -289,6 +290,25 @@ def commands_of(line: str) -> list[str]:
             begun = at + 1
         at += 1
     return [*commands, line[begun:].strip()]
+
+
+def is_link_of_system(words: list[str]) -> bool:
+    """Whether a command makes a link in the system's folders that this machine has. Raises `NeedsMore` for another.
+
+    >>> is_link_of_system(["ln", "-sf", "/bin/bash", "/usr/bin/bash"]), is_link_of_system(["ln", "-s", "a", "/app/b"])
+    (True, False)
+    """
+    paths = [word for word in words[1:] if not word.startswith("-")]
+    if words[0] != "ln" or len(paths) != 2 or not is_of_system(paths[1]):
+        return False
+    if not os.path.exists(paths[1]) or os.path.realpath(paths[0]) != os.path.realpath(paths[1]):
+        raise NeedsMore(f"the link {paths[1]:.60} to {paths[0]:.60}")
+    return True
+
+
+def is_of_system(path: str) -> bool:
+    """Whether a path is one of the system's folders, or in one."""
+    return any(path == folder or path.startswith(f"{folder}/") for folder in SYSTEM_FOLDERS)
 
 
 def check_words(command: str) -> None:
@@ -331,16 +351,21 @@ def check_pip(words: list[str]) -> None:
             raise NeedsMore(f"the package {word:.40} of Python")
 
 
-@functools.cache
 def has_debian_package(name: str) -> bool:
-    """Whether a package of Debian is installed on this machine."""
+    """Whether a package of Debian is installed on this machine, or another one that provides it."""
+    return name.partition(":")[0] in debian_packages()
+
+
+@functools.cache
+def debian_packages() -> frozenset[str]:
+    """The names of what is installed, and of what that provides; none where this is no Debian."""
     try:
-        found = subprocess.run(
-            ["dpkg-query", "-W", "-f", "${Status}", "--", name], capture_output=True, text=True, timeout=30
-        )
+        said = "${db:Status-Abbrev}|${Package}, ${Provides}\n"
+        found = subprocess.run(["dpkg-query", "-W", "-f", said], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):
-        return False
-    return found.stdout.startswith("install ok installed")
+        return frozenset()
+    lines = [line.partition("|")[2] for line in found.stdout.splitlines() if line.startswith("ii")]
+    return frozenset(each.split()[0] for line in lines for each in line.split(",") if each.strip())
 
 
 @functools.cache

@@ -10,7 +10,9 @@ harbor_reward: reward                 # which of several rewards counts
 from __future__ import annotations
 
 import logging
+import shlex
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +39,8 @@ HINT_OF_MODULES = (
 SIGNALLED = 128  # and its number: the exit code of what a signal has ended
 
 
-class HarborEnvironment:
-    """One task. Its tests say the outcome; where it has steps, each step's tests give a turn reward.
+class JudgedTask:
+    """One task on a machine of its own. Its tests say the outcome; each step's tests give a reward of their own.
 
     INVARIANT: tests run in a sandbox in which nothing of the policy's runs any more, on a `/logs/verifier` of their
     own. What they do not say is 0: a policy that breaks or stops its tests has not escaped its loss.
@@ -61,70 +63,16 @@ class HarborEnvironment:
         self.task: HarborTask | None = None
         self.said: list[TestsSaid] = []
         self._desk: Desk | None = None
-        self._folder, self._spent, self._failure = "/", 0.0, None
 
     def reset(self, task_folder: str, **row: Any) -> None:
         """Begin a task. The row's prompt is its instruction."""
         self.task = self.task_of(task_folder)
-        self.said, self._spent = [], 0.0
+        self.said = []
         self._desk = self.images.open(self.task)
-        self._folder = self._desk.workdir
         put_step_files(self._desk, self.task, 0, self.verifier_seconds)
-
-    def bash(self, command: str) -> str:
-        """Run a command in bash. Each call is a new shell, in the folder where the last one ended.
-
-        Args:
-            command: One line or several. It cannot ask for input.
-
-        Returns:
-            What it printed.
-        """
-        step = self._step
-        left = float("inf") if step.agent_seconds is None else step.agent_seconds - self._spent
-        if left <= 0:
-            return "[the time of this task is over]"
-        seconds = min(self.command_seconds, left)
-        try:
-            outcome = self._desk.sandbox.shell(command, self._folder, self._desk.workdir, self._desk.env, seconds)
-        except SandboxError as error:
-            self._failure = error  # `respond` raises it: no fault of the policy's
-            raise
-        self._spent += outcome.seconds
-        self._folder = folder_of(outcome.control) or self._folder
-        return told_output(outcome, seconds)
-
-    def respond(self, rollout: Rollout, turn: Turn) -> Reply | None:
-        """Nothing where the policy goes on with its step. Else what the step's tests said, and the next step."""
-        if self._failure is not None:
-            raise self._failure
-        cut = turn.finish_reason == "length"
-        last = cut or (self.most_turns is not None and len(rollout.turns) >= self.most_turns)
-        limit = self._step.agent_seconds
-        spent = limit is not None and self._spent >= limit
-        if turn.calls and not last and not spent:
-            return None
-        deadline = time.monotonic() + self.verifier_seconds
-        step, said = self._step, self._judge()
-        info = {"harbor": {"step": step.name, "rewards": said.rewards, "problem": said.problem, "tests": said.output}}
-        reward = said.reward(self.reward_name) if step.name else None
-        goes_on = not last and len(self.said) < len(self.task.steps)
-        if goes_on and not said.misses(step.min_reward, self.reward_name):
-            try:  # one time limit for both: a policy that makes its tests slow has no error of the environment's
-                put_step_files(self._desk, self.task, len(self.said), deadline - time.monotonic())
-            except NotUnpacked as error:
-                info["harbor"]["missed"] = f"step {self._step.name} did not begin: {error}"
-                self._tell(f"{info['harbor']['missed']}. So it counts as 0, as one that was not reached")
-            else:
-                self._spent, self._folder = 0.0, self._desk.workdir
-                message = {"role": "user", "content": self._step.instruction}
-                return Reply(messages=[message], reward=reward, info=info)
-        return Reply(stop=not cut and (bool(step.name) or spent), reward=reward, info=info)
 
     def get_reward(self) -> float:
         """The outcome: what the tests said, over all steps of the task."""
-        if self._failure is not None:
-            raise self._failure
         if not self.said:  # the conversation ended where nobody was asked
             self._judge()
         rewards = [each.reward(self.reward_name) for each in self.said]
@@ -162,6 +110,27 @@ class HarborEnvironment:
         elif NO_MODULE in said.output and env.get("PYTHONSAFEPATH"):
             self._tell(f"{HINT_OF_MODULES}, if it should find it")
         return said
+
+    def _end_step(self, last: bool) -> tuple[float | None, dict[str, Any], bool]:
+        """(reward of the step's last turn, what its tests said, whether the next step has begun).
+
+        Args:
+            last: Whether no step follows, in any case.
+        """
+        deadline = time.monotonic() + self.verifier_seconds
+        step, said = self._step, self._judge()
+        info = {"harbor": {"step": step.name, "rewards": said.rewards, "problem": said.problem, "tests": said.output}}
+        reward = said.reward(self.reward_name) if step.name else None
+        goes_on = not last and len(self.said) < len(self.task.steps)
+        if not goes_on or said.misses(step.min_reward, self.reward_name):
+            return reward, info, False
+        try:  # one time limit for both: a policy that makes its tests slow has no error of the environment's
+            put_step_files(self._desk, self.task, len(self.said), deadline - time.monotonic())
+        except NotUnpacked as error:
+            info["harbor"]["missed"] = f"step {self._step.name} did not begin: {error}"
+            self._tell(f"{info['harbor']['missed']}. So it counts as 0, as one that was not reached")
+            return reward, info, False
+        return reward, info, True
 
     def _tell(self, what: str) -> None:
         """Say something of the task, once of each task."""
@@ -215,6 +184,65 @@ class HarborEnvironment:
         return [task_row(task) for task in whole]
 
 
+class HarborEnvironment(JudgedTask):
+    """A task on which the policy works by the tool `bash`."""
+
+    def __init__(self):
+        super().__init__()
+        self._folder, self._spent, self._failure = "/", 0.0, None
+
+    def reset(self, task_folder: str, **row: Any) -> None:
+        """Begin a task. The row's prompt is its instruction."""
+        super().reset(task_folder, **row)
+        self._folder, self._spent = self._desk.workdir, 0.0
+
+    def bash(self, command: str) -> str:
+        """Run a command in bash. Each call is a new shell, in the folder where the last one ended.
+
+        Args:
+            command: One line or several. It cannot ask for input.
+
+        Returns:
+            What it printed.
+        """
+        step = self._step
+        left = float("inf") if step.agent_seconds is None else step.agent_seconds - self._spent
+        if left <= 0:
+            return "[the time of this task is over]"
+        seconds = min(self.command_seconds, left)
+        try:
+            outcome = self._desk.sandbox.shell(command, self._folder, self._desk.workdir, self._desk.env, seconds)
+        except SandboxError as error:
+            self._failure = error  # `respond` raises it: no fault of the policy's
+            raise
+        self._spent += outcome.seconds
+        self._folder = folder_of(outcome.control) or self._folder
+        return told_output(outcome, seconds)
+
+    def respond(self, rollout: Rollout, turn: Turn) -> Reply | None:
+        """Nothing where the policy goes on with its step. Else what the step's tests said, and the next step."""
+        if self._failure is not None:
+            raise self._failure
+        cut = turn.finish_reason == "length"
+        last = cut or (self.most_turns is not None and len(rollout.turns) >= self.most_turns)
+        limit = self._step.agent_seconds
+        spent = limit is not None and self._spent >= limit
+        if turn.calls and not last and not spent:
+            return None
+        named, (reward, info, goes_on) = bool(self._step.name), self._end_step(last)
+        if goes_on:
+            self._spent, self._folder = 0.0, self._desk.workdir
+            message = {"role": "user", "content": self._step.instruction}
+            return Reply(messages=[message], reward=reward, info=info)
+        return Reply(stop=not cut and (named or spent), reward=reward, info=info)
+
+    def get_reward(self) -> float:
+        """As of a task, where its sandbox was not lost."""
+        if self._failure is not None:
+            raise self._failure
+        return super().get_reward()
+
+
 def folder_of(control: bytes) -> str | None:
     """The folder in which a shell ended, by what it said; None where it did not say so.
 
@@ -260,38 +288,43 @@ def said_by_tests(outcome: Outcome, seconds: float) -> TestsSaid:
 
 def load_harbor_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type[HarborEnvironment]]:
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
-    name = script_args.dataset_name
-    if not name or not Path(name).is_dir():
-        raise ValueError(
-            f"environment: harbor: dataset_name is {name!r}, expected a folder of task folders, each with a task.toml."
-        )
     seconds = script_args.harbor_command_timeout
     if seconds >= args.tool_timeout:
         raise ValueError(
             f"harbor_command_timeout={seconds:g} is not below tool_timeout={args.tool_timeout:g}: the model would not "
             "read what a command printed until its end. Raise tool_timeout, or lower harbor_command_timeout."
         )
+    docker = uses_docker(script_args.harbor_docker)
+    settings = settings_of_tasks(script_args, args, docker)
+    if not docker:
+        check_namespaces()
+    settings |= {
+        "images": DockerImages(settings["allowed"].network) if docker else NamespaceImages(),
+        "command_seconds": seconds,
+        "most_turns": args.max_env_steps + 1,
+    }
+    return base, type("harbor", (HarborEnvironment,), {**settings, "known": {}, "told": set()})
+
+
+def settings_of_tasks(script_args: Any, args: Any, docker: bool) -> dict[str, Any]:
+    """What a recipe says of tasks, as attributes of `JudgedTask`. Raises `ValueError`."""
+    name = script_args.dataset_name
+    if not name or not Path(name).is_dir():
+        raise ValueError(
+            f"environment: harbor: dataset_name is {name!r}, expected a folder of task folders, each with a task.toml."
+        )
     if args.environment_timeout <= 2 * MARGIN:
         raise ValueError(
             f"environment_timeout={args.environment_timeout:g} leaves tests no time. Set it above {2 * MARGIN:g}."
         )
-    docker = uses_docker(script_args.harbor_docker)
-    allowed = Allowed(
-        script_args.harbor_memory_mb, script_args.harbor_storage_mb, docker, docker and script_args.harbor_network
-    )
     if script_args.harbor_network and not docker:
         raise ValueError("harbor_network: true needs Docker (harbor_docker). Without it no task has a network.")
-    if not docker:
-        check_namespaces()
-    settings = {
-        "images": DockerImages(allowed.network) if docker else NamespaceImages(),
-        "allowed": allowed,
-        "command_seconds": seconds,
+    network = docker and script_args.harbor_network
+    return {
+        "allowed": Allowed(script_args.harbor_memory_mb, script_args.harbor_storage_mb, docker, network),
         "verifier_seconds": args.environment_timeout - MARGIN,
         "reward_name": script_args.harbor_reward,
-        "most_turns": args.max_env_steps + 1,
     }
-    return base, type("harbor", (HarborEnvironment,), {**settings, "known": {}, "told": set()})
 
 
 def uses_docker(choice: str) -> bool:
@@ -304,16 +337,22 @@ def uses_docker(choice: str) -> bool:
     return not problem
 
 
-def check_namespaces() -> None:
-    """Raise `ValueError` where this machine allows no sandbox."""
+def check_namespaces(shown: Sequence[str] = (), program: str = "") -> None:
+    """Raise `ValueError` where this machine allows no sandbox, or where a sandbox has not got a program.
+
+    Args:
+        shown: Folders of the machine that sandboxes have, too.
+        program: What is to be found there; empty: nothing.
+    """
+    find = f"echo $((1 + 1)); command -v -- {shlex.quote(program)} > /dev/null && echo found"
     try:
-        sandbox = NamespaceSandbox(SandboxLimits())
+        sandbox = NamespaceSandbox(SandboxLimits(), shown=shown)
         try:
-            outcome = sandbox.shell("echo $((1 + 1))", "/", "/", {}, 60.0)
+            outcome = sandbox.shell(find, "/", "/", {}, 60.0)
         finally:
             sandbox.close()
         said = outcome.text(300), outcome.control[-300:].decode(errors="replace")
-        problem = "" if said[0] == "2\n" else f"a command gave {said[0]!r}, {said[1]!r}"
+        problem = "" if said[0].startswith("2\n") else f"a command gave {said[0]!r}, {said[1]!r}"
     except (SandboxError, OSError, RuntimeError) as error:
         problem = str(error)
     if problem:
@@ -323,4 +362,10 @@ def check_namespaces() -> None:
             "--security-opt apparmor=unconfined. Not as root: allow namespaces of users (sysctl -w "
             "user.max_user_namespaces=10000; where Ubuntu restricts them, "
             "kernel.apparmor_restrict_unprivileged_userns=0)."
+        )
+    if program and "found" not in said[0]:
+        raise ValueError(
+            f"agent_command: a sandbox has no program {program!r}. It has /usr, /bin, /etc and /lib of this machine, "
+            f"and the folders of harbor_agent_folders ({', '.join(shown) or 'none'}). Expected a program in one of "
+            "those, which any user of the machine may run."
         )

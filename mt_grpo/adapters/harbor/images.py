@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.adapters.harbor.archives import TaskArchive, tree_archive
-from mt_grpo.adapters.harbor.commands import START_SECONDS, NotUnpacked
-from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxLimits, TaskSandbox
+from mt_grpo.adapters.harbor.commands import START_SECONDS, NotUnpacked, Outcome
+from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, TaskSandbox
 from mt_grpo.adapters.harbor.tasks import HarborTask, TaskStep
-from mt_grpo.adapters.harbor.toml_tables import NeedsMore
+from mt_grpo.adapters.harbor.toml_tables import Healthcheck, NeedsMore
 
 RUN_SECONDS = 120.0  # of one RUN of a Dockerfile
 
@@ -45,16 +45,25 @@ class NamespaceImages:
 
     Args:
         make: What makes a sandbox of limits.
+        shown: Folders of the machine that rollouts see, too.
     """
 
-    def __init__(self, make: Callable[[SandboxLimits], Any] = NamespaceSandbox):
-        self._make, self._lock = make, threading.Lock()
+    def __init__(self, make: Callable[..., Any] = NamespaceSandbox, shown: Sequence[str] = ()):
+        self._make, self._shown, self._lock = make, shown, threading.Lock()
         self._archives: dict[str, Sequence[bytes]] = {}  # by the task's folder
 
     def build(self, task: HarborTask) -> None:
         """Run what the task's Dockerfile runs, once. Raises `NeedsMore` for a command that fails here."""
         with self._lock:
             self._build(task)
+        if task.healthcheck is not None or task.steps[0].healthcheck is not None:
+            desk = self.open(task)
+            try:
+                put_step_files(desk, task, 0, RUN_SECONDS)
+            except NotUnpacked as error:
+                raise NeedsMore(f"a machine on which its {error}"[:120]) from None
+            finally:
+                desk.sandbox.close()
 
     def _build(self, task: HarborTask) -> Sequence[bytes]:
         if str(task.folder) not in self._archives:
@@ -83,7 +92,7 @@ class NamespaceImages:
         with self._lock:
             archives = self._build(task)
         workdir = task.workdir or task.build.workdir
-        sandbox = self._make(task.limits)
+        sandbox = self._make(task.limits, shown=self._shown)
         try:
             desk = Desk(sandbox, workdir, {**task.build.env, **task.env})
             for archive in archives:
@@ -99,17 +108,39 @@ class NamespaceImages:
 
 
 def put_step_files(desk: Desk, task: HarborTask, number: int, seconds: float) -> None:
-    """Put what a step brings into the working directory, and run its `setup.sh`.
+    """Put what a step brings into the working directory, run its `setup.sh`, and try its health checks.
 
     Raises `NotUnpacked` where that fails or takes longer, and `SandboxError` where the sandbox is gone.
     """
-    setup, deadline = task.steps[number].setup, time.monotonic() + seconds
-    if setup is None:
-        return
-    desk.put(tree_archive(setup), desk.workdir, seconds)
-    if (setup / "setup.sh").is_file():
-        left = deadline - time.monotonic()
-        outcome = desk.sandbox.shell("bash ./setup.sh", desk.workdir, desk.workdir, desk.env, left)
-        if outcome.code != 0:
-            why = outcome.why or f"exit code {outcome.code}: {outcome.text(300).strip()}"
-            raise NotUnpacked(f"setup.sh of step {task.steps[number].name} failed ({why})")
+    step, deadline = task.steps[number], time.monotonic() + seconds
+    if step.setup is not None:
+        desk.put(tree_archive(step.setup), desk.workdir, seconds)
+        if (step.setup / "setup.sh").is_file():
+            left = deadline - time.monotonic()
+            outcome = desk.sandbox.shell("bash ./setup.sh", desk.workdir, desk.workdir, desk.env, left)
+            if outcome.code != 0:
+                raise NotUnpacked(f"setup.sh of step {step.name} failed ({why_failed(outcome)})")
+    for check in (task.healthcheck if number == 0 else None, step.healthcheck):
+        if check is not None:
+            wait_for_health(desk, check, deadline)
+
+
+def wait_for_health(desk: Desk, check: Healthcheck, deadline: float) -> None:
+    """Try a health check until it succeeds. Raises `NotUnpacked` where it fails too often, or no time is left."""
+    began, failures = time.monotonic(), 0
+    while True:
+        seconds = min(check.timeout, max(0.0, deadline - time.monotonic()))
+        outcome = desk.sandbox.shell(check.command, desk.workdir, desk.workdir, desk.env, seconds)
+        if outcome.code == 0:
+            return
+        starts = time.monotonic() - began < check.start_period
+        failures += not starts
+        pause = check.start_interval if starts else check.interval
+        if failures >= check.retries or time.monotonic() + pause > deadline:
+            raise NotUnpacked(f"health check fails ({why_failed(outcome)})")
+        time.sleep(pause)
+
+
+def why_failed(outcome: Outcome) -> str:
+    """In words, with what was printed."""
+    return outcome.why or f"exit code {outcome.code}: {outcome.text(300).strip()}"

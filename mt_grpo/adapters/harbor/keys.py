@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mt_grpo.adapters.house import House
+from mt_grpo.adapters.house import House, imports
 from mt_grpo.base.fields import key
 
 HARBOR = "the line environment: harbor"
@@ -33,6 +33,10 @@ class HarborKeys:
     harbor_reward: str = key(
         "reward", "Which reward of reward.json is the outcome, where there are several", needs=HARBOR
     )
+    harbor_agent_folders: list[str] | None = key(
+        None, "Folders that agent_command reads inside a task's sandbox, beside /usr and the like", path=True,
+        needs=f"{HARBOR} and agent_command",
+    )  # fmt: skip
 
 
 class HarborHouse(House):
@@ -45,8 +49,18 @@ class HarborHouse(House):
         """Whether the recipe's environment is a task folder."""
         return script_args.environment == "harbor"
 
+    def takes_agents(self, script_args: Any) -> bool:
+        """Whether a program of the user's works on the tasks."""
+        return script_args.agent_command is not None
+
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        """The trainer's own, with the tasks."""
+        """The trainer's own, with the tasks; with `agent_command` the one that the program runs."""
+        if self.takes_agents(script_args):
+            with imports(f"{self.line} with agent_command", extra="agents"):
+                from mt_grpo.adapters.harbor.agents import load_task_agents
+            return load_task_agents(script_args, args, base)
+        if script_args.harbor_agent_folders is not None:
+            raise ValueError("harbor_agent_folders has no effect without agent_command. Add it, or remove this key.")
         from mt_grpo.adapters.harbor.environment import load_harbor_conversation
 
         if script_args.tools_script is not None:

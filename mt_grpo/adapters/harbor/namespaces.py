@@ -2,7 +2,8 @@
 
 import shlex
 
-# The file system of a rollout. Arguments: a folder, MiB, inodes, the owner's number. Behind a line of its stdin
+# The file system of a rollout. Arguments: a folder, MiB, inodes, the owner's number, and folders of the machine that
+# are shown at their own paths, and that nobody may write. Behind a line of its stdin
 # nothing directly in `/` can be made or replaced: tests must not find what a command put there (`conftest.py`, `bin`).
 # INVARIANT: all that must not be moved or replaced by a command is a mount point, in the command's namespace, too.
 SET_UP = """
@@ -44,6 +45,15 @@ mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs logs/verifier
 mount -n -t tmpfs -o ro,size=4k,mode=755 tmpfs logs/home
 chown "$4:$4" root home opt srv mnt run tmp var var/tmp var/log logs/agent logs/artifacts
 chmod 1777 tmp var/tmp
+for folder in "${@:5}"; do
+    path=
+    IFS=/ read -r -a parts <<< "${folder#/}"
+    for part in "${parts[@]}"; do
+        path+=${path:+/}$part
+        if [ ! -e "$path" ]; then mkdir "$path"; chown "$4:$4" "$path"; fi
+    done
+    of_system "$path"
+done
 if command -v ip > /dev/null; then ip link set lo up; fi  # without it, nothing listens on the loopback
 pivot_root . old
 cd /
@@ -55,7 +65,7 @@ declare -A mounted
 while read -r _ _ _ _ point _; do printf -v point %b "$point"; mounted[$point]=yes; done < /proc/self/mountinfo
 for each in /* /.[!.]*; do
     if [ -L "$each" ] || [ "${mounted[$each]-}" ]; then continue; fi
-    if [ -f "$each" ] || [ -d "$each" ]; then mount -n --bind "$each" "$each"; fi
+    if [ -f "$each" ] || [ -d "$each" ]; then mount -n --rbind "$each" "$each"; fi
 done
 mount -n -o remount,bind,ro /
 echo sealed
@@ -77,6 +87,7 @@ eval "$3"
 """
 RUN = BEGIN + '"$@" < /dev/null 3>&2 2>&1\nexit $?'
 RUN_WITH_INPUT = BEGIN + '"$@" 3>&2 2>&1\nexit $?'
+RUN_PROGRAM = BEGIN + '"$@" 2>&1\nexit $?'
 RUN_QUIETLY = BEGIN + '"$@" < /dev/null 2> /dev/null\nexit $?'
 # Arguments: the folder, its KiB, the owner. The archive is read from stdin, by the namespaces' root. `bind`: else the
 # owner of the file system is said anew, by a number that a namespace of users does not have.
@@ -144,3 +155,14 @@ while kill -s KILL -1 2> /dev/null; do sleep 0.01; done  # until nobody is left
     + TELL_REWARD
     + 'exit "$code"\n'
 )
+# A socket in the namespace of networks in which this runs, which the trainer gets by a socket that an argument names.
+# The trainer's own Python runs it, with the machine's files.
+LISTEN = """
+import fcntl, socket, struct, sys
+SET_FLAGS, UP = 0x8914, 0x41
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+    fcntl.ioctl(any_socket, SET_FLAGS, struct.pack("16sh14x", b"lo", UP))
+listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+with socket.socket(fileno=int(sys.argv[1])) as trainer:
+    socket.send_fds(trainer, [b"."], [listening.fileno()])
+"""

@@ -33,7 +33,9 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,13 +44,22 @@ from typing import Protocol
 import psutil
 
 from mt_grpo.adapters.harbor.archives import kilobytes_of
-from mt_grpo.adapters.harbor.commands import START_SECONDS, Commands, Outcome, SandboxError, is_readable
+from mt_grpo.adapters.harbor.commands import (
+    OUTPUT_BYTES,
+    START_SECONDS,
+    Commands,
+    Outcome,
+    SandboxError,
+    is_readable,
+)
 from mt_grpo.adapters.harbor.namespaces import (
     AS_AGENT,
     JUDGE,
+    LISTEN,
     NEW_SPACES,
     PREPARE,
     RUN,
+    RUN_PROGRAM,
     RUN_QUIETLY,
     RUN_WITH_INPUT,
     SET_UP,
@@ -63,6 +74,7 @@ logger = logging.getLogger(__name__)
 PROCESSES = 256  # of a command at the same time, threads too
 OPEN_FILES = 1024
 INODES = 50_000
+NO_LIMIT = 1e6  # seconds; a wait of more than 2**31 ms cannot be
 END_SECONDS = 10.0  # that what was killed may take to be gone
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 TOOLS = ("unshare", "nsenter", "setpriv", "prlimit", "mount", "umount", "pivot_root", "bash", "tar")
@@ -98,6 +110,32 @@ class TaskSandbox(Protocol):
         """End it, with everything that runs in it."""
 
 
+class ProgramSandbox(TaskSandbox, Protocol):
+    """A sandbox in which a program of the user's can work, too."""
+
+    def listener(self) -> socket.socket:
+        """A socket that listens on a free port of the sandbox's own loopback address, for this process to answer on.
+
+        Raises `SandboxError`.
+        """
+
+    def program(
+        self, command: Sequence[str], workdir: str, env: dict[str, str], secrets: dict[str, str], given: bytes
+    ) -> Outcome:
+        """Run a program until it ends, or is ended.
+
+        Args:
+            command: The program and its arguments.
+            workdir: Where it begins.
+            env: Variables of the task.
+            secrets: Variables that no other user of the machine may read.
+            given: What it reads from stdin.
+        """
+
+    def end_programs(self) -> None:
+        """End all that runs, and wait until it is gone. More may begin."""
+
+
 @functools.cache
 def numbers_of_users() -> UserNumbers | None:
     """Numbers for the commands of root's trainer; None where the trainer is not root's."""
@@ -112,6 +150,7 @@ class NamespaceSandbox:
         limits: What it may use.
         as_user: Whether commands run as a user of their own, which needs root. Else they run as the trainer's user, in
             a namespace of users.
+        shown: Folders of the machine that are there, too, at their own paths. Nobody may write them.
 
     Raises:
         SandboxError: the machine allows no such namespaces.
@@ -119,6 +158,7 @@ class NamespaceSandbox:
 
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     as_user: bool = field(default_factory=lambda: os.geteuid() == 0)
+    shown: Sequence[str] = ()
 
     def __post_init__(self):
         if missing := [name for name in TOOLS if not shutil.which(name, path=PATH)]:
@@ -138,7 +178,7 @@ class NamespaceSandbox:
         spaces = ["--mount", "--net", "--ipc", "--uts"]
         folder = runtime_folder("harbor-sandbox")
         sizes = (str(self.limits.storage_mb), str(INODES), str(self._owner))
-        command = ["unshare", *users, *spaces, "bash", "-c", SET_UP, "set-up", str(folder), *sizes]
+        command = ["unshare", *users, *spaces, "bash", "-c", SET_UP, "set-up", str(folder), *sizes, *self.shown]
         try:
             # No parent-death signal: it would come when the thread ends that starts this. The pipe's end ends it.
             holder = subprocess.Popen(
@@ -192,6 +232,36 @@ class NamespaceSandbox:
         """As `TaskSandbox.solve`."""
         return self._with_folder("/solution", SOLVE, "/solution/solve.sh", archive, workdir, env, seconds)
 
+    def listener(self) -> socket.socket:
+        """As `ProgramSandbox.listener`. A socket is of the namespace in which it was made, wherever it is used."""
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            words = [*self._entering("--net"), sys.executable, "-I", "-S", "-c", LISTEN, str(theirs.fileno())]
+            try:
+                said = subprocess.run(
+                    words, env={"PATH": PATH}, stdin=subprocess.DEVNULL, capture_output=True, timeout=START_SECONDS,
+                    pass_fds=[theirs.fileno()], cwd="/",
+                )  # fmt: skip
+            except (OSError, subprocess.SubprocessError) as error:
+                raise SandboxError(f"nothing can listen in it: {error_line(error)}") from error
+            if said.returncode:
+                raise SandboxError(f"nothing can listen in it: {said.stderr.decode(errors='replace').strip()[-300:]}")
+            return socket.socket(fileno=socket.recv_fds(ours, 1, 1)[1][0])
+
+    def program(
+        self, command: Sequence[str], workdir: str, env: dict[str, str], secrets: dict[str, str], given: bytes
+    ) -> Outcome:
+        """As `ProgramSandbox.program`.
+
+        Of its memory that counts which it may write: an engine of JavaScript reserves far more.
+        """
+        words = ["bash", "-c", 'cd -- "$1" && shift && exec "$@"', "bash", workdir, *command]
+        return self._run(RUN_PROGRAM, words, env, NO_LIMIT, given, secrets=secrets)
+
+    def end_programs(self) -> None:
+        """As `ProgramSandbox.end_programs`."""
+        self._commands.end_running()
+
     def _with_folder(
         self, folder: str, script: str, file: str, archive: bytes, workdir: str, env: dict[str, str], seconds: float
     ) -> Outcome:
@@ -201,7 +271,7 @@ class NamespaceSandbox:
 
     def _run(
         self, script: str, command: Sequence[str], env: dict[str, str], seconds: float, given: bytes = b"",
-        first: Sequence[str] = (), whole: bool = False, alone: bool = False,
+        first: Sequence[str] = (), whole: bool = False, alone: bool = False, secrets: dict[str, str] | None = None,
     ) -> Outcome:  # fmt: skip
         """What comes of a command in the namespaces.
 
@@ -214,29 +284,33 @@ class NamespaceSandbox:
             first: Arguments of the script before the command.
             whole: Whether all of the output is kept, as the head.
             alone: Whether the others are ended first, and none begins meanwhile.
+            secrets: Variables that no argument may show. None: it is no program of the user's.
         """
-        words = ["setpriv", "--pdeathsig", "KILL", "nsenter", "--target", str(self._holder.pid)]
-        words += [] if self.as_user else ["--user", "--preserve-credentials"]
-        words += ["--mount", "--net", "--ipc", "--uts"]
+        words = ["setpriv", "--pdeathsig", "KILL", *self._entering("--mount", "--net", "--ipc", "--uts")]
         words += ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
         # INVARIANT: a task's variables are those of the command alone. With its PATH, the programs before it,
         # which root runs, could be the policy's own.
         own = ["/usr/bin/env", *(f"{name}={value}" for name, value in env.items())]
         command = ["/bin/bash" if command[0] == "bash" else command[0], *command[1:]]
-        words += ["bash", "-c", PREPARE + script, "run", *first, *self._as_user(), *own, *command]
-        variables = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb"}
+        words += ["bash", "-c", PREPARE + script, "run", *first, *self._as_user(secrets is not None), *own, *command]
+        variables = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **(secrets or {})}
         run = self._commands.run_alone if alone else self._commands.run
-        outcome = run(words, variables, given, seconds, whole)
+        outcome = run(words, variables, given, seconds, whole, OUTPUT_BYTES if secrets is None else float("inf"))
         if self._holder.poll() is not None:
             raise SandboxError(f"the process that holds it has ended with code {self._holder.returncode}")
         if outcome.began is None:
             raise SandboxError(f"a command could not begin: {outcome.why_not_begun()}")
         return outcome
 
-    def _as_user(self) -> list[str]:
+    def _entering(self, *spaces: str) -> list[str]:
+        """What stands before a command that is to run in the holder's namespaces."""
+        users = [] if self.as_user else ["--user", "--preserve-credentials"]
+        return ["nsenter", "--target", str(self._holder.pid), *users, *spaces]
+
+    def _as_user(self, program: bool) -> list[str]:
         """What stands before a command, so that it has no privileges and keeps to its limits."""
-        memory = self.limits.memory_mb * 2**20
-        limits = [f"--as={memory}", f"--nproc={PROCESSES}", f"--nofile={OPEN_FILES}", "--core=0"]
+        memory = f"{'data' if program else 'as'}={self.limits.memory_mb * 2**20}"
+        limits = [f"--{memory}", f"--nproc={PROCESSES}", f"--nofile={OPEN_FILES}", "--core=0"]
         if self.as_user:
             who = ["setpriv", f"--reuid={self._user}", f"--regid={self._user}", "--clear-groups"]
         else:  # 0 of a namespace of users has all capabilities of it, and could undo the mounts

@@ -14,7 +14,7 @@ from typing import Any
 from mt_grpo.adapters.harbor.archives import tree_archive
 from mt_grpo.adapters.harbor.dockerfile import Build, DockerfileReader
 from mt_grpo.adapters.harbor.sandbox import SandboxLimits
-from mt_grpo.adapters.harbor.toml_tables import BrokenTask, NeedsMore, TomlTable, text_of
+from mt_grpo.adapters.harbor.toml_tables import BrokenTask, Healthcheck, NeedsMore, TomlTable, text_of
 
 STEP_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 STRATEGIES = ("mean", "final")
@@ -39,6 +39,7 @@ class TaskStep:
         agent_seconds: That commands of the policy may take together; None: no limit of the task's.
         verifier_seconds: That the tests may take.
         min_reward: What the reward, or rewards by key, must reach for the next step to begin.
+        healthcheck: What must succeed before the step begins.
     """
 
     name: str
@@ -48,6 +49,7 @@ class TaskStep:
     agent_seconds: float | None = None
     verifier_seconds: float = VERIFIER_SECONDS
     min_reward: float | dict[str, float] | None = None
+    healthcheck: Healthcheck | None = None
 
     @property
     def setup(self) -> Path | None:
@@ -73,6 +75,8 @@ class HarborTask:
         image: That Docker runs, in place of building one.
         workdir: Where commands begin; None: where the Dockerfile says.
         build_seconds: That Docker may take to build it.
+        network: Whether it may have a network, where the recipe gives tasks one.
+        healthcheck: What must succeed before anybody works on it.
     """
 
     folder: Path
@@ -87,6 +91,8 @@ class HarborTask:
     image: str | None = None
     workdir: str | None = None
     build_seconds: float = 600.0
+    network: bool = False
+    healthcheck: Healthcheck | None = None
 
     def tests(self, step: TaskStep) -> bytes:
         """The archive of `/tests` of a step: the task's, and over it the step's."""
@@ -122,6 +128,8 @@ def read_task(folder: Path, allowed: Allowed) -> HarborTask:
     except tomllib.TOMLDecodeError as error:
         raise BrokenTask(f"task.toml is no TOML: {error}.") from None
     environment, agent, verifier = root.table("environment"), root.table("agent"), root.table("verifier")
+    check_schema(root)
+    networks = [table.network() for table in (environment, agent, verifier)]
     found = {
         "steps": read_steps(folder, root),
         "name": root.table("task").text("name") or folder.name,
@@ -130,6 +138,7 @@ def read_task(folder: Path, allowed: Allowed) -> HarborTask:
         "image": environment.text("docker_image"),
         "workdir": environment.text("workdir"),
         "build_seconds": environment.number("build_timeout_sec") or 600.0,
+        "healthcheck": environment.healthcheck(),
     }
     if found["workdir"] is not None and not found["workdir"].startswith("/"):
         raise BrokenTask(f"task.toml: [environment] workdir is {found['workdir']!r:.60}, expected an absolute path.")
@@ -141,17 +150,41 @@ def read_task(folder: Path, allowed: Allowed) -> HarborTask:
         table.user()
         if table.text("environment_mode") == "separate" or table.has("environment"):
             raise NeedsMore("a separate environment of the verifier")
+    if verifier.tables("collect"):
+        raise NeedsMore("a hook that collects files")
     check_environment_table(environment, folder)
+    found["network"] = may_have_network(*networks) if allowed.network else False
     if memory is not None and memory > allowed.memory_mb:
         raise NeedsMore(f"memory_mb above harbor_memory_mb={allowed.memory_mb}")
     build = None if allowed.docker else read_build(folder, found["image"])
-    for step in found["steps"] if not allowed.network else ():
+    for step in found["steps"] if not found["network"] else ():
         check_fetches(folder, step)
     limits = SandboxLimits(
         memory or min(2048, allowed.memory_mb), min(storage or allowed.storage_mb, allowed.storage_mb)
     )
     env, solution_env = environment.env(), root.table("solution").env()
     return HarborTask(folder=folder, build=build, limits=limits, env=env, solution_env=solution_env, **found)
+
+
+def check_schema(root: TomlTable) -> None:
+    """Raise `NeedsMore` for a schema that may mean other things by these words: of another first number than 1."""
+    version = root.values.get("schema_version", root.values.get("version", "1.0"))
+    if str(version).partition(".")[0] not in ("0", "1"):
+        raise NeedsMore(f"schema_version {str(version):.20}")
+
+
+def may_have_network(whole: str | None, *phases: str | None) -> bool:
+    """Whether a task may have a network, by its `network_mode`, and those of its phases.
+
+    Raises `NeedsMore` where that is neither yes nor no.
+    """
+    whole = whole or "public"
+    modes = {whole, *(phase or whole for phase in phases)}
+    if "allowlist" in modes:
+        raise NeedsMore("a network of some hosts alone")
+    if len(modes) > 1:
+        raise NeedsMore("a network for a part of the task alone")
+    return modes == {"public"}
 
 
 def read_steps(folder: Path, root: TomlTable) -> tuple[TaskStep, ...]:
@@ -174,13 +207,11 @@ def read_steps(folder: Path, root: TomlTable) -> tuple[TaskStep, ...]:
         of_step = folder / "steps" / name
         own = of_step / "tests"
         check_tests(folder, own if (own / "test.sh").is_file() else folder / "tests", own)
-        if table.has("healthcheck"):
-            raise NeedsMore("a healthcheck")
         steps.append(TaskStep(
             name, of_step, text_of(of_step / "instruction.md", folder), {**env, **table.table("verifier").env()},
             table.table("agent").number("timeout_sec") or agent_seconds,
             table.table("verifier").number("timeout_sec") or verifier_seconds or VERIFIER_SECONDS,
-            read_min_reward(table),
+            read_min_reward(table), table.healthcheck(),
         ))  # fmt: skip
         if setup := steps[-1].setup:
             check_script(setup / "setup.sh", folder, needed=False)
@@ -202,9 +233,9 @@ def check_environment_table(table: TomlTable, folder: Path) -> None:
     """Raise `NeedsMore` for what no sandbox here has."""
     if (table.text("os") or "linux") != "linux":
         raise NeedsMore("Windows")
-    for name in ("gpus", "tpu", "mcp_servers", "healthcheck"):
+    for name, what in (("gpus", "GPUs"), ("tpu", "a TPU"), ("mcp_servers", "MCP servers")):
         if table.has(name):
-            raise NeedsMore({"gpus": "GPUs", "tpu": "a TPU", "mcp_servers": "MCP servers"}.get(name, f"a {name}"))
+            raise NeedsMore(what)
     if any((folder / "environment" / f"docker-compose.{end}").exists() for end in ("yaml", "yml")):
         raise NeedsMore("docker-compose")
 
@@ -217,8 +248,8 @@ def check_files(folder: Path, image: str | None) -> None:
 
 
 def read_build(folder: Path, image: str | None) -> Build:
-    """What a sandbox begins with, without Docker."""
-    if image is not None:
+    """What a sandbox begins with, without Docker. An image that stands beside a Dockerfile was built of it."""
+    if image is not None and not (folder / "environment" / "Dockerfile").is_file():
         raise NeedsMore("docker_image")
     return DockerfileReader(folder / "environment", folder).read()
 

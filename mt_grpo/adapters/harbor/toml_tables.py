@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,21 @@ class NeedsMore(Exception):
     def __init__(self, reason: str):
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass(frozen=True)
+class Healthcheck:
+    """A command that must succeed before anybody works. The numbers are those of Docker's HEALTHCHECK, in seconds."""
+
+    command: str
+    interval: float = 5.0
+    timeout: float = 30.0
+    start_period: float = 0.0  # in which it may fail, and is tried each `start_interval`
+    start_interval: float = 5.0
+    retries: int = 3
+
+
+NETWORKS = ("public", "no-network", "allowlist")
 
 
 class TomlTable:
@@ -88,6 +104,26 @@ class TomlTable:
         if value is None and self.values.get(old) is not None:
             value = megabytes_of(self.text(old), f"{self.where} {old}")
         return None if value is None else max(1, int(value))
+
+    def healthcheck(self) -> Healthcheck | None:
+        """The table `healthcheck`; None where there is none."""
+        if not self.has("healthcheck"):
+            return None
+        table = self.table("healthcheck")
+        if not (command := table.text("command")):
+            raise BrokenTask(f"task.toml: {table.where} has no command.")
+        names = ("interval", "timeout", "start_period", "start_interval")
+        found = {name: table.number(f"{name}_sec", -1.0 if name == "start_period" else 0.0) for name in names}
+        found["retries"] = table.number("retries")
+        return Healthcheck(command, **{name: value for name, value in found.items() if value is not None})
+
+    def network(self) -> str | None:
+        """`network_mode`, or what it was before, `allow_internet`; None where neither is there."""
+        allowed = self.values.get("allow_internet")
+        if allowed not in (None, True, False):
+            raise BrokenTask(f"task.toml: {self.where} allow_internet is {allowed!r:.60}, expected true or false.")
+        old = None if allowed is None else "public" if allowed else "no-network"
+        return self.choice("network_mode", NETWORKS) or old
 
     def env(self) -> dict[str, str]:
         """Variables, in which `${NAME:-default}` is the default.
