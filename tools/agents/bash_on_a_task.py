@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import urllib.error
 import urllib.request
 
 BASH = {
@@ -31,13 +32,18 @@ SECONDS = 10  # of a command
 SHOWN = 4000  # characters of what it prints
 
 
-def ask(messages: list) -> dict:
-    """The policy's answer, a message. Raises `OSError` where the rollout is over."""
+def ask(messages: list) -> dict | None:
+    """The policy's answer, a message. None where the rollout is over, or its context full."""
     body = json.dumps({"model": "policy", "messages": messages, "tools": [BASH]}).encode()
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
     request = urllib.request.Request(f"{os.environ['OPENAI_BASE_URL']}/chat/completions", body, headers)
-    with urllib.request.urlopen(request) as answer:
-        return json.load(answer)["choices"][0]["message"]
+    try:
+        with urllib.request.urlopen(request) as answer:
+            return json.load(answer)["choices"][0]["message"]
+    except urllib.error.HTTPError as error:
+        if error.code in (400, 429):
+            return None
+        raise
 
 
 def run(call: dict) -> str:
@@ -62,9 +68,9 @@ def main() -> None:
     messages = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": row["instruction"]}]
     while True:
         message = ask(messages)
-        messages.append(message)
-        if not message.get("tool_calls"):
+        if not message or not message.get("tool_calls"):
             return
+        messages.append(message)
         for call in message["tool_calls"]:
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": run(call)})
 

@@ -136,7 +136,7 @@ class TaskAgents(AgentConversation):
                     rollout, "_end_step", session.stop_reason is not None
                 )
                 ended = ended or not in_time
-                if outcome.code != 0:
+                if outcome.code != 0 and session.stop_reason is None and not session.context_is_full:
                     info["harbor"]["agent"] = how_it_ended(outcome, in_time)
                     rollout.environment._tell(f"{self.agent.name} {info['harbor']['agent']}. The tests judge it")
                 if session.last_answer > before:
