@@ -57,6 +57,12 @@ ELSEWHERE = {
     "docs/environments.md": {
         "python -m mt_grpo.adapters.harbor.check":
             "test_harbor.py::test_the_check_of_a_folder_says_what_is_wrong",
+        "HARBOR_TASKS=my_tasks python -m pytest":
+            "test_harbor_published.py::test_a_folder_of_published_tasks_is_read_and_each_is_counted",
+    },
+    "docs/agents.md": {
+        "python mt_grpo_trainer.py --config hf_recipes/tiny/harbor-agent.yaml":
+            "test_harbor_agents.py::test_the_recipe_of_the_sample_trains_a_step",
     },
     "docs/ms_swift.md": {
         "python mt_grpo_trainer.py --config hf_recipes/tiny/scheduler.yaml":
@@ -468,7 +474,7 @@ def test_keys_of_a_page_make_a_recipe(tmp_path, monkeypatch):
     """Blocks of a few keys, as lines of a recipe of a tiny model."""
     monkeypatch.chdir(ROOT)
     words = [word for word, test in FILES["yaml"].items() if test == "test_keys_of_a_page_make_a_recipe"]
-    assert len(words) == 7
+    assert len(words) == 8
     for word in words:
         text = AGENTS + ENVIRONMENTS + FORKING + PAGES["docs/credit.md"]
         keys = yaml.safe_load(block(text, "yaml", word))
@@ -480,7 +486,8 @@ def test_keys_of_a_page_make_a_recipe(tmp_path, monkeypatch):
         script_args, args, _ = mt.parse_arguments(["--config", str(tmp_path / "recipe.yaml")])
         for key, value in keys.items():
             owner = args if hasattr(args, key) else script_args
-            assert str(getattr(owner, key)).endswith(str(value)), key  # paths are absolute
+            read, named = ([each] if not isinstance(each, list) else each for each in (getattr(owner, key), value))
+            assert all(str(one).endswith(str(other)) for one, other in zip(read, named, strict=True)), key  # absolute
 
 
 def test_the_file_of_servers_is_one(tmp_path, monkeypatch):
