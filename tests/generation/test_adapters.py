@@ -16,11 +16,12 @@ import requests
 import torch
 from peft import LoraConfig, get_peft_model
 from test_server import TINY, make_trainer as make_any_trainer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from warm_python import executable
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
+from mt_grpo.base.ranks import RunError
 from mt_grpo.generation import adapters as adapters_module
 from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.reports.rollout_log import read_rollouts
@@ -323,6 +324,29 @@ def test_adapters_in_bf16(tmp_path, caplog):
         assert len(rows) == 4 and all(row["sync/logprob_difference"] < 0.1 for row in rows)
         assert all(row["sampling/sampling_logp_difference/mean"] < 0.05 for row in rows)
         trainer.client.close()
+
+
+@pytest.mark.slow
+def test_experts_that_vllm_on_a_cpu_loads_wrongly_are_found_at_the_first_push(tmp_path, caplog):
+    """After its `reload_weights` vLLM 0.32 computes experts wrongly, also by the files that it began with."""
+    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=32)  # no smaller on a CPU
+    config = Qwen3MoeConfig(
+        vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=1024, norm_topk_prob=True, bos_token_id=None, eos_token_id=2,
+        pad_token_id=0, **sizes,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model, folder = Qwen3MoeForCausalLM(config).float(), tmp_path / "experts"
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=both)
+    with WarmVLLMServer(folder, *FLAGS) as server:
+        trainer = make_trainer(server.port, folder, tmp_path, max_steps=3, peft_config=lora, learning_rate=1e-2)
+        with pytest.raises(RunError, match="A changed weight did not arrive at "):
+            trainer.train()
+        CLIENTS.pop().close()
+    assert f"merges it into all weights, since its configuration has target_parameters={both}" in caplog.text
 
 
 def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, tmp_path, monkeypatch):

@@ -647,12 +647,14 @@ def test_a_server_with_two_workers_gets_all_weights_by_either_way(tmp_path):
 
 @each_real
 def test_a_model_with_experts_is_pushed_as_its_files_hold_it(tmp_path, folder_of_experts):
-    """All of them change, and are right afterwards; also while they are trained."""
+    """All of them change, and are right afterwards; also while they, or a LoRA on both projections, are trained."""
+    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    lora = ["--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_parameters", *both]
     with SGLangServer(folder_of_experts, python=PYTHON, log=tmp_path / "log") as server:
-        for transport in ("disk", "nccl"):
+        for name, transport, further in (("all", "disk", []), ("group", "nccl", []), ("lora", "disk", lora)):
             options = ["--weight_sync", transport, "--vllm_group_port", str(free_port()), "--learning_rate", "1e-2"]
             options += ["--per_device_train_batch_size", "16", "--model_name_or_path", str(folder_of_experts)]
-            logs = train(server.url, tmp_path / transport, RECIPE, *options)
+            logs = train(server.url, tmp_path / name, RECIPE, *options, *further)
             assert len(logs) == 3 and logs[0]["sync/logprob_difference"] < 1e-5
             for log in logs:
                 assert log["sampling/sampling_logp_difference/mean"] < 1e-5, log
