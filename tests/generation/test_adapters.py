@@ -21,7 +21,6 @@ from warm_python import executable
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.base.ranks import RunError
 from mt_grpo.generation import adapters as adapters_module
 from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.reports.rollout_log import read_rollouts
@@ -343,7 +342,7 @@ def test_experts_that_vllm_on_a_cpu_loads_wrongly_are_found_at_the_first_push(tm
     lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=both)
     with WarmVLLMServer(folder, *FLAGS) as server:
         trainer = make_trainer(server.port, folder, tmp_path, max_steps=3, peft_config=lora, learning_rate=1e-2)
-        with pytest.raises(RunError, match="A changed weight did not arrive at "):
+        with pytest.raises(ServerError, match="A changed weight did not arrive at "):
             trainer.train()
         CLIENTS.pop().close()
     assert f"merges it into all weights, since its configuration has target_parameters={both}" in caplog.text
