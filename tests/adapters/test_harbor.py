@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import secrets
+import shutil
 import signal
 import subprocess
 import sys
@@ -26,9 +27,15 @@ from scripted import Scripted, call, make_env, within
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.harbor import check, commands, docker, environment, sandbox as sandbox_module
 from mt_grpo.adapters.harbor.archives import TaskArchive, tree_archive
+from mt_grpo.adapters.harbor.bubblewrap import BubblewrapSandbox, remove_left_over
 from mt_grpo.adapters.harbor.commands import Outcome, SandboxError, exchange
 from mt_grpo.adapters.harbor.dockerfile import DockerfileReader, needed_commands
-from mt_grpo.adapters.harbor.environment import HarborEnvironment, check_namespaces, load_harbor_conversation
+from mt_grpo.adapters.harbor.environment import (
+    HarborEnvironment,
+    check_namespaces,
+    load_harbor_conversation,
+    try_sandbox,
+)
 from mt_grpo.adapters.harbor.images import NamespaceImages
 from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxLimits, numbers_of_users
 from mt_grpo.adapters.harbor.tasks import Allowed, read_task, read_tasks, task_folders
@@ -58,7 +65,17 @@ def no_namespaces() -> str:
 
 
 needs_namespaces = pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces() or "there are some")
+# With root as users of their own, without it in namespaces of users, and by bubblewrap.
 MODES = [pytest.param(True, id="user", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")), False]
+no_bubblewrap = try_sandbox(BubblewrapSandbox)[0]
+WAYS = [*MODES, pytest.param("bubblewrap", marks=pytest.mark.skipif(bool(no_bubblewrap), reason=no_bubblewrap or "-"))]
+
+
+def sandbox_of(way, limits, **more):
+    """A sandbox by one of `WAYS`."""
+    if way == "bubblewrap":
+        return BubblewrapSandbox(limits, **more)
+    return NamespaceSandbox(limits, as_user=way, **more)
 
 
 def write_task(folder, name="one", toml="", dockerfile="FROM debian:12\nWORKDIR /app\n", tests=PASSES, **files):
@@ -126,11 +143,11 @@ def clock(monkeypatch):
     monkeypatch.setattr(commands, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + later[0]))
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=WAYS)
 def sandbox(request):
     if no_namespaces():
         pytest.skip(no_namespaces())
-    made = NamespaceSandbox(SandboxLimits(memory_mb=1024, storage_mb=64), as_user=request.param)
+    made = sandbox_of(request.param, SandboxLimits(memory_mb=1024, storage_mb=64))
     yield made
     made.close()
 
@@ -207,14 +224,14 @@ def test_a_tasks_variables_are_those_of_its_commands_alone(sandbox):
     assert "fake" not in outcome.text(999) and b"fake" not in bytes(outcome.control)
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=WAYS)
 def desk(request, tmp_path):
     """The desk of a task, whose files are there."""
     if no_namespaces():
         pytest.skip(no_namespaces())
     files = {"environment/x": "x\n", "environment/one.sh": "echo one\n"}
     task = read_task(write_task(tmp_path, dockerfile="FROM debian\nWORKDIR /app\nCOPY x /data\n", **files), Allowed())
-    made = NamespaceImages(functools.partial(NamespaceSandbox, as_user=request.param)).open(task)
+    made = NamespaceImages(functools.partial(sandbox_of, request.param)).open(task)
     yield made
     made.sandbox.close()
 
@@ -267,6 +284,8 @@ echo 0.25 > /logs/verifier/reward.txt
 def test_a_program_of_the_policys_that_tests_start_cannot_judge_itself(desk):
     """It writes no reward, reads no tests, and ends nothing but itself. Its input, output and exit code are kept."""
     fakes = "for name in mount setsid setpriv env; do printf '#!/bin/sh\\nexec bash /app/evil' > fake/$name; done"
+    if sandbox_module.no_nested_namespaces(type(desk.sandbox), desk.sandbox.as_user):
+        pytest.skip("this way allows a command no namespaces, and a warning says so")
     run(desk.sandbox, f"cat > evil <<'END'\n{EVIL}END\nmkdir fake; {fakes}; chmod +x fake/*", "/app")
     outcome = desk.sandbox.judge(archive_of(test_sh=TESTS_OF_EVIL), "/app", {}, 60.0)
     *_, processes, where, line, killed = outcome.text(9999).partition("\n.:")[0].splitlines()
@@ -337,6 +356,10 @@ def test_tests_of_many_small_files_have_room(sandbox):
 
 def test_tests_that_cannot_begin_are_an_error_of_the_sandbox(sandbox, monkeypatch):
     """And no reward of 0."""
+    if isinstance(sandbox, BubblewrapSandbox):
+        with pytest.raises(SandboxError, match="a command could not begin: tar: "):
+            sandbox.judge(b"no archive", "/", {}, 60.0)
+        return
     monkeypatch.setattr(sandbox_module, "kilobytes_of", lambda archive: 4)
     with pytest.raises(SandboxError, match="a command could not begin: tar: test.sh: "):
         sandbox.judge(archive_of(test_sh="#" * 9000), "/", {}, 60.0)
@@ -347,12 +370,15 @@ def test_tests_that_cannot_begin_are_an_error_of_the_sandbox(sandbox, monkeypatc
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or bool(no_namespaces()), reason="needs root")
-@pytest.mark.parametrize("as_user", [True, False])
-def test_what_is_mounted_within_the_systems_folders_cannot_be_written(as_user):
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_mounted_within_the_systems_folders_cannot_be_written(way):
     """A file system within `/usr`, in a namespace of mounts that ends with this test."""
+    by_bubblewrap = way == "bubblewrap"
+    made = "BubblewrapSandbox(SandboxLimits())" if by_bubblewrap else f"NamespaceSandbox(SandboxLimits(), {way})"
     program = (
+        "from mt_grpo.adapters.harbor.bubblewrap import BubblewrapSandbox\n"
         "from mt_grpo.adapters.harbor.sandbox import NamespaceSandbox, SandboxLimits\n"
-        f"sandbox = NamespaceSandbox(SandboxLimits(), {as_user})\n"
+        f"sandbox = {made}\n"
         f"print(sandbox.shell('touch /usr/local/share/{STRAY}', '/', '/', {{}}, 60.0).text(300))\nsandbox.close()\n"
     )
     mounts = 'mount -n -t tmpfs -o mode=1777 tmpfs /usr/local/share && exec "$@"'
@@ -437,7 +463,7 @@ def test_limits_of_time_output_memory_and_files(sandbox, clock):
     code, said = run(sandbox, "python3 -c 'b = bytes(2 * 2**30)'")
     assert code == 1 and "MemoryError" in said
     code, said = run(sandbox, "head -c 100M /dev/zero > /tmp/large; stat -c %s /tmp/large")
-    assert "No space left" in said and int(said.split()[-1]) <= 64 * 2**20
+    assert re.search("No space left|File size limit exceeded", said) and int(said.split()[-1]) <= 64 * 2**20
     run(sandbox, "rm /tmp/large")
     if sandbox.as_user:  # the kernel counts no processes of the machine's root, which this is else
         forks = (
@@ -474,19 +500,24 @@ def test_a_closed_sandbox_has_ended_and_says_so(sandbox):
     thread.start()
     while not sandbox._commands.running:
         time.sleep(0.01)
-    holder = psutil.Process(sandbox._holder.pid)
+    held = [] if isinstance(sandbox, BubblewrapSandbox) else [psutil.Process(sandbox._holder.pid)]
     sandbox.close()
     thread.join(60)
-    assert not thread.is_alive() and seen == ["it was closed meanwhile"] and not holder.is_running()
+    assert not thread.is_alive() and seen == ["it was closed meanwhile"]
+    assert not any(holder.is_running() for holder in held)
     with pytest.raises(SandboxError, match="it was closed"):
         sandbox.shell("true", "/", "/", {}, 60.0)
     sandbox.close()
 
 
 def test_a_holder_that_was_killed_is_no_fault_of_a_command(sandbox):
-    sandbox._holder.kill()
-    sandbox._holder.wait()
-    with pytest.raises(SandboxError, match="has ended|was closed"):
+    """Nor a folder of files that was deleted."""
+    if isinstance(sandbox, BubblewrapSandbox):
+        shutil.rmtree(sandbox._folder)
+    else:
+        sandbox._holder.kill()
+        sandbox._holder.wait()
+    with pytest.raises(SandboxError, match="has ended|was closed|is gone"):
         sandbox.shell("true", "/", "/", {}, 60.0)
 
 
@@ -569,6 +600,7 @@ def test_numbers_of_users_are_held_until_they_are_given_back(tmp_path):
 def test_a_machine_without_namespaces_is_told_what_to_do(monkeypatch):
     """`unshare` that may not: as in a container of Docker's default."""
     monkeypatch.setattr("mt_grpo.adapters.harbor.sandbox.SET_UP", "echo unshare failed: not permitted >&2; exit 1")
+    monkeypatch.setattr("mt_grpo.adapters.harbor.bubblewrap.TOOLS", ("no-bwrap",))
     with pytest.raises(
         ValueError, match="cannot run a sandbox: unshare failed: not permitted. Expected Docker, or nam"
     ):
@@ -576,6 +608,92 @@ def test_a_machine_without_namespaces_is_told_what_to_do(monkeypatch):
     monkeypatch.setattr("mt_grpo.adapters.harbor.sandbox.PATH", "/nowhere")
     with pytest.raises(ValueError, match="unshare, nsenter, .* cannot be found in /nowhere"):
         check_namespaces()
+
+
+# -- by bubblewrap ----------------------------------------------------------------------------------------------------
+
+needs_bubblewrap = pytest.mark.skipif(bool(no_bubblewrap), reason=no_bubblewrap or "it is there")
+
+
+@needs_bubblewrap
+def test_bubblewrap_is_taken_where_no_namespaces_of_our_own_can_be_made(tmp_path, monkeypatch, caplog, capsys):
+    """A line says so. A program of the user's cannot work there."""
+    monkeypatch.setattr("mt_grpo.adapters.harbor.sandbox.SET_UP", "echo unshare failed: not permitted >&2; exit 1")
+    with caplog.at_level(logging.WARNING):
+        assert check_namespaces() is BubblewrapSandbox
+    assert "Task folders run by bubblewrap (bwrap): this machine allows no namespaces" in caplog.text
+    assert "(unshare failed: not permitted)" in caplog.text
+    with pytest.raises(ValueError, match="cannot run a sandbox: unshare failed"):
+        check_namespaces(program="bash")
+    write_task(tmp_path, "a", **{"solution/solve.sh": "echo right > out\n"})
+    assert check.main([str(tmp_path), "--docker", "never"]) == 0
+    assert capsys.readouterr().out.splitlines() == ["by bubblewrap:", "   0 a: untouched 0, solved 1"]
+
+
+BY_BUBBLEWRAP = """
+import os, sys
+from mt_grpo.adapters.harbor.bubblewrap import BubblewrapSandbox
+user = int(sys.argv[1])
+os.setgroups([]), os.setresgid(user, user, user), os.setresuid(user, user, user)
+sandbox = BubblewrapSandbox()
+assert sandbox.shell("echo no > /tests/x || mkdir /own; touch /app; mkdir /tmp/a", "/", "/", {}, 60.0).code == 0
+sandbox.seal()
+said = sandbox.shell("id -u; touch /x /usr/x /tests/x; cat /proc/self/status | grep CapEff; touch /tmp/a/b", "/", "/",
+                     {}, 60.0).text(9999)
+outcome = sandbox.judge(sys.stdin.buffer.read(), "/", {}, 60.0)
+sandbox.close()
+print(said, outcome.text(9999), outcome.control, os.listdir(f"/tmp/harbor-bubblewrap-{user}"))
+os.rmdir(f"/tmp/harbor-bubblewrap-{user}")
+"""
+
+
+@needs_bubblewrap
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, which becomes another user")
+def test_by_bubblewrap_a_trainer_of_another_user_than_root_judges():
+    tests = "ls -A /tests /logs/verifier; touch /tests/x /x; echo 0.5 > /logs/verifier/reward.txt\n"
+    users = numbers_of_users()
+    user = users.take()
+    try:
+        program = [sys.executable, "-c", BY_BUBBLEWRAP, str(user)]
+        env = {**os.environ, "TMPDIR": "/tmp"}
+        said = subprocess.run(program, cwd=ROOT, env=env, input=archive_of(test_sh=tests), capture_output=True)
+    finally:
+        users.give_back(user)
+    printed = said.stdout.decode()
+    assert said.returncode == 0, said.stderr.decode()
+    assert printed.startswith(f"{user}\n") and "CapEff:\t0000000000000000" in printed
+    assert printed.count("Read-only file system") == 5 and "/logs/verifier:\n\n/tests:\ntest.sh\n" in printed
+    assert printed.endswith(r" b'reward.txt 4\nMC41Cg==\n' []" + "\n")
+
+
+@needs_bubblewrap
+def test_by_bubblewrap_links_of_a_task_lead_nowhere(tmp_path):
+    """A RUN makes a link in place of a folder: nothing of the machine's is bound by it."""
+    (tmp_path / "secret").write_text("x")
+    sandbox = BubblewrapSandbox(SandboxLimits(1024, 64))
+    try:
+        assert run(sandbox, f"rmdir /srv && ln -s {tmp_path} /srv && ln -s {tmp_path} /own")[0] == 0
+        sandbox.seal()
+        code, said = run(sandbox, "cat /srv/secret; cat /own/secret; touch /srv/x")
+    finally:
+        sandbox.close()
+    assert said.count("No such file or directory") == 3 and os.listdir(tmp_path) == ["secret"]
+
+
+@needs_bubblewrap
+def test_by_bubblewrap_nothing_is_left_on_the_disk(tmp_path):
+    """Also what the policy made unreadable, and what a trainer left that was killed."""
+    sandbox = BubblewrapSandbox(SandboxLimits(1024, 64))
+    run(sandbox, "mkdir -p /tmp/a/b; touch /tmp/a/b/c; chmod 000 /tmp/a/b /tmp/a")
+    assert sandbox._folder.is_dir()
+    sandbox.close()
+    assert not sandbox._folder.exists()
+    with subprocess.Popen(["true"]) as gone:
+        gone.wait()
+    for name in (f"{gone.pid}-a", f"{os.getpid()}-b", "other"):
+        (tmp_path / name).mkdir()
+    remove_left_over(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == sorted([f"{os.getpid()}-b", "other"])
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------
@@ -1104,8 +1222,9 @@ def test_the_check_of_a_folder_says_what_is_wrong(tmp_path, capsys):
     write_task(tmp_path, "e", tests=None)
     write_task(tmp_path, "f", **{"solution/solve.sh": "echo oh; exit 9\n"})
     assert check.main([str(tmp_path), "--docker", "never"]) == 1
-    lines = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()]
-    assert lines[0] == "a: untouched 0, solved 1"
+    way, *lines = capsys.readouterr().out.splitlines()
+    lines = [line.split(maxsplit=1)[1] for line in lines]
+    assert way == "by namespaces:" and lines[0] == "a: untouched 0, solved 1"
     assert lines[1] == "b: untouched 0, solved 0. its solution gets 0, an untouched machine 0"
     assert lines[2] == "c: left out, it needs GPUs"
     assert lines[3].startswith("d: untouched 0, solved (no solution). its tests gave no reward: they wrote neither")

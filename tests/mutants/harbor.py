@@ -9,7 +9,7 @@ SANDBOX, ENVIRONMENT = "mt_grpo/adapters/harbor/sandbox.py", "mt_grpo/adapters/h
 COMMANDS = "mt_grpo/adapters/harbor/commands.py"
 SCRIPTS, IMAGES = "mt_grpo/adapters/harbor/namespaces.py", "mt_grpo/adapters/harbor/images.py"
 TASKS, DOCKERFILE = "mt_grpo/adapters/harbor/tasks.py", "mt_grpo/adapters/harbor/dockerfile.py"
-AGENTS = "mt_grpo/adapters/harbor/agents.py"
+AGENTS, BUBBLEWRAP = "mt_grpo/adapters/harbor/agents.py", "mt_grpo/adapters/harbor/bubblewrap.py"
 AGENT_TESTS, PUBLISHED = "tests/adapters/test_harbor_agents.py", "tests/adapters/test_harbor_published.py"
 TESTS, DOCKER_TESTS = "tests/adapters/test_harbor.py", "tests/adapters/test_harbor_docker_faults.py"
 
@@ -386,5 +386,33 @@ MUTATIONS = [
         "if not os.path.exists(paths[1]) or os.path.realpath(paths[0]) != os.path.realpath(paths[1]):",
         "if False:",
         f"{TESTS}::test_what_needs_more_is_left_out_and_counted",
+    ),
+    Mutation(
+        "harbor: by bubblewrap commands have a network",
+        BUBBLEWRAP,
+        '"--unshare-net", ',
+        "",
+        f"{TESTS}::test_a_sandbox_shows_nothing_of_the_machine_but_its_programs",
+    ),
+    Mutation(
+        "harbor: by bubblewrap a link of a task leads out of its files",
+        BUBBLEWRAP,
+        "if stat.S_IFMT(os.lstat(self._files / name).st_mode) in (stat.S_IFDIR, stat.S_IFREG):",
+        "if True:",
+        f"{TESTS}::test_by_bubblewrap_links_of_a_task_lead_nowhere",
+    ),
+    Mutation(
+        "harbor: by bubblewrap the root stays open",
+        BUBBLEWRAP,
+        "        self._sealed = True\n",
+        "        pass\n",
+        f"{TESTS}::test_what_stands_in_the_root_cannot_be_replaced",
+    ),
+    Mutation(
+        "harbor: by bubblewrap files stay on the disk",
+        BUBBLEWRAP,
+        "        if self._commands.close():\n            remove_tree(self._folder)",
+        "        if self._commands.close():\n            pass",
+        f"{TESTS}::test_by_bubblewrap_nothing_is_left_on_the_disk",
     ),
 ]

@@ -9,6 +9,7 @@ users         numbers of users that nobody else has
 namespaces    scripts of the root of a sandbox's namespaces
 commands      commands of a sandbox as processes, and what comes of them
 sandbox       commands in a file system of a rollout's own, without Docker
+bubblewrap    the same by bubblewrap, where no namespaces of our own can be made
 docker        the same by Docker
 images        what a rollout's file system begins with
 verdict       what tests say, as rewards

@@ -14,9 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.adapters.harbor.bubblewrap import BubblewrapSandbox
 from mt_grpo.adapters.harbor.commands import SandboxError
 from mt_grpo.adapters.harbor.docker import DockerImages
-from mt_grpo.adapters.harbor.environment import HINT_OF_MODULES, NO_MODULE, said_by_tests, uses_docker
+from mt_grpo.adapters.harbor.environment import (
+    HINT_OF_MODULES,
+    NO_MODULE,
+    check_namespaces,
+    said_by_tests,
+    uses_docker,
+)
 from mt_grpo.adapters.harbor.images import NamespaceImages, put_step_files
 from mt_grpo.adapters.harbor.tasks import Allowed, HarborTask, read_task, task_folders
 from mt_grpo.adapters.harbor.toml_tables import BrokenTask, NeedsMore
@@ -84,9 +91,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         docker = uses_docker(given.docker)
         folders = task_folders(given.folder.resolve(), given.split)
+        kind = None if docker else check_namespaces()
     except ValueError as error:
         sys.exit(f"error: {error}")
-    images, bad = DockerImages() if docker else NamespaceImages(), 0
+    images, bad = DockerImages() if kind is None else NamespaceImages(kind), 0
+    way = "Docker" if kind is None else "bubblewrap" if kind is BubblewrapSandbox else "namespaces"
+    print(f"by {way}:")
     for number, folder in enumerate(folders):
         try:
             task = read_task(folder, Allowed(docker=docker))

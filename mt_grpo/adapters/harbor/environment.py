@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.adapters.harbor.bubblewrap import BubblewrapSandbox
 from mt_grpo.adapters.harbor.commands import NotUnpacked, Outcome, SandboxError
 from mt_grpo.adapters.harbor.docker import DockerImages, docker_problem
 from mt_grpo.adapters.harbor.images import Desk, NamespaceImages, put_step_files
@@ -296,10 +297,8 @@ def load_harbor_conversation(script_args: Any, args: Any, base: type) -> tuple[t
         )
     docker = uses_docker(script_args.harbor_docker)
     settings = settings_of_tasks(script_args, args, docker)
-    if not docker:
-        check_namespaces()
     settings |= {
-        "images": DockerImages(settings["allowed"].network) if docker else NamespaceImages(),
+        "images": DockerImages(settings["allowed"].network) if docker else NamespaceImages(check_namespaces()),
         "command_seconds": seconds,
         "most_turns": args.max_env_steps + 1,
     }
@@ -337,35 +336,47 @@ def uses_docker(choice: str) -> bool:
     return not problem
 
 
-def check_namespaces(shown: Sequence[str] = (), program: str = "") -> None:
-    """Raise `ValueError` where this machine allows no sandbox, or where a sandbox has not got a program.
+def check_namespaces(shown: Sequence[str] = (), program: str = "") -> type[NamespaceSandbox]:
+    """What makes sandboxes on this machine. Raises `ValueError` where nothing does, or where they have not a program.
 
     Args:
         shown: Folders of the machine that sandboxes have, too.
         program: What is to be found there; empty: nothing.
     """
-    find = f"echo $((1 + 1)); command -v -- {shlex.quote(program)} > /dev/null && echo found"
-    try:
-        sandbox = NamespaceSandbox(SandboxLimits(), shown=shown)
-        try:
-            outcome = sandbox.shell(find, "/", "/", {}, 60.0)
-        finally:
-            sandbox.close()
-        said = outcome.text(300), outcome.control[-300:].decode(errors="replace")
-        problem = "" if said[0].startswith("2\n") else f"a command gave {said[0]!r}, {said[1]!r}"
-    except (SandboxError, OSError, RuntimeError) as error:
-        problem = str(error)
+    problem, has_program = try_sandbox(NamespaceSandbox, shown, program)
+    if problem and not program and not try_sandbox(BubblewrapSandbox)[0]:
+        logger.warning(
+            "Task folders run by bubblewrap (bwrap): this machine allows no namespaces of the trainer's own (%s). "
+            "Their files are on the disk, and harbor_storage_mb bounds each of them alone.", problem,
+        )  # fmt: skip
+        return BubblewrapSandbox
     if problem:
         raise ValueError(
             f"environment: harbor: this machine cannot run a sandbox: {problem}. Expected Docker, or namespaces of "
             "Linux. In a container: run it as root with --cap-add SYS_ADMIN and --security-opt seccomp=unconfined "
             "--security-opt apparmor=unconfined. Not as root: allow namespaces of users (sysctl -w "
             "user.max_user_namespaces=10000; where Ubuntu restricts them, "
-            "kernel.apparmor_restrict_unprivileged_userns=0)."
+            "kernel.apparmor_restrict_unprivileged_userns=0), or install bubblewrap."
         )
-    if program and "found" not in said[0]:
+    if not has_program:
         raise ValueError(
             f"agent_command: a sandbox has no program {program!r}. It has /usr, /bin, /etc and /lib of this machine, "
             f"and the folders of harbor_agent_folders ({', '.join(shown) or 'none'}). Expected a program in one of "
             "those, which any user of the machine may run."
         )
+    return NamespaceSandbox
+
+
+def try_sandbox(kind: type[NamespaceSandbox], shown: Sequence[str] = (), program: str = "true") -> tuple[str, bool]:
+    """(why no sandbox of a kind can be had here, empty where one can; whether it has a program)."""
+    find = f"echo $((1 + 1)); command -v -- {shlex.quote(program or 'true')} > /dev/null && echo found"
+    try:
+        sandbox = kind(SandboxLimits(), shown=shown)
+        try:
+            outcome = sandbox.shell(find, "/", "/", {}, 60.0)
+        finally:
+            sandbox.close()
+    except (SandboxError, OSError, RuntimeError) as error:
+        return str(error), False
+    said = outcome.text(300), outcome.control[-300:].decode(errors="replace")
+    return "" if said[0].startswith("2\n") else f"a command gave {said[0]!r}, {said[1]!r}", "found" in said[0]

@@ -2,6 +2,11 @@
 
 import shlex
 
+# Of a rollout, at its beginning.
+FOLDERS = (
+    "usr etc proc dev tests solution logs root home opt srv mnt run tmp var logs/agent logs/artifacts logs/verifier "
+    "logs/home"
+).split()
 # The file system of a rollout. Arguments: a folder, MiB, inodes, the owner's number, and folders of the machine that
 # are shown at their own paths, and that nobody may write. Behind a line of its stdin
 # nothing directly in `/` can be made or replaced: tests must not find what a command put there (`conftest.py`, `bin`).
@@ -98,7 +103,8 @@ mount -n -t tmpfs -o "size=${size}k,mode=755,nosuid,nodev" tmpfs "$folder"
 tar -x -C "$folder" --no-same-owner
 mount -n -o remount,bind,ro,nosuid,nodev "$folder"
 """
-SOLVE = FILL + BEGIN + '"$@" < /dev/null 2>&1\nexit $?'
+SOLVE_ALONE = BEGIN + '"$@" < /dev/null 2>&1\nexit $?'
+SOLVE = FILL + SOLVE_ALONE
 # `$AS_AGENT program`, in tests: the program can neither write a reward, nor read the tests, nor end them. It has the
 # folders of tests hidden by empty ones, in a namespace of users where it has no privileges, and a namespace of
 # processes. `setsid`: a signal to its own group would else reach the tests. The first process has no other user
@@ -138,6 +144,16 @@ for name in reward.json reward.txt; do
 done
 """
 # INVARIANT: a reward is read from a folder that was empty when the tests began, when every process of theirs is dead.
+JUDGE_ALONE = (
+    BEGIN
+    + """set +e
+"$@" < /dev/null 2>&1
+code=$?
+while kill -s KILL -1 2> /dev/null; do sleep 0.01; done  # until nobody is left
+"""
+    + TELL_REWARD
+    + 'exit "$code"\n'
+)
 JUDGE = (
     f"""{FILL}
 for folder in /logs/verifier /logs/home; do
@@ -146,14 +162,8 @@ for folder in /logs/verifier /logs/home; do
 done
 printf %s {shlex.quote(AS_AGENT_FILE)} > {AS_AGENT}
 chmod 755 {AS_AGENT}
-{BEGIN}"""
-    + """set +e
-"$@" < /dev/null 2>&1
-code=$?
-while kill -s KILL -1 2> /dev/null; do sleep 0.01; done  # until nobody is left
 """
-    + TELL_REWARD
-    + 'exit "$code"\n'
+    + JUDGE_ALONE
 )
 # A socket in the namespace of networks in which this runs, which the trainer gets by a socket that an argument names.
 # The trainer's own Python runs it, with the machine's files.

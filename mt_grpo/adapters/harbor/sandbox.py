@@ -37,7 +37,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -225,7 +225,7 @@ class NamespaceSandbox:
 
     def judge(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
         """As `TaskSandbox.judge`. Tests start programs of the policy's by `$AS_AGENT`."""
-        env = {"AS_AGENT": "" if no_nested_namespaces(self.as_user) else AS_AGENT, **env}
+        env = {"AS_AGENT": "" if no_nested_namespaces(type(self), self.as_user) else AS_AGENT, **env}
         return self._with_folder("/tests", JUDGE, "/tests/test.sh", archive, workdir, env, seconds)
 
     def solve(self, archive: bytes, workdir: str, env: dict[str, str], seconds: float) -> Outcome:
@@ -272,6 +272,7 @@ class NamespaceSandbox:
     def _run(
         self, script: str, command: Sequence[str], env: dict[str, str], seconds: float, given: bytes = b"",
         first: Sequence[str] = (), whole: bool = False, alone: bool = False, secrets: dict[str, str] | None = None,
+        beginning: Sequence[str] | None = None,
     ) -> Outcome:  # fmt: skip
         """What comes of a command in the namespaces.
 
@@ -285,9 +286,9 @@ class NamespaceSandbox:
             whole: Whether all of the output is kept, as the head.
             alone: Whether the others are ended first, and none begins meanwhile.
             secrets: Variables that no argument may show. None: it is no program of the user's.
+            beginning: What stands before it, None: as before any command.
         """
-        words = ["setpriv", "--pdeathsig", "KILL", *self._entering("--mount", "--net", "--ipc", "--uts")]
-        words += ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
+        words = list(self._beginning() if beginning is None else beginning)
         # INVARIANT: a task's variables are those of the command alone. With its PATH, the programs before it,
         # which root runs, could be the policy's own.
         own = ["/usr/bin/env", *(f"{name}={value}" for name, value in env.items())]
@@ -296,11 +297,21 @@ class NamespaceSandbox:
         variables = {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8", "TERM": "dumb", **(secrets or {})}
         run = self._commands.run_alone if alone else self._commands.run
         outcome = run(words, variables, given, seconds, whole, OUTPUT_BYTES if secrets is None else float("inf"))
-        if self._holder.poll() is not None:
-            raise SandboxError(f"the process that holds it has ended with code {self._holder.returncode}")
+        self._check_held()
         if outcome.began is None:
             raise SandboxError(f"a command could not begin: {outcome.why_not_begun()}")
         return outcome
+
+    def _beginning(self) -> list[str]:
+        """What stands before any command: a namespace of processes of its own, in those of the holder."""
+        entering = self._entering("--mount", "--net", "--ipc", "--uts")
+        own = ["unshare", "--pid", "--fork", "--kill-child", "--mount", "--mount-proc"]
+        return ["setpriv", "--pdeathsig", "KILL", *entering, *own]
+
+    def _check_held(self) -> None:
+        """Raise `SandboxError` where the namespaces are gone."""
+        if self._holder.poll() is not None:
+            raise SandboxError(f"the process that holds it has ended with code {self._holder.returncode}")
 
     def _entering(self, *spaces: str) -> list[str]:
         """What stands before a command that is to run in the holder's namespaces."""
@@ -333,9 +344,9 @@ class NamespaceSandbox:
 
 
 @functools.cache
-def no_nested_namespaces(as_user: bool) -> bool:
+def no_nested_namespaces(kind: Callable[..., NamespaceSandbox], as_user: bool) -> bool:
     """Whether this machine allows a command of a sandbox no namespaces of its own; a warning says so."""
-    sandbox = NamespaceSandbox(SandboxLimits(), as_user)
+    sandbox = kind(SandboxLimits(), as_user)
     try:
         outcome = sandbox.shell(f"{NEW_SPACES} true", "/", "/", {}, START_SECONDS)
     finally:
