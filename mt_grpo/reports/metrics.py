@@ -13,7 +13,7 @@ from accelerate.utils import gather_object
 
 from mt_grpo.conversation.tools.threads import HUNG
 from mt_grpo.generation.versions import versions_of
-from mt_grpo.rollout import Rollout, StopReason
+from mt_grpo.rollout import FAILURES, Rollout, StopReason
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.records import tokens_read_again, trained_records
 from mt_grpo.training.tensors import nanstd, nansum
@@ -49,6 +49,7 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
     prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records = columns.T[:11]
     unclosed, again, read = columns.T[11:]
     truncated = (stop == reasons.index(StopReason.MAX_TOKENS)) | (stop == reasons.index(StopReason.CONTEXT_LENGTH))
+    lost = torch.isin(stop, torch.tensor([float(reasons.index(each)) for each in FAILURES], device=stop.device))
     ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
     metrics = {}
     for suffix, values in (("", trained), ("terminated_", ended)):
@@ -61,6 +62,7 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
         "completions/mean_total_length": total.mean().item(),
         "turns/mean": num_turns.mean().item(),
         "turns/max": num_turns.max().item(),
+        "turns/frac_failed_behind": (lost & (num_turns > 0)).float().mean().item(),
         "turns/unclosed_thinking": (unclosed.sum() / num_turns.sum().clamp(min=1)).item(),
         "records/mean": records.mean().item(),
         "records/tokens_read_again": (again.sum() / read.sum().clamp(min=1)).item(),

@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from accelerate import Accelerator
 from openenv_server import CALL_ACTION, Adds, Count, Served
 from scripted import QWEN3, make_tokenizer
 
@@ -23,6 +24,7 @@ from mt_grpo.adapters.openenv.server import OpenEnvFailure, OpenEnvServer, on_op
 from mt_grpo.adapters.openenv.text import CallFailed, OpenEnvText
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.conversation.tools.results import ResultInParts
+from mt_grpo.reports.metrics import conversation_columns, conversation_metrics
 from mt_grpo.rollout import Generation, StopReason, Turn
 
 pytestmark = pytest.mark.faults  # a group of scripts/test.sh
@@ -463,6 +465,11 @@ def test_a_conversation_that_fails_gives_its_place_back():
     assert "EXECUTION_ERROR): no such level" in str(rollouts[1].error) and rollouts[2].reward == 3.0
 
 
+def failed_behind(rollouts):
+    columns = conversation_columns(rollouts, Accelerator(cpu=True))
+    return conversation_metrics(columns)[0]["turns/frac_failed_behind"]
+
+
 def test_a_server_that_dies_fails_its_rollouts_alone(counting):
     """By name. Those of another server go on."""
 
@@ -479,6 +486,7 @@ def test_a_server_that_dies_fails_its_rollouts_alone(counting):
     assert rollouts[0].stop_reason == StopReason.ENVIRONMENT_ERROR and rollouts[0].failed
     assert f"step of {dying.url} was not answered: the session was closed" in str(rollouts[0].error)
     assert rollouts[1].reward == 3.0
+    assert failed_behind(rollouts) == 0.5  # the policy's action may be why
 
 
 def test_a_server_that_is_gone_fails_by_name():
@@ -544,6 +552,7 @@ def test_a_reset_that_begins_nothing(answer, error):
     with Served(type("Odd", (Count,), {"reset": lambda self, **arguments: answer})) as served:
         (rollout,), _ = play(load(served), "1")
     assert rollout.failed and error in str(rollout.error)
+    assert failed_behind([rollout]) == 0.0  # no action of the policy's is why
 
 
 class Falls(Count):

@@ -12,6 +12,20 @@ ENVIRONMENT, SERVER, TEXT, LOAD = (
 
 MUTATIONS = [
     Mutation(
+        "metrics: an environment that fails at the start has failed behind a turn",
+        "mt_grpo/reports/metrics.py",
+        "(lost & (num_turns > 0))",
+        "(lost & (num_turns >= 0))",
+        f"{TESTS}::test_a_reset_that_begins_nothing",
+    ),
+    Mutation(
+        "metrics: a failure behind a turn is not counted",
+        "mt_grpo/reports/metrics.py",
+        "for each in FAILURES], device",
+        "for each in FAILURES[1:]], device",
+        f"{TESTS}::test_a_server_that_dies_fails_its_rollouts_alone",
+    ),
+    Mutation(
         "openenv: who stops waiting stops the request",
         ENVIRONMENT,
         "return await asyncio.shield(task)",
