@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import Dataset
 from scripted import CHATML_TOKENIZER, Scripted, call, ids, result
+from transformers import AutoModelForCausalLM
 
 from mt_grpo.base.errors import NoServerLeft
 from mt_grpo.base.event_loop import gather_all, run_async
@@ -23,7 +24,7 @@ from mt_grpo.recipe.checks import check_env
 from mt_grpo.recipe.refusals import check_trees
 from mt_grpo.rollout import Reply, Rollout, StopReason
 from mt_grpo.run.in_flight import InFlight
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, build_trainer, parse_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = str(ROOT / "hf_recipes/tiny/calculator-model")
@@ -608,6 +609,23 @@ def test_conversations_that_cannot_be_copied(tmp_path):
     remote.holds_state = True
     with pytest.raises(ValueError, match="the server of the tool 'remote' may keep a state"):
         make(tmp_path, tools=[remote])
+
+
+@pytest.mark.parametrize("recipe, says", [
+    ("agent", "it is not known whether AgentConversation allows it: an agent or a scheduler does not"),
+    ("scheduler", "it is not known whether SchedulerConversation allows it: an agent or a scheduler does not"),
+    ("mcp", "the server of the tool '.*' may keep a state. Use another credit_assignment"),
+    ("frozen_lake", "FrozenLake-v1, which is an adapter's, cannot be copied"),
+    ("tools-yaml", "calculator, which is an adapter's, cannot be copied"),
+])  # fmt: skip
+def test_what_holds_a_state_that_is_not_known_is_refused_before_weights_are_loaded(
+    tmp_path, monkeypatch, recipe, says
+):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights"))
+    flags = ["--credit_assignment", "tree", "--scale_rewards", "none", "--output_dir", str(tmp_path)]
+    with pytest.raises(ValueError, match=f"credit_assignment: tree: rollouts go on from a state .*{says}"):
+        build_trainer(*parse_arguments(["--config", f"hf_recipes/tiny/{recipe}.yaml", *flags]))
 
 
 def test_a_subclass_says_it_of_itself(tmp_path):

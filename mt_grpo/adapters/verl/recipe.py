@@ -50,7 +50,8 @@ def load_verl_conversation(script_args: Any, base: type, tools: str | None, inte
         names[0] if len(names) == 1 else "tools", verl_tools, found_interactions,
         lifecycle=lifecycle, most_characters=most, truncate_side=side,
     )  # fmt: skip
-    return type("VerlConversation", (VerlConversation, found), {}), environment
+    can_fork = vars(found).get("can_fork", False)  # what cannot be copied are the tools, or the environment
+    return type("VerlConversation", (VerlConversation, found), {"can_fork": can_fork}), environment
 
 
 class VerlConversation:
