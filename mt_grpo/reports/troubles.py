@@ -251,8 +251,17 @@ READINGS = (
         lambda f: not f["rewards/varied_and_used"] and f["credit/frac_groups_without_signal"] >= 1.0,
     ),
     Reading(
+        "no rewards", ("rewards/given",), lambda f: not f["rewards/given"],
+        "No reward function gave a number to any rollout: all gave None.", "There is nothing to compare.",
+        "A function gives None where it does not apply, as where a row lacks the answer that it compares with. Look "
+        "whether the columns that the functions read are empty.",
+        lambda f: True,
+    ),
+    Reading(
         "constant rewards", ("rewards/constant", "credit/frac_groups_without_signal"),
-        lambda f: not f["rewards/varied"] and f["credit/frac_groups_without_signal"] >= 1.0,
+        lambda f: (
+            f["rewards/given"] != [] and not f["rewards/varied"] and f["credit/frac_groups_without_signal"] >= 1.0
+        ),
         "The rewards are the same for all rollouts: {rewards/constant}.",
         "Advantages are differences within a group: all of them are 0.",
         "Read some conversations (scripts/evaluate.py --show 5): does each tool return what you expect? Look how the "

@@ -385,6 +385,13 @@ MUTATIONS = [
         "tests/reports/test_readings.py::test_a_reward_that_is_not_used_is_not_why_the_others_differ_in_no_group",
     ),
     Mutation(
+        "preflight: rewards that nobody gave are constant ones",
+        "mt_grpo/reports/facts.py",
+        '"rewards/given": list(given) if means else None,',
+        '"rewards/given": None,',
+        "tests/reports/test_first_batch.py::test_a_broken_recipe_names_its_cause_first",
+    ),
+    Mutation(
         "preflight takes any server's version for tested",
         "mt_grpo/reports/preflight.py",
         "untested = outside(versions) + [text for name, _, version in served for text in outside({name: version})]",

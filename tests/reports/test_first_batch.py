@@ -334,6 +334,8 @@ def broken(name, folder):
         model = change_model(folder, str(ROOT / "hf_recipes/tiny/calculator-model"), "chat_template.jinja", NO_SYSTEM)
         return {"model_name_or_path": model}, "system prompt", "chat template with a system role", 1
     (folder / "constant.py").write_text(CONSTANT)
+    empty = [json.dumps({"question": f"What is {n} * 3?", "answer": ""}) for n in range(11, 40)]
+    (folder / "empty.jsonl").write_text("\n".join(empty))
     (folder / "of_turns.py").write_text(OF_TURNS)
     (folder / "failing.py").write_text(FAILING)
     (folder / "compute.py").write_text(FAILING.replace("calculator", "compute"))
@@ -350,6 +352,9 @@ def broken(name, folder):
                          r"'calculator'. Known tools: compute \(\d+ of \d+ errors\)", 1),
         "a constant reward": ({"reward_fn": str(folder / "constant.py")}, "constant rewards",
                               "the same for all rollouts: constant 0.3. .*Look how the functions compare answers", 1),
+        "answers that are empty": (
+            {"reward_fn": "rewards/information_gain.py", "dataset_name": str(folder / "empty.jsonl"),
+             "dataset_size": None}, "no rewards", "any rollout: all gave None. .*columns that the functions read", 1),
         "turn rewards that nothing uses": (
             {"reward_fn": str(folder / "of_turns.py"), "credit_assignment": "outcome"}, "unused rewards",
             "No number of lengths moves an advantage with credit_assignment=outcome. .*Choose another", 1),
@@ -369,8 +374,9 @@ def broken(name, folder):
 
 
 NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "another name",
-         "a constant reward", "turn rewards that nothing uses", "a failing tool", "two of three calls fail",
-         "no learning rate", "too hot", "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
+         "a constant reward", "answers that are empty", "turn rewards that nothing uses", "a failing tool",
+         "two of three calls fail", "no learning rate", "too hot",
+         "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

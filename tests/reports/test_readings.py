@@ -16,7 +16,8 @@ WELL = {
     "frequent/call_error": "", "rollouts/called": 0.5, "rollouts/ended": 0.5, "stop/max_turns": 0.0,
     "max_env_steps": 2,
     "rewards/unused": "", "credit_assignment": "mt_grpo", "rewards/varied_and_used": ["right"],
-    "rewards/constant": "", "rewards/varied": ["right"], "num_generations": 8, "tokens/differ": 0.0,
+    "rewards/constant": "right 0.5", "rewards/given": ["right"],
+    "rewards/varied": ["right"], "num_generations": 8, "tokens/differ": 0.0,
     "sampling/sampling_logp_difference/mean": 0.0, "sampling/cuts": "", "sampling/token_ratio_mean": None,
 }  # fmt: skip
 UNSURE = {"temperature": 0.69}
@@ -58,6 +59,8 @@ TABLE = [
     ("turns at the limit", {"stop/max_turns": 0.79}, {"stop/max_turns": 0.8}, None),
     ("unused rewards", {}, {"rewards/unused": "lengths"},
      {"rewards/unused": "lengths", **NO_SIGNAL, "rewards/varied_and_used": []}),
+    ("no rewards", {"rewards/given": ["wrong"]}, None, {"rewards/given": []}),
+    ("no rewards", {"rewards/given": None}, None, {"rewards/given": [], "rewards/varied": []}),
     ("constant rewards", {"rewards/varied": []}, None,
      {"rewards/varied": [], "rewards/varied_and_used": [], **NO_SIGNAL}),
     ("main outcome", {"outcome/constant": True, "outcome/mean": 0.0, "rewards/varied": []},
