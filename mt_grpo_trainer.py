@@ -1024,7 +1024,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.weight_sync: WeightSync | None = None  # with a server
         if self.backend == "server":
             self.client = pool_of(args, VLLMServerClient, tokenizer, vllm_server_host, vllm_server_port)
-            check_server(self.client, env, model_config, args, train_dataset, peft_config or config_of(model))
+            check_server(self.client, env, model_config, args, train_dataset, peft_config or config_of(model), funcs)
 
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"

@@ -74,6 +74,9 @@ class Engine(Protocol):
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         """Why it cannot have so many LoRA adapters of this rank beside its weights; None: it can."""
 
+    def why_no_scores(self, server: Any) -> str | None:
+        """Why it must not be asked for the logprobs of many texts at a time; None: it may."""
+
     def advice(self, server: Any, status: int, path: str) -> str:
         """What to do after an answer of this status, for the end of an error message."""
 

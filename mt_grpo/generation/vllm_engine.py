@@ -119,6 +119,16 @@ class VLLM:
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         return why_server_merges(server, rank, slots)
 
+    def why_no_scores(self, server: Any) -> str | None:
+        """vLLM 0.32's layers of adapters for a CPU have a row for each request, and not for each id of a prompt."""
+        info = server.server_info()
+        if info.get("lora_config") and str((info.get("device_config") or {}).get("device")) == "cpu":
+            return (
+                "takes adapters on a CPU, where vLLM ends when it scores prompts beside other requests. Start it "
+                "without --enable-lora"
+            )
+        return None
+
     def advice(self, server: Any, status: int, path: str) -> str:
         if status in (401, 403):
             return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."

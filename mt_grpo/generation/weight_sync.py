@@ -38,6 +38,7 @@ class WeightSync:
         probe_ids: Token ids whose logprobs are compared, (T,).
         check_every: Compare logprobs at every n-th push. 0: only at the first push and after a restart.
         num_adapters: That conversations in flight may name, where the policy's LoRA is pushed alone.
+        scores: Whether reward functions ask the servers. These score by their own weights, without an adapter.
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
@@ -53,9 +54,11 @@ class WeightSync:
         probe_ids: list[int],
         check_every: int,
         num_adapters: int = 2,
+        scores: bool = False,
     ):
         self.servers, self.model, self.weights, self.accelerator = servers, model, weights, accelerator
         self.check_every, self._probe_ids, self.num_adapters = check_every, probe_ids, num_adapters
+        self.scores = scores
         self.pushed: str | None = None  # the version that the servers hold
         self.doubted = False  # a server was lost: it is asked whether it holds this version before the next rollouts
         self.num_syncs = 0  # pushes so far
@@ -116,6 +119,8 @@ class WeightSync:
         reason = why_model_merges(self.weights.model, self.weights.sharded)
         if setting in ("disk", "nccl"):
             reason = f"weight_sync is {setting}"
+        elif self.scores:
+            reason = "a reward function asks the policy, and a server scores without adapters"
         if reason is None:
             reason = on_main_process(lambda: self._why_servers_merge(config)) or self._why_base_differs()
         if reason:

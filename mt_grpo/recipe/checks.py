@@ -371,7 +371,13 @@ def limit_context(env: Any, context: int | None, limit: str) -> None:
 
 
 def check_server(
-    client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any, peft_config: Any = None
+    client: Any,
+    env: Any,
+    model_config: Any,
+    args: GRPOConfig,
+    dataset: Any,
+    peft_config: Any = None,
+    funcs: typing.Sequence[Callable] = (),
 ) -> None:
     """Raise `ServerError` if a server does not fit the recipe, or servers not each other. Nothing changes on them.
 
@@ -379,7 +385,7 @@ def check_server(
     """
     if hasattr(client, "servers"):
         for server in client.servers:
-            check_server(server, env, model_config, args, dataset, peft_config)
+            check_server(server, env, model_config, args, dataset, peft_config, funcs)
         return client.check_settings()
     client.wait_until_healthy()
     card, engine = client.model_card, client.engine
@@ -388,6 +394,8 @@ def check_server(
         logger.warning(f"{where} was not tested with this trainer: {untested[0]}. {TO_INSTALL}")
     if args.vllm_importance_sampling_correction and (reason := engine.why_biased(client, cuts_of(args))):
         raise ServerError(f"{where} {reason}, or set vllm_importance_sampling_correction: false.")
+    if "policy" in asked_of(funcs) - set(dataset.column_names) and (reason := engine.why_no_scores(client)):
+        raise ServerError(f"A reward function asks the policy. {where} {reason}.")
     engine.ask_for_sample({**sampling_params(args), "prompt": [0], "max_tokens": 1}, None)  # raises for a setting
     ours = model_config.get_text_config()
     try:
@@ -493,6 +501,11 @@ def prepare_env(
     has_adapter = peft_config is not None or (not isinstance(model, str) and is_peft_model(model))
     if "reference" in asked_of(funcs) - set(train_dataset.column_names) and args.beta == 0 and not has_adapter:
         raise ValueError(NO_REFERENCE)
+    if "policy" in asked_of(funcs) - set(train_dataset.column_names) and args.weight_sync == "adapter":
+        raise ValueError(
+            "weight_sync=adapter: a reward function asks the policy, and a server scores without adapters. With "
+            "weight_sync: auto all weights are pushed instead."
+        )
     check_num_prompts(len(train_dataset), args)
     check_env(args, env)
     env.tokenizer = env.tokenizer or tokenizer

@@ -17,6 +17,7 @@ from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.training.policy_scores import asked_of
 
 
 def pool_of(
@@ -80,6 +81,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
             probe_ids(first_ids(), trainer.env.tokenizer),
             args.weight_check_every,
             slots_of(args.max_staleness),
+            "policy" in asked_of(trainer.reward_functions.functions) - set(trainer.train_dataset.column_names),
         )
         return client
     if trainer.backend == "colocate":

@@ -402,6 +402,29 @@ def test_an_adapter_on_other_weights_is_merged(adapters, tmp_path, caplog):
     put(1.0, "default")
 
 
+def test_where_a_reward_asks_the_policy_an_adapter_is_merged(adapters, plain, tmp_path, caplog, monkeypatch):
+    """A server scores without adapters: what it is asked is of the weights that sampled."""
+    asked = []
+
+    def asks(rollout_turns, turn_contexts, policy, **kwargs):
+        ids = [turns[0].token_ids for turns in rollout_turns]
+        contexts = [each[0][: -len(own)] for each, own in zip(turn_contexts, ids)]
+        for turns, found in zip(rollout_turns, policy.logprobs(contexts, ids), strict=True):
+            asked.append(max(abs(a - b) for a, b in zip(turns[0].logprobs, found, strict=True)))
+        return [len(own) / 100 for own in ids]
+
+    given = {"peft_config": LoraConfig(**LORA), "outcome": asks}
+    trainer = make_trainer(plain.port, TINY, tmp_path, max_steps=2, **given)
+    trainer.train()
+    assert "since a reward function asks the policy, and a server scores without adapters" in caplog.text
+    assert len(asked) > 20 and max(asked) < 1e-4
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights"))
+    with pytest.raises(ValueError, match="weight_sync=adapter: a reward function asks the policy.*weight_sync: auto"):
+        make_trainer(plain.port, TINY, tmp_path, weight_sync="adapter", **given)
+    with pytest.raises(ServerError, match="takes adapters on a CPU, where vLLM ends .*Start it without --enable-lora"):
+        make_trainer(adapters.port, TINY, tmp_path, **given)
+
+
 def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, caplog, monkeypatch):
     """As one with a module that vLLM does not adapt: it answers 500."""
 

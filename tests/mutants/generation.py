@@ -28,6 +28,13 @@ MUTATIONS = [
         "tests/generation/test_servers.py::test_an_answer_that_was_begun_before_a_restart_is_not_proven",
     ),
     Mutation(
+        "adapters: what rewards ask is not what sampled",
+        "mt_grpo/run/connect.py",
+        '"policy" in asked_of(trainer.reward_functions.functions) - set(trainer.train_dataset.column_names),',
+        "False,",
+        "tests/generation/test_adapters.py::test_where_a_reward_asks_the_policy_an_adapter_is_merged",
+    ),
+    Mutation(
         "the first push is proven by the best of several servers",
         "mt_grpo/generation/weight_sync.py",
         "number, missed = max(distances.items(), key=lambda item: item[1])",
