@@ -375,6 +375,25 @@ def test_the_result_alone_and_the_tokens_that_were_read(monkeypatch):
     assert logged[1] == ("information_gain/tokens", 2 * (1 + 1 + 1) + 4)
 
 
+def test_what_is_given_before_the_answer_and_how_long_answers_count(monkeypatch):
+    """A model that thinks first has the end of its thoughts given. Of a long answer its tokens' mean counts."""
+    asked = []
+
+    class Thinks(Told):
+        def encode(self, text):
+            return {"</think><answer>": [2, 1], "a long answer": [5, 6, 7, 8]}[text]
+
+        def logprobs(self, contexts, continuations):
+            asked.extend(zip(contexts, continuations, strict=True))
+            return [[-1.0, -2.0, -3.0, -2.0] if 100 in context else [-4.0, -4.0, -8.0, -4.0] for context in contexts]
+
+    monkeypatch.setattr(gain, "OPENING", "</think><answer>")
+    given = {"turn_contexts": [[[8]]], "policy": Thinks(), "answer": ["a long answer"]}
+    [[value]] = gain.information_gain_reward_func([[searched("x", "It is long.", 100)]], **given)
+    assert value == pytest.approx(0.1 * (5.0 - 2.0))
+    assert asked == [([8, 100, 2, 1], [5, 6, 7, 8]), ([8, 102, 2, 1], [5, 6, 7, 8])]
+
+
 def test_a_frozen_model_may_be_asked_in_its_place():
     given = {"turn_contexts": [[[8]]], "answer": ["Paris"]}
     turns = [[searched("x", "It is Paris.", 100)]]
