@@ -3,7 +3,7 @@
     python tests/sharded_worker.py train ARGUMENTS     # of mt_grpo_trainer.py
     python tests/sharded_worker.py weights ARGUMENTS   # trains, and compares what would be pushed after the last step
 
-The environment variable FAULT makes one push of `train` fail: see `fail_once`.
+The environment variable FAULT makes one push of `train` fail (see `fail_once`), or its reference another model.
 
 Accelerate shards by FSDP2 on GPUs alone: with an FSDP2 configuration and `use_cpu: true` it trains by DDP, which the
 trainer refuses. Here accelerate's state is told that it shards. Everything behind that is its own code and PyTorch's,
@@ -197,13 +197,27 @@ def fail_once(name: str, rank: int) -> None:
         PolicyWeights.named_weights = named_weights
 
 
+def another_reference() -> None:
+    """Each rank's part of the reference model is half as large again, as where it was read or sharded wrongly."""
+    own_init = mt.MTGRPOEnvTrainer.__init__
+
+    def init(self, *args, **kwargs):
+        own_init(self, *args, **kwargs)
+        with torch.no_grad():
+            for parameter in self.ref_model.parameters():
+                getattr(parameter, "ds_tensor", parameter).mul_(1.5)
+
+    mt.MTGRPOEnvTrainer.__init__ = init
+
+
 def main() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = sharding_init
         preflight.check_sharding = lambda args: None
     what, *arguments = sys.argv[1:]
     if what == "train":
-        fail_once(os.environ.get("FAULT", ""), int(os.environ["RANK"]))
+        fault = os.environ.get("FAULT", "")
+        another_reference() if fault == "another reference" else fail_once(fault, int(os.environ["RANK"]))
         return mt.main(arguments)
     trainer = mt.build_trainer(*mt.parse_arguments(arguments))
     trainer.add_callback(CompareWeights(trainer))

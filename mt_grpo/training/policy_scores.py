@@ -247,7 +247,7 @@ class ModelScores(PolicyScores):
         version: Callable[[], str],
         budget: Callable[[], int | None] = lambda: None,
     ):
-        config = getattr(model, "config", None)
+        config = getattr(getattr(model, "module", model), "config", None)  # that of a DeepSpeed engine is the engine's
         limit = config and getattr(config.get_text_config(), "max_position_embeddings", None)
         super().__init__(None, written, version, limit and limit + 1)
         self.model, self.autocast, self.budget = model, autocast, budget

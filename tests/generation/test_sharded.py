@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -141,21 +142,43 @@ OUTCOME_REWARD_FUNCS = [asks]
 
 
 def test_rewards_may_ask_sharded_models(tmp_path):
-    """Each rank when and as often as it likes: the rewards are those of a run by DDP."""
+    check_models_that_are_asked(functools.partial(launch, FSDP2, [WORKER, "train"]), tmp_path)
+
+
+def check_models_that_are_asked(launch_sharded, folder):
+    """Each rank when and as often as it likes: the rewards are those of a run by DDP, and so is a loss with a KL term.
+
+    The reference is the policy before the first step, and no more behind it.
+    """
     os.chdir(ROOT)
-    (tmp_path / "asks.py").write_text(ASKS)
-    keys = {"reward_fn": str(tmp_path / "asks.py"), "beta": 0.01, "max_steps": 4, "save_strategy": "no",
+    (folder / "asks.py").write_text(ASKS)
+    keys = {"reward_fn": str(folder / "asks.py"), "beta": 0.04, "max_steps": 4, "save_strategy": "no",
             "credit_assignment": "outcome", "turn_advantage_coef": 1.0}  # fmt: skip
-    launch(CPU, ["mt_grpo_trainer.py"], "--config", recipe(tmp_path / "a", "ddp", **keys))
-    launch(FSDP2, [WORKER, "train"], "--config", recipe(tmp_path / "b", "sharded", **keys))
-    expected, found = steps(tmp_path / "a/ddp"), steps(tmp_path / "b/sharded")
+    launch(CPU, ["mt_grpo_trainer.py"], "--config", recipe(folder / "a", "ddp", **keys))
+    launch_sharded("--config", recipe(folder / "b", "sharded", **keys))
+    expected, found = steps(folder / "a/ddp"), steps(folder / "b/sharded")
     assert len(expected) == 4 and found.keys() == expected.keys()
     for step in (1, 2):  # behind two steps of Adam rounding may decide what is sampled
         assert found[step] == pytest.approx(expected[step], abs=1e-5)
     assert expected[1][2] != 0.5 and math.isfinite(found[4][0])
-    for folder in (tmp_path / "a/ddp", tmp_path / "b/sharded"):  # the reference is the policy before the first step
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        assert [row["kl"] for row in rows if row.get("step") == 1 and "kl" in row] == [pytest.approx(0.0, abs=1e-6)]
+    for out in (folder / "a/ddp", folder / "b/sharded"):
+        rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+        first, second = (next(row["kl"] for row in rows if row.get("step") == step and "kl" in row) for step in (1, 2))
+        assert first == pytest.approx(0.0, abs=1e-6) and second > 1e-4
+
+
+@pytest.mark.slow
+def test_a_sharded_reference_that_is_another_model_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    check_that_another_reference_is_told(functools.partial(launch, FSDP2, [WORKER, "train"]), tmp_path)
+
+
+def check_that_another_reference_is_told(launch_sharded, folder):
+    """Once, of the first step: by rank 0."""
+    path = recipe(folder / "x", "out", beta=0.04, max_steps=2, save_strategy="no")
+    text = launch_sharded("--config", path, FAULT="another reference")
+    said = re.findall(r"Step (\d+), kl: The policy is ([\d.e+-]+) nats per token away from the reference model", text)
+    assert [step for step, _ in said] == ["1"] and float(said[0][1]) > 0.05, text[-3000:]
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])

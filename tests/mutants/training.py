@@ -45,6 +45,13 @@ MUTATIONS = [
         "tests/training/test_policy_scores.py::test_a_reward_that_raises_beside_one_that_asks_is_named_with_its_row",
     ),
     Mutation(
+        "policy: the configuration is DeepSpeed's",
+        "mt_grpo/training/policy_scores.py",
+        'getattr(getattr(model, "module", model), "config", None)',
+        'getattr(model, "config", None)',
+        "tests/training/test_policy_scores.py::test_the_context_is_that_of_the_model_inside_a_deepspeed_engine",
+    ),
+    Mutation(
         "policy: logprobs are shifted by one",
         "mt_grpo/training/policy_scores.py",
         "logits[0, -len(continuation) - 1 : -1]",

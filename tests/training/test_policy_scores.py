@@ -73,6 +73,16 @@ def test_logprobs_are_those_of_transformers(tiny):
         assert row == pytest.approx([logps[p, i].item() for p, i in zip(places, continuation)], abs=1e-5)
 
 
+def test_the_context_is_that_of_the_model_inside_a_deepspeed_engine(tiny):
+    """An engine has the settings of DeepSpeed as its `config`."""
+    model, _ = tiny
+    engine = of_model(SimpleNamespace(module=model, config={"train_batch_size": 8}))
+    limit = model.config.max_position_embeddings
+    for policy in (engine, of_model(model)):
+        assert policy.fits([5] * limit, []) is False and policy.fits([5] * (limit - 1), [5])
+        assert not policy.fits([5] * limit, [5])
+
+
 def test_equal_pairs_are_asked_once_and_each_is_answered_in_its_place():
     asked, lock = [], threading.Lock()
 
