@@ -12,10 +12,12 @@ without dividing rewards by their spread. `turn_return` has `scale_rewards: none
 of (c) where nobody pays turns, by ways to make more of the outcome (WAYS), all of them whatever --methods says, at
 the recipe's learning rate. Three of them replace groups without signal, and `outcome_thrice` trains on three times as
 many groups: compare these by their tokens. `tree` samples fewer tokens, since a branch has its trunk's first turns.
-(g) `hops`: the task of (d) where nobody pays turns, by some of these ways, and by `gain`, which is `mt_grpo` with the
-information gain of each search as the turn's reward (rewards/information_gain.py).
+(g) `hops`: the task of (d) where nobody pays turns, by some of these ways; by `gain` and `gain_zero_sum`, which are
+`mt_grpo` and `zero_sum` with the information gain of each search as the turn's reward (rewards/information_gain.py);
+and by `echo`, which learns what the searches answered, too. `outcome_ten` has ten groups in a step in place of eight,
+for the tokens of `outcome_refill`, and `tree_nine` has nine, for those of `outcome`.
 
-Fair: all methods of a task have the same model, rewards, seeds, optimizer steps and, but for those four ways, number
+Fair: all methods of a task have the same model, rewards, seeds, optimizer steps and, but for those six ways, number
 of rollouts, and c = 1 (the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate
 of a method is the best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not
 reported: a noisy choice. (d) and (e) have their recipe's for all.
@@ -62,14 +64,25 @@ WAYS = {  # of task (f): what each sets
     "tree": ["--credit_assignment", "tree", "--scale_rewards", "none"],
     "tree_refill": ["--credit_assignment", "tree", "--scale_rewards", "none", "--refill_groups", "2"],
 }  # fmt: skip
-HOPS = {  # of task (g), whose rewards are the exact match and, for `gain` alone, what each search gained
-    **{name: [*WAYS[name], "--turn_reward_weights", "0"] for name in ("outcome", "outcome_refill", "tree")},
+UNPAID = {  # of task (g), by exact match alone
+    **{
+        name: WAYS[name]
+        for name in ("outcome", "outcome_by_mean", "gigpo_return", "outcome_refill", "tree", "tree_refill")
+    },
+    # As many tokens as `outcome_refill`, and as many as `outcome`.
+    "outcome_ten": [*WAYS["outcome"], "--per_device_train_batch_size", "80"],
+    "tree_nine": [*WAYS["tree"], "--per_device_train_batch_size", "72"],
+    "echo": [*WAYS["outcome"], "--observation_loss_coef", "0.1"],
+}
+HOPS = {  # of task (g); the last two are also paid what each search gained
+    **{name: [*arguments, "--turn_reward_weights", "0"] for name, arguments in UNPAID.items()},
     "gain": ["--credit_assignment", "mt_grpo"],
+    "gain_zero_sum": ["--credit_assignment", "zero_sum"],
 }
 NAMES = list(dict.fromkeys((*METHODS, *WAYS, *HOPS)))
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 SEARCH_SEED = 100
-NUM_SEEDS = 5  # fewer are not quoted
+NUM_SEEDS = 5  # fewer are not quoted, but where a task says another number
 SMOOTHED_OVER = 5  # steps
 THRESHOLD = 0.8
 NUM_PROBLEMS = 256  # held out
@@ -108,6 +121,7 @@ TASKS: dict[str, dict[str, Any]] = {
     },
     "hops": {
         "steps": 40, "title": "(g) the searches of (d), nobody pays turns", "learning_rate": 6e-4, "ways": HOPS,
+        "seeds": 3,
         "arguments": [
             "--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant",
             "--reward_fn", "rewards/information_gain.py",
@@ -274,11 +288,20 @@ def best_learning_rates(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
     return best
 
 
-def main_jobs(tasks: list[str], methods: list[str], seeds: list[int], rates: dict[str, float]) -> list[Job]:
-    """Seed by seed, so that a benchmark that is stopped has compared all methods on the same seeds."""
+def num_seeds(task: str) -> int:
+    """The seeds of a task, of which fewer are not quoted."""
+    return TASKS[task].get("seeds", NUM_SEEDS)
+
+
+def main_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None, rates: dict[str, float]) -> list[Job]:
+    """Seed by seed, so that a benchmark that is stopped has compared all methods on the same seeds.
+
+    `seeds` None: the first ones, as many as each task has.
+    """
     return [
         {"task": task, "method": m, "learning_rate": rate, "seed": seed, "steps": TASKS[task]["steps"]}
-        for task in tasks for seed in seeds for m in TASKS[task].get("ways", methods)
+        for task in tasks for seed in (range(num_seeds(task)) if seeds is None else seeds)
+        for m in TASKS[task].get("ways", methods)
         if (rate := rate_of(task, m, rates))
     ]  # fmt: skip
 
@@ -398,8 +421,8 @@ def median_steps(values: list[int | None], steps: int) -> str:
 
 
 def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The runs that may be quoted: task and method to runs with the chosen learning rate, on at least NUM_SEEDS seeds,
-    the same for all methods of a task.
+    """The runs that may be quoted: task and method to runs with the chosen learning rate, on at least `num_seeds` of
+    the task, the same for all its methods.
     """
     rates = best_learning_rates({name_of(row): row for row in rows})
     groups = {
@@ -410,14 +433,14 @@ def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str,
         ]
         for task in TASKS for method in NAMES
     }  # fmt: skip
-    groups = {key: found for key, found in groups.items() if len(found) >= NUM_SEEDS}
+    groups = {key: found for key, found in groups.items() if len(found) >= num_seeds(key[0])}
     common = {
         task: set.intersection(*({row["seed"] for row in found} for key, found in groups.items() if key[0] == task))
         for task in {key[0] for key in groups}
     }
     return {
         key: [row for row in found if row["seed"] in common[key[0]]]
-        for key, found in groups.items() if len(common[key[0]]) >= NUM_SEEDS
+        for key, found in groups.items() if len(common[key[0]]) >= num_seeds(key[0])
     }  # fmt: skip
 
 
@@ -487,22 +510,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     groups = reported(rows)
     tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
     okabe_and_ito = (
-        "#777777",
-        "#E69F00",
-        "#0072B2",
-        "#009E73",
-        "#CC79A7",
-        "#D55E00",
-        "#F0E442",
-        "#56B4E9",
-        "#000000",
-        "#882255",
-        "#44AA99",
-        "#999933",
-        "#117733",
-        "#88CCEE",
-        "#DDCC77",
-    )
+        "#777777 #E69F00 #0072B2 #009E73 #CC79A7 #D55E00 #F0E442 #56B4E9 #000000 #882255 "
+        "#44AA99 #999933 #117733 #88CCEE #DDCC77 #AA4499 #661100 #6699CC #CCBB44"
+    ).split()
     colours = dict(zip(NAMES, okabe_and_ito, strict=True))
     columns = min(2, len(tasks))
     height = math.ceil(len(tasks) / columns)
@@ -548,7 +558,7 @@ def report() -> None:
             print(f"note: the runs of {task} were made by {len(digests)} versions of the code")
     table = markdown(rows)
     if not table:
-        print(f"nothing to quote yet: no method has {NUM_SEEDS} seeds")
+        print("nothing to quote yet: no method has the seeds of its task")
         return
     plot(rows, PICTURE)
     write_section("credit", table, PAGE)
@@ -559,11 +569,11 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(range(NUM_SEEDS)))
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: the first ones, as many as a task has")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--report", action="store_true", help="only write the results file, the plot and the table")
     options = parser.parse_args(argv)
-    if options.jobs < 1 or SEARCH_SEED in options.seeds:
+    if options.jobs < 1 or SEARCH_SEED in (options.seeds or []):
         sys.exit(f"error: expected --jobs of at least 1, and seeds other than {SEARCH_SEED}, which is the search's.")
     if not options.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; finished runs are kept"))

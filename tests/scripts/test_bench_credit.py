@@ -67,6 +67,22 @@ def test_the_report_quotes_five_seeds_at_the_best_rate(folders):
     assert bench.PICTURE.read_bytes().startswith(b"\x89PNG") and bench.PICTURE.stat().st_size > 10_000
 
 
+def test_a_task_has_as_many_seeds_as_it_says(folders):
+    """Three of (g), where five are usual: fewer are not quoted, and more are."""
+    jobs = bench.main_jobs(["hops", "alone"], [], None, {})
+    assert {task: {job["seed"] for job in jobs if job["task"] == task} for task in ("hops", "alone")} == {
+        "hops": {0, 1, 2},
+        "alone": {0, 1, 2, 3, 4},
+    }
+    few = {"alone": 4, "hops": 2}
+    assert bench.markdown([row("outcome", seed, 0.8, task=task) for task in few for seed in range(few[task])]) == ""
+    rows = [row("outcome", seed, 0.8, task="hops") for seed in range(3)]
+    text = bench.markdown(rows + [row("gain", seed, 0.9, task="hops") for seed in range(4)])
+    assert "256 held-out problems, 3 seeds, mean" in text
+    assert "| `outcome` | 0.80 ± 0.00 | 0.80 0.80 0.80 | - |" in text
+    assert "| `gain` | 0.90 ± 0.00 | 0.90 0.90 0.90 | - |" in text
+
+
 def test_a_task_with_the_rate_of_its_recipe_says_how_rewards_are_scaled(folders):
     write([row(m, seed, 0.9, task="encyclopedia") for m in ("mt_grpo", "turn_return") for seed in range(5)])
     bench.report()
@@ -173,10 +189,25 @@ def test_the_ways_of_a_task_are_its_methods_and_set_what_the_script_reads():
                 "tree_refill": ("tree", "none", False, "mean"),
             }[way]
         )
+    found = {}
     for way, arguments in bench.HOPS.items():
         recipe = [*bench.TASKS["hops"]["arguments"], *arguments, "--output_dir", "runs/unused"]
         script_args, args, _ = mt.parse_arguments(recipe)
         assert script_args.reward_fn.endswith("information_gain.py")
-        assert args.turn_reward_weights == (None if way == "gain" else [0])
+        settings = args.credit_assignment, args.scale_rewards, args.outcome_in_return, args.observation_loss_coef
+        found[way] = *settings, args.turn_reward_weights, args.refill_groups, args.per_device_train_batch_size
+    assert found == {
+        "outcome": ("outcome", "group", False, 0.0, [0], 0, 64),
+        "outcome_by_mean": ("outcome", "mean", False, 0.0, [0], 0, 64),
+        "gigpo_return": ("gigpo", "group", True, 0.0, [0], 0, 64),
+        "outcome_refill": ("outcome", "group", False, 0.0, [0], 2, 64),
+        "outcome_ten": ("outcome", "group", False, 0.0, [0], 0, 80),
+        "tree": ("tree", "none", False, 0.0, [0], 0, 64),
+        "tree_nine": ("tree", "none", False, 0.0, [0], 0, 72),
+        "tree_refill": ("tree", "none", False, 0.0, [0], 2, 64),
+        "echo": ("outcome", "group", False, 0.1, [0], 0, 64),
+        "gain": ("mt_grpo", "group", False, 0.0, None, 0, 64),
+        "gain_zero_sum": ("zero_sum", "group", False, 0.0, None, 0, 64),
+    }
     assert bench.rate_of("alone", "mt_grpo", {"mt_grpo": 3e-4}) is None
     assert bench.rate_of("chain", "gigpo_return", {}) is None
