@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -102,7 +104,51 @@ tried: dict[int, PreTrainedTokenizerBase] = {}
 unfit: dict[int, PreTrainedTokenizerBase] = {}
 
 
-def keep_newest(kept: dict[str, Tokenised], key: str, value: Tokenised, most: int = 32) -> None:
+class Newest:
+    """Values by key, of which those are kept that were used last.
+
+    INVARIANT: a key says all that its value is made of. The sizes of all values add up to at most `most`, so that what
+    a program sends does not fill the memory.
+
+    Args:
+        most: The size of all values together.
+        size: Of a value.
+
+    >>> kept = Newest(8, len)
+    >>> [kept.of(key, lambda: key * 2) for key in ("ab", "c", "ab", "def", "c")]
+    ['abab', 'cc', 'abab', 'defdef', 'cc']
+    >>> list(kept.values)
+    ['def', 'c']
+    """
+
+    def __init__(self, most: int, size: Callable[[Any], int]):
+        self.most, self._size, self._total = most, size, 0
+        self.values: OrderedDict[Hashable, Any] = OrderedDict()  # the last one was used last
+
+    def get(self, key: Hashable) -> Any:
+        """The value of a key; None where it is not there."""
+        if key in self.values:
+            self.values.move_to_end(key)
+        return self.values.get(key)
+
+    def of(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """The value of a key, which is made where it is not there."""
+        value = self.get(key)
+        if value is None:
+            value = make()
+            self.keep(key, value)
+        return value
+
+    def keep(self, key: Hashable, value: Any) -> None:
+        """Keep the value of a key that is not there."""
+        self.values[key] = value
+        self._total += self._size(value)
+        while self._total > self.most:
+            _, oldest = self.values.popitem(last=False)
+            self._total -= self._size(oldest)
+
+
+def keep_newest(kept: dict[Any, Any], key: Hashable, value: Any, most: int = 32) -> None:
     """Put a value into a dict, of which the newest ones are kept: rollouts of a group begin at about the same time.
 
     >>> kept = dict.fromkeys("ab")

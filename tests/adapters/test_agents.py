@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.agents import conversation as openai_agent, programs, server as agent_server
-from mt_grpo.adapters.agents.chains import Asked, Completion, keys_of
+from mt_grpo.adapters.agents.chains import Asked, Collapsed, Completion, keys_of
 from mt_grpo.adapters.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.adapters.agents.messages import ApiError
 from mt_grpo.adapters.agents.programs import CommandAgent, FunctionAgent, environment_of
@@ -138,6 +138,7 @@ def tool_message(message, text="2"):
 # -- token for token --
 
 
+@pytest.mark.program("openai")
 def test_a_conversation_token_for_token():
     async def agent(row, client):
         messages = [{"role": "system", "content": "Be brief."}, user(row["question"])]
@@ -2661,13 +2662,13 @@ def test_a_developer_says_what_a_system_says():
 def test_what_a_request_had_read_before_tells_of_no_answer():
     """A word of the question, which the answer repeats, is in each later request as well."""
     request = types.SimpleNamespace(messages=[{"role": "user", "content": "Yes or no?"}])
-    answer = types.SimpleNamespace(tool_calls=[], content="Yes")
-    asked = types.SimpleNamespace(request=request, answer=answer, keys=[("assistant", "Yes", ())])
 
-    def is_told(text):
-        messages = [{"role": "user", "content": text}]
-        return Completion.is_told_in(asked, messages, keys_of(messages, ("", "")))
+    def is_told(text, said="Yes"):
+        messages, answer = [{"role": "user", "content": text}], types.SimpleNamespace(tool_calls=[], content=said)
+        keys = [("assistant", said, ())]
+        asked = Completion(0, request.messages, [], None, None, [], None, 0, None, request, keys, answer)
+        return asked.is_told_in(messages, keys_of(messages, ("", "")), Collapsed())
 
     assert not is_told("Yes or no?")
-    answer.content = "Perhaps"
-    assert is_told("It said: Perhaps.") and not is_told("Perhapses") and not is_told("Yes or no?")
+    assert is_told("It said: Perhaps.", "Perhaps")
+    assert not is_told("Perhapses", "Perhaps") and not is_told("Yes or no?", "Perhaps")

@@ -80,6 +80,7 @@ BODY = {"model": "policy", "max_tokens": 50, "messages": [user("a")]}
 # -- token for token --
 
 
+@pytest.mark.program("anthropic")
 def test_a_loop_of_two_calls_token_for_token():
     """Without async. Thinking, text and calls come back as blocks, and as the client gives them."""
 
@@ -585,7 +586,7 @@ BAD = [
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers: not supported"),
         ({"container": "x"}, "container: not supported"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking: got False"),
-        ({"messages": [user("1 " * 1100)]}, "Expected fewer than the context of 1024"),
+        ({"messages": [user("1 " * 1100)]}, "maximum context length is 1024 tokens. The messages have at least "),
     )),
     *((said_by(role, block), 400, "invalid_request_error", message) for role, block, message in (
         ("user", 3, "messages[0].content[0]: got 3"), ("user", {}, "messages[0].content[0].type: got None"),

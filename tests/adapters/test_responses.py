@@ -74,6 +74,7 @@ SENT = {
 TURN = f"{THINKS}Now.\n{CALL}\n{SUM}\n{LINE}"
 
 
+@pytest.mark.program("openai")
 @ways
 @pytest.mark.parametrize("way_back", [*SENT, "by id"])
 def test_what_was_answered_goes_on_however_it_is_told(way_back, way):

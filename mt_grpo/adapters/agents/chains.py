@@ -61,6 +61,18 @@ def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]
     return keys
 
 
+class Collapsed(dict[str, str]):
+    """Texts -> the same with a blank for each white space, made once: a program sends them again and again.
+
+    >>> Collapsed()[" a \\n b"]
+    'a b'
+    """
+
+    def __missing__(self, text: str) -> str:
+        self[text] = " ".join(text.split())
+        return self[text]
+
+
 @dataclass(eq=False)
 class Asked:
     """A request that is sampled, which a retry joins."""
@@ -91,6 +103,7 @@ class Completion(Sampled):
     request: ModelRequest
     keys: list[Key]  # of all messages of the request, and of the answer
     answer: Answer
+    tools: str = ""  # of the request, in one way of writing them
     children: list[Completion] = field(default_factory=list)
     continued: int = 0  # requests that go on from this one, answered or not
 
@@ -104,11 +117,6 @@ class Completion(Sampled):
         """The ids of all calls up to the answer, as they were given."""
         own = {call["id"] for call in self.answer.tool_calls}
         return own | self.parent.call_ids if self.parent else own
-
-    @functools.cached_property
-    def tools(self) -> str:
-        """The request's tools in one way of writing them."""
-        return same_json(json.dumps(self.request.tools))
 
     @property
     def ids(self) -> list[int]:
@@ -125,26 +133,40 @@ class Completion(Sampled):
             each = each.parent
         return signed, thought
 
-    def is_told_in(self, messages: list[Message], keys: list[Key]) -> bool:
+    @functools.cached_property
+    def _text(self) -> str:
+        """The answer's text, white space collapsed."""
+        return " ".join(self.answer.content.split())
+
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern:
+        """What finds the text where it does not stand inside a word.
+
+        It begins with the text itself, which is searched for fast, and looks behind it at what stands before.
+        """
+        literal = re.escape(self._text)
+        return re.compile(rf"{literal}(?<!\w{literal})(?!\w)")
+
+    def _stands_in(self, messages: list[Message], collapsed: Collapsed) -> bool:
+        """Whether the answer's text stands in one of these messages."""
+        contents = (collapsed[message["content"]] for message in messages)
+        return bool(self._text) and any(self._text in each and self._pattern.search(each) for each in contents)
+
+    def is_told_in(self, messages: list[Message], keys: list[Key], collapsed: Collapsed) -> bool:
         """Whether messages tell of this answer: results of its calls, what it said with something behind, its text.
 
         Args:
             messages: What another request says that does not go on from this answer.
             keys: What each of them says.
+            collapsed: The texts that were looked at so far.
         """
         calls = {call["id"] for call in self.answer.tool_calls}
         if any(message.get("tool_call_id") in calls for message in messages):
             return True
         if any(key[0] == "assistant" and key[1:] == self.keys[-1][1:] for key in keys[:-1]):
             return True
-        text = " ".join(self.answer.content.split())
-        pattern = re.compile(rf"(?<!\w){re.escape(text)}(?!\w)") if text else None
         # What stood there before was not said by it.
-        known, told = (
-            any(pattern is not None and pattern.search(" ".join(message["content"].split())) for message in each)
-            for each in (self.request.messages, messages)
-        )
-        return told and not known
+        return self._stands_in(messages, collapsed) and not self._stands_in(self.request.messages, collapsed)
 
     def is_begun_by(self, keys: list[Key]) -> bool:
         """Whether a conversation begins with this one, answer included."""
@@ -166,13 +188,26 @@ class Chains:
         self.thinking, self.completions = thinking, completions
         self.sends_thinking = False  # whether the program has sent any back
         self.requests: list[tuple[int, ModelRequest]] = []  # (number of the first answer), also those that got none
+        self._keys: dict[Key, Key] = {}
+        self._tools: dict[str, str] = {}
+
+    def keys_of(self, messages: Iterable[Message]) -> list[Key]:
+        """What each message says. Equal keys are one object, so that long conversations are compared at once."""
+        return [self._keys.setdefault(key, key) for key in keys_of(messages, self.thinking)]
+
+    def tools_of(self, request: ModelRequest) -> str:
+        """A request's tools in one way of writing them."""
+        written = json.dumps(request.tools)
+        if written not in self._tools:
+            self._tools[written] = same_json(written)
+        return self._tools[written]
 
     def longest(self, request: ModelRequest, keys: list[Key]) -> Completion | None:
         """The completion that a request goes on from; None where it begins a record.
 
         An assistant's message that was not sampled here is one that the policy never wrote: it has to be rendered.
         """
-        tools = same_json(json.dumps(request.tools))
+        tools = self.tools_of(request)
         # Where a program never sends thinking back, its lack says nothing.
         self.sends_thinking = self.sends_thinking or any(each.get("reasoning_content") for each in request.messages)
         ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
@@ -192,19 +227,20 @@ class Chains:
 
     def add(self, completion: Completion) -> None:
         """Add an answered request. Its answer is compared as the agent will send it."""
-        completion.keys = keys_of([*completion.messages, completion.answer.message], self.thinking)
+        completion.keys = self.keys_of([*completion.messages, completion.answer.message])
+        completion.tools = self.tools_of(completion.request)
         bisect.insort(self.completions, completion, key=lambda each: each.number)
         if completion.parent is not None:
             completion.parent.children.append(completion)
 
     def tells_of_trained(self, request: ModelRequest) -> bool:
         """Whether a request goes on from an answer that is trained, or tells of one."""
-        keys = keys_of(request.messages, self.thinking)
+        keys, collapsed = self.keys_of(request.messages), Collapsed()
         each = self.longest(request, keys)
         while each is not None and not each.request.trained:
             each = each.parent
         trained = (other for other in self.completions if other.request.trained and other.received)
-        return each is not None or any(other.is_told_in(request.messages, keys) for other in trained)
+        return each is not None or any(other.is_told_in(request.messages, keys, collapsed) for other in trained)
 
     def fill(self, rollout: Rollout) -> None:
         """Write the completions into a rollout as its turns, in the order of their requests.
@@ -227,16 +263,16 @@ class Chains:
 
     def find_what_went_on(self) -> None:
         """Mark the turns of which a later request tells, in whatever record, and whether or not it was answered."""
-        answered = {each.asked.numbers[0]: each for each in self.completions}
+        answered, collapsed = {each.asked.numbers[0]: each for each in self.completions}, Collapsed()
         for number, request in self.requests:
-            found, keys = answered.get(number), keys_of(request.messages, self.thinking)
+            found, keys = answered.get(number), self.keys_of(request.messages)
             parent = found.parent if found else self.longest(request, keys)
             if parent is not None:
                 parent.turn.went_on = True
             start = len(parent.keys) if parent else 0
             for each in self.completions:
                 if each.number < number and each.received and not each.turn.went_on:
-                    each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:])
+                    each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:], collapsed)
 
 
 def first_of_record(each: Completion) -> tuple[bool, int]:

@@ -32,7 +32,7 @@ from mt_grpo.adapters.agents.programs import (
 from mt_grpo.adapters.agents.server import AgentServer
 from mt_grpo.adapters.agents.session import AgentSession
 from mt_grpo.adapters.house import check_settings_of
-from mt_grpo.adapters.prefixes import Tokenised
+from mt_grpo.adapters.prefixes import Newest, Tokenised
 from mt_grpo.base.event_loop import close_on
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import failures_end
@@ -40,6 +40,7 @@ from mt_grpo.conversation.picture_parts import is_image_part
 from mt_grpo.recipe.plugins import load_named
 from mt_grpo.rollout import Message, Rollout, StopReason
 
+MOST_IDS = 2**22  # of prompts that begin a record, which others of the group begin with: 32 MiB
 SECONDS_TO_RETURN = 5.0  # for the agent, once its budget is spent
 
 
@@ -95,8 +96,8 @@ class AgentConversation:
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.prompt_cache: dict[str, list[int]] = {}  # of messages and tools as JSON
-        self.begun_alike: dict[str, Tokenised] = {}  # the newest of them, with which further records begin
+        self.prompt_cache: Newest = Newest(MOST_IDS, len)  # by a hash of messages and tools as JSON
+        self.begun_alike: dict[bytes, Tokenised] = {}  # the newest of them, with which further records begin
         self._servers: dict[asyncio.AbstractEventLoop, tuple[AgentServer, asyncio.Task]] = {}
 
     @staticmethod

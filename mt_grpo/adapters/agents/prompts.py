@@ -14,6 +14,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.adapters.agents.messages import NO_THINKING, refuse, tool_call
+from mt_grpo.adapters.prefixes import Newest
 from mt_grpo.adapters.session import tools_by_name
 from mt_grpo.conversation.formats.control_tokens import Origin, check_names, forbidden_in, neutralise_json
 from mt_grpo.conversation.formats.hermes import HermesFormat, call_id, plain_name
@@ -21,6 +22,7 @@ from mt_grpo.rollout import Message, ToolCall
 
 OF_A_TOOL = ("name", "description", "parameters")  # what vLLM shows of one, in this order, null where it is missing
 IF_GIVEN = ("strict", "defer_loading")
+MOST_CHARACTERS, BESIDE_ONE = 2**21, 200  # of a rollout's texts that are kept; what each costs beside its own
 EFFORTS = ("none", "low", "medium", "high", "xhigh", "max")  # of /v1/messages; `none` is how one says: disabled
 
 
@@ -29,6 +31,8 @@ class AgentPrompts:
 
     def __init__(self, tool_format: HermesFormat, tokenizer: PreTrainedTokenizerBase):
         self.format, self.tokenizer = tool_format, tokenizer
+        # A program sends its texts again with each request. By what is broken in them, and the text.
+        self._broken: Newest = Newest(MOST_CHARACTERS, lambda text: len(text) + BESIDE_ONE)
 
     def rendered(self, known: list[Message], messages: list[Message]) -> list[Message]:
         """Messages for the chat template.
@@ -61,7 +65,8 @@ class AgentPrompts:
                 each |= dict.fromkeys(("reasoning", "reasoning_content"), message["reasoning_content"])
             if "tool_calls" in message:
                 each["tool_calls"] = [self._call(k, call) for k, call in enumerate(message["tool_calls"])]
-            rendered.append(self.broken(each, message["role"]))
+            content = self._broken_text(each.pop("content"), message["role"])
+            rendered.append({"role": each.pop("role"), "content": content, **self.broken(each, message["role"])})
         rendered = rendered if self.knows_developers else developers_first(rendered)
         return [{**each, "content": self._content(each["role"], each["content"])} for each in rendered]
 
@@ -195,6 +200,11 @@ class AgentPrompts:
             given = {key: function[key] for key in IF_GIVEN if function.get(key) is not None}
             shown.append({"function": {**{key: function.get(key) for key in OF_A_TOOL}, **given}})
         return tools_by_name(self.broken(shown, "tool"))
+
+    def _broken_text(self, text: str, role: str) -> str:
+        """As `broken`, of a content, which is kept."""
+        pattern = forbidden_in(Origin.AGENT, role, self.tokenizer, self.format.ends)
+        return self._broken.of((pattern and pattern.pattern, text), lambda: self.broken(text, role))
 
     def broken(self, value: Any, role: str) -> Any:
         """A JSON value in whose texts the tokens are broken that a message of this role may not hold.

@@ -9,10 +9,11 @@ import json
 import re
 import secrets
 import time
+from array import array
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from mt_grpo.adapters.agents.chains import Asked, Chains, Completion, keys_of
+from mt_grpo.adapters.agents.chains import Asked, Chains, Completion
 from mt_grpo.adapters.agents.messages import (
     FROZEN,
     POLICY,
@@ -270,7 +271,7 @@ class AgentSession(RolloutSession):
         self._add_reward(completion.number, value)
 
     def _parent(self, request: ModelRequest) -> Completion | None:
-        found = self.chains.longest(request, keys_of(request.messages, self.format.thinking))
+        found = self.chains.longest(request, self.chains.keys_of(request.messages))
         behind = request.messages[len(found.keys) :] if found else []
         moved = any(message["role"] == "developer" for message in behind) and not self.prompts.knows_developers
         return None if moved else found  # the template reads a developer's message at the beginning
@@ -410,9 +411,11 @@ class AgentSession(RolloutSession):
         if lacking == StopReason.CONTEXT_LENGTH:  # the agent may send less
             self._note_full(request)
             raise ApiError(
-                400, f"The messages have at least {len(prompt_ids)} tokens. Expected fewer than the context of "
-                f"{self.context}, and at most {MOST_PICTURES} images.", "context_length_exceeded", "messages",
-            )  # fmt: skip
+                400, f"This model's maximum context length is {self.context} tokens. The messages have at least "
+                f"{len(prompt_ids)}. Expected fewer than the context of {self.context}, and at most {MOST_PICTURES} "
+                "images.",
+                "context_length_exceeded", "messages",
+            )  # fmt: skip  # by the first words, which are vLLM's, programs know that they have to compact
         if lacking is not None:
             self.stop(lacking)
             raise self._ended()
@@ -465,19 +468,18 @@ class AgentSession(RolloutSession):
 
     def _prompt(self, request: ModelRequest) -> list[int]:
         """The ids of a conversation that begins a record. The rollouts of a group begin with the same one."""
-        key, cache = json.dumps([request.messages, request.tools]), self.env.prompt_cache
-        if key in cache:
+        written, cache = json.dumps([request.messages, request.tools]), self.env.prompt_cache
+        key = hashlib.sha256(written.encode()).digest()
+        if (known := cache.get(key)) is not None:
             if self.prefixes is not None and key in self.env.begun_alike:
                 self.prefixes.kept.append(self.env.begun_alike[key])
-            return list(cache[key])
+            return known.tolist()
         messages = self.prompts.rendered(request.messages, request.messages)
         tools = self.prompts.tools(request.tools)
         ids = ids_of_prompt(self.env, messages, self.tokenizer, tools, self.context, self.prefixes)
         # What is refused may be megabytes, and a prompt that is kept keeps its pictures.
         if len(ids) < self.context and not any(map(is_picture, ids)):
-            if len(cache) >= 1024:
-                cache.clear()
-            cache[key] = list(ids)
+            cache.keep(key, array("q", ids))
             if self.prefixes is not None and self.prefixes.kept:
                 keep_newest(self.env.begun_alike, key, self.prefixes.kept[-1])
         return ids
