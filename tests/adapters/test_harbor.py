@@ -68,7 +68,8 @@ needs_namespaces = pytest.mark.skipif(bool(no_namespaces()), reason=no_namespace
 # With root as users of their own, without it in namespaces of users, and by bubblewrap.
 MODES = [pytest.param(True, id="user", marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")), False]
 no_bubblewrap = try_sandbox(BubblewrapSandbox)[0]
-WAYS = [*MODES, pytest.param("bubblewrap", marks=pytest.mark.skipif(bool(no_bubblewrap), reason=no_bubblewrap or "-"))]
+needs_bubblewrap = pytest.mark.skipif(bool(no_bubblewrap), reason=no_bubblewrap or "it is there")
+WAYS = [*MODES, pytest.param("bubblewrap", marks=[needs_bubblewrap, pytest.mark.slow])]
 
 
 def sandbox_of(way, limits, **more):
@@ -611,8 +612,6 @@ def test_a_machine_without_namespaces_is_told_what_to_do(monkeypatch):
 
 
 # -- by bubblewrap ----------------------------------------------------------------------------------------------------
-
-needs_bubblewrap = pytest.mark.skipif(bool(no_bubblewrap), reason=no_bubblewrap or "it is there")
 
 
 @needs_bubblewrap

@@ -32,6 +32,8 @@ from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import StopReason
 
 pytestmark = pytest.mark.faults  # a group of scripts/test.sh
+# The way of this machine; the other one where there is time.
+AGENT_MODES = [MODES[0], pytest.param(False, marks=[] if os.geteuid() else pytest.mark.slow)]
 
 # In front of each program: `ask TEXT` prints what the policy answers.
 ASK = r"""
@@ -89,7 +91,7 @@ class Watching(Scripted):
         return await super().generate(*words, **more)
 
 
-@pytest.mark.parametrize("as_user", MODES)
+@pytest.mark.parametrize("as_user", AGENT_MODES)
 def test_a_program_works_in_the_sandbox_and_the_tests_judge(tmp_path, as_user):
     """Its files, its user, its row; records are exact. No argument of a process shows the key."""
     write_task(tmp_path / "tasks", dockerfile="FROM debian\nENV MODE=fast\nWORKDIR /app\nCOPY x .\n",
@@ -117,7 +119,7 @@ print(row["instruction"], row["task"], row["step"] == "", "task_folder" in row)'
     assert any("agent.sh" in line for line in lines) and keys == []
 
 
-@pytest.mark.parametrize("as_user", MODES)
+@pytest.mark.parametrize("as_user", AGENT_MODES)
 def test_a_program_finds_its_task_and_nothing_else(tmp_path, as_user):
     write_task(tmp_path / "tasks", tests="cat /app/facts\necho 1 > /logs/verifier/reward.txt\n")
     (tmp_path / "secret").write_text("x")
@@ -139,7 +141,7 @@ print(row["instruction"], row["task"], row["step"] == "", "task_folder" in row)'
     assert "No such file" in said[8] and "Read-only file system" in said[9] and said[10:] == ["I see.", "alone"]
 
 
-@pytest.mark.parametrize("as_user", MODES)
+@pytest.mark.parametrize("as_user", AGENT_MODES)
 def test_a_program_reaches_the_trainer_and_nobody_else(tmp_path, as_user):
     """Not what listens on the machine, nor the trainer once the program has ended."""
     tests = (
@@ -207,8 +209,11 @@ def answered(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("as_user", MODES)
-@pytest.mark.parametrize("hangs", ["sleep 100000", "trap '' TERM; while true; do :; done", "cat /dev/zero"])
+@pytest.mark.parametrize("as_user", AGENT_MODES)
+@pytest.mark.parametrize("hangs", [
+    "trap '' TERM; while true; do :; done", *(pytest.param(each, marks=pytest.mark.slow) for each in (
+        "sleep 100000", "cat /dev/zero")),
+])  # fmt: skip
 def test_a_program_that_hangs_is_ended_and_judged(tmp_path, monkeypatch, as_user, hangs):
     seen = answered(monkeypatch)
     write_task(tmp_path / "tasks", toml="[agent]\ntimeout_sec = 90\n")
@@ -217,7 +222,7 @@ def test_a_program_that_hangs_is_ended_and_judged(tmp_path, monkeypatch, as_user
     assert rollout.turns[0].info["harbor"]["agent"].startswith("was ended at its time limit") and seen == [90]
 
 
-@pytest.mark.parametrize("as_user", MODES)
+@pytest.mark.parametrize("as_user", AGENT_MODES)
 def test_nothing_of_a_program_runs_beside_its_tests(tmp_path, as_user):
     """No daemon, whatever it does to be one."""
     own = secrets.token_hex(8)
@@ -242,7 +247,7 @@ FORGERIES = [
 ]
 
 
-@pytest.mark.parametrize("as_user", MODES)
+@pytest.mark.parametrize("as_user", AGENT_MODES)
 @pytest.mark.parametrize("attempt", FORGERIES)
 def test_a_program_cannot_forge_its_reward(tmp_path, as_user, attempt):
     write_task(tmp_path / "tasks")
@@ -321,6 +326,7 @@ def test_a_sandbox_that_is_lost_under_a_program_is_no_fault_of_the_policys(tmp_p
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.failed and "has ended" in str(rollout.error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("as_user", MODES)
 def test_openais_client_works_in_a_sandbox(tmp_path, as_user):
     """By an environment of Python's, and its interpreter, that stand in folders of the operator's."""
@@ -338,7 +344,7 @@ END
 
 
 @pytest.mark.skipif(shutil.which("node", path="/usr/local/bin:/usr/bin") is None, reason="there is no Node.js")
-@pytest.mark.parametrize("as_user", MODES)
+@pytest.mark.parametrize("as_user", AGENT_MODES)
 def test_an_engine_that_reserves_more_memory_than_it_uses_works(tmp_path, as_user):
     """Node.js reserves gigabytes. What it writes to is limited."""
     write_task(tmp_path / "tasks", toml="[environment]\nmemory_mb = 1024\n", tests="cat /app/said /app/large\n")
@@ -431,6 +437,7 @@ def test_the_sample_offers_the_tool_that_its_model_knows():
     assert sample.BASH["function"] == {name: known[name] for name in ("name", "description", "parameters")}
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_sample_trains_a_step(tmp_path, monkeypatch):
     """Records of its rollouts, and rewards of its tests."""
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,8 @@
-"""Task folders by Docker. They run where a daemon answers; the image is made of this machine's own programs."""
+"""Task folders by Docker. They run where a daemon answers; the image is made of this machine's own programs.
+
+A daemon for them alone, as root of a container, of Debian's packages docker.io, containerd, runc and tini:
+`dockerd --host unix:///tmp/docker --storage-driver vfs --bridge none --iptables=false`, and `DOCKER_HOST` to match.
+"""
 
 import io
 import shutil
