@@ -254,7 +254,7 @@ MUTATIONS = [
     Mutation(
         "lora is not merged",
         "mt_grpo/generation/weights.py",
-        "        merged.merge()\n",
+        "            inner.merge()\n",
         "",
         "tests/method/test_trainer.py::test_weights_of_a_lora_are_exact_and_the_model_untouched",
     ),
