@@ -1,7 +1,5 @@
 """Programs of other houses, unchanged, on a scripted policy: what they ask again must go on token for token."""
 
-import subprocess
-import sys
 from importlib.metadata import version
 
 import pytest
@@ -40,6 +38,7 @@ def one_record(agent, *turns, num_turns):
     return rollout
 
 
+@pytest.mark.program("langgraph", "langchain-openai")
 @pytest.mark.parametrize("responses", [False, True], ids=["chat", "responses"])
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 def test_langgraph(responses, streaming):
@@ -64,6 +63,7 @@ def test_langgraph(responses, streaming):
     ]  # fmt: skip
 
 
+@pytest.mark.program("openai-agents")
 @pytest.mark.parametrize("kind", ["chat", "responses"])
 @pytest.mark.parametrize("streaming", [False, True], ids=["whole", "streamed"])
 def test_openai_agents(kind, streaming):
@@ -92,6 +92,7 @@ def test_openai_agents(kind, streaming):
     assert rollout.reward == 1.0
 
 
+@pytest.mark.program("pydantic-ai-slim")
 def test_pydantic_ai():
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
@@ -110,6 +111,7 @@ CODE = "Thought: I add.\n<code>\nresult = add(1, 'x')\nprint(result)\n</code>"
 FINAL = "Thought: Done.\n<code>\nfinal_answer('3')\n</code>"
 
 
+@pytest.mark.program("smolagents")
 def test_smolagents_tells_its_code_again_as_a_call_and_begins_records():
     from smolagents import CodeAgent, OpenAIServerModel, tool
 
@@ -125,6 +127,7 @@ def test_smolagents_tells_its_code_again_as_a_call_and_begins_records():
     assert "Calling tools:" in rollout.turns[1].context.messages[-2]["content"]  # which the policy never wrote
 
 
+@pytest.mark.program("smolagents")
 def test_smolagents_tool_calls_are_told_as_text_and_begin_records():
     from smolagents import OpenAIServerModel, ToolCallingAgent, tool
 
@@ -138,92 +141,3 @@ def test_smolagents_tool_calls_are_told_as_text_and_begin_records():
     rollout, _ = run(agent, CALL, final, timeout=60.0, max_completion_length=8000, max_model_len=60000)
     assert rollout.error is None and rollout.reward == 1.0, rollout.error
     assert [record.numbers for record in rollout.records] == [[0], [1]]  # one per turn
-
-
-# -- a verifiers taskset, in an environment of its own --
-
-TASKSET = """
-import os
-import verifiers.v1 as vf
-from sums.tool import SumToolset
-
-class SumData(vf.TaskData):
-    answer: str = ""
-
-class SumTaskConfig(vf.TaskConfig):
-    tools: vf.ToolsetConfig = vf.ToolsetConfig()
-
-class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
-    @classmethod
-    def toolsets(cls, config: SumTaskConfig) -> list[vf.Toolset]:
-        return [SumToolset(config.tools)]
-
-    @vf.reward(weight=1.0)
-    async def exact(self, trace: vf.Trace) -> float:
-        return float(str(trace.messages[-1].content).strip() == self.data.answer)
-
-class SumConfig(vf.TasksetConfig):
-    task: SumTaskConfig = SumTaskConfig()
-
-class SumTaskset(vf.Taskset[SumTask, SumConfig]):
-    def load(self) -> list[SumTask]:
-        data = SumData(prompt=os.environ["QUESTION"], answer=os.environ["ANSWER"])
-        return [SumTask(data, self.config.task)]
-"""
-TOOLSET = """
-import verifiers.v1 as vf
-
-class SumToolset(vf.Toolset[vf.ToolsetConfig]):
-    TOOL_PREFIX = "sums"
-
-    @vf.tool
-    def add(self, a: int, b: str) -> str:
-        \"\"\"Add.\"\"\"
-        return f"{a} and {b}"
-
-if __name__ == "__main__":
-    SumToolset.run()
-"""
-EVALUATE = """
-import json, os, subprocess, sys, tempfile
-from pathlib import Path
-
-row, programs = json.loads(sys.stdin.read()), Path(sys.executable).parent
-env = {**os.environ, "QUESTION": row["question"], "ANSWER": row["answer"],
-       "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parents[1])}
-with tempfile.TemporaryDirectory() as folder:
-    done = subprocess.run(
-        [programs / "vf-eval", "sums", "-m", "policy", "--client.type", "eval", "--client.base-url",
-         os.environ["OPENAI_BASE_URL"], "--client.api-key-var", "OPENAI_API_KEY", "--no-push", "-o", folder,
-         "--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess",
-         "--env.taskset.task.tools.runtime.type", "subprocess"],
-        env=env, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{done.stdout} {done.stderr}"[-1500:])
-    (episode,) = [json.loads(line) for path in Path(folder).rglob("traces.jsonl") for line in open(path)]
-    (trace,) = episode["traces"]
-    if trace["errors"]:
-        sys.exit(str(trace["errors"])[:1500])
-    print(json.dumps({"reward": trace["rewards"]["exact"]["score"]}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-def test_a_verifiers_taskset_by_its_command_line(tmp_path):
-    """Installs verifiers 0.4, whose requirements exclude those here, and its harness by uv."""
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
-    python = tmp_path / "venv/bin/python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "verifiers>=0.4,<0.5", "uv"], check=True)
-    (tmp_path / "sums").mkdir()
-    (tmp_path / "sums/__init__.py").write_text('from sums.taskset import SumTaskset\n\n__all__ = ["SumTaskset"]\n')
-    (tmp_path / "sums/taskset.py").write_text(TASKSET)
-    (tmp_path / "sums/tool.py").write_text(TOOLSET)
-    (tmp_path / "evaluate.py").write_text(EVALUATE)
-    call = CALL.replace('"add"', '"sums_add"')
-    settings = {"max_completion_length": 2000, "max_model_len": 8000, "timeout": 600.0}
-    row = {"question": "Add 1 and x y.", "answer": "3"}
-    rollout, _ = run(f"{python} {tmp_path}/evaluate.py", call, "3", row=row, **settings)
-    assert rollout.error is None, rollout.error
-    assert rollout.reward == 1.0 and [record.numbers for record in rollout.records] == [[0, 1]]
-    assert rollout.turns[0].observation == "1 and x y"

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from bench import programs
+from bench.common import with_section
 from test_agents import CALL, RECIPE, TOKENIZER, Scripted, ids, run
 from vllm_prompts import VllmPrompts
 
@@ -31,10 +33,18 @@ VERSIONS = {
 }  # fmt: skip
 OF_PYTHON = {
     "mini-swe-agent": "2.4.6", "qwen-agent": "0.0.34", "crewai": "1.15.30", "dspy": "3.4.1", "langchain": "1.5.2",
+    "verifiers": "0.4.0",
 }  # fmt: skip
 BESIDE = {  # what they import and do not require
     "qwen-agent": ["soundfile", "python-dateutil", "tqdm"], "langchain": ["langchain-openai==1.7.4"],
+    "verifiers": ["uv"],
 }  # fmt: skip
+SDKS = ("ai", "@ai-sdk/openai", "@ai-sdk/anthropic")
+PACKAGES = {  # by what tests call a program
+    "codex exec": ("@openai/codex",), "pi --provider": ("@mariozechner/pi-coding-agent",),
+    "qwen": ("@qwen-code/qwen-code",), "ai sdk": SDKS, **{name: (name,) for name in OF_PYTHON},
+}  # fmt: skip
+PINNED = {**VERSIONS, **OF_PYTHON}
 ROW = {"question": "How much is 17 * 23?", "answer": "391"}
 THINKS = "<think>I compute.</think>Let me see.\n"
 # Qwen Code has no example on the page.
@@ -48,7 +58,7 @@ question=$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["question
 qwen --auth-type {api} -m policy -y "$question" </dev/null >said
 python3 -c 'import json, sys; print(float(open("said").read().strip() == json.loads(sys.argv[1])["answer"]))' "$row"
 """
-slow = pytest.mark.slow
+slow, tries = pytest.mark.slow, pytest.mark.program
 pytestmark = pytest.mark.timeout(1800)
 
 
@@ -155,18 +165,19 @@ def by_shell(tmp_path, monkeypatch, packages, body):
     return f"sh {tmp_path}/agent.sh"
 
 
-def test_the_page_names_the_versions():
-    """And a test for each program that is installed."""
-    rows = [line for line in PAGE.splitlines() if line.startswith("| ") and "`test_" in line]
-    for name in [*VERSIONS, *OF_PYTHON]:
-        of_name = [line for line in rows if name.lower() in line.lower()]
-        assert any({**VERSIONS, **OF_PYTHON}[name] in line for line in of_name), name
-    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_agent_*.py"))
-    for line in rows:
-        (test,) = re.findall(r"`(test_\w+)`", line)
-        assert f"def {test}(" in tests, test
+def test_the_rows_have_these_versions():
+    """Each program that is installed has a row of the version that is installed today, by each of its tests."""
+    rows = json.loads(programs.FRAME.results.read_text())
+    found = {name: {row["versions"][name] for row in rows.values() if name in row["versions"]} for name in PINNED}
+    assert found == {name: {version} for name, version in PINNED.items()}
 
 
+def test_the_table_is_made_of_the_rows():
+    rows = json.loads(programs.FRAME.results.read_text())
+    assert with_section(PAGE, "programs", programs.section(rows)) == PAGE
+
+
+@tries("@openai/codex")
 @slow
 def test_codex(packages, tmp_path, monkeypatch):
     """By its defaults: a WebSocket first, tools in namespaces, a web search, reasoning that it cannot encrypt."""
@@ -180,6 +191,7 @@ def test_codex(packages, tmp_path, monkeypatch):
     assert "multi_agent_v1__spawn_agent" in read and "web_search" not in read and ROW["question"] in read
 
 
+@tries("@mariozechner/pi-coding-agent")
 @slow
 def test_pi(packages, tmp_path, monkeypatch):
     command = by_shell(tmp_path, monkeypatch, packages, block("pi --provider"))
@@ -188,6 +200,7 @@ def test_pi(packages, tmp_path, monkeypatch):
     assert [[each.text for each in turn.results] for turn in rollout.turns] == [["391\n"], ["391\n"], []]
 
 
+@tries("@mariozechner/pi-coding-agent")
 @slow
 def test_pi_tells_of_a_command_that_fails(packages, tmp_path, monkeypatch):
     """By `is_error`: the turn that called has failed, and the one behind it has not."""
@@ -199,6 +212,7 @@ def test_pi_tells_of_a_command_that_fails(packages, tmp_path, monkeypatch):
     assert [turn.error for turn in rollout.turns] == ["tool", None, None]
 
 
+@tries("@qwen-code/qwen-code")
 @slow
 @pytest.mark.parametrize("api", ["openai", "anthropic"])
 def test_qwen_code(packages, tmp_path, monkeypatch, api):
@@ -241,6 +255,7 @@ console.log(JSON.stringify({ reward: text.endsWith(row.answer) ? 1.0 : 0.0 }));
 """
 
 
+@tries(*SDKS)
 @slow
 @pytest.mark.parametrize("streams", ["whole", "streams"])
 @pytest.mark.parametrize("api", ["default", "chat", "anthropic"])
@@ -254,6 +269,7 @@ def test_the_ai_sdk(packages, api, streams):
     ]  # fmt: skip
 
 
+@tries("curl")
 def test_curl(tmp_path):
     """A shell script, which needs no package: two turns by `previous_response_id`, and the header's reward."""
     if shutil.which("curl") is None:
@@ -281,6 +297,7 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
+@tries("mini-swe-agent")
 @slow
 def test_mini_swe_agent(python, tmp_path):
     (tmp_path / "agent.py").write_text(MINI)
@@ -312,6 +329,7 @@ print(json.dumps({"reward": float(said[-1]["content"] == row["answer"])}))
 """
 
 
+@tries("qwen-agent")
 @slow
 def test_qwen_agent(python, tmp_path):
     """It writes its tools into the prompt, and reads its calls itself."""
@@ -347,6 +365,7 @@ def quiet(monkeypatch):
         monkeypatch.setenv(name, "true")
 
 
+@tries("crewai")
 @slow
 def test_crewai(python, tmp_path, quiet):
     """It sends a call back without the text beside it: that is another answer, and begins a record."""
@@ -382,6 +401,7 @@ def fields(**values):
     return "".join(f"[[ ## {name} ## ]]\n{value}\n\n" for name, value in values.items()) + "[[ ## completed ## ]]"
 
 
+@tries("dspy")
 @slow
 def test_dspy(python, tmp_path, monkeypatch):
     """Each step is a prompt of its own, which tells the steps before in other words. Equal rows are sampled anew."""
@@ -420,6 +440,7 @@ print(json.dumps({"reward": float(said.strip() == row["answer"])}))
 """
 
 
+@tries("langchain")
 @slow
 @pytest.mark.parametrize("summariser", ["policy", "policy-frozen"])
 def test_langchain_summarises_its_history(python, tmp_path, summariser):
@@ -438,6 +459,91 @@ def test_langchain_summarises_its_history(python, tmp_path, summariser):
     assert "I have added 1 and x y." in behind and "Let me see." not in behind and behind.count("1 and x y") == 2
 
 
+TASKSET = """
+import os
+import verifiers.v1 as vf
+from sums.tool import SumToolset
+
+class SumData(vf.TaskData):
+    answer: str = ""
+
+class SumTaskConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
+    @classmethod
+    def toolsets(cls, config: SumTaskConfig) -> list[vf.Toolset]:
+        return [SumToolset(config.tools)]
+
+    @vf.reward(weight=1.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        return float(str(trace.messages[-1].content).strip() == self.data.answer)
+
+class SumConfig(vf.TasksetConfig):
+    task: SumTaskConfig = SumTaskConfig()
+
+class SumTaskset(vf.Taskset[SumTask, SumConfig]):
+    def load(self) -> list[SumTask]:
+        data = SumData(prompt=os.environ["QUESTION"], answer=os.environ["ANSWER"])
+        return [SumTask(data, self.config.task)]
+"""
+TOOLSET = """
+import verifiers.v1 as vf
+
+class SumToolset(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = "sums"
+
+    @vf.tool
+    def add(self, a: int, b: str) -> str:
+        \"\"\"Add.\"\"\"
+        return f"{a} and {b}"
+
+if __name__ == "__main__":
+    SumToolset.run()
+"""
+EVALUATE = """
+import json, os, subprocess, sys, tempfile
+from pathlib import Path
+
+row, programs = json.loads(sys.stdin.read()), Path(sys.executable).parent
+env = {**os.environ, "QUESTION": row["question"], "ANSWER": row["answer"],
+       "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parent)}
+with tempfile.TemporaryDirectory() as folder:
+    done = subprocess.run(
+        [programs / "vf-eval", "sums", "-m", "policy", "--client.type", "eval", "--client.base-url",
+         os.environ["OPENAI_BASE_URL"], "--client.api-key-var", "OPENAI_API_KEY", "--no-push", "-o", folder,
+         "--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess",
+         "--env.taskset.task.tools.runtime.type", "subprocess"],
+        env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout} {done.stderr}"[-1500:])
+    (episode,) = [json.loads(line) for path in Path(folder).rglob("traces.jsonl") for line in open(path)]
+    (trace,) = episode["traces"]
+    if trace["errors"]:
+        sys.exit(str(trace["errors"])[:1500])
+    print(json.dumps({"reward": trace["rewards"]["exact"]["score"]}))
+"""
+
+
+@tries("verifiers")
+@slow
+def test_a_verifiers_taskset_by_its_command_line(python, tmp_path):
+    """Installs verifiers, whose requirements exclude those here, and its harness by uv."""
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums/__init__.py").write_text('from sums.taskset import SumTaskset\n\n__all__ = ["SumTaskset"]\n')
+    (tmp_path / "sums/taskset.py").write_text(TASKSET)
+    (tmp_path / "sums/tool.py").write_text(TOOLSET)
+    (tmp_path / "evaluate.py").write_text(EVALUATE)
+    call = CALL.replace('"add"', '"sums_add"')
+    settings = {"max_completion_length": 2000, "max_model_len": 8000, "timeout": 600.0}
+    row = {"question": "Add 1 and x y.", "answer": "3"}
+    rollout, _ = run(f"{python('verifiers')} {tmp_path}/evaluate.py", call, "3", row=row, **settings)
+    assert rollout.error is None, rollout.error
+    assert rollout.reward == 1.0 and [record.numbers for record in rollout.records] == [[0, 1]]
+    assert rollout.turns[0].observation == "1 and x y"
+
+
+@tries
 @slow
 @pytest.mark.parametrize("word", ["ai sdk", "crewai", "dspy", "langchain"])
 def test_a_recipe_trains_a_program(packages, python, hermes_model, tmp_path, quiet, word):
@@ -493,6 +599,7 @@ class ByPrompt(Scripted):
         return await super().generate(prompt_ids, *args, **kwargs)
 
 
+@tries("@openai/codex")
 @slow
 def test_codex_compacts_its_history(packages, tmp_path, monkeypatch):
     """With a provider of its own, as the page says: by its defaults it asks OpenAI's server to do it."""
@@ -509,6 +616,7 @@ def test_codex_compacts_its_history(packages, tmp_path, monkeypatch):
 COMPACTS = "--config model_auto_compact_token_limit=7000"
 
 
+@tries("@openai/codex")
 @slow
 def test_what_codex_asks_openais_server_to_compact_is_refused(packages, tmp_path, monkeypatch):
     """It would be answered with what OpenAI alone can read. The refusal names it, and nothing is trained."""
@@ -519,6 +627,7 @@ def test_what_codex_asks_openais_server_to_compact_is_refused(packages, tmp_path
     assert rollout.stop_reason == StopReason.AGENT_ERROR and "compaction_trigger" in str(rollout.error)
 
 
+@tries("@qwen-code/qwen-code")
 @slow
 def test_qwen_code_compacts_its_history(packages, tmp_path, monkeypatch):
     settings = {"chatCompression": {"contextPercentageThreshold": 0.01}}
@@ -564,6 +673,7 @@ def check_parted(rollout):
 LONG = {"max_completion_length": 500_000, "max_model_len": 120_000, "max_model_calls": 20, "timeout": 600.0}
 
 
+@tries("@openai/codex")
 @slow
 def test_codex_has_sub_agents_side_by_side(packages, tmp_path, monkeypatch):
     """Both are asked before either is answered."""
@@ -591,6 +701,7 @@ def test_codex_has_sub_agents_side_by_side(packages, tmp_path, monkeypatch):
     check_parted(rollout)
 
 
+@tries("@qwen-code/qwen-code")
 @slow
 def test_qwen_code_has_sub_agents(packages, tmp_path, monkeypatch):
     """One behind the other."""
@@ -606,6 +717,7 @@ def test_qwen_code_has_sub_agents(packages, tmp_path, monkeypatch):
     assert [record.numbers for record in rollout.records] == [[0, 5], [1, 2], [3, 4]]
 
 
+@tries
 @slow
 @pytest.mark.parametrize("word", RUNS)
 def test_a_result_of_a_hundred_kilobytes(packages, tmp_path, monkeypatch, word):
@@ -618,6 +730,7 @@ def test_a_result_of_a_hundred_kilobytes(packages, tmp_path, monkeypatch, word):
     assert 1000 < len(result.text) < 101_000 and "16700" in result.text, result.text[:2000]
 
 
+@tries(*SDKS)
 @slow
 @pytest.mark.parametrize("api", ["default", "chat", "anthropic"])
 def test_a_result_of_a_hundred_kilobytes_is_sent_whole(packages, api, monkeypatch):
@@ -646,6 +759,7 @@ def failing(monkeypatch):
     return faults, seen
 
 
+@tries
 @slow
 @pytest.mark.parametrize("word, faults", [
     ("codex exec", [503, 500]), ("pi --provider", [503, 429]), ("qwen", [503, 429]), ("ai sdk", [503, 429]),
@@ -690,6 +804,7 @@ class Endless(Scripted):
             raise
 
 
+@tries
 @slow
 @pytest.mark.parametrize("word", RUNS)
 def test_a_program_that_is_killed_in_the_middle_of_a_call(packages, tmp_path, monkeypatch, word):
