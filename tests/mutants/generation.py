@@ -259,6 +259,13 @@ MUTATIONS = [
         "tests/method/test_trainer.py::test_weights_of_a_lora_are_exact_and_the_model_untouched",
     ),
     Mutation(
+        "of two adapted parameters of a module one is merged",
+        "mt_grpo/generation/weights.py",
+        "            inner = inner.base_layer\n",
+        "            break\n",
+        "tests/method/test_trainer.py::test_weights_of_a_lora_on_parameters_are_what_the_policy_computes_with",
+    ),
+    Mutation(
         "missing weights are pushed without",
         "mt_grpo/generation/weight_transfer.py",
         "                self._check_names(names, expected)\n                if self.adapter",
