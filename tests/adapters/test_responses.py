@@ -110,6 +110,27 @@ def test_what_was_answered_goes_on_however_it_is_told(way_back, way):
     assert rollout.completion_ids == turns[0] + ids(between[0]) + turns[1] + ids(between[1]) + turns[2]
 
 
+@pytest.mark.parametrize("with_ids", [(), (0,), (1,), (0, 2), (2,), (1, 2)])
+def test_calls_between_whose_results_are_of_one_answer_whichever_have_ids(with_ids):
+    """By the calls' own ids. A call that is there once more is another one."""
+
+    async def agent(row, client):
+        said = await respond(client, "a", tools=[FLAT])
+        items = [item.to_dict() if k in with_ids else plain(item) for k, item in enumerate(said.output)]
+        results = outputs(said)
+        between = [each for pair in zip(items, results, strict=True) for each in pair]
+        await respond(client, [user("a"), *between], tools=[FLAT])
+        again = [*between, plain(said.output[0]), results[0]]
+        await respond(client, [user("a"), *again, user("b")], tools=[FLAT])
+
+    rollout, llm = run(agent, f"{CALL}\n{CALL}\n{CALL}", "2", "3", max_completion_length=2000)
+    assert rollout.error is None, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0, 1], [2]]
+    shown = [TOKENIZER.decode(prompt).split(ASKS)[1:-1] for prompt, _ in llm.asked]
+    assert [len(each) for each in shown] == [0, 1, 2]  # the messages of the assistant
+    assert [text.count("<tool_call>") for text in shown[2]] == [3, 1]
+
+
 def test_an_answer_with_ids_behind_one_without_is_another():
     """The first answer is known by what it said, and the second by its id: they are two messages, and go on."""
 

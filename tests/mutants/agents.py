@@ -911,6 +911,20 @@ MUTATIONS = [
         "tests/adapters/test_responses.py::test_what_another_conversation_was_answered_is_refused",
     ),
     Mutation(
+        "responses: a call without its item's id is of no answer",
+        "mt_grpo/adapters/agents/response_items.py",
+        '            self.numbers[call["id"]] = str(answer.number)\n',
+        "",
+        "tests/adapters/test_responses.py::test_calls_between_whose_results_are_of_one_answer_whichever_have_ids",
+    ),
+    Mutation(
+        "responses: a call that is there once more is the first one",
+        "mt_grpo/adapters/agents/response_items.py",
+        "if not message or again:",
+        "if not message:",
+        "tests/adapters/test_responses.py::test_calls_between_whose_results_are_of_one_answer_whichever_have_ids",
+    ),
+    Mutation(
         "responses: an item is read twice",
         "mt_grpo/adapters/agents/response_items.py",
         "if item_id in self._seen:",

@@ -61,6 +61,7 @@ class Responses:
     responses: dict[str, Answered] = field(default_factory=dict)  # by id
     items: dict[str, dict[str, Any]] = field(default_factory=dict)  # by id
     written: dict[str, tuple[Any, str]] = field(default_factory=dict)  # (text, arguments) of a custom call, by its id
+    numbers: dict[str, str] = field(default_factory=dict)  # of the answer of a call, by the call's id
 
     def add(self, answer: Answer, body: dict[str, Any], messages: list[Message]) -> None:
         """Keep an answer to a request.
@@ -73,6 +74,7 @@ class Responses:
         self.items |= {item["id"]: item for item in items}
         for item, call in zip([each for each in items if each["type"] in CALLS], answer.tool_calls, strict=True):
             self.written[call["id"]] = item.get("input"), call["function"]["arguments"]
+            self.numbers[call["id"]] = str(answer.number)
         reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
         said = {**answer.message, **reasoning, "signature": answer.signature}
         given = body.get("input") if isinstance(body.get("input"), list) else []
@@ -141,7 +143,8 @@ class ItemReader:
     """Reads items as messages. Reasoning, text and calls of one answer are one message of the assistant.
 
     Items that were given here say by their ids which answer they are of. Others are of one where they are neighbours,
-    and where it has none of their kind, as for vLLM. A program may send back the ids of some items only.
+    and where it has none of their kind, as for vLLM. A program may send back the ids of some items only. A call is
+    known by its own id, so that it is of its answer where results stand between.
 
     Args:
         contents: What reads contents.
@@ -201,22 +204,25 @@ class ItemReader:
         found = OWN.fullmatch(str(item.get("id")))
         number = found[2] if found and found[1] == self._stored.conversation else None
         last = self.messages[-1] if self.messages else {}
-        if number in self._numbered:
-            if self._numbered[number] is last:
-                self._given.add(part)
-            return self._numbered[number]
-        if number is None:
-            goes_on = part == "tool_calls" or part not in self._given
-        else:
-            goes_on = self._stored.has_said(number, last)
-        if last.get("role") != "assistant" or not goes_on:
-            self.messages.append({"role": "assistant", "content": ""})
-            self._given = set()
-        self._given.add(part)
+        answer = number or (self._stored.numbers.get(item["call_id"]) if part == "tool_calls" else None)
+        message = self._numbered.get(answer, {})
+        again = part == "tool_calls" and any(call["id"] == item["call_id"] for call in message.get("tool_calls") or [])
+        if not message or again:
+            if number is None:
+                goes_on = part == "tool_calls" or part not in self._given
+            else:
+                goes_on = self._stored.has_said(number, last)
+            if last.get("role") != "assistant" or not goes_on:
+                self.messages.append({"role": "assistant", "content": ""})
+                self._given = set()
+            message = self.messages[-1]
+        if message is self.messages[-1]:
+            self._given.add(part)
+        if number is not None or (answer is not None and not again):
+            self._numbered[answer] = message
         if number is not None:
-            self._numbered[number] = self.messages[-1]
-            self.messages[-1]["signature"] = f"policy-{self._stored.conversation}-{number}"
-        return self.messages[-1]
+            message["signature"] = f"policy-{self._stored.conversation}-{number}"
+        return message
 
     def _add_reasoning(self, item: dict[str, Any], param: str) -> None:
         if item.get("encrypted_content"):
