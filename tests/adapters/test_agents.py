@@ -1015,7 +1015,7 @@ def test_an_agent_that_swallows_its_end_is_ended(monkeypatch):
             while True:
                 try:
                     await ask(client, [user("a")])
-                except openai.RateLimitError:
+                except openai.APIError:  # that its budget is spent, or what a loaded machine makes of it
                     await asyncio.sleep(0.05)
         except asyncio.CancelledError:
             cancelled.append(True)
