@@ -5,6 +5,7 @@ import signal
 
 import torch
 from datasets import Dataset
+from tree_run import weights
 
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -94,7 +95,9 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
 
 def run_on_ranks(model, out, world):
     """Three groups of two on each step, of which the second is on both ranks where there are two."""
-    trainer = make(model, out, per_device_train_batch_size=6 // world, max_steps=4, logging_steps=1, whole=True)
+    settings = dict(per_device_train_batch_size=6 // world, max_steps=4, logging_steps=1, whole=True)
+    settings |= dict(save_strategy="steps", save_steps=2)
+    trainer = make(model, out, **settings)
     steps = []
     log_step = trainer._log_step
 
@@ -109,4 +112,9 @@ def run_on_ranks(model, out, world):
         {name: value for name, value in row.items() if name.startswith(names) and "seconds" not in name}
         for row in trainer.state.log_history if "reward" in row
     ]  # fmt: skip
-    return {"steps": steps, "logs": logs, "seen": trainer.seen, "places": list(trainer._logs["extra"]["place"])}
+    resumed = make(model, out, **settings)
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    return {
+        "steps": steps, "logs": logs, "seen": trainer.seen, "places": list(trainer._logs["extra"]["place"]),
+        "trained": resumed.trained, "weights": weights(trainer), "resumed": weights(resumed),
+    }  # fmt: skip

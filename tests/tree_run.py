@@ -39,7 +39,12 @@ def worth(completions, **kwargs):
     return [sum(int(number) * (k + 1) for k, number in enumerate(re.findall(r"\d+", text))) % 11 / 10 for text in said]
 
 
-def run_on_ranks(model, out, world):
+def weights(trainer):
+    """All of the policy's, one behind the other."""
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
+
+def make(model, out, world):
     """Four steps of three groups of two trees; with two ranks the second group is on both."""
     args = MTGRPOConfig(
         output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
@@ -52,6 +57,12 @@ def run_on_ranks(model, out, world):
         model, MultiTurnToolEnv([note], None, 3), [], [worth], args=args, train_dataset=Dataset.from_list(rows)
     )
     trainer.llm = Scripted(trainer.processing_class)
+    return trainer
+
+
+def run_on_ranks(model, out, world):
+    """What each step was trained on, and whether a run that is resumed in the middle comes to the same weights."""
+    trainer = make(model, out, world)
     steps, log_step = [], trainer._log_step
 
     def noted(output, advantages):
@@ -66,4 +77,6 @@ def run_on_ranks(model, out, world):
         {name: value for name, value in row.items() if name.startswith(names)}
         for row in trainer.state.log_history if "reward" in row
     ]  # fmt: skip
-    return {"steps": steps, "logs": logs, "points": points}
+    resumed = make(model, out, world)
+    resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
+    return {"steps": steps, "logs": logs, "points": points, "weights": weights(trainer), "resumed": weights(resumed)}
