@@ -222,6 +222,9 @@ class SGLang:
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         return f"{server.base_url} runs SGLang, to which all weights are pushed"
 
+    def why_no_scores(self, server: Any) -> str | None:
+        return None
+
     def advice(self, server: Any, status: int, path: str) -> str:
         if status in (401, 403):
             return (

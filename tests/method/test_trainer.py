@@ -771,7 +771,7 @@ def test_weights_of_a_lora_on_parameters_are_what_the_policy_computes_with(rando
 
     With what is sent a model without adapter has the policy's logits.
     """
-    sizes = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=16)
+    sizes = dict(moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, head_dim=16, num_key_value_heads=2)
     config = Qwen3MoeConfig(
         vocab_size=400, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, **sizes
     )
@@ -780,7 +780,7 @@ def test_weights_of_a_lora_on_parameters_are_what_the_policy_computes_with(rando
     AutoTokenizer.from_pretrained(random_model).save_pretrained(tmp_path / "experts")
     both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=both)
-    trainer = make_trainer(tmp_path / "experts", tmp_path, peft_config=lora)
+    trainer = make_trainer(str(tmp_path / "experts"), tmp_path, peft_config=lora)
     for name, parameter in trainer.model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
