@@ -64,10 +64,10 @@ if (($#)); then
     exit
 fi
 
-# Tests against servers wait for most of their time. So four groups of files run side by side, and three of them print when
-# all are over. A file says by its marker whether it is in the servers' group or in the faults': the tests of the trainer, of
-# first batches and of the viewer are with the servers', and those of agents, MCP, sandboxes and OpenEnv with the faults'. All
-# others are in two halves, by folder. No group is much longer than another one.
+# Tests against servers wait for much of their time. So four groups of files run side by side, and three of them print when
+# all are over. A file says by its marker whether it is in the servers' group or in the faults': the tests of the trainer and
+# of first batches are with the servers', those of agents, sandboxes and OpenEnv with the faults'. All others are in two
+# halves, by folder. No group is much longer than another one.
 group() { grep -rlE "^pytestmark = pytest\.mark\.$1\b" tests | sort; }
 mapfile -t faults < <(group faults)
 mapfile -t servers < <(group servers)

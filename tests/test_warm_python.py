@@ -97,6 +97,7 @@ def test_signals_reach_the_program(signum, code, ignored):
         process.stdout.close()
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_tests():
     """Nothing of it is left: neither the process nor its folder."""
     code = "import sys; sys.path.insert(0, sys.argv[1]); import warm_python; print(warm_python.executable())"

@@ -29,8 +29,6 @@ from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import tool_schema
 
-pytestmark = pytest.mark.faults  # a group of scripts/test.sh
-
 TIME = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone=UTC"]}
 SERVER = '''
 """Sums, sleeps, ends: over stdio, or on a port over streamable HTTP."""

@@ -397,6 +397,7 @@ def test_columns_without_an_image_are_of_no_harm(random_model, tmp_path, empty):
 # =====================================================================================================================
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_rows_take_little_more_than_their_file(tmp_path):
     """Objects of these rows would take 150 MB and more."""
     line = '{"prompt": "What is %d?", "config": {"files": {"f%d": %d}}, "truth": [{"name": "cat", "n": %s}, %d]}\n'

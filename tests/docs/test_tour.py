@@ -13,8 +13,6 @@ import pytest
 
 import mt_grpo_trainer as mt
 
-pytestmark = pytest.mark.faults  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/tour.md").read_text()
 FILES = dict(re.findall(r"^`(my_task/[\w.]+)`:\n\n```\w+\n(.*?)^```$", PAGE, re.M | re.S))

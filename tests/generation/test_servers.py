@@ -1031,6 +1031,7 @@ def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
 
 
 @needs_vllm
+@pytest.mark.slow
 def test_a_server_dies_amid_trees(servers, tmp_path):
     """A tree is at one server. Where that is lost the tree is whole all the same: branches begin with their trunk."""
     killed = threading.Event()

@@ -80,6 +80,7 @@ def launch(folder: Path, script: Path, environment: dict[str, str], *further: st
                             text=True)  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_plug_in_finds_the_same_classes_however_it_is_launched(tmp_path):
     """As the script, as a copy of it, and as one file in an empty folder."""

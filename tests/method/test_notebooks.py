@@ -175,6 +175,7 @@ loop.run_until_complete(client.generate([1, 2], 4))  # and in one that is neithe
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_like_script_ends_without_noise(tmp_path):
     """It also takes the context from the server: 40 tokens, of which the prompt has 23."""
     CHATML_TOKENIZER.save_pretrained(tmp_path)

@@ -519,6 +519,7 @@ def can_mount():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not can_mount(), reason="needs a file system of its own")
 def test_a_disk_that_is_full_costs_no_weights(random_model, tmp_path):
     """A real one: a checkpoint finds no room, then there is none at all; the trained model is in the other place."""

@@ -882,7 +882,7 @@ def test_staleness_is_of_all_turns_since_the_last_log(monkeypatch, num_ranks):
 
 
 @needs_vllm
-@pytest.mark.parametrize("limit", [1, 3])
+@pytest.mark.parametrize("limit", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
     """Batches are in flight while weights are pushed: none is thrown away, asked twice, or older than allowed."""
 
@@ -1517,7 +1517,9 @@ def whole(tmp_path_factory):
     return history(folder)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)], ids=["SIGTERM", "SIGINT"]
+)
 def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
     """Within seconds, with the shell's exit code for it; the resumed run is the uninterrupted one."""
     arguments = recipe_arguments("calculator.yaml", tmp_path)

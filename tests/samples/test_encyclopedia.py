@@ -68,6 +68,7 @@ def test_no_passage_outweighs_the_one_that_is_asked_for():
         assert len({*entity.split(), *value.split()}) == (3 if first == second else 4)
 
 
+@pytest.mark.slow
 def test_every_question_is_answered_by_searches():
     """Through the real index: a search per relation, each for what the one before it found."""
     hops = Counter()
@@ -186,6 +187,7 @@ def test_each_word_of_a_name_is_one_token(form):
         )
 
 
+@pytest.mark.slow
 def test_the_bundled_model_can_search_and_often_does_it_badly():
     recipe = load_recipe(build.RECIPE)
     model = str(ROOT / recipe[2].model_name_or_path)

@@ -74,6 +74,7 @@ def test_nccl_needs_two_gpus_or_a_library_that_takes_one_twice(monkeypatch):
     assert [bench.why_not("server, nccl", gpus=n) for n in (0, 1)] == ["needs 2 GPUs", None]
 
 
+@pytest.mark.slow
 def test_shared_prompts_come_to_the_gradients_of_a_row_per_rollout(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "WARM_UP", 0)
     options = argparse.Namespace(steps=1, tiny=True, shapes=["prompt"], out=str(tmp_path / "found.json"))

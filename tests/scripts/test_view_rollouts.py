@@ -24,8 +24,6 @@ import mt_grpo_trainer as mt
 from mt_grpo.reports import rollout_log
 from mt_grpo.reports.rollout_log import write_rollouts
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 LOG = "rollouts.rank0.jsonl"
 EVIL = '</script><script>window.hit = 1</script><img src=x onerror="window.hit = 1">\'" \x1b[31m\x00\u202e'

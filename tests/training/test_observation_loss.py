@@ -109,7 +109,7 @@ def make(out, **changes):
     )
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("share", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_learns_what_its_tool_answers(tmp_path, share):
     trainer = make(tmp_path, observation_loss_coef=1.0, share_prompts=share, beta=0.01)
     sizes, log_step = [], trainer._log_step
