@@ -42,7 +42,7 @@ class WeightSync:
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
-    NUM_CHECKED = 32  # probe ids that a check reads of a server that was checked before, the next ones each time
+    NUM_CHECKED = 24  # probe ids that a check reads of a server that was checked before, the next ones each time
     NUM_SAMPLED = 16  # tokens whose logprobs are compared where an adapter was pushed
 
     def __init__(
