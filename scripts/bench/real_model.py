@@ -4,6 +4,7 @@
     python scripts/build/squad_search.py runs/squad --source FOLDER        # or from the Hub
     python scripts/bench/real_model.py                                     # what is missing; then the report
     python scripts/bench/real_model.py --methods mt_grpo mt_grpo,beta=0.04 --seeds 0
+    python scripts/bench/real_model.py --methods mt_grpo,use_peft=true,learning_rate=3e-4 --seeds 0
     python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --steps 60 --only_print    # the next report has it
     python scripts/bench/real_model.py --report
 
@@ -60,9 +61,9 @@ NUM_PASSAGES = 40  # whose perplexity is taken
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
 SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
 SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
-# Keys that a method cannot change. With use_peft what is saved is an adapter, which the server does not load.
+# Keys that a method cannot change.
 FIXED = ("seed", "max_steps", "output_dir", "use_vllm", "vllm_mode", "vllm_server_base_url", "log_rollouts",
-         "log_rollout_tokens", "use_peft", "credit_assignment")  # fmt: skip
+         "log_rollout_tokens", "credit_assignment")  # fmt: skip
 KEPT = (
     "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
     "rewards/answer_in_search_results_reward_func/mean",
@@ -175,6 +176,21 @@ def words(text: str) -> set[str]:
     return set(re.findall(r"\w+", text.casefold()))
 
 
+def merged(trained: Path) -> Path:
+    """The folder of a whole model: of a run with LoRA one with its adapter merged, else what the run saved."""
+    if not (trained / "adapter_config.json").is_file():
+        return trained
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    target = trained / "merged"
+    model = AutoPeftModelForCausalLM.from_pretrained(trained, dtype=torch.float32)
+    model.merge_and_unload().save_pretrained(target)
+    AutoTokenizer.from_pretrained(trained).save_pretrained(target)
+    return target
+
+
 def perplexity(model: str | Path) -> float:
     """exp of the mean negative logprob of a token of the first passages, each read by itself.
 
@@ -244,7 +260,7 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
         )  # fmt: skip
     trained = time.perf_counter() - began
     found = {
-        "method": method, "seed": seed, "steps": steps, "inputs": read, "after": evaluated(output),
+        "method": method, "seed": seed, "steps": steps, "inputs": read, "after": evaluated(merged(output)),
         "seconds": trained, "resumed": bool(resume),
         "curve": [{key: row[key] for key in ("step", *KEPT) if key in row} for row in rows], "machine": machine(),
     }  # fmt: skip

@@ -232,6 +232,34 @@ def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
     assert bench.run("mt_grpo,beta=0.04", 7, 3)["seed"] == 7 and len(asked) == 3  # not again
 
 
+def test_what_a_run_with_lora_saved_is_asked_whole(tmp_path):
+    """The folder for the server has no adapter, and its logits are those of base and adapter together."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = ROOT / "hf_recipes/tiny/calculator-model"
+    assert bench.merged(model) == model
+    adapted = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), LoraConfig(r=2, target_modules="all-linear")
+    )
+    for name, weight in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    adapted.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path)
+    whole = bench.merged(tmp_path)
+    assert not list(whole.glob("adapter*")) and (whole / "tokenizer.json").is_file()
+    ids = torch.tensor([[5, 9, 11, 40]])
+    with torch.no_grad():
+        expected = adapted(input_ids=ids).logits
+        got = AutoModelForCausalLM.from_pretrained(whole, dtype=torch.float32)(input_ids=ids).logits
+        with adapted.disable_adapter():
+            plain = adapted(input_ids=ids).logits
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
+    assert (got - plain).abs().max() > 0.1
+
+
 def test_without_model_and_data_the_error_says_how_to_make_them(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "READ", (str(tmp_path / "model.safetensors"),))
     with pytest.raises(SystemExit, match="model.safetensors is missing. Make the model and the data first"):
@@ -243,7 +271,7 @@ def test_without_model_and_data_the_error_says_how_to_make_them(tmp_path, monkey
     [
         ("mt_grpo,beta", "'beta' of --methods, expected key=value"),
         ("mt_grpo,reward_fn=a/b.py", "'reward_fn=a/b.py' of --methods, expected key=value .* without /"),
-        ("mt_grpo,seed=3", "seed is the study's own"), ("mt_grpo,use_peft=true", "use_peft is the study's own"),
+        ("mt_grpo,seed=3", "seed is the study's own"),
     ],
 )  # fmt: skip
 def test_methods_that_are_none_are_refused_before_anything_runs(method, error, study, monkeypatch):
