@@ -50,7 +50,8 @@ class Noted(MTGRPOEnvTrainer):
         return loss
 
 
-def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, too_few=False, whole=False, **changes):
+def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, too_few=False, whole=False,
+         huge=None, **changes):  # fmt: skip
     seen = []
 
     def outcome(completions, number, rollout_turns, log_extra, log_metric, **kwargs):
@@ -65,7 +66,7 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
         for each in number if one_by_one else []:
             log_extra("each", iter([each]))
         log_metric("calls", 1.0)
-        return [0.25 if n in dead else float(text[-10]) for n, text in zip(number, said)]
+        return [1e25 if n == huge else 0.25 if n in dead else float(text[-10]) for n, text in zip(number, said)]
 
     def beside_the_others(completions, number, groups, log_extra, rollout_turns, **kwargs):
         """Its group's other rollout is always there."""

@@ -99,6 +99,23 @@ def test_rollouts_that_failed_are_in_no_value():
     torch.testing.assert_close(found, torch.tensor(by_hand), atol=1e-6, rtol=0)
 
 
+def test_a_tree_of_which_all_failed_is_in_no_baseline():
+    """Of three trees of two the last failed; of two trees the last, so that the first has no other one to be held to."""
+    outcome = [1.0, 0.0, 0.3, 0.5, NAN, NAN]  # the second trunk ended before its branch's state
+    found = advantages(table(outcome, [0, 1, 0, 0, 0, 1], num_turns=2), 6, 2)
+    by_hand = [
+        [0.5 - 0.4, 0.5 * (1.0 - (0.0 + 0.4) / 2)],
+        [0.0, 0.5 * (0.0 - (1.0 + 0.4) / 2)],
+        [0.3 - 0.5] * 2,
+        [0.5 - (0.5 + 0.3) / 2] * 2,
+        [0.0, 0.0],
+        [0.0, 0.0],
+    ]
+    torch.testing.assert_close(found, torch.tensor(by_hand), atol=1e-6, rtol=0)
+    alone = advantages(table([1.0, 0.0, NAN, NAN], [0, 1, 0, 1], num_turns=2), 4, 2)
+    assert alone.tolist() == [[0.0, 0.5], [0.0, -0.5], [0.0, 0.0], [0.0, 0.0]]
+
+
 def test_groups_are_apart_and_an_evaluation_has_no_trees():
     """Each rollout is then compared with the mean of the group's others."""
     found = advantages(table([1.0, 0.0, 0.5, 9.0, 9.0, 9.0], [0] * 6, num_turns=1), 3, 1)

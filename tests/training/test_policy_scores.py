@@ -344,6 +344,27 @@ def test_a_turn_gains_what_its_results_tell():
     assert gain.information_gain_reward_func([turns], **{**given, "answer": [None]}) == [[None] * 5]
 
 
+def test_the_best_answer_before_and_after_is_what_gains():
+    """The alias is told from one token, and what is known of the answer itself stays: 0.1 of each token."""
+
+    class Alias(Told):
+        def logprobs(self, contexts, continuations):
+            told = [0.9 if 100 in context else 0.2 for context in contexts]
+            known = [p if ids == [4] else 0.1 for p, ids in zip(told, continuations)]
+            return [[math.log(p)] * len(ids) for p, ids in zip(known, continuations)]
+
+    turns = [searched("capital", "The City.", 101), searched("France", "Paris.", 100), searched("x", "?", 102)]
+    given = {"turn_contexts": [[[8], [8], [8]]], "policy": Alias(), "answer": [["Paris", "the City"]]}
+    assert gain.information_gain_reward_func([turns], **given) == [
+        [pytest.approx(0.0), pytest.approx(0.1 * math.log(0.9 / 0.2)), pytest.approx(0.0)]
+    ]
+
+
+def test_an_answer_of_no_words_is_in_no_call():
+    assert not gain._begs(Turn([9], None, "", "stop", [ToolCall("search", {})]), ["+"])
+    assert gain._begs(searched("is it PARIS", "", 100), ["+", "Paris"])
+
+
 def test_a_passage_gains_once():
     """Also where the second call's context does not hold the first one's results any more."""
     turns = [searched("capital", "It is Paris.", 100), searched("France", "It is Paris.", 100)]

@@ -43,23 +43,14 @@ def test_what_is_dropped_is_logged_and_counted(random_model, tmp_path):
     trainer.train()
     rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
     number = [int(re.search(r"\d+", row["messages"][0]["content"])[0]) for row in rows]
-    assert [row["mode"] for row in rows] == ["dropped"] * 6 + ["train"] * 4 and number == [
-        1,
-        1,
-        2,
-        2,
-        3,
-        3,
-        0,
-        0,
-        4,
-        4,
-    ]
+    assert [row["mode"] for row in rows] == ["dropped"] * 6 + ["train"] * 4
+    assert number == [1, 1, 2, 2, 3, 3, 0, 0, 4, 4]
     assert [row["reward"] for row in rows] == [0.25] * 6 + [0.0, 1.0] * 2
     assert [row["group"] for row in rows] == [1] * 6 + [0, 0, 1, 1] and {row["batch_size"] for row in rows} == {4}
     high = 0.5 / (0.5**0.5 + 1e-4)
     assert [a for row in rows for a in row["turn_advantages"]] == pytest.approx([0.0] * 6 + [-high, high] * 2)
     assert [turn["num_trained"] for row in rows[:6] for turn in row["turns"]] == [0] * 6
+    assert [row["outcome_advantage"] for row in rows] == pytest.approx([0.0] * 6 + [-high, high] * 2)
     sampled = sum(row["num_prompt_tokens"] + row["num_tokens"] for row in rows)
     assert column(trainer, "num_tokens") == [sampled]
     table = trainer._logs  # TRL's table of completions has a row per rollout that is trained
@@ -117,6 +108,15 @@ def test_what_cannot_be_compared_is_no_group_without_signal(random_model, tmp_pa
     trainer = make(random_model, tmp_path, max_steps=1, outcome_reward_weights=[1e25])
     with pytest.raises(RunError, match=r"a weighted outcome reward is 1e\+25. At most 1e\+18 can be compared"):
         trainer.train()
+
+
+@pytest.mark.parametrize("huge", [1, 2])
+def test_equal_rewards_that_cannot_be_compared_are_not_replaced(random_model, tmp_path, huge):
+    """Prompt 1 is in the first batch, 2 in what takes its place."""
+    trainer = make(random_model, tmp_path, max_steps=1, huge=huge)
+    with pytest.raises(RunError, match=r"a weighted outcome reward is 1e\+25. At most 1e\+18 can be compared"):
+        trainer.train()
+    assert trainer.asked[-1] == huge and trainer.trained == {}
 
 
 def test_each_round_has_noise_of_its_own(random_model, tmp_path):
