@@ -100,7 +100,7 @@ def test_rollouts_that_failed_are_in_no_value():
 
 
 def test_a_tree_of_which_all_failed_is_in_no_baseline():
-    """Of three trees of two the last failed; of two trees the last, so that the first has no other one to be held to."""
+    """Of three trees of two the last failed; of two trees the last: the first is alone then."""
     outcome = [1.0, 0.0, 0.3, 0.5, NAN, NAN]  # the second trunk ended before its branch's state
     found = advantages(table(outcome, [0, 1, 0, 0, 0, 1], num_turns=2), 6, 2)
     by_hand = [
