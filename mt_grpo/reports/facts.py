@@ -20,6 +20,7 @@ from mt_grpo.recipe.checks import prompt_ids_of
 from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports.troubles import MIN_CALLS, REPEATED, Facts
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
+from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.token_checks import squeezed
@@ -36,7 +37,7 @@ def steps_of(num_rows: int, args: Any) -> tuple[int, int, int]:
     return batches, steps, args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
 
 
-def facts_of_settings(trainer: Any) -> Facts:
+def facts_of_settings(trainer: ResumableTrainer) -> Facts:
     """Settings of the recipe, and whether the first prompt holds what the model must read."""
     args, env = trainer.args, trainer.env
     row = trainer.train_dataset[0]

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.reports.troubles import troubles_at_end
+from mt_grpo.run.trainer import ResumableTrainer
 
 
-def say_last_lines(trainer: Any, script_args: Any, argv: list[str] | None) -> None:
+def say_last_lines(trainer: ResumableTrainer, script_args: Any, argv: list[str] | None) -> None:
     """Print them on rank 0.
 
     Args:

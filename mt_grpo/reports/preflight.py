@@ -25,12 +25,13 @@ from mt_grpo.reports.facts import facts_of_batches, facts_of_settings, steps_of
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
 from mt_grpo.reports.troubles import Facts, Trouble, Watch, troubles
 from mt_grpo.run.snapshots import get_rng_state, set_rng_state
+from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch
 
 logger = logging.getLogger(__name__)
 
 
-def run_reports(trainer: Any) -> list[TrainerCallback]:
+def run_reports(trainer: ResumableTrainer) -> list[TrainerCallback]:
     """The callbacks that report on a run: the first batch, a line per log, warnings, the file of metrics."""
     return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer.reward_functions.main_outcome), MetricsLog()]
 
@@ -42,7 +43,7 @@ PROMPT_SHOWN = 2000  # characters of the first prompt: its beginning and its end
 GIB = 2**30
 
 
-def plan(trainer: Any) -> list[tuple[str, str]]:
+def plan(trainer: ResumableTrainer) -> list[tuple[str, str]]:
     """(what, text) of the lines of the screen, without the first prompt."""
     args, env, model, train = trainer.args, trainer.env, trainer.model, trainer.train_dataset
     reference = bool(args.beta) and getattr(trainer, "ref_model", None) is not None
@@ -245,7 +246,7 @@ class FirstBatch(TrainerCallback):
         ends_run: Whether `PreflightOver` is raised then, in place of a report.
     """
 
-    def __init__(self, trainer: Any):
+    def __init__(self, trainer: ResumableTrainer):
         self.trainer, self.seen, self.ends_run = trainer, False, False
         self.facts: Facts = {}
 
@@ -278,7 +279,7 @@ class FirstBatch(TrainerCallback):
         self.facts = {**facts_of_settings(self.trainer), **facts_so_far(self.trainer, [self.trainer.batch])}
 
 
-def facts_so_far(trainer: Any, batches: list[Batch]) -> Facts:
+def facts_so_far(trainer: ResumableTrainer, batches: list[Batch]) -> Facts:
     """`facts_of_batches` of a trainer that has rolled out these."""
     metrics, unused = trainer._metrics["train"], trainer._reward_use.unused
     return facts_of_batches(trainer.args, metrics, trainer.reward_functions, unused, batches)
@@ -324,7 +325,7 @@ def preflight_settings(args: Any) -> Iterator[None]:
         yield
 
 
-def run_preflight(trainer: Any) -> int:
+def run_preflight(trainer: ResumableTrainer) -> int:
     """Print what a run will do, roll out its first batch, and say what that means. Returns the exit code.
 
     The random state is restored, and no optimizer step is taken. 1: training would be pointless, or it failed.
@@ -357,14 +358,14 @@ def run_preflight(trainer: Any) -> int:
     return int(any(trouble.pointless for trouble in found))
 
 
-def say(trainer: Any, *lines: str) -> None:
+def say(trainer: ResumableTrainer, *lines: str) -> None:
     """Print on rank 0."""
     if trainer.accelerator.is_main_process:
         print("\n".join(lines), flush=True)
 
 
 @contextmanager
-def timed(trainer: Any, seconds: dict[str, float]) -> Iterator[None]:
+def timed(trainer: ResumableTrainer, seconds: dict[str, float]) -> Iterator[None]:
     """A context in which the time of the trainer's methods is added up."""
 
     def with_time(method: Any, phase: str) -> Any:
@@ -387,7 +388,7 @@ def timed(trainer: Any, seconds: dict[str, float]) -> Iterator[None]:
             delattr(trainer, name)
 
 
-def facts_of_more_batches(trainer: Any, facts: Facts) -> Facts:
+def facts_of_more_batches(trainer: ResumableTrainer, facts: Facts) -> Facts:
     """Facts of up to three more batches, until one has a group with signal. Collective; empty where the first has."""
     repeated = trainer.args.steps_per_generation * trainer.args.num_iterations  # TRL's sampler gives each so often
     further = itertools.islice(trainer.get_train_dataloader(), repeated, None, repeated)

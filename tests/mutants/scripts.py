@@ -400,9 +400,16 @@ MUTATIONS = [
     Mutation(
         "the study of the real model evaluates the model that it began with",
         "scripts/bench/real_model.py",
-        '"after": evaluated(output),',
+        '"after": evaluated(merged(output)),',
         '"after": evaluated(MODEL),',
         "tests/scripts/test_bench_real_model.py::test_a_run_trains_with_what_its_name_says",
+    ),
+    Mutation(
+        "the study of the real model evaluates a run with LoRA without its adapter",
+        "scripts/bench/real_model.py",
+        "model.merge_and_unload().save_pretrained(target)",
+        "model.unload().save_pretrained(target)",
+        "tests/scripts/test_bench_real_model.py::test_what_a_run_with_lora_saved_is_asked_whole",
     ),
     Mutation(
         "the study of the real model compares seeds that are no pair",
