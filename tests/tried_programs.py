@@ -14,6 +14,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from real_programs import VERSIONS
 
 from mt_grpo.adapters.agents.server import ENDPOINTS, AgentServer, split_path
 from mt_grpo.adapters.agents.session import AgentSession
@@ -80,7 +81,7 @@ def version_of(item, name):
     if name == "curl":
         said = subprocess.run([name, "--version"], capture_output=True, text=True, check=True).stdout
         return re.match(r"curl ([\d.]+)", said)[1]
-    if name in getattr(item.module, "VERSIONS", {}):
+    if name in VERSIONS:
         about = item.funcargs["packages"] / "node_modules" / name / "package.json"
         return json.loads(about.read_text())["version"]
     if "python" in item.funcargs:

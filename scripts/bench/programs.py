@@ -45,14 +45,14 @@ class Tried:
 
 
 PROGRAMS = (
-    Tried("Codex CLI", ("@openai/codex",), ("test_programs_ask_again_behind_a_fault",), "as above"),
-    Tried("Pi", ("@mariozechner/pi-coding-agent",), ("test_pi",), "as above"),
+    Tried("Codex CLI", ("@openai/codex",), ("test_codex", "test_codex_in_a_sandbox"), "as above"),
+    Tried("Pi", ("@mariozechner/pi-coding-agent",), ("test_pi", "test_pi_in_a_sandbox"), "as above"),
     Tried("AI SDK", ("ai", "@ai-sdk/openai", "@ai-sdk/anthropic"), ("test_the_ai_sdk",),
           "`baseURL` of `createOpenAI`, which asks Responses by default, and of `createAnthropic`"),
     Tried("Qwen Code", ("@qwen-code/qwen-code",), ("test_qwen_code",),
           "`qwen --auth-type openai -m policy -y QUESTION`, or `anthropic`"),
     Tried("curl", ("curl",), ("test_curl",), "as above"),
-    Tried("mini-swe-agent", ("mini-swe-agent",), ("test_mini_swe_agent",),
+    Tried("mini-swe-agent", ("mini-swe-agent",), ("test_mini_swe_agent", "test_mini_swe_agent_in_a_sandbox"),
           "`mini -m openai/policy -t QUESTION -y --exit-immediately`, by litellm"),
     Tried("Qwen-Agent", ("qwen-agent",), ("test_qwen_agent",),
           "`model_server` of its model. With `use_raw_api` it sends results without ids, which are refused"),

@@ -1,7 +1,4 @@
-"""Programs that people run, unchanged, on a scripted policy: records are exact, and credit is on the right turns.
-
-They are installed from npm and by pip, into folders of their own.
-"""
+"""Programs that people run, unchanged, on a scripted policy: records are exact, and credit is on the right turns."""
 
 import asyncio
 import functools
@@ -9,14 +6,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from aiohttp import web
 from bench import programs
 from bench.common import with_section
+from real_programs import OF_PYTHON, PINNED
 from test_agents import CALL, RECIPE, TOKENIZER, Scripted, ids, run
 from vllm_prompts import VllmPrompts
 
@@ -27,24 +23,11 @@ from mt_grpo.training.records import trained_records
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/agents.md").read_text()
-VERSIONS = {
-    "@openai/codex": "0.171.0", "@mariozechner/pi-coding-agent": "0.73.1", "@qwen-code/qwen-code": "0.15.10",
-    "ai": "7.0.173", "@ai-sdk/openai": "4.0.118", "@ai-sdk/anthropic": "4.0.105",
-}  # fmt: skip
-OF_PYTHON = {
-    "mini-swe-agent": "2.4.6", "qwen-agent": "0.0.34", "crewai": "1.15.30", "dspy": "3.4.1", "langchain": "1.5.2",
-    "verifiers": "0.4.0",
-}  # fmt: skip
-BESIDE = {  # what they import and do not require
-    "qwen-agent": ["soundfile", "python-dateutil", "tqdm"], "langchain": ["langchain-openai==1.7.4"],
-    "verifiers": ["uv"],
-}  # fmt: skip
 SDKS = ("ai", "@ai-sdk/openai", "@ai-sdk/anthropic")
 PACKAGES = {  # by what tests call a program
     "codex exec": ("@openai/codex",), "pi --provider": ("@mariozechner/pi-coding-agent",),
     "qwen": ("@qwen-code/qwen-code",), "ai sdk": SDKS, **{name: (name,) for name in OF_PYTHON},
 }  # fmt: skip
-PINNED = {**VERSIONS, **OF_PYTHON}
 ROW = {"question": "How much is 17 * 23?", "answer": "391"}
 THINKS = "<think>I compute.</think>Let me see.\n"
 # Qwen Code has no example on the page.
@@ -60,43 +43,6 @@ python3 -c 'import json, sys; print(float(open("said").read().strip() == json.lo
 """
 slow, tries = pytest.mark.slow, pytest.mark.program
 pytestmark = pytest.mark.timeout(1800)
-
-
-def installed(command, folder):
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"{command[0]} cannot install them: {done.stderr.strip()[-300:]}")
-
-
-@pytest.fixture(scope="module")
-def packages(tmp_path_factory):
-    """The folder into which npm has installed all of them."""
-    missing = [command for command in ("node", "npm") if shutil.which(command) is None]
-    if missing:
-        pytest.skip(f"{missing[0]} is not there: these programs need Node.js")
-    folder = tmp_path_factory.mktemp("npm")
-    names = [f"{name}@{version}" for name, version in VERSIONS.items()]
-    installed(
-        ["npm", "install", "--no-audit", "--no-fund", "--fetch-retries=1", "--prefix", str(folder), *names], folder
-    )
-    return folder
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """By the name of a program of Python's: the interpreter of an environment of its own."""
-
-    @functools.cache
-    def made(name):
-        folder = tmp_path_factory.mktemp("venv")
-        subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        names = [f"{name}=={OF_PYTHON[name]}", *BESIDE.get(name, [])]
-        installed([folder / "bin/python", "-m", "pip", "install", "--quiet", *names], folder)
-        return folder / "bin/python"
-
-    with pytest.MonkeyPatch.context() as patch:  # what they import is their own
-        patch.delenv("PYTHONPATH", raising=False)
-        yield made
 
 
 def bash(name, command, **more):
@@ -636,6 +582,38 @@ def test_qwen_code_compacts_its_history(packages, tmp_path, monkeypatch):
     rollout = rollout_of(command, *turns, records=[[0], [1], [2]])
     read = [TOKENIZER.decode(record.prompt_ids) for record in rollout.records]
     assert "<tools>" not in read[1] and "It is 391." in read[2] and "Output: 391" in read[2]
+
+
+def compacting(text):
+    """What the policy writes for Pi: a call of a long result, a summary of it, and what is asked behind that."""
+    if "Summarize the prefix" in text:
+        return "I have computed 391."
+    if "And now?" in text:
+        return "391"
+    return "Noted." if "\n999\n" in text else line("pi --provider", "seq 1000")
+
+
+@tries("@mariozechner/pi-coding-agent")
+@slow
+def test_pi_compacts_its_history(packages, tmp_path, monkeypatch):
+    """Between two prompts. It may ask for a summary twice: when a prompt has ended, and before the next one."""
+    settings = {"compaction": {"reserveTokens": 27_500, "keepRecentTokens": 1}}
+    written = f"echo '{json.dumps(settings)}' >\"$PI_CODING_AGENT_DIR/settings.json\"\ncd "
+    body = block("pi --provider").replace("cd ", written).replace("</dev/null", '"And now?" </dev/null')
+    command = by_shell(tmp_path, monkeypatch, packages, body)
+    rollout, _ = run(command, llm=ByPrompt(compacting), row=ROW, **LONG)
+    assert rollout.error is None and rollout.stop_reason == StopReason.AGENT_DONE and rollout.reward == 1.0
+    number = len(rollout.turns)
+    summaries = ["I have computed 391."] * (number - 3)
+    said = [turn.text for turn in rollout.turns]
+    assert summaries and said == [line("pi --provider", "seq 1000"), "Noted.", *summaries, "391"]
+    assert [record.numbers for record in rollout.records] == [[0, 1], *([k] for k in range(2, number))]
+    *asked, behind = (TOKENIZER.decode(record.prompt_ids) for record in rollout.records[1:])
+    assert all("<tools>" not in each and "[Tool result]: 1\n2\n" in each for each in asked)
+    assert "I have computed 391." in behind and "And now?" in behind and "\n999\n" not in behind
+    assert [turn.observed for turn in rollout.turns] == [True] * (number - 1) + [False]
+    assert all(turn.trained for turn in rollout.turns)
+    check_beginnings(rollout)
 
 
 def parted(text, spawn):

@@ -414,6 +414,25 @@ def test_a_recipe_with_a_program_that_cannot_work_says_so(tmp_path, monkeypatch,
     assert words in str(error.value)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="not as root, the program's user is the trainer's")
+def test_a_folder_that_the_programs_user_cannot_read_is_refused(tmp_path, monkeypatch):
+    """Such as one of `mktemp -d`. Each rollout would fail, by words of the program's own."""
+    monkeypatch.chdir(ROOT)
+    write_task(tmp_path / "tasks")
+    shown = [tmp_path / name for name in ("open", "closed")]
+    for folder, mode in zip(shown, (0o755, 0o700)):
+        folder.mkdir()
+        (folder / "work.sh").write_text("true\n")
+        folder.chmod(mode)
+    words = agent_recipe(
+        tmp_path / "tasks", agent_command=f"sh {shown[1]}/work.sh", harbor_agent_folders=[*map(str, shown)]
+    )
+    with pytest.raises((SystemExit, ValueError)) as error:
+        mt.main(words)
+    assert f"harbor_agent_folders: '{shown[1]}' cannot be read in a sandbox" in str(error.value)
+    assert f"chmod -R a+rX {shown[1]})" in str(error.value)
+
+
 def test_what_a_recipe_says_of_a_program_reaches_the_classes(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     write_task(tmp_path / "tasks")

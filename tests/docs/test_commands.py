@@ -163,6 +163,9 @@ FILES = {
         "codex exec": "test_agent_programs.py::test_codex",
         "model_provider=trainer": "test_agent_programs.py::test_codex_compacts_its_history",
         "pi --provider": "test_agent_programs.py::test_pi",
+        "mini -m": "test_harbor_programs.py::test_mini_swe_agent_in_a_sandbox",
+        "pi --print": "test_harbor_programs.py::test_pi_in_a_sandbox",
+        "codex --dangerously": "test_harbor_programs.py::test_codex_in_a_sandbox",
         "curl --silent": "test_agent_programs.py::test_curl",
     },
 }  # fmt: skip

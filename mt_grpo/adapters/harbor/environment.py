@@ -337,13 +337,14 @@ def uses_docker(choice: str) -> bool:
 
 
 def check_namespaces(shown: Sequence[str] = (), program: str = "") -> type[NamespaceSandbox]:
-    """What makes sandboxes on this machine. Raises `ValueError` where nothing does, or where they have not a program.
+    """What makes sandboxes on this machine. Raises `ValueError` where nothing does, where they have not a program, or
+    where its user cannot read a folder.
 
     Args:
         shown: Folders of the machine that sandboxes have, too.
         program: What is to be found there; empty: nothing.
     """
-    problem, has_program = try_sandbox(NamespaceSandbox, shown, program)
+    problem, found = try_sandbox(NamespaceSandbox, shown, program)
     if problem and not program and not try_sandbox(BubblewrapSandbox)[0]:
         logger.warning(
             "Task folders run by bubblewrap (bwrap): this machine allows no namespaces of the trainer's own (%s). "
@@ -358,7 +359,13 @@ def check_namespaces(shown: Sequence[str] = (), program: str = "") -> type[Names
             "user.max_user_namespaces=10000; where Ubuntu restricts them, "
             "kernel.apparmor_restrict_unprivileged_userns=0), or install bubblewrap."
         )
-    if not has_program:
+    for number, folder in enumerate(shown):
+        if f"closed-{number}" in found:
+            raise ValueError(
+                f"harbor_agent_folders: {folder!r} cannot be read in a sandbox, where the program runs as another "
+                f"user. Expected a folder that any user may read (chmod -R a+rX {shlex.quote(folder)})."
+            )
+    if "found" not in found:
         raise ValueError(
             f"agent_command: a sandbox has no program {program!r}. It has /usr, /bin, /etc and /lib of this machine, "
             f"and the folders of harbor_agent_folders ({', '.join(shown) or 'none'}). Expected a program in one of "
@@ -367,9 +374,17 @@ def check_namespaces(shown: Sequence[str] = (), program: str = "") -> type[Names
     return NamespaceSandbox
 
 
-def try_sandbox(kind: type[NamespaceSandbox], shown: Sequence[str] = (), program: str = "true") -> tuple[str, bool]:
-    """(why no sandbox of a kind can be had here, empty where one can; whether it has a program)."""
-    find = f"echo $((1 + 1)); command -v -- {shlex.quote(program or 'true')} > /dev/null && echo found"
+def try_sandbox(
+    kind: type[NamespaceSandbox], shown: Sequence[str] = (), program: str = "true"
+) -> tuple[str, list[str]]:
+    """(why no sandbox of a kind can be had here, empty where one can; what is there, and not).
+
+    `found` is the program; `closed-1` is the second folder, where it cannot be read.
+    """
+    lines = ["echo $((1 + 1))", f"command -v -- {shlex.quote(program or 'true')} > /dev/null && echo found"]
+    for number, folder in enumerate(map(shlex.quote, shown)):
+        lines.append(f"[ -r {folder} ] && [ -x {folder} ] || echo closed-{number}")
+    find = "\n".join(lines)
     try:
         sandbox = kind(SandboxLimits(), shown=shown)
         try:
@@ -377,6 +392,6 @@ def try_sandbox(kind: type[NamespaceSandbox], shown: Sequence[str] = (), program
         finally:
             sandbox.close()
     except (SandboxError, OSError, RuntimeError) as error:
-        return str(error), False
+        return str(error), []
     said = outcome.text(300), outcome.control[-300:].decode(errors="replace")
-    return "" if said[0].startswith("2\n") else f"a command gave {said[0]!r}, {said[1]!r}", "found" in said[0]
+    return "" if said[0].startswith("2\n") else f"a command gave {said[0]!r}, {said[1]!r}", said[0].split()
