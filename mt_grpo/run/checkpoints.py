@@ -185,10 +185,10 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
     if damage := checkpoint_damage(found):
         others = [folder for folder in whole if folder.resolve() != found.resolve() and not checkpoint_damage(folder)]
         before = max(others, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
+        none = f"There is none in output_dir={output_dir!r}: start anew"
         raise ValueError(
             f"resume_from_checkpoint={str(wanted)!r}: {found / damage}. Expected a whole checkpoint. "
-            + (f"Set resume_from_checkpoint: {before}" if before else f"There is none in output_dir={output_dir!r}")
-            + ", or put the file back."
+            f"{f'Set resume_from_checkpoint: {before}' if before else none}, or put the file back."
         )
     return str(found)
 
