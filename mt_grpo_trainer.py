@@ -282,9 +282,12 @@ class MultiTurnToolEnv(Conversations):
         return [{"role": "system", "content": text}, *messages] if text else messages
 
     def prompt_ids(
-        self, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Callable] | None = None,
+        self,
+        messages: list[Message],
+        tokenizer: PreTrainedTokenizerBase,
+        tools: dict[str, Callable] | None = None,
         rendered: PromptCache | None = None,
-    ) -> list[int]:  # fmt: skip
+    ) -> list[int]:
         """Token ids of a prompt, generation prompt included. Only here are messages rendered as a whole.
 
         What is in `rendered` is not rendered again.
@@ -783,10 +786,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Advantages of a table by the run's estimator, (N, K)."""
         args, coef = self.args, self.turn_advantage_coef
         return turn_advantages(
-            rewards, args.credit_assignment, self._group_size, coef, scale_rewards, args.turn_discount,
-            outcome_in_return=args.outcome_in_return, state_baseline=args.state_baseline,
+            rewards,
+            args.credit_assignment,
+            self._group_size,
+            coef,
+            scale_rewards,
+            args.turn_discount,
+            outcome_in_return=args.outcome_in_return,
+            state_baseline=args.state_baseline,
             tree_size=self.in_flight.tree_size,
-        )  # fmt: skip
+        )
 
     def _generate(self, prompts: list) -> tuple:
         """TRL's generation step: the batch's conversations in place of single completions.
@@ -855,9 +864,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         return loss + observation_loss(self, inputs) if OBSERVED in inputs else loss
 
     def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, logits_to_keep: int,
-        batch_size: int | None = None, compute_entropy: bool = False, **kwargs,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        **kwargs,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL's, from rows that share prompts: logprobs and entropies (M, C), 0 where nobody trains.
 
         Args:
@@ -1004,9 +1019,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     ):
         args = args or MTGRPOConfig("mt-grpo-output")
         self.reward_functions = RewardFunctions.of(
-            turn_reward_funcs, outcome_reward_funcs, env, turn_reward_weights or args.turn_reward_weights,
-            outcome_reward_weights or args.outcome_reward_weights, args.environment_reward_weight,
-        )  # fmt: skip
+            turn_reward_funcs,
+            outcome_reward_funcs,
+            env,
+            turn_reward_weights or args.turn_reward_weights,
+            outcome_reward_weights or args.outcome_reward_weights,
+            args.environment_reward_weight,
+        )
         train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
         funcs = self.reward_functions.functions
         tokenizer, model_config = prepare_env(
@@ -1029,10 +1048,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"
         super().__init__(
-            model=model, reward_funcs=self.reward_functions.functions, args=args, train_dataset=for_trl(train_dataset),
-            eval_dataset=for_trl(eval_dataset), processing_class=tokenizer, optimizers=optimizers,
-            peft_config=peft_config, callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
-        )  # fmt: skip
+            model=model,
+            reward_funcs=self.reward_functions.functions,
+            args=args,
+            train_dataset=for_trl(train_dataset),
+            eval_dataset=for_trl(eval_dataset),
+            processing_class=tokenizer,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
+        )
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
         args.use_vllm = self.use_vllm = self.backend != "transformers"
@@ -1043,9 +1068,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.layout = Layout(self, MTGRPOEnvTrainer)
         self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
         self._rollout_log = RolloutLog(
-            args.output_dir, self.accelerator.process_index, args.world_size, args.log_rollouts,
-            self.reward_func_names, tokenizer if args.log_rollout_tokens else None,
-        )  # fmt: skip
+            args.output_dir,
+            self.accelerator.process_index,
+            args.world_size,
+            args.log_rollouts,
+            self.reward_func_names,
+            tokenizer if args.log_rollout_tokens else None,
+        )
         self.scale_rewards = "none" if args.scale_rewards == "mean" else args.scale_rewards  # TRL knows no `mean`
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
@@ -1123,9 +1152,13 @@ class VLLMServerClient(ServerConnection):
         return await self.sample(payload, self.vocab_size)
 
     def update_weights(
-        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None = None,
-        device: torch.device | str = "cpu", errors: dict[VLLMServerClient, ServerError | None] | None = None,
-    ) -> dict[str, float]:  # fmt: skip
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: dict[str, int] | None = None,
+        device: torch.device | str = "cpu",
+        errors: dict[VLLMServerClient, ServerError | None] | None = None,
+    ) -> dict[str, float]:
         """Push all weights, drop the prefix cache, record `version`. The server samples nothing meanwhile.
 
         Args:
@@ -1279,15 +1312,23 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=env.environments is not None)
     args.model_init_kwargs = {
-        "revision": model_args.model_revision, "dtype": model_args.dtype,
-        "attn_implementation": model_args.attn_implementation, **(args.model_init_kwargs or {}),
-    }  # fmt: skip
+        "revision": model_args.model_revision,
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+        **(args.model_init_kwargs or {}),
+    }
     with model_errors(model_args.model_name_or_path, args.push_to_hub):
         return MTGRPOEnvTrainer(
-            model=model_args.model_name_or_path, env=env, turn_reward_funcs=turn_funcs, args=args,
-            outcome_reward_funcs=outcome_funcs, train_dataset=train_dataset, eval_dataset=eval_dataset,
-            processing_class=tokenizer, peft_config=get_peft_config(model_args),
-        )  # fmt: skip
+            model=model_args.model_name_or_path,
+            env=env,
+            turn_reward_funcs=turn_funcs,
+            args=args,
+            outcome_reward_funcs=outcome_funcs,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            peft_config=get_peft_config(model_args),
+        )
 
 
 def build_env(
@@ -1298,12 +1339,18 @@ def build_env(
     reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
     limits = limits_of(args)
     return conversation(
-        tools, DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
-        limits.pop("max_env_steps"), tokenizer=tokenizer, chat_template_kwargs=args.chat_template_kwargs,
-        tool_format=args.tool_format, environment=environment, max_completion_length=args.max_completion_length,
+        tools,
+        DEFAULT_SYSTEM_PROMPT if script_args.system_prompt is None else script_args.system_prompt,
+        limits.pop("max_env_steps"),
+        tokenizer=tokenizer,
+        chat_template_kwargs=args.chat_template_kwargs,
+        tool_format=args.tool_format,
+        environment=environment,
+        max_completion_length=args.max_completion_length,
         state_key=load_state_key(script_args.tools_script) if reads_state else None,
-        prompt_examples=read_prompt_examples(script_args.prompt_examples), **limits,
-    )  # fmt: skip
+        prompt_examples=read_prompt_examples(script_args.prompt_examples),
+        **limits,
+    )
 
 
 def main(argv: list[str] | None = None) -> None:

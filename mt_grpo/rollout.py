@@ -212,12 +212,15 @@ class TurnTokens:
         0 also behind a turn that was cut off, where the end of the turn comes at an odd place, and for a text that the
         turn goes on with: it stands in the policy's own message.
         """
-        learned = [t.trained and any(t.per_token(1, 0)) and t.continuation is None and t.finish_reason != "length"
-                   for t in self.turns]  # fmt: skip
+        learned = [
+            t.trained and any(t.per_token(1, 0)) and t.continuation is None and t.finish_reason != "length"
+            for t in self.turns
+        ]
         return join(
-            part for t, one in zip(self.turns, learned)
+            part
+            for t, one in zip(self.turns, learned)
             for part in ([0] * len(t.token_ids), [int(one)] * len(t.observation_ids))
-        )  # fmt: skip
+        )
 
     @property
     def turn_ids(self) -> list[int]:

@@ -34,14 +34,17 @@ def right_corner_reward_func(
     """
     return [
         [
-            0.5 * any(
+            0.5
+            * any(
                 call.arguments.get("corner") == asked and result.error is None
                 for call, result in zip(turn.calls, turn.results, strict=False)
-            ) if turn.results else None
+            )
+            if turn.results
+            else None
             for turn in turns
         ]
         for turns, asked in zip(rollout_turns, corner, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 # --- Outcome rewards -------------------------------------------------------------------------------------------------

@@ -113,10 +113,12 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> 
                 kind = AutoModelForImageTextToText
     try:
         model = kind.from_pretrained(
-            path, dtype=model_args.dtype or "auto", attn_implementation=model_args.attn_implementation,
+            path,
+            dtype=model_args.dtype or "auto",
+            attn_implementation=model_args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
             revision=model_args.model_revision if path == model_args.model_name_or_path else "main",
-        )  # fmt: skip
+        )
     except OSError as error:
         said = model_error(path, error)
         if path != model_args.model_name_or_path:
@@ -131,9 +133,18 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> 
 
 
 def evaluate(
-    model: Any, recipe: str | Recipe, num_problems: int = 512, split: str = "test", seed: int = 0, k: int = 1,
-    tokenizer: Any = None, batch_size: int = 128, progress: bool = True, greedy: bool = False, show: int = 0,
-) -> dict[str, Any]:  # fmt: skip
+    model: Any,
+    recipe: str | Recipe,
+    num_problems: int = 512,
+    split: str = "test",
+    seed: int = 0,
+    k: int = 1,
+    tokenizer: Any = None,
+    batch_size: int = 128,
+    progress: bool = True,
+    greedy: bool = False,
+    show: int = 0,
+) -> dict[str, Any]:
     """Roll out `k` conversations for each of `num_problems` problems and score them with the recipe's rewards.
 
     Args:
@@ -265,10 +276,14 @@ def load_problems(
         check_no_data(script_args, "no", needs_prompt)
         return empty_prompts(num_problems)
     return load_rows(
-        name, split_name(script_args, split), num_problems, script_args.dataset_config, needs_prompt,
+        name,
+        split_name(script_args, split),
+        num_problems,
+        script_args.dataset_config,
+        needs_prompt,
         script_args.dataset_drop_none,
         getattr(env.environments, "read_folder", None),
-    )  # fmt: skip
+    )
 
 
 def split_name(script_args: mt.MTGRPOScriptArguments, split: str) -> str:
@@ -436,8 +451,18 @@ def main(argv: list[str] | None = None) -> None:
             engine = recipe[1].rollout_engine
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30, engine=engine)
             model.wait_until_healthy()
-        result = evaluate(model, recipe, options.num_problems, options.split, options.seed, options.k, tokenizer,
-                          options.batch_size, greedy=options.greedy, show=options.show)  # fmt: skip
+        result = evaluate(
+            model,
+            recipe,
+            options.num_problems,
+            options.split,
+            options.seed,
+            options.k,
+            tokenizer,
+            options.batch_size,
+            greedy=options.greedy,
+            show=options.show,
+        )
     except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
     result = {"config": options.config, **result}

@@ -147,9 +147,10 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     """What the trainer holds after a step, as plain values. Advantages and masks are those that it logged."""
     args = trainer.args
     credit = {
-        "credit_assignment": args.credit_assignment, "turn_advantage_coef": f"{trainer.turn_advantage_coef:g}",
+        "credit_assignment": args.credit_assignment,
+        "turn_advantage_coef": f"{trainer.turn_advantage_coef:g}",
         "scale_rewards": str(trainer.args.scale_rewards),
-    }  # fmt: skip
+    }
     if args.turn_discount != 1.0:
         credit["turn_discount"] = f"{args.turn_discount:g}"
     if args.outcome_in_return:
@@ -159,9 +160,12 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     if trainer.in_flight.tree_size > 1:
         credit |= {"num_branches": str(args.num_branches), "branch_states": str(args.branch_states)}
     sampling = {
-        "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"), "training row": str(number_of_row),
-        "rollouts": str(len(logged)), "temperature": f"{args.temperature:g}", "seed": str(args.seed),
-    }  # fmt: skip
+        "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"),
+        "training row": str(number_of_row),
+        "rollouts": str(len(logged)),
+        "temperature": f"{args.temperature:g}",
+        "seed": str(args.seed),
+    }
     rollouts = [collect_rollout(trainer, logged[i], i) for i in range(len(logged))]
     table = trainer.batch.rewards
     numbers = torch.cat([table.outcome[:, None], table.rollout_turn[:, None], table.turn], 1)  # (G, 2 + K)

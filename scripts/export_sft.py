@@ -53,11 +53,15 @@ def chosen(
         per_prompt: Rollouts of one prompt. None: all.
     """
     good = [
-        row for row in rows
-        if row["mode"] == "train" and row["error"] is None and row["stop_reason"] not in CUT_OFF and row["turns"]
+        row
+        for row in rows
+        if row["mode"] == "train"
+        and row["error"] is None
+        and row["stop_reason"] not in CUT_OFF
+        and row["turns"]
         and (min_reward is None or (row["reward"] is not None and row["reward"] >= min_reward))
         and all((row["rewards"].get(name) or 0.0) >= least for name, least in minima.items())
-    ]  # fmt: skip
+    ]
     good.sort(key=lambda row: (-(row["reward"] or 0.0), -row["step"]))
     kept, seen, counts = [], set(), Counter()
     for row in good:

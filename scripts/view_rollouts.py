@@ -62,9 +62,14 @@ def page(data: dict[str, Any], title: str, images: str = "data:") -> str:
     """
     style, script = ((PARTS / name).read_text(encoding="utf-8") for name in ("style.css", "viewer.js"))
     policy = {
-        "default-src": "'none'", "script-src": digest(script), "style-src": digest(style), "img-src": images,
-        "connect-src": "'self'", "base-uri": "'none'", "form-action": "'none'",
-    }  # fmt: skip
+        "default-src": "'none'",
+        "script-src": digest(script),
+        "style-src": digest(style),
+        "img-src": images,
+        "connect-src": "'self'",
+        "base-uri": "'none'",
+        "form-action": "'none'",
+    }
     return Template((PARTS / "page.html").read_text(encoding="utf-8")).substitute(
         policy="; ".join(f"{name} {value}" for name, value in policy.items()),
         title=html.escape(title),

@@ -83,6 +83,25 @@ def test_the_script_is_read_in_an_evening():
     assert 1000 < len(formatted.stdout.splitlines()) <= 1400
 
 
+CODE = [
+    SCRIPT,
+    *(path for folder in ("mt_grpo", "scripts", "rewards", "tools") for path in (ROOT / folder).rglob("*.py")),
+]
+
+
+@pytest.mark.parametrize("path", sorted(CODE), ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_tables_keep_a_form_of_their_own(path):
+    """`# fmt: skip` stands behind constants and lists of many entries. Everything else is as ruff writes it."""
+    text, tables = path.read_text(), set()
+    for node in ast.walk(ast.parse(text)):
+        constants = node.body if isinstance(node, ast.Module | ast.ClassDef) else []
+        tables |= {each.end_lineno for each in constants if isinstance(each, ast.Assign | ast.AnnAssign)}
+        entries = getattr(node, "keys", None) if isinstance(node, ast.Dict) else getattr(node, "elts", [])
+        tables |= {node.end_lineno} if len(entries) >= 8 else set()
+    skipped = {number for number, line in enumerate(text.split("\n"), 1) if line.endswith("# fmt: skip")}
+    assert skipped <= tables, f"lines {sorted(skipped - tables)} are no tables: take `# fmt: skip` away"
+
+
 def test_one_class_stands_between_trls_trainer_and_ours():
     ours = next(node for node in ast.parse(SCRIPT.read_text()).body if getattr(node, "name", "") == "MTGRPOEnvTrainer")
     base = ast.parse((PACKAGE / "run/trainer.py").read_text())

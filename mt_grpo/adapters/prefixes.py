@@ -69,11 +69,12 @@ class SharedPrefixes:
             start, place = known.starts[number - 1], known.places[number - 1]
             rest = self._tokenise(text[start:])
             found = Tokenised(
-                text, known.ids[:place] + rest.ids,
+                text,
+                known.ids[:place] + rest.ids,
                 known.starts[: number - 1] + [start + each for each in rest.starts],
                 known.ends[: number - 1] + [start + each for each in rest.ends],
                 known.places[: number - 1] + [place + each for each in rest.places],
-            )  # fmt: skip
+            )
             if id(self.tokenizer) not in tried:
                 tried[id(self.tokenizer)] = self.tokenizer
                 whole = self._tokenise(text)

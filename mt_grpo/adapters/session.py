@@ -60,9 +60,13 @@ def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ids_of_prompt(
-    env: Any, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Any], context: float,
+    env: Any,
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    tools: dict[str, Any],
+    context: float,
     prefixes: SharedPrefixes | None = None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Ids of a prompt. Where it is surely longer than the context, those of a beginning that is longer, too.
 
     A program may send megabytes. To tokenise them takes seconds, in which no other conversation goes on.
@@ -196,9 +200,14 @@ class RolloutSession(PolicyTime):
         return None
 
     async def sample(
-        self, messages: list[Message], prompt_ids: list[int], num_new: int, most: int | None, tools: dict[str, Any],
+        self,
+        messages: list[Message],
+        prompt_ids: list[int],
+        num_new: int,
+        most: int | None,
+        tools: dict[str, Any],
         stops: tuple[str, ...],
-    ) -> Turn | None:  # fmt: skip
+    ) -> Turn | None:
         """A turn in the room that is left. Requests at the same time share it: the last one may be cut.
 
         Args:
@@ -215,8 +224,9 @@ class RolloutSession(PolicyTime):
         if (left := self.left(num_new)) > 0:
             # What is not in the room counts as spent, so that `sample_turn` keeps to it.
             edited = Context(messages, prompt_ids, env.max_completion_length - min(left, most or left))
-            asked = Rollout([], [], rollout.index, row=rollout.row, environment=rollout.environment, tools=tools,
-                            edited=edited)  # fmt: skip
+            asked = Rollout(
+                [], [], rollout.index, row=rollout.row, environment=rollout.environment, tools=tools, edited=edited
+            )
             llm = StopsAt(self.llm, stops, self.format.text) if stops else self.llm
             turn = await env.sample_turn(asked, llm, self.params)
             left = self.left(num_new)

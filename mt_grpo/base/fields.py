@@ -42,9 +42,16 @@ def key(
         opens: Whether it says, alone, what takes part in the conversation. A recipe needs one such key.
     """
     facts = KeyFacts(
-        help=help, within=within, one_of=one_of, path=path, trained=trained, backend=backend, needs=needs,
-        of_tools=of_tools, opens=opens,
-    )  # fmt: skip
+        help=help,
+        within=within,
+        one_of=one_of,
+        path=path,
+        trained=trained,
+        backend=backend,
+        needs=needs,
+        of_tools=of_tools,
+        opens=opens,
+    )
     return dataclasses.field(default=default, metadata=facts)
 
 

@@ -98,9 +98,12 @@ def keep_output_open() -> None:
                 stream.flush()
             raw = LastingOutput(stream.fileno(), "w", closefd=False)
             lasting = io.TextIOWrapper(
-                raw if stream.write_through else io.BufferedWriter(raw), encoding=stream.encoding,
-                errors=stream.errors, line_buffering=stream.line_buffering, write_through=stream.write_through,
-            )  # fmt: skip
+                raw if stream.write_through else io.BufferedWriter(raw),
+                encoding=stream.encoding,
+                errors=stream.errors,
+                line_buffering=stream.line_buffering,
+                write_through=stream.write_through,
+            )
             setattr(sys, name, lasting)
 
 

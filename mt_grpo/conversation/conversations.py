@@ -152,9 +152,12 @@ class Conversations(Limits):
     # -- for people: runs in a background loop, so a notebook's own running loop is no obstacle --
 
     def generate(
-        self, prompts: list[list[dict[str, str]]], llm: Any, sampling_params: dict[str, Any] | None = None,
+        self,
+        prompts: list[list[dict[str, str]]],
+        llm: Any,
+        sampling_params: dict[str, Any] | None = None,
         rows: list[dict[str, Any]] | None = None,
-    ) -> dict[str, list]:  # fmt: skip
+    ) -> dict[str, list]:
         """Run all conversations to their ends.
 
         Args:

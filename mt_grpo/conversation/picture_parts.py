@@ -245,9 +245,12 @@ class SaidPictures:
 def num_pixels(row: dict[str, Any]) -> int:
     """The pixels of a row's images, of which no more than the headers are read; an image that is none has none."""
     brought = [
-        part for message in row.get("prompt") or [] if isinstance(message["content"], list)
-        for part in message["content"] if is_image_part(part) and own_image(part) is not None
-    ]  # fmt: skip
+        part
+        for message in row.get("prompt") or []
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if is_image_part(part) and own_image(part) is not None
+    ]
     return sum(map(size_of, [*map(own_image, brought), *images_of(row)]))
 
 

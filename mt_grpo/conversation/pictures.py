@@ -122,7 +122,7 @@ class PictureReader:
     @classmethod
     def of(
         cls, name: str, config: Any, tokenizer: PreTrainedTokenizerBase, revision: str | None = None
-    ) -> PictureReader | str:  # fmt: skip
+    ) -> PictureReader | str:
         """The reader of a model, or why there is none: then it is a model of text, and only a row with an image fails.
 
         Args:

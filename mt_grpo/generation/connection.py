@@ -154,9 +154,13 @@ class ServerConnection:
     # -- control calls (synchronous) --
 
     def request(
-        self, method: str, path: str, timeout: float = 60.0,
-        read: Callable[[Any], Any] | None = lambda answer: answer, **kwargs,
-    ) -> Any:  # fmt: skip
+        self,
+        method: str,
+        path: str,
+        timeout: float = 60.0,
+        read: Callable[[Any], Any] | None = lambda answer: answer,
+        **kwargs,
+    ) -> Any:
         """One control call. Returns `read` of the JSON answer, or the text where `read` is None.
 
         Raises `ServerError` with URL, status and body.
@@ -269,9 +273,14 @@ class ServerConnection:
     def sample_behind(self, token_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
         """Ids and logprobs of what is sampled behind these ids at temperature 1, by the adapter of the last push."""
         payload = {
-            **sampling_defaults(), "model": self.loaded or self.model_card["id"], "prompt": token_ids, "logprobs": 0,
-            "max_tokens": max_tokens, "ignore_eos": True, "return_token_ids": True,
-        }  # fmt: skip
+            **sampling_defaults(),
+            "model": self.loaded or self.model_card["id"],
+            "prompt": token_ids,
+            "logprobs": 0,
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         path, body, read, _ = self.engine.ask_for_sample(payload, self.vocab_size, self.unsampled)
         found = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
         return found.token_ids, found.logprobs
@@ -329,9 +338,10 @@ class ServerConnection:
             ended = [self._sessions.pop(known) for known in list(self._sessions) if known.is_closed()]
             self._sessions[loop] = aiohttp.ClientSession(
                 # vLLM closes connections that were idle for 5 s. A request that is sent at that moment would be lost.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0), headers=self._headers,
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
+                headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
-            )  # fmt: skip
+            )
             for session in ended:
                 await session.close()
         return self._sessions[loop]

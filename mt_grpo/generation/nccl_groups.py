@@ -228,9 +228,14 @@ class SGLangGroup:
         keys = store.num_keys()
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         asked = self._ask(
-            "/init_weights_update_group", master_address=named or own, master_port=self.port, rank_offset=1,
-            world_size=size, group_name=self.name, backend=backend,
-        )  # fmt: skip
+            "/init_weights_update_group",
+            master_address=named or own,
+            master_port=self.port,
+            rank_offset=1,
+            world_size=size,
+            group_name=self.name,
+            backend=backend,
+        )
         while not asked.done() and store.num_keys() == keys:  # gloo would wait, and hold the port, for nobody
             time.sleep(0.01)
         if asked.done():
@@ -252,9 +257,14 @@ class SGLangGroup:
         if (key := (address, self.port)) not in self.stores:
             listener = listening(self.port, listens)
             self.stores[key] = dist.TCPStore(
-                address, self.port, size, is_master=True, timeout=limit, wait_for_workers=False,
+                address,
+                self.port,
+                size,
+                is_master=True,
+                timeout=limit,
+                wait_for_workers=False,
                 master_listen_fd=listener.detach(),
-            )  # fmt: skip
+            )
         return self.stores[key]
 
     def _make(self, store: Any, backend: str, size: int, limit: timedelta) -> Any:
@@ -317,9 +327,14 @@ class SGLangGroup:
             if (group := self._group) is None or self._given_up:
                 raise ServerLost(f"{self.server.base_url}: its group is closed.")
             asked = self._ask(
-                "/update_weights_from_distributed", names=names, dtypes=dtypes, shapes=shapes, group_name=self.name,
-                flush_cache=last, abort_all_requests=False,
-            )  # fmt: skip
+                "/update_weights_from_distributed",
+                names=names,
+                dtypes=dtypes,
+                shapes=shapes,
+                group_name=self.name,
+                flush_cache=last,
+                abort_all_requests=False,
+            )
             sending = [group.broadcast([tensor], options) for tensor in sent]
             # Nothing is waited for before the answer: where the server refuses, nobody receives, and gloo would wait
             # for its whole time limit.

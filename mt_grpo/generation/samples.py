@@ -187,7 +187,7 @@ def generate_body(payload: dict[str, Any]) -> dict[str, Any]:
         "token_ids": with_placeholders(once),
         "content_parts": [{"type": "image_url", "url": picture.data_uri} for picture in pictures_in(prompt)],
         "sampling_params": {**sampling, "output_kind": 2},  # all tokens in one answer
-    }  # fmt: skip
+    }
 
 
 def read_generated(

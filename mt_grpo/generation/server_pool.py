@@ -480,9 +480,12 @@ class ServerPool:
             self.servers[number].transfer.leave_nccl()
 
     def update_weights(
-        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None = None,
+        self,
+        named_weights: Iterator[tuple[str, torch.Tensor]],
+        version: str,
+        expected: dict[str, int] | None = None,
         device: torch.device | str = "cpu",
-    ) -> dict[str, float]:  # fmt: skip
+    ) -> dict[str, float]:
         """`VLLMServerClient.update_weights` of the first server, for all of them: the weights are written once.
 
         A server that is lost meanwhile is left out. Raises the error of one if none is left.

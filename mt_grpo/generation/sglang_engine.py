@@ -169,8 +169,15 @@ class SGLang:
 
     def info(self, server: Any) -> dict[str, Any]:
         def read(answer: dict[str, Any]) -> dict[str, Any]:
-            keys = ("model_path", "served_model_name", "tokenizer_path", "dtype", "dp_size", "version",
-                    "max_req_input_len")  # fmt: skip
+            keys = (
+                "model_path",
+                "served_model_name",
+                "tokenizer_path",
+                "dtype",
+                "dp_size",
+                "version",
+                "max_req_input_len",
+            )
             _ = [answer[key] for key in keys]
             return answer
 
@@ -184,9 +191,12 @@ class SGLang:
                 "would get the policy's weights. Start it without (--speculative-draft-model-path)."
             )
         return {
-            "model": info["model_path"], "tokenizer": info["tokenizer_path"], "dtype": info["dtype"],
-            "max_model_len": server.model_card["max_model_len"], "quantization": info.get("quantization"),
-        }  # fmt: skip
+            "model": info["model_path"],
+            "tokenizer": info["tokenizer_path"],
+            "dtype": info["dtype"],
+            "max_model_len": server.model_card["max_model_len"],
+            "quantization": info.get("quantization"),
+        }
 
     def ranks(self, server: Any) -> list[int | None]:
         count = int(server.server_info()["dp_size"])
@@ -293,9 +303,12 @@ class SGLang:
         def read(answer: dict[str, Any]) -> dict[str, Any]:
             found = question.read(answer)
             return {
-                "text": tokenizer.decode(found.token_ids, skip_special_tokens=True), "token_ids": found.token_ids,
-                "logprobs": found.logprobs, "prompt_ids": prompt, "finish_reason": found.finish_reason,
-            }  # fmt: skip
+                "text": tokenizer.decode(found.token_ids, skip_special_tokens=True),
+                "token_ids": found.token_ids,
+                "logprobs": found.logprobs,
+                "prompt_ids": prompt,
+                "finish_reason": found.finish_reason,
+            }
 
         return question._replace(read=read)
 

@@ -155,10 +155,12 @@ class VLLM:
         def read(answer: dict[str, Any]) -> dict[str, Any]:
             choice = answer["choices"][0]
             return {
-                "text": choice["message"]["content"], "token_ids": choice["token_ids"],
+                "text": choice["message"]["content"],
+                "token_ids": choice["token_ids"],
                 "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
-                "prompt_ids": answer["prompt_token_ids"], "finish_reason": choice["finish_reason"],
-            }  # fmt: skip
+                "prompt_ids": answer["prompt_token_ids"],
+                "finish_reason": choice["finish_reason"],
+            }
 
         further = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False}
         return Question("/v1/chat/completions", {**payload, **further}, read)

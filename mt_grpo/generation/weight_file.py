@@ -56,8 +56,10 @@ def write_weights(
             nonlocal position
             end = position + tensor.nbytes
             header[name] = {
-                "dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end],
-            }  # fmt: skip
+                "dtype": DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [position, end],
+            }
             write_all(file, memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
             position = end
 

@@ -399,8 +399,9 @@ class WeightSync:
             ours = self._probe_logprobs(ids=[*ids, *sampled], sampled=True, **change)[-len(sampled) :]
             gaps[number] = (ours - torch.tensor(theirs)).abs().mean().item()
         ranks = gather_object([gaps])
-        return {number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks)
-                for number in gaps}  # fmt: skip
+        return {
+            number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks) for number in gaps
+        }
 
     def _logprob_tolerance(self) -> float:
         # Measured (docs/speed.md, bf16): right weights 1.3e-6 at most in float32, 0.026 in bf16 (0.084 with logits of
@@ -415,7 +416,7 @@ class WeightSync:
     @torch.no_grad()
     def _probe_logprobs(
         self, norm_scale: float = 1.0, shift: float = 0.0, ids: list[int] | None = None, sampled: bool = False
-    ) -> torch.Tensor:  # fmt: skip
+    ) -> torch.Tensor:
         """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded.
 
         Args:

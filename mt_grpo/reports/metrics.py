@@ -29,17 +29,23 @@ def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool
     columns = torch.tensor(
         [
             [
-                len(r.prompt_ids), sum(len(t.token_ids) for t in r.own_turns),
-                sum(len(t.token_ids) + len(t.observation_ids) for t in r.turns), len(r.turns),
+                len(r.prompt_ids),
+                sum(len(t.token_ids) for t in r.own_turns),
+                sum(len(t.token_ids) + len(t.observation_ids) for t in r.turns),
+                len(r.turns),
                 reasons.index(r.stop_reason),
-                sum(len(t.calls) for t in r.own_turns), *num_errors(r),
-                sum(t.tool_seconds for t in r.own_turns), len(trained_records(r)),
-                sum(t.open_thinking for t in r.turns), *tokens_read_again(r),
+                sum(len(t.calls) for t in r.own_turns),
+                *num_errors(r),
+                sum(t.tool_seconds for t in r.own_turns),
+                len(trained_records(r)),
+                sum(t.open_thinking for t in r.turns),
+                *tokens_read_again(r),
             ]
             for r in rollouts
         ],
-        device=accelerator.device, dtype=torch.float32,
-    )  # fmt: skip
+        device=accelerator.device,
+        dtype=torch.float32,
+    )
     return torch.tensor(gather_object(columns.tolist())) if uneven else accelerator.gather(columns)
 
 
@@ -202,9 +208,10 @@ def staleness_metrics(
 
     metrics |= {
         "rollout/staleness": [sum(value * count for value, count in counts.items()) / counts.total()],
-        "rollout/staleness_p50": [quantile(50)], "rollout/staleness_p99": [quantile(99)],
+        "rollout/staleness_p50": [quantile(50)],
+        "rollout/staleness_p99": [quantile(99)],
         "rollout/staleness_max": [max(counts)],
-    }  # fmt: skip
+    }
 
 
 def num_errors(rollout: Rollout) -> tuple[int, int, int]:

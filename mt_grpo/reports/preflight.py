@@ -96,10 +96,9 @@ def data_line(train: Any, test: Any) -> str:
 def tools_line(env: Any) -> str:
     """Names of the tools and classes."""
     classes = [] if env.environments is None else [cls.__name__ for cls in env.environments.by_name.values()]
-    return (
-        f"{', '.join(env.tools) or 'none of a file'}, in the format {env.tool_format}"
-        + (f"; environment {', '.join(classes)}" if classes else "")
-    )  # fmt: skip
+    return f"{', '.join(env.tools) or 'none of a file'}, in the format {env.tool_format}" + (
+        f"; environment {', '.join(classes)}" if classes else ""
+    )
 
 
 def batch_line(args: Any) -> str:
@@ -290,8 +289,9 @@ def summary(facts: Facts) -> str:
     cut = facts["completions/clipped_ratio"]
     functions = ", ".join(
         f"{name.split('/')[1]} {value:.2f} ± {facts[name.removesuffix('mean') + 'std']:.2f}"
-        for name, value in facts.items() if name.startswith("rewards/") and name.endswith("/mean") and value == value
-    )  # fmt: skip
+        for name, value in facts.items()
+        if name.startswith("rewards/") and name.endswith("/mean") and value == value
+    )
     return (
         f"{facts['num_rollouts']} rollouts, {facts['turns/mean']:.1f} turns, {facts['rollouts/called']:.0%} call a "
         f"tool, {facts['tools/failure_frequency']:.0%} of the calls fail ({facts['tools/malformed_frequency']:.0%} "

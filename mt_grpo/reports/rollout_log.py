@@ -78,12 +78,15 @@ def turn_columns(
     names = ("tool_mask", "advantages", "old_per_token_logps")
     found: list[list[dict[str, list | None]]] = [
         [
-            {"loss_mask": [0] * len(turn.token_ids), "advantages": [0.0] * len(turn.token_ids),
-             "trainer_logprobs": None}
+            {
+                "loss_mask": [0] * len(turn.token_ids),
+                "advantages": [0.0] * len(turn.token_ids),
+                "trainer_logprobs": None,
+            }
             for turn in rollout.turns
         ]
         for rollout in rollouts
-    ]  # fmt: skip
+    ]
     for i, (record, owner) in enumerate(zip(records, owners, strict=True)):
         if owner >= len(rollouts):
             continue
@@ -136,19 +139,25 @@ def rollout_rows(
     of_outcome = [None] * len(rollouts) if scored.outcome_advantages is None else scored.outcome_advantages.tolist()
     return [
         {
-            "index": rollout.index, "group": rollout.index // scored.group_size,
-            "group_size": scored.group_size, "batch_size": scored.batch_size,
+            "index": rollout.index,
+            "group": rollout.index // scored.group_size,
+            "group_size": scored.group_size,
+            "batch_size": scored.batch_size,
             "messages": rollout.prompt_messages + rollout.messages,
             "num_prompt_messages": len(rollout.prompt_messages),
-            "stop_reason": rollout.stop_reason, "reward": reward,
+            "stop_reason": rollout.stop_reason,
+            "reward": reward,
             "rewards": dict(zip(scored.names, finite(per_function), strict=True)),
             "turn_rewards": finite(per_turn[: len(rollout.turns)]),
-            "turn_advantages": finite(advantage[: len(rollout.turns)]), "outcome_advantage": outcome,
+            "turn_advantages": finite(advantage[: len(rollout.turns)]),
+            "outcome_advantage": outcome,
             "answer": row.get("answer"),
             "turns": turn_rows(rollout, of_rollout, tokenizer),
             "images": image_rows(rollout),
-            "num_prompt_tokens": len(rollout.prompt_ids), "num_tokens": rollout.new_tokens,
-            "records": len(rollout.records), "num_copied_turns": rollout.num_copied,
+            "num_prompt_tokens": len(rollout.prompt_ids),
+            "num_tokens": rollout.new_tokens,
+            "records": len(rollout.records),
+            "num_copied_turns": rollout.num_copied,
             "policy_version": rollout.policy_version,
             "error": None if rollout.error is None else str(rollout.error),
             "info": [json_text(turn.info, ensure_ascii=False, default=str, skipkeys=True) for turn in rollout.turns],
@@ -156,7 +165,7 @@ def rollout_rows(
         for rollout, row, reward, per_function, per_turn, advantage, outcome, of_rollout in zip(
             rollouts, inputs, total, *lists, of_outcome, columns
         )
-    ]  # fmt: skip
+    ]
 
 
 def turn_rows(rollout: Rollout, columns: list[dict[str, list | None]], tokenizer: Any = None) -> list[dict[str, Any]]:
@@ -170,11 +179,12 @@ def turn_rows(rollout: Rollout, columns: list[dict[str, list | None]], tokenizer
         for before, k in zip([None, *numbers], numbers):
             turn, begins = rollout.turns[k], before is None and number > 0
             rows[k] |= {
-                "record": number, "after": before,
+                "record": number,
+                "after": before,
                 "context": [message_row(each) for each in turn.context.messages] if begins else None,
                 "tools": None if turn.tools is None else json_text(turn.tools, ensure_ascii=False, default=str),
                 **({"prompt_ids": record.prompt_ids if before is None else None} if tokenizer is not None else {}),
-            }  # fmt: skip
+            }
     return rows
 
 
@@ -188,9 +198,10 @@ def message_row(message: Message) -> dict[str, Any]:
     more = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
     text = {"ensure_ascii": False, "default": str}
     return {
-        "role": message["role"], "content": content if isinstance(content, str) else json_text(content, **text),
+        "role": message["role"],
+        "content": content if isinstance(content, str) else json_text(content, **text),
         "more": json_text(more, **text) if more else None,
-    }  # fmt: skip
+    }
 
 
 def turn_row(turn: Turn, columns: dict[str, list | None], tokenizer: Any = None) -> dict[str, Any]:
@@ -209,11 +220,14 @@ def turn_row(turn: Turn, columns: dict[str, list | None], tokenizer: Any = None)
     }  # fmt: skip
     if tokenizer is not None:
         row |= {
-            "token_ids": turn.token_ids, "token_texts": token_texts(tokenizer, turn.token_ids),
-            "logprobs": finite(turn.logprobs), **columns,
+            "token_ids": turn.token_ids,
+            "token_texts": token_texts(tokenizer, turn.token_ids),
+            "logprobs": finite(turn.logprobs),
+            **columns,
             "trainer_logprobs": finite(columns["trainer_logprobs"]),
-            "read_ids": turn.observation_ids, "read_texts": token_texts(tokenizer, turn.observation_ids),
-        }  # fmt: skip
+            "read_ids": turn.observation_ids,
+            "read_texts": token_texts(tokenizer, turn.observation_ids),
+        }
     return row
 
 
@@ -397,9 +411,15 @@ class RolloutLog:
         )
         nothing = torch.zeros(batch.rewards.turn.shape)[index]
         scored = Scored(
-            self.names, batch.weights, batch.logged[index.to(batch.logged.device)], batch.rewards.turn[index], nothing,
-            batch.group_size, torch.zeros(len(places)) if has_parts else None, len(batch.rewards.outcome),
-        )  # fmt: skip
+            self.names,
+            batch.weights,
+            batch.logged[index.to(batch.logged.device)],
+            batch.rewards.turn[index],
+            nothing,
+            batch.group_size,
+            torch.zeros(len(places)) if has_parts else None,
+            len(batch.rewards.outcome),
+        )
         columns = turn_columns({}, [], [], rollouts)
         rows = rollout_rows(rollouts, [batch.rows[i] for i in places], scored, columns, self.tokenizer)
         self._save_images(rollouts)

@@ -138,9 +138,12 @@ def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int])
         rollout.policy_version = trainer._weight_counter.version
     trainer.in_flight.plant(rollouts)
     return RolloutBatch(
-        rollouts, lambda rollout, llm: trainer.env.converse_whole(rollout, llm, trainer._sampling_params), trainer.llm,
-        trainer.weight_sync and trainer.weight_sync.pushed, trainer._group_size,
-    )  # fmt: skip
+        rollouts,
+        lambda rollout, llm: trainer.env.converse_whole(rollout, llm, trainer._sampling_params),
+        trainer.llm,
+        trainer.weight_sync and trainer.weight_sync.pushed,
+        trainer._group_size,
+    )
 
 
 def sync_weights(trainer: Any) -> dict[str, float]:

@@ -424,9 +424,13 @@ class InFlight:
         return self._taken.rows
 
     def _choose(
-        self, chosen_slots: list[int], slots: list[Kind], slot_of_row: list[int], places: Iterable[int],
+        self,
+        chosen_slots: list[int],
+        slots: list[Kind],
+        slot_of_row: list[int],
+        places: Iterable[int],
         oldest: int | None = None,
-    ) -> list[GroupInFlight]:  # fmt: skip
+    ) -> list[GroupInFlight]:
         """Wait for complete groups for these slots, of the `oldest` ones alone if given, and take them. Collective.
 
         INVARIANT: what is in flight can fill the slots. A refill takes groups of some kinds, which are asked for here.

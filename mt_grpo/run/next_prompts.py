@@ -218,10 +218,11 @@ def read_in_flight(
     state = read_json(path)
     numbers, lists = {"epoch", "place", "per_batch"}, {"prompts", "batch"}
     if (
-        not isinstance(state, dict) or not numbers | {"prompts"} <= state.keys()
+        not isinstance(state, dict)
+        or not numbers | {"prompts"} <= state.keys()
         or not all(type(state[name]) is int for name in numbers)
         or not all(fits_type(state[name], list[int]) for name in lists & state.keys())
-    ):  # fmt: skip
+    ):
         raise RunError(f"{path} is damaged. Expected the prompts that were in flight: use another checkpoint.")
     if state.get("passes") and not refills:
         raise RunError(

@@ -85,9 +85,8 @@ class ResumableTrainer(GRPOTrainer):
     SAVE_ATTEMPTS, SAVE_PAUSE = 30, 60.0  # attempts to save the trained model; seconds between them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, callbacks: list | None = None, **kwargs):
-        self._interruptible = False
         self.in_flight = InFlight(self)
-        self._snapshot = StepEndSnapshot()
+        self._interruptible, self._snapshot = False, StepEndSnapshot()
         self._saved: dict[int, Path] = {}  # step -> checkpoint that this run wrote or was resumed from
         self._save_errors: list[str] = []  # of this rank, not yet raised on all ranks
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
@@ -588,9 +587,11 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             if not is_lost_peer(error):
                 raise
             logger.error("training stopped", exc_info=error)
-            sys.exit(f"error: step {trainer.state.global_step}: another process of this run is gone, or does not "
-                     f"answer: {error}\nWithout it nothing can be saved. Start all nodes again with "
-                     "--resume_from_checkpoint last, which takes the last whole checkpoint.")  # fmt: skip
+            sys.exit(
+                f"error: step {trainer.state.global_step}: another process of this run is gone, or does not "
+                f"answer: {error}\nWithout it nothing can be saved. Start all nodes again with "
+                "--resume_from_checkpoint last, which takes the last whole checkpoint."
+            )
         try:
             trainer.save_trained_model()  # a signal does not interrupt this
         except NotFinite as error:

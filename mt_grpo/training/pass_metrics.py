@@ -73,8 +73,15 @@ class PassMetrics:
         else:
             each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
         is_cut = (ratio == 0) | (ratio >= (math.inf if most is None else most))
-        sums = [known.sum(), difference.abs().sum(), (own_ratio * known).sum(), trained.sum(),
-                (is_cut.expand(trained.shape) * trained).sum(), counted.sum(), (ratio * counted).sum()]  # fmt: skip
+        sums = [
+            known.sum(),
+            difference.abs().sum(),
+            (own_ratio * known).sum(),
+            trained.sum(),
+            (is_cut.expand(trained.shape) * trained).sum(),
+            counted.sum(),
+            (ratio * counted).sum(),
+        ]
         num_known, absolute, own_ratios, num_trained, num_cut, num_ratios, ratios = trainer.accelerator.reduce(
             torch.stack([value.float() for value in sums]), reduction="sum"
         ).tolist()

@@ -66,9 +66,13 @@ class PolicyScores:
     """
 
     def __init__(
-        self, score: Callable[[list[int], list[int]], list[float]] | None, written: Any, version: Callable[[], str],
-        context: int | None = None, at_once: int = 1,
-    ):  # fmt: skip
+        self,
+        score: Callable[[list[int], list[int]], list[float]] | None,
+        written: Any,
+        version: Callable[[], str],
+        context: int | None = None,
+        at_once: int = 1,
+    ):
         self._score, self._written, self._version, self._at_once = score, written, version, at_once
         self._context = float("inf") if context is None else context
 

@@ -49,13 +49,15 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
     still = without_signal(batch).float().mean().item()
     outcome = torch.cat([*dropped, batch.rewards.outcome])
     num_dropped = sum(map(len, dropped)) // batch.group_size
-    trainer._log_metrics({
-        "refill/groups_dropped": num_dropped / (num_dropped + size),
-        "refill/rounds": batch.num_rounds,
-        "refill/seconds": seconds,
-        "refill/outcome_of_all_sampled": outcome.nanmean().item(),
-        "refill/data_passes": trainer.in_flight.data_passes,
-    })  # fmt: skip
+    trainer._log_metrics(
+        {
+            "refill/groups_dropped": num_dropped / (num_dropped + size),
+            "refill/rounds": batch.num_rounds,
+            "refill/seconds": seconds,
+            "refill/outcome_of_all_sampled": outcome.nanmean().item(),
+            "refill/data_passes": trainer.in_flight.data_passes,
+        }
+    )
     if still == 1.0 and not trainer.in_flight.told_in_vain:
         trainer.in_flight.told_in_vain = True
         if trainer.accelerator.is_main_process:

@@ -338,8 +338,9 @@ def with_row(error: RewardError, columns: dict[str, Any], device: torch.device) 
     return RewardError(
         f"{error}. Called with one rollout at a time it raises so for {len(places)} of {count}, first for rollout "
         f"{places[0]}, whose row is {row_shown(of_data, places[0])}",
-        func, places[0],
-    )  # fmt: skip
+        func,
+        places[0],
+    )
 
 
 @functools.cache

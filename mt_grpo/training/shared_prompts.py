@@ -81,8 +81,9 @@ class Node:
         while at < len(ids):
             child, shared = max(
                 ((child, common_length(child.ids, ids, at)) for child in node.children),
-                key=lambda found: found[1], default=(None, 0),
-            )  # fmt: skip
+                key=lambda found: found[1],
+                default=(None, 0),
+            )
             if shared == len(ids) - at and shared:
                 return child
             if child is None or shared < min(FEWEST_SHARED, len(child.ids)):
@@ -224,9 +225,7 @@ class SharedRow:
         keys = [places[k] for number, segment in enumerate(self.segments) for k in (*segment.context, number)]
         num_keys = [self.num_before(segment) + segment.length for segment in self.segments]
         ends = (torch.tensor([0, *each]).cumsum(0, dtype=torch.int32) for each in (self.sizes, num_keys))
-        return Lengths(
-            *(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys)
-        )  # fmt: skip
+        return Lengths(*(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys))
 
     def forget_masks(self) -> None:
         """Behind the last pass that reads this row, the backward one where there is one."""
@@ -333,9 +332,17 @@ def by_kernel(
     found = row.lengths
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (L, heads, size of a head)
     return kernel(
-        query, key[found.keys], value[found.keys], found.queries_end, found.keys_end, found.max_queries,
-        found.max_keys, scale=scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
-    )[None]  # fmt: skip
+        query,
+        key[found.keys],
+        value[found.keys],
+        found.queries_end,
+        found.keys_end,
+        found.max_queries,
+        found.max_keys,
+        scale=scale,
+        window_size=(-1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )[None]
 
 
 def attention(
@@ -378,8 +385,9 @@ def attention(
     queries, keys, values = (x.split(shared_row.sizes, 2) for x in (query, key, value))
     for number, segment in enumerate(shared_row.segments):
         reads = (*segment.context, number)
-        own_keys, own_values = (torch.cat([x[k] for k in reads], 2) if segment.context else x[number]
-                                for x in (keys, values))  # fmt: skip
+        own_keys, own_values = (
+            torch.cat([x[k] for k in reads], 2) if segment.context else x[number] for x in (keys, values)
+        )
         alone = not segment.context and segment.length > 1
         mask = None if alone else shared_row.mask(segment, query)
         outputs.append(
@@ -391,7 +399,7 @@ def attention(
                 is_causal=alone,
                 scale=scaling,
                 enable_gqa=grouped,
-            )  # fmt: skip
+            )
         )
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 

@@ -315,10 +315,10 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dic
             texts = join([check_text(rollout, record, env) for record in rollout.records])
             passed = listed(env) if texts else set()
             found += [
-                each for each in texts
-                if each.key not in passed
-                and not (mode == "ignore_strippable" and each.kind == WHITE_SPACE)
-            ]  # fmt: skip
+                each
+                for each in texts
+                if each.key not in passed and not (mode == "ignore_strippable" and each.kind == WHITE_SPACE)
+            ]
         for check in {each.check for each in found}:
             counts[check] += 1
         found_here += found

@@ -51,8 +51,13 @@ class Bench:
         schema = tool_schema("calculator", tool)
         self.rows = [row for row in load_rows("arithmetic", "train", CONVERSATIONS // GROUP) for _ in range(GROUP)]
         self.sampling = {"temperature": 1.0}
-        options = {"tokenizer": self.tokenizer, "tool_format": "hermes", "max_completion_length": 256,
-                   "max_turn_tokens": 64, "max_model_len": 1024}  # fmt: skip
+        options = {
+            "tokenizer": self.tokenizer,
+            "tool_format": "hermes",
+            "max_completion_length": 256,
+            "max_turn_tokens": 64,
+            "max_model_len": 1024,
+        }
 
         def own(wait: float) -> Any:
             async def calculator(expression: str) -> str:
@@ -121,8 +126,9 @@ def measure(bench: Bench, repetitions: int) -> list[Row]:
                 rows.append(row)
                 print(
                     f"wait {wait:g} s  {shape:<6} {row['seconds']:6.2f} s  {row['completions']:>4} completions  "
-                    f"client's CPU {row['client_cpu']:5.2f} s", flush=True,
-                )  # fmt: skip
+                    f"client's CPU {row['client_cpu']:5.2f} s",
+                    flush=True,
+                )
     return rows
 
 
@@ -144,20 +150,23 @@ def section(results: dict[str, Any]) -> str:
         f"**Agents behind OpenAI's API** against the trainer's own conversations of the same task: {CONVERSATIONS} "
         f"at a time, one vLLM server and this client on {place['cores']} cores ({place['cpu']}), medians (minimum to "
         "maximum). The agent is an async function with the `openai` package. Its requests, their parsing on both "
-        "sides and the endpoint are in the CPU time; a program of `agent_command` has a process of its own.", "",
+        "sides and the endpoint are in the CPU time; a program of `agent_command` has a process of its own.",
+        "",
         "| the tool waits | own conversations/s | agents/s | agents / own | own CPU per completion | agent's | more |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for wait in WAITS:
         both = pairs(rows, wait)
         rates = [[row["conversations"] / row["seconds"] for row in side] for side in zip(*both)]
         costs = [[per_call(row) for row in side] for side in zip(*both)]
         more = [agent - own for own, agent in zip(*costs)]
         cells = (
-            f"{wait:g} s", *(median_text(side, ".1f") for side in rates),
+            f"{wait:g} s",
+            *(median_text(side, ".1f") for side in rates),
             median_text([agent / own for own, agent in zip(*rates)], ".2f"),
-            *(f"{median_text(side, '.1f')} ms" for side in costs), f"{median_text(more, '.1f')} ms",
-        )  # fmt: skip
+            *(f"{median_text(side, '.1f')} ms" for side in costs),
+            f"{median_text(more, '.1f')} ms",
+        )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

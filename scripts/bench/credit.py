@@ -247,9 +247,14 @@ def code_digest(task: str) -> str:
 
     script_args, _, model_args = recipes.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
     package = [path for path in sorted(Path("mt_grpo").rglob("*.py")) if "adapters" not in path.parts]
-    files = ["mt_grpo_trainer.py", *package, TASKS[task]["arguments"][1],
-             script_args.tools_script, script_args.reward_fn,
-             *sorted(Path(model_args.model_name_or_path).glob("*.*"))]  # fmt: skip
+    files = [
+        "mt_grpo_trainer.py",
+        *package,
+        TASKS[task]["arguments"][1],
+        script_args.tools_script,
+        script_args.reward_fn,
+        *sorted(Path(model_args.model_name_or_path).glob("*.*")),
+    ]
     if Path(script_args.dataset_name or "absent").is_dir():
         files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))
     if script_args.environment == "gym":
@@ -268,8 +273,9 @@ def search_jobs(methods: list[str]) -> list[Job]:
     task = "chain"
     return [
         {"task": task, "method": m, "learning_rate": lr, "seed": SEARCH_SEED, "steps": TASKS[task]["steps"]}
-        for lr in LEARNING_RATES for m in methods
-    ]  # fmt: skip
+        for lr in LEARNING_RATES
+        for m in methods
+    ]
 
 
 def best_learning_rates(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
@@ -300,10 +306,11 @@ def main_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None, rat
     """
     return [
         {"task": task, "method": m, "learning_rate": rate, "seed": seed, "steps": TASKS[task]["steps"]}
-        for task in tasks for seed in (range(num_seeds(task)) if seeds is None else seeds)
+        for task in tasks
+        for seed in (range(num_seeds(task)) if seeds is None else seeds)
         for m in TASKS[task].get("ways", methods)
         if (rate := rate_of(task, m, rates))
-    ]  # fmt: skip
+    ]
 
 
 def rate_of(task: str, method: str, rates: dict[str, float]) -> float | None:
@@ -427,12 +434,15 @@ def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str,
     rates = best_learning_rates({name_of(row): row for row in rows})
     groups = {
         (task, method): [
-            row for row in rows
+            row
+            for row in rows
             if (row["task"], row["method"], row["steps"]) == (task, method, TASKS[task]["steps"])
-            and row["seed"] != SEARCH_SEED and row["learning_rate"] == rate_of(task, method, rates)
+            and row["seed"] != SEARCH_SEED
+            and row["learning_rate"] == rate_of(task, method, rates)
         ]
-        for task in TASKS for method in NAMES
-    }  # fmt: skip
+        for task in TASKS
+        for method in NAMES
+    }
     groups = {key: found for key, found in groups.items() if len(found) >= num_seeds(key[0])}
     common = {
         task: set.intersection(*({row["seed"] for row in found} for key, found in groups.items() if key[0] == task))
@@ -440,8 +450,9 @@ def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str,
     }
     return {
         key: [row for row in found if row["seed"] in common[key[0]]]
-        for key, found in groups.items() if len(common[key[0]]) >= num_seeds(key[0])
-    }  # fmt: skip
+        for key, found in groups.items()
+        if len(common[key[0]]) >= num_seeds(key[0])
+    }
 
 
 def markdown(rows: list[dict[str, Any]]) -> str:
@@ -458,11 +469,12 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             continue
         lines += [
             f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {NUM_PROBLEMS} held-out problems, "
-            f"{min(seeds)} seeds, mean ± 95% interval", "",
+            f"{min(seeds)} seeds, mean ± 95% interval",
+            "",
             f"| `credit_assignment` |{' scaled by |' * scaled} exact match |{' each seed | tokens |' * ways} area | "
             "steps to 0.8 | right result | tool executed | turns | no signal | learning rate |",
             f"|---|{'---|' * scaled}---|{'---|---|' * ways}---|---|---|---|---|---|---|",
-        ]  # fmt: skip
+        ]
         for method in methods:
             runs = groups[task, method]
             cells = {key: spread([row[key] for row in runs]) for key in FIGURES if key != "steps_to_threshold"}
@@ -486,10 +498,11 @@ def game_table(task: str, groups: dict[str, list[dict[str, Any]]]) -> list[str]:
     settings, (some, *_) = TASKS[task], groups.values()
     lines = [
         f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, learning rate "
-        f"{settings['learning_rate']:g}, {NUM_PROBLEMS} further episodes, {len(some)} seeds, mean ± 95% interval", "",
+        f"{settings['learning_rate']:g}, {NUM_PROBLEMS} further episodes, {len(some)} seeds, mean ± 95% interval",
+        "",
         "| `credit_assignment` | scaled by | goal reached | each seed | area | steps to 0.8 | turns | no signal |",
         "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for method, runs in groups.items():
         cells = {
             key: "{:.2f} ± {:.2f}".format(*interval([row[key] for row in runs]))
@@ -528,9 +541,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             steps = range(1, len(points) + 1)
             axis.plot(steps, [m for m, _ in points], color=colours[method], label=method, linewidth=1.8)
             axis.fill_between(
-                steps, [max(0, m - h) for m, h in points], [min(1, m + h) for m, h in points],
-                color=colours[method], alpha=0.13, linewidth=0,
-            )  # fmt: skip
+                steps,
+                [max(0, m - h) for m, h in points],
+                [min(1, m + h) for m, h in points],
+                color=colours[method],
+                alpha=0.13,
+                linewidth=0,
+            )
         axis.set(title=TASKS[task]["title"], xlabel="optimizer step", ylim=(0, 1), xlim=(1, TASKS[task]["steps"]))
         if axis is axes[0][0] or "ways" in TASKS[task]:  # the others have the methods of the first one
             axis.legend(frameon=False, fontsize=9)
@@ -542,14 +559,19 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 def report() -> None:
     """Write the results file, the plot and the page's tables from all finished runs."""
     known = [row for row in finished().values() if row["task"] in TASKS and row["method"] in NAMES]
-    rows = sorted(known, key=lambda r: (list(TASKS).index(r["task"]), NAMES.index(r["method"]),
-                                                      r["seed"], r["learning_rate"]))  # fmt: skip
+    rows = sorted(
+        known, key=lambda r: (list(TASKS).index(r["task"]), NAMES.index(r["method"]), r["seed"], r["learning_rate"])
+    )
     if not rows:
         sys.exit("error: no finished runs in runs/credit or docs/results/credit.json. Run without --report first.")
     RESULTS.parent.mkdir(exist_ok=True)
     body = ",\n".join("  " + json.dumps(row) for row in rows)
-    settings = {"learning_rates": best_learning_rates({name_of(r): r for r in rows}), "search_seed": SEARCH_SEED,
-                "rollouts_per_step": 64, "num_problems": NUM_PROBLEMS}  # fmt: skip
+    settings = {
+        "learning_rates": best_learning_rates({name_of(r): r for r in rows}),
+        "search_seed": SEARCH_SEED,
+        "rollouts_per_step": 64,
+        "num_problems": NUM_PROBLEMS,
+    }
     RESULTS.write_text(f'{{"settings": {json.dumps(settings)},\n "runs": [\n{body}\n]}}\n', encoding="utf-8")
     print(f"{RESULTS}: {len(rows)} runs")
     for task in TASKS:

@@ -188,13 +188,22 @@ def run_case(case: str, model: str, port: int, options: argparse.Namespace, fold
         server = {"vllm_server_host": "127.0.0.1", "vllm_server_port": port} if port else {}
         args = mt.MTGRPOConfig(max_turn_tokens=options.tokens, **settings)
         trainer = mt.MTGRPOEnvTrainer(
-            env=env, turn_reward_funcs=[], outcome_reward_funcs=[calculator_reward], args=args, peft_config=adapter,
-            **server, **common,
-        )  # fmt: skip
+            env=env,
+            turn_reward_funcs=[],
+            outcome_reward_funcs=[calculator_reward],
+            args=args,
+            peft_config=adapter,
+            **server,
+            **common,
+        )
     trainer.train()
     log = [row for row in trainer.state.log_history if "reward" in row]
-    return {"seconds": watch.seconds, "log": log, "used": watch.used,
-            "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0}  # fmt: skip
+    return {
+        "seconds": watch.seconds,
+        "log": log,
+        "used": watch.used,
+        "allocated": torch.cuda.max_memory_allocated() if on_gpu else 0,
+    }
 
 
 def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any) -> list[dict[str, float]]:
@@ -383,8 +392,13 @@ def step_lines(row: dict[str, Any]) -> list[str]:
         return []
     shown = [side for side in STEP_SIDES if any(side in sides for sides in row["steps"].values())]
     head = f"| conversations | {' | '.join(shown)} | TRL / shared |"
-    lines = ["", f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:", "",
-             head, "|---" * (len(shown) + 2) + "|"]  # fmt: skip
+    lines = [
+        "",
+        f"A step without generation, median seconds and GiB by torch at the most, {STEP_TITLE}:",
+        "",
+        head,
+        "|---" * (len(shown) + 2) + "|",
+    ]
     for name, sides in row["steps"].items():
         cells, median = [], {side: statistics.median(found["seconds"]) for side, found in sides.items()}
         for side in shown:
@@ -400,8 +414,13 @@ def gradient_lines(row: dict[str, Any]) -> list[str]:
     if "gradients" not in row:
         return []
     names = list(next(iter(row["gradients"].values())))[1:]
-    lines = ["", "Distance of the whole model's gradient from that of a row per rollout in float32, relative:", "",
-             f"| conversations | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]  # fmt: skip
+    lines = [
+        "",
+        "Distance of the whole model's gradient from that of a row per rollout in float32, relative:",
+        "",
+        f"| conversations | {' | '.join(names)} |",
+        "|---" * (len(names) + 1) + "|",
+    ]
     for name, found in row["gradients"].items():
         cells = (f"{found[each]:.1e}" if each in found else "-" for each in names)
         lines.append(f"| {BATCHES[name]['title']} | {' | '.join(cells)} |")
@@ -419,10 +438,11 @@ def run_section(results: dict[str, Any]) -> str:
     lines = [
         f"**On {results['gpus'] or 'a CPU'}**: {of['rollouts']} rollouts of {of['tokens']} tokens per step, "
         f"{results['parameters'] / 1e9:.1f}B parameters with random weights, float32 with bf16 autocast, medians of "
-        f"{of['steps']} steps (torch {place['torch']}, TRL {place['trl']}, vLLM {place.get('vllm', 'none')}).", "",
+        f"{of['steps']} steps (torch {place['torch']}, TRL {place['trl']}, vLLM {place.get('vllm', 'none')}).",
+        "",
         "| case | a step | rollouts | sync | the rest | GiB by torch | GiB of the GPU | logprob difference, mean |",
         "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for case, row in results["cases"].items():
         if case in RECIPES or "seconds" not in row:
             continue
@@ -439,8 +459,11 @@ def run_section(results: dict[str, Any]) -> str:
     for case, recipe in RECIPES.items():
         if log := results["cases"].get(case, {}).get("log"):
             match = [entry[EXACT_MATCH] for entry in log]
-            lines += ["", f"`{recipe}` in bf16: exact match {match[0]:.2f} in the first step, "
-                      f"{statistics.mean(match[-10:]):.2f} in the last ten of {len(match)}."]  # fmt: skip
+            lines += [
+                "",
+                f"`{recipe}` in bf16: exact match {match[0]:.2f} in the first step, "
+                f"{statistics.mean(match[-10:]):.2f} in the last ten of {len(match)}.",
+            ]
     for note in results.get("notes", []):  # written by hand, of how a run came about
         lines += ["", note]
     return "\n".join(lines)
@@ -452,12 +475,21 @@ FRAME = Frame("gpu", section)
 def main(argv: list[str] | None = None) -> int:
     number, of_a_case = {"type": int}, {"help": argparse.SUPPRESS}  # of a case's own process
     options = FRAME.parse(
-        __doc__, argv, None, tiny={"action": "store_true", "help": "two steps of the bundled model"},
-        case={"choices": CASES, "action": "append"}, steps=number, rollouts=number, tokens=number,
+        __doc__,
+        argv,
+        None,
+        tiny={"action": "store_true", "help": "two steps of the bundled model"},
+        case={"choices": CASES, "action": "append"},
+        steps=number,
+        rollouts=number,
+        tokens=number,
         share={"type": float, "default": SHARE, "help": "of a GPU's memory for vLLM where the trainer is on it, too"},
         shapes={"nargs": "+", "choices": BATCHES, "help": "of the cases `step` and `gradients`"},
-        run=of_a_case, model=of_a_case, port=of_a_case, out=of_a_case,
-    )  # fmt: skip
+        run=of_a_case,
+        model=of_a_case,
+        port=of_a_case,
+        out=of_a_case,
+    )
     if options is None:
         return 0
     for name, tiny, full in (("steps", 2, 10), ("rollouts", 16, 32), ("tokens", 48, 256)):
@@ -465,8 +497,11 @@ def main(argv: list[str] | None = None) -> int:
     if options.run:
         folder = str(Path(options.out).with_suffix(""))
         alone = {"recipe": run_recipe, "step": run_step, "gradients": run_gradients}.get(CASES[options.run][0])
-        row = alone(options, folder) if alone else run_case(
-            options.run, options.model, int(options.port or 0), options, folder)  # fmt: skip
+        row = (
+            alone(options, folder)
+            if alone
+            else run_case(options.run, options.model, int(options.port or 0), options, folder)
+        )
         Path(options.out).write_text(json.dumps(row))
         return 0
     gpus = visible_gpus()
@@ -502,9 +537,11 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
     with torch.device("meta"):
         number = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model)).num_parameters()
     run = {
-        "machine": machine(), "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(len(gpus))),
-        "parameters": number, "settings": {name: getattr(options, name) for name in ("steps", "rollouts", "tokens")},
-    }  # fmt: skip
+        "machine": machine(),
+        "gpus": ", ".join(torch.cuda.get_device_name(i) for i in range(len(gpus))),
+        "parameters": number,
+        "settings": {name: getattr(options, name) for name in ("steps", "rollouts", "tokens")},
+    }
     results = json.loads(path.read_text()) if path.is_file() else {"runs": []}
     run = of_the_same(results, run)
     if not options.case:

@@ -32,14 +32,28 @@ KEPT = ("step", "step_time", "rollout/seconds", "rollout/wait_seconds", "rollout
 def train(server: VLLMServer, overlap: bool, seed: int, steps: int, core: int) -> dict[str, Any]:
     """One run: `overlap`, `seed`, and the `rows` of its log."""
     rows = common.train(
-        RECIPE, ROOT / f"runs/overlap/{'on' if overlap else 'off'}-{seed}", "--per_device_train_batch_size", ROLLOUTS,
-        "--max_steps", steps, "--seed", seed, "--vllm_server_port", server.port, "--overlap_rollouts",
-        str(overlap).lower(), core=core, OMP_NUM_THREADS="1",
-    )  # fmt: skip
+        RECIPE,
+        ROOT / f"runs/overlap/{'on' if overlap else 'off'}-{seed}",
+        "--per_device_train_batch_size",
+        ROLLOUTS,
+        "--max_steps",
+        steps,
+        "--seed",
+        seed,
+        "--vllm_server_port",
+        server.port,
+        "--overlap_rollouts",
+        str(overlap).lower(),
+        core=core,
+        OMP_NUM_THREADS="1",
+    )
     rows = [{key: row[key] for key in KEPT if key in row} for row in rows]
-    print(f"overlap {'on ' if overlap else 'off'} seed {seed}: "
-          f"{statistics.median(r['step_time'] for r in rows[WARM_UP:]):.2f} s per step, exact match "
-          f"{statistics.mean(r[MATCH] for r in rows[-LAST:]):.2f}", flush=True)  # fmt: skip
+    print(
+        f"overlap {'on ' if overlap else 'off'} seed {seed}: "
+        f"{statistics.median(r['step_time'] for r in rows[WARM_UP:]):.2f} s per step, exact match "
+        f"{statistics.mean(r[MATCH] for r in rows[-LAST:]):.2f}",
+        flush=True,
+    )
     return {"overlap": overlap, "seed": seed, "rows": rows}
 
 
@@ -51,8 +65,11 @@ def halves(rows: list[dict[str, float]]) -> tuple[float, float, float]:
     """
     rows = rows[WARM_UP:]
     step, rollouts = [r["step_time"] for r in rows], [r["rollout/wait_seconds"] for r in rows]
-    return (statistics.median(step), statistics.median(rollouts),
-            statistics.median(s - r for s, r in zip(step, rollouts)))  # fmt: skip
+    return (
+        statistics.median(step),
+        statistics.median(rollouts),
+        statistics.median(s - r for s, r in zip(step, rollouts)),
+    )
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -72,10 +89,13 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
     staleness = sorted({r["rollout/staleness"] for seed in seeds for r in by[True, seed]})
     return {
-        "ratio": spread(ratios), "gain": spread(gains), "seconds": parts, "staleness": staleness,
+        "ratio": spread(ratios),
+        "gain": spread(gains),
+        "seconds": parts,
+        "staleness": staleness,
         "exact_match": {"on": learned(True, MATCH), "off": learned(False, MATCH)},
         "reward": {"on": learned(True, "reward"), "off": learned(False, "reward")},
-    }  # fmt: skip
+    }
 
 
 def section(results: dict[str, Any]) -> str:
@@ -85,10 +105,11 @@ def section(results: dict[str, Any]) -> str:
         f"**`overlap_rollouts: true`**: {ROLLOUTS} rollouts per step, {place['cores']} cores ({place['cpu']}), the "
         f"server on one and the trainer on the other, {steps} steps, {len(total['seconds'])} seeds. A step takes "
         f"{total['ratio']['median']:.2f} times the longer of its halves ({total['ratio']['min']:.2f} to "
-        f"{total['ratio']['max']:.2f}), and is {total['gain']['median']:.2f} times as fast as without.", "",
+        f"{total['ratio']['max']:.2f}), and is {total['gain']['median']:.2f} times as fast as without.",
+        "",
         "| seed | rollouts | the rest | step without | step with | exact match without | with |",
         "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for seed, part in enumerate(total["seconds"]):
         lines.append(
             f"| {seed} | {part['rollouts']:.2f} s | {part['rest']:.2f} s | {part['step']:.2f} s | "
@@ -110,8 +131,9 @@ def main(argv: list[str] | None = None) -> None:
     with VLLMServer(MODEL, *flags, cores={servers}) as server:
         runs = [
             train(server, overlap, seed, steps, trainers)
-            for seed in range(seeds) for overlap in ((False, True) if seed % 2 == 0 else (True, False))
-        ]  # fmt: skip
+            for seed in range(seeds)
+            for overlap in ((False, True) if seed % 2 == 0 else (True, False))
+        ]
     total = summary(runs)
     minutes = (time.monotonic() - began) / 60
     results = {"machine": machine(), "steps": steps, "minutes": minutes, "summary": total, "runs": runs}

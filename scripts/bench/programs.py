@@ -126,8 +126,10 @@ def line_of(program: Tried, rows: Rows) -> str:
         ", ".join(version for (version,) in versions),
         ", ".join(shown for name, shown in APIS.items() if name in asked),
         f"{records}. {program.records}" if program.records else records,
-        program.how, ", ".join(f"`{test}`" for test in program.tests), max(row["date"] for row in found.values()),
-    )  # fmt: skip
+        program.how,
+        ", ".join(f"`{test}`" for test in program.tests),
+        max(row["date"] for row in found.values()),
+    )
     return f"| {' | '.join(cells)} |"
 
 

@@ -64,8 +64,13 @@ def cut(passages: Path, sentences: int, into: Path) -> Path:
 
 def line(label: str, greedy: dict[str, Any], sampled: dict[str, Any]) -> str:
     """A row of the table."""
-    numbers = [greedy["result_found"], greedy["exact_match"], 2 * greedy["rewards"]["outcome"]["f1_reward_func"],
-               sampled["exact_match"], sampled["pass_at_k"]]  # fmt: skip
+    numbers = [
+        greedy["result_found"],
+        greedy["exact_match"],
+        2 * greedy["rewards"]["outcome"]["f1_reward_func"],
+        sampled["exact_match"],
+        sampled["pass_at_k"],
+    ]
     return f"| {label} | {' | '.join(f'{number:.2f}' for number in numbers)} |"
 
 
@@ -93,10 +98,18 @@ def main(argv: list[str] | None = None) -> None:
             for k, greedy in ((1, True), (SAMPLES, False)):
                 client = PerfectSearch(base_url=server.url, tokenizer=tokenizer)
                 try:
-                    found.append(evaluate.evaluate(
-                        client, recipe, options.num_problems, options.split, k=k,
-                        tokenizer=tokenizer, progress=False, greedy=greedy,
-                    ))  # fmt: skip
+                    found.append(
+                        evaluate.evaluate(
+                            client,
+                            recipe,
+                            options.num_problems,
+                            options.split,
+                            k=k,
+                            tokenizer=tokenizer,
+                            progress=False,
+                            greedy=greedy,
+                        )
+                    )
                 finally:
                     client.close()
             print(line(label, *found), flush=True)

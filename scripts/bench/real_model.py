@@ -135,9 +135,16 @@ def evaluated(model: str | Path, recipe: str | Path = RECIPE) -> dict[str, Any]:
             client = mt.VLLMServerClient(base_url=server.url, tokenizer=tokenizer)
             try:
                 found[name] = evaluate.evaluate(
-                    client, str(recipe), NUM_PROBLEMS, k=samples, tokenizer=tokenizer, progress=False,
-                    batch_size=128, greedy=name == "greedy", show=NUM_PROBLEMS * samples,
-                )  # fmt: skip
+                    client,
+                    str(recipe),
+                    NUM_PROBLEMS,
+                    k=samples,
+                    tokenizer=tokenizer,
+                    progress=False,
+                    batch_size=128,
+                    greedy=name == "greedy",
+                    show=NUM_PROBLEMS * samples,
+                )
             finally:
                 client.close()
             said = found[name].pop("conversations")
@@ -254,10 +261,28 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
         write(begun, {"inputs": read})
     with VLLMServer(MODEL, *SERVER, env=SERVER_ENV) as server:
         rows = train(
-            RECIPE, output, *options, "--seed", seed, "--max_steps", steps, "--use_vllm", "true",
-            "--vllm_mode", "server", "--vllm_server_base_url", server.url, "--vllm_importance_sampling_mode",
-            "token_truncate", "--log_rollouts", 32, "--log_rollout_tokens", "true", *resume, shown=True,
-        )  # fmt: skip
+            RECIPE,
+            output,
+            *options,
+            "--seed",
+            seed,
+            "--max_steps",
+            steps,
+            "--use_vllm",
+            "true",
+            "--vllm_mode",
+            "server",
+            "--vllm_server_base_url",
+            server.url,
+            "--vllm_importance_sampling_mode",
+            "token_truncate",
+            "--log_rollouts",
+            32,
+            "--log_rollout_tokens",
+            "true",
+            *resume,
+            shown=True,
+        )
     trained = time.perf_counter() - began
     found = {
         "method": method, "seed": seed, "steps": steps, "inputs": read, "after": evaluated(merged(output)),
@@ -346,8 +371,12 @@ def section(results: dict[str, Any]) -> str:
             lines.append(f"| {label} | {' | '.join([cell([figure(results['before'][how])]), *after])} |")
         lines.append("")
     read = [cell([run["after"]["perplexity"] for run in of]) for of in methods.values()]
-    lines += [f"Perplexity of {NUM_PASSAGES} passages: {cell([results['before']['perplexity']])} before, "
-              + ", ".join(f"{value} after `{method}`" for method, value in zip(methods, read)) + ".", ""]  # fmt: skip
+    lines += [
+        f"Perplexity of {NUM_PASSAGES} passages: {cell([results['before']['perplexity']])} before, "
+        + ", ".join(f"{value} after `{method}`" for method, value in zip(methods, read))
+        + ".",
+        "",
+    ]
     seeds = "; ".join(
         f"`{method}`: seed{'s' * (len(of) > 1)} {', '.join(str(run['seed']) for run in of)}"
         for method, of in methods.items()
@@ -381,10 +410,11 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
     lines += ["| | sampled | greedy |", "|---|---|---|"]
     for label in COMPARED:
         cells = [
-            "{:+.2f} ± {:.2f}".format(*interval([FIGURES[label](second[s][how]) - FIGURES[label](first[s][how])
-                                                 for s in seeds]))
+            "{:+.2f} ± {:.2f}".format(
+                *interval([FIGURES[label](second[s][how]) - FIGURES[label](first[s][how]) for s in seeds])
+            )
             for how in ("sampled", "greedy")
-        ]  # fmt: skip
+        ]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return lines
 
@@ -401,11 +431,15 @@ def of_longer(runs: list[dict[str, Any]], longer: list[dict[str, Any]]) -> list[
     for run in longer:
         same = [each for each in runs if (each["method"], each["seed"]) == (run["method"], run["seed"])]
         for each in [*same, run]:
-            pairs = [[FIGURES[label](each["after"][how]) for how in ("sampled", "greedy")]
-                     for label in (*COMPARED, "words of an answer")]  # fmt: skip
+            pairs = [
+                [FIGURES[label](each["after"][how]) for how in ("sampled", "greedy")]
+                for label in (*COMPARED, "words of an answer")
+            ]
             cells = [" / ".join(cell([value]) for value in pair) for pair in pairs]
-            lines.append(f"| `{each['method']}`, {each['seed']} | {each['steps']} | {' | '.join(cells)} | "
-                         f"{each['after']['perplexity']:.1f} |")  # fmt: skip
+            lines.append(
+                f"| `{each['method']}`, {each['seed']} | {each['steps']} | {' | '.join(cells)} | "
+                f"{each['after']['perplexity']:.1f} |"
+            )
     return lines
 
 
@@ -426,9 +460,11 @@ def plot(results: dict[str, Any], path: Path) -> None:
             for number, run in enumerate(runs):
                 curve = smoothed([factor * (row.get(name) or 0.0) for row in run["curve"]], OVER)
                 axis.plot(
-                    [row["step"] for row in run["curve"]], curve, color=colours.get(method, "black"),
+                    [row["step"] for row in run["curve"]],
+                    curve,
+                    color=colours.get(method, "black"),
                     label=method if not number else None,
-                )  # fmt: skip
+                )
         axis.set(title=title, xlabel="optimizer step", ylim=(0, top))
         axis.legend(frameon=False)
     save_picture(figure, path)
@@ -440,11 +476,14 @@ FRAME.page = FRAME.page.with_name("real_model.md")
 
 def main(argv: list[str] | None = None) -> None:
     options = FRAME.parse(
-        __doc__, argv, None, methods={"nargs": "+", "default": list(METHODS)},
+        __doc__,
+        argv,
+        None,
+        methods={"nargs": "+", "default": list(METHODS)},
         seeds={"nargs": "+", "type": int, "default": list(SEEDS)},
         steps={"type": int, "default": 20, "help": "optimizer steps of a run"},
         only_print={"action": "store_true", "help": "print the tables, and leave docs/ as it is"},
-    )  # fmt: skip
+    )
     if options is None:
         return
     prepare()
@@ -509,8 +548,11 @@ def gone_on(steps: int) -> list[dict[str, Any]]:
     ]
     there = {(run["method"], run["seed"], run["steps"]) for run in found}
     old = json.loads(FRAME.results.read_text(encoding="utf-8")) if FRAME.results.is_file() else {}
-    found += [run for run in old.get("longer", [])
-              if run.get("inputs") == read and (run["method"], run["seed"], run["steps"]) not in there]  # fmt: skip
+    found += [
+        run
+        for run in old.get("longer", [])
+        if run.get("inputs") == read and (run["method"], run["seed"], run["steps"]) not in there
+    ]
     return sorted(found, key=lambda run: (run["method"], run["seed"], run["steps"]))
 
 

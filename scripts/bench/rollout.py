@@ -197,9 +197,10 @@ async def send(url: str, bodies: list[bytes]) -> None:
                 raise RuntimeError(f"POST {url}/v1/completions: {answer.status} {text[:500]!r}")
 
     async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600),
+        connector=aiohttp.TCPConnector(limit=0),
+        timeout=aiohttp.ClientTimeout(total=600),
         headers={"Content-Type": "application/json"},
-    ) as session:  # fmt: skip
+    ) as session:
         await asyncio.gather(*map(one, bodies))
 
 
@@ -372,11 +373,14 @@ class Bench:
         with stopwatch() as seconds:
             run_async(send(self.server.url, bodies))
         return {
-            "way": way, "max_tokens": num_tokens, "prompt_tokens": sum(map(len, prompts)) * GROUP,
-            "seconds": seconds["wall"], "client_cpu": seconds["cpu"],
+            "way": way,
+            "max_tokens": num_tokens,
+            "prompt_tokens": sum(map(len, prompts)) * GROUP,
+            "seconds": seconds["wall"],
+            "client_cpu": seconds["cpu"],
             "server_cpu": group_cpu(self.server_group) - server_cpu,
             "prefilled": int(self.prefilled() - before),
-        }  # fmt: skip
+        }
 
 
 def measure(bench: Bench, cells: list[Cell], sharing_repetitions: int) -> dict[str, list[Row]]:
@@ -395,8 +399,10 @@ def measure(bench: Bench, cells: list[Cell], sharing_repetitions: int) -> dict[s
     for repetition, tokens, way in itertools.product(range(sharing_repetitions), SHARED_TOKENS, WAYS):
         row = {**bench.share(way, prompts, tokens), "repetition": repetition}
         shared.append(row)
-        print(f"sharing   {way:<9} {tokens:>3} tokens  {row['seconds']:7.2f} s  prefilled {row['prefilled']:>7,}",
-              flush=True)  # fmt: skip
+        print(
+            f"sharing   {way:<9} {tokens:>3} tokens  {row['seconds']:7.2f} s  prefilled {row['prefilled']:>7,}",
+            flush=True,
+        )
     return {"runs": runs, "sharing": shared}
 
 
@@ -451,8 +457,9 @@ def cell_text(values: list[float], form: str) -> str:
 def table(runs: list[Row]) -> list[str]:
     lines = [
         "| conversations | tool wait | conversations/s | sampled tokens/s | of the reference | lockstep takes | "
-        "client CPU s per 1,000 | peak memory, MiB |", "|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "client CPU s per 1,000 | peak memory, MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for size, wait in itertools.product(SIZES, WAITS):
         rows = of_cell(runs, size, wait)["engine"]
         if not rows:
@@ -501,14 +508,20 @@ def section(results: dict[str, Any]) -> str:
         "four calls in five and 0.8 s for the fifth. Client and server share the cores, so the client's own work "
         "counts fully."
         + (" Short form: one to three runs each." if results["settings"].get("form") == "short" else ""),
-        "", f"![Conversations per second at {HEADLINE[0]} conversations](rollout.png)", "", *table(runs),
-    ]  # fmt: skip
+        "",
+        f"![Conversations per second at {HEADLINE[0]} conversations](rollout.png)",
+        "",
+        *table(runs),
+    ]
     if sharing := sharing_table(results["sharing"]):
         tokens = results["sharing"][0]["prompt_tokens"] // (SHARED_PROMPTS * GROUP)
         text += [
-            "", f"Prompts of {tokens} tokens, {SHARED_PROMPTS} groups of {GROUP}, all sent at once: what it gains to "
-            "compute a group's prompt once.", "", *sharing,
-        ]  # fmt: skip
+            "",
+            f"Prompts of {tokens} tokens, {SHARED_PROMPTS} groups of {GROUP}, all sent at once: what it gains to "
+            "compute a group's prompt once.",
+            "",
+            *sharing,
+        ]
     return "\n".join(text)
 
 
@@ -516,8 +529,11 @@ def plot(runs: list[Row], path: Path) -> None:
     """Conversations per second of the shapes at 256 conversations, by tool wait: medians, minimum to maximum."""
     pyplot, size = common.pyplot(), HEADLINE[0]
     figure, axis = pyplot.subplots(figsize=(7, 2.9))
-    shown = (("reference", "reference: the same requests at once", "#BBBBBB"), ("engine", "rollouts here", "#0072B2"),
-             ("lockstep", "lockstep, tools one after another", "#E69F00"))  # fmt: skip
+    shown = (
+        ("reference", "reference: the same requests at once", "#BBBBBB"),
+        ("engine", "rollouts here", "#0072B2"),
+        ("lockstep", "lockstep, tools one after another", "#E69F00"),
+    )
     for offset, (shape, label, colour) in zip((-0.27, 0.0, 0.27), shown, strict=True):
         measured = [(i + offset, rows) for i, wait in enumerate(WAITS) if (rows := of_cell(runs, size, wait)[shape])]
         rates = [spread([size / r["seconds"] for r in rows]) for _, rows in measured]
@@ -546,8 +562,13 @@ def main(argv: list[str] | None = None) -> None:
         bench = Bench(server, options.max_concurrent_tools)
         bench.warm_up()
         measured = measure(bench, plan(options.short), 1 if options.short else 5)
-    settings = {"form": "short" if options.short else "full", "model": model, "parameters": "0.9M parameters",
-                "group": GROUP, "max_concurrent_tools": bench.args.max_concurrent_tools}  # fmt: skip
+    settings = {
+        "form": "short" if options.short else "full",
+        "model": model,
+        "parameters": "0.9M parameters",
+        "group": GROUP,
+        "max_concurrent_tools": bench.args.max_concurrent_tools,
+    }
     results = {"machine": machine(), "settings": settings, **measured}
     FRAME.finish(results, options.short)
     if options.short:

@@ -92,8 +92,12 @@ def sample(pid: int) -> dict[str, int] | None:
             except FileNotFoundError:
                 continue  # closed meanwhile
         sockets = sum(link.startswith("socket:") for link in links)
-        return {"rss": int(status["VmRSS"].split()[0]), "threads": int(status["Threads"]), "sockets": sockets,
-                "files": len(links) - sockets}  # fmt: skip
+        return {
+            "rss": int(status["VmRSS"].split()[0]),
+            "threads": int(status["Threads"]),
+            "sockets": sockets,
+            "files": len(links) - sockets,
+        }
     except (FileNotFoundError, ProcessLookupError, KeyError, PermissionError):
         return None
 
@@ -164,9 +168,17 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     samples: list[dict[str, Any]] = []
     downs: list[dict[str, float]] = []
     servers = [
-        VLLMServer(MODEL, "--max-model-len", "512", "--logprobs-mode", "processed_logprobs",
-                   log=output / f"vllm_server.{number}.log", timeout=300).start() for number in range(options.servers)
-    ]  # fmt: skip
+        VLLMServer(
+            MODEL,
+            "--max-model-len",
+            "512",
+            "--logprobs-mode",
+            "processed_logprobs",
+            log=output / f"vllm_server.{number}.log",
+            timeout=300,
+        ).start()
+        for number in range(options.servers)
+    ]
     started, launcher, returns = time.monotonic(), None, []
     with contextlib.ExitStack() as stack:
         proxies = [
@@ -186,8 +198,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                 server.wait()
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             with open(output / "train.log", "w") as log:
-                launcher = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT,
-                                            start_new_session=True)  # fmt: skip
+                launcher = subprocess.Popen(
+                    command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                )
             told = 0
             while launcher.poll() is None:
                 time.sleep(1)

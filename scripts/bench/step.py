@@ -194,10 +194,14 @@ def make_turn(env: Any, tokenizer: Any, rng: random.Random, length: int, last: b
     room = max(0, length - len(ending) - len(observation_ids))
     token_ids = tokenizer(thoughts)["input_ids"][:room] + ending
     return {
-        "token_ids": token_ids, "logprobs": [round(rng.uniform(-3, 0), 6) for _ in token_ids],
-        "text": tokenizer.decode(token_ids), "call": None if last else {"expression": expression},
-        "result": None if last else results[0].text, "messages": messages, "observation_ids": observation_ids,
-    }  # fmt: skip
+        "token_ids": token_ids,
+        "logprobs": [round(rng.uniform(-3, 0), 6) for _ in token_ids],
+        "text": tokenizer.decode(token_ids),
+        "call": None if last else {"expression": expression},
+        "result": None if last else results[0].text,
+        "messages": messages,
+        "observation_ids": observation_ids,
+    }
 
 
 def as_lists(conversations: list[Conversation]) -> dict[str, list]:
@@ -226,10 +230,15 @@ def as_rollouts(conversations: list[Conversation]) -> list:
 
     return [
         Rollout(
-            list(conversation["prompt"]), list(conversation["prompt_ids"]), index,
+            list(conversation["prompt"]),
+            list(conversation["prompt_ids"]),
+            index,
             [
                 Turn(
-                    list(turn["token_ids"]), list(turn["logprobs"]), "", "stop",
+                    list(turn["token_ids"]),
+                    list(turn["logprobs"]),
+                    "",
+                    "stop",
                     [ToolCall("calculator", turn["call"])] if turn["call"] else [],
                     [ToolResult(turn["result"])] if turn["call"] else [],
                     messages=[dict(message) for message in turn["messages"]],
@@ -243,7 +252,7 @@ def as_rollouts(conversations: list[Conversation]) -> list:
             num_copied=conversation.get("num_copied", 0),
         )
         for index, conversation in enumerate(conversations)
-    ]  # fmt: skip
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -313,9 +322,15 @@ def build_model(shape: Shape) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if shape["model"] == "135M":
         config = LlamaConfig(
-            vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-            num_key_value_heads=3, tie_word_embeddings=True, max_position_embeddings=CONTEXT,
-        )  # fmt: skip
+            vocab_size=49152,
+            hidden_size=576,
+            intermediate_size=1536,
+            num_hidden_layers=30,
+            num_attention_heads=9,
+            num_key_value_heads=3,
+            tie_word_embeddings=True,
+            max_position_embeddings=CONTEXT,
+        )
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = HERMES_MODEL if shape["generates"] else MODEL
     config = AutoConfig.from_pretrained(model, max_position_embeddings=CONTEXT)
@@ -323,9 +338,14 @@ def build_model(shape: Shape) -> Any:
 
 
 def build_trainer(
-    side: str, shape: Shape, conversations: list[Conversation], folder: str, meter: Any, adapter: Any = None,
+    side: str,
+    shape: Shape,
+    conversations: list[Conversation],
+    folder: str,
+    meter: Any,
+    adapter: Any = None,
     **changes: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """TRL's trainer or ours, with `changes` of their settings, and an adapter's configuration if there is one.
 
     Without generation it is as if vLLM had sampled: importance sampling is corrected for.
@@ -348,8 +368,13 @@ def build_trainer(
         "logging_steps": 1, "save_strategy": "no",
         "report_to": "none", "disable_tqdm": True, "seed": 42, "shuffle_dataset": False, **changes,
     }  # fmt: skip
-    common = {"model": build_model(shape), "train_dataset": Dataset.from_list(rows * 200),
-              "processing_class": tokenizer, "callbacks": [meter], "peft_config": adapter}  # fmt: skip
+    common = {
+        "model": build_model(shape),
+        "train_dataset": Dataset.from_list(rows * 200),
+        "processing_class": tokenizer,
+        "callbacks": [meter],
+        "peft_config": adapter,
+    }
     if generates:
         meter.prepare = lambda: None
         settings["max_completion_length"] = 2 * longest
@@ -362,9 +387,11 @@ def build_trainer(
 
         os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
         trainer = GRPOTrainer(
-            args=GRPOConfig(**settings), reward_funcs=[rollout_reward, outcome_reward],
-            rollout_func=lambda prompts, trainer: meter.batch, **common,
-        )  # fmt: skip
+            args=GRPOConfig(**settings),
+            reward_funcs=[rollout_reward, outcome_reward],
+            rollout_func=lambda prompts, trainer: meter.batch,
+            **common,
+        )
         meter.prepare = lambda: as_lists(conversations)
         trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
         trainer._last_loaded_step = -1
@@ -374,9 +401,12 @@ def build_trainer(
 
         env = mt.MultiTurnToolEnv(load_tools(str(ROOT / "tools/calculator.py")), None)
         trainer = mt.MTGRPOEnvTrainer(
-            args=mt.MTGRPOConfig(**settings), env=env, turn_reward_funcs=[turn_reward],
-            outcome_reward_funcs=[outcome_reward], **common,
-        )  # fmt: skip
+            args=mt.MTGRPOConfig(**settings),
+            env=env,
+            turn_reward_funcs=[turn_reward],
+            outcome_reward_funcs=[outcome_reward],
+            **common,
+        )
 
         def roll_out(prompts: list) -> list:
             turns = [turn for rollout in meter.batch for turn in rollout.turns]
@@ -490,11 +520,16 @@ def hot_functions(profile: Any, steps: int) -> list[dict[str, Any]]:
     import pstats
 
     rows = [
-        {"function": name, "line": line, "calls": calls / steps, "own_ms": 1e3 * own / steps,
-         "all_ms": 1e3 * with_calls / steps}
+        {
+            "function": name,
+            "line": line,
+            "calls": calls / steps,
+            "own_ms": 1e3 * own / steps,
+            "all_ms": 1e3 * with_calls / steps,
+        }
         for (file, line, name), (_, calls, own, with_calls, _) in pstats.Stats(profile).stats.items()
         if Path(file).name == "mt_grpo_trainer.py" or Path(file).parent.name == "mt_grpo"
-    ]  # fmt: skip
+    ]
     return sorted(rows, key=lambda row: -row["own_ms"])
 
 
@@ -608,10 +643,14 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
         memory["python_mib"] = {name: side.step("python")["python_mib"] for name, side in sides.items()}
     trained = sum(len(t["token_ids"]) for c in conversations for t in c["turns"])
     computed = {"trl": len(lengths) * (max(prompts) + max(lengths)), "ours": taken[-1]["ours"]["computed"]}
-    return {**{key: shape[key] for key in ("title", "rollouts", "model", "generates", "goal", "rows", "G")},
-            "prompt": max(prompts), "tokens": round(statistics.mean(lengths)), "longest": max(lengths),
-            "per_trained": {side: tokens / trained for side, tokens in computed.items()},
-            **figures_of(taken, memory)}  # fmt: skip
+    return {
+        **{key: shape[key] for key in ("title", "rollouts", "model", "generates", "goal", "rows", "G")},
+        "prompt": max(prompts),
+        "tokens": round(statistics.mean(lengths)),
+        "longest": max(lengths),
+        "per_trained": {side: tokens / trained for side, tokens in computed.items()},
+        **figures_of(taken, memory),
+    }
 
 
 def run_growth(threads: int) -> dict[str, list[dict[str, float]]]:
@@ -661,8 +700,13 @@ def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[
     }
     raw = {side: {kind: [p[side][kind] for p in pairs] for kind in ("wall", "cpu")} for side in SIDES}
     peak = memory["peak_mib"]
-    return {"pairs": len(pairs), "ratio": {**ratios, "memory": peak["ours"] / peak["trl"]}, "median_seconds": seconds,
-            "memory": memory, "seconds": raw}  # fmt: skip
+    return {
+        "pairs": len(pairs),
+        "ratio": {**ratios, "memory": peak["ours"] / peak["trl"]},
+        "median_seconds": seconds,
+        "memory": memory,
+        "seconds": raw,
+    }
 
 
 def profile_shape(shape: Shape, steps: int, threads: int) -> list[dict[str, Any]]:
@@ -705,10 +749,12 @@ def section(results: dict[str, Any]) -> str:
         "ours, median (smallest to largest) of pairs of alternating steps, two of opposite orders as one. *Computed*: "
         "tokens that the passes of a step read per token that is trained, TRL's and ours. "
         f"{where['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch {where['torch']}, TRL "
-        f"{where['trl']}.", "",
+        f"{where['trl']}.",
+        "",
         "| batch | prompt | completions: mean, longest | TRL's step | times as fast | in CPU seconds | goal | peak "
-        "memory | computed |", "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "memory | computed |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     for row in results["shapes"].values():
         ratio, peak, each = row["ratio"], row["memory"]["peak_mib"], row["per_trained"]
         wall, cpu = (
@@ -740,8 +786,9 @@ def print_shape(name: str, row: dict[str, Any]) -> None:
         values = row["memory"][key]
         print(
             f"{name:<8} {what:<6} {values['ours'] / values['trl']:.3f}, {values['ours']:.1f} MiB against "
-            f"{values['trl']:.1f} MiB", flush=True,
-        )  # fmt: skip
+            f"{values['trl']:.1f} MiB",
+            flush=True,
+        )
 
 
 def print_profile(name: str, rows: list[dict[str, Any]]) -> None:
@@ -758,13 +805,15 @@ FRAME = Frame("step", section, plot)
 def main(argv: list[str] | None = None) -> None:
     cores = min(2, len(os.sched_getaffinity(0)))
     options = FRAME.parse(
-        __doc__, argv, "smaller, under 10 minutes; docs/speed.md is left alone",
+        __doc__,
+        argv,
+        "smaller, under 10 minutes; docs/speed.md is left alone",
         shapes={"nargs": "+", "choices": SHAPES, "help": "default: all, with --short the quick ones"},
         pairs={"type": int, "help": "pairs of steps per shape, in place of the shape's own number"},
         threads={"type": int, "default": cores, "help": "of each process"},
         profile={"type": int, "metavar": "STEPS", "help": "only profile our side over so many steps"},
         growth={"action": "store_true", "help": "only measure how a step grows, into the results that are there"},
-    )  # fmt: skip
+    )
     if options is None:
         return
     if min(options.threads, 1 if options.pairs is None else options.pairs, options.profile or 1) < 1:
@@ -772,8 +821,13 @@ def main(argv: list[str] | None = None) -> None:
     if (options.pairs or 0) % 2:
         sys.exit(f"error: --pairs {options.pairs}, expected an even number: two of opposite orders give one ratio.")
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
-    os.environ |= {"OMP_NUM_THREADS": str(options.threads), "GOMP_SPINCOUNT": "20000", "HF_HUB_OFFLINE": "1",
-                   "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": ""}  # fmt: skip
+    os.environ |= {
+        "OMP_NUM_THREADS": str(options.threads),
+        "GOMP_SPINCOUNT": "20000",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     if options.growth:
         results = json.loads(FRAME.results.read_text(encoding="utf-8"))
         return FRAME.finish({**results, "growth": rounded(run_growth(options.threads), 5)}, short=False)
@@ -788,8 +842,9 @@ def main(argv: list[str] | None = None) -> None:
         print_shape(name, rows[name])
     growth = {} if options.short else run_growth(options.threads)
     minutes = (time.perf_counter() - started) / 60
-    results = rounded({"machine": machine(), "threads": options.threads, "minutes": minutes,
-                       "shapes": rows, "growth": growth}, 5)  # fmt: skip
+    results = rounded(
+        {"machine": machine(), "threads": options.threads, "minutes": minutes, "shapes": rows, "growth": growth}, 5
+    )
     FRAME.finish(results, options.short)
     print(summary(results))
 

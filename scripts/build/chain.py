@@ -129,7 +129,7 @@ def measure(model: Any, tool_format: ChatFormat, rows: list[dict], do_sample: bo
         "right result found": sum(r == len(row["steps"]) for r, row in zip(right, rows, strict=True)) / n,
         "exact match": sum(turns[-1].answer == row["answer"] for turns, row in zip(every, rows, strict=True)) / n,
         "mean turns": sum(map(len, every)) / n,
-    }  # fmt: skip
+    }
 
 
 def main() -> None:

@@ -35,13 +35,15 @@ def games() -> dict[str, type[GymEnvironment]]:
     text = load_class(f"{TEXTS}/frozen_lake.py:FrozenLakeText", "gym_text")
     return {
         "FrozenLake-v1": gym_environment(
-            lambda: gymnasium.make("FrozenLake-v1", is_slippery=False, render_mode="ansi"), "FrozenLake-v1", text,
+            lambda: gymnasium.make("FrozenLake-v1", is_slippery=False, render_mode="ansi"),
+            "FrozenLake-v1",
+            text,
             ("left", "down", "right", "up"),
         ),
         "Blackjack-v1": gym_environment(
             lambda: gymnasium.make("Blackjack-v1", sab=True), "Blackjack-v1", actions=("stick", "hit")
         ),
-    }  # fmt: skip
+    }
 
 
 def play(cls: type[GymEnvironment], rng: random.Random, tells_return: bool = False) -> list[Message]:

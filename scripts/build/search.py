@@ -90,8 +90,9 @@ def make_facts(seed: int = 0) -> Facts:
     rng = random.Random(seed)
     return {
         (relation, entity): other_entity(entity, rng)
-        for entity in ENTITIES for relation in rng.sample(relations_of(entity), FACTS_EACH)
-    }  # fmt: skip
+        for entity in ENTITIES
+        for relation in rng.sample(relations_of(entity), FACTS_EACH)
+    }
 
 
 def title_of(relation: str, entity: str) -> str:
@@ -101,9 +102,7 @@ def title_of(relation: str, entity: str) -> str:
 
 def make_corpus(facts: Facts) -> list[dict[str, str]]:
     """One passage per fact."""
-    return [
-        {"id": str(i), "title": title_of(*key), "text": value} for i, (key, value) in enumerate(facts.items())
-    ]  # fmt: skip
+    return [{"id": str(i), "title": title_of(*key), "text": value} for i, (key, value) in enumerate(facts.items())]
 
 
 def make_question(path: tuple[str, ...], entity: str) -> str:
@@ -145,7 +144,7 @@ def make_rows(facts: Facts, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
     return {
         split: [{"question": q, "answer": [a]} for q, a in rng.sample(questions[split], size)]
         for split, size in NUM_ROWS.items()
-    }  # fmt: skip
+    }
 
 
 def write_data(folder: Path) -> None:
@@ -270,10 +269,13 @@ def drawing(
 
 def main() -> None:
     args = common.read_arguments(
-        __doc__, ROOT / "hf_recipes/tiny/search-model", steps=200, threads=1,  # so small matrices gain nothing from 2
+        __doc__,
+        ROOT / "hf_recipes/tiny/search-model",
+        steps=200,
+        threads=1,  # so small matrices gain nothing from 2
         data={"action": "store_true", "help": "write hf_recipes/tiny/encyclopedia, and end"},
         mixed_steps={"type": int, "default": 150, "help": "with mistakes"},
-    )  # fmt: skip
+    )
     if args.data:
         return write_data(DATA)
     rng = args.rng

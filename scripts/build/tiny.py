@@ -217,9 +217,15 @@ def measure(model: Any, tool_format: ChatFormat, rows: list[dict[str, str]], do_
     """Shares over `rows`, each from 0 to 1, and the mean number of assistant turns."""
     openings = [opening(row["question"]) for row in rows]
     every = common.converse(
-        model, tool_format, openings, lambda _, text: observe(text, tool_format), MAX_CALLS, do_sample, TOOLS,
+        model,
+        tool_format,
+        openings,
+        lambda _, text: observe(text, tool_format),
+        MAX_CALLS,
+        do_sample,
+        TOOLS,
         MAX_RESULT_TOKENS,
-    )  # fmt: skip
+    )
     totals, kinds = Counter(), Counter()
     for row, turns in zip(rows, every, strict=True):
         first, right = turns[0], row["answer"]
@@ -236,11 +242,13 @@ def measure(model: Any, tool_format: ChatFormat, rows: list[dict[str, str]], do_
 
 def main() -> None:
     args = common.read_arguments(
-        __doc__, Path("hf_recipes/tiny/calculator-model"), steps=600,
+        __doc__,
+        Path("hf_recipes/tiny/calculator-model"),
+        steps=600,
         tool_format={"choices": WRITINGS, "default": "xml"},
         initial_model={"type": Path, "help": "start from its weights: then 150 steps are enough"},
         agents={"action": "store_true", "help": "prompts and tools as programs of OpenAI's API send them"},
-    )  # fmt: skip
+    )
     rng = args.rng
     held_out = make_arithmetic(512, seed=1, split="test")
     questions = [row["question"] for row in make_arithmetic(20_000, args.seed, split="train")]

@@ -119,8 +119,10 @@ def make_tasks(rng: random.Random) -> list[Task]:
     (python,) = load_tools(str(ROOT / "tools/python_sandbox.py"))
     (calculator,) = load_tools(str(ROOT / "tools/calculator.py"))
     all_towns = towns(3000, seed=0)
-    found = {town["name"]: passages([{"document": {"contents": f"{town['name']}\n{passage(town)['text']}"}}])
-             for town in all_towns}  # fmt: skip
+    found = {
+        town["name"]: passages([{"document": {"contents": f"{town['name']}\n{passage(town)['text']}"}}])
+        for town in all_towns
+    }
 
     def search(arguments: dict[str, Any], row: dict[str, Any]) -> str:
         return as_json(found.get(arguments["query_list"][0], "No search results found."))
@@ -133,17 +135,34 @@ def make_tasks(rng: random.Random) -> list[Task]:
         return calculator(arguments["code"].removeprefix("print(").removesuffix(")"))  # faster than a process
 
     return [
-        Task("code_interpreter", "Use Python, then answer.", python, make_arithmetic(20_000, 0),
-             lambda row, rng: program(expression(row), rng),
-             lambda row, rng: program(change_one(expression(row), rng.choice(("0123456789", "+-*")), rng), rng),
-             compute),
-        Task("calc_gsm8k_reward", "Check your answer, then give it.", described("gsm8k.yaml"), make_sums(rng, 4000),
-             lambda row, rng: {"answer": row["answer"]},
-             lambda row, rng: {"answer": str(rng.randint(1, 10))}, check),
-        Task("search", "Search, then answer.", described("search.yaml"), [town_row(town) for town in all_towns[256:]],
-             lambda row, rng: {"query_list": [town_name(row)]},
-             lambda row, rng: {"query_list": [other_name(town_name(row), rng)]}, search),
-    ]  # fmt: skip
+        Task(
+            "code_interpreter",
+            "Use Python, then answer.",
+            python,
+            make_arithmetic(20_000, 0),
+            lambda row, rng: program(expression(row), rng),
+            lambda row, rng: program(change_one(expression(row), rng.choice(("0123456789", "+-*")), rng), rng),
+            compute,
+        ),
+        Task(
+            "calc_gsm8k_reward",
+            "Check your answer, then give it.",
+            described("gsm8k.yaml"),
+            make_sums(rng, 4000),
+            lambda row, rng: {"answer": row["answer"]},
+            lambda row, rng: {"answer": str(rng.randint(1, 10))},
+            check,
+        ),
+        Task(
+            "search",
+            "Search, then answer.",
+            described("search.yaml"),
+            [town_row(town) for town in all_towns[256:]],
+            lambda row, rng: {"query_list": [town_name(row)]},
+            lambda row, rng: {"query_list": [other_name(town_name(row), rng)]},
+            search,
+        ),
+    ]
 
 
 def call_turn(kind: str, task: Task, row: dict[str, Any], rng: random.Random) -> str:
@@ -212,9 +231,15 @@ def measure(model: Any, task: Task, rows: list[dict[str, Any]], tool_format: Cha
     """The share of the rows that are answered right within `MAX_CALLS` turns and one more."""
     openings = [opening(row["question"], task.system) for row in rows]
     every = common.converse(
-        model, tool_format, openings, lambda i, text: observe(task, rows[i], text, tool_format), MAX_CALLS + 1,
-        do_sample, task.tools, RESULT_TOKENS,
-    )  # fmt: skip
+        model,
+        tool_format,
+        openings,
+        lambda i, text: observe(task, rows[i], text, tool_format),
+        MAX_CALLS + 1,
+        do_sample,
+        task.tools,
+        RESULT_TOKENS,
+    )
     return sum(turns[-1].answer == row["answer"] for turns, row in zip(every, rows, strict=True)) / len(rows)
 
 
@@ -225,8 +250,9 @@ def write_data(rng: random.Random) -> None:
         "towns/corpus.jsonl": [passage(town) for town in all_towns[:1024]],
         "towns/test.jsonl": [town_row(town) for town in all_towns[:256]],
         "towns/train.jsonl": [town_row(town) for town in all_towns[256:1024]],
-        "sums/train.jsonl": make_sums(rng, 1024), "sums/test.jsonl": make_sums(rng, 256),
-    }  # fmt: skip
+        "sums/train.jsonl": make_sums(rng, 1024),
+        "sums/test.jsonl": make_sums(rng, 256),
+    }
     for name, rows in files.items():
         (RECIPES / name).parent.mkdir(exist_ok=True)
         (RECIPES / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

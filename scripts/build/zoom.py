@@ -117,9 +117,12 @@ def make_row(rng: random.Random, scale: int = 1) -> dict[str, Any]:
     """A picture and a question about one of its corners; `image` is one of PIL."""
     digits, place = rng.sample(range(10), 4), rng.randrange(4)
     return {
-        "question": f"Which digit is {CORNERS[place]}?", "answer": str(digits[place]), "corner": CORNERS[place],
-        "image": draw_picture(digits, scale, rng), "digits": digits,
-    }  # fmt: skip
+        "question": f"Which digit is {CORNERS[place]}?",
+        "answer": str(digits[place]),
+        "corner": CORNERS[place],
+        "image": draw_picture(digits, scale, rng),
+        "digits": digits,
+    }
 
 
 def make_rows(split: str, size: int, scale: int = 1) -> list[dict[str, Any]]:
@@ -250,13 +253,16 @@ def build_processor() -> Qwen2VLImageProcessorPil:
 
 def main() -> None:
     args = common.read_arguments(
-        __doc__, ROOT / "hf_recipes/tiny/zoom-model", steps=200, threads=1,  # so small matrices gain nothing from 2
+        __doc__,
+        ROOT / "hf_recipes/tiny/zoom-model",
+        steps=200,
+        threads=1,  # so small matrices gain nothing from 2
         mixed_steps={"type": int, "default": 60, "help": "with mistakes"},
         data={"action": "store_true", "help": "write pictures and questions into --data_dir, and end"},
         data_dir={"type": Path, "default": ROOT / "hf_recipes/tiny/zoom"},
         num_rows={"type": int, "help": "of the training split; the test split has 512"},
         scale={"type": int, "default": 1, "help": "pixels for one of the smallest pictures: for large models"},
-    )  # fmt: skip
+    )
     if args.data:
         sizes = {**NUM_ROWS, **({"train": args.num_rows} if args.num_rows else {})}
         return write_data(args.data_dir, sizes, args.scale)

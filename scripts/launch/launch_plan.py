@@ -145,7 +145,7 @@ def is_given(argv: list[str], key: str) -> bool:
 
 def server_context(
     script_args: Any, args: mt.MTGRPOConfig, model_args: Any, whole: mt.MTGRPOConfig
-) -> tuple[int, bool]:  # fmt: skip
+) -> tuple[int, bool]:
     """(tokens of the server's context: of the longest prompt and a whole completion; whether it reads images).
 
     Raises:

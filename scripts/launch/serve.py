@@ -99,9 +99,11 @@ def main() -> None:
     whole_number("VLLM_TP", 1, least=1)
     python = os.environ.get("PYTHON") or sys.executable
     checks = subprocess.run(
-        [python, "scripts/launch/launch_plan.py", "--server", "--config", recipe, *arguments], stdout=subprocess.PIPE,
-        text=True, env={**os.environ, **package_path()},
-    )  # fmt: skip
+        [python, "scripts/launch/launch_plan.py", "--server", "--config", recipe, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **package_path()},
+    )
     if checks.returncode or not checks.stdout.strip():  # it said what is wrong
         sys.exit(checks.returncode)
     plan = json.loads(checks.stdout)
@@ -113,8 +115,11 @@ def main() -> None:
             "vllm": "VLLM_API_KEY guards only paths that begin with /v1, /v2, /inference, /cohere.",
             "sglang": "a key (SERVER_ARGS='--api-key KEY', and VLLM_API_KEY for the trainer) guards it.",
         }[plan["engine"]]
-        print(f"serve: warning: whoever reaches {options.host}:{port} can change the weights: {guards} Keep it in a "
-              "trusted network.", file=sys.stderr)  # fmt: skip
+        print(
+            f"serve: warning: whoever reaches {options.host}:{port} can change the weights: {guards} Keep it in a "
+            "trusted network.",
+            file=sys.stderr,
+        )
     print(
         f"serve: {TITLES[plan['engine']]} on {f'GPU {gpus}' if gpus else 'the CPU'}, http://{options.host}:{port}",
         flush=True,

@@ -191,10 +191,12 @@ def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
     # What the vision tower made of images would outlive new weights. Ids beside images would be tokenised again. A
     # health check would wait for a paused engine.
     environment = {
-        "SGLANG_VLM_CACHE_SIZE_MB": "0", "SGLANG_MM_AVOID_RETOKENIZE": "1",
-        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        "SGLANG_VLM_CACHE_SIZE_MB": "0",
+        "SGLANG_MM_AVOID_RETOKENIZE": "1",
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # it keeps a few tokens for itself, which nobody gets
-    }  # fmt: skip
+    }
     if plan["trust_remote_code"]:
         command.append("--trust-remote-code")
     if plan["tensor_parallel"] > 1:
@@ -259,8 +261,10 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
     processes, gpus = plan["num_processes"], plan["trainer_gpus"]
     default = ("zero3" if plan["deepspeed"] and not plan.get("images") else "ddp") if gpus else "cpu"
     if gpus and plan["deepspeed"] and plan.get("images"):
-        say("the model reads images: by DDP, since a sharded one is shown none. For ZeRO-3 with text alone: "
-            "ACCELERATE_CONFIG=hf_recipes/accelerate/zero3.yaml")  # fmt: skip
+        say(
+            "the model reads images: by DDP, since a sharded one is shown none. For ZeRO-3 with text alone: "
+            "ACCELERATE_CONFIG=hf_recipes/accelerate/zero3.yaml"
+        )
     config = os.environ.get("ACCELERATE_CONFIG") or ""
     if not config and processes > 1:
         config = f"hf_recipes/accelerate/{default}.yaml"
@@ -273,11 +277,15 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
         command += ["--main_process_port", "0"]  # any free one
     command += [os.environ.get("TRAINER") or "mt_grpo_trainer.py", *arguments]
     if plan["float32_for_ddp"] and config in ("", "hf_recipes/accelerate/ddp.yaml"):
-        say("without DeepSpeed the trained weights are kept in float32 (--dtype float32): in bfloat16 small steps are "
-            "lost")  # fmt: skip
+        say(
+            "without DeepSpeed the trained weights are kept in float32 (--dtype float32): in bfloat16 small steps are "
+            "lost"
+        )
         command += ["--dtype", "float32"]
-    say(f"training with {processes} process(es) on {f'GPU {gpus}' if gpus else 'the CPU'}, "
-        f"{f'by {config}, ' if config else ''}output: {plan['output_dir']}")  # fmt: skip
+    say(
+        f"training with {processes} process(es) on {f'GPU {gpus}' if gpus else 'the CPU'}, "
+        f"{f'by {config}, ' if config else ''}output: {plan['output_dir']}"
+    )
     devices = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     return command, {**devices, **package_path()}
 
@@ -351,8 +359,11 @@ class Server:
         with open(self.log, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2**16))
             lines = log.read().decode(errors="replace").splitlines()[-30:]
-        print("\n".join([f"train: the last lines of {self.log}:", *(f"    {line}" for line in lines)]),
-              file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            "\n".join([f"train: the last lines of {self.log}:", *(f"    {line}" for line in lines)]),
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -384,9 +395,13 @@ class Launch:
         # close_fds=False: the pipe to the keeper closes as the program starts, with the mark in its environment.
         # So the keeper misses no process between fork and exec.
         process = subprocess.Popen(
-            arguments, env={**os.environ, **environment, keeper.MARK: self.mark}, stdin=subprocess.DEVNULL,
-            start_new_session=True, close_fds=False, **options,
-        )  # fmt: skip
+            arguments,
+            env={**os.environ, **environment, keeper.MARK: self.mark},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            close_fds=False,
+            **options,
+        )
         self.tell(f"process {name} {process.pid}")
         return process
 

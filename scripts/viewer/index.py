@@ -211,9 +211,10 @@ class RolloutIndex:
 
     def _is_another_run(self) -> bool:
         """Whether a segment begins otherwise than it did, since a new run has begun its log anew, or was replaced."""
-        known = {(rank, number): rest for rank, number, *rest in self.db.execute(
-            "SELECT rank, number, head, over, size FROM segment"
-        )}  # fmt: skip
+        known = {
+            (rank, number): rest
+            for rank, number, *rest in self.db.execute("SELECT rank, number, head, over, size FROM segment")
+        }
         for rank, number, path in self._segments():
             if (rank, number) in known:
                 head, over, size = known[rank, number]
@@ -397,8 +398,13 @@ class RolloutIndex:
             "GROUP BY step"
         )
         for step, count, reward, turns, tokens in found:
-            rows[step] = {"step": step, "count": count, "reward": reward, "turns/mean": turns,
-                          "completions/mean_total_length": tokens}  # fmt: skip
+            rows[step] = {
+                "step": step,
+                "count": count,
+                "reward": reward,
+                "turns/mean": turns,
+                "completions/mean_total_length": tokens,
+            }
         found = self.db.execute("SELECT step, stop, COUNT(*) FROM rollout WHERE mode = 'train' GROUP BY step, stop")
         for step, stop, count in found:
             rows[step][f"stop/{stop}"] = count / rows[step]["count"]

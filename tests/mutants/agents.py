@@ -801,8 +801,8 @@ MUTATIONS = [
     Mutation(
         "anthropic: a stream has no signature",
         "mt_grpo/adapters/agents/anthropic_api.py",
-        'deltas = [{"type": "thinking_delta", "thinking": block["thinking"]},\n                      {"type": "signature_delta", "signature": block["signature"]}]',
-        'deltas = [{"type": "thinking_delta", "thinking": block["thinking"]}]',
+        '                {"type": "signature_delta", "signature": block["signature"]},\n',
+        "",
         "tests/adapters/test_anthropic.py::test_a_stream_adds_up_to_the_answer",
     ),
     Mutation(

@@ -174,8 +174,8 @@ MUTATIONS = [
     Mutation(
         "turn_discount is ignored",
         SCRIPT,
-        "coef, scale_rewards, args.turn_discount",
-        "coef, scale_rewards, 1.0",
+        "            args.turn_discount,\n",
+        "            1.0,\n",
         f"{BATCH}[turn_return]",
     ),
     Mutation(

@@ -58,8 +58,8 @@ MUTATIONS = [
     Mutation(
         "swift: what was cut off is trained",
         "mt_grpo/adapters/ms_swift/samples.py",
-        "token_ids=ids[:kept], logprobs=logprobs and logprobs[:kept], mask=mask and mask[:kept],",
-        "token_ids=ids, logprobs=logprobs, mask=mask,",
+        "            token_ids=ids[:kept],\n            logprobs=logprobs and logprobs[:kept],\n            mask=mask and mask[:kept],",
+        "            token_ids=ids,\n            logprobs=logprobs,\n            mask=mask,",
         "tests/adapters/test_ms_swift.py::test_a_cut_answer_token_for_token",
     ),
     Mutation(

@@ -58,8 +58,8 @@ MUTATIONS = [
     Mutation(
         "forks: several calls of a turn are counted as one",
         "mt_grpo/reports/metrics.py",
-        "sum(len(t.calls) for t in r.own_turns), *num_errors(r),",
-        "sum(bool(t.calls) for t in r.own_turns), *num_errors(r),",
+        "sum(len(t.calls) for t in r.own_turns),",
+        "sum(bool(t.calls) for t in r.own_turns),",
         "tests/method/test_forks.py::test_hermes_and_parallel_calls",
     ),
     Mutation(
@@ -401,8 +401,8 @@ MUTATIONS = [
     Mutation(
         "trees: copies are counted as sampled",
         "mt_grpo/reports/metrics.py",
-        "len(r.prompt_ids), sum(len(t.token_ids) for t in r.own_turns),",
-        "len(r.prompt_ids), sum(len(t.token_ids) for t in r.turns),",
+        "sum(len(t.token_ids) for t in r.own_turns),",
+        "sum(len(t.token_ids) for t in r.turns),",
         "tests/method/test_trees.py::test_a_run_logs_its_trees",
     ),
     Mutation(

@@ -344,8 +344,8 @@ MUTATIONS = [
     Mutation(
         "supervised data: evaluations are in it",
         "scripts/export_sft.py",
-        'if row["mode"] == "train" and row["error"] is None',
-        'if row["error"] is None',
+        '        if row["mode"] == "train"\n        and row["error"]',
+        '        if row["error"]',
         "tests/scripts/test_export_sft.py::test_which_rollouts_are_taken",
     ),
     Mutation(

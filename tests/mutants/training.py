@@ -453,8 +453,8 @@ MUTATIONS = [
     Mutation(
         "tokens: texts are not compared",
         "mt_grpo/training/token_checks.py",
-        "            found += [\n                each for each in texts",
-        "            found += [\n                each for each in []",
+        "                for each in texts\n",
+        "                for each in []\n",
         "tests/training/test_token_checks.py::test_a_fault_is_found_by_its_check",
     ),
     Mutation(
@@ -474,8 +474,8 @@ MUTATIONS = [
     Mutation(
         "tokens: what a template does itself is told",
         "mt_grpo/training/token_checks.py",
-        "                if each.key not in passed\n",
-        "                if True\n",
+        "if each.key not in passed and not (mode",
+        "if not (mode",
         "tests/training/test_token_checks.py::test_what_a_template_does_itself_is_not_told",
     ),
     Mutation(
@@ -831,8 +831,8 @@ MUTATIONS = [
     Mutation(
         "passes: a kernel reads keys of the row, not of the segment",
         "mt_grpo/training/shared_prompts.py",
-        "query, key[found.keys], value[found.keys]",
-        "query, key, value[found.keys]",
+        "        key[found.keys],\n",
+        "        key,\n",
         "tests/training/test_shared_prompts.py::test_a_kernel_for_sequences_reads_what_sdpa_reads",
     ),
     Mutation(
@@ -1188,8 +1188,8 @@ MUTATIONS = [
     Mutation(
         "observations: those of a turn that is not trained are learned",
         "mt_grpo/rollout.py",
-        "learned = [t.trained and any(",
-        "learned = [any(",
+        "t.trained and any(t.per_token(1, 0))",
+        "any(t.per_token(1, 0))",
         "tests/training/test_observation_loss.py::test_which_tokens_are_observed",
     ),
     Mutation(

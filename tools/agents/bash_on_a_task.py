@@ -51,9 +51,12 @@ def run(call: dict) -> str:
     try:
         command = json.loads(call["function"]["arguments"])["command"]
         done = subprocess.run(
-            ["bash", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            ["bash", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             timeout=SECONDS,
-        )  # fmt: skip
+        )
     except (KeyError, TypeError, ValueError) as error:
         return f"Error: {error}"
     except subprocess.TimeoutExpired:

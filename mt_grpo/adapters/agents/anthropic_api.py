@@ -51,9 +51,12 @@ KINDS_OF_ERRORS = {
 
 
 def read_anthropic_request(
-    body: dict[str, Any], contents: Contents = TEXT, template_arguments: dict[str, Any] | None = None,
-    later_systems: bool = True, counts: bool = False,
-) -> ModelRequest:  # fmt: skip
+    body: dict[str, Any],
+    contents: Contents = TEXT,
+    template_arguments: dict[str, Any] | None = None,
+    later_systems: bool = True,
+    counts: bool = False,
+) -> ModelRequest:
     """A request as it is sampled.
 
     Args:
@@ -135,9 +138,10 @@ def read_conversation(
         raise refuse("messages", "got none with a content, expected at least one message.")
     if read[-1]["role"] == "assistant":  # also where what is behind it is empty
         raise refuse(
-            "messages", "the last one is the assistant's, and an answer does not go on inside it. Let the "
+            "messages",
+            "the last one is the assistant's, and an answer does not go on inside it. Let the "
             "conversation end with a user's message.",
-        )  # fmt: skip
+        )
     return [{"role": "system", "content": first}, *read] if first else read
 
 
@@ -169,9 +173,10 @@ def parts_of(block: dict[str, Any], param: str, contents: Contents) -> list[dict
     source = expect(block.get("source"), dict, f"{param}.source", "an object")
     if source.get("type") != "base64":
         raise refuse(
-            f"{param}.source", f"got type {source.get('type')!r:.100}, expected base64: no address is fetched, and no "
+            f"{param}.source",
+            f"got type {source.get('type')!r:.100}, expected base64: no address is fetched, and no "
             "file is kept. Send the image itself, as media_type and data.",
-        )  # fmt: skip
+        )
     kind, data = (expect(source.get(key), str, f"{param}.source.{key}", "text") for key in ("media_type", "data"))
     return [{"type": "input_image", "image_url": f"data:{kind};base64,{data}"}]
 
@@ -307,9 +312,14 @@ def anthropic_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, A
     """The answer to a request that is no stream. This endpoint has one answer to each."""
     (answer,) = answers
     return {
-        "id": f"msg_{answer.number}", "type": "message", "role": "assistant", "model": body["model"],
-        "content": content_blocks(answer), **stop_of(answer), "usage": usage_of(answer, answer.completion_tokens),
-    }  # fmt: skip
+        "id": f"msg_{answer.number}",
+        "type": "message",
+        "role": "assistant",
+        "model": body["model"],
+        "content": content_blocks(answer),
+        **stop_of(answer),
+        "usage": usage_of(answer, answer.completion_tokens),
+    }
 
 
 def named_event(kind: str, **values: Any) -> str:
@@ -331,8 +341,10 @@ def anthropic_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[st
             )
         elif block["type"] == "thinking":
             opened = {**block, "thinking": "", "signature": ""}
-            deltas = [{"type": "thinking_delta", "thinking": block["thinking"]},
-                      {"type": "signature_delta", "signature": block["signature"]}]  # fmt: skip
+            deltas = [
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                {"type": "signature_delta", "signature": block["signature"]},
+            ]
         else:
             opened, deltas = {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
         yield named_event("content_block_start", index=k, content_block=opened)
@@ -361,6 +373,13 @@ def anthropic_models(name: str, names: tuple[str, ...]) -> dict[str, Any]:
     known = {each: {"id": each, "display_name": each, **about} for each in names if each}
     if name and name not in known:
         read_model(name)
-    return known[name] if name else {
-        "data": list(known.values()), "has_more": False, "first_id": POLICY, "last_id": FROZEN,
-    }  # fmt: skip
+    return (
+        known[name]
+        if name
+        else {
+            "data": list(known.values()),
+            "has_more": False,
+            "first_id": POLICY,
+            "last_id": FROZEN,
+        }
+    )

@@ -76,9 +76,10 @@ def check_template_arguments(body: dict[str, Any], ours: dict[str, Any]) -> None
     for key, value in asked.items():
         if key not in ours or ours[key] != value:
             raise refuse(
-                f"chat_template_kwargs.{key}", f"got {value!r:.100}. The model reads what the recipe says: write "
+                f"chat_template_kwargs.{key}",
+                f"got {value!r:.100}. The model reads what the recipe says: write "
                 f"chat_template_kwargs: {{{key}: {json.dumps(value)}}} there, and it may stay in the request.",
-            )  # fmt: skip
+            )
     if body.get("add_generation_prompt") is False:
         raise refuse("add_generation_prompt", "got false. The policy always answers.")
 

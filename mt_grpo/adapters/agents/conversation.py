@@ -104,10 +104,14 @@ class AgentConversation:
     def place_images(prompt: list[Message], *_: Any) -> tuple[list[Message], list]:
         """The prompt as text, which stands for what the agent asks: an image of it is `<image>`, and none is read."""
         return [
-            {**message, "content": message["content"] if isinstance(message["content"], str) else "".join(
-                "<image>" if is_image_part(part) else part["text"] for part in message["content"]
-            )} for message in prompt
-        ], []  # fmt: skip
+            {
+                **message,
+                "content": message["content"]
+                if isinstance(message["content"], str)
+                else "".join("<image>" if is_image_part(part) else part["text"] for part in message["content"]),
+            }
+            for message in prompt
+        ], []
 
     mark_images = place_images
 
@@ -184,9 +188,11 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
         raise ValueError(f"environment: openai_agent with {got} of agent and agent_command. Expected one of them.")
     if script_args.agent is not None and script_args.agent_key != "environment":
         raise ValueError("agent_key has no effect without agent_command: a function gets a client. Remove agent_key.")
-    program = load_function(script_args.agent) if script_args.agent else load_command(
-        script_args.agent_command, key_by_pipe=script_args.agent_key == "pipe"
-    )  # fmt: skip
+    program = (
+        load_function(script_args.agent)
+        if script_args.agent
+        else load_command(script_args.agent_command, key_by_pipe=script_args.agent_key == "pipe")
+    )
     others = read_other_models(script_args)
     conversation = agent_conversation(base, program, script_args.agent_timeout, script_args.max_model_calls, **others)
     return conversation, agent_environment(program)

@@ -171,16 +171,18 @@ class Contents:
                 text += (self.joint if joint is None else joint) * behind_text + said
             elif self.reader is None:
                 raise refuse(
-                    param, f"a part has type {kind!r}, and the policy reads text only ({self.why}).",
+                    param,
+                    f"a part has type {kind!r}, and the policy reads text only ({self.why}).",
                     "unsupported_content",
-                )  # fmt: skip
+                )
             elif kind in PARTS_OF_IMAGES:
                 text += self.mark(part, param)
             else:
                 raise refuse(
-                    param, f"a part has type {kind!r}, and the policy reads text and images only.",
+                    param,
+                    f"a part has type {kind!r}, and the policy reads text and images only.",
                     "unsupported_content",
-                )  # fmt: skip
+                )
             behind_text = kind in PARTS_OF_TEXT
         return text
 
@@ -193,9 +195,11 @@ class Contents:
         uri = given.get("url") if isinstance(given, dict) else given
         if not isinstance(uri, str) or not uri[:5].lower() == "data:":
             raise refuse(
-                param, f"got the image {uri or part!r:.100}, expected a data URI, as data:image/png;base64,... : no "
-                "address is fetched, no file is kept, and no path is read. Send the image itself.", "invalid_image",
-            )  # fmt: skip
+                param,
+                f"got the image {uri or part!r:.100}, expected a data URI, as data:image/png;base64,... : no "
+                "address is fetched, no file is kept, and no path is read. Send the image itself.",
+                "invalid_image",
+            )
         if part.get("detail", given.get("detail") if isinstance(given, dict) else None) not in (None, "auto"):
             tell_once("An agent sent an image with detail. It is accepted and ignored: the model's processor decides.")
         sent = hashlib.sha256(uri.encode(errors="replace")).digest()
@@ -216,9 +220,12 @@ def read_model(name: Any) -> bool:
     """Whether the turns of a request with this model are trained on. Raises `ApiError` for another model."""
     if name not in (POLICY, FROZEN):
         raise ApiError(
-            404, f"The model {name!r:.100} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to be "
-            "trained on.", "model_not_found", "model",
-        )  # fmt: skip
+            404,
+            f"The model {name!r:.100} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to be "
+            "trained on.",
+            "model_not_found",
+            "model",
+        )
     return name == POLICY
 
 

@@ -123,11 +123,22 @@ class CommandAgent:
         """
         watched, held = os.pipe()  # closed with this process
         passed = [watched, *for_command]
-        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", str(LAUNCHER), ",".join(map(str, passed)), *self.arguments, pass_fds=passed,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            start_new_session=True, env=variables,
-        ))  # fmt: skip
+        starting = asyncio.ensure_future(
+            asyncio.create_subprocess_exec(
+                sys.executable,
+                "-I",
+                "-S",
+                str(LAUNCHER),
+                ",".join(map(str, passed)),
+                *self.arguments,
+                pass_fds=passed,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+                start_new_session=True,
+                env=variables,
+            )
+        )
         starting.add_done_callback(lambda _: [os.close(each) for each in passed])
         try:
             # Shielded: asyncio kills a process whose start is cancelled, here the launcher, and so leaves the command.
@@ -381,9 +392,13 @@ def read_result(result: Any) -> tuple[float | None, dict[str, Any]]:
 
 
 async def run_program(
-    agent: FunctionAgent | CommandAgent, row: dict[str, Any], server: AgentServer, session: AgentSession,
-    timeout: float, grace: float,
-) -> Any:  # fmt: skip
+    agent: FunctionAgent | CommandAgent,
+    row: dict[str, Any],
+    server: AgentServer,
+    session: AgentSession,
+    timeout: float,
+    grace: float,
+) -> Any:
     """What an agent returns, None where its budget was spent and it did not return by itself.
 
     Args:

@@ -79,9 +79,10 @@ class AgentPrompts:
         """Raise `ApiError` where a message's name would be dropped; a result may say the name of its call."""
         if "name" in message and message["name"] != called and not self._shows_name(message["role"]):
             raise refuse(
-                "messages", f"a message of role {message['role']!r} has the name {message['name']!r:.100}, which this "
+                "messages",
+                f"a message of role {message['role']!r} has the name {message['name']!r:.100}, which this "
                 "model's chat template does not show. Remove it, or write it into the content.",
-            )  # fmt: skip
+            )
 
     @functools.lru_cache(maxsize=8)  # noqa: B019  an agent's session is short
     def _shows_name(self, role: str) -> bool:

@@ -90,10 +90,12 @@ class Responses:
             return Answered([], frozenset())
         if expect(name, str, "previous_response_id", "text") not in self.responses:
             raise ApiError(
-                400, f"Previous response with id {name!r:.100} not found. Expected one of this conversation: what "
-                "another one was answered cannot be gone on from.", "previous_response_not_found",
+                400,
+                f"Previous response with id {name!r:.100} not found. Expected one of this conversation: what "
+                "another one was answered cannot be gone on from.",
+                "previous_response_not_found",
                 "previous_response_id",
-            )  # fmt: skip
+            )
         return self.responses[name]
 
     def has_said(self, number: str, message: Message) -> bool:
@@ -111,9 +113,12 @@ class Responses:
         """What was answered under an id. Raises `ApiError`."""
         if expect(item_id, str, f"{param}.id", "the id of an item") not in self.items:
             raise ApiError(
-                404, f"Item with id {item_id!r:.100} not found. Expected one that this conversation was answered: "
-                "those of others, and those that an agent made itself, are to be sent whole.", "item_not_found", param,
-            )  # fmt: skip
+                404,
+                f"Item with id {item_id!r:.100} not found. Expected one that this conversation was answered: "
+                "those of others, and those that an agent made itself, are to be sent whole.",
+                "item_not_found",
+                param,
+            )
         return self.items[item_id]
 
 
@@ -180,18 +185,22 @@ class ItemReader:
             self._add_message(item, param)
         else:
             raise refuse(
-                param, f"got an item of type {kind!r:.100}, which is not served: nothing of that kind was answered "
-                "here. Switch off what makes it in the agent, or remove it.", "unsupported_item",
-            )  # fmt: skip
+                param,
+                f"got an item of type {kind!r:.100}, which is not served: nothing of that kind was answered "
+                "here. Switch off what makes it in the agent, or remove it.",
+                "unsupported_item",
+            )
 
     def _check_once(self, item_id: Any, param: str) -> None:
         """Raise `ApiError` for an item of this conversation that was there before: the model would read it twice."""
         if isinstance(item_id, str) and item_id in self._stored.items:
             if item_id in self._seen:
                 raise refuse(
-                    param, f"Duplicate item found with id {item_id!r}. Remove it: it is in the input, or before the "
-                    "response that previous_response_id names.", "duplicate_item",
-                )  # fmt: skip
+                    param,
+                    f"Duplicate item found with id {item_id!r}. Remove it: it is in the input, or before the "
+                    "response that previous_response_id names.",
+                    "duplicate_item",
+                )
             self._seen.add(item_id)
 
     def _assistant(self, item: dict[str, Any], part: str) -> Message:
@@ -227,9 +236,11 @@ class ItemReader:
     def _add_reasoning(self, item: dict[str, Any], param: str) -> None:
         if item.get("encrypted_content"):
             raise refuse(
-                f"{param}.encrypted_content", "got reasoning that is encrypted, which its writer alone can read. Send "
-                "it as content, or leave it out.", "unsupported_content",
-            )  # fmt: skip
+                f"{param}.encrypted_content",
+                "got reasoning that is encrypted, which its writer alone can read. Send "
+                "it as content, or leave it out.",
+                "unsupported_content",
+            )
         lists = [expect(item.get(key) or [], list, f"{param}.{key}", "a list") for key in ("content", "summary")]
         parts = [expect(part, dict, param, "parts with a text").get("text") for part in lists[0] or lists[1]]
         text = self._contents.text("\n".join(expect(each, str, param, "parts with a text") for each in parts), param)

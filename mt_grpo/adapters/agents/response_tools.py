@@ -50,9 +50,10 @@ def read_response_tools(tools: Any) -> list[dict[str, Any]]:
             )
         else:
             raise refuse(
-                f"tools[{k}]", f"got type {kind!r:.100}, which is not known here. Switch this tool off in the agent. "
+                f"tools[{k}]",
+                f"got type {kind!r:.100}, which is not known here. Switch this tool off in the agent. "
                 "Expected function, custom or namespace; tools of OpenAI's servers, such as web_search, are left out.",
-            )  # fmt: skip
+            )
     return read_tools(functions)
 
 
@@ -66,9 +67,10 @@ def custom_as_function(tool: dict[str, Any], param: str) -> dict[str, Any]:
     name = expect(tool.get("name"), str, f"{param}.name", "text")
     if expect(tool.get("format") or {}, dict, f"{param}.format", "an object").get("type", "text") != "text":
         raise refuse(
-            f"{param}.format", f"the tool {name!r:.100} wants its text by a grammar, and the policy writes what it "
+            f"{param}.format",
+            f"the tool {name!r:.100} wants its text by a grammar, and the policy writes what it "
             "writes. Switch this tool off in the agent, or let it take free text.",
-        )  # fmt: skip
+        )
     shown = {"type": "string", "description": "The freeform text payload for this tool."}
     schema = {"type": "object", "properties": {INPUT: shown}, "required": [INPUT], "additionalProperties": False}
     return {"type": "function", "name": name, "description": tool.get("description"), "parameters": schema}
@@ -108,9 +110,11 @@ class CallItems:
         self._custom = {tool["name"] for tool in tools if tool["type"] == "custom"}
         self._spaces = {
             joined_name(tool["name"], each["name"]): (tool["name"], each["name"])
-            for tool in tools if tool["type"] == "namespace"
-            for each in tool["tools"] if each["type"] == "function"
-        }  # fmt: skip
+            for tool in tools
+            if tool["type"] == "namespace"
+            for each in tool["tools"]
+            if each["type"] == "function"
+        }
 
     def item(self, call: dict[str, Any], ending: str) -> dict[str, Any]:
         """A call as an item.

@@ -33,9 +33,11 @@ TEXT_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
 def read_responses_request(
-    body: dict[str, Any], stored: Responses, contents: Contents = TEXT,
+    body: dict[str, Any],
+    stored: Responses,
+    contents: Contents = TEXT,
     template_arguments: dict[str, Any] | None = None,
-) -> ModelRequest:  # fmt: skip
+) -> ModelRequest:
     """A request as it is sampled.
 
     Args:
@@ -92,9 +94,10 @@ def conversation_of(body: dict[str, Any], stored: Responses, contents: Contents 
     last = body["input"][-1] if isinstance(body.get("input"), list) and body["input"] else None
     if isinstance(last, dict) and last.get("status") in ("in_progress", "incomplete") and is_said(last):
         raise refuse(
-            "input", f"the last item has the status {last['status']}, and an answer does not go on inside it. Leave "
+            "input",
+            f"the last item has the status {last['status']}, and an answer does not go on inside it. Leave "
             "its status out, or let the conversation end with a user's message.",
-        )  # fmt: skip
+        )
     return [*before.messages, *read_items(body.get("input"), contents, stored, before.ids)]
 
 
@@ -102,10 +105,12 @@ def response(answer: Answer, body: dict[str, Any], items: list[dict[str, Any]], 
     """The object of a response."""
     total = answer.prompt_tokens + answer.completion_tokens
     tokens = {
-        "input_tokens": answer.prompt_tokens, "input_tokens_details": {"cached_tokens": 0},
-        "output_tokens": answer.completion_tokens, "output_tokens_details": {"reasoning_tokens": 0},
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": answer.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": total,
-    }  # fmt: skip
+    }
     return {
         "id": response_id(answer), "object": "response", "created_at": answer.created, "model": body["model"],
         "status": status, "error": None, "instructions": body.get("instructions"), "output": items,

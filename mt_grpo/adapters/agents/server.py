@@ -184,9 +184,13 @@ class AgentServer:
             self._ended.popitem(last=False)
 
     async def serve(
-        self, method: str, path: str, headers: Mapping[str, str], content: bytes,
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        content: bytes,
         keep_alive: Callable[[], Awaitable] | None = None,
-    ) -> Served:  # fmt: skip
+    ) -> Served:
         """Answer a request, whichever way it came.
 
         Args:
@@ -206,9 +210,11 @@ class AgentServer:
                 return Served(200, JSON, json.dumps(listed))
             if method != "POST" or name not in ENDPOINTS:
                 raise ApiError(
-                    404, f"{method} /v1/{name:.100} is not served. Expected /v1/chat/completions, /v1/responses, "
-                    "/v1/messages or /v1/models.", "unknown_url",
-                )  # fmt: skip
+                    404,
+                    f"{method} /v1/{name:.100} is not served. Expected /v1/chat/completions, /v1/responses, "
+                    "/v1/messages or /v1/models.",
+                    "unknown_url",
+                )
             body = read_body(content)
             known, fixed = session.with_known_model(body)
             read = await session.in_order(functools.partial(read_request, endpoint, known, session))
@@ -257,9 +263,11 @@ class AgentServer:
         if any(key in self._ended for key in keys):
             raise ApiError(429, "The rollout is over. Expected no further request.", "rollout_over")
         raise ApiError(
-            401, "The key is of no rollout. Expected the one that the agent was given: as the API key, as the header "
-            "X-Session-ID, or in the path.", "invalid_api_key",
-        )  # fmt: skip
+            401,
+            "The key is of no rollout. Expected the one that the agent was given: as the API key, as the header "
+            "X-Session-ID, or in the path.",
+            "invalid_api_key",
+        )
 
     def _session_of(self, path: str, headers: Mapping[str, str]) -> AgentSession:
         """The rollout of a request. Raises `ApiError`."""

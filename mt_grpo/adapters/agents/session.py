@@ -84,9 +84,14 @@ class AgentSession(RolloutSession):
             return await asyncio.to_thread(read)
 
     def ask(
-        self, request: ModelRequest, body: dict[str, Any], is_retry: bool = False, idempotency_key: str | None = None,
-        reward: float | None = None, rewarded: str | None = None,
-    ) -> Asked:  # fmt: skip
+        self,
+        request: ModelRequest,
+        body: dict[str, Any],
+        is_retry: bool = False,
+        idempotency_key: str | None = None,
+        reward: float | None = None,
+        rewarded: str | None = None,
+    ) -> Asked:
         """Begin to sample the answers to a request, or join what a retry asks for again.
 
         Equal requests are samples of their own: votes, branches of a search, sub-agents. Only a client that says so
@@ -234,9 +239,10 @@ class AgentSession(RolloutSession):
             self._last.overlaps(each) for each in list(self._asked) if each.trained and each is not self._last
         ):
             raise refuse(
-                "reward", "several answers were open at the same time, and the reward may belong to each of them. "
+                "reward",
+                "several answers were open at the same time, and the reward may belong to each of them. "
                 "Say which: client.reward(value, answer=response), or its id; of a request with n, choice=k, too.",
-            )  # fmt: skip
+            )
         else:
             number = self._last.numbers[0]
         self._add_reward(number, value)
@@ -287,8 +293,9 @@ class AgentSession(RolloutSession):
             name = self.env.agent.name
             tell_once(
                 f"{name}: a request was refused with {error.status}. {text} Of such refusals this is the first; all "
-                "are in the rollout's log, as `refused`.", f"{name} {error.status} {error.code} {kind}",
-            )  # fmt: skip
+                "are in the rollout's log, as `refused`.",
+                f"{name} {error.status} {error.code} {kind}",
+            )
 
     def with_known_model(self, body: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
         """A request's body in which another model is what `agent_other_models` makes of it, and a fixed answer.
@@ -300,14 +307,18 @@ class AgentSession(RolloutSession):
             return body, None
         if choice == "refused":
             raise ApiError(
-                404, f"The model {model!r:.100} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to "
-                "be trained on. Set agent_other_models to answer for other models, too.", "model_not_found", "model",
-            )  # fmt: skip
+                404,
+                f"The model {model!r:.100} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to "
+                "be trained on. Set agent_other_models to answer for other models, too.",
+                "model_not_found",
+                "model",
+            )
         name = self.env.agent.name
         tell_once(
             f"{name}: the model {model!r:.100} was asked for. By agent_other_models: {choice} nothing of its answers "
-            f"is trained; the model that is trained is {POLICY!r}.", f"{name} model {model:.100}",
-        )  # fmt: skip
+            f"is trained; the model that is trained is {POLICY!r}.",
+            f"{name} model {model:.100}",
+        )
         return {**body, "model": FROZEN}, self.env.other_text if choice == "text" else None
 
     @property
@@ -382,8 +393,22 @@ class AgentSession(RolloutSession):
         async def one(number: int) -> Answer:
             turn = await self._sample(request, prompt_ids, len(fresh))
             answer = self._answer(request, turn, prompt_ids, number)
-            self.chains.add(Completion(number, request.messages, prompt_ids, turn, parent, said,
-                                       fresh if parent else None, len(fresh), asked, request, [], answer))  # fmt: skip
+            self.chains.add(
+                Completion(
+                    number,
+                    request.messages,
+                    prompt_ids,
+                    turn,
+                    parent,
+                    said,
+                    fresh if parent else None,
+                    len(fresh),
+                    asked,
+                    request,
+                    [],
+                    answer,
+                )
+            )
             return answer
 
         sampling = [asyncio.ensure_future(one(number)) for number in asked.numbers]
@@ -442,9 +467,17 @@ class AgentSession(RolloutSession):
         opening, closing = self.format.thinking
         thinking = thinking.strip().removeprefix(opening.strip()).removesuffix(closing.strip()).strip()
         return Answer(
-            number, text.strip() if thinking or written else text, written, thinking, reason, len(prompt_ids),
-            len(turn.token_ids), int(time.time()), stop, self.name,
-        )  # fmt: skip
+            number,
+            text.strip() if thinking or written else text,
+            written,
+            thinking,
+            reason,
+            len(prompt_ids),
+            len(turn.token_ids),
+            int(time.time()),
+            stop,
+            self.name,
+        )
 
     # -- what the model reads --
 

@@ -95,9 +95,13 @@ class GymEnvironment:
             messages=[] if over else [{"role": "user", "content": self.shown}],
             stop=over,
             reward=self.rewards[-1] + (0.0 if over else leaving),
-            info={"action": plain(action), "terminated": self.terminated, "truncated": self.truncated,
-                  "gym": plain(info)},
-        )  # fmt: skip
+            info={
+                "action": plain(action),
+                "terminated": self.terminated,
+                "truncated": self.truncated,
+                "gym": plain(info),
+            },
+        )
 
     async def state_key(self) -> str:
         """What is seen, for `gigpo`."""
@@ -180,9 +184,13 @@ def load_gym_environment(script_args: Any, args: Any) -> type[GymEnvironment]:
         raise ValueError(f"gym_text: {script_args.gym_text!r} is no subclass of mt_grpo.adapters.gym.text.GymText.")
     name = script_args.gym_env.rpartition(":")[2].rpartition("/")[2]
     cls = gym_environment(
-        make, name, text_class, script_args.gym_actions or (), script_args.gym_unfinished_reward,
+        make,
+        name,
+        text_class,
+        script_args.gym_actions or (),
+        script_args.gym_unfinished_reward,
         args.max_env_steps + 1,
-    )  # fmt: skip
+    )
     check_game(cls, script_args.gym_env, args.environment_timeout)
     return cls
 
@@ -235,8 +243,11 @@ def check_game(cls: type[GymEnvironment], reference: str, timeout: float) -> Non
     if longest is not None and longest > cls.most_turns:
         logger.warning(
             "%s has up to %d steps, and the conversation %d turns. Set max_env_steps to %d to play it to its end.",
-            reference, longest, cls.most_turns, longest - 1,
-        )  # fmt: skip
+            reference,
+            longest,
+            cls.most_turns,
+            longest - 1,
+        )
 
 
 def closed(episode: GymEnvironment) -> None:

@@ -34,8 +34,10 @@ class GymText:
         self.env = env
         space, written = env.action_space, {name.strip().casefold() for name in actions} - {""}
         if actions and (not isinstance(space, spaces.Discrete) or len(actions) != space.n):
-            raise ValueError(f"gym_actions has {len(actions)} names, and the action space is {space}. Expected a name "
-                             "for each action of a Discrete space.")  # fmt: skip
+            raise ValueError(
+                f"gym_actions has {len(actions)} names, and the action space is {space}. Expected a name "
+                "for each action of a Discrete space."
+            )
         if len(written) != len(actions) or any(tag in name for name in written for tag in (OPEN, CLOSE)):
             raise ValueError(f"gym_actions is {list(actions)}. Expected names that differ by more than their case.")
         self.actions = {name.strip(): int(space.start) + i for i, name in enumerate(actions)} if actions else {}

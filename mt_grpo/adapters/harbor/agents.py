@@ -86,9 +86,14 @@ class TaskSession(AgentSession):
     """
 
     def ask(
-        self, request: ModelRequest, body: dict[str, Any], is_retry: bool = False, idempotency_key: str | None = None,
-        reward: float | None = None, rewarded: str | None = None,
-    ) -> Asked:  # fmt: skip
+        self,
+        request: ModelRequest,
+        body: dict[str, Any],
+        is_retry: bool = False,
+        idempotency_key: str | None = None,
+        reward: float | None = None,
+        rewarded: str | None = None,
+    ) -> Asked:
         """As of an agent. Raises `ApiError` for a reward."""
         if reward is not None:
             raise refuse("X-Turn-Reward", "the tests of the task give the rewards. Remove it.")

@@ -83,9 +83,14 @@ class Commands:
         self.running: set[subprocess.Popen] = set()
 
     def run(
-        self, words: Sequence[str], env: dict[str, str] | None, given: bytes, seconds: float, whole: bool = False,
+        self,
+        words: Sequence[str],
+        env: dict[str, str] | None,
+        given: bytes,
+        seconds: float,
+        whole: bool = False,
         most: float = OUTPUT_BYTES,
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         """What comes of a command.
 
         Args:

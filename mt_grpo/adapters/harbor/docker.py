@@ -152,9 +152,14 @@ class DockerSandbox:
         return self._exec(script, command, env, seconds, archive, as_root=True)
 
     def _exec(
-        self, script: str, command: Sequence[str], env: dict[str, str], seconds: float, given: bytes = b"",
+        self,
+        script: str,
+        command: Sequence[str],
+        env: dict[str, str],
+        seconds: float,
+        given: bytes = b"",
         as_root: bool = False,
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         """What comes of a script in the container, which says `BEGUN`. Too long: everything there is killed."""
         words = ["docker", "exec", "--interactive", *(["--user", "0"] if as_root else [])]
         words += [word for name, value in env.items() for word in ("--env", f"{name}={value}")]

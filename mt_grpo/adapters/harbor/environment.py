@@ -348,8 +348,9 @@ def check_namespaces(shown: Sequence[str] = (), program: str = "") -> type[Names
     if problem and not program and not try_sandbox(BubblewrapSandbox)[0]:
         logger.warning(
             "Task folders run by bubblewrap (bwrap): this machine allows no namespaces of the trainer's own (%s). "
-            "Their files are on the disk, and harbor_storage_mb bounds each of them alone.", problem,
-        )  # fmt: skip
+            "Their files are on the disk, and harbor_storage_mb bounds each of them alone.",
+            problem,
+        )
         return BubblewrapSandbox
     if problem:
         raise ValueError(

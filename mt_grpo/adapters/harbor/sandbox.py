@@ -182,9 +182,14 @@ class NamespaceSandbox:
         try:
             # No parent-death signal: it would come when the thread ends that starts this. The pipe's end ends it.
             holder = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"PATH": PATH},
-                start_new_session=True, cwd="/",
-            )  # fmt: skip
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env={"PATH": PATH},
+                start_new_session=True,
+                cwd="/",
+            )
         except OSError as error:
             raise SandboxError(error_line(error)) from error
         wait_for(holder, b"ready\n")
@@ -239,9 +244,14 @@ class NamespaceSandbox:
             words = [*self._entering("--net"), sys.executable, "-I", "-S", "-c", LISTEN, str(theirs.fileno())]
             try:
                 said = subprocess.run(
-                    words, env={"PATH": PATH}, stdin=subprocess.DEVNULL, capture_output=True, timeout=START_SECONDS,
-                    pass_fds=[theirs.fileno()], cwd="/",
-                )  # fmt: skip
+                    words,
+                    env={"PATH": PATH},
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    timeout=START_SECONDS,
+                    pass_fds=[theirs.fileno()],
+                    cwd="/",
+                )
             except (OSError, subprocess.SubprocessError) as error:
                 raise SandboxError(f"nothing can listen in it: {error_line(error)}") from error
             if said.returncode:
@@ -270,10 +280,18 @@ class NamespaceSandbox:
         return self._run(script, command, env, seconds, archive, first=first, alone=True)
 
     def _run(
-        self, script: str, command: Sequence[str], env: dict[str, str], seconds: float, given: bytes = b"",
-        first: Sequence[str] = (), whole: bool = False, alone: bool = False, secrets: dict[str, str] | None = None,
+        self,
+        script: str,
+        command: Sequence[str],
+        env: dict[str, str],
+        seconds: float,
+        given: bytes = b"",
+        first: Sequence[str] = (),
+        whole: bool = False,
+        alone: bool = False,
+        secrets: dict[str, str] | None = None,
         beginning: Sequence[str] | None = None,
-    ) -> Outcome:  # fmt: skip
+    ) -> Outcome:
         """What comes of a command in the namespaces.
 
         Args:
@@ -356,7 +374,7 @@ def no_nested_namespaces(kind: Callable[..., NamespaceSandbox], as_user: bool) -
             "Tests of task folders run programs of the policy's with all that the tests may, also by $AS_AGENT: this "
             "machine allows them no namespaces of users (%s). Such a program can write the reward.",
             outcome.text(200).strip() or outcome.why,
-        )  # fmt: skip
+        )
     return outcome.code != 0
 
 

@@ -207,12 +207,18 @@ def read_steps(folder: Path, root: TomlTable) -> tuple[TaskStep, ...]:
         of_step = folder / "steps" / name
         own = of_step / "tests"
         check_tests(folder, own if (own / "test.sh").is_file() else folder / "tests", own)
-        steps.append(TaskStep(
-            name, of_step, text_of(of_step / "instruction.md", folder), {**env, **table.table("verifier").env()},
-            table.table("agent").number("timeout_sec") or agent_seconds,
-            table.table("verifier").number("timeout_sec") or verifier_seconds or VERIFIER_SECONDS,
-            read_min_reward(table), table.healthcheck(),
-        ))  # fmt: skip
+        steps.append(
+            TaskStep(
+                name,
+                of_step,
+                text_of(of_step / "instruction.md", folder),
+                {**env, **table.table("verifier").env()},
+                table.table("agent").number("timeout_sec") or agent_seconds,
+                table.table("verifier").number("timeout_sec") or verifier_seconds or VERIFIER_SECONDS,
+                read_min_reward(table),
+                table.healthcheck(),
+            )
+        )
         if setup := steps[-1].setup:
             check_script(setup / "setup.sh", folder, needed=False)
     return tuple(steps)

@@ -107,11 +107,13 @@ def one_form(entry: Any, where: str) -> dict[str, Any] | None:
         headers["Authorization"] = "Bearer " + fill(made["auth_token"], f"{where}: auth_token", {}, plain=True)
     made = {
         "type": "stdio" if "command" in entry else TYPES[form],
-        "only": None if only is None or "*" in only else list(only), "without": left_out,
+        "only": None if only is None or "*" in only else list(only),
+        "without": left_out,
         **{name: fill(made[name], f"{where}: {name}", own) for name in ("command", "cwd", "url") if made.get(name)},
-        "args": [fill(str(each), f"{where}: args", own) for each in made.get("args") or []], "env": own,
+        "args": [fill(str(each), f"{where}: args", own) for each in made.get("args") or []],
+        "env": own,
         "headers": headers,
-    }  # fmt: skip
+    }
     return made
 
 
@@ -156,10 +158,13 @@ def fill(text: str, where: str, own: dict[str, str], plain: bool = False) -> str
     """
     folder = os.getcwd()
     known: dict[str, Callable[[], str]] = {
-        "userHome": lambda: os.path.expanduser("~"), "workspaceFolder": lambda: folder, "cwd": lambda: folder,
-        "workspaceFolderBasename": lambda: os.path.basename(folder), "pathSeparator": lambda: os.sep,
+        "userHome": lambda: os.path.expanduser("~"),
+        "workspaceFolder": lambda: folder,
+        "cwd": lambda: folder,
+        "workspaceFolderBasename": lambda: os.path.basename(folder),
+        "pathSeparator": lambda: os.sep,
         "/": lambda: os.sep,
-    }  # fmt: skip
+    }
 
     def value(found: re.Match) -> str:
         name, _, default = (found[1] or found[2]).partition(":-")

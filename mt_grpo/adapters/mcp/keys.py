@@ -45,6 +45,9 @@ class McpHouse(House):
             from mt_grpo.adapters.mcp.tools import load_mcp_tools
         most, side = truncation(script_args)
         return load_mcp_tools(
-            script_args.mcp_config_file, script_args.mcp_tools, script_args.mcp_start_timeout,
-            script_args.mcp_max_concurrent_calls, lambda text: cut_characters(text, most, side),
-        )  # fmt: skip
+            script_args.mcp_config_file,
+            script_args.mcp_tools,
+            script_args.mcp_start_timeout,
+            script_args.mcp_max_concurrent_calls,
+            lambda text: cut_characters(text, most, side),
+        )

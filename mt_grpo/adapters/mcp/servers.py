@@ -173,9 +173,14 @@ class McpServer:
             # The commands of this Python's own environment first, as where it is activated.
             env = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
             env |= entry["env"]
-            yield process_of(StdioServerParameters(
-                command=entry["command"], args=entry["args"], env=env, cwd=entry.get("cwd"),
-            ))  # fmt: skip
+            yield process_of(
+                StdioServerParameters(
+                    command=entry["command"],
+                    args=entry["args"],
+                    env=env,
+                    cwd=entry.get("cwd"),
+                )
+            )
             return
         headers = entry["headers"]
         if kind == "sse":

@@ -86,8 +86,11 @@ def load_mcp_tools(
     Raises:
         ValueError: A file of another form, a server that does not start, two tools of one name, an unknown name.
     """
-    found = [(server, tool) for server, tools in start_servers(path, "mcp_config_file", start_timeout, concurrency)
-             for tool in tools]  # fmt: skip
+    found = [
+        (server, tool)
+        for server, tools in start_servers(path, "mcp_config_file", start_timeout, concurrency)
+        for tool in tools
+    ]
     known = {name for server, tool in found for name in (tool.name, f"{server.name}:{tool.name}")}
     if unknown := [name for name in selection or [] if name not in known]:
         offered = ", ".join(f"{server.name}:{tool.name}" for server, tool in found) or "none"

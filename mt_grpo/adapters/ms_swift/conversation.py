@@ -169,14 +169,17 @@ class SchedulerConversation:
             raise SchedulerFailure(f"The row's {error}") from error
         messages, images = row_images(messages, row, session)
         request = protocol.RolloutInferRequest(
-            messages=copy.deepcopy(messages), images=images, tools=tools, uuid=rollout.environment.request_id,
+            messages=copy.deepcopy(messages),
+            images=images,
+            tools=tools,
+            uuid=rollout.environment.request_id,
             data_dict={**columns, **(row.get("data_dict") or {})} if self.passes_dataset else {},
             **{kind: row[kind] for kind in ("audios", "videos") if row.get(kind)},
-        )  # fmt: skip
+        )
         first, key = copy.deepcopy(request), request.uuid
         config = protocol.RequestConfig(
             max_tokens=self.max_completion_length, stop=list(self.stop_words), n=1, logprobs=True, return_details=True
-        )  # fmt: skip
+        )
         self.engine.sessions[key] = session
         try:
             outputs, are_split = await self.watched(session, rollout, scheduler, request, config)
@@ -255,11 +258,14 @@ class SchedulerConversation:
         choice, infos = output.response.choices[0], output.rollout_infos
         ids = output.response_token_ids or [list(choice.token_ids or [])]
         return {
-            "messages": conversation_of(output, request, plain), "finish_reason": choice.finish_reason,
-            "is_truncated": choice.finish_reason == "length", "rollout_infos": dict(infos),
-            "multi_turn_infos": dict(infos), "response_token_ids": ids,
+            "messages": conversation_of(output, request, plain),
+            "finish_reason": choice.finish_reason,
+            "is_truncated": choice.finish_reason == "length",
+            "rollout_infos": dict(infos),
+            "multi_turn_infos": dict(infos),
+            "response_token_ids": ids,
             **({"images": infos["images"]} if infos.get("images") is not None else {}),
-        }  # fmt: skip
+        }
 
     def why_it_ended(self, session: SchedulerSession) -> StopReason:
         """The reason of a conversation that had room left."""

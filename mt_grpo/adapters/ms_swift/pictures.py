@@ -115,8 +115,10 @@ def with_pictures_of(messages: list[Message], shown: list[Picture]) -> list[Mess
     following = iter(shown)
     return [
         {**message, "content": re.sub(TAG, lambda _: mark_of(next(following)), message["content"])}
-        if num_tags(message) else message for message in messages
-    ]  # fmt: skip
+        if num_tags(message)
+        else message
+        for message in messages
+    ]
 
 
 def without_quoted_tags(messages: list[Message], surplus: int) -> list[Message]:
@@ -145,9 +147,10 @@ def parts_as_tags(messages: list[Any]) -> tuple[list[Any], list[Any]]:
     found: list[Any] = []
     return [
         {**message, "content": [tag_of(part, found) for part in message["content"]]}
-        if isinstance(message, dict) and isinstance(message.get("content"), list) else message
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        else message
         for message in messages
-    ], found  # fmt: skip
+    ], found
 
 
 def tag_of(part: Any, found: list[Any]) -> Any:

@@ -54,11 +54,14 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
     kwargs = {key: value for key, value in given.items() if value is not None}
     check_scheduler(cls, name)
     settings = {
-        "scheduler_class": cls, "scheduler_kwargs": kwargs,
+        "scheduler_class": cls,
+        "scheduler_kwargs": kwargs,
         "loss": read_loss_scale(script_args.loss_scale, registry("loss_scale_map")),
-        "length_scope": script_args.completion_length_limit_scope, "max_model_calls": script_args.max_model_calls,
-        "passes_dataset": script_args.vllm_server_pass_dataset, "stop_words": script_args.stop_words or [],
-    }  # fmt: skip
+        "length_scope": script_args.completion_length_limit_scope,
+        "max_model_calls": script_args.max_model_calls,
+        "passes_dataset": script_args.vllm_server_pass_dataset,
+        "stop_words": script_args.stop_words or [],
+    }
     kind = PlayedConversation if plays else ScheduledConversation
     rewards = [as_reward(each, script_args, args) for each in script_args.reward_funcs or []]
     environment = type(script_args.gym_env or name, (kind,), {"outcome_reward_funcs": rewards})
@@ -198,15 +201,20 @@ def nothing(conversation: ScheduledConversation | None) -> dict[str, Any]:
     messages = list(conversation.row.get("prompt") or []) if conversation else []
     infos: dict[str, Any] = {}
     return {
-        "messages": [*messages, {"role": "assistant", "content": ""}], "finish_reason": "length",
-        "is_truncated": True, "rollout_infos": infos, "multi_turn_infos": infos, "response_token_ids": [],
-    }  # fmt: skip
+        "messages": [*messages, {"role": "assistant", "content": ""}],
+        "finish_reason": "length",
+        "is_truncated": True,
+        "rollout_infos": infos,
+        "multi_turn_infos": infos,
+        "response_token_ids": [],
+    }
 
 
 def prompt_id(conversation: ScheduledConversation) -> str:
     """The same for all conversations of a prompt. Its images are part of it."""
     if images := images_of(conversation.row):
-        text = json.dumps([conversation.row.get("prompt") or conversation.row.get("messages"), images],
-                          default=image_or_str)  # fmt: skip
+        text = json.dumps(
+            [conversation.row.get("prompt") or conversation.row.get("messages"), images], default=image_or_str
+        )
         return hashlib.sha256(text.encode()).hexdigest()
     return repr(conversation.row.get("prompt") or sorted(conversation.row.items(), key=lambda item: item[0]))

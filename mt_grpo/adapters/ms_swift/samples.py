@@ -181,9 +181,14 @@ def revise(sample: Sample, text: str, same_message: bool, written: Any, context:
             return
         logprobs, mask = sample.turn.logprobs, sample.turn.mask
         sample.turn = dataclasses.replace(
-            sample.turn, token_ids=ids[:kept], logprobs=logprobs and logprobs[:kept], mask=mask and mask[:kept],
-            text=written.text(ids[:kept]), calls=[], answer=None,
-        )  # fmt: skip
+            sample.turn,
+            token_ids=ids[:kept],
+            logprobs=logprobs and logprobs[:kept],
+            mask=mask and mask[:kept],
+            text=written.text(ids[:kept]),
+            calls=[],
+            answer=None,
+        )
         sample.bare = sample.text = sample.start + sample.turn.text
         sample.tail = []
         put_behind(sample, text, written, context)
@@ -199,9 +204,14 @@ def put_behind(sample: Sample, text: str, written: Any, context: float) -> None:
 
 
 def keep(
-    sample: Sample, text: str, ids: list[int], mask: list[int], logprobs: list[float] | None, written: Any,
+    sample: Sample,
+    text: str,
+    ids: list[int],
+    mask: list[int],
+    logprobs: list[float] | None,
+    written: Any,
     context: float,
-) -> None:  # fmt: skip
+) -> None:
     """Have a response's message end with these ids. Raises `SchedulerFailure` where one of mask 1 was not sampled.
 
     Args:

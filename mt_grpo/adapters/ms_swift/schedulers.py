@@ -54,8 +54,9 @@ class RolloutScheduler:
         response = await self.infer_engine.infer_async(infer_request, request_config, **kwargs)
         infer_request.messages.append({"role": "assistant", "content": response.choices[0].message.content})
         ids = [list(response.choices[0].token_ids)]
-        return RolloutOutput(response=response, messages=infer_request.messages, response_token_ids=ids,
-                             rollout_infos={"num_turns": 1})  # fmt: skip
+        return RolloutOutput(
+            response=response, messages=infer_request.messages, response_token_ids=ids, rollout_infos={"num_turns": 1}
+        )
 
     # Helpers of 4.6, for a `run` of one's own.
 
@@ -72,9 +73,13 @@ class RolloutScheduler:
         return ids, [1] * len(ids), logprobs_of(response_choice)
 
     def get_response_token_data(
-        self, infer_request: Any, response_choice: Any, is_continuation: bool = False,
-        response_token_ids: list[int] | None = None, response_loss_mask: list[int] | None = None,
-    ) -> tuple[list[int], list[int]]:  # fmt: skip
+        self,
+        infer_request: Any,
+        response_choice: Any,
+        is_continuation: bool = False,
+        response_token_ids: list[int] | None = None,
+        response_loss_mask: list[int] | None = None,
+    ) -> tuple[list[int], list[int]]:
         """(ids, mask) of a response, or of what the scheduler has for it."""
         ids = list(response_choice.token_ids or []) if response_token_ids is None else list(response_token_ids)
         return ids, [1] * len(ids) if response_loss_mask is None else list(response_loss_mask)
@@ -183,10 +188,14 @@ class ThinkingModelTipsScheduler(MathTipsMultiTurnScheduler):
             response = await self.infer_engine.infer_async(request, request_config, **kwargs)
             choice = response.choices[0]
             request.messages.append({"role": "assistant", "content": choice.message.content})
-            outputs.append(RolloutOutput(
-                response=response, messages=copy.deepcopy(request.messages), rollout_infos={"num_turns": turn},
-                response_token_ids=list(choice.token_ids),
-            ))  # fmt: skip
+            outputs.append(
+                RolloutOutput(
+                    response=response,
+                    messages=copy.deepcopy(request.messages),
+                    rollout_infos={"num_turns": turn},
+                    response_token_ids=list(choice.token_ids),
+                )
+            )
             if self.check_finished(request, choice, turn):
                 return outputs
             request.messages[-1]["content"] = without_thinking(choice.message.content)

@@ -49,9 +49,16 @@ class Reading(NamedTuple):
 
 
 def read_request(
-    request: Any, samples: list[Sample], env: Any, written: Any, tokenizer: PreTrainedTokenizerBase,
-    plain: Callable[[list[int]], str], prompt: list[Message], context: float, shown: list[Picture] | None,
-) -> Reading:  # fmt: skip
+    request: Any,
+    samples: list[Sample],
+    env: Any,
+    written: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    plain: Callable[[list[int]], str],
+    prompt: list[Message],
+    context: float,
+    shown: list[Picture] | None,
+) -> Reading:
     """What the model reads for a request.
 
     An end of turn that was sampled is read where messages follow. Where the message goes on instead, it is not: a
@@ -180,8 +187,17 @@ class SchedulerSession(RolloutSession):
     async def _infer(self, request: Any, config: Any) -> Any:
         try:
             shown = await self.images.of(request)
-            reading = read_request(request, self.samples, self.env, self.format, self.tokenizer, self.plain,
-                                   self.prompt, self.context, shown)  # fmt: skip
+            reading = read_request(
+                request,
+                self.samples,
+                self.env,
+                self.format,
+                self.tokenizer,
+                self.plain,
+                self.prompt,
+                self.context,
+                shown,
+            )
         except SchedulerFailure:
             raise
         except Exception as error:  # whatever the scheduler or a chat template made of it
@@ -237,8 +253,11 @@ class SchedulerSession(RolloutSession):
             for group in groups
         ]
         is_masked = any(each.masked for group in groups for each in group)
-        return {"response_token_ids": ids, "response_loss_mask": masks if is_masked else [],
-                "rollout_logprobs": logprobs}  # fmt: skip
+        return {
+            "response_token_ids": ids,
+            "response_loss_mask": masks if is_masked else [],
+            "rollout_logprobs": logprobs,
+        }
 
     def so_far(self) -> list[Any]:
         """All that was sampled, as an output: for a scheduler that did not end when its room was spent."""
@@ -296,8 +315,23 @@ class SchedulerSession(RolloutSession):
         start, said = said_before(reading.messages), going.said if going else []
         is_cut = going is not None and going.kept < len(going.parent.turn.token_ids)
         text = start + turn.text
-        sample = Sample(number, reading.messages, prompt_ids, turn, parent, said, reading.fresh, num_new,
-                        key, reading.tools, start, is_cut, reading.behind, text, text)  # fmt: skip
+        sample = Sample(
+            number,
+            reading.messages,
+            prompt_ids,
+            turn,
+            parent,
+            said,
+            reading.fresh,
+            num_new,
+            key,
+            reading.tools,
+            start,
+            is_cut,
+            reading.behind,
+            text,
+            text,
+        )
         bisect.insort(self.samples, sample, key=lambda each: each.number)
         return self._response(request, prompt_ids, turn, key)
 
@@ -320,15 +354,19 @@ class SchedulerSession(RolloutSession):
             protocol.ChatCompletionMessageToolCall(
                 protocol.Function(call.name, json.dumps(call.arguments, ensure_ascii=False)), id=call_id(k)
             )
-            for k, call in enumerate(turn.calls if turn else []) if not call.error
-        ]  # fmt: skip
+            for k, call in enumerate(turn.calls if turn else [])
+            if not call.error
+        ]
         logprobs = turn.logprobs if turn else []
         content = None if logprobs is None else {"content": [{"logprob": value} for value in logprobs]}
         message = protocol.ChatMessage("assistant", turn.text if turn else "", tool_calls=calls or None)
         choice = protocol.ChatCompletionResponseChoice(
-            index=0, message=message,
-            finish_reason=turn.finish_reason if turn else "length", logprobs=content, token_ids=ids,
-        )  # fmt: skip
+            index=0,
+            message=message,
+            finish_reason=turn.finish_reason if turn else "length",
+            logprobs=content,
+            token_ids=ids,
+        )
         choice.sample_key, choice.is_over = key, turn is None
         usage = protocol.UsageInfo(len(prompt_ids), len(ids), len(prompt_ids) + len(ids))
         return protocol.ChatCompletionResponse(

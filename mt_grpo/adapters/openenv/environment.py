@@ -70,9 +70,12 @@ class OpenEnvEnvironment:
         arguments_of_reset(cls.reset_arguments, row.get("seed"), row.get("episode_id"), row.get("reset_kwargs"))
 
     async def reset(
-        self, seed: int | None = None, episode_id: str | None = None, reset_kwargs: dict[str, Any] | None = None,
+        self,
+        seed: int | None = None,
+        episode_id: str | None = None,
+        reset_kwargs: dict[str, Any] | None = None,
         **row: Any,
-    ) -> str | list[Any]:  # fmt: skip
+    ) -> str | list[Any]:
         """Open a session and begin. Rollouts of a row with `seed` begin alike, as far as the server keeps to it."""
         given = arguments_of_reset(self.reset_arguments, seed, episode_id, reset_kwargs)
         step = await on_openenv_loop(self._begin(given))

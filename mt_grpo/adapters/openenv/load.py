@@ -90,11 +90,14 @@ def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnviron
     if places < min(conversations, conversations if most is None else most * len(servers)):
         logger.warning(few_sessions(found, conversations))
     settings = {
-        "servers": tuple(servers), "reset_arguments": defaults, "most_turns": args.max_env_steps + 1,
-        "unfinished_reward": script_args.openenv_unfinished_reward, "most_conversations": places,
+        "servers": tuple(servers),
+        "reset_arguments": defaults,
+        "most_turns": args.max_env_steps + 1,
+        "unfinished_reward": script_args.openenv_unfinished_reward,
+        "most_conversations": places,
         "seconds_for_a_session": args.environment_timeout / 2,
         "text": text_of(text_class, found[0].described, script_args.openenv_images),
-    }  # fmt: skip
+    }
     return environment_of(found[0], settings)
 
 
@@ -125,9 +128,10 @@ def environment_of(found: Asked, settings: dict[str, Any]) -> type[OpenEnvEnviro
         if not schema:
             logger.warning(f"{url} lists the tool {tool_name!r} without a schema: the model reads of no arguments.")
         described = {
-            "name": tool_name, "description": tool.get("description") or f"{tool_name} of {name}.",
+            "name": tool_name,
+            "description": tool.get("description") or f"{tool_name} of {name}.",
             "parameters": {"type": "object", "properties": {}, **schema} if isinstance(schema, dict) else schema,
-        }  # fmt: skip
+        }
         try:
             methods[tool_name] = as_method(tool_name, described, call_of)
         except ValueError as error:

@@ -125,8 +125,10 @@ def row_kwargs(row: dict[str, Any]) -> tuple[dict[str, dict], dict[str, Any], li
         for key in ("tools_kwargs", "interaction_kwargs", "tool_selection")
     )
     for name, value, kind in (
-        ("tools_kwargs", tools, dict), ("interaction_kwargs", interaction, dict), ("tool_selection", selection, list)
-    ):  # fmt: skip
+        ("tools_kwargs", tools, dict),
+        ("interaction_kwargs", interaction, dict),
+        ("tool_selection", selection, list),
+    ):
         if value is not None and not isinstance(value, kind):
             raise ValueError(f"{name} is {type(value).__name__}, expected a {kind.__name__}.")
     tools = {name: {} if given is None else given for name, given in (tools or {}).items()}
@@ -267,9 +269,9 @@ class VerlEnvironment:
         name = self.interaction_of(interaction_kwargs) if self.interactions else None
         if name is not None:
             interaction, own_id = self.interactions[name], self.agent_data.request_id
-            given = await interaction.start_interaction(own_id, **with_given(
-                interaction.start_interaction, interaction_kwargs, {}
-            ))  # fmt: skip
+            given = await interaction.start_interaction(
+                own_id, **with_given(interaction.start_interaction, interaction_kwargs, {})
+            )
             self._interaction, self._interaction_id = interaction, given or own_id
         return said
 

@@ -47,9 +47,13 @@ def load_verl_conversation(script_args: Any, base: type, tools: str | None, inte
     found_interactions = load_interactions(interactions) if interactions else {}
     names = [*verl_tools, *found_interactions]
     environment = environment_class(
-        names[0] if len(names) == 1 else "tools", verl_tools, found_interactions,
-        lifecycle=lifecycle, most_characters=most, truncate_side=side,
-    )  # fmt: skip
+        names[0] if len(names) == 1 else "tools",
+        verl_tools,
+        found_interactions,
+        lifecycle=lifecycle,
+        most_characters=most,
+        truncate_side=side,
+    )
     can_fork = vars(found).get("can_fork", False)  # what cannot be copied are the tools, or the environment
     return type("VerlConversation", (VerlConversation, found), {"can_fork": can_fork}), environment
 

@@ -25,9 +25,13 @@ def perform_single_search_batch(
 ) -> tuple[str, dict[str, Any]]:
     """(JSON with what was found as text, metrics) for queries. What fails is told in the text; nothing is raised."""
     metrics: dict[str, Any] = {
-        "query_count": len(query_list), "queries": query_list, "status": "api_error", "total_results": 0,
-        "api_request_error": None, "formatted_result": None,
-    }  # fmt: skip
+        "query_count": len(query_list),
+        "queries": query_list,
+        "status": "api_error",
+        "total_results": 0,
+        "api_request_error": None,
+        "formatted_result": None,
+    }
     with concurrent_semaphore or contextlib.nullcontext():
         answer, error = call_search_api(retrieval_service_url, query_list, topk, timeout=timeout)
     if error:

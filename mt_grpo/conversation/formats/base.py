@@ -148,9 +148,12 @@ class ChatFormat:
     def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
         """Arguments of `apply_chat_template`, which gives ids, for messages that the model answers next."""
         return {
-            "conversation": messages, "add_generation_prompt": True, "tokenize": True, "return_dict": False,
+            "conversation": messages,
+            "add_generation_prompt": True,
+            "tokenize": True,
+            "return_dict": False,
             **self.chat_template_kwargs,
-        }  # fmt: skip
+        }
 
     @functools.cached_property
     def arguments(self) -> Callable[[dict], Any]:

@@ -228,12 +228,14 @@ def without_titles(schema: Any) -> Any:
         return schema
     data, named = ("const", "default", "enum", "examples"), ("properties", "$defs")
     return {
-        key: part if key in data
-        else {name: without_titles(each) for name, each in part.items()} if key in named
+        key: part
+        if key in data
+        else {name: without_titles(each) for name, each in part.items()}
+        if key in named
         else without_titles(part)
         for key, part in schema.items()
         if key != "title"
-    }  # fmt: skip
+    }
 
 
 def without_modules(text: str) -> str:
