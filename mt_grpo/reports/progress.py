@@ -15,7 +15,6 @@ from typing import Any
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
 from mt_grpo.reports.rollout_log import write_rows
-from mt_grpo.run.trainer import ResumableTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ class ProgressLine(TrainerCallback):
     QUIET_SECONDS = 60.0
     TERMINAL_SECONDS = 1.0
 
-    def __init__(self, trainer: ResumableTrainer):
+    def __init__(self, trainer: Any):
         self.trainer, self.step_began, self.printed = trainer, 0.0, 0.0
         self.steps: list[float] = []  # seconds of each
         self.new_steps = 0  # since the last line
@@ -182,7 +181,7 @@ def steps_per_batch(args: Any) -> int:
     return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
 
 
-def what_it_does(trainer: ResumableTrainer) -> str:
+def what_it_does(trainer: Any) -> str:
     """What the run is doing, as far as rank 0 can tell."""
     if trainer.weight_sync is not None and trainer.weight_sync.pushed is None:
         return "sync of the weights"

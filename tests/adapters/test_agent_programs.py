@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -489,23 +490,52 @@ def test_a_verifiers_taskset_by_its_command_line(python, tmp_path):
     assert rollout.turns[0].observation == "1 and x y"
 
 
-@tries
-@slow
-@pytest.mark.parametrize("word", ["ai sdk", "crewai", "dspy", "langchain"])
-def test_a_recipe_trains_a_program(packages, python, hermes_model, tmp_path, quiet, word):
-    """A step by the command line's way, whatever the model says."""
+SMOL = """
+import json, os, sys
+from smolagents import CodeAgent, OpenAIServerModel
+from smolagents.utils import AgentError
+
+row = json.loads(sys.stdin.read())
+model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+try:
+    said = CodeAgent([], model, max_steps=3, verbosity_level=0).run(row["question"])
+except AgentError:
+    said = ""
+print(json.dumps({"reward": float(str(said).strip() == row["answer"])}))
+"""
+FILES = {
+    "crewai": CREW, "dspy": DSPY, "langchain": SUMMARY, "mini-swe-agent": MINI, "qwen-agent": QWEN, "smolagents": SMOL,
+}  # fmt: skip
+BLOCKS = {"curl": "curl --silent"}  # what a block of the page is known by, where not by the same words
+
+
+def command_of(word, packages, python, tmp_path, monkeypatch):
+    """What starts a program on a row."""
     if word == "ai sdk":
         (packages / "agent.mjs").write_text(SDK)
-        command = f"node {packages}/agent.mjs default whole"
-    else:
-        (tmp_path / "agent.py").write_text({"crewai": CREW, "dspy": DSPY, "langchain": SUMMARY}[word])
-        command = f"{python(word)} {tmp_path}/agent.py" + " policy" * (word == "langchain")
+        return f"node {packages}/agent.mjs default whole"
+    if word in FILES:
+        (tmp_path / "agent.py").write_text(FILES[word])
+        interpreter = sys.executable if word == "smolagents" else python(word)
+        return f"{interpreter} {tmp_path}/agent.py" + " policy" * (word == "langchain")
+    return by_shell(tmp_path, monkeypatch, packages, qwen_code() if word == "qwen" else block(BLOCKS.get(word, word)))
+
+
+@tries
+@slow
+@pytest.mark.parametrize("word", ["ai sdk", "codex exec", "pi --provider", "qwen", "curl", *FILES])
+def test_a_recipe_trains_a_program(packages, python, hermes_model, tmp_path, quiet, monkeypatch, word):
+    """A step by the command line's way, whatever the model says."""
+    model = tmp_path / "model"  # the same with a context for prompts of 9,000 tokens
+    shutil.copytree(hermes_model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32_768}))
     recipe = {
-        **RECIPE, "model_name_or_path": hermes_model, "agent": None, "dataset_size": 4, "num_generations": 4,
-        "agent_command": command, "agent_timeout": 300, "output_dir": str(tmp_path / "run"),
-        "per_device_train_batch_size": 4, "max_steps": 1, "dtype": "float32", "report_to": "none",
-        "gradient_checkpointing": False, "save_strategy": "no", "logging_steps": 1, "max_completion_length": 256,
-        "max_model_calls": 3,
+        **RECIPE, "model_name_or_path": str(model), "agent": None, "dataset_size": 4, "num_generations": 4,
+        "agent_command": command_of(word, packages, python, tmp_path, monkeypatch), "agent_timeout": 300,
+        "output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 4, "max_steps": 1, "dtype": "float32",
+        "report_to": "none", "gradient_checkpointing": False, "save_strategy": "no", "logging_steps": 1,
+        "max_completion_length": 4096, "max_turn_tokens": 48, "max_model_calls": 3,
     }  # fmt: skip
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))

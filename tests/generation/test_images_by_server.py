@@ -354,11 +354,11 @@ def test_later_checks_of_a_push_begin_with_the_image_too(client):
     shown = 1 + max(place for place, token in enumerate(ids) if is_picture(token))
     sync = WeightSync(None, None, None, None, ids, check_every=1)
     windows = []
-    for sync.num_syncs in range(6):
+    for sync.num_syncs in range(8):
         windows.append(sync._window())
     assert all(window[:shown] == ids[:shown] for window in windows)
     text = ids[shown:]  # what closes the image, and the prompt
-    assert [window[shown:] for window in windows] == [text[32 * (k % 5) : 32 * (k % 5) + 32] for k in range(6)]
+    assert [window[shown:] for window in windows] == [text[24 * (k % 7) : 24 * (k % 7) + 24] for k in range(8)]
 
 
 def test_a_load_that_fails_forgets_images_too(client, monkeypatch):

@@ -581,18 +581,18 @@ def test_each_weight_of_a_server_must_change_by_a_push_of_others(pushing, monkey
 
 
 def test_a_server_that_was_checked_reads_some_ids_at_a_time(pushing):
-    """The whole prompt at its first push, and where one joins; later 32 ids of it, the next ones each time."""
+    """The whole prompt at its first push, and where one joins; later 24 ids of it, the next ones each time."""
     push, pool, sync = pushing
     sync._probe_ids, asked, sync.check_every = list(range(100)), [], 10
     sync._probe_logprobs = lambda norm_scale=1.0, ids=(): torch.zeros(len(ids) - 1 if ids else 0)
     pool.scores = lambda ids: asked.append(ids) or {0: [[0.0] * (len(ids) - 1)]}
-    for step in range(40):
+    for step in range(50):
         push(f"v-{step}")
-    windows = list(range(32, 64)), list(range(64, 96)), list(range(32))
+    windows = list(range(24, 48)), list(range(48, 72)), list(range(72, 96)), list(range(24))
     assert asked == [list(range(100)), *windows]
     pool.servers[1].version = "of another process"
-    push("v-40")
-    assert asked[4:] == [list(range(100))]
+    push("v-50")
+    assert asked[5:] == [list(range(100))]
 
 
 @pytest.mark.parametrize("of_whole, refused", [(5e-4, False), (2e-3, True)])
@@ -603,7 +603,7 @@ def test_a_few_ids_that_are_far_apart_are_no_error_where_the_prompt_is_not(pushi
     sync._probe_logprobs = lambda norm_scale=1.0, ids=(): torch.zeros(len(ids) - 1 if ids else 0)
     pool.scores = lambda ids: {n: [[0.0] * (len(ids) - 1)] for n in pool.joined or (0, 1, 2)}
     push("v-0")
-    pool.scores = lambda ids: {n: [[2e-3 if len(ids) == 32 else of_whole] * (len(ids) - 1)] for n in pool.joined}
+    pool.scores = lambda ids: {n: [[2e-3 if len(ids) == 24 else of_whole] * (len(ids) - 1)] for n in pool.joined}
     if refused:
         with pytest.raises(ServerError, match="disagree: mean difference of logprobs 2.00e-03"):
             push("v-1")
