@@ -689,7 +689,7 @@ def test_the_answer_of_an_engine_with_one_worker_is_understood_too(by_executor, 
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
+@pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["all weights", "LoRA"])
 def test_weights_that_fsdp2_shards_reach_the_server(lora, port, tmp_path, monkeypatch):
     """Two processes, of which none has a whole weight. The second step's push fails half-way, and is repeated."""
     monkeypatch.setenv("FAULT", "server lost")

@@ -1549,8 +1549,8 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
 @pytest.mark.parametrize("call, arguments", [
     (3, []),
     (6, ["--gradient_accumulation_steps", "2", "--steps_per_generation", "1"]),
-    (6, ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_dataset_size", "2", "--per_device_eval_batch_size",
-         "8"]),
+    pytest.param(6, ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_dataset_size", "2",
+                     "--per_device_eval_batch_size", "8"], marks=pytest.mark.slow),
     (3, ["--dataset_size", "2", "--save_only_model", "true"]),
 ], ids=["rewards", "second-micro-batch", "second-batch-of-an-evaluation", "first-batch-of-an-epoch"])  # fmt: skip
 def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arguments):

@@ -210,7 +210,7 @@ def test_admission_refills_from_what_is_in_flight(server, tmp_path):  # noqa: F8
 
 
 @needs_vllm
-@pytest.mark.parametrize("limit", [0, 2])
+@pytest.mark.parametrize("limit", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_batch_of_two_passes_counts_once_for_the_bound(server, tmp_path, limit):  # noqa: F811
     """`wait`: batches are trained twice each, in the order in which they were begun, also behind a stop in between."""
 
@@ -259,7 +259,7 @@ def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(server, tmp_
 
 
 @needs_vllm
-@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+@pytest.mark.parametrize("late_groups", [pytest.param("wait", marks=pytest.mark.slow), "admit"])
 def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):  # noqa: F811
     """It is sampled from the current weights. What is in flight is trained later, and is asked for once."""
 
