@@ -57,6 +57,8 @@ def why_config_merges(config: Any) -> str | None:
     "init_lora_weights='pissa' changes the model's own weights"
     >>> why_config_merges(LoraConfig(r=1024))
     'its rank is 1024, and vLLM takes 512 at most'
+    >>> why_config_merges(LoraConfig(target_parameters={"experts.up", "experts.down"}))
+    "its configuration has target_parameters=['experts.down', 'experts.up']"
     """
     if type(config) is not LoraConfig:
         return f"it is a {type(config).__name__}"
@@ -68,7 +70,7 @@ def why_config_merges(config: Any) -> str | None:
     for field in dataclasses.fields(LoraConfig):
         value = getattr(config, field.name)
         if field.name not in ENGINE_READS and value != getattr(plain, field.name):
-            return f"its configuration has {field.name}={value!r}"
+            return f"its configuration has {field.name}={sorted(value) if isinstance(value, set) else value!r}"
     return None
 
 
