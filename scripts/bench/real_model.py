@@ -4,7 +4,7 @@
     python scripts/build/squad_search.py runs/squad --source FOLDER        # or from the Hub
     python scripts/bench/real_model.py                                     # what is missing; then the report
     python scripts/bench/real_model.py --methods mt_grpo mt_grpo,beta=0.04 --seeds 0
-    python scripts/bench/real_model.py --methods mt_grpo,use_peft=true,learning_rate=3e-4 --seeds 0
+    python scripts/bench/real_model.py --methods mt_grpo,use_peft=true,lora_dropout=0,learning_rate=3e-4 --seeds 0
     python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --steps 60 --only_print    # the next report has it
     python scripts/bench/real_model.py --report
 
