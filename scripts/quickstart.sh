@@ -22,7 +22,8 @@ if [[ "${1:-}" == smollm2 ]]; then
     [[ -d runs/SmolLM2-135M-Instruct ]] || .venv/bin/python scripts/build/smollm2.py runs/SmolLM2-135M-Instruct
     titles=(Normans "Computational complexity theory" "Southern California") # what docs/real_model.md was measured with
     [[ -f runs/squad/test.jsonl ]] ||
-        .venv/bin/python scripts/build/squad_search.py runs/squad --titles "${titles[@]}" ${SQUAD:+--source "$SQUAD"}
+        .venv/bin/python scripts/build/squad_search.py runs/squad --sentences 1 --titles "${titles[@]}" \
+            ${SQUAD:+--source "$SQUAD"}
     exec .venv/bin/python scripts/bench/real_model.py --only_print --methods mt_grpo --seeds 0 "${@:2}"
 fi
 

@@ -28,7 +28,8 @@ the backend. They are read at every call:
   `{"result": [[{"document": {"contents": "title\\ntext"}, "score": s}]]}`.
 
 A result holds whole passages in the order of their rank, as many as fit into `MAX_RESULT_CHARS`. The last one is cut
-where that leaves a useful part of it, the others are left out: more passages never push a better one out.
+where that leaves a useful part of it, the others are left out: more passages never push a better one out. A title may
+be empty.
 
 Protects against: search syntax in a query (local), overlong results (`MAX_RESULT_CHARS`) and queries
 (`MAX_QUERY_CHARS`), servers that are busy (429 and 5xx are retried), that hang before their answer or between two
@@ -110,7 +111,7 @@ def wiki_search(query: str) -> str:
         query: A few words that name what you look for, for example Norman conquest of England
 
     Returns:
-        The best matching passages, each with its title.
+        The best matching passages, each with its title where it has one.
     """
     query = _clean_query(query)
     backends = {"local": _search_local, "mediawiki": _search_mediawiki, "retrieval": _search_retrieval}
@@ -143,10 +144,17 @@ def _topk() -> int:
 
 
 def _format(passages: list[tuple[str, str]]) -> str:
-    """Numbers the (title, text) pairs and joins them, best first, while they fit into MAX_RESULT_CHARS."""
+    """Numbers the (title, text) pairs and joins them, best first, while they fit into MAX_RESULT_CHARS.
+
+    One that is alone and has no title stands as it is: a number would be one more thing to copy.
+
+    >>> _format([("Normans", "Rollo led.")]), _format([("", "Rollo led.")]), _format([("", "One."), ("Two", "2")])
+    ('[1] Normans\\nRollo led.', 'Rollo led.', '[1] One.\\n\\n[2] Two\\n2')
+    """
     result = ""
     for i, (title, text) in enumerate(passages, 1):
-        block = f"[{i}] {title}\n{text}".strip()
+        mark = f"[{i}] " if title or len(passages) > 1 else ""
+        block = f"{mark}{title}\n{text}".strip() if title else mark + text
         separator = "\n\n" if result else ""
         room = MAX_RESULT_CHARS - len(result) - len(separator)
         if len(block) > room and result and room < MIN_CUT_CHARS:

@@ -403,7 +403,11 @@ def train(
     place = [] if core is None else ["taskset", "-c", str(core)]
     command = [*place, sys.executable, "mt_grpo_trainer.py", "--config", recipe, "--output_dir", str(output)]
     command += ["--disable_tqdm", "true", *map(str, options)]
-    said = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    said: dict[str, Any] = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    # Of a study that is killed no run stays behind, which would hold the folder: it saves itself. Linux tells it
+    # when the thread that made it ends.
+    main = threading.current_thread() is threading.main_thread()
+    said["preexec_fn"] = end_with_parent if main else None
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, **said) as process:
         try:
             output_of_it, _ = process.communicate()

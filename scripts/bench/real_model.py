@@ -1,7 +1,7 @@
 """The study of a real language model: SmolLM2-135M learns to search SQuAD's passages, by several credit assignments.
 
     python scripts/build/smollm2.py runs/SmolLM2-135M-Instruct
-    python scripts/build/squad_search.py runs/squad --source FOLDER        # or from the Hub
+    python scripts/build/squad_search.py runs/squad --sentences 1 --source FOLDER     # or from the Hub
     python scripts/bench/real_model.py                                     # what is missing; then the report
     python scripts/bench/real_model.py --methods mt_grpo mt_grpo,beta=0.04 --seeds 0
     python scripts/bench/real_model.py --methods mt_grpo,use_peft=true,lora_dropout=0,learning_rate=3e-4 --seeds 0
@@ -51,7 +51,8 @@ RECIPE = "hf_recipes/SmolLM2/squad-search.yaml"
 MODEL = "runs/SmolLM2-135M-Instruct"
 DATA = "runs/squad"
 READ = (RECIPE, "hf_recipes/SmolLM2/examples/search.yaml", "rewards/squad_reward.py", "tools/wiki_search.py",
-        f"{DATA}/train.jsonl", f"{DATA}/test.jsonl", f"{DATA}/corpus.jsonl")  # fmt: skip
+        f"{DATA}/train.jsonl", f"{DATA}/test.jsonl", f"{DATA}/corpus.jsonl",
+        f"{DATA}/passages.jsonl")  # fmt: skip
 METHODS, SEEDS = ("outcome", "mt_grpo"), (0, 1, 2)
 RUNS = Path("runs/real_model")
 NUM_PROBLEMS, SAMPLES = 100, 1  # held out; samples of each
@@ -201,7 +202,7 @@ def merged(trained: Path) -> Path:
 def perplexity(model: str | Path) -> float:
     """exp of the mean negative logprob of a token of the first passages, each read by itself.
 
-    They are English of Wikipedia. A run reads them as results of searches, and trains none of their tokens.
+    They are English of Wikipedia. A run reads their sentences as results of searches, and trains none of their tokens.
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -209,7 +210,7 @@ def perplexity(model: str | Path) -> float:
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     total = count = 0.0
-    with open(f"{DATA}/corpus.jsonl", encoding="utf-8") as lines, torch.no_grad():
+    with open(f"{DATA}/passages.jsonl", encoding="utf-8") as lines, torch.no_grad():
         for _, line in zip(range(NUM_PASSAGES), lines):
             ids = torch.tensor([tokenizer(json.loads(line)["text"]).input_ids])
             total += network(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)

@@ -2,14 +2,17 @@
 
     python scripts/build/squad_search.py runs/squad                        # from the Hub: rajpurkar/squad_v2
     python scripts/build/squad_search.py runs/squad --source FOLDER        # of corpus.jsonl and qa.jsonl
+    python scripts/build/squad_search.py runs/squad --sentences 1          # each sentence is a passage, without title
     python scripts/build/squad_search.py runs/squad --articles 20          # the first so many articles
     python scripts/build/squad_search.py runs/squad --titles Normans "Southern California"
 
 Writes into the folder:
 - `corpus.jsonl`: a passage per line, with `id`, `title` and `text`, for `WIKI_SEARCH_CORPUS` of tools/wiki_search.py;
+  with `--sentences N` each N sentences that follow each other, without a title: a small model reads a short text, and
+  takes the title for the answer where there is one (docs/real_model.md). Then `passages.jsonl` has the whole ones;
 - `train.jsonl` and `test.jsonl`: a question per line, with `question`, `answer` (as TriviaQA has it) and `passage`,
-  the id of the passage that was asked about where the source says so. The split is by a hash of the question: one in
-  five is held out, whatever else is in the data.
+  the id of the whole passage that was asked about where the source says so. The split is by a hash of the question:
+  one in five is held out, whatever else is in the data.
 
 A folder has rows of `id`, `title`, `text`, and of `question`, `answer` (`{"value": ..., "aliases": [...]}`).
 SQuAD 2.0 (Rajpurkar, Jia and Liang 2018) is under CC BY-SA 4.0; what is written here is too.
@@ -17,6 +20,7 @@ SQuAD 2.0 (Rajpurkar, Jia and Liang 2018) is under CC BY-SA 4.0; what is written
 
 import argparse
 import json
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Iterator
@@ -30,6 +34,8 @@ from mt_grpo.recipe.data import json_lines
 
 HUB_DATASET = "rajpurkar/squad_v2"
 HELD_OUT = 5  # one question in so many
+# Behind a mark with two small letters, digits or closing signs before it: "St. Louis" and "U.S. Army" stay whole.
+END_OF_SENTENCE = re.compile(r"""(?<=[a-z0-9)"\]]{2}[.?!])\s+(?=[A-Z"(])""")
 
 Row = dict[str, Any]
 
@@ -101,6 +107,24 @@ def of_titles(passages: list[Row], questions: list[Row], titles: list[str]) -> t
     ]
 
 
+def of_sentences(passages: list[Row], count: int) -> list[Row]:
+    """Each `count` sentences of a passage that follow each other, all of a shorter one. They have no title.
+
+    >>> passage = {"id": "Normans-0", "title": "Normans", "text": "Rollo led. They came by St. Malo. He was paid."}
+    >>> [row["text"] for row in of_sentences([passage], 1)]
+    ['Rollo led.', 'They came by St. Malo.', 'He was paid.']
+    >>> of_sentences([passage], 2)[1]
+    {'id': 'Normans-0.1', 'title': '', 'text': 'They came by St. Malo. He was paid.'}
+    """
+    parts = []
+    for passage in passages:
+        sentences = END_OF_SENTENCE.split(passage["text"])
+        for k in range(max(1, len(sentences) - count + 1)):
+            text = " ".join(sentences[k : k + count])
+            parts.append({"id": f"{passage['id']}.{k}", "title": "", "text": text})
+    return parts
+
+
 def write_lines(path: Path, rows: list[Row]) -> None:
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
@@ -109,6 +133,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path, help="a folder, which may be new")
     parser.add_argument("--source", type=Path, help="a folder with corpus.jsonl and qa.jsonl; default: the Hub")
+    parser.add_argument("--sentences", type=int, help="a passage is so many sentences; default: it is whole")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--articles", type=int, help="the first so many; default: all")
     which.add_argument("--titles", nargs="+", help="these articles")
@@ -124,9 +149,16 @@ def main(argv: list[str] | None = None) -> None:
             passages, questions = of_titles(passages, questions, args.titles)
         if not questions:
             raise ValueError("There is no question. Expected at least one; --articles takes the first so many.")
+        if args.sentences is not None:
+            if args.sentences < 1:
+                raise ValueError(f"--sentences is {args.sentences}, expected 1 or more.")
+            searched = of_sentences(passages, args.sentences)
     except ValueError as error:
         sys.exit(f"error: {error}")
     args.output_dir.mkdir(parents=True, exist_ok=True)
+    if args.sentences is not None:
+        write_lines(args.output_dir / "passages.jsonl", passages)
+        passages = searched
     write_lines(args.output_dir / "corpus.jsonl", passages)
     unique = list({row["question"]: row for row in questions}.values())
     for split in ("train", "test"):

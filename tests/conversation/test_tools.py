@@ -937,7 +937,7 @@ def test_long_answer_is_cut(wiki, server):
         ('"Rollo"\nA ruler.', "[1] Rollo\nA ruler."),
         ('""Weird Al" Yankovic"\nA singer.', '[1] "Weird Al" Yankovic\nA singer.'),
         ('"Weird Al" Yankovic\nA singer.', '[1] "Weird Al" Yankovic\nA singer.'),
-        ("A passage without a title.", "[1] \nA passage without a title."),
+        ("A passage without a title.", "A passage without a title."),
     ],
 )
 def test_title_of_retrieved_contents(wiki, server, contents, result):

