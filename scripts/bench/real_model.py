@@ -57,7 +57,7 @@ METHODS, SEEDS = ("outcome", "mt_grpo"), (0, 1, 2)
 RUNS = Path("runs/real_model")
 NUM_PROBLEMS, SAMPLES = 100, 1  # held out; samples of each
 SHOWN = 5  # conversations that the results keep
-EXCERPT = 67  # characters of a result that the report has
+EXCERPT = 48  # characters of a result that the report has; half of a short one
 NUM_PASSAGES = 40  # whose perplexity is taken
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
 SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
@@ -508,16 +508,18 @@ def main(argv: list[str] | None = None) -> None:
 def excerpts(found: Any) -> Any:
     """A copy whose conversations have only the beginnings of results: the passages are SQuAD's, under CC BY-SA 4.0.
 
-    >>> excerpts({"role": "user", "content": "<result>\\n[1] Normans\\n" + 90 * "x" + "\\n</result>"})["content"][-24:]
-    'xxxxxxxxxx ...\\n</result>'
+    >>> cut = excerpts({"role": "user", "content": "<result>\\nRollo led them.\\n</result>"})
+    >>> cut["content"], excerpts(cut) == cut
+    ('<result>\\nRollo l ...\\n</result>', True)
     """
     if isinstance(found, list):
         return [excerpts(each) for each in found]
     if not isinstance(found, dict):
         return found
-    text = found.get("content")
-    if isinstance(text, str) and text.startswith("<result>") and len(text) > EXCERPT:
-        return {**found, "content": f"{text[:EXCERPT]} ...\n</result>"}
+    text, end = found.get("content"), " ...\n</result>"
+    if isinstance(text, str) and text.startswith("<result>\n") and not text.endswith(end):
+        result = text.removeprefix("<result>\n").removesuffix("\n</result>")
+        return {**found, "content": f"<result>\n{result[: min(EXCERPT, len(result) // 2)]}{end}"}
     return {key: excerpts(value) for key, value in found.items()}
 
 

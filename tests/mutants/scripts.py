@@ -370,6 +370,20 @@ MUTATIONS = [
         "tests/scripts/test_scripts.py::test_who_did_not_search_did_not_find",
     ),
     Mutation(
+        "studies: one that is killed leaves its run behind",
+        "scripts/bench/common.py",
+        'said["preexec_fn"] = end_with_parent if main else None',
+        'said["preexec_fn"] = None',
+        "tests/scripts/test_bench_real_model.py::test_a_study_that_is_killed_leaves_no_run_behind",
+    ),
+    Mutation(
+        "SQuAD: sentences keep the title",
+        "scripts/build/squad_search.py",
+        '"title": "", ',
+        '"title": passage["title"], ',
+        "tests/samples/test_squad.py::test_sentences_are_passages_without_a_title",
+    ),
+    Mutation(
         "SQuAD: the split depends on the order",
         "scripts/build/squad_search.py",
         "zlib.crc32(question.encode()) % HELD_OUT == 0",

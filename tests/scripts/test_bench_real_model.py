@@ -1,6 +1,9 @@
 """The report of the study of the real model, from made-up results."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -325,12 +328,15 @@ def test_texts_for_people_change_no_result(tmp_path):
     assert bench.meaning(tool) != one
 
 
+@pytest.mark.timeout(120)
 def test_a_study_that_is_killed_leaves_no_run_behind(tmp_path):
     """The run is told to stop, so that it saves itself: else it holds the folder while the study goes on elsewhere."""
-    (tmp_path / "python").write_text(
-        "#!/bin/sh\n" f"trap 'echo told > {tmp_path}/told; exit 0' TERM\n" f"echo $$ > {tmp_path}/begun\n"
-        "while :; do sleep 0.05; done\n"
-    )  # fmt: skip
+    script = f"""#!/bin/sh
+trap 'echo told > {tmp_path}/told; exit 0' TERM
+echo $$ > {tmp_path}/number && mv {tmp_path}/number {tmp_path}/begun
+while :; do sleep 0.05; done
+"""
+    (tmp_path / "python").write_text(script)
     (tmp_path / "python").chmod(0o755)
     program = (
         "import sys; sys.path[0] = 'scripts'; from pathlib import Path; from bench.common import train\n"
@@ -342,5 +348,9 @@ def test_a_study_that_is_killed_leaves_no_run_behind(tmp_path):
             assert study.poll() is None
             time.sleep(0.05)
         study.kill()
-    while not (tmp_path / "told").is_file():
-        time.sleep(0.05)
+    try:
+        while not (tmp_path / "told").is_file():
+            time.sleep(0.05)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int((tmp_path / "begun").read_text()), signal.SIGKILL)
