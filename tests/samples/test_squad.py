@@ -83,41 +83,59 @@ def test_rows_and_corpus_of_a_folder(tmp_path, capsys):
     assert (tmp_path / "again/test.jsonl").read_bytes() == (tmp_path / "out/test.jsonl").read_bytes()
 
 
-def test_sentences_are_passages_without_a_title(tmp_path, monkeypatch):
+PASSAGES = [
+    {
+        "id": "Normans-0",
+        "title": "Normans",
+        "text": "Rollo led. They came by St. Malo in 911.  He was paid (well). He stayed!",
+    },
+    {"id": "Rome-0", "title": "Rome", "text": "It burnt."},
+]
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder of two passages and a question."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    question = {"question": "Who led?", "answer": {"value": "Rollo", "aliases": []}, "id": "Normans-0"}
+    for name, rows in (("corpus", PASSAGES), ("qa", [question])):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_sentences_are_passages_without_a_title(source, tmp_path, monkeypatch):
     """The whole passages stand beside them, and the questions are the same."""
-    folder = data_file("squad/qa.jsonl").parent
     for name, options in (("whole", ()), ("one", ("--sentences", "1")), ("two", ("--sentences", "2"))):
-        squad_search.main([str(tmp_path / name), "--source", str(folder), *options])
+        squad_search.main([str(tmp_path / name), "--source", source, *options])
     whole, one, two, passages = (
         [json.loads(line) for line in (tmp_path / path).read_text().splitlines()]
         for path in ("whole/corpus.jsonl", "one/corpus.jsonl", "two/corpus.jsonl", "one/passages.jsonl")
     )
-    assert passages == whole and not (tmp_path / "whole/passages.jsonl").exists()
-    parts = {passage["id"]: [] for passage in whole}
-    for row in one:
-        assert row.keys() == {"id", "title", "text"} and row["title"] == ""
-        identity, _, number = row["id"].rpartition(".")
-        assert len(parts[identity]) == int(number)
-        parts[identity].append(row["text"])
-    assert len(one) > 400 and all(
-        " ".join(parts[passage["id"]]).split() == passage["text"].split() for passage in whole
-    )
-    pairs = {row["id"]: row["text"] for row in two}
-    for identity, texts in parts.items():
-        last = max(1, len(texts) - 1)
-        assert [pairs.pop(f"{identity}.{k}") for k in range(last)] == [" ".join(texts[k : k + 2]) for k in range(last)]
-    assert not pairs
-    assert (tmp_path / "one/test.jsonl").read_bytes() == (tmp_path / "whole/test.jsonl").read_bytes()
+    assert passages == whole == PASSAGES and not (tmp_path / "whole/passages.jsonl").exists()
+    texts = ["Rollo led.", "They came by St. Malo in 911.", "He was paid (well).", "He stayed!"]
+    assert one == [
+        *({"id": f"Normans-0.{k}", "title": "", "text": text} for k, text in enumerate(texts)),
+        {"id": "Rome-0.0", "title": "", "text": "It burnt."},
+    ]
+    assert two == [
+        *({"id": f"Normans-0.{k}", "title": "", "text": " ".join(texts[k : k + 2])} for k in range(3)),
+        {"id": "Rome-0.0", "title": "", "text": "It burnt."},
+    ]
+    for split in ("train", "test"):
+        assert (tmp_path / f"one/{split}.jsonl").read_bytes() == (tmp_path / f"whole/{split}.jsonl").read_bytes()
     monkeypatch.setenv("WIKI_SEARCH_CORPUS", str(tmp_path / "one/corpus.jsonl"))
-    asked = whole[0]["text"].split(".")[0]
-    assert wiki_search(asked) in parts[whole[0]["id"]]  # as it stands, without a number
+    assert wiki_search("Who led?") == "Rollo led."  # as it stands, without a number
+    monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
+    assert wiki_search("Who led and stayed?") in (
+        "[1] Rollo led.\n\n[2] He stayed!",
+        "[1] He stayed!\n\n[2] Rollo led.",
+    )
 
 
-def test_a_passage_has_at_least_a_sentence(tmp_path):
+def test_a_passage_has_at_least_a_sentence(source, tmp_path):
     with pytest.raises(SystemExit, match="error: --sentences is 0, expected 1 or more"):
-        squad_search.main(
-            [str(tmp_path / "out"), "--sentences", "0", "--source", str(data_file("squad/qa.jsonl").parent)]
-        )
+        squad_search.main([str(tmp_path / "out"), "--sentences", "0", "--source", source])
     assert not (tmp_path / "out").exists()
 
 
