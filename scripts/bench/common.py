@@ -37,6 +37,11 @@ def end_with_parent(by: int = signal.SIGTERM) -> None:
         ctypes.CDLL(None).prctl(1, by)  # PR_SET_PDEATHSIG
 
 
+def ends_with_this() -> Callable[[], None] | None:
+    """The `preexec_fn` of a child that ends with this process. None in a thread: Linux tells when that one ends."""
+    return end_with_parent if threading.current_thread() is threading.main_thread() else None
+
+
 # Flags and variables of a server that computes in its engine's process. vLLM's default on a CPU is a worker process
 # beside it. Both look for messages of each other in a loop that does not sleep, for a second after each request: 16
 # conversations of 8 requests took 10.4 CPU seconds, and 3.8 in one process. vLLM takes `uni` on a CPU only where it is
@@ -103,8 +108,6 @@ class VLLMServer:
         env = {**os.environ, "HF_HUB_OFFLINE": "1", **added, **self.env}
         if self.cores:
             command = ["taskset", "-c", ",".join(map(str, sorted(self.cores))), *command]
-        # Linux tells the child when the thread that made it ends, not only the process.
-        main = threading.current_thread() is threading.main_thread()
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
                 command,
@@ -112,7 +115,7 @@ class VLLMServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=end_with_parent if main else None,
+                preexec_fn=ends_with_this(),
             )
         return self
 
@@ -404,10 +407,8 @@ def train(
     command = [*place, sys.executable, "mt_grpo_trainer.py", "--config", recipe, "--output_dir", str(output)]
     command += ["--disable_tqdm", "true", *map(str, options)]
     said: dict[str, Any] = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    # Of a study that is killed no run stays behind, which would hold the folder: it saves itself. Linux tells it
-    # when the thread that made it ends.
-    main = threading.current_thread() is threading.main_thread()
-    said["preexec_fn"] = end_with_parent if main else None
+    # Of a study that is killed no run stays behind, which would hold the folder: it saves itself.
+    said["preexec_fn"] = ends_with_this()
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, **said) as process:
         try:
             output_of_it, _ = process.communicate()

@@ -372,7 +372,7 @@ MUTATIONS = [
     Mutation(
         "studies: one that is killed leaves its run behind",
         "scripts/bench/common.py",
-        'said["preexec_fn"] = end_with_parent if main else None',
+        'said["preexec_fn"] = ends_with_this()',
         'said["preexec_fn"] = None',
         "tests/scripts/test_bench_real_model.py::test_a_study_that_is_killed_leaves_no_run_behind",
     ),
