@@ -1,6 +1,26 @@
-"""The errors of a generation server, and how an error reads."""
+"""The errors of a generation server, how an error reads, and what is told once."""
 
 from __future__ import annotations
+
+import logging
+
+logger = logging.getLogger(__name__)
+
+MOST_TOLD = 1000  # lines: what they are about comes from programs, which may send anything
+_told: set[str] = set()
+
+
+def tell_once(text: str, about: str | None = None) -> None:
+    """Log a line, once per process: a program sends the same parameters with each request.
+
+    Args:
+        text: The line.
+        about: What it is about: of lines about the same only the first is logged. None: about what it says.
+    """
+    about = about or text
+    if about not in _told and len(_told) < MOST_TOLD:
+        _told.add(about)
+        logger.warning(text)
 
 
 def error_line(error: BaseException) -> str:

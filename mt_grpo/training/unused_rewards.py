@@ -122,5 +122,6 @@ class RewardUse:
         return (
             f"Reward {name}: none of the {given} numbers that it gave moves an advantage with {self.setting}. What it "
             "rewards is not trained so. Where it stays so (credit/frac_rewards_unused; numbers that are compared with "
-            f"no other count, too), choose another credit_assignment, {move}or set its weight to 0."
+            "no other count, too, and those of rollouts without an outcome: give these one, 0 will do), choose "
+            f"another credit_assignment, {move}or set its weight to 0."
         )

@@ -2,6 +2,7 @@
 
     python scripts/bench/step.py                  # all shapes; docs/results/step.json and the section of docs/speed.md
     python scripts/bench/step.py --short          # smaller, about 10 minutes; runs/bench_step_short.json
+    python scripts/bench/step.py --shapes real    # only this one, into the results that are there
     python scripts/bench/step.py --profile 20     # where the trainer's own seconds go, shape by shape
     python scripts/bench/step.py --growth         # only how a step grows with the prompt; the picture
     python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/results/step.json
@@ -26,7 +27,7 @@ What is fair here, in both directions:
 - Both have two reward functions of the same arithmetic; a turn function gives one number per turn here, and one per
   rollout to TRL. Both log at every step; rollouts.jsonl (`log_rollouts: 16`, the default) is in our time only.
 
-The shape `generation` is the whole step: TRL's trainer with `tools=` against the trainer here with `tool_format:
+The shapes with generation are the whole step: TRL's trainer with `tools=` against the trainer here with `tool_format:
 hermes`, the same model, prompts, tool and reward function. Both generate with `transformers` in this process, twice: a
 turn with a call, which runs, and the answer. `generate` computes as ever. What it samples is forced to ids that were
 chosen before, as many in each turn, so that both sides sample, read and train on equally many tokens.
@@ -91,6 +92,8 @@ SHAPES: dict[str, dict[str, Any]] = {
              "goal": 2.5, "pairs": 2, "short": None},
     "generation": {"title": "with generation", "rollouts": 64, "tokens": 80, "pairs": 8, "generates": True,
                    "warm_up": 2, "settle": 1, "short": {"pairs": 4}},
+    "real_generation": {"title": "135M with generation", "rollouts": 8, "tokens": 90, "prompt": 330, "model": "135M",
+                        "rows": 4, "pairs": 2, "generates": True, "short": None},
 }  # fmt: skip
 
 # How a step grows: the median of three steps of each side, by the rollouts of a prompt and by the length of a prompt.
@@ -129,11 +132,8 @@ def make_canned(shape: Shape, seed: int = 0) -> list[Conversation]:
     conversations = []
     for row in make_arithmetic(shape["rollouts"] // shape["G"], seed):
         prompt = env.with_system_prompt([{"role": "user", "content": row["question"]}])
-        filler = shape["prompt"] - len(env.prompt_ids(prompt, tokenizer))
-        if filler > 0:  # examples, schemas: what stands before a question
-            text = " ".join(f"{rng.randint(2, 99)} + {rng.randint(2, 99)}" for _ in range(filler))
-            text = tokenizer.decode(tokenizer(text)["input_ids"][:filler])
-            prompt[-1]["content"] = f"{text} {prompt[-1]['content']}"
+        before = make_filler(rng, tokenizer, shape["prompt"] - len(env.prompt_ids(prompt, tokenizer)))
+        prompt[-1]["content"] = f"{before} {prompt[-1]['content']}".strip()
         for _ in range(shape["G"]):
             num_turns = rng.choice((2, 3))
             length = draw_length(rng, shape, first=not conversations) // num_turns
@@ -141,6 +141,12 @@ def make_canned(shape: Shape, seed: int = 0) -> list[Conversation]:
             ids = env.prompt_ids(prompt, tokenizer)
             conversations.append({"prompt": prompt, "prompt_ids": ids, "turns": turns, "answer": row["answer"]})
     return conversations
+
+
+def make_filler(rng: random.Random, tokenizer: Any, tokens: int) -> str:
+    """Sums of so many tokens, as many as examples and schemas would be before a question; none: an empty text."""
+    text = " ".join(f"{rng.randint(2, 99)} + {rng.randint(2, 99)}" for _ in range(tokens))
+    return tokenizer.decode(tokenizer(text)["input_ids"][: max(0, tokens)])
 
 
 def draw_length(rng: random.Random, shape: Shape, first: bool) -> int:
@@ -164,7 +170,8 @@ def make_forced(shape: Shape, seed: int = 0) -> list[Conversation]:
     rng, tokenizer, conversations = random.Random(seed), AutoTokenizer.from_pretrained(HERMES_MODEL), []
     for row in make_arithmetic(shape["rollouts"] // shape["G"], seed):
         system = {"role": "system", "content": "Use the calculator, then answer."}
-        prompt = [system, {"role": "user", "content": row["question"]}]
+        before = make_filler(rng, tokenizer, shape["prompt"])
+        prompt = [system, {"role": "user", "content": f"{before} {row['question']}".strip()}]
         for _ in range(shape["G"]):
             expression = f"{rng.randint(2, 99)} * {rng.randint(2, 99)}"
             call = json.dumps({"name": "calculator", "arguments": {"expression": expression}})
@@ -744,8 +751,8 @@ def section(results: dict[str, Any]) -> str:
     """The section of docs/speed.md: one row per shape."""
     where, threads = results["machine"], results["threads"]
     lines = [
-        "**The step**, against TRL's `GRPOTrainer` on the same conversations, without generation but for the row that "
-        "says so (there TRL's has `tools=`, and both sample in their process). *Times as fast*: TRL's seconds over "
+        "**The step**, against TRL's `GRPOTrainer` on the same conversations, without generation but for rows that "
+        "say so (there TRL's has `tools=`, and both sample in their process). *Times as fast*: TRL's seconds over "
         "ours, median (smallest to largest) of pairs of alternating steps, two of opposite orders as one. *Computed*: "
         "tokens that the passes of a step read per token that is trained, TRL's and ours. "
         f"{where['cpu']}, {threads} {'thread' if threads == 1 else 'threads'}, torch {where['torch']}, TRL "
@@ -840,11 +847,14 @@ def main(argv: list[str] | None = None) -> None:
     for name, shape in shapes.items():
         rows[name] = run_shape(shape, options.threads)
         print_shape(name, rows[name])
-    growth = {} if options.short else run_growth(options.threads)
-    minutes = (time.perf_counter() - started) / 60
-    results = rounded(
-        {"machine": machine(), "threads": options.threads, "minutes": minutes, "shapes": rows, "growth": growth}, 5
-    )
+    if options.shapes and not options.short and FRAME.results.is_file():
+        found = json.loads(FRAME.results.read_text(encoding="utf-8"))
+        results = {**found, "shapes": {**found["shapes"], **rounded(rows, 5)}}
+    else:
+        growth = {} if options.short else run_growth(options.threads)
+        minutes = (time.perf_counter() - started) / 60
+        figures = {"threads": options.threads, "minutes": minutes, "shapes": rows, "growth": growth}
+        results = rounded({"machine": machine(), **figures}, 5)
     FRAME.finish(results, options.short)
     print(summary(results))
 

@@ -1179,6 +1179,10 @@ BAD = [
     ({"stream": True, "stream_options": "x"}, 400, "stream_options"),
     ({"messages": [{"role": ["user"], "content": ""}]}, 400, "messages[0].role"),
     ({"tool_choice": "sometimes"}, 400, "tool_choice"),
+    ({"return_token_ids": True}, 400, "return_token_ids: not supported"),
+    ({"truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens: not supported"),
+    ({"add_special_tokens": True}, 400, "add_special_tokens: not supported"),
+    ({"mm_processor_kwargs": {"a": 1}}, 400, "mm_processor_kwargs: not supported"),
     ({"messages": [{"role": "user", "content": "1 " * 1100}]}, 400, "context"),
 ]
 HARMLESS = {
@@ -1947,6 +1951,26 @@ def test_a_reward_by_header_is_given_once():
 
     rollout, _ = run(agent, "1", "2")
     assert [turn.reward for turn in rollout.turns] == [0.5, None] and rollout.reward == 0.5
+
+
+def test_a_reward_by_header_of_a_refused_request_stays_until_the_mended_one():
+    """One that is too long is refused. Sent again and shorter it pays in its place; what is never mended has paid."""
+
+    def agent_that(mends):
+        async def agent(row, client):
+            body = {"model": "policy", "messages": [user("a")]}
+            first = (await post(client, body)).json()["choices"][0]["message"]
+            client.reward(0.125)  # another reward of this turn, which no header replaces
+            for text, reward in [("1 " * 1100, "0.5"), ("2 " * 1100, "0.25"), *([("b", "0.75")] if mends else [])]:
+                body["messages"] = [user("a"), first, user(text)]
+                answer = await post(client, body, **{"X-Turn-Reward": reward})
+                assert answer.status_code == (200 if text == "b" else 400)
+            return 1.0
+
+        return agent
+
+    assert [turn.reward for turn in run(agent_that(True), "1", "2")[0].turns] == [0.875, None]
+    assert [turn.reward for turn in run(agent_that(False), "1")[0].turns] == [0.375]
 
 
 def test_equal_answers_are_told_apart_by_earlier_ids():

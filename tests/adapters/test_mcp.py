@@ -379,6 +379,10 @@ BAD_FILES = {
         '{"mcpServers": {"a": {"command": "x", "includeTools": "add"}}}',
         "expected a list of names",
     ),
+    "text for true": (
+        '{"mcpServers": {"a": {"command": "x", "disabled": "false"}}}',
+        "disabled is 'false', expected true or false",
+    ),
     "an input": (
         '{"servers": {"a": {"command": "x", "args": ["${input:k}"]}}}',
         "VS Code asks a person for it: write",
@@ -589,6 +593,8 @@ def test_a_file_of_vs_code_starts_its_server(tmp_path):
     assert talk(tools, call("add", a=2))[0].observation == "3"
     with pytest.raises(ValueError, match="has no tool 'ad', which the file names. It has: add, "):
         tools_of(tmp_path, {"sums": {**sums(tmp_path), "includeTools": ["ad"]}})
+    with pytest.raises(ValueError, match="gives no tool"):
+        tools_of(tmp_path, {"sums": {**sums(tmp_path), "includeTools": []}})
 
 
 def test_names_of_tools(tmp_path):

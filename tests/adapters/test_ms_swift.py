@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 import subprocess
 import sys
 import threading
@@ -601,6 +602,49 @@ def test_an_environment_is_played_and_closed(counts):
     assert [turn.observation for turn in rollout.turns] == ["Go on.", "Go on.", None]
     assert rollout.prompt_messages == [{"role": "system", "content": "Count."}, user("Say 3.")]
     assert rollout.messages[1:2] == [user("Go on.")]
+
+
+def test_rewards_of_steps_belong_to_the_turns_of_the_drive(counts):
+    """`step` asks the policy for a summary, too: that turn is none of the environment's."""
+
+    class Sums(GYMScheduler):
+        async def step(self, infer_request, response_choice, current_turn):
+            asked = RolloutInferRequest(messages=[user("Sum it up.")])
+            await self.infer_engine.infer_async(asked, RequestConfig())
+            return super().step(infer_request, response_choice, current_turn)
+
+    row = {"goal": 3, "env_config": {"name": "counts", "goal": 3}}
+    rollout, _ = run(Sums, "1", "a sum", "5", "a sum", "3", row=row)
+    assert [(turn.text, turn.reward) for turn in rollout.turns] == [
+        ("1", 1.0), ("a sum", None), ("5", 0.0), ("a sum", None), ("3", 1.0)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "given, rewards",
+    [
+        ([None, 1.0], [None, 1.0]),
+        ((0.5, 1), [0.5, 1.0]),
+        (["1", 1.0], "step_rewards is ['1', 1.0], expected a list of finite numbers or None"),
+        ([float("nan"), 1.0], "step_rewards is [nan, 1.0], expected"),
+        (1.0, "step_rewards is 1.0, expected"),
+        ([1.0], "step_rewards has 1 numbers for 2 turns, expected one for each turn"),
+    ],
+    ids=str,
+)
+def test_rewards_of_steps_that_are_given_otherwise(counts, given, rewards):
+    class Pays(GYMScheduler):
+        async def on_turn_end(self, infer_request, response_choice, current_turn):
+            ended = await super().on_turn_end(infer_request, response_choice, current_turn)
+            ended["rollout_infos"]["step_rewards"] = given
+            return ended
+
+    row = {"goal": 2, "env_config": {"name": "counts", "goal": 2}}
+    if isinstance(rewards, str):
+        with pytest.raises(SchedulerFailure, match=re.escape(rewards)):
+            run(Pays, "1", "2", row=row)
+    else:
+        assert [turn.reward for turn in run(Pays, "1", "2", row=row)[0].turns] == rewards
 
 
 def test_each_row_of_a_file_has_its_own_configuration(monkeypatch, tmp_path):
@@ -1550,6 +1594,26 @@ def test_a_response_that_a_judge_has_read_keeps_its_ids(gives_ids):
 
     rollout, _ = run(step_by(step), cut_off("It is 2."), "No.", "It is 3.", max_turns=2)
     assert rollout.error is None and rollout.turns[-1].trained
+
+
+def test_what_a_config_asks_for_and_does_not_get_is_said(caplog, monkeypatch):
+    """A judge that is to be greedy is sampled as the recipe says; of several choices there would be one."""
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
+
+    def judged_with(**config):
+        async def step(self, request, choice, turn):
+            asked = RolloutInferRequest(messages=[user("Right?")])
+            await self.infer_engine.infer_async(asked, RequestConfig(**config))
+            return {"infer_request": request}
+
+        return step_by(step)
+
+    _, llm = run(judged_with(temperature=0.0, seed=3, max_tokens=9), "It is 2.", "No.", "It is 3.", max_turns=2)
+    assert [params["temperature"] for params in llm.params] == [1.0] * 3
+    told = [record.message.partition(".")[0] for record in caplog.records if "RequestConfig" in record.message]
+    assert told == ["A scheduler's RequestConfig has temperature=0", "A scheduler's RequestConfig has seed=3"]
+    with pytest.raises(SchedulerFailure, match="config has n=4, expected 1"):
+        run(judged_with(n=4), "It is 2.", "No.", "It is 3.", max_turns=2)
 
 
 @pytest.mark.parametrize("after", ["the end", "a refusal"])

@@ -25,6 +25,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.adapters.verl import (
     environment as verl_environment,
+    mcp,
     paths as verl_paths,
     scores as verl_scores,
     search as verl_search,
@@ -577,6 +578,10 @@ BAD_YAML = {
     "no module": ("tools: [{class_name: not_there.Tool}]", "cannot be imported: ModuleNotFoundError"),
     "no name": ("tools: [{class_name: written_tools.Missing}]", "names None, expected a class"),
     "no tool": ("tools: [{class_name: pathlib.Path}]", "has no `async def create`"),
+    "an unknown key": (
+        "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]",
+        "has the key 'create_kwarg_from', which nothing reads. Expected some of class_name, config, tool_schema, ",
+    ),
     "no config": ("tools: [{class_name: written_tools.Counter, config: [1]}]", "config of .* is no mapping"),
     "two of one name": (
         "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]", "are called 'count'"
@@ -1093,7 +1098,7 @@ class EchoServer:
 
     async def call(self, tool, arguments):
         parts = [types.SimpleNamespace(type="text", text=f"{tool} {arguments}")]
-        return types.SimpleNamespace(content=parts, is_error="bad" in arguments)
+        return types.SimpleNamespace(content=parts, structured_content=None, is_error="bad" in arguments)
 
 
 @pytest.fixture
@@ -1134,6 +1139,23 @@ def test_what_is_built_in_stands_for_verls_own_mcp_tool_without_its_client(own_m
         f"{own_mcp_tool!r}: verl.tools.mcp_base_tool needs fastmcp, which is not installed: what is built in stands "
         "for it."
     ]
+
+
+def test_what_is_no_text_of_a_servers_result_is_named():
+    image, told = types.SimpleNamespace(type="image", data="eA=="), types.SimpleNamespace(type="text", text="a dot")
+
+    class Answers:
+        async def call(self, tool, arguments):
+            return arguments["result"]
+
+    tool = mcp.MCPBaseTool({}, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK))
+    tool.server = Answers()
+    for content, structured, expected in [
+        ([told, image], None, "a dot [image: not shown]"), ([], {"sum": 7}, '{"sum": 7}'), ([], None, "")
+    ]:  # fmt: skip
+        result = types.SimpleNamespace(content=content, structured_content=structured, is_error=False)
+        answer, reward, metrics = asyncio.run(tool.execute("1", {"result": result}))
+        assert (answer.text, reward, metrics) == (expected, 0.0, {})
 
 
 def test_a_tool_that_lacks_a_package_of_its_own_is_refused(tmp_path):

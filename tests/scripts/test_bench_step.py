@@ -78,6 +78,12 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
         and bench.FRAME.results.is_file()
         and len(taken) == 4 + len(bench.SHAPES)
     )
+    whole = json.loads(bench.FRAME.results.read_text())
+    monkeypatch.setattr(bench, "run_shape", lambda shape, threads: row("again", 2.0, 2.0, 1.0))
+    bench.main(["--shapes", "prompt"])  # one shape leaves the others, and how a step grows, as they were
+    found = json.loads(bench.FRAME.results.read_text())
+    assert found["shapes"].pop("prompt")["title"] == "again" and whole["shapes"].pop("prompt")["title"] == "x"
+    assert found == whole and found["growth"] == GROWTH
 
 
 def test_every_shape_has_an_even_number_of_pairs():

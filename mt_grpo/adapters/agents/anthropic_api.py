@@ -30,10 +30,10 @@ from mt_grpo.adapters.agents.messages import (
     read_tool_choice,
     read_tools,
     refuse,
-    tell_once,
     tool_call,
     without_bill,
 )
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
 from mt_grpo.rollout import Message
 

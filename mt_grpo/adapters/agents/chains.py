@@ -82,6 +82,7 @@ class Asked:
     numbers: range  # of its answers in the rollout
     trained: bool
     sampled: bool = True  # by the policy; False: a fixed text
+    paid: tuple[int, float] | None = None  # the number of an answer, and the reward that its turn got with the request
     task: asyncio.Task[list[Answer]] | None = None
     waiting: int = 0  # clients that wait for the answers
     reached: int = 0  # clients that have got them

@@ -21,10 +21,10 @@ from mt_grpo.adapters.agents.messages import (
     read_tool_choice,
     read_tools,
     refuse,
-    tell_once,
     tool_call,
     without_bill,
 )
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
 from mt_grpo.rollout import Message
 
@@ -32,7 +32,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 # What an answer would have to show, or what changes what the model reads, so that it cannot be ignored. Other unknown
 # parameters are: the policy's sampling is the trainer's.
 REFUSED = ("logprobs", "top_logprobs", "audio", "functions", "function_call", "web_search_options", "chat_template",
-           "documents", "continue_final_message", "echo", "prompt_logprobs")  # fmt: skip
+           "documents", "continue_final_message", "echo", "prompt_logprobs", "return_token_ids",
+           "truncate_prompt_tokens", "add_special_tokens", "mm_processor_kwargs")  # fmt: skip
 
 
 def read_chat_request(
@@ -56,6 +57,10 @@ def read_chat_request(
     expect(body.get("stream_options") or {}, dict, "stream_options", "an object")
     if expect(body.get("response_format") or {}, dict, "response_format", "an object").get("type", "text") != "text":
         tell_once("An agent sent response_format. It is accepted and not enforced: the policy writes what it writes.")
+    if body.get("parallel_tool_calls") is False:
+        tell_once(
+            "An agent sent parallel_tool_calls: false. It is accepted and not enforced: an answer may have more calls."
+        )
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ModelRequest(
         read_messages(body.get("messages"), contents),

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import is_nested
 from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.pictures import PictureReader, mark_of, marks_replaced
 from mt_grpo.conversation.tools.schemas import check_schema
 from mt_grpo.rollout import Message
-
-logger = logging.getLogger(__name__)
 
 POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are trained on, and that are not
 MOST_ANSWERS = 128  # of one request, as OpenAI's API has it
@@ -23,8 +21,6 @@ PARTS_OF_IMAGES = ("image_url", "input_image")  # of /v1/chat/completions, of /v
 # A line of Claude Code with a hash of the request in it. Were it read, no request would go on from an earlier one.
 BILLING = "x-anthropic-billing-header"
 DEEPEST = 200  # of lists and objects in a request, and in a call's arguments: what reads them is recursive
-MOST_TOLD = 1000  # lines: what they are about comes from programs, which may send anything
-_told: set[str] = set()
 
 
 class ApiError(Exception):
@@ -51,19 +47,6 @@ class ApiError(Exception):
 def refuse(param: str, message: str, code: str | None = None) -> ApiError:
     """The error 400 of one parameter."""
     return ApiError(400, f"{param}: {message}", code, param)
-
-
-def tell_once(text: str, about: str | None = None) -> None:
-    """Log a line, once per process: agents send the same parameters with each request.
-
-    Args:
-        text: The line.
-        about: What it is about: of lines about the same only the first is logged. None: about what it says.
-    """
-    about = about or text
-    if about not in _told and len(_told) < MOST_TOLD:
-        _told.add(about)
-        logger.warning(text)
 
 
 @dataclass

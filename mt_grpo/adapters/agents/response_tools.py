@@ -11,7 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from mt_grpo.adapters.agents.messages import expect, read_tools, refuse, tell_once
+from mt_grpo.adapters.agents.messages import expect, read_tools, refuse
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
 
 # Of tools that OpenAI's servers run, or that only its models were trained on. Others that serve open models leave

@@ -19,11 +19,11 @@ from mt_grpo.adapters.agents.messages import (
     read_stops,
     read_tool_choice,
     refuse,
-    tell_once,
     without_bill,
 )
 from mt_grpo.adapters.agents.response_items import Responses, output_items, read_items, response_id
 from mt_grpo.adapters.agents.response_tools import read_response_tools
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
 from mt_grpo.rollout import Message
 
@@ -60,6 +60,10 @@ def read_responses_request(
     if expect(text.get("format") or {}, dict, "text.format", "an object").get("type", "text") != "text":
         tell_once("An agent sent text.format. It is accepted and not enforced: the policy writes what it writes.")
     reasoning = expect(body.get("reasoning") or {}, dict, "reasoning", "an object")
+    if body.get("parallel_tool_calls") is False:
+        tell_once(
+            "An agent sent parallel_tool_calls: false. It is accepted and not enforced: an answer may have more calls."
+        )
     if body.get("truncation") == "auto":
         tell_once("An agent sent truncation: auto. It is accepted and nothing is cut: a full context is an error 400.")
     return ModelRequest(
@@ -115,8 +119,8 @@ def response(answer: Answer, body: dict[str, Any], items: list[dict[str, Any]], 
         "id": response_id(answer), "object": "response", "created_at": answer.created, "model": body["model"],
         "status": status, "error": None, "instructions": body.get("instructions"), "output": items,
         "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "parallel_tool_calls": True, "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
+        "tool_choice": body.get("tool_choice") or "auto", "tools": body.get("tools") or [],
         "previous_response_id": body.get("previous_response_id"), "usage": None if status == "in_progress" else tokens,
     }  # fmt: skip
 

@@ -35,7 +35,6 @@ from mt_grpo.adapters.agents.messages import (
     ApiError,
     ModelRequest,
     refuse,
-    tell_once,
 )
 from mt_grpo.adapters.agents.responses_api import (
     read_responses_request,
@@ -44,7 +43,7 @@ from mt_grpo.adapters.agents.responses_api import (
     responses_events,
 )
 from mt_grpo.adapters.agents.session import AgentSession
-from mt_grpo.base.errors import error_line
+from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import allow_many_open_files
 from mt_grpo.base.json_types import is_nested, json_text
 from mt_grpo.conversation.environments import is_number

@@ -22,13 +22,13 @@ from mt_grpo.adapters.agents.messages import (
     Contents,
     ModelRequest,
     refuse,
-    tell_once,
     tool_call,
 )
 from mt_grpo.adapters.agents.prompts import AgentPrompts, whole_characters
 from mt_grpo.adapters.agents.response_items import Responses
 from mt_grpo.adapters.prefixes import SharedPrefixes, keep_newest
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
 from mt_grpo.base.pictures import MOST_PICTURES, is_picture
 from mt_grpo.conversation.environments import is_number
@@ -69,7 +69,8 @@ class AgentSession(RolloutSession):
         self._asked: list[Asked] = []  # all of them, but for those that were refused
         self._clock = itertools.count()
         self._last: Asked | None = None  # of those that are trained, the one that a client got last
-        self._rewards: dict[int, float] = {}  # by number of the answer
+        self._rewards: dict[int, list[float]] = {}  # by number of the answer
+        self._refused_rewards: dict[int, float] = {}  # by the same, of a request that was refused and may come mended
 
     # -- what the server asks --
 
@@ -120,12 +121,9 @@ class AgentSession(RolloutSession):
                 raise ApiError(
                     429, f"More than {self.MOST_FIXED} requests of a rollout were of other models.", "too_many"
                 )
-            if reward is not None and rewarded is not None:
-                self.reward(reward, rewarded)
-            elif reward is not None:
-                self._reward_parent(self._parent(request), reward)
+            paid = None if reward is None else self._pay(request, reward, rewarded)
             numbers = range(self._num_requests, self._num_requests + request.n)
-            asked = Asked(same, idempotency_key, numbers, request.trained, sampled, began=next(self._clock))
+            asked = Asked(same, idempotency_key, numbers, request.trained, sampled, paid, began=next(self._clock))
             answering = self._timed(self._complete(request, asked)) if sampled else self._fixed(request, asked)
             asked.task = asyncio.ensure_future(answering)
             self._num_requests += request.n
@@ -219,6 +217,7 @@ class AgentSession(RolloutSession):
             failed = asked.task.done() and not asked.task.cancelled() and asked.task.exception() is not None
             if failed and not asked.waiting and asked in self._asked:
                 self._asked.remove(asked)  # it was refused: there may be many of these, and no retry joins one
+                self._refused_rewards |= dict([asked.paid] if asked.paid else [])
 
     def reward(self, value: float, answer: str | None = None) -> None:
         """Give a turn a reward. Rewards of one turn add up.
@@ -248,10 +247,10 @@ class AgentSession(RolloutSession):
         self._add_reward(number, value)
 
     def _add_reward(self, number: int, value: float) -> None:
-        total = self._rewards.get(number, 0.0) + value
+        total = sum(self._rewards.get(number, [])) + value
         if not is_number(total):
             raise refuse("reward", f"got {value!r}, with which the turn's rewards add up to {total!r}.")
-        self._rewards[number] = total
+        self._rewards.setdefault(number, []).append(value)
 
     def _number_of(self, answer: str) -> int:
         """The number of the answer with an id. Raises `ApiError`."""
@@ -268,13 +267,26 @@ class AgentSession(RolloutSession):
             raise refuse("reward", f"{answer!r} has choices up to {len(asked.numbers) - 1}.")
         return asked.numbers[choice]
 
-    def _reward_parent(self, completion: Completion | None, value: float) -> None:
-        """Give the turn that a request goes on from a reward. Raises `ApiError`."""
-        if completion is None:
+    def _pay(self, request: ModelRequest, value: float, answer: str | None) -> tuple[int, float]:
+        """Give the turn of an answer, or the one that a request goes on from, a reward. Returns its number and that.
+
+        In place of what a refused request has paid for the same turn: a client mends it and sends it again.
+
+        Raises `ApiError`.
+        """
+        parent = self._parent(request)
+        if answer is not None:
+            number = self._number_of(answer)
+        elif parent is None:
             raise refuse("reward", "the request goes on from no turn. Expected a turn to which the reward belongs.")
-        if not completion.request.trained:
+        elif not parent.request.trained:
             raise refuse("reward", f"the request goes on from an answer of {FROZEN}, which is not trained.")
-        self._add_reward(completion.number, value)
+        else:
+            number = parent.number
+        if number in self._refused_rewards:
+            self._rewards[number].remove(self._refused_rewards.pop(number))
+        self._add_reward(number, value)
+        return number, value
 
     def _parent(self, request: ModelRequest) -> Completion | None:
         found = self.chains.longest(request, self.chains.keys_of(request.messages))
@@ -348,7 +360,8 @@ class AgentSession(RolloutSession):
         self.closed = True
         await end_all(asked.task for asked in self._asked)
         for each in self.samples:
-            each.turn.reward = self._rewards.get(each.number)
+            rewards = self._rewards.get(each.number)
+            each.turn.reward = float(sum(rewards)) if rewards else None
         self.chains.fill(self.rollout)
         if self.refused and self.rollout.turns:
             self.rollout.turns[-1].info["refused"] = "\n".join(self.refused)

@@ -83,6 +83,9 @@ def one_form(entry: Any, where: str) -> dict[str, Any] | None:
     """An entry as `read_servers` gives it; None for one that is disabled. Raises `ValueError`."""
     if not isinstance(entry, dict):
         raise ValueError(f"{where} is {entry!r:.100}, expected an object with command or url.")
+    for name in ("disabled", "enabled"):
+        if not isinstance(entry.get(name, False), bool):
+            raise ValueError(f"{where}: {name} is {entry[name]!r:.100}, expected true or false.")
     if entry.get("disabled") or entry.get("enabled") is False:
         return None
     check_keys(entry, where)
@@ -101,7 +104,7 @@ def one_form(entry: Any, where: str) -> dict[str, Any] | None:
     own = read_env_file(made["envFile"], where) if made.get("envFile") else {}
     own |= fill_all(made.get("env") or {}, where, "env", {})
     left_out = [*(entry.get("excludeTools") or []), *(entry.get("disabledTools") or [])]
-    only = entry.get("includeTools") or entry.get("tools")
+    only = entry.get("tools") if entry.get("includeTools") is None else entry["includeTools"]  # [] offers none
     headers = fill_all(made.get("headers") or {}, where, "headers", {})
     if made.get("auth_token"):
         headers["Authorization"] = "Bearer " + fill(made["auth_token"], f"{where}: auth_token", {}, plain=True)

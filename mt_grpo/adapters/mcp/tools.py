@@ -25,7 +25,8 @@ def offered(name: str, entry: dict[str, Any], tools: list[Any], where: str) -> l
     listed = [*(entry["only"] or []), *entry["without"]]
     if unknown := [each for each in listed if each not in names]:
         raise ValueError(f"{where} has no tool {unknown[0]!r}, which the file names. It has: {', '.join(names)}.")
-    return [tool for tool in tools if tool.name not in entry["without"] and tool.name in (entry["only"] or names)]
+    only = names if entry["only"] is None else entry["only"]
+    return [tool for tool in tools if tool.name not in entry["without"] and tool.name in only]
 
 
 def why_not(error: Exception, entry: dict[str, Any], seconds: str) -> str:

@@ -189,7 +189,7 @@ class SchedulerConversation:
             del self.engine.sessions[key]
             fill(rollout, session, self.loss.base == "all")
         rollout.environment.outputs = [self.as_columns(output, first, session.plain) for output in outputs]
-        give_turn_rewards(rollout, rollout.environment.infos.get("step_rewards"))
+        give_turn_rewards(session, outputs[-1:])
         rollout.stop_reason = session.stop_reason or self.why_it_ended(session)
 
     async def watched(
@@ -297,11 +297,32 @@ def row_images(
     return messages if row.get("prompt") else session.prompt, images
 
 
-def give_turn_rewards(rollout: Rollout, rewards: Any) -> None:
-    """Give each turn its reward. There may be one more, for an empty response behind the end."""
-    if isinstance(rewards, list) and all(map(is_number, rewards)):
-        for turn, reward in zip(rollout.turns, rewards):
-            turn.reward = float(reward)
+def give_turn_rewards(session: SchedulerSession, outputs: list[Any]) -> None:
+    """Give each turn of an output's conversation its number of `step_rewards`; a None stays no reward.
+
+    By `drive` its turns are those of `step`, and not what a method asked the policy beside them. There may be one
+    number more, for an empty response behind the end.
+
+    Raises:
+        SchedulerFailure: An environment's rewards are no numbers, or not as many as its turns.
+    """
+    if not isinstance(session.rollout.environment, PlayedConversation):
+        return
+    for output in outputs:
+        rewards, last = output.rollout_infos.get("step_rewards"), session.sample_of(output.response.choices[0])
+        if rewards is None or last is None:
+            continue
+        samples = session.drives.get(last.key) or session.samples
+        is_list = isinstance(rewards, (list, tuple))
+        if not is_list or not all(one is None or is_number(one) for one in rewards):
+            raise SchedulerFailure(f"step_rewards is {rewards!r:.200}, expected a list of finite numbers or None.")
+        if len(rewards) - len(samples) not in (0, 1):
+            raise SchedulerFailure(
+                f"step_rewards has {len(rewards)} numbers for {len(samples)} turns, expected one for each turn (None "
+                "for one that earns nothing)."
+            )
+        for sample, reward in zip(samples, rewards):
+            sample.turn.reward = None if reward is None else float(reward)
 
 
 def has_own_run(cls: type, method: str = "run") -> bool:

@@ -18,10 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.adapters.ms_swift.loop import RolloutOver, SchedulerFailure
 from mt_grpo.adapters.ms_swift.messages import read_messages, rendered, said_before
 from mt_grpo.adapters.ms_swift.pictures import RequestImages, with_tags
-from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, listed_tools
+from mt_grpo.adapters.ms_swift.protocol import RequestConfig, RolloutOutput, listed_tools
 from mt_grpo.adapters.ms_swift.samples import GoesOn, Sample, goes_on, keep, messages_of, revise, without_turns
 from mt_grpo.adapters.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
-from mt_grpo.base.errors import error_line
+from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.formats.hermes import call_id
 from mt_grpo.conversation.tools.results import cut_far_beyond
@@ -130,6 +130,28 @@ def most_of(config: Any) -> int | None:
     return most
 
 
+def check_sampling(config: Any) -> None:
+    """Tell of what a request's config asks for and does not get: the policy is sampled as the recipe says.
+
+    Raises `SchedulerFailure` for more answers than one.
+    """
+    asked = getattr(config, "n", None)
+    if asked not in (None, 1):
+        raise SchedulerFailure(
+            f"A request's config has n={asked!r:.100}, expected 1: a response has one choice. Ask again for more."
+        )
+    for name in NOT_TAKEN:
+        value = getattr(config, name, None)
+        if value is not None and value != getattr(RequestConfig, name, None):
+            tell_once(
+                f"A scheduler's RequestConfig has {name}={value!r:.100}. It is not taken: responses are sampled as "
+                "the recipe says. Of a config only stop and max_tokens count.",
+                f"RequestConfig {name}",
+            )
+
+
+NOT_TAKEN = ("temperature", "top_k", "top_p", "repetition_penalty", "num_beams", "seed", "best_of", "presence_penalty",
+             "frequency_penalty", "length_penalty", "top_logprobs")  # fmt: skip
 MAX_EMPTY = 16  # responses behind the end of a rollout; after them a request is an error
 
 
@@ -185,6 +207,7 @@ class SchedulerSession(RolloutSession):
         return self.format.text([token for token in ids if token not in self.format.ends])
 
     async def _infer(self, request: Any, config: Any) -> Any:
+        check_sampling(config)
         try:
             shown = await self.images.of(request)
             reading = read_request(

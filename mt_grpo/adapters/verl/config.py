@@ -123,6 +123,12 @@ def load_function_tools(path: str) -> list[FunctionTool]:
         declared.clear()
 
 
+KEYS_OF_ENTRIES = {
+    "tools": ("class_name", "config", "tool_schema", "mcp", "create_kwargs_from"),
+    "interaction": ("class_name", "config", "name", "interaction_kwargs_from"),
+}  # the last of either is not verl's
+
+
 def read_entries(path: str, key: str, name: str) -> list[dict[str, Any]]:
     """The list `name` of a YAML, of mappings with `class_name`. Raises `ValueError`."""
     if not Path(path).is_file():
@@ -141,6 +147,11 @@ def read_entries(path: str, key: str, name: str) -> list[dict[str, Any]]:
     for entry in entries:
         if not isinstance(entry, dict) or not isinstance(entry.get("class_name"), str):
             raise ValueError(f"{key}: {path!r} has the entry {entry!r:.100}, expected a mapping with class_name.")
+        if unknown := sorted(map(str, entry.keys() - KEYS_OF_ENTRIES[name])):
+            raise ValueError(
+                f"{key}: {entry['class_name']!r} in {path!r} has the key {unknown[0]!r}, which nothing reads. "
+                f"Expected some of {', '.join(KEYS_OF_ENTRIES[name])}; what the class itself reads stands in config."
+            )
         for part in ("config", "tool_schema"):
             if not isinstance(entry.get(part) or {}, dict):
                 raise ValueError(f"{key}: {part} of {entry['class_name']!r} in {path!r} is no mapping.")

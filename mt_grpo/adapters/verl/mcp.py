@@ -23,8 +23,10 @@ class MCPBaseTool(BaseTool):
         return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: list) -> tuple[str, dict[str, Any]]:
-        """(what the model reads, metrics) of a result's parts."""
-        return " ".join(part.text for part in content if part.type == "text"), {}
+        """(what the model reads, metrics) of a result's parts: their texts, and names of what is no text."""
+        from mt_grpo.adapters.mcp.tools import content_text
+
+        return " ".join(content_text(part) for part in content), {}
 
 
 class MCPSearchTool(MCPBaseTool):
@@ -55,6 +57,8 @@ async def ask_server(tool: Any, instance_id: str, parameters: dict[str, Any]) ->
     result = await run_on_thread(tool.server.call(tool.name, parameters), LOOP)
     if result.is_error:
         raise McpToolError(result_text(result))  # as it is: a class may read nothing but answers
+    if not result.content and result.structured_content is not None:  # verl's classes see no more than the parts
+        return result_text(result), {}
     return tool._parse_tool_result(result.content)
 
 
