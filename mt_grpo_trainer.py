@@ -352,7 +352,7 @@ class MultiTurnToolEnv(Conversations):
             return None
         budget = min(room.tokens, self.longest_turn)
         written, history, ids, logprobs = self.format_of(self._tokenizer(llm)), rollout.history_ids, [], []
-        key, generations = await self._state_key(rollout), []
+        key, generations = own_copy(await self._state_key(rollout)), []  # an environment may change it in place
         while True:
             stops = {**(sampling_params or {}), "stop": list(written.next_stops(ids, history))}
             generation = await llm.generate(history + ids, budget - len(ids), stops, rollout.index)
@@ -422,7 +422,7 @@ class MultiTurnToolEnv(Conversations):
         answer = await self.environments.call(rollout, "respond", rollout, turn)
         said = SaidPictures(self.environments.tokenizer, rollout.pictures)
         reply = read_reply(answer, type(rollout.environment).__name__, said) or Reply()
-        turn.reward, turn.info = reply.reward, dict(reply.info or {})
+        turn.reward, turn.info = reply.reward, own_copy(dict(reply.info or {}))  # as it is now
         return reply
 
     def end(self, rollout: Rollout, turn: Turn, reply: Reply, llm: Any) -> StopReason | None:

@@ -17,7 +17,7 @@ from mt_grpo.base.pictures import has_too_many
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
 from mt_grpo.conversation.prompt_examples import check_examples, written_examples
-from mt_grpo.conversation.sampling import Room, check_sampling_params
+from mt_grpo.conversation.sampling import SAMPLING_KEYS, Room, check_sampling_params
 from mt_grpo.conversation.trees import pass_state, release, wait_for_trunk
 from mt_grpo.conversation.turn_lists import keep_whole, num_ids
 from mt_grpo.rollout import Message, Rollout, ToolFormat
@@ -198,5 +198,5 @@ class Conversations(Limits):
 
     def _with_stops(self, sampling_params: dict[str, Any] | None, llm: Any) -> dict[str, Any]:
         """Adds the tokens that end a turn in the chat template. A base model's own end token may be another one."""
-        check_sampling_params(sampling_params)
+        check_sampling_params(sampling_params, SAMPLING_KEYS - {"stop"})
         return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}

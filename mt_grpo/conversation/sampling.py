@@ -63,6 +63,8 @@ def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str
     for key in sampling_params or {}:
         if key not in known and key in ("max_tokens", "max_completion_tokens"):
             raise ValueError(f"sampling_params: {key!r} is set per turn. Use the environment's max_turn_tokens.")
+        if key not in known and key == "stop":
+            raise ValueError("sampling_params: 'stop' is set per turn, by the tool format. Remove it.")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."

@@ -260,6 +260,12 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
             f"vllm_tensor_parallel_size={args.vllm_tensor_parallel_size}: a colocated engine over several GPUs needs "
             "the same number of prompts on each, which conversations of unequal length do not have. Use a vLLM server."
         )
+    if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
+        raise ValueError(
+            "use_transformers_continuous_batching with bf16 or fp16: TRL casts the policy's own weights for it, and "
+            "nothing casts them back, so that the run would train weights of half precision from its first rollout "
+            "on. Set bf16: false (and dtype: bfloat16 if that is what you want), or remove the key."
+        )
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ValueError(
             "use_liger_kernel needs a package that is not installed. Run `pip install 'liger-kernel'`, or remove it."

@@ -28,6 +28,7 @@ from mt_grpo.conversation.pictures import readable
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import Message, Record, Rollout, Turn
 from mt_grpo.training.batch import Batch
+from mt_grpo.training.tensors import nansum
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ def rollout_rows(
         columns: Of `turn_columns`.
         tokenizer: Given where turns have their tokens.
     """
-    total = finite(torch.nansum(scored.rewards * scored.weights.to(scored.rewards), dim=1).tolist())
+    total = finite(nansum(scored.rewards * scored.weights.to(scored.rewards), 1).tolist())
     lists = scored.rewards.tolist(), scored.turn_rewards.tolist(), scored.advantages.tolist()
     of_outcome = [None] * len(rollouts) if scored.outcome_advantages is None else scored.outcome_advantages.tolist()
     return [

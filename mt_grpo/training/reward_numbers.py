@@ -141,17 +141,22 @@ def weighted_rewards(whole: torch.Tensor, per_turn: torch.Tensor, weights: torch
     Args:
         whole: (N, F) numbers per rollout, those of the turn functions first.
         per_turn: (N, K, F_turn) numbers per turn.
-        weights: (F,).
+        weights: (F,). A function of weight 0 is only logged: its numbers count no more than None does.
 
     >>> nan = float("nan")
     >>> weighted_rewards(torch.tensor([[nan, 1.0]]), torch.tensor([[[0.5], [nan]]]), torch.tensor([2.0, 3.0]))
     (tensor([3.]), tensor([nan]), tensor([[1., nan]]))
+    >>> weighted_rewards(torch.tensor([[1.0, nan]]), torch.tensor([[[0.5], [nan]]]), torch.tensor([0.0, 3.0]))
+    (tensor([nan]), tensor([nan]), tensor([[nan, nan]]))
     """
     num_turn_funcs = per_turn.shape[2]
     of_turns, outcomes = whole[:, :num_turn_funcs], whole[:, num_turn_funcs:]
     turn_weights, outcome_weights = weights[:num_turn_funcs], weights[num_turn_funcs:]
+    # INVARIANT: weight 0 gives no number. With None, 0 times a number would be the reward 0, which is compared.
+    turn_weights, outcome_weights = (torch.where(each == 0, NAN, each) for each in (turn_weights, outcome_weights))
     # Without outcome functions R^O is 0; NaN would mean that every one of them gave None.
-    outcome = nansum(outcomes * outcome_weights, 1) if outcomes.shape[1] else whole.new_zeros(len(whole))
+    has_outcome = not outcome_weights.isnan().all()
+    outcome = nansum(outcomes * outcome_weights, 1) if has_outcome else whole.new_zeros(len(whole))
     return outcome, nansum(of_turns * turn_weights, 1), nansum(per_turn * turn_weights, 2)
 
 

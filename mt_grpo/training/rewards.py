@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.rows import column_lists, number_of, prompts_of
 from mt_grpo.conversation.environments import tool_methods
+from mt_grpo.rollout import Rollout, join
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, join_rounds, turn_contexts
 from mt_grpo.training.reward_calls import noise_apart, rollout_columns, run_rewards
@@ -118,6 +120,8 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
 
     def tool(rollout_turns: list, **kwargs) -> list:
         return [[summed(result.reward for result in turn.results) for turn in turns] for turns in rollout_turns]
+
+    tool.of_results = True
 
     def of_class(cls: type) -> Callable:
         def get_reward(environments: list, environment_rewards: list, **kwargs) -> list:
@@ -233,6 +237,8 @@ class RewardFunctions:
         """
         guests, first = guests or Guests(), batch.first
         visible = visible_places(batch, only)
+        if not any(hasattr(func, "of_results") for func in self.functions):
+            tell_of_results([batch.rollouts[i] for i in visible])
         own = {first + i: (batch.rows[i], batch.rollouts[i]) for i in visible}
         whole = {n: each for n, each in own.items() if n - first not in guests.away}
         whole |= {n: (guests.rows[n], guests.rollouts[n]) for n in sorted(guests.rows)}
@@ -358,6 +364,20 @@ class RewardFunctions:
             give_back(guests, batch, values, columns["log_extra"], on_all_ranks)
         local = [*reward_tensors(values, num_turns, self.num_turn_funcs), *local]
         return tuple(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local)
+
+
+def tell_of_results(rollouts: list[Rollout]) -> None:
+    """Tell once of a result's reward where no function of the run's own counts these: none was announced."""
+    for turn in join(rollout.turns for rollout in rollouts):
+        for call, result in zip(turn.calls, turn.results):
+            if result.reward is not None:
+                tell_once(
+                    f"The tool {call.name} gave the reward {result.reward:g} with a result. The run does not count it "
+                    "by itself, since nothing said that there would be one: annotate the function, -> ToolResult "
+                    "(tools that `reset` makes: give the class `tools: list = []`). A reward function may read it.",
+                    "rewards of results",
+                )
+                return
 
 
 def visible_places(batch: Batch, only: list[bool] | None) -> list[int]:

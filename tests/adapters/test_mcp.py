@@ -233,6 +233,19 @@ def wait_for(port):
     raise AssertionError("no server")
 
 
+def test_what_json_cannot_hold_is_refused_and_ends_no_server(tmp_path, caplog):
+    """Half a character would end the connection of all conversations; an infinity would arrive as null."""
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
+    texts = ['{"a": "\\ud800"}', '{"a": 1e400}', '{"a": [NaN]}', '{"a": 1}']
+    *refused, added = talk(tools, *(f'<tool>{{"name": "add", "args": {text}}}</tool>' for text in texts))
+    assert added.observation == "2"
+    for turn in refused:
+        assert turn.error == "tool" and "the call holds half a character, or a number that JSON has not" in (
+            turn.observation
+        )
+    assert not [record for record in caplog.records if "started again" in record.message]
+
+
 def test_a_server_that_dies_is_started_again(tmp_path, caplog):
     """The call that notices it reads an error; a failure of the tool's own ends no server."""
     tools = tools_of(tmp_path, {"sums": sums(tmp_path)})

@@ -784,6 +784,32 @@ def test_async_methods_and_state_keys():
     assert rollout.turns[0].results[0].reward == 0.75 and rollout.turns[0].observation == "3"
 
 
+def test_what_a_turn_was_told_stays_as_it_was():
+    """A board that is changed in place: each turn keeps its own state and what its reply said."""
+
+    class Game:
+        def reset(self, **row):
+            self.board = [0, 0]
+
+        def state_key(self):
+            return self.board
+
+        def respond(self, rollout, turn):
+            self.board[len(rollout.turns) - 1] += 1
+            return Reply(messages=USER if len(rollout.turns) < 2 else [], info={"board": self.board})
+
+    _, (rollout,), _ = run(Game, [[ANSWER, ANSWER]], max_steps=2)
+    assert [turn.state_key for turn in rollout.turns] == [[0, 0], [1, 0]]
+    assert [turn.info for turn in rollout.turns] == [{"board": [1, 0]}, {"board": [1, 1]}]
+
+
+def test_a_tools_message_without_a_name_is_read():
+    """An environment's own: the stand-in call of the chat template needs a name."""
+    replies = [Reply(messages=[{"role": "tool", "content": "later"}]), None]
+    rollout, _ = run_hermes(Say(replies).environment(), "It is 5.", "It is 5.", max_steps=2)
+    assert rollout.error is None and rollout.turns[0].observation == "later"
+
+
 def says(kind, text):
     """An environment that says a text: at first, or behind the first turn."""
 

@@ -445,6 +445,29 @@ def test_the_suffix_of_results_of_a_family(name):
 
 
 @EVERY_FAMILY
+def test_backslashes_of_a_family_are_read_as_the_template_writes_them(name):
+    fmt = native(name)
+    for path in (r"C:\new\table", r"\d+\b", "a\\\nb"):
+        call = ToolCall("add", {"a": 2, "b": path})
+        written = fmt._render([{"role": "user", "content": "?"}, fmt.turn_message([call])])
+        assert fmt.syntax.split(written, TOOLS)[0] == [call], path
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
+def test_keys_of_a_call_of_llama_in_any_order(name):
+    fmt = native(name)
+    for text in (
+        '{"type": "function", "name": "add", "parameters": {"a": 2}}',
+        '{"parameters": {"a": 2}, "name": "add"}',
+        '<|python_tag|>{"name": "add", "parameters": {"a": 2}, "type": "function"}',
+    ):
+        parsed = parse(fmt, text)
+        assert parsed.calls == [ToolCall("add", {"a": 2})] and parsed.answer is None
+    for text in ('{"name": "Ada", "age": 36}', '{"type": "person", "name": "Ada"}'):  # answers in JSON
+        assert parse(fmt, text).calls == [] and parse(fmt, text).answer == text
+
+
+@EVERY_FAMILY
 def test_calls_of_a_family(name):
     family, fmt = FAMILIES[name], native(name)
     opened = "\n</think>\n" if "</think>" in family.thinking and "<think>" not in family.thinking else ""

@@ -81,6 +81,21 @@ def test_invalid_unicode_is_no_reason_to_stop(value):
     turn.observation.encode()
 
 
+def test_a_tool_that_changes_what_it_gets_changes_no_call():
+    def order(numbers: list[int]) -> str:
+        """Order.
+
+        Args:
+            numbers: Any.
+        """
+        numbers.sort()
+        numbers.append(99)
+        return str(numbers)
+
+    turn = observe(order, '<tool>{"name": "order", "args": {"numbers": [3, 1, 2]}}</tool>')
+    assert turn.observation == "[1, 2, 3, 99]" and turn.calls[0].arguments == {"numbers": [3, 1, 2]}
+
+
 def test_a_policy_that_writes_half_a_character_is_no_reason_to_stop():
     observe(echo, '<tool>{"name": "echo", "args": {"text": "\\ud83d"}}</tool>')
 

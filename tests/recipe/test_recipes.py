@@ -644,6 +644,13 @@ REFUSED_BY_BACKEND = [
 ]  # fmt: skip
 
 
+def test_continuous_batching_that_would_cast_the_policy_is_refused(tmp_path):
+    settings = {"output_dir": str(tmp_path), "use_cpu": True, "use_transformers_continuous_batching": True}
+    with pytest.raises(ValueError, match="TRL casts the policy's own weights for it, and nothing casts them back"):
+        mt.MTGRPOConfig(**settings, bf16=True)
+    assert mt.MTGRPOConfig(**settings, bf16=False).use_transformers_continuous_batching
+
+
 def trl_keys() -> set[str]:
     return {f.name for cls in (GRPOConfig, ScriptArguments, ModelConfig) for f in dataclasses.fields(cls)}
 

@@ -25,7 +25,7 @@ from mt_grpo.base.ranks import RunStopped
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
 from mt_grpo.recipe.checks import check_reward_columns
 from mt_grpo.recipe.plugins import load_rewards
-from mt_grpo.rollout import Rollout, ToolCall, ToolResult
+from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.run.checkpoints import source_sha256
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training import reward_calls as scoring
@@ -688,3 +688,28 @@ def test_a_turn_is_paid_for_all_its_results_and_for_none_where_none_pays():
     given = [[0.5, None, 0.25], [None], [], [0.0]]
     turns = [SimpleNamespace(results=[ToolResult("", reward=reward) for reward in rewards]) for rewards in given]
     assert tool(rollout_turns=[turns]) == [[0.75, None, None, 0.0]] and outcome == []
+
+
+def test_a_reward_of_a_result_that_nothing_counts_is_told(caplog, monkeypatch):
+    """No annotation says that `pay` may give one. Where one does, the run counts it, and says nothing."""
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
+    turn = Turn([5], [-0.5], "", "stop", [ToolCall("pay", {})], [ToolResult("paid", reward=0.5)])
+    batch = Batch([{"prompt": []}], 1)
+    batch.rollouts = [Rollout([], [4], 0, [turn], StopReason.ANSWERED)]
+
+    def pay():
+        """Pay."""
+
+    def announced() -> ToolResult:
+        """Pay."""
+
+    def match(completions, **kwargs):
+        return [1.0] * len(completions)
+
+    for tool, names, expected, told in (
+        (announced, ["tool", "match"], [[[0.5]], [1.0]], 0), (pay, ["match"], [[1.0]], 1)
+    ):  # fmt: skip
+        functions = RewardFunctions.of([], [match], SimpleNamespace(environments=None, tools={"pay": tool}))
+        assert functions.names == names
+        assert functions.score(batch, {}, 5.0, CPU) == expected
+        assert sum("The tool pay gave the reward 0.5" in record.message for record in caplog.records) == told

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -94,6 +95,12 @@ class McpServer:
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """The server's `CallToolResult`. Raises `McpToolError` with what the model may read of a failure."""
+        try:  # a half character ends the connection that all conversations share; NaN would arrive as null
+            json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError:
+            raise McpToolError(
+                "the call holds half a character, or a number that JSON has not (NaN, Infinity). Write another value."
+            ) from None
         async with self.slots:
             loop = asyncio.get_running_loop()
             self.next_call = max(self.next_call, loop.time()) + self.interval

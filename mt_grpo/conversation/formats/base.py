@@ -41,13 +41,14 @@ def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]
         return None, TOO_DEEP
 
 
-def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS) -> ToolCall:
+def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS, others: tuple[str, ...] = ()) -> ToolCall:
     """The JSON of one call. The error texts are read by the policy: short, and they say how to mend it.
 
     Args:
         body: The text between the tags of a call.
         key: Of the arguments.
         several: The error where there is more than one call.
+        others: Keys that may stand beside, and say nothing.
     """
     call, error = load_json(body, several)
     if error:
@@ -59,7 +60,7 @@ def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS) -> To
     arguments = call.get(key, {})
     if not isinstance(arguments, dict):
         return ToolCall(call["name"], {}, f'"{key}" must be a JSON object, got {type(arguments).__name__}')
-    if unknown := set(call) - {"name", key}:
+    if unknown := set(call) - {"name", key, *others}:
         return ToolCall(call["name"], {}, f'unknown key "{sorted(unknown)[0]}" in the call; use "name" and "{key}"')
     return ToolCall(call["name"], arguments)
 

@@ -87,7 +87,7 @@ class HermesFormat(ChatFormat):
     """
 
     syntaxes: tuple[CallSyntax, ...] = (HERMES,)
-    probes = (ToolCall("get_total", {"first": 2, "second": "a b"}), ToolCall("get_name", {"key": "x"}))
+    probes = (ToolCall("get_total", {"first": 2, "second": "a b"}), ToolCall("get_name", {"key": "a\\b"}))
 
     def setup(self) -> None:
         """Choose the syntax: the one in which the template's own calls are read as what they are."""
@@ -194,7 +194,8 @@ class HermesFormat(ChatFormat):
         results = [message for message in messages if message["role"] == "tool"]
         if not results:
             return super().suffix(calls, messages)
-        stand_in = self.turn_message([ToolCall(result["name"], {"key": self._sentinel}) for result in results])
+        names = [result.get("name", "unknown") for result in results]  # an environment's own may say none
+        stand_in = self.turn_message([ToolCall(name, {"key": self._sentinel}) for name in names])
         rendered = self._render([{"role": "user", "content": "."}, stand_in, *messages])
         behind = rendered.rpartition(self._sentinel)[2]
         closed = re.search(self.syntax.tail or self.syntax.closing, behind, re.DOTALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Callable
@@ -133,7 +134,7 @@ def read_tags(header: str, argument: str) -> Callable[[CallText, dict[str, Calla
 
 def read_parameters(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
     """`{"name": ..., "parameters": {...}}`, as Llama writes it."""
-    return [parse_call(call.body.strip().removesuffix(";"), "parameters")]
+    return [parse_call(call.body.strip().removesuffix(";"), "parameters", others=("type",))]
 
 
 def read_arguments(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
@@ -176,19 +177,24 @@ class JsonNames(ast.NodeTransformer):
         return ast.Constant(words[node.id]) if node.id in words else node
 
 
-def read_python(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
-    """`[tool(key='value'), ...]`, as LFM2 writes several calls."""
+def read_python(call: CallText, tools: dict[str, Callable], raw: bool = False) -> list[ToolCall]:
+    """`[tool(key='value'), ...]`, as LFM2 writes several calls. `raw`: where the template escapes no backslash."""
     body = call.body.strip()
-    calls = python_calls(body)
+    calls = python_calls(body, raw)
     if calls is None:  # then those that can be read, one by one
         parts = re.split(r"(?<=\)),\s*(?=\w+\()", body.removeprefix("[").removesuffix("]"))
-        calls = [c for part in parts for c in python_calls(part) or [ToolCall(None, {}, UNREADABLE_CALL)]]
+        calls = [c for part in parts for c in python_calls(part, raw) or [ToolCall(None, {}, UNREADABLE_CALL)]]
     return calls
 
 
-def python_calls(text: str) -> list[ToolCall] | None:
-    """The calls of a Python expression, of which nothing is run; None if it is anything else."""
-    for source in (text, text.replace("\n", "\\n")):  # the template does not escape what it puts into quotes
+def python_calls(text: str, raw: bool = False) -> list[ToolCall] | None:
+    r"""The calls of a Python expression, of which nothing is run; None if it is anything else.
+
+    >>> [python_calls(r"look(path='C:\new')", raw)[0].arguments["path"] for raw in (True, False)]
+    ['C:\\new', 'C:\new']
+    """
+    texts = [text.replace("\\", "\\\\"), text] if raw else [text]
+    for source in [each for one in texts for each in (one, one.replace("\n", "\\n"))]:  # no template escapes these
         try:
             tree = ast.parse(source, mode="eval").body
             nodes = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -237,6 +243,12 @@ SYNTAXES = (
         read=read_python,
     ),
     CallSyntax(
+        "LFM2.5",
+        opening=r"<\|tool_call_start\|>",
+        closing=r"<\|tool_call_end\|>",
+        read=functools.partial(read_python, raw=True),
+    ),
+    CallSyntax(
         "DeepSeek V3",
         opening=r"(?:<｜tool▁calls▁begin｜>|\n)?<｜tool▁call▁begin｜>",
         closing=r"<｜tool▁call▁end｜>(?:<｜tool▁calls▁end｜>)?",
@@ -254,7 +266,9 @@ SYNTAXES = (
     ),
     CallSyntax(
         "Llama 3.1",
-        opening=r'(?:<\|python_tag\|>)?(?=\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)',
+        # Its keys in any order, and with the type that the template shows of a tool.
+        opening=r'(?:<\|python_tag\|>)?(?=\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
+        r'(?:"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:|"(?:parameters|arguments)"\s*:\s*\{))',
         closing=r"(?=<\|(?:eot|eom)_id\|>)|\Z",
         read=read_parameters,
         tail=r'"\}\}',

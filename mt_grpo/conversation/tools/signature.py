@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import json
@@ -69,12 +70,17 @@ def with_note(schema: dict[str, Any], note: str) -> dict[str, Any]:
 
     >>> with_note({"type": "string"}, 'A drink (choices: ["tea", "water"])')
     {'type': 'string', 'enum': ['tea', 'water'], 'description': 'A drink'}
+    >>> with_note({"type": "array", "items": {"type": "string"}}, 'Drinks (choices: ["tea", "water"])')
+    {'type': 'array', 'items': {'type': 'string', 'enum': ['tea', 'water']}, 'description': 'Drinks'}
     """
     listed = re.search(r"\(choices:\s*(\[.*\])\)\s*$", note, re.IGNORECASE | re.DOTALL)
     choices = load_json(listed[1])[0] if listed else None
     if not isinstance(choices, list):
         return {**schema, "description": note}
-    return {**schema, "enum": choices, "description": note[: listed.start()].strip()}
+    described = {"description": note[: listed.start()].strip()}
+    if schema.get("type") == "array":  # each of its values is one of them
+        return {**schema, "items": {**schema.get("items", {}), "enum": choices}, **described}
+    return {**schema, "enum": choices, **described}
 
 
 def result_schema(tool: Callable) -> dict[str, Any] | None:
@@ -389,9 +395,10 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
         check_others(tool, signature, call.arguments)
     except TypeError as error:
         return {}, f"{error}. Usage: {call.name}{signature}"
+    given = copy.deepcopy(call.arguments)  # a tool may change what it gets, and the call stays what was written
     if getattr(tool, "as_written", False):
-        return call.arguments, None
-    for name, value in call.arguments.items():
+        return given, None
+    for name, value in given.items():
         try:
             arguments[name] = read_argument(tool, name, value)
         except (Exception, SystemExit) as error:  # a validator may raise anything
@@ -399,4 +406,4 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
             mistake = argument_mistake(readers.get(name) or rest, name, value, error)
             return {}, f"{mistake}. Usage: {call.name}{signature}"
     # A tool's process reads JSON, and makes its own objects of it.
-    return (call.arguments if hasattr(tool, "prepare") else arguments), None
+    return (given if hasattr(tool, "prepare") else arguments), None
