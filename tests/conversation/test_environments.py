@@ -264,6 +264,10 @@ def test_what_a_reply_says_stands_in_the_log():
     columns = [[{"loss_mask": [1]} for _ in rollouts[0].turns]]
     (row,) = rollout_rows(rollouts, [{}], scored, columns)
     assert row["info"] == ['{"a": 1}', "{}"] and [turn["observation"] for turn in row["turns"]] == ["Sure?", None]
+    assert row["reward"] == 0
+    for given, reward in (([NAN, 0.5], 0.5), ([NAN, NAN], None)):  # nothing judged the second one
+        scored = Scored(["x", "y"], torch.ones(2), torch.tensor([given]), table, table, 1)
+        assert rollout_rows(rollouts, [{}], scored, columns)[0]["reward"] == reward
 
 
 def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):

@@ -156,8 +156,8 @@ MUTATIONS = [
     Mutation(
         "agents: the answer of a reward by header is not read",
         "mt_grpo/adapters/agents/session.py",
-        "if reward is not None and rewarded is not None:",
-        "if False:",
+        "parent = self._parent(request)\n        if answer is not None:",
+        "parent = self._parent(request)\n        if False:",
         "tests/adapters/test_agents.py::test_a_reward_by_header_names_its_answer",
     ),
     Mutation(
@@ -1322,5 +1322,19 @@ MUTATIONS = [
         "This model's maximum context length is {self.context} tokens. ",
         "",
         "tests/adapters/test_anthropic.py::test_bad_requests_get_the_apis_errors_and_harm_nothing",
+    ),
+    Mutation(
+        "agents: a refused request's reward counts beside that of the mended one",
+        "mt_grpo/adapters/agents/session.py",
+        "self._rewards[number].remove(self._refused_rewards.pop(number))",
+        "pass",
+        "tests/adapters/test_agents.py::test_a_reward_by_header_of_a_refused_request_stays_until_the_mended_one",
+    ),
+    Mutation(
+        "agents: a request that cuts its prompt is answered as if it had not",
+        "mt_grpo/adapters/agents/chat_api.py",
+        '"truncate_prompt_tokens", ',
+        "",
+        "tests/adapters/test_agents.py::test_bad_requests_get_the_apis_errors_and_harm_nothing",
     ),
 ]

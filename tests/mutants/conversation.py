@@ -914,7 +914,7 @@ MUTATIONS = [
     Mutation(
         "sampling parameters are not looked at",
         "mt_grpo/conversation/conversations.py",
-        "        check_sampling_params(sampling_params)\n        return {",
+        '        check_sampling_params(sampling_params, SAMPLING_KEYS - {"stop"})\n        return {',
         "        return {",
         "tests/method/test_notebooks.py::test_unknown_sampling_parameters_are_refused",
     ),
@@ -1533,5 +1533,33 @@ MUTATIONS = [
         "    value, error = await done\n    if error is not None:\n",
         "    value, error = await done\n    if False:\n",
         "tests/conversation/test_tool_threads.py::test_what_an_async_tool_gave_may_not_be_finished",
+    ),
+    Mutation(
+        "a tool changes the call that was written",
+        "mt_grpo/conversation/tools/signature.py",
+        "given = copy.deepcopy(call.arguments)",
+        "given = call.arguments",
+        "tests/conversation/test_tool_results.py::test_a_tool_that_changes_what_it_gets_changes_no_call",
+    ),
+    Mutation(
+        "native: backslashes that no template escapes are escapes",
+        "mt_grpo/conversation/formats/native.py",
+        "read=functools.partial(read_python, raw=True)",
+        "read=read_python",
+        "tests/conversation/test_formats.py::test_backslashes_of_a_family_are_read_as_the_template_writes_them",
+    ),
+    Mutation(
+        "native: a call of Llama with its type is an answer",
+        "mt_grpo/conversation/formats/native.py",
+        '(?:"type"\\s*:\\s*"function"\\s*,\\s*)?\'',
+        "'",
+        "tests/conversation/test_formats.py::test_keys_of_a_call_of_llama_in_any_order",
+    ),
+    Mutation(
+        "a stop text of sampling_params is dropped",
+        "mt_grpo/conversation/conversations.py",
+        'SAMPLING_KEYS - {"stop"}',
+        "SAMPLING_KEYS",
+        "tests/method/test_notebooks.py::test_unknown_sampling_parameters_are_refused",
     ),
 ]

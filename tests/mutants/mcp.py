@@ -139,4 +139,18 @@ MUTATIONS = [
         "[",
         "tests/adapters/test_mcp.py::test_images_are_read_where_the_model_reads_images",
     ),
+    Mutation(
+        "mcp: half a character reaches the connection of all",
+        "mt_grpo/adapters/mcp/servers.py",
+        "json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()",
+        "json.dumps(arguments, allow_nan=False)",
+        "tests/adapters/test_mcp.py::test_what_json_cannot_hold_is_refused_and_ends_no_server",
+    ),
+    Mutation(
+        "mcp: a list without tools offers all",
+        "mt_grpo/adapters/mcp/tools.py",
+        'names if entry["only"] is None else entry["only"]',
+        'entry["only"] or names',
+        "tests/adapters/test_mcp.py::test_a_file_of_vs_code_starts_its_server",
+    ),
 ]

@@ -577,4 +577,18 @@ MUTATIONS = [
         "if False:",
         "tests/method/test_trainer.py::test_a_keyword_that_shared_rows_do_not_read_ends_a_run",
     ),
+    Mutation(
+        "a turn's state is the object that the environment changes",
+        "mt_grpo_trainer.py",
+        "own_copy(await self._state_key(rollout)), []",
+        "await self._state_key(rollout), []",
+        "tests/conversation/test_environments.py::test_what_a_turn_was_told_stays_as_it_was",
+    ),
+    Mutation(
+        "a turn's info is the object that the environment changes",
+        "mt_grpo_trainer.py",
+        "own_copy(dict(reply.info or {}))",
+        "dict(reply.info or {})",
+        "tests/conversation/test_environments.py::test_what_a_turn_was_told_stays_as_it_was",
+    ),
 ]

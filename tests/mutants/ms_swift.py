@@ -282,8 +282,8 @@ MUTATIONS = [
     Mutation(
         "swift: a turn's reward is the next one's",
         "mt_grpo/adapters/ms_swift/conversation.py",
-        "for turn, reward in zip(rollout.turns, rewards):",
-        "for turn, reward in zip(rollout.turns[1:], rewards):",
+        "for sample, reward in zip(samples, rewards):",
+        "for sample, reward in zip(samples[1:], rewards):",
         "tests/adapters/test_ms_swift.py::test_an_environment_is_played_and_closed",
     ),
     Mutation(
@@ -404,5 +404,26 @@ MUTATIONS = [
         "return await asyncio.to_thread(lambda: [self._read(image, k) for k, image in enumerate(images)])",
         "return [self._read(image, k) for k, image in enumerate(images)]",
         "tests/adapters/test_images_of_ms_swift.py::test_images_are_read_in_a_thread",
+    ),
+    Mutation(
+        "swift: a summary's turn gets a step's reward",
+        "mt_grpo/adapters/ms_swift/conversation.py",
+        "samples = session.drives.get(last.key) or session.samples",
+        "samples = session.samples",
+        "tests/adapters/test_ms_swift.py::test_rewards_of_steps_belong_to_the_turns_of_the_drive",
+    ),
+    Mutation(
+        "swift: rewards that are no numbers are dropped",
+        "mt_grpo/adapters/ms_swift/conversation.py",
+        'raise SchedulerFailure(f"step_rewards is {rewards!r:.200}, expected a list of finite numbers or None.")',
+        "continue",
+        "tests/adapters/test_ms_swift.py::test_rewards_of_steps_that_are_given_otherwise",
+    ),
+    Mutation(
+        "swift: several choices are asked for in vain",
+        "mt_grpo/adapters/ms_swift/session.py",
+        "if asked not in (None, 1):",
+        "if False:",
+        "tests/adapters/test_ms_swift.py::test_what_a_config_asks_for_and_does_not_get_is_said",
     ),
 ]

@@ -321,4 +321,11 @@ MUTATIONS = [
         "    if False and getattr(",
         "tests/generation/test_images_by_server.py::test_a_lora_leaves_out_what_reads_images_unless_it_is_asked_for",
     ),
+    Mutation(
+        "continuous batching casts the policy in silence",
+        "mt_grpo/recipe/refusals.py",
+        "if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):",
+        "if False:",
+        "tests/recipe/test_recipes.py::test_continuous_batching_that_would_cast_the_policy_is_refused",
+    ),
 ]

@@ -426,4 +426,11 @@ MUTATIONS = [
         "trained = sum(size for size, trains in sizes)\n    costs",
         "tests/training/test_images.py::test_what_reads_images_is_trained_unless_it_is_frozen",
     ),
+    Mutation(
+        "log: a rollout that nothing judged has the reward 0",
+        "mt_grpo/reports/rollout_log.py",
+        "finite(nansum(scored.rewards",
+        "finite(torch.nansum(scored.rewards",
+        "tests/conversation/test_environments.py::test_what_a_reply_says_stands_in_the_log",
+    ),
 ]

@@ -1325,4 +1325,25 @@ MUTATIONS = [
         "return sum(again), sum(map(len, read)) - sum(prompts)",
         "tests/generation/test_prefix_cache.py::test_tokens_that_were_read_again_by_hand",
     ),
+    Mutation(
+        "rewards: a function of weight 0 gives the reward 0",
+        "mt_grpo/training/reward_numbers.py",
+        "torch.where(each == 0, NAN, each)",
+        "each",
+        "tests/training/test_reward_numbers.py::test_a_function_of_weight_0_counts_no_more_than_none",
+    ),
+    Mutation(
+        "rewards: with outcome functions of weight 0 alone nothing is trained",
+        "mt_grpo/training/reward_numbers.py",
+        "has_outcome = not outcome_weights.isnan().all()",
+        "has_outcome = bool(outcomes.shape[1])",
+        "tests/training/test_reward_numbers.py::test_a_function_of_weight_0_counts_no_more_than_none",
+    ),
+    Mutation(
+        "rewards: nobody hears of a result's reward that nothing counts",
+        "mt_grpo/training/rewards.py",
+        "            tell_of_results([batch.rollouts[i] for i in visible])",
+        "            pass",
+        "tests/training/test_reward_calls.py::test_a_reward_of_a_result_that_nothing_counts_is_told",
+    ),
 ]

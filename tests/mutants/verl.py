@@ -377,4 +377,18 @@ MUTATIONS = [
         "None",
         "tests/adapters/test_verl.py::test_images_of_a_tool_by_yaml",
     ),
+    Mutation(
+        "verl: a misspelt key of an entry is passed over",
+        "mt_grpo/adapters/verl/config.py",
+        "entry.keys() - KEYS_OF_ENTRIES[name]",
+        "()",
+        "tests/adapters/test_verl.py::test_a_bad_yaml_is_refused",
+    ),
+    Mutation(
+        "verl: what is no text of a server's result is nothing",
+        "mt_grpo/adapters/verl/mcp.py",
+        '" ".join(content_text(part) for part in content)',
+        '" ".join(content_text(part) for part in content if part.type == "text")',
+        "tests/adapters/test_verl.py::test_what_is_no_text_of_a_servers_result_is_named",
+    ),
 ]
