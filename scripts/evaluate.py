@@ -70,7 +70,8 @@ def in_process_backend(
     eos = model.generation_config.eos_token_id
     eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id, *end_of_turn_ids} - {None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    sampling = {} if greedy else sampling_params(args)  # transformers warns of a temperature that nothing reads
+    # transformers warns of a temperature that nothing reads; what is left out comes from the model's own configuration
+    sampling = {"repetition_penalty": 1.0} if greedy else sampling_params(args)
 
     def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
         longest = max(map(len, rows))
@@ -100,6 +101,11 @@ def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
     return token_ids[: end + 1]
 
 
+def revision_of(source: str, model_args: mt.ModelConfig) -> str:
+    """The revision of a model or a tokenizer: the recipe's `model_revision` for the recipe's own."""
+    return (model_args.model_revision or "main") if source == model_args.model_name_or_path else "main"
+
+
 def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> Any:
     """A language model on the GPU if there is one. It reads images, or text alone, then maybe with a LoRA adapter."""
     try:
@@ -117,7 +123,7 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> 
             dtype=model_args.dtype or "auto",
             attn_implementation=model_args.attn_implementation,
             trust_remote_code=args.trust_remote_code,
-            revision=model_args.model_revision if path == model_args.model_name_or_path else "main",
+            revision=revision_of(path, model_args),
         )
     except OSError as error:
         said = model_error(path, error)
@@ -165,9 +171,9 @@ def evaluate(
     Returns:
         `rewards` (`turn` and `outcome`: mean per function, None where it never applied), `exact_match` (pass@1),
         `pass_at_k`, `tool_executed` (share of rollouts with at least one successful call; None where there is no
-        tool), `result_found` (share
-        whose tool results held the answer), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries
-        that the recipe's rewards cannot tell are None. With `show` also `conversations`: of each the `messages` from
+        tool), `result_found` (share for which a reward function says so; without one, of which a tool's result was
+        the answer itself), `mean_turns`, `stop_reasons` (shares), and what was evaluated. Entries that the
+        recipe's rewards cannot tell are None. With `show` also `conversations`: of each the `messages` from
         the prompt's last one on, the `calls`, the `answer`, the `stop_reason`, the `rewards` (a turn's added up) and
         the `error` of an environment.
     """
@@ -180,8 +186,10 @@ def evaluate(
     if isinstance(model, str):
         model = load_model(model, args, model_args)
     source = model_args.model_name_or_path if served else name  # of the tokenizer, and of what reads images
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(source)
-    config = AutoConfig.from_pretrained(tokenizer.name_or_path) if served else model.config
+    revision = revision_of(source, model_args)
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, revision=revision)
+    served_config = {"revision": revision_of(tokenizer.name_or_path, model_args)}
+    config = AutoConfig.from_pretrained(tokenizer.name_or_path, **served_config) if served else model.config
     with_pictures(tokenizer, PictureReader.of(source, config, tokenizer))
     if served:
         model.tokenizer, model.vocab_size = tokenizer, getattr(config.get_text_config(), "vocab_size", None)
@@ -221,7 +229,8 @@ def evaluate(
         read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]
         golds = [accepted_answers(answer)[0] for answer in answers]
         found = [gold in texts for texts, gold in zip(read, golds, strict=True)]
-    solved = None if exact is None else [any(v for v in exact[i : i + k]) for i in range(0, len(exact), k)]
+    groups = [[v > 0 for v in exact[i : i + k] if v is not None] for i in range(0, len(exact or []), k)]
+    solved = None if exact is None else [any(group) if group else None for group in groups]
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,
@@ -447,7 +456,9 @@ def main(argv: list[str] | None = None) -> None:
         recipe = load_recipe(options.config, overrides)
         model, tokenizer = options.model or recipe[2].model_name_or_path, None
         if options.server:
-            tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=recipe[1].trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(
+                model, trust_remote_code=recipe[1].trust_remote_code, revision=revision_of(model, recipe[2])
+            )
             engine = recipe[1].rollout_engine
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30, engine=engine)
             model.wait_until_healthy()

@@ -119,6 +119,8 @@ def main(argv: list[str] | None = None) -> None:
     try:
         argv, found = choose_task(argv)
         recipe = mt.parse_arguments(argv)
+        if recipe[0].preflight:
+            raise ValueError("--preflight trains nothing. Give it to mt_grpo_trainer.py, with the same --config.")
         here = str(Path.cwd()) + "/"  # paths below it are shown as the recipe has them
         model = recipe[2].model_name_or_path.removeprefix(here)
         output = Path(recipe[1].output_dir.removeprefix(here))
@@ -135,7 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     for callback in (PrinterCallback, ProgressCallback, ProgressLine, FirstBatch):
         trainer.remove_callback(callback)
     trainer.add_callback(ReadableProgress())
-    trainer.train()
+    trainer.train(resume_from_checkpoint=recipe[1].resume_from_checkpoint)
     trainer.save_model(recipe[1].output_dir)
     trainer.save_state()
 

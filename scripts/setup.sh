@@ -170,6 +170,7 @@ install_torch_cpu() {
 }
 
 started=$SECONDS
+rm -f .venv/setup-*.stamp # what another kind installed may be replaced now
 case "$kind" in
     base)
         # Any build of torch trains in-process; without a GPU the CPU build saves gigabytes.

@@ -198,8 +198,8 @@ def differences(runs: list[Run]) -> list[list[str]] | None:
 
 def settings_of(folder: Path) -> dict[str, Any]:
     """What the newest record of a run says; empty where there is none."""
-    records = sorted(folder.glob(f"checkpoint-*/{RUN_RECORD}"), key=lambda path: path.stat().st_mtime)
-    for path in [folder / RUN_RECORD, *reversed(records)]:
+    records = [*folder.glob(f"checkpoint-*/{RUN_RECORD}"), *folder.glob(RUN_RECORD)]  # the latter at the end of a run
+    for path in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
         with suppress(OSError, ValueError):
             found = json.loads(path.read_text(encoding="utf-8"))
             if isinstance(found, dict):

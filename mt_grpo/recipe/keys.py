@@ -176,6 +176,15 @@ def check_choices(config: Any) -> None:
             raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(known)}.{hint}")
 
 
+def check_one_of(config: Any) -> None:
+    """Raise `ValueError` for a setting that is none of those that are known."""
+    for each in dataclasses.fields(config):
+        allowed = fact_of(each, "one_of")
+        if allowed and (value := getattr(config, each.name)) not in (*allowed, default_of(each.name, (type(config),))):
+            former = FORMER_VALUES.get((each.name, str(value)), "")
+            raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(allowed)}.{former}")
+
+
 def is_enum(kind: Any) -> bool:
     """Whether a type is an Enum."""
     return isinstance(kind, type) and issubclass(kind, enum.Enum)

@@ -25,6 +25,7 @@ from mt_grpo.recipe.data import GENERATED_DATASETS
 from mt_grpo.recipe.keys import (
     FORMER_VALUES,
     Classes,
+    check_one_of,
     check_ranges,
     default_of,
     fact_of,
@@ -70,13 +71,25 @@ class RecipeParser(TrlParser):
     """`TrlParser` that raises `ValueError` where `argparse` would print its help and exit.
 
     `--key null` unsets what a recipe says, as `key: null` does in a recipe, where the key may be None.
+
+    INVARIANT: what counts is the recipe as it was checked. `TrlParser` reads the file again, as YAML 1.1: 1:30 as 90.
+
+    Args:
+        classes: Of the settings.
+        recipe: As `read_recipe` gives it.
     """
+
+    def __init__(self, classes: Classes, recipe: dict[str, Any]):
+        super().__init__(classes)
+        self.recipe = {key: value for key, value in recipe.items() if key != "env"}
+        self.variables: dict[str, str] = recipe.get("env", {})
 
     def error(self, message: str) -> typing.NoReturn:
         raise ValueError(f"{message[:1].upper()}{message[1:].rstrip('.')}.")
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        return super().set_defaults_with_config(**with_own_names(kwargs, "in the recipe"))
+        os.environ.update(self.variables)
+        return super().set_defaults_with_config(**self.recipe)
 
     def parse_known_args(self, args: list[str], namespace: Any = None) -> tuple:
         types = known_keys(tuple(self.dataclass_types))
@@ -143,9 +156,13 @@ def renamed_options(argv: list[str]) -> list[str]:
 
 
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
-    """The YAML mapping of a recipe file. Raises `ValueError` for an unknown key or a value of a wrong type."""
+    """The YAML mapping of a recipe file; values of `env` are texts, as they are written.
+
+    Raises `ValueError` for an unknown key or a value of a wrong type.
+    """
     try:
-        recipe = yaml.load(Path(path).read_text(encoding="utf-8"), RecipeLoader)
+        text = Path(path).read_text(encoding="utf-8")
+        recipe = yaml.load(text, RecipeLoader)
     except OSError as error:
         raise ValueError(
             f"The recipe {path!r} cannot be read: {error.strerror}. See hf_recipes/ for examples."
@@ -162,6 +179,8 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     for key, value in recipe.items():
         if key == "env":
             check_variables(value, path)
+            written = yaml.load(text, yaml.BaseLoader)["env"]  # 010 and 1e3 stay what they are
+            recipe[key] = {name: str(written.get(name, each)) for name, each in value.items()}
             continue
         if key not in known:
             raise ValueError(unknown_key(key, f"in {path}", known))
@@ -192,10 +211,10 @@ def check_variables(variables: Any, path: str) -> None:
             raise ValueError(
                 f"env: {name!r:.200} in {path} is no name of an environment variable. Expected text without =."
             )
-        if not isinstance(value, (str, int, float)) or "\0" in str(value):
-            raise ValueError(
-                f'env: {name}: {value!r:.200} in {path}, expected text or a number (quote what is empty: "").'
-            )
+        if not isinstance(value, (str, int, float)) or isinstance(value, bool) or "\0" in str(value):
+            is_bool = isinstance(value, bool)
+            hint = "YAML reads no, off, yes and on as such: quote them" if is_bool else 'empty text is ""'
+            raise ValueError(f"env: {name}: {value!r:.200} in {path}, expected text or a number ({hint}).")
 
 
 MEANT = {"reward_func": ["reward_fn"], "reward_functions": ["reward_fn"]}  # the nearest by letters is ms-swift's
@@ -220,14 +239,14 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
         raise ValueError("No recipe is given. Expected --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
     if not any(re.match(r"--config(=|$)", word) for word in argv) and re.search(r"\.ya?ml$", argv[0]):
         raise ValueError(f"No --config is given. Expected --config {argv[0]}.")
-    argv = join(a.split("=", 1) if a.startswith("--config=") else [a] for a in argv)
+    argv, recipe = join(a.split("=", 1) if a.startswith("--config=") else [a] for a in argv), {}
     if "--config" in argv:
         position = argv.index("--config") + 1
         if argv.count("--config") > 1:
             raise ValueError("--config is given twice. Expected one recipe: put the keys of both into it.")
         if position == len(argv) or argv[position].startswith("--") or not argv[position]:
             raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
-        read_recipe(argv[position], classes)
+        recipe = read_recipe(argv[position], classes)
     given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
     options = {"config", "help", *known_keys(classes), *(f"no_{key}" for key in known_keys(classes))}
     overrides = [a.lstrip("+~").split("=")[0] for a in argv if re.match(r"[+~]*\w+(\.\w+)+=", a)]  # verl's, of Hydra
@@ -242,7 +261,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     if re.search(r"--vllm[_-]mode[ =]colocate", " ".join(argv)):  # then no server is used
         address = {"vllm_server_host", "vllm_server_port"} - set(given)
         argv += [f"--{key}={default_of(key, classes)}" for key in address]
-    parser = RecipeParser(classes)
+    parser = RecipeParser(classes, recipe)
     try:
         script_args, args, model_args, rest = parser.parse_args_and_config(argv, return_remaining_strings=True)
     except ValueError as error:
@@ -255,8 +274,9 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
         raise ValueError(f"The settings cannot be used: {error_line(error)}") from error
     if rest:
         raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and the recipe behind --config.")
-    check_ranges(script_args)
-    check_ranges(model_args)
+    for settings in (script_args, model_args):
+        check_one_of(settings)
+        check_ranges(settings)
     for key, reason in REFUSED_KEYS.items():
         for parsed in (script_args, model_args):
             if getattr(parsed, key, default_of(key, classes)) != default_of(key, classes):

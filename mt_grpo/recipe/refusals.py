@@ -18,7 +18,7 @@ from mt_grpo.base.fields import in_range, range_text
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.conversation.trees import tree_size
 from mt_grpo.generation.connection import hide_password
-from mt_grpo.recipe.keys import FORMER_VALUES, OF_TRL, default_of, fact_of
+from mt_grpo.recipe.keys import OF_TRL, check_one_of, default_of, fact_of
 
 # Settings of training on rollouts of other weights, refused where they cannot work or would have no effect.
 
@@ -238,11 +238,7 @@ def check_trees(args: GRPOConfig) -> None:
 def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
     kinds = (type(args),)
-    for each in dataclasses.fields(args):
-        allowed = fact_of(each, "one_of")
-        if allowed and (value := getattr(args, each.name)) not in allowed:
-            former = FORMER_VALUES.get((each.name, str(value)), "")
-            raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(allowed)}.{former}")
+    check_one_of(args)
     for key, reason in REFUSED_KEYS.items():
         if hasattr(args, key) and key not in SET_BY_TRANSFORMERS and getattr(args, key) != default_of(key, kinds):
             raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")

@@ -63,7 +63,7 @@ def as_json(value: Any) -> Any:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The logs of a run in an output directory, by step. A step that was trained again has its later row alone.
+    """The logs of a run in an output directory, by step. Of what was trained again only the later attempt counts.
 
     Without `metrics.jsonl` the rows are those of `trainer_state.json`. A line that is no JSON is left out.
     """
@@ -80,6 +80,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             row = {name: as_json(value) for name, value in row.items()}
             kind = next((kind for kind in ("eval_reward", "reward", "train_runtime") if kind in row), "")
+            if kind == "reward":  # a run that was resumed before them: these steps were given up
+                rows = {key: each for key, each in rows.items() if key[0] <= row["step"]}
             rows[row["step"], kind] = row
     return [rows[key] for key in sorted(rows)]
 

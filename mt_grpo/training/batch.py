@@ -30,7 +30,7 @@ class Batch:
         loss_masks: Of each record's completion, as TRL gets them; None once TRL has its tensors.
         failed, truncated: Whether the environment failed, and whether it was cut off, of each of the N rollouts.
         num_turns, num_copied: Turns of each of the N rollouts, and how many of them are copies of another one's.
-        facts: Numbers of each conversation, (N, 14): see `conversation_columns`.
+        facts: Numbers of each conversation, (N, 15): see `conversation_columns`.
         scores: What the reward functions gave, of all N rollouts: see `RewardFunctions.score_all_ranks`.
         rewards: The `RewardTable` of the N rollouts, of these scores.
         weights: What each of the F reward functions counts, (F,).

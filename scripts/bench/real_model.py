@@ -105,6 +105,8 @@ def options_of(method: str) -> list[str]:
 
     >>> options_of("mt_grpo,beta=0.04")
     ['--credit_assignment', 'mt_grpo', '--beta', '0.04']
+    >>> options_of("mt_grpo,outcome_reward_weights=1 0")[2:]
+    ['--outcome_reward_weights', '1', '0']
     """
     words = ["--credit_assignment", method.split(",")[0]]
     for setting in method.split(",")[1:]:
@@ -115,7 +117,7 @@ def options_of(method: str) -> list[str]:
             sys.exit(
                 f"error: {setting!r} of --methods: {key} is the study's own. Expected none of {', '.join(FIXED)}."
             )
-        words += [f"--{key}", value]
+        words += [f"--{key}", *value.split()]
     return words
 
 

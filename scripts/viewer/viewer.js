@@ -568,7 +568,7 @@ function overview(items, colour) {
     background: colour && paint(COLOURS.advantage, item.row.turn_advantages?.[k], scale) }, item.row.turns[k] ? signed(item.row.turn_advantages?.[k]) : "");
   const jump = (item) => el("button", { type: "button", class: "plain", onclick: () => document.getElementById(`r${item.id}`).scrollIntoView({ block: "start" }) }, String(item.number));
   return el("table", { class: "overview", "aria-label": "The group" }, el("thead", {}, el("tr", {},
-    ["rollout", "reward", "ended by", ...Array.from({ length: Math.min(most, 12) }, (_, k) => `turn ${k}`)].map((text, i) => el("th", { class: i === 1 || i > 2 ? "number" : "" }, text)))),
+    ["rollout", "reward", "ended by", ...Array.from({ length: Math.min(most, 12) }, (_, k) => `turn ${k}`), ...(most > 12 ? [`${most - 12} more`] : [])].map((text, i) => el("th", { class: i === 1 || i > 2 ? "number" : "" }, text)))),
   el("tbody", {}, items.map((item) => el("tr", {}, el("td", {}, jump(item)), el("td", { class: "number" }, number(item.reward)), el("td", {}, item.stop),
     Array.from({ length: Math.min(most, 12) }, (_, k) => cell(item, k))))));
 }

@@ -184,9 +184,9 @@ def ids(text):
     return TOKENIZER(text, add_special_tokens=False)["input_ids"]
 
 
-def play(cls, *turns, rows=({},), max_steps=19, prompt=""):
+def play(cls, *turns, rows=({},), max_steps=19, prompt="", **settings):
     backend = Scripted(*turns)
-    settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_steps": max_steps}
+    settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_steps": max_steps, **settings}
     env = mt.MultiTurnToolEnv([], None, environment=cls, **settings)
     prompts = [[{"role": "user", "content": prompt}] if prompt else [] for _ in rows]
     rows = [{**row, "prompt": each} if each else row for row, each in zip(rows, prompts, strict=True)]
@@ -408,6 +408,26 @@ def test_an_episode_that_the_policy_left(games, turns, stop, rewards, returned):
     assert [turn.reward for turn in rollout.turns] == rewards
     (rollout,), _ = play(steps_game(games), *turns, max_steps=most)
     assert rollout.reward == returned + 4.0
+
+
+def test_a_turn_behind_which_nothing_fits_is_one_by_which_the_policy_left(games):
+    """Its action was taken, and the observation has no room. Else long turns would be a way out that costs nothing."""
+    budget = 2 * len(ids("1") + END)
+    for turns, rewards in ((["1", "0"], [0.5 - 4.0]), (["what?"], [-4.0])):
+        (rollout,), _ = play(steps_game(games, unfinished_reward=-4.0), *turns, max_completion_length=budget)
+        assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.turns[-1].finish_reason == "stop"
+        assert [turn.reward for turn in rollout.turns] == rewards and rollout.reward == sum(rewards)
+
+
+def test_an_object_in_the_info_of_a_step_costs_no_episode(games):
+    """The info is for the log and for reward functions. What a model is to read has to be data."""
+    game = steps_game(games)()
+    game.reset()
+    game.env.step = lambda action: ("Step.", 0.5, False, False, {"who": object(), "at": [1]})
+    reply = game.respond(None, mt.Turn([], None, "1", "stop"))
+    assert reply.info["gym"] == {"who": "object", "at": [1]}
+    with pytest.raises(TypeError, match="object holds no data that a model can read"):
+        plain({"who": object()})
 
 
 def test_what_looks_like_a_call_is_text(games):

@@ -117,7 +117,7 @@ def play(folder, *turns, cls=None, max_steps=5, rollouts=1, close=True, **settin
     """Conversations about the tasks of a folder, one for each row and rollout."""
     cls = cls or harbor(most_turns=max_steps + 1)
     rows = [row for row in cls.read_folder(folder, "train") for _ in range(rollouts)]
-    env = make_env([], max_steps=max_steps, environment=cls, max_completion_length=20_000, **settings)
+    env = make_env([], max_steps=max_steps, environment=cls, **{"max_completion_length": 20_000, **settings})
     scripts = [list(turns)] * len(rows)
     found = within(lambda: env.generate([row["prompt"] for row in rows], Scripted(scripts), rows=rows), 120)[
         "rollouts"
@@ -1095,6 +1095,29 @@ def test_each_steps_tests_are_its_turns_reward(tmp_path):
     assert [turn.info["harbor"]["step"] for turn in rollout.turns[1::2]] == ["first", "second"]
     (rollout,) = play(tmp_path, "<answer>1</answer>", bash("touch b"), "<answer>2</answer>")
     assert [turn.reward for turn in rollout.turns] == [0.0, None, 1.0] and rollout.reward == 0.5
+
+
+@needs_namespaces
+def test_a_call_that_was_cut_off_ends_no_step(tmp_path):
+    """The policy reads that it was, and goes on: its tests run when it is done."""
+    write_steps(tmp_path)
+    turns = [bash("echo " + "x" * 90), bash("touch a"), "<answer>1</answer>", bash("touch b"), "<answer>2</answer>"]
+    (rollout,) = play(tmp_path, *turns, max_turn_tokens=80)
+    assert rollout.turns[0].finish_reason == "length" and "not closed" in rollout.turns[0].observation
+    assert [turn.reward for turn in rollout.turns] == [None, None, 1.0, None, 1.0] and rollout.reward == 1.0
+
+
+@needs_namespaces
+def test_a_step_behind_whose_turn_nothing_fits_is_judged(tmp_path):
+    write_steps(tmp_path)
+    turns = [bash("touch a"), "<answer>1</answer>", bash("touch b")]
+    (whole,) = play(tmp_path, *turns, "<answer>2</answer>")
+    used = sum(len(turn.token_ids) + len(turn.observation_ids) for turn in whole.turns[:3])
+    room = used - len(whole.turns[2].observation_ids) + 10
+    (rollout,) = play(tmp_path, *turns, max_completion_length=room)
+    assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TOKENS
+    assert [turn.reward for turn in rollout.turns] == [None, 1.0, 1.0] and rollout.reward == 1.0
+    assert rollout.turns[2].info["harbor"]["step"] == "second"
 
 
 @needs_namespaces

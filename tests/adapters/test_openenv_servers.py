@@ -175,6 +175,12 @@ def test_an_episode_that_the_policy_left(counting, turns, most, stop, expected):
     assert len([1 for kind, _ in counting.received if kind == "step"]) == len(turns) - (stop == StopReason.MAX_TOKENS)
 
 
+def test_a_turn_behind_which_nothing_fits_is_one_by_which_the_policy_left(counting):
+    (rollout,), _ = play(load(counting, openenv_unfinished_reward=-4.0), "1", max_completion_length=4)
+    assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.turns[-1].finish_reason == "stop"
+    assert rewards(rollout) == [1.0 - 4.0] and rollout.reward == -3.0
+
+
 def test_what_looks_like_a_call_is_text(counting):
     (rollout,), _ = play(load(counting), CALL, "1", "2", "3")
     assert rollout.turns[0].observation_ids == ids(

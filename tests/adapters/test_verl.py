@@ -31,7 +31,14 @@ from mt_grpo.adapters.verl import (
     search as verl_search,
 )
 from mt_grpo.adapters.verl.base import BaseInteraction, BaseTool
-from mt_grpo.adapters.verl.builtin import Gsm8kInteraction, Gsm8kTool, SearchTool, WeatherInteraction, warn_of_no_truth
+from mt_grpo.adapters.verl.builtin import (
+    Gsm8kInteraction,
+    Gsm8kTool,
+    SearchTool,
+    WeatherInteraction,
+    score_of,
+    warn_of_no_truth,
+)
 from mt_grpo.adapters.verl.config import load_interactions
 from mt_grpo.adapters.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.base.pictures import pictures_in
@@ -1036,8 +1043,9 @@ def test_a_search_asks_for_as_many_passages_and_at_the_same_time_as_its_config_s
     asyncio.run(story())
 
 
-def test_a_search_service_that_fails(tmp_path, monkeypatch):
+def test_a_search_service_that_fails(tmp_path, monkeypatch, caplog):
     """A busy one is asked ten times; another error, or an answer of another form, ends it."""
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
     answers, slept = [], []
     monkeypatch.setattr(verl_search.time, "sleep", slept.append)
 
@@ -1057,6 +1065,7 @@ def test_a_search_service_that_fails(tmp_path, monkeypatch):
     answers[:] = [(404, b"")]
     text, metrics = search("http://x", ["q"])
     assert "404" in text and (metrics["status"], answers) == ("api_error", [])
+    assert "A search failed, and the model reads that as its result: HTTPError: 404" in caplog.text
     answers[:] = [(200, b"<html>")]
     assert "JSON" in search("http://x", ["q"])[1]["api_request_error"]
     answers[:] = [(200, b'{"found": []}')]
@@ -1248,6 +1257,14 @@ def test_a_score_that_a_plugin_replaces_is_the_one_that_counts(monkeypatch):
         assert await interaction.calculate_score("b", further=1) == 0.25
 
     asyncio.run(story())
+    monkeypatch.undo()
+    numbers = [
+        (72, "#### 72", 1.0),
+        (72.0, "#### 72", 1.0),
+        (0.5, "#### 0.5", 1.0),
+        (72, "#### 7", 0.0),
+    ]  # of a JSON row
+    assert [score_of(said, truth, "strict") for truth, said, _ in numbers] == [score for *_, score in numbers]
     weights = {"format_score": 0.0, "score": 1.0}
     assert asked == [(("#### 7", "42"), {"method": "flexible", **weights}),
                      (("#### 24", "42"), {"method": "strict", **weights})]  # fmt: skip

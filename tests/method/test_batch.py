@@ -117,7 +117,7 @@ def test_an_evaluations_other_metrics_are_of_all_its_batches():
     nan = float("nan")
     whole = EvaluationMetrics()
     whole.rewards = [torch.zeros(3, 1), torch.zeros(1, 1)]
-    whole.columns = [torch.zeros(3, 14), torch.zeros(1, 14)]
+    whole.columns = [torch.zeros(3, 15), torch.zeros(1, 15)]
     metrics = {
         "reward": [0.0, 0.0], "ratio/max": [3.0, 5.0], "ratio/min": [0.5, 0.25], "gap_max": [2.0, 4.0],
         "gap_min": [2.0, 4.0], "entropy": [1.0, 2.0], "kl": [nan, 2.0], "clip/max": [nan, 1.0],

@@ -64,10 +64,11 @@ class GymEnvironment:
         self.rewards: list[float] = []
         self.terminated = self.truncated = False
         self.shown = ""
+        self._uncharged: Turn | None = None  # the last turn, where it has not paid `unfinished_reward`
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None, **row: Any) -> str:
         """Begin an episode. Rollouts of a row with `seed` have the same game, as far as it draws its own numbers."""
-        self.rewards, self.terminated, self.truncated = [], False, False
+        self.rewards, self.terminated, self.truncated, self._uncharged = [], False, False, None
         self.shown = checked(self.text.observation(*self.env.reset(seed=seed, options=options)), "observation")
         return ("\n" if row.get("prompt") else "") + checked(self.text.rules(), "rules") + self.shown
 
@@ -77,10 +78,12 @@ class GymEnvironment:
         A turn that a budget cut off is no step, whatever it holds: nothing is said, and the conversation ends.
         """
         turn.calls, turn.results = [], []  # a game has no tools: what looks like a call is text
+        self._uncharged = None
         if turn.finish_reason == "length":
             return Reply(reward=self.unfinished_reward or None, info={"action": None})
         last = self.most_turns is not None and len(rollout.turns) >= self.most_turns
         leaving = self.unfinished_reward if last else 0.0
+        self._uncharged = None if last else turn
         try:
             action = self.text.action(said(turn))
         except ValueError as error:
@@ -99,7 +102,7 @@ class GymEnvironment:
                 "action": plain(action),
                 "terminated": self.terminated,
                 "truncated": self.truncated,
-                "gym": plain(info),
+                "gym": plain(info, strict=False),
             },
         )
 
@@ -109,8 +112,12 @@ class GymEnvironment:
 
     def get_reward(self) -> float:
         """The sum of the rewards, and `unfinished_reward` where the conversation ended before the episode."""
-        over = self.terminated or self.truncated
-        return sum(self.rewards) + (0.0 if over else self.unfinished_reward)
+        if self.terminated or self.truncated:
+            return sum(self.rewards)
+        if self._uncharged is not None and self.unfinished_reward:  # nothing more fitted behind this turn
+            self._uncharged.reward = (self._uncharged.reward or 0.0) + self.unfinished_reward
+            self._uncharged = None
+        return sum(self.rewards) + self.unfinished_reward
 
     def close(self) -> None:
         """Close the game."""

@@ -100,8 +100,10 @@ def contains(space: spaces.Space, action: Any) -> bool:
         return False
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, strict: bool = True) -> Any:
     """A value as JSON takes it: arrays become lists, other objects text. Of a float, six digits count.
+
+    An object that has no text of its own raises `TypeError`, or, if not `strict`, gives the name of its type.
 
     >>> plain({"a": np.array([1.0, 1 / 3]), 3: (np.int64(4), True), "b": float("nan")})
     {'a': [1.0, 0.333333], '3': [4, True], 'b': 'nan'}
@@ -109,16 +111,18 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.floating):
         value = float(value)
     if isinstance(value, np.ndarray | np.generic):
-        return plain(value.tolist())
+        return plain(value.tolist(), strict)
     if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(each, strict) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [plain(each, strict) for each in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else str(value)
     if value is None or isinstance(value, int):
         return value
     if re.search(ADDRESS, str(value)):
+        if not strict:
+            return type(value).__name__
         raise TypeError(
             f"{type(value).__name__} holds no data that a model can read. Give a gym_text with `observation`"
         )

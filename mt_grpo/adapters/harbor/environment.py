@@ -63,18 +63,19 @@ class JudgedTask:
     def __init__(self):
         self.task: HarborTask | None = None
         self.said: list[TestsSaid] = []
+        self.unjudged = True  # whether a step has begun whose tests have not run
         self._desk: Desk | None = None
 
     def reset(self, task_folder: str, **row: Any) -> None:
         """Begin a task. The row's prompt is its instruction."""
         self.task = self.task_of(task_folder)
-        self.said = []
+        self.said, self.unjudged = [], True
         self._desk = self.images.open(self.task)
         put_step_files(self._desk, self.task, 0, self.verifier_seconds)
 
     def get_reward(self) -> float:
         """The outcome: what the tests said, over all steps of the task."""
-        if not self.said:  # the conversation ended where nobody was asked
+        if self.unjudged:  # the conversation ended where nobody was asked
             self._judge()
         rewards = [each.reward(self.reward_name) for each in self.said]
         if self.task.steps[0].name:
@@ -100,6 +101,7 @@ class JudgedTask:
         outcome = self._desk.sandbox.judge(self.task.tests(step), self._desk.workdir, env, seconds)
         said = said_by_tests(outcome, seconds)
         self.said.append(said)
+        self.unjudged = False
         if said.problem:
             printed = said.output[-300:] or "nothing"
             self._tell(f"its tests gave no reward, which counts as 0: {said.problem}. They printed: {printed}")
@@ -131,6 +133,7 @@ class JudgedTask:
             info["harbor"]["missed"] = f"step {self._step.name} did not begin: {error}"
             self._tell(f"{info['harbor']['missed']}. So it counts as 0, as one that was not reached")
             return reward, info, False
+        self.unjudged = True
         return reward, info, True
 
     def _tell(self, what: str) -> None:
@@ -191,11 +194,12 @@ class HarborEnvironment(JudgedTask):
     def __init__(self):
         super().__init__()
         self._folder, self._spent, self._failure = "/", 0.0, None
+        self._turn: Turn | None = None  # the last one
 
     def reset(self, task_folder: str, **row: Any) -> None:
         """Begin a task. The row's prompt is its instruction."""
         super().reset(task_folder, **row)
-        self._folder, self._spent = self._desk.workdir, 0.0
+        self._folder, self._spent, self._turn = self._desk.workdir, 0.0, None
 
     def bash(self, command: str) -> str:
         """Run a command in bash. Each call is a new shell, in the folder where the last one ended.
@@ -224,7 +228,8 @@ class HarborEnvironment(JudgedTask):
         """Nothing where the policy goes on with its step. Else what the step's tests said, and the next step."""
         if self._failure is not None:
             raise self._failure
-        cut = turn.finish_reason == "length"
+        self._turn = turn
+        cut = turn.finish_reason == "length" and not turn.calls  # a call that was cut off is answered, too
         last = cut or (self.most_turns is not None and len(rollout.turns) >= self.most_turns)
         limit = self._step.agent_seconds
         spent = limit is not None and self._spent >= limit
@@ -241,6 +246,8 @@ class HarborEnvironment(JudgedTask):
         """As of a task, where its sandbox was not lost."""
         if self._failure is not None:
             raise self._failure
+        if self.unjudged and self._turn is not None and not self._turn.info:  # there was no room behind it
+            self._turn.reward, self._turn.info, _ = self._end_step(last=True)
         return super().get_reward()
 
 

@@ -57,6 +57,7 @@ class OpenEnvEnvironment:
     def __init__(self):
         self.state: dict[str, Any] | None = None
         self.step_rewards: list[float | None] = []
+        self._uncharged: Turn | None = None  # the last turn, where it has not paid `unfinished_reward`
         self.episode_done = False
         self._session: OpenEnvSession | None = None
         self._steps: list[Step] = []  # of the turn
@@ -161,9 +162,10 @@ class OpenEnvEnvironment:
         self._steps = []
         return sum(rewards) if rewards else None
 
-    def _leaving(self, rollout: Rollout, ends: bool = False) -> float:
+    def _leaving(self, rollout: Rollout, turn: Turn, ends: bool = False) -> float:
         """What it costs that this turn is the last one, if it is, and the episode goes on."""
         last = ends or (self.most_turns is not None and len(rollout.turns) >= self.most_turns)
+        self._uncharged = None if last else turn
         return self.unfinished_reward if last and not self.episode_done else 0.0
 
     async def get_reward(self) -> float:
@@ -174,7 +176,12 @@ class OpenEnvEnvironment:
         except ErrorAnswer as error:
             warn_of_state(str(error))
         scored = sum(reward for reward in self.step_rewards if reward is not None)
-        return scored + (0.0 if self.episode_done else self.unfinished_reward)
+        if self.episode_done:
+            return scored
+        if self._uncharged is not None and self.unfinished_reward:  # nothing more fitted behind this turn
+            self._uncharged.reward = (self._uncharged.reward or 0.0) + self.unfinished_reward
+            self._uncharged = None
+        return scored + self.unfinished_reward
 
     async def conversation_over(self) -> None:
         """End the session: another conversation may wait for its place."""
@@ -213,17 +220,17 @@ class ActingEnvironment(OpenEnvEnvironment):
         """
         turn.calls, turn.results = [], []  # what looks like a call is text
         if turn.finish_reason == "length":
-            return Reply(reward=self._leaving(rollout, ends=True) or None, info={"action": None})
+            return Reply(reward=self._leaving(rollout, turn, ends=True) or None, info={"action": None})
         try:
             action = self.text.action(said(turn))
             step = await on_openenv_loop(self._step(action))
         except ActionRefused as error:
-            return self._no_action(rollout, f"the action does not fit: {error}")
+            return self._no_action(rollout, turn, f"the action does not fit: {error}")
         except (ValueError, CallFailed) as error:
-            return self._no_action(rollout, str(error))
+            return self._no_action(rollout, turn, str(error))
         reward = await on_openenv_loop(self._settle())
         self._shown = self.text.observation(step.observation)
-        leaving = self._leaving(rollout)
+        leaving = self._leaving(rollout, turn)
         return Reply(
             messages=[] if step.done else [{"role": "user", "content": self._shown or "{}"}],
             stop=step.done,
@@ -231,9 +238,9 @@ class ActingEnvironment(OpenEnvEnvironment):
             info={"action": action, "done": step.done, **({"observation": step.observation} if step.done else {})},
         )
 
-    def _no_action(self, rollout: Rollout, why: str) -> Reply:
+    def _no_action(self, rollout: Rollout, turn: Turn, why: str) -> Reply:
         message = {"role": "user", "content": f"Error: {why}"}
-        return Reply(messages=[message], reward=self._leaving(rollout) or None, info={"action": None})
+        return Reply(messages=[message], reward=self._leaving(rollout, turn) or None, info={"action": None})
 
     async def state_key(self) -> str:
         """What is seen, for `gigpo`."""
@@ -252,7 +259,7 @@ class CallingEnvironment(OpenEnvEnvironment):
     async def respond(self, rollout: Rollout, turn: Turn) -> Reply:
         """The reward of the turn's calls. The conversation ends with a turn without calls, and with the episode."""
         reward = await on_openenv_loop(self._settle())
-        leaving = self._leaving(rollout, ends=not turn.calls)
+        leaving = self._leaving(rollout, turn, ends=not turn.calls)
         return Reply(
             stop=self.episode_done,
             reward=reward if not leaving else (reward or 0.0) + leaving,

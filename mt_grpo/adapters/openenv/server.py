@@ -125,7 +125,11 @@ class OpenEnvServer:
         """(HTTP status, the JSON that was answered, None where it is none). Raises `OpenEnvFailure`."""
         try:
             async with self.client().get(self.url + path) as response:
-                body = await response.content.read(MOST_BYTES)
+                body = bytearray()
+                async for part in response.content.iter_chunked(2**16):
+                    body += part[: MOST_BYTES - len(body)]
+                    if len(body) == MOST_BYTES:
+                        break
                 with suppress(ValueError, RecursionError):
                     return response.status, json.loads(body)
                 return response.status, None

@@ -54,6 +54,8 @@ def score_of(solution: str, truth: Any, method: str) -> float:
     """What `verl.utils.reward_score.gsm8k.compute_score` gives. A plug-in may have replaced it there."""
     if truth is None:
         warn_of_no_truth()
+    if isinstance(truth, (int, float)):  # a row's own; verl's preprocessing writes text
+        truth = f"{truth:.15g}"
     gsm8k = importlib.import_module("verl.utils.reward_score.gsm8k")
     return gsm8k.compute_score(solution, truth, method=method, format_score=0.0, score=1.0)
 
