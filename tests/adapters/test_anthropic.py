@@ -928,6 +928,10 @@ def test_a_result_that_is_an_error_counts_as_one():
     assert len(set(texts)) == 1 and "error" not in texts[0]
     columns = conversation_columns([rollout], Accelerator(cpu=True))
     assert conversation_metrics(columns)[0]["tools/failure_frequency"] == pytest.approx(1 / 3)
+    rollout.turns[2].results = []  # a last turn's call, which nothing runs any more, is no call that worked
+    columns = conversation_columns([rollout], Accelerator(cpu=True))
+    found = conversation_metrics(columns)[0]
+    assert (found["tools/failure_frequency"], found["tools/call_frequency"]) == (pytest.approx(1 / 2), 3)
 
 
 # -- programs --

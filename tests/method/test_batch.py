@@ -106,7 +106,7 @@ def test_rows_that_fill_the_last_batch_do_not_count():
     whole, metrics = EvaluationMetrics(), {"reward": []}
     for rewards in ([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]):
         metrics["reward"].append(sum(rewards) / 4)
-        columns = torch.tensor([[1.0, 2.0, 2.0, r] + [0.0] * 10 for r in rewards])  # as many turns as reward
+        columns = torch.tensor([[1.0, 2.0, 2.0, r] + [0.0] * 11 for r in rewards])  # as many turns as reward
         whole.add(metrics, Batch([], 1, facts=columns, logged=torch.tensor(rewards)[:, None]), 6)
     whole.finish(metrics, ["match"], torch.ones(1))
     assert metrics["reward"] == metrics["rewards/match/mean"] == metrics["turns/mean"] == [0.5]

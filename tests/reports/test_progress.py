@@ -1,6 +1,7 @@
 """What a run prints: a line per log, what it is doing meanwhile, or everything."""
 
 import io
+import json
 import re
 import sys
 import threading
@@ -11,7 +12,7 @@ import pytest
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
-from mt_grpo.reports.progress import ProgressLine, log_line, what_it_does
+from mt_grpo.reports.progress import METRICS_FILE, ProgressLine, log_line, read_metrics, what_it_does
 from mt_grpo.training.rewards import RewardFunctions
 
 SLOW = '''
@@ -130,3 +131,13 @@ def test_a_line_has_80_columns_at_most():
             "tools/call_frequency": 3.0, "tools/failure_frequency": 0.0}  # fmt: skip
     line = log_line(logs, 10000, 20000, "right_answers_without_a_hint", 2345.6)
     assert len(line) <= 80 and "right_answers_w… -0.25" in line and line.endswith(" h left")
+
+
+def test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve(tmp_path):
+    """To step 4, again from 2, and at 3 now. The evaluation at 4 is of the attempt that is gone, too."""
+    rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4))]
+    rows += [{"step": 2, "eval_reward": 2.0}, {"step": 4, "eval_reward": 4.0}, {"step": 3, "reward": 3.0}]
+    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [(row["step"], row.get("reward"), row.get("eval_reward")) for row in read_metrics(tmp_path)] == [
+        (1, 0.1, None), (2, None, 2.0), (2, 0.2, None), (3, 3.0, None)
+    ]  # fmt: skip

@@ -295,6 +295,13 @@ def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recip
     assert result["rewards"]["outcome"] == means
     assert result["stop_reasons"] == {"answered": 8 / 9, "environment_error": 1 / 9}
 
+    asked.clear()  # a wrong answer costs 1, and nothing tells of C
+    given = "[float(turns[-1].answer == gold) for"
+    assert given in SAYS
+    path.write_text(SAYS.replace(given, '[None if gold == "c" else 1 - 2 * (turns[-1].answer != gold) for'))
+    result = ev.evaluate(client, parsed, k=3, batch_size=1, tokenizer=client.tokenizer, progress=False)
+    assert (result["exact_match"], result["pass_at_k"]) == (3 / 5, 1 / 2)
+
 
 def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_model, recipe, tmp_path):
     call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
@@ -423,6 +430,7 @@ def test_greedy_takes_the_most_probable_token(random_model, recipe):
     by_hand = list(prompt)
     for _ in range(8):
         by_hand.append(int(model(torch.tensor([by_hand])).logits[0, -1].argmax()))
+    model.generation_config.repetition_penalty = 9.0  # the model's own: greedy has none
     greedy = answer(True, 0)
     assert greedy == answer(True, 1) == by_hand[len(prompt) :][: len(greedy)] and greedy
     assert answer(False, 0) != answer(False, 1)
@@ -478,6 +486,33 @@ def test_the_quickstart_trains_what_it_is_told_to(arguments, model, found, tmp_p
     assert all(0 <= share < 1 for share in sampled) and (greedy == 1) == can_do_it
     assert re.search(r"^ +1/1 +\d\.\d\d", printed, re.M) and re.search(r"^exact match: \d\.\d\d -> ", printed, re.M)
     assert (tmp_path / "run/model.safetensors").is_file()
+
+
+def test_the_quickstart_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
+    """--resume_from_checkpoint is the trainer's, as every other argument; what trains nothing is refused."""
+    seen, parse = [], quickstart.mt.parse_arguments
+
+    def parsed(argv):
+        recipe = parse(argv)
+        recipe[1].resume_from_checkpoint = "there"
+        return recipe
+
+    class Trainer:
+        remove_callback = add_callback = lambda self, callback: None
+
+        def train(self, resume_from_checkpoint=None):
+            seen.append(resume_from_checkpoint)
+            raise KeyboardInterrupt
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(quickstart, "evaluate", lambda *args, **kwargs: {"exact_match": 0.5})
+    monkeypatch.setattr(quickstart.mt, "build_trainer", lambda *recipe: Trainer())
+    monkeypatch.setattr(quickstart.mt, "parse_arguments", parsed)
+    with pytest.raises(SystemExit, match="--preflight trains nothing"):
+        quickstart.main(["calculator", "--preflight", "--output_dir", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        quickstart.main(["calculator", "--output_dir", str(tmp_path)])
+    assert seen == ["there"]
 
 
 def test_the_quickstart_knows_its_tasks():
