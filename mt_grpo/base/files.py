@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import io
 import json
@@ -71,13 +72,16 @@ def output_lock(path: str) -> Iterator[None]:
 class LastingOutput(io.FileIO):
     """Standard output or error that never ends the run: once its reader has ended, the output goes to /dev/null.
 
-    Otherwise the run would end at its first line after `| head` has ended, or after the terminal was closed.
+    Otherwise the run would end at its first line after `| head` has ended, or after the terminal was closed. Of a file
+    on a full disk only what does not fit is lost: there may be room for the lines that tell of it.
     """
 
     def write(self, data: Any) -> int | None:
         try:
             return super().write(data)
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return memoryview(data).nbytes
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())  # so that threads and child processes use it too
             os.close(null)

@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from mt_grpo.base.errors import ServerError, ServerLost, error_line
+from mt_grpo.base.errors import ServerError, ServerLost, error_line, tell_once
 from mt_grpo.base.event_loop import (
     CONTROL_THREAD,
     allow_many_open_files,
@@ -371,6 +371,12 @@ class ServerConnection:
                 problem = error_line(error)
             except TimeoutError:
                 problem = f"no answer within vllm_request_timeout={self.request_timeout:g} s"
+                tell_once(
+                    f"POST {url}: {problem}. It is asked again, and what was sampled is lost. What takes long is "
+                    "long, so that the run trains on its shorter turns. Raise vllm_request_timeout, or lower "
+                    "max_turn_tokens.",
+                    "vllm_request_timeout",
+                )
             except ValueError as error:
                 problem, bad_answers = error_line(error), bad_answers + (not isinstance(error, HalfLoaded))
                 if bad_answers == self.BAD_ANSWERS:

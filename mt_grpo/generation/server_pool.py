@@ -78,9 +78,10 @@ class Route:
         """
         pool, cancelled_before, moves = self.pool, asyncio.current_task().cancelling(), False
         while True:
+            lineages = [server.lineage for server in pool.servers]  # before the choice: an old one proves nothing
             number = self.group.choose()
             pool.moved += moves
-            asked = number, pool.servers[number].lineage
+            asked = number, lineages[number]
             request = asyncio.ensure_future(
                 pool.servers[number].generate(prompt_ids, max_tokens, sampling_params, index)
             )

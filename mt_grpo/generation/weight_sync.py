@@ -139,6 +139,7 @@ class WeightSync:
         self.adapter = None
         for server in self.servers.servers:
             server.transfer.adapter = server.loaded = None
+            server.transfer.drop_adapters()
         if self.accelerator.is_main_process:
             logger.warning(f"The policy has a LoRA. A push to the server merges it into all weights, since {reason}")
 

@@ -257,6 +257,16 @@ class WeightTransfer:
         self.held = self.server.loaded = name
         return None
 
+    def drop_adapters(self) -> None:
+        """Let the server forget adapters that it was sent, also where none was loaded: all weights are pushed now.
+
+        Without it the end of the run would call these weights the server's own.
+        """
+        for name in list(self._loaded):
+            with suppress(ServerError):
+                self._unload(name)
+        self._loaded = {}
+
     def _unload(self, name: str) -> None:
         """Let the server forget an adapter, if it has it: a restarted one has none."""
         if self._loaded.pop(name, None) is not None:

@@ -130,6 +130,39 @@ def source_sha256(function: Callable) -> str | None:
         return None
 
 
+def run_record(trainer: Any) -> dict[str, Any]:
+    """What determines the results of a run: the settings, and hashes of the files and texts that they name."""
+    settings, lora, env = trained_settings(trainer.args), trainer._peft_config, trainer.env
+    columns = {
+        "model_name_or_path": trainer._model_name,
+        "lora": lora and {k: getattr(lora, k, None) for k in LORA_KEYS},
+        "world_size": trainer.args.world_size, "save_on_each_node": trainer.args.save_on_each_node,
+        "turn_advantage_coef": trainer.turn_advantage_coef,
+        "reward_weights": [round(weight, 6) for weight in trainer.reward_weights.tolist()],
+        "rewards_sha256": {n: source_sha256(f) for n, f in zip(trainer.reward_func_names, trainer.reward_funcs)},
+        "environment_sha256": source_sha256(type(env)),
+        "environments_sha256": {name: class_sha256(cls) for name, cls in classes_of(env).items()},
+        "tools_sha256": {name: source_sha256(tool) for name, tool in env.tools.items()},
+        "system_prompt_sha256": sha256(str(env.system_prompt)),
+        "prompt_examples_sha256": sha256(json.dumps(env.prompt_examples, default=str)),
+        "chat_template_sha256": sha256(str(trainer.processing_class.chat_template)),
+        "dataset_rows": len(trainer.train_dataset), "dataset_sha256": trainer._dataset_sha256,
+    }  # fmt: skip
+    plain = json.dumps(settings | columns, default=lambda value: sorted(value) if isinstance(value, set) else "?")
+    return json.loads(plain)
+
+
+def classes_of(env: Any) -> dict[str, type]:
+    """The classes of a run's environments by their names; none where its conversations have none."""
+    return {} if env.environments is None else env.environments.by_name
+
+
+def class_sha256(cls: type) -> str:
+    """The `sha256` of the files that define a class and what it is made of, but for the project's own and Python's."""
+    own = [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in ("builtins", "mt_grpo")]
+    return sha256(json.dumps(sorted(filter(None, map(source_sha256, own)))))
+
+
 def dataset_sha256(dataset: Any) -> str:
     """The `sha256` of all rows. It depends neither on the kind of file nor on the order of the columns.
 

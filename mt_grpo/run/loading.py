@@ -42,6 +42,13 @@ def load_model(trainer: Any, load: Callable, checkpoint: str, model: Any) -> Non
     load_on_all_ranks(checkpoint, "the model", load_whole)
 
 
+def load_best(trainer: Any, load: Callable) -> None:
+    """`Trainer`'s `load` of the best checkpoint, for models, too, whose weights are saved under other names."""
+    load()
+    if trainer.state.best_model_checkpoint and not trainer._is_sharded:
+        load_as_saved(Path(trainer.state.best_model_checkpoint), trainer.model)
+
+
 def load_optimizer(trainer: Any, load: Callable, checkpoint: str | None) -> None:
     """`Trainer`'s `load`, for states that fit the parameters. Raises `CheckpointError`."""
 

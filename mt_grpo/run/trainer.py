@@ -28,7 +28,6 @@ from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.run.checkpoints import (
-    LORA_KEYS,
     RUN_RECORD,
     bytes_to_save,
     changed_settings,
@@ -36,14 +35,12 @@ from mt_grpo.run.checkpoints import (
     check_tensors,
     checkpoint_damage,
     dataset_sha256,
-    sha256,
-    source_sha256,
-    trained_settings,
+    run_record,
     weights_not_finite,
 )
 from mt_grpo.run.connect import start_rollouts, sync_weights
 from mt_grpo.run.in_flight import BetweenBatches, InFlight
-from mt_grpo.run.loading import load_model, load_optimizer, load_random_numbers, whole_reference
+from mt_grpo.run.loading import load_best, load_model, load_optimizer, load_random_numbers, whole_reference
 from mt_grpo.run.nodes import (
     apply_ddp_timeout,
     check_output_on_nodes,
@@ -133,23 +130,7 @@ class ResumableTrainer(GRPOTrainer):
         return self._dist.is_fsdp or self.is_deepspeed_enabled
 
     def _run_record(self) -> dict[str, Any]:
-        """What determines the results of a run: the settings, and hashes of the files and texts that they name."""
-        settings, lora = trained_settings(self.args), self._peft_config
-        columns = {
-            "model_name_or_path": self._model_name,
-            "lora": lora and {k: getattr(lora, k, None) for k in LORA_KEYS},
-            "world_size": self.args.world_size, "save_on_each_node": self.args.save_on_each_node,
-            "turn_advantage_coef": self.turn_advantage_coef,
-            "reward_weights": [round(weight, 6) for weight in self.reward_weights.tolist()],
-            "rewards_sha256": {n: source_sha256(f) for n, f in zip(self.reward_func_names, self.reward_funcs)},
-            "environment_sha256": source_sha256(type(self.env)),
-            "tools_sha256": {name: source_sha256(tool) for name, tool in self.env.tools.items()},
-            "system_prompt_sha256": sha256(str(self.env.system_prompt)),
-            "chat_template_sha256": sha256(str(self.processing_class.chat_template)),
-            "dataset_rows": len(self.train_dataset), "dataset_sha256": self._dataset_sha256,
-        }  # fmt: skip
-        plain = json.dumps(settings | columns, default=lambda value: sorted(value) if isinstance(value, set) else "?")
-        return json.loads(plain)
+        return run_record(self)
 
     @functools.cached_property
     def _dataset_sha256(self) -> str:
@@ -169,6 +150,9 @@ class ResumableTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_model(self, super()._load_from_checkpoint, resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        load_best(self, super()._load_best_model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         load_optimizer(self, super()._load_optimizer_and_scheduler, checkpoint)
@@ -592,6 +576,9 @@ def train_or_save(trainer: ResumableTrainer) -> None:
                 f"answer: {error}\nWithout it nothing can be saved. Start all nodes again with "
                 "--resume_from_checkpoint last, which takes the last whole checkpoint."
             )
+        finally:  # not as the interpreter ends: it looks up no host's name any more, and adapters would stay
+            if getattr(trainer, "client", None) is not None:
+                trainer.client.close()
         try:
             trainer.save_trained_model()  # a signal does not interrupt this
         except NotFinite as error:

@@ -437,6 +437,10 @@ def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, ca
     assert "merges it into all weights, since the server cannot load it: Push of an adapter to" in caplog.text
     (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
     assert row["sync/logprob_difference"] < 1e-4 and versions(adapters, trainer) == []
+    server = trainer.client.servers[0]
+    assert server.transfer._loaded == {}
+    trainer.client.close()  # the weights are not the server's own, and no later run may take them for these
+    assert server.weight_version() not in (None, "default")
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
     trainer.client.servers[0].update_weights(iter(model.state_dict().items()), "default")
 

@@ -26,13 +26,15 @@ from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, Tra
 from mt_grpo.base.errors import ServerLost
 from mt_grpo.base.files import output_lock
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.recipe.plugins import load_rewards, load_tools
+from mt_grpo.recipe.plugins import load_class, load_rewards, load_tools
 from mt_grpo.reports.rollout_log import write_rows
 from mt_grpo.run.checkpoints import (
     changed_settings,
     check_tensors,
     checkpoint_damage,
     checkpoint_to_resume,
+    class_sha256,
+    classes_of,
     trained_settings,
     weights_not_finite,
 )
@@ -940,10 +942,32 @@ def test_a_model_with_experts_goes_on_from_its_own_weights(random_model, tmp_pat
     resumed = make_trainer(deepcopy(model), tmp_path, callbacks=[after_load], trainer=tokenizer, max_steps=3)
     resumed.train(resume_from_checkpoint=str(path.parent))
     assert torch.equal(loaded[0], tensors[name])
+    experts = resumed.model.get_parameter("model.layers.0.mlp.experts.down_proj")
+    assert not torch.equal(experts[3], tensors[name])  # a step further
+    resumed.state.best_model_checkpoint = str(path.parent)
+    resumed._load_best_model()
+    assert torch.equal(resumed.model.get_parameter("model.layers.0.mlp.experts.down_proj")[3], tensors[name])
     del tensors[name]
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(ValueError, match=f"the tensor {name} is missing"):
         check_tensors(path.parent, resumed.model)
+
+
+def test_the_record_of_a_run_has_the_classes_of_its_environments(tmp_path):
+    """Theirs and what they are made of, from files of the user's: another game is another run."""
+    path, hashes = tmp_path / "game.py", []
+    for number, reward in enumerate((1.0, 0.5)):
+        path = tmp_path / f"game_{number}.py"
+        path.write_text(
+            "class Game:\n    def reset(self, **row):\n        pass\n\n"
+            f"    def get_reward(self):\n        return {reward}\n"
+        )
+        game = load_class(f"{path}:Game", "environment")
+        env = MultiTurnToolEnv([], None, environment={"game": type("Named", (game,), {"__module__": "mt_grpo.x"})})
+        ((name, cls),) = classes_of(env).items()
+        hashes.append(class_sha256(cls))
+        assert name == "game" and hashes[-1] == class_sha256(game)
+    assert len(set(hashes)) == 2 and classes_of(MultiTurnToolEnv([], None)) == {}
 
 
 LARGE = """

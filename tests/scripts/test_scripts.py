@@ -32,6 +32,7 @@ from vision_run import write_recipe
 
 import mt_grpo.recipe.data
 import mt_grpo_trainer as mt
+from mt_grpo.base.files import LastingOutput
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.plugins import load_tools, module_name
 from mt_grpo.rollout import Generation
@@ -555,6 +556,18 @@ def test_the_servers_context_holds_the_prompts_of_evaluations(recipe, tmp_path, 
     for plan in (launch_plan.make_plan, launch_plan.make_server_plan):
         without = plan(recipe, arguments)["max_model_len"]
         assert plan(recipe, [*arguments, *evaluates, "--eval_dataset_size", "8"])["max_model_len"] > without
+
+
+def test_a_full_disk_costs_lines_and_not_the_output(tmp_path):
+    """What does not fit is lost; what is written when there is room again is there."""
+    path = tmp_path / "log"
+    with open(path, "wb") as file:
+        with open("/dev/full", "wb", buffering=0) as no_room:
+            lasting = LastingOutput(no_room.fileno(), "w", closefd=False)
+            assert lasting.write(b"lost\n") == 5
+            os.dup2(file.fileno(), no_room.fileno())  # there is room again
+            assert lasting.write(b"kept\n") == 5
+    assert path.read_bytes() == b"kept\n"
 
 
 def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_model, recipe, tmp_path):
