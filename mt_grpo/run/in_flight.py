@@ -293,10 +293,12 @@ class InFlight:
         found: dict[int, Rollout] = {}  # place -> rollout
         num_restarted, num_retries, num_pushes, waited = 0, 0, 0, 0.0
 
-        def finish() -> tuple[int, int, int]:
+        def begin() -> None:
             missing = [i for i in places if i not in found]
             started = None if num_restarted else self._take_prefetched(rows)
             self.current = started or trainer._start_rollouts(rows, missing)
+
+        def finish() -> tuple[int, int, int]:
             for rollout in self.current.wait():
                 if rollout is not None:
                     found[rollout.index - trainer.accelerator.process_index * len(rows)] = rollout
@@ -313,7 +315,9 @@ class InFlight:
             if num_restarted or not self.groups or not trainer.model.training:
                 trainer._stop_if_asked()  # before the push: the server may be gone as well
                 trainer._sync_weights()
+            trainer._on_all_ranks(begin, "Rollouts")
             began = time.perf_counter()
+            self._meet_until_over()
             num_missing, retries, num_without = trainer._on_all_ranks(finish, "Rollouts")
             waited += time.perf_counter() - began + self.current.waited
             num_retries += retries
@@ -452,6 +456,27 @@ class InFlight:
         taken = [groups[i] for i in chosen]
         self._taken = ChosenGroups(taken, places, waited)
         return taken
+
+    def _meet_until_over(self) -> None:
+        """Wait until the conversations of all ranks are over. Collective.
+
+        INVARIANT: no rank waits for conversations of another one in one call. It would end after `ddp_timeout`, though
+        nothing is wrong. In this process `wait` itself samples, on all ranks at the same time.
+        """
+        trainer = self.trainer
+        if getattr(trainer, "client", None) is None:
+            return
+        num_ranks = trainer.accelerator.num_processes
+        while num_ranks > 1:
+            flags = torch.tensor(
+                [self.current.over, trainer._stop_signal is None], dtype=torch.int32, device=trainer.accelerator.device
+            )
+            over, go_on = (trainer.accelerator.reduce(flags, "sum") == num_ranks).tolist()
+            if not go_on:
+                trainer._stop_if_asked()
+            if over:
+                return
+            time.sleep(self.POLL_SECONDS)
 
     def _begin_epoch(self, rows: list[dict[str, Any]], slot_of_row: list[int], num_prompts: int) -> None:
         """Read the order of the epoch's prompts; a resumed run first asks again for those that were in flight.

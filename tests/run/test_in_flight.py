@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mt_grpo.base.errors import ServerLost
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.rollout import Rollout
 from mt_grpo.run.in_flight import GroupInFlight, InFlight
@@ -212,3 +212,30 @@ def test_kinds_that_can_fill_no_slot_are_an_error():
     flight.groups.extend(GroupInFlight(n, right, [], None) for n in (17, 18))
     with pytest.raises(RunError, match="2 groups left, expected 2"):
         flight._wait_for_groups([left, right])
+
+
+def test_ranks_meet_while_the_conversations_of_one_go_on():
+    """Here they are over before the other rank's. A rank that waited in one call would be given up as lost."""
+    flight, seen = of_two_ranks(), []
+    flight.POLL_SECONDS, flight.current = 0.0, SimpleNamespace(over=False)
+    others = [[0, 1], [0, 1], [1, 1]]
+
+    def reduce(flags, how):
+        seen.append(flags.tolist())
+        flight.current.over = True
+        return flags + torch.tensor(others[len(seen) - 1], dtype=torch.int32)
+
+    flight.trainer.accelerator.reduce = reduce
+    flight._meet_until_over()  # it samples by itself: `wait` does
+    assert seen == []
+    flight.trainer.client = object()
+    flight._meet_until_over()
+    assert seen == [[0, 1], [1, 1], [1, 1]]
+
+    def stop():
+        raise RunStopped(15)
+
+    flight.trainer._stop_if_asked = stop
+    others.append([0, 0])  # a signal has come there
+    with pytest.raises(RunStopped):
+        flight._meet_until_over()
