@@ -132,4 +132,11 @@ MUTATIONS = [
         "            if True:\n",
         "tests/training/test_images.py::test_there_is_one_picture_for_an_id",
     ),
+    Mutation(
+        "a full disk ends the output for ever",
+        "mt_grpo/base/files.py",
+        "if error.errno in (errno.ENOSPC, errno.EDQUOT):",
+        "if False:",
+        "tests/scripts/test_scripts.py::test_a_full_disk_costs_lines_and_not_the_output",
+    ),
 ]

@@ -51,22 +51,22 @@ MUTATIONS = [
     Mutation(
         "gym: a game that was over counts as left",
         "mt_grpo/adapters/gym/environment.py",
-        "(0.0 if over else self.unfinished_reward)",
-        "self.unfinished_reward",
+        "        if self.terminated or self.truncated:\n            return sum(self.rewards)\n",
+        "",
         "tests/adapters/test_gym.py::test_a_hole_ends_the_episode_with_nothing",
     ),
     Mutation(
         "gym: a game that was left costs nothing",
         "mt_grpo/adapters/gym/environment.py",
-        "(0.0 if over else self.unfinished_reward)",
-        "0.0",
+        "return sum(self.rewards) + self.unfinished_reward",
+        "return sum(self.rewards)",
         "tests/adapters/test_gym.py::test_an_episode_that_the_policy_left",
     ),
     Mutation(
         "gym: rewards of the last episode stay",
         "mt_grpo/adapters/gym/environment.py",
-        "        self.rewards, self.terminated, self.truncated = [], False, False\n",
-        "        self.terminated, self.truncated = False, False\n",
+        "self.rewards, self.terminated, self.truncated, self._uncharged = [], False, False, None",
+        "self.terminated, self.truncated, self._uncharged = False, False, None",
         "tests/adapters/test_gym.py::test_an_environment_is_played_again",
     ),
     Mutation(
@@ -222,5 +222,19 @@ MUTATIONS = [
         "longest > cls.most_turns",
         "longest > 10**9",
         "tests/adapters/test_gym.py::test_a_conversation_shorter_than_the_episode_is_said",
+    ),
+    Mutation(
+        "gym: a turn behind which nothing fits leaves for nothing",
+        "mt_grpo/adapters/gym/environment.py",
+        "self._uncharged = None if last else turn",
+        "self._uncharged = None",
+        "tests/adapters/test_gym.py::test_a_turn_behind_which_nothing_fits_is_one_by_which_the_policy_left",
+    ),
+    Mutation(
+        "gym: an object of a step's info costs the episode",
+        "mt_grpo/adapters/gym/environment.py",
+        "plain(info, strict=False)",
+        "plain(info)",
+        "tests/adapters/test_gym.py::test_an_object_in_the_info_of_a_step_costs_no_episode",
     ),
 ]

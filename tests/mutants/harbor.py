@@ -415,4 +415,18 @@ MUTATIONS = [
         "        if self._commands.close():\n            pass",
         f"{TESTS}::test_by_bubblewrap_nothing_is_left_on_the_disk",
     ),
+    Mutation(
+        "harbor: a call that was cut off ends its step",
+        "mt_grpo/adapters/harbor/environment.py",
+        'turn.finish_reason == "length" and not turn.calls',
+        'turn.finish_reason == "length"',
+        "tests/adapters/test_harbor.py::test_a_call_that_was_cut_off_ends_no_step",
+    ),
+    Mutation(
+        "harbor: a later step behind which nothing fits is not judged",
+        "mt_grpo/adapters/harbor/environment.py",
+        "        self.unjudged = True\n        return reward, info, True",
+        "        return reward, info, True",
+        "tests/adapters/test_harbor.py::test_a_step_behind_whose_turn_nothing_fits_is_judged",
+    ),
 ]

@@ -77,7 +77,7 @@ MUTATIONS = [
     Mutation(
         "openenv: leaving costs nothing in the outcome",
         ENVIRONMENT,
-        "return scored + (0.0 if self.episode_done else self.unfinished_reward)",
+        "return scored + self.unfinished_reward",
         "return scored",
         f"{TESTS}::test_an_episode_that_the_policy_left",
     ),
@@ -234,5 +234,12 @@ MUTATIONS = [
         "if status == 404:",
         "if False:",
         f"{TESTS}::test_what_is_no_server_of_openenv",
+    ),
+    Mutation(
+        "openenv: a turn behind which nothing fits leaves for nothing",
+        "mt_grpo/adapters/openenv/environment.py",
+        "self._uncharged = None if last else turn",
+        "self._uncharged = None",
+        "tests/adapters/test_openenv_servers.py::test_a_turn_behind_which_nothing_fits_is_one_by_which_the_policy_left",
     ),
 ]

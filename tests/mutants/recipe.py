@@ -328,4 +328,25 @@ MUTATIONS = [
         "if False:",
         "tests/recipe/test_recipes.py::test_continuous_batching_that_would_cast_the_policy_is_refused",
     ),
+    Mutation(
+        "recipe: variables are as YAML reads them",
+        "mt_grpo/recipe/parse.py",
+        "{name: str(written.get(name, each)) for name, each in value.items()}",
+        "{name: str(each) for name, each in value.items()}",
+        "tests/recipe/test_recipes.py::test_what_a_recipe_says_arrives_as_it_is_written",
+    ),
+    Mutation(
+        "recipe: what TRL reads of the file goes before what was checked",
+        "mt_grpo/recipe/parse.py",
+        "super().set_defaults_with_config(**self.recipe)",
+        'super().set_defaults_with_config(**with_own_names(kwargs, "in the recipe"))',
+        "tests/recipe/test_recipes.py::test_what_a_recipe_says_arrives_as_it_is_written",
+    ),
+    Mutation(
+        "recipe: a choice that is none passes on the command line",
+        "mt_grpo/recipe/parse.py",
+        "        check_one_of(settings)\n",
+        "",
+        "tests/recipe/test_recipes.py::test_a_choice_that_is_none_is_refused_on_the_command_line_too",
+    ),
 ]

@@ -433,4 +433,18 @@ MUTATIONS = [
         "finite(torch.nansum(scored.rewards",
         "tests/conversation/test_environments.py::test_what_a_reply_says_stands_in_the_log",
     ),
+    Mutation(
+        "metrics: a call that nothing ran counts as one that worked",
+        "mt_grpo/reports/metrics.py",
+        "attempted = results.sum().clamp(min=1)",
+        "attempted = calls.sum().clamp(min=1)",
+        "tests/adapters/test_anthropic.py::test_a_result_that_is_an_error_counts_as_one",
+    ),
+    Mutation(
+        "metrics: steps that were given up stay on the curve",
+        "mt_grpo/reports/progress.py",
+        'if kind == "reward":',
+        "if False:",
+        "tests/reports/test_progress.py::test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve",
+    ),
 ]

@@ -144,8 +144,8 @@ MUTATIONS = [
     Mutation(
         "admission: each rank takes what is complete on itself",
         "mt_grpo/run/in_flight.py",
-        'trainer.accelerator.reduce(flags, "sum") == num_ranks',
-        "flags == 1",
+        '*complete, go_on = (trainer.accelerator.reduce(flags, "sum") == num_ranks)',
+        "*complete, go_on = (flags == 1)",
         "tests/run/test_in_flight.py::test_a_step_waits_for_what_all_ranks_have",
     ),
     Mutation(
@@ -707,5 +707,26 @@ MUTATIONS = [
         "    if trainer.accelerator.num_processes > 1:\n        share_marks",
         "    if False:\n        share_marks",
         "tests/generation/test_images_by_server.py::test_two_ranks_by_one_server",
+    ),
+    Mutation(
+        "the best step of a model with experts keeps the last step's experts",
+        "mt_grpo/run/loading.py",
+        "    if trainer.state.best_model_checkpoint and not trainer._is_sharded:",
+        "    if False:",
+        "tests/run/test_checkpoints.py::test_a_model_with_experts_goes_on_from_its_own_weights",
+    ),
+    Mutation(
+        "a rank waits for another one's conversations in one call",
+        "mt_grpo/run/in_flight.py",
+        "        while num_ranks > 1:\n",
+        "        while False:\n",
+        "tests/run/test_in_flight.py::test_ranks_meet_while_the_conversations_of_one_go_on",
+    ),
+    Mutation(
+        "the record of a run names its environment by the project's part of it",
+        "mt_grpo/run/checkpoints.py",
+        "own = [each for each in cls.__mro__",
+        "own = [each for each in cls.__mro__[:1]",
+        "tests/run/test_checkpoints.py::test_the_record_of_a_run_has_the_classes_of_its_environments",
     ),
 ]

@@ -453,4 +453,25 @@ MUTATIONS = [
         ":",
         "tests/scripts/test_view_rollouts.py::test_a_page_in_one_file_has_images_up_to_a_size",
     ),
+    Mutation(
+        "evaluate: greedy has the model's own penalty",
+        "scripts/evaluate.py",
+        '{"repetition_penalty": 1.0} if greedy',
+        "{} if greedy",
+        "tests/scripts/test_scripts.py::test_greedy_takes_the_most_probable_token",
+    ),
+    Mutation(
+        "evaluate: a negative reward solves a problem",
+        "scripts/evaluate.py",
+        "[[v > 0 for v in exact[i : i + k] if v is not None]",
+        "[[bool(v) for v in exact[i : i + k] if v is not None]",
+        "tests/scripts/test_scripts.py::test_each_sample_counts_for_its_own_problem",
+    ),
+    Mutation(
+        "quickstart: a checkpoint to go on from is ignored",
+        "scripts/quickstart.py",
+        "trainer.train(resume_from_checkpoint=recipe[1].resume_from_checkpoint)",
+        "trainer.train()",
+        "tests/scripts/test_scripts.py::test_the_quickstart_goes_on_from_a_checkpoint",
+    ),
 ]

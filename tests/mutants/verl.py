@@ -391,4 +391,18 @@ MUTATIONS = [
         '" ".join(content_text(part) for part in content if part.type == "text")',
         "tests/adapters/test_verl.py::test_what_is_no_text_of_a_servers_result_is_named",
     ),
+    Mutation(
+        "verl: a ground truth that is a number is never met",
+        "mt_grpo/adapters/verl/builtin.py",
+        'truth = f"{truth:.15g}"',
+        "pass",
+        "tests/adapters/test_verl.py::test_a_score_that_a_plugin_replaces_is_the_one_that_counts",
+    ),
+    Mutation(
+        "verl: nobody hears of a search that fails",
+        "mt_grpo/adapters/verl/search.py",
+        'tell_once(f"A search failed, and the model reads that as its result: {error}.", retrieval_service_url)',
+        "pass",
+        "tests/adapters/test_verl.py::test_a_search_service_that_fails",
+    ),
 ]
