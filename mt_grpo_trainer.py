@@ -765,7 +765,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             batch.rollouts = self._roll_out(batch.rows)
             self._score(batch)
             self._before_credit(batch)
-            self.vllm_importance_sampling_correction = correction and not skips  # for it TRL makes the pass
+            # For it TRL reads the policy before the step. Where it need not, `PassMetrics.compare` does it in the loss.
+            self.vllm_importance_sampling_correction = correction and not skips
             output = super()._generate_and_score_completions(rows_for_trl(batch.rows))
         finally:
             self.env.close(batch.rollouts)

@@ -238,10 +238,10 @@ def prove_layout(trainer: Any, compared: Pass) -> None:
     """
     layout, accelerator = trainer.layout, trainer.accelerator
     ids, masks = (torch.cat([compared[f"prompt_{k}"], compared[f"completion_{k}"]], 1) for k in ("ids", "mask"))
-    layout.proof, layout.current = 0.0, compared
+    layout.proof, layout.current = 0.0, compared  # a proof is there: the calls below ask for none
     logps, failed = [], ""
     try:
-        for layout.kind in ("padded", "shared"):
+        for layout.kind in ("padded", "shared"):  # which the call reads from the layout
             with (
                 torch.no_grad(),
                 disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),

@@ -138,7 +138,13 @@ def weigh_tokens(
     """Rows of rollouts with several records, and what the sum of their tokens' losses is divided by; None: as TRL.
 
     TRL's means are over rows, and here several rows can be one rollout. With this divisor the call is that of `dapo`,
-    which divides by a given number.
+    which divides by a given number. With R rollouts, T_i trained tokens of rollout i and L = `max_completion_length`:
+
+        grpo     1/R sum_i 1/T_i sum_t loss_it: each token weighs L / T_i, and the sum is divided by R L
+        dr_grpo  1/(R L) sum_i sum_t loss_it
+        luspo    1/R sum_i sum_t loss_it
+        bnpo     1/(sum_i T_i) sum_i sum_t loss_it
+
     INVARIANT: a rollout's weights are at least 1, and equal: TRL's means over a row's tokens read the same mask.
 
     Args:

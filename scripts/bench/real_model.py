@@ -363,8 +363,12 @@ def methods_of(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
 
 
 def section(results: dict[str, Any]) -> str:
-    """Tables of the held-out questions, the difference of two methods, what a run costs, and conversations."""
-    runs, lines = results["runs"], []
+    """Tables of the held-out questions, the difference of two methods, what a run costs, and conversations.
+
+    A method with settings of its own (`mt_grpo,beta=0.04`) is a further run, with a row and no column.
+    """
+    whole, lines = results["runs"], []
+    runs = [run for run in whole if "," not in run["method"]] or whole
     methods = methods_of(runs)
     for how in ("sampled", "greedy"):
         lines += [f"| {how} | before |{''.join(f' `{method}` |' for method in methods)}"]
@@ -394,7 +398,7 @@ def section(results: dict[str, Any]) -> str:
         f"tokens, on {' and '.join(machines)}."
     )
     lines += compared(runs)
-    lines += of_longer(runs, results.get("longer", []))
+    lines += of_further(runs, [*(run for run in whole if run not in runs), *results.get("longer", [])])
     for title, found in (("before training", results["before"]), (f"after `{runs[-1]['method']}`", runs[-1]["after"])):
         said = "\n\n".join(transcript(each) for each in found["sampled"]["conversations"])
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", said)), default=0))  # what is said may have fences
@@ -422,27 +426,30 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def of_longer(runs: list[dict[str, Any]], longer: list[dict[str, Any]]) -> list[str]:
-    """A table of the runs with more steps, each behind the study's run of its method and seed."""
-    if not longer:
+def of_further(runs: list[dict[str, Any]], further: list[dict[str, Any]]) -> list[str]:
+    """A table of runs with other settings or more steps, each behind the shorter one of its method and seed."""
+    if not further:
         return []
-    lines = ["", "Runs that went on for longer, sampled / greedy:", ""]
+    lines = ["", "Further runs, with other settings or more steps, sampled / greedy:", ""]
     lines += [
         "| method, seed | steps | " + " | ".join(COMPARED) + " | words of an answer | perplexity |",
         "|---|---|---|---|---|---|---|",
     ]
-    for run in longer:
+    rows: list[dict[str, Any]] = []
+    for run in further:
         same = [each for each in runs if (each["method"], each["seed"]) == (run["method"], run["seed"])]
-        for each in [*same, run]:
-            pairs = [
-                [FIGURES[label](each["after"][how]) for how in ("sampled", "greedy")]
-                for label in (*COMPARED, "words of an answer")
-            ]
-            cells = [" / ".join(cell([value]) for value in pair) for pair in pairs]
-            lines.append(
-                f"| `{each['method']}`, {each['seed']} | {each['steps']} | {' | '.join(cells)} | "
-                f"{each['after']['perplexity']:.1f} |"
-            )
+        rows += [each for each in [*same, run] if each not in rows]
+    names = [(row["method"], row["seed"]) for row in rows]
+    for each in sorted(rows, key=lambda row: names.index((row["method"], row["seed"]))):
+        pairs = [
+            [FIGURES[label](each["after"][how]) for how in ("sampled", "greedy")]
+            for label in (*COMPARED, "words of an answer")
+        ]
+        cells = [" / ".join(cell([value]) for value in pair) for pair in pairs]
+        lines.append(
+            f"| `{each['method']}`, {each['seed']} | {each['steps']} | {' | '.join(cells)} | "
+            f"{each['after']['perplexity']:.1f} |"
+        )
     return lines
 
 
@@ -456,7 +463,7 @@ def transcript(conversation: dict[str, Any]) -> str:
 def plot(results: dict[str, Any], path: Path) -> None:
     """Training curves: a line per run, means of `OVER` steps."""
     figure, axes = pyplot().subplots(1, len(CURVES), figsize=(12, 3.4))
-    methods = methods_of(results["runs"])
+    methods = methods_of([run for run in results["runs"] if "," not in run["method"]] or results["runs"])
     colours = dict(zip(dict.fromkeys([*METHODS, *methods]), COLOURS))
     for axis, (title, (name, factor, top)) in zip(axes, CURVES.items(), strict=True):
         for method, runs in methods.items():

@@ -92,16 +92,20 @@ def test_of_one_seed_there_is_no_interval_and_a_resumed_run_has_no_time(results)
     assert "| exact match | 0.00 | 0.30 |" in bench.section(results) and "`mt_grpo`: seed 0." in bench.section(results)
 
 
-def test_longer_runs_stand_behind_the_studys_own_of_their_seed(results):
-    results["longer"] = [run("mt_grpo", 1, 0.7, steps=9), run("other", 5, 0.8, steps=9)]
+def test_further_runs_stand_behind_the_studys_own_of_their_seed(results):
+    """Other settings have rows of their own, and no column: the table above is of the study's methods."""
+    results["longer"] = [run("mt_grpo", 1, 0.7, steps=9), run("mt_grpo,beta=1", 0, 0.8, steps=9)]
+    results["runs"].insert(0, run("mt_grpo,beta=1", 0, 0.1))
     lines = bench.section(results).splitlines()
-    at = lines.index("Runs that went on for longer, sampled / greedy:")
-    assert lines[at + 2 : at + 7] == [
+    assert lines[0] == "| sampled | before | `outcome` | `mt_grpo` |" and "beta" not in "".join(lines[:25])
+    at = lines.index("Further runs, with other settings or more steps, sampled / greedy:")
+    assert lines[at + 2 : at + 8] == [
         "| method, seed | steps | answer among the results | exact match | F1 | words of an answer | perplexity |",
         "|---|---|---|---|---|---|---|",
+        "| `mt_grpo,beta=1`, 0 | 3 | 0.25 / 0.25 | 0.10 / 0.20 | 0.05 / 0.10 | 2.50 / 2.50 | 12.0 |",
+        "| `mt_grpo,beta=1`, 0 | 9 | 0.25 / 0.25 | 0.80 / 0.90 | 0.40 / 0.45 | 2.50 / 2.50 | 12.0 |",
         "| `mt_grpo`, 1 | 3 | 0.25 / 0.25 | 0.50 / 0.60 | 0.25 / 0.30 | 2.50 / 2.50 | 13.0 |",
         "| `mt_grpo`, 1 | 9 | 0.25 / 0.25 | 0.70 / 0.80 | 0.35 / 0.40 | 2.50 / 2.50 | 13.0 |",
-        "| `other`, 5 | 9 | 0.25 / 0.25 | 0.80 / 0.90 | 0.40 / 0.45 | 2.50 / 2.50 | 17.0 |",
     ]
 
 
