@@ -765,7 +765,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             batch.rollouts = self._roll_out(batch.rows)
             self._score(batch)
             self._before_credit(batch)
-            # For it TRL reads the policy before the step. Where it need not, `PassMetrics.compare` does it in the loss.
+            # For it TRL reads the policy before the step; where it need not, `PassMetrics.compare` does in the loss.
             self.vllm_importance_sampling_correction = correction and not skips
             output = super()._generate_and_score_completions(rows_for_trl(batch.rows))
         finally:
