@@ -145,7 +145,7 @@ def shows_efforts():
 ])  # fmt: skip
 def test_an_effort_is_the_recipes_and_what_it_says_then_is_what_vllm_shows(endpoint, body, told, caplog, monkeypatch):
     """A line of the run names the setting with which the ids are vLLM's."""
-    monkeypatch.setattr(agent_messages, "_told", set())
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
     tokenizer, bodies = shows_efforts(), {"once": body, "again": body}
     expected = VllmPrompts(tokenizer.chat_template).ids(endpoint, body)
     assert read(bodies, endpoint, tokenizer)["once"] != expected
@@ -158,7 +158,7 @@ def test_an_effort_is_the_recipes_and_what_it_says_then_is_what_vllm_shows(endpo
 
 @pytest.mark.parametrize("endpoint", EFFORT)
 def test_nothing_is_told_of_an_effort_that_changes_no_prompt(endpoint, caplog, monkeypatch):
-    monkeypatch.setattr(agent_messages, "_told", set())
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
     body = EFFORT[endpoint]("low")
     assert read({"a": body}, endpoint, TOKENIZER)["a"] == VllmPrompts().ids(endpoint, body)
     assert "how much to reason" not in caplog.text

@@ -10,7 +10,6 @@ import pytest
 from test_agents import ADD, CALL, TOKENIZER, ask, by_way, ids, run, user, ways
 from test_anthropic import qwen3
 
-from mt_grpo.adapters.agents import messages as agent_messages
 from mt_grpo.adapters.agents.conversation import AgentConversation
 from mt_grpo.adapters.agents.response_items import read_items
 from mt_grpo.rollout import StopReason
@@ -295,7 +294,7 @@ OF_OPENAI = [
 
 
 def test_tools_of_openais_servers_are_left_out_and_told_once(caplog, monkeypatch):
-    monkeypatch.setattr(agent_messages, "_told", set())
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
 
     async def agent(row, client):
         for _ in range(2):
@@ -379,7 +378,7 @@ def test_what_cannot_be_served_is_named(name):
 
 def test_a_refusal_is_told_once_with_the_name_of_the_agent(caplog, monkeypatch):
     """Of each kind, however many there are and whatever they quote; a full context and an end are none."""
-    monkeypatch.setattr(agent_messages, "_told", set())
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
 
     async def my_agent(row, client):
         for k in range(3):
@@ -641,7 +640,7 @@ def test_equal_texts_go_on_once_each_where_thinking_is_never_sent():
 ])  # fmt: skip
 def test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record(caplog, monkeypatch, first, then, records):
     """Of equal texts of both models; and where the other one repeats the policy's conversation first."""
-    monkeypatch.setattr(agent_messages, "_told", set())
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
 
     async def agent(row, client):
         messages = [user("a")]
