@@ -352,7 +352,7 @@ class MultiTurnToolEnv(Conversations):
             return None
         budget = min(room.tokens, self.longest_turn)
         written, history, ids, logprobs = self.format_of(self._tokenizer(llm)), rollout.history_ids, [], []
-        key, generations = own_copy(await self._state_key(rollout)), []  # an environment may change it in place
+        key, generations = await self._state_key(rollout), []
         while True:
             stops = {**(sampling_params or {}), "stop": list(written.next_stops(ids, history))}
             generation = await llm.generate(history + ids, budget - len(ids), stops, rollout.index)

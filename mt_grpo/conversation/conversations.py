@@ -133,7 +133,8 @@ class Conversations(Limits):
 
     async def _state_key(self, rollout: Rollout) -> Any:
         if hasattr(rollout.environment, "state_key"):
-            return await self.environments.call(rollout, "state_key")
+            key = await self.environments.call(rollout, "state_key")
+            return copy.deepcopy(key) if isinstance(key, (list, tuple)) else key  # a board may be changed in place
         try:
             return self.state_key and self.state_key(rollout.turns)
         except (Exception, SystemExit) as error:

@@ -317,7 +317,8 @@ class InFlight:
                 trainer._sync_weights()
             trainer._on_all_ranks(begin, "Rollouts")
             began = time.perf_counter()
-            self._meet_until_over()
+            if getattr(trainer, "client", None) is not None:
+                self._meet_until_over()
             num_missing, retries, num_without = trainer._on_all_ranks(finish, "Rollouts")
             waited += time.perf_counter() - began + self.current.waited
             num_retries += retries
@@ -461,12 +462,9 @@ class InFlight:
         """Wait until the conversations of all ranks are over. Collective.
 
         INVARIANT: no rank waits for conversations of another one in one call. It would end after `ddp_timeout`, though
-        nothing is wrong. In this process `wait` itself samples, on all ranks at the same time.
+        nothing is wrong. For servers alone: in this process `wait` itself samples.
         """
-        trainer = self.trainer
-        if getattr(trainer, "client", None) is None:
-            return
-        num_ranks = trainer.accelerator.num_processes
+        trainer, num_ranks = self.trainer, self.trainer.accelerator.num_processes
         while num_ranks > 1:
             flags = torch.tensor(
                 [self.current.over, trainer._stop_signal is None], dtype=torch.int32, device=trainer.accelerator.device

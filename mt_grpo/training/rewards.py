@@ -16,7 +16,7 @@ import torch
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.rows import column_lists, number_of, prompts_of
 from mt_grpo.conversation.environments import tool_methods
-from mt_grpo.rollout import Rollout, join
+from mt_grpo.rollout import Turn, join
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, join_rounds, turn_contexts
 from mt_grpo.training.reward_calls import noise_apart, rollout_columns, run_rewards
@@ -238,7 +238,10 @@ class RewardFunctions:
         guests, first = guests or Guests(), batch.first
         visible = visible_places(batch, only)
         if not any(hasattr(func, "of_results") for func in self.functions):
-            tell_of_results([batch.rollouts[i] for i in visible])
+            turns = join(batch.rollouts[i].turns for i in visible)
+            paid = [turn for turn in turns if any(result.reward is not None for result in turn.results)]
+            if paid:
+                tell_of_results(paid[0])
         own = {first + i: (batch.rows[i], batch.rollouts[i]) for i in visible}
         whole = {n: each for n, each in own.items() if n - first not in guests.away}
         whole |= {n: (guests.rows[n], guests.rollouts[n]) for n in sorted(guests.rows)}
@@ -366,18 +369,15 @@ class RewardFunctions:
         return tuple(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local)
 
 
-def tell_of_results(rollouts: list[Rollout]) -> None:
+def tell_of_results(turn: Turn) -> None:
     """Tell once of a result's reward where no function of the run's own counts these: none was announced."""
-    for turn in join(rollout.turns for rollout in rollouts):
-        for call, result in zip(turn.calls, turn.results):
-            if result.reward is not None:
-                tell_once(
-                    f"The tool {call.name} gave the reward {result.reward:g} with a result. The run does not count it "
-                    "by itself, since nothing said that there would be one: annotate the function, -> ToolResult "
-                    "(tools that `reset` makes: give the class `tools: list = []`). A reward function may read it.",
-                    "rewards of results",
-                )
-                return
+    found = next((call, result) for call, result in zip(turn.calls, turn.results) if result.reward is not None)
+    tell_once(
+        f"The tool {found[0].name} gave the reward {found[1].reward:g} with a result. The run does not count it by "
+        "itself, since nothing said that there would be one: annotate the function, -> ToolResult (tools that `reset` "
+        "makes: give the class `tools: list = []`). A reward function may read it.",
+        "rewards of results",
+    )
 
 
 def visible_places(batch: Batch, only: list[bool] | None) -> list[int]:

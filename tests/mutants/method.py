@@ -579,9 +579,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a turn's state is the object that the environment changes",
-        "mt_grpo_trainer.py",
-        "own_copy(await self._state_key(rollout)), []",
-        "await self._state_key(rollout), []",
+        "mt_grpo/conversation/conversations.py",
+        "copy.deepcopy(key) if isinstance(key, (list, tuple)) else key",
+        "key",
         "tests/conversation/test_environments.py::test_what_a_turn_was_told_stays_as_it_was",
     ),
     Mutation(

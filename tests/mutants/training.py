@@ -1342,8 +1342,8 @@ MUTATIONS = [
     Mutation(
         "rewards: nobody hears of a result's reward that nothing counts",
         "mt_grpo/training/rewards.py",
-        "            tell_of_results([batch.rollouts[i] for i in visible])",
-        "            pass",
+        "                tell_of_results(paid[0])",
+        "                pass",
         "tests/training/test_reward_calls.py::test_a_reward_of_a_result_that_nothing_counts_is_told",
     ),
 ]

@@ -24,12 +24,12 @@ def write_run(folder, steps, **more):
 
 
 def test_a_run_that_is_not_over_is_drawn_from_its_log(tmp_path):
-    """The later row of a step is the valid one; an evaluation and a line that is cut off are no steps."""
+    """Of steps that were trained again the later rows count; an evaluation and a line that is cut off are no steps."""
     write_run(tmp_path, [1])  # an earlier run's
     rows = [{"step": 2, "reward": 0.1}, {"step": 3, "reward": 0.2}, {"step": 3, "eval_reward": 0.9},
-            {"step": 2, "reward": 0.3}]  # fmt: skip
+            {"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "rew')
-    assert read_run(tmp_path) == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.2}]
+    assert read_run(tmp_path) == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]
 
 
 def test_a_run_logs_its_metrics(tmp_path, caplog):

@@ -333,8 +333,10 @@ def test_a_signal_does_not_wait_for_a_slow_group(server, tmp_path):  # noqa: F81
                 os.kill(os.getpid(), signal.SIGTERM)
 
     def make(tool, **kwargs):
-        return make_trainer(server.port, tmp_path, tool, max_steps=4, max_staleness=3, late_groups="admit", prompts=8,
-                            **kwargs)  # fmt: skip
+        trainer = make_trainer(server.port, tmp_path, tool, max_steps=4, max_staleness=3, late_groups="admit",
+                               prompts=8, **kwargs)  # fmt: skip
+        trainer.env.tool_timeout = 300.0  # a slow call ends by what the test does, however long two steps take
+        return trainer
 
     is_slow = range(11, 19, 3)
     slow = slow_calculator(
