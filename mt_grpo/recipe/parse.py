@@ -179,7 +179,7 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     for key, value in recipe.items():
         if key == "env":
             check_variables(value, path)
-            written = yaml.load(text, yaml.BaseLoader)["env"]  # 010 and 1e3 stay what they are
+            written = yaml.load(text, yaml.BaseLoader).get("env") or {}  # 010, true and 1e3 stay what they are
             recipe[key] = {name: str(written.get(name, each)) for name, each in value.items()}
             continue
         if key not in known:
@@ -211,10 +211,10 @@ def check_variables(variables: Any, path: str) -> None:
             raise ValueError(
                 f"env: {name!r:.200} in {path} is no name of an environment variable. Expected text without =."
             )
-        if not isinstance(value, (str, int, float)) or isinstance(value, bool) or "\0" in str(value):
-            is_bool = isinstance(value, bool)
-            hint = "YAML reads no, off, yes and on as such: quote them" if is_bool else 'empty text is ""'
-            raise ValueError(f"env: {name}: {value!r:.200} in {path}, expected text or a number ({hint}).")
+        if not isinstance(value, (str, int, float)) or "\0" in str(value):
+            raise ValueError(
+                f'env: {name}: {value!r:.200} in {path}, expected text or a number (quote what is empty: "").'
+            )
 
 
 MEANT = {"reward_func": ["reward_fn"], "reward_functions": ["reward_fn"]}  # the nearest by letters is ms-swift's

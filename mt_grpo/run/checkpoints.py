@@ -9,6 +9,7 @@ import json
 import logging
 import re
 import shutil
+import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
@@ -159,7 +160,8 @@ def classes_of(env: Any) -> dict[str, type]:
 
 def class_sha256(cls: type) -> str:
     """The `sha256` of the files that define a class and what it is made of, but for the project's own and Python's."""
-    own = [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in ("builtins", "mt_grpo")]
+    others = {*sys.stdlib_module_names, "mt_grpo"}
+    own = [each for each in cls.__mro__ if each.__module__.partition(".")[0] not in others]
     return sha256(json.dumps(sorted(filter(None, map(source_sha256, own)))))
 
 

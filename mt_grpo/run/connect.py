@@ -122,17 +122,15 @@ def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
-    """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
+    """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room.
+
+    Ranks meet behind it, before any of them waits: where one raises, no other one samples.
+    """
     chosen = [rows[i] for i in indices]
-    try:
-        rollouts = trainer.env.start(prompts_of(chosen), rows=chosen)
-        for rollout in rollouts:
-            if len(rollout.prompt_ids) >= (trainer.env.max_model_len or float("inf")):
-                raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
-    except BaseException:
-        if isinstance(trainer.llm, InProcessBackend):
-            trainer.llm.serve([])  # other ranks may be in a collective generate
-        raise
+    rollouts = trainer.env.start(prompts_of(chosen), rows=chosen)
+    for rollout in rollouts:
+        if len(rollout.prompt_ids) >= (trainer.env.max_model_len or float("inf")):
+            raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
     for i, rollout in zip(indices, rollouts):
         rollout.place(trainer.accelerator.process_index * len(rows) + i)
         rollout.policy_version = trainer._weight_counter.version

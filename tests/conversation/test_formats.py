@@ -463,7 +463,9 @@ def test_keys_of_a_call_of_llama_in_any_order(name):
     ):
         parsed = parse(fmt, text)
         assert parsed.calls == [ToolCall("add", {"a": 2})] and parsed.answer is None
-    for text in ('{"name": "Ada", "age": 36}', '{"type": "person", "name": "Ada"}'):  # answers in JSON
+    answers = ('{"name": "Ada", "age": 36}', '{"type": "person", "name": "Ada"}', '{"parameters": {}, "result": 5}',
+               '{"body": {"parameters": {"q": 1}}, "name": "x"}', 'Say {"arguments": {"lr": 1}}.')  # fmt: skip
+    for text in answers:
         assert parse(fmt, text).calls == [] and parse(fmt, text).answer == text
 
 

@@ -1078,7 +1078,6 @@ def bomb(lines: int) -> str:
         ("env:\n  3: x\n", "env: 3 in .* is no name of an environment variable"),
         ("env:\n  A=B: x\n", "env: 'A=B' in .* is no name of an environment variable"),
         ("env:\n  A:\n", "env: A: None in .*, expected text or a number"),
-        ("env:\n  A: true\n", "env: A: True in .*, expected text or a number .YAML reads no, off, yes and on as such"),
         ("env:\n  A: [1]\n", r"env: A: \[1\] in .*, expected text or a number"),
         ("env: [A]\n", r"env: \['A'\] in .* is list, expected lines of `NAME: value`"),
         (bytes(range(256)), "is not UTF-8 text .*Expected lines of `key: value`"),
@@ -1126,13 +1125,13 @@ def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
     written = re.sub(r"^(system_prompt|run_name|env):.*(\n .*)*", "", written, flags=re.M)
     path.write_text(
         f"{written}\nrun_name: 12:30\nsystem_prompt: Größe 1:30\n"
-        "env: {TIME: 12:30, MODE: 010, RATE: 1e-3, BIG: 1_000, TEXT: 'on', MERGED: &one 0x1F, LAST: *one}\n",
+        "env: {TIME: 12:30, MODE: 010, RATE: 1e-3, BIG: 1_000, TEXT: off, MERGED: &one 0x1F, LAST: *one}\n",
         encoding="utf-8",
     )
     script_args, args, _ = mt.parse_arguments(["--config", str(path)])
     assert (args.run_name, script_args.system_prompt) == ("12:30", "Größe 1:30")
     found = {name: os.environ.pop(name) for name in ("TIME", "MODE", "RATE", "BIG", "TEXT", "MERGED", "LAST")}
-    assert found == {"TIME": "12:30", "MODE": "010", "RATE": "1e-3", "BIG": "1_000", "TEXT": "on", "MERGED": "0x1F",
+    assert found == {"TIME": "12:30", "MODE": "010", "RATE": "1e-3", "BIG": "1_000", "TEXT": "off", "MERGED": "0x1F",
                      "LAST": "0x1F"}  # fmt: skip
 
 

@@ -265,7 +265,7 @@ def test_a_rank_without_a_place_to_fill_takes_part_once(random_model, tmp_path):
     trainer.env.max_model_len = 1
     with pytest.raises(ValueError, match="fills the context"):
         trainer._start_rollouts(rows, [0, 1])
-    assert asked == [False, False]
+    assert asked == [False]  # ranks meet behind it, before any of them samples
 
 
 def test_with_staleness_it_needs_admission():

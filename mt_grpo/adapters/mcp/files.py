@@ -84,7 +84,7 @@ def one_form(entry: Any, where: str) -> dict[str, Any] | None:
     if not isinstance(entry, dict):
         raise ValueError(f"{where} is {entry!r:.100}, expected an object with command or url.")
     for name in ("disabled", "enabled"):
-        if not isinstance(entry.get(name, False), bool):
+        if entry.get(name) is not None and not isinstance(entry[name], bool):
             raise ValueError(f"{where}: {name} is {entry[name]!r:.100}, expected true or false.")
     if entry.get("disabled") or entry.get("enabled") is False:
         return None

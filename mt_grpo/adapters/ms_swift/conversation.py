@@ -27,7 +27,7 @@ from mt_grpo.adapters.ms_swift.paths import protocol_module
 from mt_grpo.adapters.ms_swift.pictures import mark_tags, parts_as_tags, place_tags, tagged
 from mt_grpo.adapters.ms_swift.protocol import as_base64, listed_tools
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
-from mt_grpo.base.errors import error_line
+from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.base.rows import with_own_keys
 from mt_grpo.conversation.environments import failures_end, is_number
@@ -300,11 +300,11 @@ def row_images(
 def give_turn_rewards(session: SchedulerSession, outputs: list[Any]) -> None:
     """Give each turn of an output's conversation its number of `step_rewards`; a None stays no reward.
 
-    By `drive` its turns are those of `step`, and not what a method asked the policy beside them. There may be one
-    number more, for an empty response behind the end.
+    By `drive` its turns are those of `step`, and not what a method asked the policy beside them. There may be further
+    numbers for empty responses behind the end. Else, of a `run` of its own, nobody knows whose they are.
 
     Raises:
-        SchedulerFailure: An environment's rewards are no numbers, or not as many as its turns.
+        SchedulerFailure: An environment's rewards are no numbers.
     """
     if not isinstance(session.rollout.environment, PlayedConversation):
         return
@@ -316,11 +316,13 @@ def give_turn_rewards(session: SchedulerSession, outputs: list[Any]) -> None:
         is_list = isinstance(rewards, (list, tuple))
         if not is_list or not all(one is None or is_number(one) for one in rewards):
             raise SchedulerFailure(f"step_rewards is {rewards!r:.200}, expected a list of finite numbers or None.")
-        if len(rewards) - len(samples) not in (0, 1):
-            raise SchedulerFailure(
-                f"step_rewards has {len(rewards)} numbers for {len(samples)} turns, expected one for each turn (None "
-                "for one that earns nothing)."
+        if not 0 <= len(rewards) - len(samples) <= max(1, session.num_empty):
+            tell_once(
+                f"step_rewards has {len(rewards)} numbers for {len(samples)} turns: no turn gets any. Expected one "
+                "for each turn (None for one that earns nothing).",
+                "step_rewards",
             )
+            continue
         for sample, reward in zip(samples, rewards):
             sample.turn.reward = None if reward is None else float(reward)
 

@@ -167,6 +167,7 @@ class SchedulerSession(RolloutSession):
         given: By the same, what its output got.
         prompt: Of the data set's row.
         images: What reads the images of requests, and keeps their pictures.
+        num_empty: Responses behind the end.
     """
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, protocol: Any):
@@ -178,7 +179,7 @@ class SchedulerSession(RolloutSession):
         self.given: dict[str, dict[str, list]] = {}
         self._key = secrets.token_hex(8)
         self._tasks: set[asyncio.Task] = set()
-        self._num_empty = 0
+        self.num_empty = 0
         self._parents: dict[str, Sample | None] = {}  # of empty responses, by their keys
 
     # -- what the scheduler asks --
@@ -368,8 +369,8 @@ class SchedulerSession(RolloutSession):
         Raises `RolloutOver` after too many empty ones.
         """
         if turn is None:
-            self._num_empty += 1
-            if self._num_empty > MAX_EMPTY:
+            self.num_empty += 1
+            if self.num_empty > MAX_EMPTY:
                 self.over.set()
                 raise RolloutOver(f"The rollout is over: {self.stop_reason}. Expected no further request.")
         protocol, ids = self.protocol, list(turn.token_ids) if turn else []

@@ -268,7 +268,8 @@ SYNTAXES = (
         "Llama 3.1",
         # Its keys in any order, and with the type that the template shows of a tool.
         opening=r'(?:<\|python_tag\|>)?(?=\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?'
-        r'(?:"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:|"(?:parameters|arguments)"\s*:\s*\{))',
+        r'"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:)'
+        r'|(?:\A\s*|<\|python_tag\|>)(?=\{\s*"(?:parameters|arguments)"\s*:\s*\{.{0,2000}?"name"\s*:\s*")',
         closing=r"(?=<\|(?:eot|eom)_id\|>)|\Z",
         read=read_parameters,
         tail=r'"\}\}',
