@@ -565,6 +565,7 @@ def test_a_full_disk_costs_lines_and_not_the_output(tmp_path):
         with open("/dev/full", "wb", buffering=0) as no_room:
             lasting = LastingOutput(no_room.fileno(), "w", closefd=False)
             assert lasting.write(b"lost\n") == 5
+            assert os.stat(no_room.fileno()).st_rdev == os.stat("/dev/full").st_rdev  # it stays what it was
             os.dup2(file.fileno(), no_room.fileno())  # there is room again
             assert lasting.write(b"kept\n") == 5
     assert path.read_bytes() == b"kept\n"
