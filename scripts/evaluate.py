@@ -186,10 +186,9 @@ def evaluate(
     if isinstance(model, str):
         model = load_model(model, args, model_args)
     source = model_args.model_name_or_path if served else name  # of the tokenizer, and of what reads images
-    revision = revision_of(source, model_args)
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, revision=revision)
-    served_config = {"revision": revision_of(tokenizer.name_or_path, model_args)}
-    config = AutoConfig.from_pretrained(tokenizer.name_or_path, **served_config) if served else model.config
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, revision=revision_of(source, model_args))
+    path = tokenizer.name_or_path
+    config = AutoConfig.from_pretrained(path, revision=revision_of(path, model_args)) if served else model.config
     with_pictures(tokenizer, PictureReader.of(source, config, tokenizer))
     if served:
         model.tokenizer, model.vocab_size = tokenizer, getattr(config.get_text_config(), "vocab_size", None)

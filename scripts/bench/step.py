@@ -843,12 +843,17 @@ def main(argv: list[str] | None = None) -> None:
         for name, shape in shapes.items():
             print_profile(name, profile_shape(shape, options.profile, options.threads))
         return
+    joins = options.shapes and not options.short and FRAME.results.is_file()
+    found = json.loads(FRAME.results.read_text(encoding="utf-8")) if joins else None
+    if found and found["threads"] != options.threads:
+        sys.exit(
+            f"error: --threads {options.threads}, and {FRAME.results} has rows of {found['threads']}. Take as many."
+        )
     started, rows = time.perf_counter(), {}
     for name, shape in shapes.items():
         rows[name] = run_shape(shape, options.threads)
         print_shape(name, rows[name])
-    if options.shapes and not options.short and FRAME.results.is_file():
-        found = json.loads(FRAME.results.read_text(encoding="utf-8"))
+    if found:
         results = {**found, "shapes": {**found["shapes"], **rounded(rows, 5)}}
     else:
         growth = {} if options.short else run_growth(options.threads)

@@ -84,6 +84,8 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     found = json.loads(bench.FRAME.results.read_text())
     assert found["shapes"].pop("prompt")["title"] == "again" and whole["shapes"].pop("prompt")["title"] == "x"
     assert found == whole and found["growth"] == GROWTH
+    with pytest.raises(SystemExit, match=f"--threads {whole['threads'] + 1}, and .* {whole['threads']}"):
+        bench.main(["--shapes", "prompt", "--threads", str(whole["threads"] + 1)])
 
 
 def test_every_shape_has_an_even_number_of_pairs():

@@ -21,6 +21,7 @@ from mt_grpo.adapters.agents.messages import (
     read_tool_choice,
     read_tools,
     refuse,
+    tell_of_parallel_calls,
     tool_call,
     without_bill,
 )
@@ -57,10 +58,7 @@ def read_chat_request(
     expect(body.get("stream_options") or {}, dict, "stream_options", "an object")
     if expect(body.get("response_format") or {}, dict, "response_format", "an object").get("type", "text") != "text":
         tell_once("An agent sent response_format. It is accepted and not enforced: the policy writes what it writes.")
-    if body.get("parallel_tool_calls") is False:
-        tell_once(
-            "An agent sent parallel_tool_calls: false. It is accepted and not enforced: an answer may have more calls."
-        )
+    tell_of_parallel_calls(body)
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ModelRequest(
         read_messages(body.get("messages"), contents),

@@ -49,6 +49,14 @@ def refuse(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {message}", code, param)
 
 
+def tell_of_parallel_calls(body: dict[str, Any]) -> None:
+    """Tell of a request of OpenAI's API that wants one call at a time."""
+    if body.get("parallel_tool_calls") is False:
+        tell_once(
+            "An agent sent parallel_tool_calls: false. It is accepted and not enforced: an answer may have more calls."
+        )
+
+
 @dataclass
 class ModelRequest:
     """One request for a completion.

@@ -19,6 +19,7 @@ from mt_grpo.adapters.agents.messages import (
     read_stops,
     read_tool_choice,
     refuse,
+    tell_of_parallel_calls,
     without_bill,
 )
 from mt_grpo.adapters.agents.response_items import Responses, output_items, read_items, response_id
@@ -60,10 +61,7 @@ def read_responses_request(
     if expect(text.get("format") or {}, dict, "text.format", "an object").get("type", "text") != "text":
         tell_once("An agent sent text.format. It is accepted and not enforced: the policy writes what it writes.")
     reasoning = expect(body.get("reasoning") or {}, dict, "reasoning", "an object")
-    if body.get("parallel_tool_calls") is False:
-        tell_once(
-            "An agent sent parallel_tool_calls: false. It is accepted and not enforced: an answer may have more calls."
-        )
+    tell_of_parallel_calls(body)
     if body.get("truncation") == "auto":
         tell_once("An agent sent truncation: auto. It is accepted and nothing is cut: a full context is an error 400.")
     return ModelRequest(
