@@ -66,8 +66,8 @@ from mt_grpo.conversation.environments import (
     Environments,
     PromptTooLong,
     failures_end,
-    is_own_method,
     read_reply,
+    shares_state,
     tools_of,
 )
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
@@ -330,6 +330,8 @@ class MultiTurnToolEnv(Conversations):
             else:
                 further = self.format_of(tokenizer).clean(reply.messages or [], Origin.OUTSIDE)
                 self.append(rollout, turn, further, llm)
+            if rollout.stop_reason is not None and turn.results:  # rewards see of them what the model would have read
+                turn.results, _ = self.result_messages(turn, tokenizer)
 
     async def open(self, rollout: Rollout, llm: Any) -> None:
         """Give a conversation its environment; render what the model reads first."""
@@ -360,12 +362,15 @@ class MultiTurnToolEnv(Conversations):
             generations.append(generation)
             logprobs = None if generation.logprobs is None else logprobs + generation.logprobs
             # A stop text inside the model's thinking ends the request and not the turn.
-            if generation.finish_reason == "length" or not written.stopped_early(ids, history) or len(ids) >= budget:
+            early = written.stopped_early(ids, history)
+            if generation.finish_reason == "length" or not early or len(ids) >= budget:
                 break
         length, ended = written.cut(ids, history)
-        turn = Turn(ids[:length], logprobs and logprobs[:length], "", "stop" if ended else generation.finish_reason)
+        reason = "stop" if ended else "length" if early else generation.finish_reason
+        turn = Turn(ids[:length], logprobs and logprobs[:length], "", reason)
         tools = self.tools if rollout.tools is None else rollout.tools
-        turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history, tools)
+        lead = rollout.turns[-1].continuation if rollout.turns else None
+        turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history, tools, lead)
         if turn.finish_reason == "length":  # what the budget cut off is no answer
             turn.answer = None
         turn.context, rollout.edited = rollout.edited, None
@@ -380,7 +385,7 @@ class MultiTurnToolEnv(Conversations):
         async def run(call: ToolCall) -> ToolResult:
             if call.error:
                 return ToolResult(f"Error: {unreadable(call, call_format)}", "call")
-            if not is_own_method(call, rollout):
+            if not shares_state(call, rollout, self.tools):
                 return await self.call_tool(call, rollout.tools)
             async with own:
                 await self.environments.idle(rollout)
@@ -975,8 +980,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _log_step(self, output: dict[str, Any], advantages: torch.Tensor) -> None:
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
-        batch, ratio_limit = self.batch, self.vllm_importance_sampling_clip_max or float("inf")
-        self._log_metrics(credit_metrics(output, batch, self.accelerator, ratio_limit))
+        batch, most = self.batch, self.vllm_importance_sampling_clip_max or float("inf")
+        ratio_limits = (self.vllm_importance_sampling_clip_min or 0.0, most)
+        self._log_metrics(credit_metrics(output, batch, self.accelerator, ratio_limits))
         if not self.model.training:
             loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
             total = len(loader.dataset) * batch.group_size if loader is not None else None

@@ -38,7 +38,8 @@ def _words(text: str) -> str:
 def _golds(answer: Any) -> list[str]:
     """The accepted answers."""
     if isinstance(answer, dict):
-        answer = [answer.get("value"), *(answer.get("aliases") or [])]
+        aliases = answer.get("aliases") or []
+        answer = [answer.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
     answers = answer if isinstance(answer, list) else [answer]
     return list(dict.fromkeys(str(each).strip() for each in answers if each is not None and str(each).strip()))
 

@@ -22,7 +22,8 @@ def _words(text: str) -> list[str]:
 def _golds(answer: Any) -> list[list[str]]:
     """The words of each accepted answer; one without words is left out."""
     if isinstance(answer, dict):
-        answer = [answer.get("value"), *(answer.get("aliases") or [])]
+        aliases = answer.get("aliases") or []
+        answer = [answer.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
     answers = answer if isinstance(answer, list) else [answer]
     return [words for each in answers if each is not None and (words := _words(str(each)))]
 

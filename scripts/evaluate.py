@@ -60,6 +60,25 @@ RESULT_FOUND = (
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def ends_in(config: GenerationConfig) -> list[int]:
+    """The ids that end a turn by a generation config. Training ends turns there too.
+
+    >>> ends_in(GenerationConfig(eos_token_id=2)), ends_in(GenerationConfig(eos_token_id=[2, 7])), ends_in(
+    ...     GenerationConfig())
+    ([2], [2, 7], [])
+    """
+    ends = config.eos_token_id
+    return [] if ends is None else ends if isinstance(ends, list) else [ends]
+
+
+def generation_ends(path: str, model_args: Any) -> list[int]:
+    """Those of a model that a server has, by its folder or name here. None where it has no such file."""
+    try:
+        return ends_in(GenerationConfig.from_pretrained(path, revision=revision_of(path, model_args)))
+    except OSError:
+        return []
+
+
 def in_process_backend(
     model: Any, tokenizer: Any, args: mt.MTGRPOConfig, end_of_turn_ids: list[int], greedy: bool = False
 ) -> InProcessBackend:
@@ -67,8 +86,7 @@ def in_process_backend(
 
     With `greedy` each token is the most probable one, and no sampling parameter of the recipe counts.
     """
-    eos = model.generation_config.eos_token_id
-    eos_ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id, *end_of_turn_ids} - {None}
+    eos_ids = {*ends_in(model.generation_config), tokenizer.eos_token_id, *end_of_turn_ids} - {None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     # transformers warns of a temperature that nothing reads; what is left out comes from the model's own configuration
     sampling = {"repetition_penalty": 1.0} if greedy else sampling_params(args)
@@ -195,6 +213,7 @@ def evaluate(
     else:
         forbid(reader_of(tokenizer), model)
     env = mt.build_env(script_args, args, tools, tokenizer)
+    env.add_ends(generation_ends(path, model_args) if served else ends_in(model.generation_config))
     rows = load_problems(script_args, split, num_problems, env)
     check_images(rows, split, env)
     env.max_model_len = check_context(env, config, rows, args)
@@ -211,6 +230,8 @@ def evaluate(
         raise ValueError("a reward function asks `reference`, and an evaluation has one model. Leave it out.")
     with tqdm(total=len(repeated), desc="conversations", disable=not progress, file=sys.stderr) as bar:
         sampling = {"temperature": 0.0} if greedy else sampling_params(args)
+        if served:  # in this process `in_process_backend` stops there
+            sampling = {"stop_token_ids": env.end_of_turn_ids(tokenizer), **sampling}
         rollouts = roll_out(backend, env, repeated, sampling, seed, batch_size, bar)
     batch = Batch(repeated, k, mode="train" if split == "train" else "eval", data=rows, rollouts=rollouts)
     try:

@@ -76,7 +76,7 @@ TEXTS |= {  # where a turn ends, and what it says
     "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
 TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode", "_decoded"}
-ENVIRONMENT = {"failures_end", "run_calls", "is_own_method", "ask", "end", "close"}
+ENVIRONMENT = {"failures_end", "run_calls", "shares_state", "ask", "end", "close"}
 LISTS = {
     "per_token",
     "join",

@@ -292,10 +292,16 @@ def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
     return tools
 
 
-def is_own_method(call: ToolCall, rollout: Rollout) -> bool:
-    """Whether a call goes to a synchronous method of the rollout's own environment."""
+def shares_state(call: ToolCall, rollout: Rollout, of_all: dict[str, Callable]) -> bool:
+    """Whether a call goes to a synchronous tool of the rollout's own environment: a method, or one of its list.
+
+    Args:
+        call: Of a turn of the rollout.
+        rollout: Says which tools its conversation has.
+        of_all: The tools that all conversations have.
+    """
     tool = (rollout.tools or {}).get(call.name)
-    own = rollout.environment is not None and getattr(tool, "__self__", None) is rollout.environment
+    own = rollout.environment is not None and tool is not None and tool is not of_all.get(call.name)
     return own and not inspect.iscoroutinefunction(tool)
 
 

@@ -62,7 +62,7 @@ OF_TRL = {
             "(-inf, inf)": ("presence_penalty", "frequency_penalty"),
             "[0, inf)": (
                 "learning_rate", "weight_decay", "beta", "max_grad_norm", "warmup_steps", "top_k", "min_tokens",
-                "dataloader_num_workers", "num_completions_to_print", "eval_delay", "neftune_noise_alpha",
+                "dataloader_num_workers", "num_completions_to_print", "eval_delay",
                 "router_aux_loss_coef", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
                 "vespo_lambda_neg", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
                 "entropy_target", "vllm_importance_sampling_clip_min", "off_policy_mask_threshold",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -139,6 +140,9 @@ REFUSED_KEYS = {
     "remove_unused_columns": "rewards, tools and environments read a row's columns: remove this key",
     "log_multimodal": "images are kept beside the rollout log: remove this key",
     "dataset_streaming": "prompts are checked before training starts, which needs them at hand: use dataset_size",
+    "neftune_noise_alpha": "its noise is drawn anew in the loss, which takes it for the policy's: remove this key",
+    "dataloader_in_order": "batches in the order of their readiness would put several prompts into one group: remove "
+    "this key",
     "ignore_bias_buffers": "TRL keeps it as a debug switch that GRPOTrainer does not read: remove this key",
     **dict.fromkeys(
         ("label_smoothing_factor", "label_names", "average_tokens_across_devices", "prediction_loss_only",
@@ -164,9 +168,56 @@ REFUSED_KEYS = {
 SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # transformers changes them: only a recipe's line is refused
 
 
+CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
+# Keys that TRL reads only beside another one: (what must hold, in words, whether it holds, the keys).
+READ_BESIDE: tuple[tuple[str, Callable[[GRPOConfig], bool], tuple[str, ...]], ...] = (
+    (f"a loss_type of {', '.join(CLIPPED)}", lambda args: args.loss_type in CLIPPED, ("delta",)),
+    (f"a loss_type of {', '.join(CLIPPED)}, cispo", lambda args: args.loss_type in (*CLIPPED, "cispo"),
+     ("epsilon", "epsilon_high")),
+    ("loss_type: sapo", lambda args: args.loss_type == "sapo", ("sapo_temperature_neg", "sapo_temperature_pos")),
+    ("loss_type: vespo", lambda args: args.loss_type == "vespo",
+     ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
+    ("sync_ref_model: true", lambda args: args.sync_ref_model, ("ref_model_sync_steps", "ref_model_mixup_alpha")),
+    ("beta above 0", lambda args: args.beta != 0.0, ("use_bias_correction_kl",)),
+    ("use_adaptive_entropy: true", lambda args: args.use_adaptive_entropy,
+     ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta")),
+    ("vllm_importance_sampling_correction: true", lambda args: args.vllm_importance_sampling_correction,
+     ("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")),
+)  # fmt: skip
+
+
 def backend_of(args: GRPOConfig) -> str:
     """The backend that samples the tokens: `server`, `colocate` or `transformers`."""
     return args.vllm_mode if args.use_vllm else "transformers"
+
+
+def check_read_beside(args: GRPOConfig) -> None:
+    """Raise `ValueError` for a key that has no effect since another one is not set."""
+    for needed, holds, keys in READ_BESIDE:
+        for key in () if holds(args) else keys:
+            if (value := getattr(args, key)) != default_of(key, (type(args),)):
+                raise ValueError(f"{key}={value!r} has no effect without {needed}. Set that, or remove {key}.")
+
+
+def check_order_of_steps(args: GRPOConfig) -> None:
+    """Raise `ValueError` where steps would be others than is said, or would train on other rollouts."""
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if optimizer.endswith("layerwise") or optimizer in ("lomo", "adalomo"):
+        raise ValueError(
+            f"optim={optimizer!r} steps inside each backward pass, and an optimizer step here has several of them "
+            "(max_tokens_per_pass, gradient_accumulation_steps). Use another optimizer."
+        )
+    if optimizer.startswith("schedule_free") and args.use_vllm and args.eval_strategy != "no":
+        raise ValueError(
+            f"optim={optimizer!r} with use_vllm and an eval_strategy: an evaluation pushes averaged weights, and the "
+            "step behind it would sample from them and not from those that it trains. Set eval_strategy: no, and "
+            "evaluate checkpoints by scripts/evaluate.py, or use another optimizer."
+        )
+    if args.accelerator_config.split_batches:
+        raise ValueError(
+            "accelerator_config with split_batches: each process would get a part of a batch of rollouts at a time, "
+            "and some prompts would never be trained. Remove it."
+        )
 
 
 def check_batch_arithmetic(args: GRPOConfig) -> None:
@@ -271,6 +322,8 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
             "observation_loss_coef with use_liger_kernel: its loss gives no logprobs, which this term is made of. "
             "Remove one of them."
         )
+    check_order_of_steps(args)
+    check_read_beside(args)
     check_generation_kwargs(args, backend)
     check_report_to(args.report_to)
     check_save_points(args)

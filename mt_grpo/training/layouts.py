@@ -160,9 +160,16 @@ class Layout:
         else:
             take_shared_rows(*models_of(trainer))
         if (found := dropout_of(models_of(trainer)[0])) and trainer.accelerator.is_main_process:
+            name, rate, remedy = found
             logger.warning(
-                "{} has a dropout of {:g}. It is drawn in the loss and not where rollouts are sampled, so that their "
-                "logprobs differ from the start: the ratio is noise. Set {}.".format(*found)
+                f"{name} has a dropout of {rate:g}. "
+                + (
+                    "It is drawn where rollouts are sampled and anew in the loss, which takes it for the policy's."
+                    if trainer.backend == "transformers"
+                    else "It is drawn in the loss and not where rollouts are sampled, so that their logprobs differ "
+                    "from the start: the ratio is noise."
+                )
+                + f" Set {remedy}."
             )
         self.proof: float | None = None
         self.current: Pass | None = None

@@ -73,6 +73,8 @@ class PassMetrics:
         else:
             each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
         is_cut = (ratio == 0) | (ratio >= (math.inf if most is None else most))
+        if least is not None:  # in a `_mask` mode a smaller one is 0
+            is_cut |= ratio <= least
         sums = [
             known.sum(),
             difference.abs().sum(),

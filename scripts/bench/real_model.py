@@ -1,15 +1,16 @@
 """The study of a real language model: SmolLM2-135M learns to search SQuAD's passages, by several credit assignments.
 
     python scripts/build/smollm2.py runs/SmolLM2-135M-Instruct
-    python scripts/build/squad_search.py runs/squad --sentences 1 --source FOLDER     # or from the Hub
+    python scripts/build/squad_search.py runs/squad --sentences 1 --source FOLDER     # or from the Hub, with --titles
     python scripts/bench/real_model.py                                     # what is missing; then the report
-    python scripts/bench/real_model.py --methods mt_grpo mt_grpo,beta=0.04 --seeds 0
-    python scripts/bench/real_model.py --methods mt_grpo,use_peft=true,lora_dropout=0,learning_rate=3e-4 --seeds 0
+    python scripts/bench/real_model.py --methods mt_grpo mt_grpo,beta=0 --seeds 1
+    python scripts/bench/real_model.py --methods mt_grpo,use_peft=true,lora_dropout=0,learning_rate=3e-4 --seeds 1
     python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --steps 60 --only_print    # the next report has it
     python scripts/bench/real_model.py --report
 
 A run trains hf_recipes/SmolLM2/squad-search.yaml beside a vLLM server that samples. The held-out questions are
-answered before it and after it, sampled as in training and greedily. A method is a credit assignment, and what else
+answered before it and after it, sampled as in training and greedily. A seed is that of the order of the prompts and of
+the server's samples. A method is a credit assignment, and what else
 differs from the recipe: `mt_grpo,beta=0.04,learning_rate=1e-5`.
 
 Resumable: a finished run is a file in runs/real_model/; one that was stopped goes on from its last checkpoint. A file
@@ -26,6 +27,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
 import yaml
@@ -53,18 +55,19 @@ DATA = "runs/squad"
 READ = (RECIPE, "hf_recipes/SmolLM2/examples/search.yaml", "rewards/squad_reward.py", "tools/wiki_search.py",
         f"{DATA}/train.jsonl", f"{DATA}/test.jsonl", f"{DATA}/corpus.jsonl",
         f"{DATA}/passages.jsonl")  # fmt: skip
-METHODS, SEEDS = ("outcome", "mt_grpo"), (0, 1, 2)
+METHODS, SEEDS = ("outcome", "mt_grpo"), (1, 2, 3)  # the recipe's settings were chosen by runs of seed 0
 RUNS = Path("runs/real_model")
 NUM_PROBLEMS, SAMPLES = 100, 1  # held out; samples of each
 SHOWN = 5  # conversations that the results keep
 EXCERPT = 48  # characters of a result that the report has; half of a short one
 NUM_PASSAGES = 40  # whose perplexity is taken
+NUM_TOPICS, TOPIC = 20, 1000  # of Python's documentation, so many characters of each
 # The engine in one process, with both cores: while it samples the trainer waits, and the other way round.
 SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs")
 SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
 # Keys that a method cannot change.
 FIXED = ("seed", "max_steps", "output_dir", "use_vllm", "vllm_mode", "vllm_server_base_url", "log_rollouts",
-         "log_rollout_tokens", "credit_assignment")  # fmt: skip
+         "log_rollout_tokens", "credit_assignment", "vllm_importance_sampling_mode")  # fmt: skip
 KEPT = (
     "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
     "rewards/answer_in_search_results_reward_func/mean",
@@ -83,6 +86,7 @@ def inputs() -> str:
         if not path.is_file():
             sys.exit(f"error: {path} is missing. Make the model and the data first: the first lines of {__file__}.")
         digest.update(meaning(path))
+    digest.update("".join(elsewhere()).encode())  # it is that of the installed Python
     return digest.hexdigest()[:12]
 
 
@@ -122,7 +126,7 @@ def options_of(method: str) -> list[str]:
 
 
 def evaluated(model: str | Path, recipe: str | Path = RECIPE) -> dict[str, Any]:
-    """Of the held-out questions: `sampled` and `greedy`, as scripts/evaluate.py gives them, and the perplexity.
+    """Of the held-out questions: `sampled` and `greedy`, as scripts/evaluate.py gives them, and two perplexities.
 
     All models are asked alike, by the recipe's settings: a method that samples colder would look better otherwise.
     """
@@ -152,7 +156,7 @@ def evaluated(model: str | Path, recipe: str | Path = RECIPE) -> dict[str, Any]:
                 client.close()
             said = found[name].pop("conversations")
             found[name] |= {"behaviour": behaviour(said), "conversations": said[:SHOWN]}
-    return {**found, "perplexity": perplexity(model)}
+    return found | dict(zip(("perplexity", "perplexity_elsewhere"), perplexities(model, [passages(), elsewhere()])))
 
 
 def behaviour(conversations: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -201,23 +205,34 @@ def merged(trained: Path) -> Path:
     return target
 
 
-def perplexity(model: str | Path) -> float:
-    """exp of the mean negative logprob of a token of the first passages, each read by itself.
+def passages() -> list[str]:
+    """The first passages. A run reads their sentences as results, and trains their tokens where an answer has them."""
+    with open(f"{DATA}/passages.jsonl", encoding="utf-8") as lines:
+        return [json.loads(line)["text"] for _, line in zip(range(NUM_PASSAGES), lines)]
 
-    They are English of Wikipedia. A run reads their sentences as results of searches, and trains none of their tokens.
-    """
+
+def elsewhere() -> list[str]:
+    """English that no run has to do with, and that is on every machine: how Python describes its statements."""
+    return [text[:TOPIC] for _, text in sorted(topics.topics.items())[:NUM_TOPICS]]
+
+
+def perplexities(model: str | Path, of: list[list[str]]) -> list[float]:
+    """Of each list of texts: exp of the mean negative logprob of a token, each text read by itself."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    total = count = 0.0
-    with open(f"{DATA}/passages.jsonl", encoding="utf-8") as lines, torch.no_grad():
-        for _, line in zip(range(NUM_PASSAGES), lines):
-            ids = torch.tensor([tokenizer(json.loads(line)["text"]).input_ids])
-            total += network(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+    found = []
+    for texts in of:
+        total = count = 0.0
+        for text in texts:
+            ids = torch.tensor([tokenizer(text).input_ids])
+            with torch.no_grad():
+                total += network(input_ids=ids, labels=ids).loss.item() * (ids.shape[1] - 1)
             count += ids.shape[1] - 1
-    return math.exp(total / count)
+        found.append(math.exp(total / count))
+    return found
 
 
 def name_of(method: str, seed: int, steps: int) -> str:
@@ -262,7 +277,8 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
     if result_in(begun, read) is None:
         output.mkdir(parents=True, exist_ok=True)
         write(begun, {"inputs": read})
-    with VLLMServer(MODEL, *SERVER, env=SERVER_ENV) as server:
+    # Without a seed of its own each run's server would sample from the same state.
+    with VLLMServer(MODEL, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
         rows = train(
             RECIPE,
             output,
@@ -328,7 +344,7 @@ FIGURES = {
 }
 COMPARED = ("answer among the results", "exact match", "F1")
 CURVES = {  # title -> metric, what makes it a share, the top of the axis
-    "answer found, of rollouts that searched": ("rewards/answer_in_search_results_reward_func/mean", 2.0, 1.0),
+    "answer found, of rollouts with a result": ("rewards/answer_in_search_results_reward_func/mean", 2.0, 1.0),
     "F1 of the answer": ("rewards/f1_reward_func/mean", 2.0, 0.4),
     "exact match": ("rewards/exact_match_reward_func/mean", 1.0, 0.4),
 }
@@ -341,11 +357,14 @@ def cell(values: list[float | None]) -> str:
 
     >>> cell([0.25]), cell([0.25, 0.5]), cell([0.25, 0.5, 0.75]), cell([None])
     ('0.25', '0.25, 0.50', '0.50 ± 0.62', '-')
+    >>> cell([None, 0.25, None])  # two runs have no such figure
+    '0.25 (1 of 3 runs)'
     """
-    values = [value for value in values if value is not None]
-    if len(values) < 3:
-        return ", ".join(f"{value:.2f}" for value in values) or "-"
-    return "{:.2f} ± {:.2f}".format(*interval(values))
+    there = [value for value in values if value is not None]
+    left = f" ({len(there)} of {len(values)} runs)" if 0 < len(there) < len(values) else ""
+    if len(there) < 3:
+        return ", ".join(f"{value:.2f}" for value in there) + left or "-"
+    return "{:.2f} ± {:.2f}".format(*interval(there)) + left
 
 
 def span(values: list[float]) -> str:
@@ -377,13 +396,15 @@ def section(results: dict[str, Any]) -> str:
             after = [cell([figure(run["after"][how]) for run in of]) for of in methods.values()]
             lines.append(f"| {label} | {' | '.join([cell([figure(results['before'][how])]), *after])} |")
         lines.append("")
-    read = [cell([run["after"]["perplexity"] for run in of]) for of in methods.values()]
-    lines += [
-        f"Perplexity of {NUM_PASSAGES} passages: {cell([results['before']['perplexity']])} before, "
-        + ", ".join(f"{value} after `{method}`" for method, value in zip(methods, read))
-        + ".",
-        "",
-    ]
+    for what, key in (
+        (f"{NUM_PASSAGES} passages of the articles", "perplexity"),
+        (f"{NUM_TOPICS} texts that no run reads (Python's documentation)", "perplexity_elsewhere"),
+    ):
+        if key in results["before"]:
+            after = [
+                f"{cell([run['after'].get(key) for run in of])} after `{method}`" for method, of in methods.items()
+            ]
+            lines += [f"Perplexity of {what}: {cell([results['before'][key]])} before, {', '.join(after)}.", ""]
     seeds = "; ".join(
         f"`{method}`: seed{'s' * (len(of) > 1)} {', '.join(str(run['seed']) for run in of)}"
         for method, of in methods.items()
@@ -394,12 +415,14 @@ def section(results: dict[str, Any]) -> str:
     tokens = [run["curve"][-1].get("num_tokens", 0) for run in runs]
     lines.append(
         f"{results['before']['sampled']['num_problems']} held-out questions, {SAMPLES} sample of each; mean ± 95% "
-        f"interval over seeds, of two the values. {seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} "
-        f"tokens, on {' and '.join(machines)}."
+        "interval over seeds, of two the values (of the runs: the questions are the same). "
+        f"{seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} tokens, on {' and '.join(machines)}."
     )
     lines += compared(runs)
     lines += of_further(runs, [*(run for run in whole if run not in runs), *results.get("longer", [])])
-    for title, found in (("before training", results["before"]), (f"after `{runs[-1]['method']}`", runs[-1]["after"])):
+    last = runs[-1]
+    after = f"after `{last['method']}`, seed {last['seed']}"
+    for title, found in (("before training", results["before"]), (after, last["after"])):
         said = "\n\n".join(transcript(each) for each in found["sampled"]["conversations"])
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", said)), default=0))  # what is said may have fences
         lines += ["", f"<details><summary>{SHOWN} held-out questions {title}, sampled</summary>", "", fence]

@@ -873,6 +873,19 @@ def test_a_dockerfile_by_hand(tmp_path):
     assert sorted(members_of(last)) == ["app/later/one.py", "app/later/two.py"]
 
 
+@pytest.mark.parametrize("lines, expected", [
+    ("WORKDIR /app\nCOPY x /app\nCOPY y /app", {"app/x", "app/y"}),
+    ("COPY x /tmp\nCOPY y /root/../srv", {"tmp/x", "srv/y"}),
+    ("COPY x /data/in/x\nCOPY y /data", {"data/in/x", "data/y"}),  # a folder by the file in it
+    ("WORKDIR /app\nRUN mkdir -p -m 755 data /logs2\nCOPY x data\nCOPY y /logs2", {"app/data/x", "logs2/y"}),
+    ("COPY x /data\nRUN mkdir /usr/share/x", {"data"}),  # nothing was there
+])  # fmt: skip
+def test_a_file_goes_into_a_folder_that_is_there(lines, expected, tmp_path):
+    """As Docker does it. A file in the folder's place was deleted when the working directory was made."""
+    build = build_of(tmp_path, f"FROM debian\n{lines}\n", **{"environment/x": "x", "environment/y": "y"})
+    assert set().union(*(members_of(step) for step in build.steps if isinstance(step, bytes))) == expected
+
+
 def test_links_of_a_task_are_kept_and_lead_nowhere_here(tmp_path):
     task = write_task(tmp_path, dockerfile="FROM debian\nCOPY data /app\n", **{"environment/data/x": "x"})
     (task / "environment/data/link").symlink_to("/etc/passwd")

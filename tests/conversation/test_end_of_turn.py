@@ -15,7 +15,7 @@ from scripted import (
     result,
 )
 
-from mt_grpo.rollout import StopReason, ToolResult
+from mt_grpo.rollout import Generation, StopReason, ToolResult
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,20 @@ def test_a_call_before_the_budget_is_spent_ended_by_its_tag():
     rollout, _ = converse(ADD + "x" * 100, "x" * 100, max_turn_tokens=80)
     assert [turn.finish_reason for turn in rollout.turns] == ["stop", "length"]
     assert rollout.completion_ids == ids(ADD + result("5") + "x" * 80)
+
+
+def test_a_turn_whose_budget_ends_with_its_thinking_was_cut_off():
+    """Its last request may have stopped at a text; the turn did not, and says nothing behind its thinking."""
+    texts = ["<think>a</tool>", "b</think>"]
+
+    class Stops:
+        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+            sampled = ids(texts.pop(0))
+            return Generation(sampled, [-1.0] * len(sampled), "stop")
+
+    env = make_env(max_turn_tokens=len(ids("".join(texts))))
+    (rollout,) = env.generate([[{"role": "user", "content": "?"}]], Stops())["rollouts"]
+    assert rollout.turns[0].finish_reason == "length" and rollout.stop_reason == StopReason.MAX_TOKENS
 
 
 def test_one_token_that_holds_more_than_the_tag_is_kept_whole():

@@ -328,6 +328,29 @@ def test_a_continuation_of_an_empty_turn():
     assert rollout.messages == [{"role": "assistant", "content": "So" + ANSWER}]
 
 
+ADDS = '<tool_call>\n{"name": "add", "arguments": {"amount": 3}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("tool_format, lead, turn, answer, amount", [
+    ("xml", "So: <answer>", "5</answer>", "5", None),
+    ("xml", "<answer>1</answer> No: ", "<answer>5</answer>", "5", None),  # what it closes is not the turn's
+    ("xml", '<tool>{"name": "add", ', '"args": {"amount": 3}}</tool>', None, 3),
+    ("hermes", "So: <answer>It is ", "5</answer><|im_end|>", "It is 5", None),
+    ("hermes", ADDS[:22], ADDS[22:] + "<|im_end|>", None, 3),
+    ("hermes", "So: ", "5<|im_end|>", "5", None),  # a text that opens nothing is not the turn's
+    ("hermes", "<answer>", "<think>6</think>5<|im_end|>", "<think>6</think>5", None),
+])  # fmt: skip
+def test_a_continuation_may_open_an_answer_or_a_call(tool_format, lead, turn, answer, amount):
+    """The model goes on inside it, so what it closes is its own. Its ids are those that it sampled."""
+    tokenizer = QWEN3_TOKENIZER if tool_format == "hermes" else CHATML_TOKENIZER
+    environment, turns = Say([Reply(continuation=lead)]).environment(), ["Hm.<|im_end|>", turn, ANSWER]
+    _, (rollout,), _ = run(environment, [turns], tool_format=tool_format, tokenizer=tokenizer)
+    second = rollout.turns[1]
+    assert second.answer == answer and second.token_ids == ids(turn)
+    assert [call.arguments for call in second.calls] == ([] if amount is None else [{"amount": amount}])
+    assert second.text == turn.removesuffix("<|im_end|>")
+
+
 def test_a_continuation_begins_with_no_blank_of_the_tokenizers_own():
     tokenizer = make_tokenizer(CHATML_TOKENIZER.chat_template)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
@@ -721,7 +744,15 @@ def test_the_methods_of_an_environment_run_one_after_another_and_other_tools_at_
 
     own, other = pair(0.3), pair(10)  # the second only bounds a hang
 
+    def listed() -> str:
+        """Meet another call of the environment, too."""
+        return own()
+
     class Meets(Counter):
+        def __init__(self):
+            super().__init__()
+            self.tools = [listed]  # over the state, as a closure may be
+
         def own(self) -> str:
             """Meet another call of the environment."""
             return own()
@@ -730,9 +761,10 @@ def test_the_methods_of_an_environment_run_one_after_another_and_other_tools_at_
         """Meet another call of the file's tool."""
         return other()
 
-    calls = [("own", {}), ("shared", {}), ("own", {}), ("shared", {})]
-    rollout, _ = run_hermes(Meets, hermes(*calls), "Done.<|im_end|>", tools=[shared])
-    assert [result.text for result in rollout.turns[0].results] == ["alone", "together", "alone", "together"]
+    for second in ("own", "listed"):
+        calls = [("own", {}), ("shared", {}), (second, {}), ("shared", {})]
+        rollout, _ = run_hermes(Meets, hermes(*calls), "Done.<|im_end|>", tools=[shared])
+        assert [result.text for result in rollout.turns[0].results] == ["alone", "together", "alone", "together"]
 
 
 def test_calls_beyond_max_parallel_calls_are_answered_with_an_error():

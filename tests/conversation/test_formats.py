@@ -453,6 +453,17 @@ def test_backslashes_of_a_family_are_read_as_the_template_writes_them(name):
         assert fmt.syntax.split(written, TOOLS)[0] == [call], path
 
 
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("lfm2")])
+@pytest.mark.parametrize(
+    "value", [{"code": "a\nb"}, [r"C:\new", "it's"], {"path": r"C:\new", "deep": [{"a": None}]}, -1.5]
+)
+def test_values_in_lists_and_dicts_of_a_family_that_escapes_only_those(name, value):
+    fmt = native(name)
+    call = ToolCall("add", {"a": value, "b": r"C:\new"})
+    written = fmt._render([{"role": "user", "content": "?"}, fmt.turn_message([call])])
+    assert fmt.syntax.split(written, {})[0] == [call], written
+
+
 @pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
 def test_keys_of_a_call_of_llama_in_any_order(name):
     fmt = native(name)

@@ -105,9 +105,9 @@ def fork_and_leave() -> str:
     open(os.environ["MARK"] + "/child", "w").write(str(pid))
     os._exit(3)
 
-def paid(reward: float) -> ToolResult:
+def paid(reward: float, error: str | None = None) -> ToolResult:
     '''Gives its turn a reward.'''
-    return ToolResult({"a": 5}, reward=reward)
+    return ToolResult({"a": 5}, reward=reward, error=error)
 
 class Double:
     name = "double"
@@ -179,6 +179,17 @@ def test_an_isolated_tool_gives_a_reward(isolated):
     (result,) = observe(isolated[9], call("paid", reward=0.5)).results
     assert (result.text, result.reward, result.error) == ('{"a": 5}', 0.5, None)
     assert observe(isolated[0], ADD).results[0].reward is None
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_tool_may_say_that_it_failed(isolated, apart):
+    """For rewards of calls that ran, and for metrics. A word that they do not know is the tool's own failure."""
+    tool = isolated[9] if apart else isolated[9].__wrapped__
+    (result,) = observe(tool, call("paid", reward=0.5, error="timeout")).results
+    assert (result.text, result.reward, result.error) == ('{"a": 5}', 0.5, "timeout")
+    (result,) = observe(tool, call("paid", reward=0.5, error="oops")).results
+    assert "the tool's ToolResult has error='oops', expected 'call', 'tool' or 'timeout'" in result.text
+    assert (result.error, result.reward) == ("tool", None)
 
 
 def test_an_isolated_tool_may_be_an_object(isolated):

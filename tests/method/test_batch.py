@@ -141,7 +141,12 @@ def test_what_the_loss_uses_is_counted_by_token():
         "old_per_token_logps": torch.tensor([[2.0, 9.0, 1.0, 9.0], [1.0, 0.5, 1.0, 4.0]]).log(),
         "sampling_per_token_logps": torch.tensor([[0.0] * 4, [float("nan"), 0.0, 0.0, 0.0]]),
     }
-    found = credit_metrics(output, Batch([{}] * 2, 1, owners=[0, 1]), Accelerator(cpu=True), 3.0)
+    batch = Batch([{}] * 2, 1, owners=[0, 1])
+    cut = credit_metrics(output, batch, Accelerator(cpu=True), (0.5, 3.0))[
+        "sampling/frac_tokens_ratio_zero_or_clipped"
+    ]
+    assert cut == pytest.approx(3 / 6)  # also the one that was raised
+    found = credit_metrics(output, batch, Accelerator(cpu=True), (0.0, 3.0))
     assert found == pytest.approx({
         "credit/frac_groups_without_signal": 1 / 2, "credit/mean_abs_advantage": (1.0 + 2.0) / 6,
         "sampling/frac_tokens_ratio_zero_or_clipped": 2 / 6,  # the one that is 0, and the one at the limit

@@ -109,6 +109,26 @@ def test_max_completion_length_counts_tool_results():
     assert rollout.stop_reason == StopReason.MAX_TOKENS
 
 
+@pytest.mark.parametrize("limits", [{"max_completion_length": 65}, {"max_model_len": PROMPT_LENGTH + 65}])
+def test_results_that_nobody_read_are_cut_as_others_are(limits):
+    """Else a reward that looks into them would pay for what the model would not have read."""
+
+    def find(word: str) -> str:
+        """Find a word.
+
+        Args:
+            word: It.
+        """
+        return "x" * 50 + "gold"
+
+    call = '<tool>{"name": "find", "args": {"word": "gold"}}</tool>'
+    rollout, _ = converse(call, TALK, tools=[find], max_tool_response_tokens=40, **limits)
+    assert len(rollout.turns) == 1 and rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
+    (result,) = rollout.turns[0].results
+    assert result.text.startswith("xxx") and len(ids(result.text)) <= 40 and "gold" not in result.text
+    assert rollout.turns[0].messages == [] and rollout.completion_ids == ids(call)
+
+
 def test_max_turn_tokens_and_what_remains():
     rollout, backend = converse(ADD, ADD, TALK, max_turn_tokens=60, max_completion_length=2 * 95 + 25)
     assert len(ADD) + ENVELOPE + 1 == 95

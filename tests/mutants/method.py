@@ -384,7 +384,7 @@ MUTATIONS = [
     Mutation(
         "all tools of an environment run one after another",
         SCRIPT,
-        "            if not is_own_method(call, rollout):\n",
+        "            if not shares_state(call, rollout, self.tools):\n",
         "            if rollout.environment is None:\n",
         "tests/conversation/test_environments.py::test_the_methods_of_an_environment_run_one_after_another_and_other_tools_at_the_same_time",
     ),

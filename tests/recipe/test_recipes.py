@@ -539,7 +539,7 @@ HONOURED = {
         num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args
         weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules gradient_accumulation_steps max_grad_norm
         bf16 fp16 bf16_full_eval fp16_full_eval gradient_checkpointing gradient_checkpointing_kwargs torch_compile
-        torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache neftune_noise_alpha
+        torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache
         torch_empty_cache_steps logging_strategy logging_first_step logging_nan_inf_filter disable_tqdm report_to
         include_num_input_tokens_seen run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
         eval_strategy eval_delay eval_on_start eval_use_gather_object eval_accumulation_steps save_only_model
@@ -548,7 +548,7 @@ HONOURED = {
         metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
         full_determinism accelerator_config parallelism_config dataloader_drop_last dataloader_num_workers
         dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-        dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
+        dataloader_multiprocessing_context ddp_find_unused_parameters
         ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph fsdp fsdp_config deepspeed debug skip_memory_metrics
     """,
     "transformers: TrainingArguments itself": """
@@ -593,6 +593,8 @@ REFUSED = {
     "remove_unused_columns": True,
     "dataset_streaming": True,
     "ignore_bias_buffers": True,
+    "neftune_noise_alpha": 5.0,
+    "dataloader_in_order": False,
     "load_in_8bit": True,
     "load_in_4bit": True,
     "auto_find_batch_size": True,
@@ -684,6 +686,38 @@ def test_honoured_key_is_read_by_the_one_named(reader):
     text = sources(reader)
     name = "self" if "itself" in reader else r"(?:args|model_args|script_args|ctx\.args)"
     assert [key for key in HONOURED[reader].split() if not re.search(rf"\b{name}\.{key}\b", text)] == []
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"delta": 2.0, "loss_type": "cispo"}, "delta=2.0 has no effect without a loss_type of grpo, bnpo"),
+    ({"epsilon": 0.1, "loss_type": "sapo"}, "epsilon=0.1 has no effect without a loss_type of .*cispo"),
+    ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect without loss_type: sapo"),
+    ({"vespo_k_neg": 9.0}, "vespo_k_neg=9.0 has no effect without loss_type: vespo"),
+    ({"beta": 0.1, "ref_model_sync_steps": 100}, "ref_model_sync_steps=100 .* without sync_ref_model: true"),
+    ({"beta": 0.0, "use_bias_correction_kl": True}, "use_bias_correction_kl=True has no effect without beta above 0"),
+    ({"entropy_target": 0.5}, "entropy_target=0.5 has no effect without use_adaptive_entropy: true"),
+    ({"use_vllm": True, "vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
+     "vllm_importance_sampling_clip_max=2.0 has no effect without vllm_importance_sampling_correction: true"),
+    ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all"}, "steps inside each backward pass"),
+    ({"optim": "adalomo"}, "steps inside each backward pass"),
+    ({"optim": "schedule_free_adamw", "use_vllm": True, "eval_strategy": "epoch"}, "pushes averaged weights"),
+    ({"accelerator_config": {"split_batches": True}}, "some prompts would never be trained"),
+])  # fmt: skip
+def test_a_key_that_does_nothing_or_something_else_beside_others_raises(changes, words, tmp_path, no_weights):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+    with pytest.raises(ValueError, match=words):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
+
+
+def test_keys_beside_those_that_read_them(tmp_path, no_weights):
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+    for changes in (
+        {"delta": 2.0, "epsilon": 0.1}, {"loss_type": "cispo", "epsilon_high": 5.0},
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100, "use_bias_correction_kl": True},
+        {"use_adaptive_entropy": True, "entropy_target": 0.5},
+        {"optim": "schedule_free_adamw", "eval_strategy": "epoch"},
+    ):  # fmt: skip
+        mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
 
 
 def refused(name: str, *values):
@@ -949,7 +983,7 @@ NUMBERS_OUT_OF_RANGE = {
         (0.0, -1.0, math.inf, math.nan),
     ),
     **dict.fromkeys(
-        ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "neftune_noise_alpha", "eval_delay", "beta",
+        ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "eval_delay", "beta",
          "router_aux_loss_coef", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
          "vespo_lambda_neg", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
          "entropy_target", "vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "turn_advantage_coef",

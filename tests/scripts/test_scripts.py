@@ -27,7 +27,7 @@ from bench.common import free_port
 from datasets import Dataset
 from launch import keeper, launch_plan, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from vision_run import write_recipe
 
 import mt_grpo.recipe.data
@@ -220,6 +220,28 @@ def test_evaluation_samples_as_training_does(random_model, recipe, monkeypatch, 
         **expected,
         **changes.get("generation_kwargs", {}),
     }
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_turns_end_where_they_do_in_training(random_model, recipe, monkeypatch, tmp_path, served):
+    """At each id of the model's generation config, though neither the tokenizer nor the template knows it."""
+    model = shutil.copytree(random_model, tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    further = tokenizer.convert_tokens_to_ids("Q")
+    GenerationConfig(eos_token_id=[tokenizer.eos_token_id, further]).save_pretrained(model)
+    parsed = ev.load_recipe(recipe, ["--model_name_or_path", str(model), "--use_vllm", "false"])
+    trainer = mt.build_trainer(*parsed)
+    asked, made = [], mt.build_env
+    monkeypatch.setattr(mt, "build_env", lambda *given: asked.append(made(*given)) or asked[-1])
+    if served:
+        given = scripted_client(monkeypatch, ["<answer>1</answer>"])
+        given.tokenizer, sent = tokenizer, noted_sampling(given)
+    else:
+        given = str(model)
+    ev.evaluate(given, parsed, 1, tokenizer=tokenizer, progress=False)
+    ends = asked[-1].end_of_turn_ids(tokenizer)
+    assert further in ends and ends == trainer.eos_token_ids
+    assert not served or all(each["stop_token_ids"] == ends for each in sent)
 
 
 def test_an_environment_is_evaluated(random_model, recipe, tmp_path):

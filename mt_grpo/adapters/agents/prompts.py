@@ -34,25 +34,25 @@ class AgentPrompts:
         # A program sends its texts again with each request. By what is broken in them, and the text.
         self._broken: Newest = Newest(MOST_CHARACTERS, lambda text: len(text) + BESIDE_ONE)
 
-    def rendered(self, known: list[Message], messages: list[Message]) -> list[Message]:
-        """Messages for the chat template.
+    def rendered(self, before: list[Message], messages: list[Message]) -> list[Message]:
+        """Messages for the chat template. A result is that of the nearest call before it with its id.
 
         Args:
-            known: Messages with the calls to which results belong.
+            before: The messages before them. They may have the calls to which results belong.
             messages: What is rendered.
 
         Raises:
             ApiError: a name that the chat template does not show.
         """
-        names, numbers = {}, {}  # of calls, by id
-        for message in known:
-            for k, call in enumerate(message.get("tool_calls") or []):
-                names[call["id"]], numbers[call["id"]] = call["function"]["name"], k
+        names, numbers = {}, {}  # of the calls so far, by id
+        for message in before:
+            note_calls(message, names, numbers)
         if not any(message["role"] == "assistant" for message in messages):  # the stand-in has a call for each result
             results = [message["tool_call_id"] for message in messages if message["role"] == "tool"]
             numbers = {each: k for k, each in enumerate(results)}
         rendered = []
         for message in messages:
+            note_calls(message, names, numbers)
             each = {key: message[key] for key in ("role", "content", "name") if key in message}
             if message["role"] == "tool":
                 called = names.get(message["tool_call_id"])
@@ -227,6 +227,12 @@ def whole_characters(value: Any) -> Any:
     if isinstance(value, dict):
         return {whole_characters(key): whole_characters(each) for key, each in value.items()}
     return [whole_characters(each) for each in value] if isinstance(value, list) else value
+
+
+def note_calls(message: Message, names: dict[str, str], numbers: dict[str, int]) -> None:
+    """Note the name of each call of a message and its number in it, by its id: another message's may have the same."""
+    for k, call in enumerate(message.get("tool_calls") or []):
+        names[call["id"]], numbers[call["id"]] = call["function"]["name"], k
 
 
 def developers_first(messages: list[Message]) -> list[Message]:

@@ -499,7 +499,7 @@ class AgentSession(RolloutSession):
         parent = self._parent(request)
         said = request.messages[len(parent.keys) :] if parent else request.messages
         try:
-            fresh = self._suffix(parent, said) if parent else []
+            fresh = self._suffix(parent, request, said) if parent else []
             return parent, said, fresh, parent.ids + fresh if parent else self._prompt(request)
         except ApiError:
             raise
@@ -507,9 +507,10 @@ class AgentSession(RolloutSession):
             text = f"The chat template refuses the messages: {error_text(error)}"
             raise ApiError(400, text, None, "messages") from error
 
-    def _suffix(self, parent: Completion, said: list[Message]) -> list[int]:
+    def _suffix(self, parent: Completion, request: ModelRequest, said: list[Message]) -> list[int]:
         """The ids behind an answer."""
-        said = self.prompts.rendered([*parent.request.messages, parent.answer.message], said)
+        # As the program sends it: it may have given the calls other ids, by which its results name them.
+        said = self.prompts.rendered(request.messages[: len(parent.keys)], said)
         return self.format.suffix_ids(parent.turn.calls, said, parent.turn.token_ids, self.context)
 
     def _prompt(self, request: ModelRequest) -> list[int]:
@@ -520,7 +521,7 @@ class AgentSession(RolloutSession):
             if self.prefixes is not None and key in self.env.begun_alike:
                 self.prefixes.kept.append(self.env.begun_alike[key])
             return known.tolist()
-        messages = self.prompts.rendered(request.messages, request.messages)
+        messages = self.prompts.rendered([], request.messages)
         tools = self.prompts.tools(request.tools)
         ids = ids_of_prompt(self.env, messages, self.tokenizer, tools, self.context, self.prefixes)
         # What is refused may be megabytes, and a prompt that is kept keeps its pictures.

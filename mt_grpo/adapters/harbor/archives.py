@@ -23,6 +23,9 @@ class TaskArchive:
         self.members: dict[str, tuple[tarfile.TarInfo, bytes]] = {}
         self._size = 0
 
+    def is_folder(self, path: str) -> bool:
+        return path in self.members and self.members[path][0].type == tarfile.DIRTYPE
+
     def add_folder(self, path: str, mode: int = 0o755) -> None:
         """A folder, and those above it. The path is relative."""
         for above in [*reversed(Path(path).parents), Path(path)]:
@@ -50,6 +53,8 @@ class TaskArchive:
             raise BrokenTask(f"{source.name} is neither a file nor a folder nor a link.")
         self.add_folder(Path(path).parent.as_posix())
         self._check_parents(path)
+        if self.is_folder(path):
+            raise BrokenTask(f"{path} is a folder, and a file: {source.name}.")
         self.members[path] = (info, content)
         if len(self.members) > ARCHIVE_FILES:
             raise BrokenTask(f"it has more than {ARCHIVE_FILES} files.")

@@ -37,6 +37,8 @@ PIP = re.compile(r"(pip3?|python3? -m pip)$")
 SYSTEM_FOLDERS = tuple(
     "/usr /etc /bin /sbin /lib /lib32 /lib64 /libx32 /proc /sys /dev /tests /logs /solution".split()
 )
+# Folders of every base, where `COPY file /tmp` puts a file, as in any folder that is there.
+BASE_FOLDERS = tuple("root tmp srv home opt var var/tmp var/log var/lib mnt media run boot".split())
 CHANGE_NOTHING = frozenset("CMD EXPOSE LABEL MAINTAINER STOPSIGNAL HEALTHCHECK VOLUME".split())
 PIP_WITH_VALUE = frozenset(
     "-i --index-url --extra-index-url -f --find-links --timeout --retries --root-user-action".split()
@@ -101,6 +103,7 @@ class DockerfileReader:
         self.folder, self.task = folder, task
         self.build, self.args = Build(), {}
         self._archive = TaskArchive()
+        self._folders = set(BASE_FOLDERS)  # that are surely there
 
     def read(self) -> Build:
         """What the Dockerfile builds. Raises `BrokenTask`, `NeedsMore`."""
@@ -198,6 +201,7 @@ class DockerfileReader:
         found = [each for source in sources for each in self._sources(source, what)]
         into = target.endswith(("/", "/.")) or target == "." or len(found) > 1
         path = self._path(target, what).lstrip("/")
+        into = into or path in self._folders or self._archive.is_folder(path)
         for source in found:
             if what == "ADD" and source.suffix in (".tar", ".gz", ".tgz", ".xz", ".bz2"):
                 raise NeedsMore("ADD of an archive")
@@ -228,14 +232,27 @@ class DockerfileReader:
         kept = needed_commands(re.sub(r"^(--\S+\s+)+", "", rest))
         if kept:
             self._end_archive()
+            made = (f"{PurePosixPath(self.build.workdir) / folder}".lstrip("/") for folder in made_folders(kept))
+            self._folders.update(made)
             self.build.steps.append((kept, self.build.workdir, {**self.args, **self.build.env}))
 
     def _end_archive(self) -> None:
         for name in self._archive.members:
             self._path(f"/{name}", "COPY")
+        self._folders.update(name for name in self._archive.members if self._archive.is_folder(name))
         if self._archive.members:
             self.build.steps.append(self._archive.tar())
             self._archive = TaskArchive()
+
+
+def made_folders(line: str) -> list[str]:
+    """The folders that a RUN makes by `mkdir`, as they are written.
+
+    >>> made_folders("mkdir -p /data/in logs && touch /data/x")
+    ['/data/in', 'logs']
+    """
+    words = [shlex.split(command) for command in commands_of(line)]
+    return [word for each in words if each[:1] == ["mkdir"] for word in each[1:] if not word.startswith("-")]
 
 
 def needed_commands(line: str) -> str:

@@ -6,6 +6,7 @@ import bisect
 import dataclasses
 import functools
 import json
+import re
 import secrets
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -87,6 +88,16 @@ def thinking_length(text: str, before: str, opening: str = "<think>", closing: s
     return end + len(closing) if end >= 0 else None
 
 
+def opened_in(text: str, openings: str) -> str:
+    """The end of a text from where it opens a call or an answer that it does not close.
+
+    >>> opened_in("So: <answer>It is ", "<tool>|<answer>"), opened_in("<answer>1</answer>", "<tool>|<answer>")
+    ('<answer>It is ', '')
+    """
+    last = max((found.start() for found in re.finditer(openings, text)), default=len(text))
+    return "" if "</" in text[last:] else text[last:]
+
+
 def result_message(observation: str) -> str:
     """The environment's message: role `user`, as in the paper."""
     return f"<result>\n{observation}\n</result>"
@@ -106,6 +117,7 @@ class ChatFormat:
 
     call_format: str  # an example of a call, for a policy that wrote it wrong
     stops: tuple[str, ...] = ()  # behind its thinking, a turn ends where the first of these texts does
+    openings = "<answer>"  # a pattern of what opens a call or an answer
     thinking: tuple[str, str] = THINKING_TAGS["most"]
     headers: tuple[str, ...] = ()  # texts behind which the model writes, beside the generation prompt
 
@@ -309,16 +321,28 @@ class ChatFormat:
             return length, True
         return 1 + bisect.bisect_left(range(1, length + 1), True, key=closed), True
 
-    def parse(self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None) -> Parsed:
+    def parse(
+        self,
+        ids: list[int],
+        prompt_ids: list[int],
+        tools: dict[str, Callable] | None = None,
+        lead: str | None = None,
+    ) -> Parsed:
         """The text, the calls and the answer of a whole turn. Never raises, whatever the model wrote.
 
-        `tools` tell numbers from text in formats that write both the same way.
+        Args:
+            ids: Of the turn.
+            prompt_ids: What the model read before.
+            tools: They tell numbers from text in formats that write both the same way.
+            lead: What was put before the turn for it to go on with, such as `<answer>`. A call or an answer that it
+                opens is the turn's.
         """
         text = self.text(ids)
         start = thinking_length(text, self._before(prompt_ids), *self.thinking)
         if start is None:
             return Parsed(text, [], None, open_thinking=True)
-        return Parsed(text, *self.parse_text(text[start:], tools or {}))
+        opened = "" if start or not lead else opened_in(lead, self.openings)
+        return Parsed(text, *self.parse_text(opened + text[start:], tools or {}))
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
         """The calls and the answer of a turn's text behind its thinking."""

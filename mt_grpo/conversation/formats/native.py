@@ -187,6 +187,13 @@ def read_python(call: CallText, tools: dict[str, Callable], raw: bool = False) -
     return calls
 
 
+def python_value(node: ast.expr, source: str, doubled: bool) -> Any:
+    """The value of an argument. In a list or a dict the templates escape what they write, so `doubled` is undone."""
+    if doubled and not isinstance(node, ast.Constant):
+        node = ast.parse(ast.get_source_segment(source, node).replace("\\\\", "\\"), mode="eval").body
+    return ast.literal_eval(JsonNames().visit(node))
+
+
 def python_calls(text: str, raw: bool = False) -> list[ToolCall] | None:
     r"""The calls of a Python expression, of which nothing is run; None if it is anything else.
 
@@ -194,12 +201,14 @@ def python_calls(text: str, raw: bool = False) -> list[ToolCall] | None:
     ['C:\\new', 'C:\new']
     """
     texts = [text.replace("\\", "\\\\"), text] if raw else [text]
-    for source in [each for one in texts for each in (one, one.replace("\n", "\\n"))]:  # no template escapes these
+    # No template escapes the ends of lines.
+    sources = [(one != text, each) for one in texts for each in (one, one.replace("\n", "\\n"))]
+    for doubled, source in sources:
         try:
             tree = ast.parse(source, mode="eval").body
             nodes = tree.elts if isinstance(tree, ast.List) else [tree]
             calls = [
-                ToolCall(n.func.id, {k.arg: ast.literal_eval(JsonNames().visit(k.value)) for k in n.keywords})
+                ToolCall(n.func.id, {k.arg: python_value(k.value, source, doubled) for k in n.keywords})
                 for n in nodes
                 if not n.args
             ]

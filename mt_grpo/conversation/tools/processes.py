@@ -45,10 +45,10 @@ for call in calls:
         result = tool(**{name: read_argument(tool, name, value) for name, value in arguments.items()})
         if inspect.isawaitable(result):  # an async function behind a plain decorator
             result = asyncio.run(awaited(result))
-        reward = None
+        reward = kind = None
         if type(result).__name__ == "ToolResult":  # importing the class would cost every process
-            result, reward = result.text, result.reward
-        answer = json.dumps({**as_sent(result), "reward": None if reward is None else float(reward)})
+            result, reward, kind = result.text, result.reward, result.error
+        answer = json.dumps({**as_sent(result), "reward": None if reward is None else float(reward), "kind": kind})
     except BaseException as error:
         name = type(error).__name__
         text = str(error) if isinstance(error, Exception) else f"{name}: {error}"

@@ -96,7 +96,7 @@ def as_sent(result: Any) -> dict[str, Any]:
 def as_received(answer: dict[str, Any]) -> ToolResult:
     """What `as_sent` was given, for `as_result`."""
     parts = ResultInParts(answer["parts"]) if answer.get("drawn") else answer.get("parts")
-    return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"])
+    return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"], error=answer["kind"])
 
 
 # INVARIANT: these functions also run in tool processes. They use only what this source imports.
@@ -135,12 +135,12 @@ class ResultInParts:
 
 
 def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
-    """What a tool returned, as the model reads it. A `ToolResult` keeps its reward.
+    """What a tool returned, as the model reads it. A `ToolResult` keeps its reward and its error.
 
     An image of PIL, or a list of parts of text and images, becomes a text with marks where the model reads images.
     """
     if isinstance(result, ToolResult):
-        return dataclasses.replace(as_result(result.text, reader), reward=result.reward)
+        return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=known_error(result))
     if isinstance(result, ResultInParts) and reader is None:
         if result.text is None:
             raise ValueError("the tool returned an image, and this run's model reads text alone")
@@ -156,6 +156,13 @@ def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
         text, pictures = text_of_parts(parts, reader, "the tool's result")
         return ToolResult(text, pictures=tuple(pictures))
     return ToolResult(as_text(result))
+
+
+def known_error(result: ToolResult) -> str | None:
+    """What a tool says of its failure. Raises `ValueError` for a word that nothing reads."""
+    if result.error not in (None, "call", "tool", "timeout"):
+        raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call', 'tool' or 'timeout'")
+    return result.error
 
 
 def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
