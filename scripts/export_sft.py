@@ -31,6 +31,7 @@ from recipes import load_recipe
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import load_adapter_tools
+from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.conversation.prompt_examples import behind_system
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.recipe.plugins import load_tools
@@ -106,7 +107,10 @@ class RecipeOfRun:
         tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
         self.tokenizer = mt.load_tokenizer(model_args, args.trust_remote_code)
         self.env = mt.build_env(script_args, args, tools, self.tokenizer)
-        self.tools = [tool_schema(name, tool) for name, tool in self.env.tools.items()]
+        # In the format xml the system prompt tells of the tools. A chat template would tell of them again, otherwise.
+        by_template = isinstance(self.env.format_of(self.tokenizer), HermesFormat)
+        self.tools = [tool_schema(name, tool) for name, tool in self.env.tools.items()] if by_template else []
+        self.template = self.env.chat_template_kwargs
         if self.env.environments is not None:
             raise ValueError(f"--config {path}: the tools of its environment are not in it. Leave --config out.")
         if without_examples and not self.env.prompt_examples:
@@ -139,7 +143,14 @@ def exported(rows: list[Row], form: str, recipe: RecipeOfRun | None, without_exa
         else:
             first = row["messages"][: row["num_prompt_messages"]] if messages is None else messages
             said = [*first, *row["messages"][row["num_prompt_messages"] :]]
-            yield {"messages": said, **({"tools": recipe.tools} if recipe and recipe.tools else {})}
+            offered = row["turns"][0].get("tools")  # by an agent's program
+            tools = json.loads(offered) if offered else recipe.tools if recipe else []
+            template = recipe.template if recipe else {}
+            yield {
+                "messages": said,
+                **({"tools": tools} if tools else {}),
+                **({"chat_template_kwargs": template} if template else {}),
+            }
 
 
 def minimum(text: str) -> tuple[str, float]:

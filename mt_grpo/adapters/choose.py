@@ -13,6 +13,7 @@ from mt_grpo.adapters.mcp.keys import McpHouse
 from mt_grpo.adapters.ms_swift.keys import SwiftHouse
 from mt_grpo.adapters.openenv.keys import OpenEnvHouse
 from mt_grpo.adapters.verl.keys import VerlHouse
+from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.plugins import load_environment
 
 # FORK: a new house is a folder, whose keys.py has a subclass of `House`, and its place in this list. The first house
@@ -28,6 +29,11 @@ class AdapterKeys(*(house.keys for house in HOUSES)):
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
     """As `choose_conversation`, with what houses change of any conversation."""
     found, environment = choose_conversation(script_args, args, base)
+    if environment is None and args.environment_timeout != default_of("environment_timeout", (type(args),)):
+        raise ValueError(
+            f"environment_timeout={args.environment_timeout:g} has no effect without an environment. Name one, or "
+            "remove it; tool_timeout is that of a tool's call."
+        )
     for house in HOUSES:
         found = house.around(script_args, found)
     return found, environment

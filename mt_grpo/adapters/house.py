@@ -26,10 +26,12 @@ class House:
         keys: The dataclass of the keys.
         line: The line of a recipe by which the house brings another conversation than the trainer's own, as an error
             names it. Empty: it adds to the trainer's own.
+        counts_model_calls: Whether `max_model_calls` bounds its conversations.
     """
 
     keys: type
     line = ""
+    counts_model_calls = False
 
     def runs(self, script_args: Any) -> bool:
         """Whether the recipe's conversation is one of this house, if no house before it in the list runs it."""

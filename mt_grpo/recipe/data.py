@@ -200,6 +200,11 @@ def load_rows(
         source = JsonLines(json.dumps(row).encode() for row in read_folder(Path(name), split)[:size])
     elif name.endswith((".jsonl", ".json")) or Path(name).is_dir():
         path = Path(name) / f"{split}.jsonl" if Path(name).is_dir() else Path(name)
+        if not Path(name).is_dir() and split not in ("train", "test"):
+            raise ValueError(
+                f"split {split!r} has no effect with dataset_name: {name!r}, one file for all splits. Remove it, or "
+                f"name a folder with {split}.jsonl."
+            )
         source = JsonLines(json_lines(path, size))
     elif Path(name).is_file() or Path(name).suffix in (".csv", ".tsv", ".parquet", ".txt") or name[0] in "/.~":
         raise ValueError(

@@ -11,7 +11,6 @@ some samples get it: this says before a training how many do, and what of the pr
 import argparse
 import json
 import os
-import re
 import sys
 import tempfile
 from pathlib import Path
@@ -21,6 +20,7 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import evaluate
+from build.squad_search import of_sentences, write_lines
 from recipes import load_recipe
 from transformers import AutoTokenizer
 
@@ -29,9 +29,9 @@ from bench.common import VLLMServer, prepare
 from bench.real_model import DATA, MODEL, RECIPE, SERVER, SERVER_ENV
 from mt_grpo.rollout import Generation
 
-# What the prompt is -> sentences of a passage (None: all), passages of a result.
-PROMPTS = {"as in the recipe": (None, 1), "two passages, each whole": (None, 2), "passages of two sentences": (2, 1),
-           "passages of one sentence": (1, 1)}  # fmt: skip
+# What a result is -> sentences of each of its parts (None: those of a whole passage, with its title), and its parts.
+PROMPTS = {"a sentence, as in the recipe": (1, 1), "two sentences of any passages": (1, 2),
+           "two sentences that follow each other": (2, 1), "a whole passage": (None, 1)}  # fmt: skip
 SAMPLES = 4
 
 
@@ -49,17 +49,6 @@ class PerfectSearch(mt.VLLMServerClient):
         call = json.dumps({"name": "wiki_search", "args": {"query": question.rstrip("?")}}, ensure_ascii=False)
         ids = self.tokenizer(f"<tool>{call}</tool><|im_end|>", add_special_tokens=False).input_ids
         return Generation(ids, [0.0] * len(ids), "stop")
-
-
-def cut(passages: Path, sentences: int, into: Path) -> Path:
-    """A corpus whose passages are so many sentences of those of another one, the last of each as many as are left."""
-    with open(passages, encoding="utf-8") as lines, open(into, "w", encoding="utf-8") as written:
-        for row in map(json.loads, lines):
-            parts = re.split(r"(?<=[.!?])\s+", row["text"])
-            for start in range(0, len(parts), sentences):
-                text = " ".join(parts[start : start + sentences])
-                written.write(json.dumps({**row, "id": f"{row['id']}.{start}", "text": text}) + "\n")
-    return into
 
 
 def line(label: str, greedy: dict[str, Any], sampled: dict[str, Any]) -> str:
@@ -82,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", nargs="+", default=list(PROMPTS), choices=list(PROMPTS))
     options = parser.parse_args(argv)
     prepare()
-    print("| prompt | answer in the result | greedy: exact | F1 | sampled: exact | best of four |")
+    print("| the result | answer in the result | greedy: exact | F1 | sampled: exact | best of four |")
     print("|---|---|---|---|---|---|")
     with VLLMServer(options.model, *SERVER, env=SERVER_ENV) as server, tempfile.TemporaryDirectory() as folder:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
@@ -90,10 +79,11 @@ def main(argv: list[str] | None = None) -> None:
             sentences, topk = PROMPTS[label]
             room = ["--max_tool_response_tokens", str(160 * topk), "--max_completion_length", str(224 + 160 * topk)]
             recipe = load_recipe(RECIPE, room)  # it sets the environment's variables, which are changed behind it
-            passages = Path(DATA) / "corpus.jsonl"
+            passages = corpus = Path(DATA) / "passages.jsonl"
             if sentences:
-                passages = cut(passages, sentences, Path(folder) / f"{sentences}.jsonl")
-            os.environ |= {"WIKI_SEARCH_CORPUS": str(passages), "WIKI_SEARCH_TOPK": str(topk)}
+                corpus = Path(folder) / f"{sentences}.jsonl"
+                write_lines(corpus, of_sentences(list(map(json.loads, passages.open(encoding="utf-8"))), sentences))
+            os.environ |= {"WIKI_SEARCH_CORPUS": str(corpus), "WIKI_SEARCH_TOPK": str(topk)}
             found = []
             for k, greedy in ((1, True), (SAMPLES, False)):
                 client = PerfectSearch(base_url=server.url, tokenizer=tokenizer)

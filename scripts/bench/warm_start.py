@@ -1,7 +1,7 @@
 """A warm start from a run's log: is the model better for what its own good rollouts taught it, without examples?
 
     python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --steps 60 --only_print
-    python scripts/bench/warm_start.py --run runs/real_model/mt_grpo-steps60-seed1
+    python scripts/bench/warm_start.py --run runs/real_model/mt_grpo-steps60-seed1     # --only_print keeps docs/
     python scripts/bench/warm_start.py --report
 
 Of the run's log those rollouts are taken that found the answer, two of each question at most
@@ -128,7 +128,13 @@ FRAME.page = ROOT / "docs/real_model.md"
 
 
 def main(argv: list[str] | None = None) -> None:
-    options = FRAME.parse(__doc__, argv, None, run={"help": "the folder of a run whose log has tokens"})
+    options = FRAME.parse(
+        __doc__,
+        argv,
+        None,
+        run={"help": "the folder of a run whose log has tokens"},
+        only_print={"action": "store_true", "help": "print the tables, and leave docs/ as it is"},
+    )
     if options is None:
         return
     prepare()
@@ -158,7 +164,11 @@ def main(argv: list[str] | None = None) -> None:
     models["after"] = asked(out / "after.json", read, model, short)
     models["run"] = asked(out / "run.json", read, run, RECIPE)
     steps = json.loads((run / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
-    FRAME.finish(excerpts({"machine": machine(), "steps": steps, "training": training, "models": models}), short=False)
+    results = {"machine": machine(), "steps": steps, "training": training, "models": models}
+    if options.only_print:
+        print("\n" + section(results), flush=True)
+    else:
+        FRAME.finish(excerpts(results), short=False)
 
 
 if __name__ == "__main__":

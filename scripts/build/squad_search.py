@@ -97,14 +97,23 @@ def from_squad(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def of_titles(passages: list[Row], questions: list[Row], titles: list[str]) -> tuple[list[Row], list[Row]]:
-    """The passages of these articles, and the questions about them. `ValueError` for a title that is not there."""
+    """The passages of these articles, and the questions about them.
+
+    Raises `ValueError` for a title that is not there. Where some passages are left out, also for a question that does
+    not say of which passage it is.
+    """
     if missing := set(titles) - {passage["title"] for passage in passages}:
         raise ValueError(f"There is no article {sorted(missing)[0]!r}. Expected titles as they stand in the corpus.")
     kept = [passage for passage in passages if passage["title"] in titles]
+    if len(kept) == len(passages):
+        return kept, questions
     ids = {passage["id"] for passage in kept}
-    return kept, [
-        question for question in questions if question.get("passage", None) in ids or "passage" not in question
-    ]
+    if unknown := next((question for question in questions if "passage" not in question), None):
+        raise ValueError(
+            f"the question {unknown['question']!r:.80} has no `id` of its passage, by which the questions about some "
+            "articles could be told. Expected one in each row of qa.jsonl, or all articles."
+        )
+    return kept, [question for question in questions if question["passage"] in ids]
 
 
 def of_sentences(passages: list[Row], count: int) -> list[Row]:

@@ -491,7 +491,8 @@ function turnParts(item, k, colour, scale) {
 
 function sampledParts(item, k, colour, scale) {
   const { row } = item, turn = row.turns[k];
-  const unread = turn.results?.length > 0 && turn.num_read === 0 && !turn.observation && "never read: the rollout ended";
+  // Behind a turn that was followed by another they were read, also where a further record begins with them.
+  const unread = k === row.turns.length - 1 && turn.results?.length > 0 && turn.num_read === 0 && !turn.observation && "never read: the rollout ended";
   const results = (whole) => (turn.results || []).map((result) => part(result.error ? "error" : "result", "result",
     [result.error && `error: ${result.error}`, seconds(result.seconds), unread,
       typeof result.reward === "number" && `reward ${number(result.reward)}`], whole && readText(item, result.text)));

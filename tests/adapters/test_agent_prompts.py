@@ -4,6 +4,7 @@ import json
 
 import httpx
 import pytest
+import test_agents
 import test_anthropic
 import test_responses
 from test_agents import ADD, TOKENIZER, run, user
@@ -11,6 +12,7 @@ from test_anthropic import no_later_systems, qwen3
 from test_responses import CALLED, FLAT
 from vllm_prompts import VllmPrompts
 
+import mt_grpo_trainer as mt
 from mt_grpo.adapters.agents import messages as agent_messages
 from mt_grpo.adapters.agents.prompts import AgentPrompts
 
@@ -29,6 +31,37 @@ def parts(*texts):
 
 def called(arguments):
     return {**CALL, "function": {"name": "add", "arguments": arguments}}
+
+
+def test_a_result_is_that_of_the_nearest_call_with_its_id():
+    """A program may give each turn's call the same id, and a call another one than it was given."""
+    env = mt.MultiTurnToolEnv([], None, tokenizer=TOKENIZER, tool_format="hermes")
+    prompts = AgentPrompts(env.format_of(TOKENIZER), TOKENIZER)
+    first, second = ({**CALL, "function": {"name": name, "arguments": "{}"}} for name in ("add", "sub"))
+    messages = [user("?"), said("", tool_calls=[first]), RESULT, said("", tool_calls=[second]), RESULT]
+    assert [each["name"] for each in prompts.rendered([], messages) if each["role"] == "tool"] == ["add", "sub"]
+    assert prompts.rendered(messages[:2], messages[2:3])[0]["name"] == "add"
+
+
+def test_a_result_has_the_name_of_a_call_whose_id_the_program_changed(monkeypatch):
+    names, rendered = [], AgentPrompts.rendered
+
+    def noted(self, before, messages):
+        found = rendered(self, before, messages)
+        names.extend(each["name"] for each in found if each["role"] == "tool")
+        return found
+
+    async def agent(row, client):
+        start, tools = [user("Add.")], [ADD]
+        for _ in range(2):
+            answer = (await client.chat.completions.create(model="policy", messages=start, tools=tools)).choices[0]
+            calls = [{**call.model_dump(), "id": "mine"} for call in answer.message.tool_calls or []]
+            if calls:
+                start += [said(answer.message.content, tool_calls=calls), {**RESULT, "tool_call_id": "mine"}]
+
+    monkeypatch.setattr(AgentPrompts, "rendered", noted)
+    rollout, _ = run(agent, test_agents.CALL, "2")
+    assert names == ["add"] and len(rollout.records) == 1
 
 
 def output(*texts):

@@ -2526,6 +2526,12 @@ class Solver: ...
     ({"max_env_steps": 5}, "max_env_steps has no effect"),
     ({"isolate_tools": True}, "isolate_tools has no effect"),
     ({"environment": None, "tools_script": "tools/calculator.py"}, "agent has no effect without the line environment"),
+    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_timeout": 30.0},
+     "agent_timeout has no effect without the line environment: openai_agent or agent_command"),
+    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "max_model_calls": 3},
+     "max_model_calls has no effect without .*, agent_command or a scheduler of ms-swift"),
+    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "environment_timeout": 30.0},
+     "environment_timeout=30 has no effect without an environment"),
     ({"agent_timeout": 0}, "agent_timeout=0.* expected a finite number above 0"),
     ({"max_model_calls": 0}, "max_model_calls=0, expected"),
 ])  # fmt: skip

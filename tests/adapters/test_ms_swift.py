@@ -1033,6 +1033,10 @@ def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said)
         ({"multi_turn_scheduler": "math_tip_trick", "reward_funcs": ["mine"]}, "'mine' is not in orms. Expected one"),
         ({"gym_env": "mine"}, "gym_env: 'mine' is not in envs"),
         ({"max_turns": 3}, "max_turns has no effect without the key multi_turn_scheduler"),
+        (
+            {"multi_turn_scheduler": "gym_scheduler", "agent_timeout": 9.0},
+            "agent_timeout has no effect without the line",
+        ),
         ({"stop_words": ["a"]}, "stop_words has no effect without the key multi_turn_scheduler"),
         ({"gym_env": "mine", "context_manager": "mine"}, "'mine' is not in envs"),
         ({"multi_turn_scheduler": "gym_scheduler", "context_manager": "mine"}, "'mine' is not in context_managers"),

@@ -1337,4 +1337,25 @@ MUTATIONS = [
         "",
         "tests/adapters/test_agents.py::test_bad_requests_get_the_apis_errors_and_harm_nothing",
     ),
+    Mutation(
+        "agents: a result is found by the id that the trainer gave",
+        "mt_grpo/adapters/agents/session.py",
+        "self.prompts.rendered(request.messages[: len(parent.keys)], said)",
+        "self.prompts.rendered([*parent.request.messages, parent.answer.message], said)",
+        "tests/adapters/test_agent_prompts.py::test_a_result_has_the_name_of_a_call_whose_id_the_program_changed",
+    ),
+    Mutation(
+        "agents: calls behind a result count for it",
+        "mt_grpo/adapters/agents/prompts.py",
+        "        for message in before:\n            note_calls",
+        "        for message in [*before, *messages]:\n            note_calls",
+        "tests/adapters/test_agent_prompts.py::test_a_result_is_that_of_the_nearest_call_with_its_id",
+    ),
+    Mutation(
+        "agents: their limits are taken where nothing reads them",
+        "mt_grpo/adapters/agents/keys.py",
+        'not (counts and n == "max_model_calls")',
+        'n not in ("max_model_calls", "agent_timeout")',
+        "tests/adapters/test_agents.py::test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded",
+    ),
 ]

@@ -429,4 +429,18 @@ MUTATIONS = [
         "        return reward, info, True",
         "tests/adapters/test_harbor.py::test_a_step_behind_whose_turn_nothing_fits_is_judged",
     ),
+    Mutation(
+        "harbor: a file copied to a folder takes its place",
+        DOCKERFILE,
+        "        into = into or path in self._folders or self._archive.is_folder(path)\n",
+        "",
+        f"{TESTS}::test_a_file_goes_into_a_folder_that_is_there",
+    ),
+    Mutation(
+        "harbor: a folder that a RUN made is not known",
+        DOCKERFILE,
+        "            self._folders.update(made)\n",
+        "            list(made)\n",
+        f"{TESTS}::test_a_file_goes_into_a_folder_that_is_there",
+    ),
 ]

@@ -591,4 +591,18 @@ MUTATIONS = [
         "dict(reply.info or {})",
         "tests/conversation/test_environments.py::test_what_a_turn_was_told_stays_as_it_was",
     ),
+    Mutation(
+        "results that nobody read are not cut",
+        SCRIPT,
+        "                turn.results, _ = self.result_messages(turn, tokenizer)\n",
+        "                pass\n",
+        "tests/method/test_budgets.py::test_results_that_nobody_read_are_cut_as_others_are",
+    ),
+    Mutation(
+        "a budget that ends with the thinking ends the turn",
+        SCRIPT,
+        'reason = "stop" if ended else "length" if early else generation.finish_reason',
+        'reason = "stop" if ended else generation.finish_reason',
+        "tests/conversation/test_end_of_turn.py::test_a_turn_whose_budget_ends_with_its_thinking_was_cut_off",
+    ),
 ]

@@ -349,4 +349,25 @@ MUTATIONS = [
         "",
         "tests/recipe/test_recipes.py::test_a_choice_that_is_none_is_refused_on_the_command_line_too",
     ),
+    Mutation(
+        "a key that is read beside another one alone is taken",
+        "mt_grpo/recipe/refusals.py",
+        "    check_read_beside(args)\n",
+        "",
+        "tests/recipe/test_recipes.py::test_a_key_that_does_nothing_or_something_else_beside_others_raises",
+    ),
+    Mutation(
+        "optimizers that step inside the backward pass are taken",
+        "mt_grpo/recipe/refusals.py",
+        "    check_order_of_steps(args)\n",
+        "",
+        "tests/recipe/test_recipes.py::test_a_key_that_does_nothing_or_something_else_beside_others_raises",
+    ),
+    Mutation(
+        "a split of a single file is taken",
+        "mt_grpo/recipe/data.py",
+        'if not Path(name).is_dir() and split not in ("train", "test"):',
+        "if False:",
+        "tests/recipe/test_recipes.py::test_dataset_that_is_not_there",
+    ),
 ]

@@ -447,4 +447,11 @@ MUTATIONS = [
         "if False:",
         "tests/reports/test_progress.py::test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve",
     ),
+    Mutation(
+        "metrics: a ratio that was raised is not a cut one",
+        "mt_grpo/reports/metrics.py",
+        "(ratio <= ratio_limits[0])",
+        "(ratio == 0)",
+        "tests/method/test_batch.py::test_what_the_loss_uses_is_counted_by_token",
+    ),
 ]

@@ -694,7 +694,7 @@ def test_honoured_key_is_read_by_the_one_named(reader):
     ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect without loss_type: sapo"),
     ({"vespo_k_neg": 9.0}, "vespo_k_neg=9.0 has no effect without loss_type: vespo"),
     ({"beta": 0.1, "ref_model_sync_steps": 100}, "ref_model_sync_steps=100 .* without sync_ref_model: true"),
-    ({"beta": 0.0, "use_bias_correction_kl": True}, "use_bias_correction_kl=True has no effect without beta above 0"),
+    ({"beta": 0.0, "use_bias_correction_kl": False}, "use_bias_correction_kl=False .* without beta above 0"),
     ({"entropy_target": 0.5}, "entropy_target=0.5 has no effect without use_adaptive_entropy: true"),
     ({"use_vllm": True, "vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
      "vllm_importance_sampling_clip_max=2.0 has no effect without vllm_importance_sampling_correction: true"),
@@ -1629,6 +1629,7 @@ def test_a_history_of_openais_api_is_read(random_model, tmp_path):
         ("absent.parquet", "train", {}, "'absent.parquet' does not exist. Expected JSON lines"),
         ("/absent/data", "train", {}, "'/absent/data' does not exist. Expected JSON lines"),
         ("docs", "train", {}, "docs/train.jsonl' is not a file"),
+        ("rows.jsonl", "validation", {}, "split 'validation' has no effect with .*, one file for all splits"),
         ("arithmetic", "tset", {}, "arithmetic: split 'tset', size None. Expected train or test"),  # else of train
         ("chain", "train", {"size": 10**9}, "chain: split 'train', size 1000000000. .* at most 1000000 rows"),
         ("arithmetic", "train", {"config": "main"}, "dataset_config='main' has no effect with .*'arithmetic'"),

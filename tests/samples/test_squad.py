@@ -169,6 +169,15 @@ def test_rows_of_squads_own_form(which, tmp_path, monkeypatch):
         squad_search.main([str(tmp_path), "--titles", "Rome", "New_York"])
 
 
+def test_questions_of_articles_are_told_by_their_passage():
+    """Else the questions about the other articles would stay, and no search could find their answers."""
+    passages = [{"id": title, "title": title, "text": "x"} for title in ("Normans", "Rome")]
+    questions = [{"question": "Who?", "answer": "He"}]
+    assert squad_search.of_titles(passages, questions, ["Normans", "Rome"]) == (passages, questions)
+    with pytest.raises(ValueError, match="the question 'Who.' has no `id` of its passage"):
+        squad_search.of_titles(passages, questions, ["Normans"])
+
+
 @pytest.mark.parametrize(
     ("corpus", "qa", "error"),
     [

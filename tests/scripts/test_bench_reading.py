@@ -1,7 +1,6 @@
 """The benchmark of what a model reads behind a perfect search, without a model."""
 
 import asyncio
-import json
 import sys
 from pathlib import Path
 
@@ -44,16 +43,6 @@ def test_the_first_turn_is_the_question_and_the_second_the_models(monkeypatch):
         "<tool>x</tool><|im_end|>\n<|im_start|>user\n<result>\nRollo.\n</result><|im_end|>\n<|im_start|>assistant\n"
     )
     assert asyncio.run(client.generate(list(map(ord, prompt)), 48)).token_ids == [1]
-
-
-def test_passages_are_cut_into_sentences(tmp_path):
-    """No sentence is lost; the last part has what is left; ids stay apart."""
-    row = {"id": "Normans-0", "title": "Normans", "text": "Rollo led! Who? He did. In 1.5 years."}
-    (tmp_path / "all.jsonl").write_text(json.dumps(row) + "\n")
-    rows = [json.loads(line) for line in bench.cut(tmp_path / "all.jsonl", 3, tmp_path / "cut.jsonl").open()]
-    assert [(row["id"], row["title"], row["text"]) for row in rows] == [
-        ("Normans-0.0", "Normans", "Rollo led! Who? He did."), ("Normans-0.3", "Normans", "In 1.5 years.")
-    ]  # fmt: skip
 
 
 def test_a_row_of_the_table():

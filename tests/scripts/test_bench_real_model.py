@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -35,7 +36,8 @@ def found(exact):
 def run(method, seed, exact, **changes):
     curve = [{"step": k, "rewards/exact_match_reward_func/mean": exact * k / 3, "num_tokens": 1000.0 * k,
               "rewards/answer_in_search_results_reward_func/mean": 0.25} for k in (1, 2, 3)]  # fmt: skip
-    after = {"sampled": found(exact), "greedy": found(exact + 0.1), "perplexity": 12.0 + seed}
+    after = {"sampled": found(exact), "greedy": found(exact + 0.1), "perplexity": 12.0 + seed,
+             "perplexity_elsewhere": 6.0 + seed}  # fmt: skip
     return {"method": method, "seed": seed, "steps": 3, "after": after, "seconds": 600.0 + 60 * seed,
             "inputs": "made up", "resumed": False, "curve": curve,
             "machine": {"cpu": "a processor", "cores": 2}, **changes}  # fmt: skip
@@ -43,7 +45,8 @@ def run(method, seed, exact, **changes):
 
 @pytest.fixture
 def results():
-    before = {"sampled": found(0.0), "greedy": found(0.1), "perplexity": 11.0, "inputs": "made up"}
+    before = {"sampled": found(0.0), "greedy": found(0.1), "perplexity": 11.0, "perplexity_elsewhere": 5.0,
+              "inputs": "made up"}  # fmt: skip
     return {
         "machine": {"cpu": "a processor", "cores": 2}, "before": before,
         "runs": [run(method, seed, 0.2 + 0.1 * (method == "mt_grpo") + 0.2 * seed)
@@ -61,13 +64,24 @@ def test_the_table_has_means_over_seeds_and_their_interval(results):
     assert "| words of an answer | 2.50 | 2.50 ± 0.00 | 2.50 ± 0.00 |" in lines
     # Perplexities 12, 13 and 14 of both.
     read = "11.00 before, 13.00 ± 2.48 after `outcome`, 13.00 ± 2.48 after `mt_grpo`."
-    assert any(line.endswith(read) for line in lines)
+    assert f"Perplexity of 40 passages of the articles: {read}" in lines
+    read = "5.00 before, 7.00 ± 2.48 after `outcome`, 7.00 ± 2.48 after `mt_grpo`."
+    assert f"Perplexity of 20 texts that no run reads (Python's documentation): {read}" in lines
+    assert "<details><summary>5 held-out questions after `mt_grpo`, seed 2, sampled</summary>" in lines
     costs = next(line for line in lines if "held-out questions, 1 sample" in line)
     assert costs.endswith(
         "`outcome`: seeds 0, 1, 2; `mt_grpo`: seeds 0, 1, 2. 3 steps of 32 rollouts in 10 to 12 minutes with the "
         "server's start, 3,000 tokens, on 2 cores (a processor)."
     )
     assert "ended  answered; exact_match_reward_func 1" in bench.section(results)
+
+
+def test_a_figure_that_some_runs_lack_says_so(results):
+    """As words of queries, where a run has made none."""
+    for run in results["runs"][:2]:
+        run["after"]["sampled"]["behaviour"]["question_in_query"] = None
+    row = next(line for line in bench.section(results).splitlines() if line.startswith("| question's words"))
+    assert row == "| question's words in the query | 0.50 | 0.50 (1 of 3 runs) | 0.50 ± 0.00 |"
 
 
 def test_methods_are_compared_in_pairs_of_seeds(results):
@@ -214,6 +228,7 @@ def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
 
         def __init__(self, model, *flags, env):
             asked.append(model)
+            assert flags[-2:] == ("--seed", "7")  # else all runs would sample from one state
 
         def __enter__(self):
             return self
@@ -281,6 +296,7 @@ def test_without_model_and_data_the_error_says_how_to_make_them(tmp_path, monkey
         ("mt_grpo,beta", "'beta' of --methods, expected key=value"),
         ("mt_grpo,reward_fn=a/b.py", "'reward_fn=a/b.py' of --methods, expected key=value .* without /"),
         ("mt_grpo,seed=3", "seed is the study's own"),
+        ("mt_grpo,vllm_importance_sampling_mode=sequence_mask", "vllm_importance_sampling_mode is the study's own"),
     ],
 )  # fmt: skip
 def test_methods_that_are_none_are_refused_before_anything_runs(method, error, study, monkeypatch):
@@ -301,6 +317,29 @@ def test_behaviour_counts_what_was_asked_and_answered():
     assert bench.behaviour([{**CONVERSATION, "calls": calls[:1], "answer": ""}]) == none_asked
     empty = {**CONVERSATION, "messages": [{"role": "user", "content": "?"}], "calls": calls[1:2], "answer": ""}
     assert bench.behaviour([empty]) == none_asked
+
+
+def test_the_perplexity_is_of_each_token_behind_the_first(tmp_path, monkeypatch):
+    """By hand, of a model of random weights. A longer text counts by its tokens, and not as one."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = ROOT / "hf_recipes/tiny/calculator-model"
+    texts = ["2 + 2", "a longer text of other words"]
+    network, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        AutoTokenizer.from_pretrained(model),
+    )
+    logps = []
+    for text in texts:
+        ids = torch.tensor([tokenizer(text).input_ids])
+        with torch.no_grad():
+            of_all = network(input_ids=ids).logits.log_softmax(-1)[0, :-1]
+        logps += of_all.gather(1, ids[0, 1:, None])[:, 0].tolist()
+    expected = math.exp(-sum(logps) / len(logps))
+    both, first = bench.perplexities(model, [texts, texts[:1]])
+    assert both == pytest.approx(expected, rel=1e-4) and first != both
+    assert len(bench.elsewhere()) == 20 and all(0 < len(text) <= 1000 for text in bench.elsewhere())
 
 
 def test_what_is_said_cannot_end_its_block(results):

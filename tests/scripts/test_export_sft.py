@@ -115,7 +115,7 @@ def test_without_the_examples_the_sampled_ids_stay(run, tmp_path):
 
 def test_messages_and_tools(run, tmp_path):
     rows = exported(run, tmp_path / "data.jsonl", "--min_reward", "1.0", "--form", "messages", "--config", run[1])
-    assert all([tool["function"]["name"] for tool in row["tools"]] == ["calculator"] for row in rows)
+    assert not any("tools" in row for row in rows)  # in the format xml the system message has them
     first = rows[0]["messages"]
     assert [message["role"] for message in first[:5]] == ["system", "user", "assistant", "user", "assistant"]
     assert first[1]["content"] == "What is 2 * 3?" and first[-1]["content"].startswith("<answer>")
@@ -123,6 +123,31 @@ def test_messages_and_tools(run, tmp_path):
                      "--without_examples")  # fmt: skip
     assert [row["messages"][0] for row in short] == [row["messages"][0] for row in rows]
     assert [row["messages"][1:] for row in short] == [row["messages"][5:] for row in rows]
+
+
+@pytest.mark.parametrize("tool_format", ["xml", "hermes"])
+def test_a_row_of_messages_renders_to_what_was_read(tool_format, tmp_path):
+    """With the columns that `SFTTrainer` gives to the chat template."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump({
+        "model_name_or_path": str(ROOT / "hf_recipes/tiny/calculator-hermes-model"), "tool_format": tool_format,
+        "tools_script": str(ROOT / "tools/calculator.py"), "reward_fn": str(ROOT / "rewards/calculator_reward.py"),
+        "chat_template_kwargs": {"enable_thinking": False}, "use_cpu": True, "bf16": False,
+        "output_dir": str(tmp_path / "out"), "dataset_name": "arithmetic",
+    }))  # fmt: skip
+    found = export_sft.RecipeOfRun(str(recipe), without_examples=False)
+    prompt = found.env.with_system_prompt([{"role": "user", "content": "2 + 2?"}], None, found.tokenizer)
+    row = row_of("4", 1.0, messages=[*prompt, {"role": "assistant", "content": "4"}], records=1,
+                 num_prompt_messages=len(prompt))  # fmt: skip
+    (made,) = export_sft.exported([row], "messages", found, False)
+    rendered = found.tokenizer.apply_chat_template(
+        made["messages"][:-1], tools=made.get("tools"), add_generation_prompt=True, return_dict=False,
+        **made["chat_template_kwargs"],
+    )  # fmt: skip
+    assert rendered == found.ids(prompt) and ("tools" in made) == (tool_format == "hermes")
+    offered = json.dumps([{"type": "function", "function": {"name": "add"}}])
+    (made,) = export_sft.exported([{**row, "turns": [{"tools": offered}]}], "messages", None, False)
+    assert made["tools"] == json.loads(offered) and "chat_template_kwargs" not in made
 
 
 def row_of(text, reward, step=0, **changes):

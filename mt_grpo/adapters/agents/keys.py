@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from mt_grpo.adapters.house import House, imports
+from mt_grpo.adapters.house import House, imports, refuse
 from mt_grpo.base.fields import key
 
 AGENT = "the line environment: openai_agent"
@@ -35,11 +36,13 @@ class AgentKeys:
         None, "What agent_other_models: text answers in the policy's place; never trained on", needs=AGENT
     )
     agent_timeout: float = key(
-        600.0, "Seconds of the agent's own for one row, without its waits for the policy", within="(0, inf)"
-    )
+        600.0, "Seconds of the agent's own for one row, without its waits for the policy", within="(0, inf)",
+        needs=f"{AGENT} or agent_command",
+    )  # fmt: skip
     max_model_calls: int = key(
-        32, "Completions that an agent or a scheduler may ask for, per rollout", within="[1, inf)"
-    )
+        32, "Completions that an agent or a scheduler may ask for, per rollout", within="[1, inf)",
+        needs=f"{AGENT}, agent_command or a scheduler of ms-swift",
+    )  # fmt: skip
 
 
 class AgentHouse(House):
@@ -53,9 +56,11 @@ class AgentHouse(House):
         return script_args.environment == "openai_agent"
 
     def check(self, script_args: Any, runner: House | None) -> None:
-        """As of a house. A command works on task folders, too."""
-        if runner is None or not runner.takes_agents(script_args):
-            super().check(script_args, runner)
+        """As of a house. A command works on task folders, too, and a scheduler's model calls are counted."""
+        if runner is None or not (runner is self or runner.takes_agents(script_args)):
+            names = (each.name for each in dataclasses.fields(self.keys))
+            counts = runner is not None and runner.counts_model_calls
+            refuse(script_args, self.keys, names=tuple(n for n in names if not (counts and n == "max_model_calls")))
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The conversation that the agent runs."""

@@ -46,6 +46,7 @@ class SwiftHouse(House):
 
     keys = SwiftKeys
     line = "multi_turn_scheduler"
+    counts_model_calls = True
 
     def runs(self, script_args: Any) -> bool:
         """Whether the recipe names a scheduler, or what one plays. `gym_env` is a game's, too."""
