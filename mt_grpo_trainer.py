@@ -310,8 +310,7 @@ class MultiTurnToolEnv(Conversations):
         with failures_end(rollout):
             if self.environments is not None and rollout.environment is None:
                 await self.open(rollout, llm)
-            turn = await self.sample_turn(rollout, llm, sampling_params)
-            if turn is None:
+            if (turn := await self.sample_turn(rollout, llm, sampling_params)) is None:
                 return
             tokenizer = self._tokenizer(llm)
             if len(rollout.turns) <= self.max_env_steps:  # behind each turn but the last there was an observation
@@ -330,7 +329,7 @@ class MultiTurnToolEnv(Conversations):
             else:
                 further = self.format_of(tokenizer).clean(reply.messages or [], Origin.OUTSIDE)
                 self.append(rollout, turn, further, llm)
-            if rollout.stop_reason is not None and turn.results:  # rewards see of them what the model would have read
+            if turn.results and (rollout.stop_reason or turn.continuation):  # rewards see what would have been read
                 turn.results, _ = self.result_messages(turn, tokenizer)
 
     async def open(self, rollout: Rollout, llm: Any) -> None:
@@ -368,12 +367,10 @@ class MultiTurnToolEnv(Conversations):
         length, ended = written.cut(ids, history)
         reason = "stop" if ended else "length" if early else generation.finish_reason
         turn = Turn(ids[:length], logprobs and logprobs[:length], "", reason)
-        tools = self.tools if rollout.tools is None else rollout.tools
-        lead = rollout.turns[-1].continuation if rollout.turns else None
-        turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history, tools, lead)
-        if turn.finish_reason == "length":  # what the budget cut off is no answer
-            turn.answer = None
-        turn.context, rollout.edited = rollout.edited, None
+        known = (self.tools if rollout.tools is None else rollout.tools, *rollout.lead)
+        turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history, *known)
+        turn.answer = None if reason == "length" else turn.answer  # what the budget cut off is no answer
+        turn.context, rollout.edited, rollout.lead = rollout.edited, None, ()
         turn.state_key, turn.seconds, turn.generations = key, time.perf_counter() - started, generations
         rollout.turns.append(turn)
         return turn
@@ -477,7 +474,7 @@ class MultiTurnToolEnv(Conversations):
         if len(ids) > room.tokens - self.MIN_ANSWER_TOKENS:
             turn.messages, rollout.stop_reason = [], room.reason
             return
-        turn.continuation, turn.messages = text, []
+        turn.continuation, turn.messages, rollout.lead = text, [], (text,)
         if turn.token_ids and turn.token_ids[-1] in written.ends:
             rollout.edited = Context(rollout.history, rollout.history_ids[:-1] + ids, len(ids))
         else:
@@ -980,9 +977,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _log_step(self, output: dict[str, Any], advantages: torch.Tensor) -> None:
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
-        batch, most = self.batch, self.vllm_importance_sampling_clip_max or float("inf")
-        ratio_limits = (self.vllm_importance_sampling_clip_min or 0.0, most)
-        self._log_metrics(credit_metrics(output, batch, self.accelerator, ratio_limits))
+        batch, limits = self.batch, (self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max)
+        self._log_metrics(credit_metrics(output, batch, self.accelerator, limits))
         if not self.model.training:
             loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
             total = len(loader.dataset) * batch.group_size if loader is not None else None

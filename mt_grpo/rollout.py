@@ -299,6 +299,7 @@ class Rollout(TurnTokens):
     reward: float | None = None  # what the environment's `get_reward` gave
     tools: dict[str, Any] | None = None  # name -> function, with those of its environment; None: the tools of all
     edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
+    lead: tuple[str, ...] = ()  # the text, if any, with which the next turn goes on (`Reply.continuation`)
     error: Exception | None = None  # of its environment, with `environment_error`; of a prompt that fills the context
     abandoned: bool = False  # a call into its environment was given up, and may still run
     given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
@@ -465,8 +466,17 @@ class ToolFormat(Protocol):
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
         """How many of the sampled ids make the turn, and whether something in them ends it."""
 
-    def parse(self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None) -> Parsed:
-        """The text, the calls and the answer of a whole turn. `tools` tell numbers from text, if a format must."""
+    def parse(
+        self,
+        ids: list[int],
+        prompt_ids: list[int],
+        tools: dict[str, Callable] | None = None,
+        lead: str | None = None,
+    ) -> Parsed:
+        """The text, the calls and the answer of a whole turn. `tools` tell numbers from text, if a format must.
+
+        `lead` is given where a text was put before the turn for it to go on with (`Reply.continuation`).
+        """
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
         """The messages with the results of a turn's calls."""

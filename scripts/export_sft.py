@@ -9,8 +9,9 @@ A model that seldom calls learns little by RL. Trained on what few rollouts did 
 - `--form ids` (the default) writes `input_ids` and `assistant_masks`: the very ids that were read and sampled, and 1
   for each that the policy sampled and the loss had. `SFTTrainer` takes them as they are. It needs the log of a run
   with `log_rollout_tokens: true`. A rollout whose history was edited gives a row per record.
-- `--form messages` writes `messages`, and with `--config` the `tools` of the recipe. `SFTTrainer` renders and
-  tokenises them anew. With `assistant_only_loss: true` it trains every assistant's message, those of examples too.
+- `--form messages` writes `messages`, and with `--config` what else the chat template gets by the recipe: `tools` (in
+  the format xml the system message has them) and `chat_template_kwargs`. `SFTTrainer` renders and tokenises them anew.
+  With `assistant_only_loss: true` it trains every assistant's message, those of examples too.
 - `--without_examples`, with `--config`: leave the recipe's `prompt_examples` out. The model learns to do
   without them, and further training reads shorter prompts.
 

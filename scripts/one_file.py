@@ -44,7 +44,12 @@ def take_apart(source: str) -> tuple[str, set[tuple[str, str]], str]:
             imports |= {(ast.unparse(alias), "") for alias in node.names}
             last = node.end_lineno
         elif isinstance(node, ast.ImportFrom):
-            if node.module.split(".")[0] not in ("__future__", "mt_grpo"):
+            own = node.module.split(".")[0] == "mt_grpo"
+            if own and (renamed := next((alias for alias in node.names if alias.asname), None)):
+                raise ValueError(
+                    f"{ast.unparse(renamed)} of {node.module}: in one file each name is its module's own."
+                )
+            if not own and node.module != "__future__":
                 imports |= {(node.module, ast.unparse(alias)) for alias in node.names}
             last = node.end_lineno
     body = "\n".join(lines[last:]).replace("logger = logging.getLogger(__name__)\n", "").strip()

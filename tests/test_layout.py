@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import os
 import re
 import runpy
 import subprocess
@@ -196,3 +197,24 @@ def test_one_file_defines_all_of_it(tmp_path):
     assert all(name.startswith("mt_grpo.adapters.") for name in left)  # those of the clone, where a recipe names them
     expected = [name for p in [*IN_ONE_FILE, SCRIPT] for name in defined(p)]
     assert set(expected) <= set(defined(path))
+    # It reads a recipe as the house does, from a folder with nobody's pyproject.toml above it.
+    program = (
+        "import sys; import my_idea as mt\n"
+        f"args = mt.parse_arguments(['--config', {str(ROOT / 'hf_recipes/tiny/calculator.yaml')!r}])[1]\n"
+        "print(args.credit_assignment, mt.known_ranges(), mt.ADAPTER_FILE)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split()[-3:] == ["mt_grpo", "{}", "adapter_model.safetensors"]
+
+
+def test_a_name_that_another_module_would_call_otherwise_cannot_be_in_one_file():
+    take_apart = runpy.run_path(str(ROOT / "scripts/one_file.py"))["take_apart"]
+    with pytest.raises(ValueError, match="one as another of mt_grpo.base.rows: in one file"):
+        take_apart("from mt_grpo.base.rows import one as another")
+    assert take_apart("from json import dumps as text\nimport os as system\nx = 1")[1:] == (
+        {("json", "dumps as text"), ("os as system", "")}, "x = 1",
+    )  # fmt: skip

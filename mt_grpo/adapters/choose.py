@@ -29,7 +29,11 @@ class AdapterKeys(*(house.keys for house in HOUSES)):
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
     """As `choose_conversation`, with what houses change of any conversation."""
     found, environment = choose_conversation(script_args, args, base)
-    if environment is None and args.environment_timeout != default_of("environment_timeout", (type(args),)):
+    if (
+        found is base
+        and environment is None
+        and args.environment_timeout != default_of("environment_timeout", (type(args),))
+    ):
         raise ValueError(
             f"environment_timeout={args.environment_timeout:g} has no effect without an environment. Name one, or "
             "remove it; tool_timeout is that of a tool's call."

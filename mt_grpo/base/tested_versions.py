@@ -25,10 +25,12 @@ def known_ranges() -> dict[str, SpecifierSet]:
     """
     try:
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        if project["name"] != "mt-grpo":  # somebody else's, where a copy of the script stands
+            return {}
         extras = project["optional-dependencies"]
         texts = [*project["dependencies"], *(text for name in SERVERS for text in extras[name])]
         return {each.name: each.specifier for each in map(Requirement, texts)}
-    except (OSError, KeyError, ValueError):  # the script and the package without the clone
+    except (OSError, LookupError, ValueError):  # the script and the package without the clone
         return {}
 
 

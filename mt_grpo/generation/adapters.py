@@ -15,7 +15,7 @@ from peft import LoraConfig, PeftModel
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.conversation.pictures import TOWER
 
-FILE = "adapter_model.safetensors"  # as peft and vLLM name it
+ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM name it
 ADAPTER = "default"  # peft's name of the only one
 # What of a LoraConfig an engine reads, or what changes nothing there. Any other setting that is not peft's default may
 # change what the layers compute: such an adapter is merged before a push.

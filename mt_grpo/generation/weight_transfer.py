@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.event_loop import at_once
 from mt_grpo.base.files import open_lock
-from mt_grpo.generation.adapters import FILE as ADAPTER_FILE
+from mt_grpo.generation.adapters import ADAPTER_FILE
 from mt_grpo.generation.connection import ServerConnection
 from mt_grpo.generation.nccl_groups import NCCLGroup
 from mt_grpo.generation.versions import tagged

@@ -168,12 +168,14 @@ REFUSED_KEYS = {
 SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # transformers changes them: only a recipe's line is refused
 
 
-CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
 # Keys that TRL reads only beside another one: (what must hold, in words, whether it holds, the keys).
 READ_BESIDE: tuple[tuple[str, Callable[[GRPOConfig], bool], tuple[str, ...]], ...] = (
-    (f"a loss_type of {', '.join(CLIPPED)}", lambda args: args.loss_type in CLIPPED, ("delta",)),
-    (f"a loss_type of {', '.join(CLIPPED)}, cispo", lambda args: args.loss_type in (*CLIPPED, "cispo"),
+    (f"a loss_type of {', '.join(CLIPPED_LOSSES)}", lambda args: args.loss_type in CLIPPED_LOSSES, ("delta",)),
+    (f"a loss_type of {', '.join(CLIPPED_LOSSES)}, cispo", lambda args: args.loss_type in (*CLIPPED_LOSSES, "cispo"),
      ("epsilon", "epsilon_high")),
+    ("a clipped ratio (cispo has epsilon_high alone, where it is set)",
+     lambda args: args.loss_type != "cispo" or args.epsilon_high is None, ("epsilon",)),
     ("loss_type: sapo", lambda args: args.loss_type == "sapo", ("sapo_temperature_neg", "sapo_temperature_pos")),
     ("loss_type: vespo", lambda args: args.loss_type == "vespo",
      ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
@@ -382,6 +384,12 @@ def check_sharding(args: GRPOConfig) -> None:
         raise ValueError(
             f"{launched} processes were launched, and accelerate finds no way between them: it counts "
             f"{args.world_size}. Set use_cpu: true on a machine without GPUs."
+        )
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision in ("bf16", "fp16") and not (args.bf16 or args.fp16):
+        raise ValueError(
+            f"bf16: false, and accelerate was launched with mixed precision {precision}, which it would take. Launch "
+            "with --mixed_precision no, or set bf16: true."
         )
     asked = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or args.fsdp
     if asked and args.device.type == "cpu":

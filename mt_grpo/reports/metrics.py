@@ -222,7 +222,7 @@ def num_errors(rollout: Rollout) -> tuple[int, int, int]:
 
 
 def credit_metrics(
-    output: dict[str, Any], batch: Batch, accelerator: Any, ratio_limits: tuple[float, float]
+    output: dict[str, Any], batch: Batch, accelerator: Any, ratio_limits: tuple[float | None, float | None]
 ) -> dict[str, float]:
     """Metrics of the advantages and importance ratios that the loss uses. Collective.
 
@@ -230,7 +230,7 @@ def credit_metrics(
         output: TRL's batch of this rank's M records, with advantages (M, C) and, with vLLM, importance ratios.
         batch: Their rollouts.
         accelerator: Of the trainer.
-        ratio_limits: Where importance ratios are cut, from below (0 where they are not) and from above.
+        ratio_limits: Where importance ratios are cut, from below and from above; None: nowhere.
     """
     count, owners = len(batch.rows), torch.tensor(batch.owners)
     loss_mask = output["completion_mask"] * output["tool_mask"]
@@ -241,7 +241,9 @@ def credit_metrics(
     sums = [(output["advantages"].abs() * loss_mask).sum(), loss_mask.sum()]
     if "importance_sampling_ratio" in output:
         ratio = output["importance_sampling_ratio"].expand(loss_mask.shape)
-        sums.append((((ratio <= ratio_limits[0]) | (ratio >= ratio_limits[1])) * loss_mask).sum())
+        least, most = ratio_limits
+        is_cut = (ratio <= (least or 0.0)) | (ratio >= (math.inf if most is None else most))
+        sums.append((is_cut * loss_mask).sum())
         own = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).exp()  # NaN where one is not known
         sums += [(own.nan_to_num(0.0) * loss_mask).sum(), (~own.isnan() * loss_mask).sum()]
     sums = accelerator.reduce(torch.stack([s.float() for s in sums]), reduction="sum").tolist()

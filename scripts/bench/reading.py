@@ -1,7 +1,7 @@
 """How well a model reads a result when the search is made for it, on SQuAD's questions.
 
     python scripts/bench/reading.py                                   # the model as it comes
-    python scripts/bench/reading.py --model runs/real_model/mt_grpo-steps20-seed0 --split train
+    python scripts/bench/reading.py --model runs/real_model/mt_grpo-steps20-seed1 --split train
 
 In each conversation of hf_recipes/SmolLM2/squad-search.yaml the first turn is written for the model: a search with the
 question as its query. The model reads the result and answers. A reward of the answer can be learned only as far as

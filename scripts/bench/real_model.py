@@ -67,7 +67,8 @@ SERVER = (*IN_THE_ENGINE, "--max-model-len", "1024", "--logprobs-mode", "process
 SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
 # Keys that a method cannot change.
 FIXED = ("seed", "max_steps", "output_dir", "use_vllm", "vllm_mode", "vllm_server_base_url", "log_rollouts",
-         "log_rollout_tokens", "credit_assignment", "vllm_importance_sampling_mode")  # fmt: skip
+         "log_rollout_tokens", "credit_assignment", "vllm_importance_sampling_mode",
+         "vllm_importance_sampling_correction")  # fmt: skip
 KEPT = (
     "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
     "rewards/answer_in_search_results_reward_func/mean",
@@ -156,7 +157,9 @@ def evaluated(model: str | Path, recipe: str | Path = RECIPE) -> dict[str, Any]:
                 client.close()
             said = found[name].pop("conversations")
             found[name] |= {"behaviour": behaviour(said), "conversations": said[:SHOWN]}
-    return found | dict(zip(("perplexity", "perplexity_elsewhere"), perplexities(model, [passages(), elsewhere()])))
+    return found | dict(
+        zip(("perplexity", "perplexity_elsewhere"), perplexities(model, [first_passages(), elsewhere()]))
+    )
 
 
 def behaviour(conversations: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -205,7 +208,7 @@ def merged(trained: Path) -> Path:
     return target
 
 
-def passages() -> list[str]:
+def first_passages() -> list[str]:
     """The first passages. A run reads their sentences as results, and trains their tokens where an answer has them."""
     with open(f"{DATA}/passages.jsonl", encoding="utf-8") as lines:
         return [json.loads(line)["text"] for _, line in zip(range(NUM_PASSAGES), lines)]

@@ -535,7 +535,7 @@ def hot_functions(profile: Any, steps: int) -> list[dict[str, Any]]:
             "all_ms": 1e3 * with_calls / steps,
         }
         for (file, line, name), (_, calls, own, with_calls, _) in pstats.Stats(profile).stats.items()
-        if Path(file).name == "mt_grpo_trainer.py" or Path(file).parent.name == "mt_grpo"
+        if Path(file).name == "mt_grpo_trainer.py" or ROOT / "mt_grpo" in Path(file).parents
     ]
     return sorted(rows, key=lambda row: -row["own_ms"])
 
@@ -798,6 +798,12 @@ def print_shape(name: str, row: dict[str, Any]) -> None:
         )
 
 
+def check_same(results: dict[str, Any] | None, threads: int) -> None:
+    """End where new rows would stand beside rows of another machine, of other versions or of other threads."""
+    if results is not None and (had := (results["threads"], results["machine"])) != (now := (threads, machine())):
+        sys.exit(f"error: {FRAME.results} is of {had}, expected {now}. Measure all shapes anew, or --short ones.")
+
+
 def print_profile(name: str, rows: list[dict[str, Any]]) -> None:
     print(f"{name}: {sum(row['own_ms'] for row in rows):.2f} ms per step in mt_grpo_trainer.py and mt_grpo/")
     print(f"{'own ms':>8} {'all ms':>9} {'calls':>7}  function")
@@ -837,6 +843,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     if options.growth:
         results = json.loads(FRAME.results.read_text(encoding="utf-8"))
+        check_same(results, options.threads)
         return FRAME.finish({**results, "growth": rounded(run_growth(options.threads), 5)}, short=False)
     shapes = chosen(options.shapes, options.short, options.pairs)
     if options.profile:
@@ -845,10 +852,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     joins = options.shapes and not options.short and FRAME.results.is_file()
     found = json.loads(FRAME.results.read_text(encoding="utf-8")) if joins else None
-    if found and found["threads"] != options.threads:
-        sys.exit(
-            f"error: --threads {options.threads}, and {FRAME.results} has rows of {found['threads']}. Take as many."
-        )
+    check_same(found, options.threads)
     started, rows = time.perf_counter(), {}
     for name, shape in shapes.items():
         rows[name] = run_shape(shape, options.threads)

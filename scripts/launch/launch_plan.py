@@ -212,15 +212,20 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     # Weights kept in bfloat16 lose steps of 1e-6 in rounding; ZeRO-3 and FSDP keep float32 ones too, DDP does not.
     dtype_is_given = any(a.split("=")[0] == "--dtype" for a in arguments)
     plan["float32_for_ddp"] = bool(trainers) and model_args.dtype == "bfloat16" and not dtype_is_given
+    plan["precision"] = "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
     if starts_server:
         check_installed(args.rollout_engine)
         uses_nccl = bool(servers[0]) and args.weight_sync != "disk" and args.rollout_engine == "vllm"
         given = not uses_nccl or is_given(argv, "vllm_group_port")
         plan |= server_plan(script_args, args, model_args, whole, on_gpu=bool(servers[0]))
         plan["wanted_group_port"] = None if given else args.vllm_group_port
-        config = os.environ.get("ACCELERATE_CONFIG") or ("zero3" if plan["deepspeed"] and not plan["images"] else "")
-        if plan["num_processes"] > 1 and config and Path(config).stem not in ("ddp", "cpu"):
+        by_default = "zero3" if trainers and plan["deepspeed"] and not plan["images"] else ""
+        config = os.environ.get("ACCELERATE_CONFIG") or (by_default if plan["num_processes"] > 1 else "")
+        sharded = bool(config) and Path(config).stem not in ("ddp", "cpu")
+        if plan["num_processes"] > 1 and sharded:
             plan["adapters"] = None  # ZeRO-3 or FSDP: the adapter of a sharded model is merged
+        if plan["float32_for_ddp"] and not sharded and plan["precision"] == "no":  # the trainer's weights will be so
+            plan |= {"dtype": "float32", "adapters": None}
     return plan
 
 

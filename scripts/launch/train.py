@@ -270,13 +270,13 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
         config = f"hf_recipes/accelerate/{default}.yaml"
     command = [python, "-m", "accelerate.commands.launch", "--num_processes", str(processes), "--num_machines", "1"]
     if config:
-        command += ["--config_file", config]
+        command += ["--config_file", config, "--mixed_precision", plan["precision"]]  # the file's is not the recipe's
     else:
         command += ["--mixed_precision", "no", "--dynamo_backend", "no", *([] if gpus else ["--cpu"])]
     if processes > 1:
         command += ["--main_process_port", "0"]  # any free one
     command += [os.environ.get("TRAINER") or "mt_grpo_trainer.py", *arguments]
-    if plan["float32_for_ddp"] and config in ("", "hf_recipes/accelerate/ddp.yaml"):
+    if plan["float32_for_ddp"] and (not config or Path(config).stem == "ddp"):
         say(
             "without DeepSpeed the trained weights are kept in float32 (--dtype float32): in bfloat16 small steps are "
             "lost"

@@ -578,8 +578,10 @@ const withoutTokens = (item) => ({ row: { ...item.row, turns: item.row.turns.map
 
 // The rollouts of the same prompt in another run: of the group whose step is nearest.
 async function sameIn(run, item) {
-  const { rows } = await source.table({ run, prompt: item.prompt.slice(0, 1000), mode: item.mode, limit: 500 });
-  const same = rows.filter((other) => other.prompt === item.prompt).sort((a, b) => Math.abs(a.step - item.step) - Math.abs(b.step - item.step));
+  // From its step on and back from it: a run may have more rollouts of a prompt than one answer has room for.
+  const wanted = { run, prompt: item.prompt.slice(0, 1000), mode: item.mode, limit: 200 };
+  const found = await Promise.all([{ step_from: item.step }, { step_to: item.step, descending: true }].map((part) => source.table({ ...wanted, ...part })));
+  const same = found.flatMap((each) => each.rows).filter((other) => other.prompt === item.prompt).sort((a, b) => Math.abs(a.step - item.step) - Math.abs(b.step - item.step));
   return same.length ? byReward(await source.group(run, same[0].id)) : [];
 }
 

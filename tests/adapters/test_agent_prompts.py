@@ -41,6 +41,7 @@ def test_a_result_is_that_of_the_nearest_call_with_its_id():
     messages = [user("?"), said("", tool_calls=[first]), RESULT, said("", tool_calls=[second]), RESULT]
     assert [each["name"] for each in prompts.rendered([], messages) if each["role"] == "tool"] == ["add", "sub"]
     assert prompts.rendered(messages[:2], messages[2:3])[0]["name"] == "add"
+    assert prompts.rendered(messages[:2], messages[2:])[0]["name"] == "add"
 
 
 def test_a_result_has_the_name_of_a_call_whose_id_the_program_changed(monkeypatch):

@@ -879,6 +879,8 @@ def test_a_dockerfile_by_hand(tmp_path):
     ("COPY x /data/in/x\nCOPY y /data", {"data/in/x", "data/y"}),  # a folder by the file in it
     ("WORKDIR /app\nRUN mkdir -p -m 755 data /logs2\nCOPY x data\nCOPY y /logs2", {"app/data/x", "logs2/y"}),
     ("COPY x /data\nRUN mkdir /usr/share/x", {"data"}),  # nothing was there
+    ("ENV D=/srv/app\nRUN mkdir -p $D/in && cd /data && mkdir sub\nCOPY x /srv/app\nCOPY y /data/sub\nCOPY y sub",
+     {"srv/app/x", "data/sub/y", "sub"}),
 ])  # fmt: skip
 def test_a_file_goes_into_a_folder_that_is_there(lines, expected, tmp_path):
     """As Docker does it. A file in the folder's place was deleted when the working directory was made."""

@@ -335,6 +335,7 @@ ADDS = '<tool_call>\n{"name": "add", "arguments": {"amount": 3}}\n</tool_call>'
     ("xml", "So: <answer>", "5</answer>", "5", None),
     ("xml", "<answer>1</answer> No: ", "<answer>5</answer>", "5", None),  # what it closes is not the turn's
     ("xml", '<tool>{"name": "add", ', '"args": {"amount": 3}}</tool>', None, 3),
+    ("xml", "<answer>a </b>", "5</answer>", "a </b>5", None),
     ("hermes", "So: <answer>It is ", "5</answer><|im_end|>", "It is 5", None),
     ("hermes", ADDS[:22], ADDS[22:] + "<|im_end|>", None, 3),
     ("hermes", "So: ", "5<|im_end|>", "5", None),  # a text that opens nothing is not the turn's
@@ -742,8 +743,6 @@ def test_the_methods_of_an_environment_run_one_after_another_and_other_tools_at_
 
         return meet
 
-    own, other = pair(0.3), pair(10)  # the second only bounds a hang
-
     def listed() -> str:
         """Meet another call of the environment, too."""
         return own()
@@ -762,6 +761,7 @@ def test_the_methods_of_an_environment_run_one_after_another_and_other_tools_at_
         return other()
 
     for second in ("own", "listed"):
+        own, other = pair(0.3), pair(10)  # the second only bounds a hang
         calls = [("own", {}), ("shared", {}), (second, {}), ("shared", {})]
         rollout, _ = run_hermes(Meets, hermes(*calls), "Done.<|im_end|>", tools=[shared])
         assert [result.text for result in rollout.turns[0].results] == ["alone", "together", "alone", "together"]

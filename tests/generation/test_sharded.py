@@ -216,6 +216,9 @@ def test_sharding_that_accelerate_does_not_do_is_refused(tmp_path, monkeypatch):
     with monkeypatch.context() as two, pytest.raises(ValueError, match="2 processes were launched.* it counts 1"):
         two.setenv("WORLD_SIZE", "2")
         check_sharding(args)
+    with monkeypatch.context() as mixed, pytest.raises(ValueError, match="bf16: false, and accelerate .* bf16, which"):
+        mixed.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+        check_sharding(args)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="FSDP is asked for, but accelerate shards nothing on a CPU"):
         check_sharding(args)

@@ -1340,7 +1340,7 @@ MUTATIONS = [
     Mutation(
         "agents: a result is found by the id that the trainer gave",
         "mt_grpo/adapters/agents/session.py",
-        "self.prompts.rendered(request.messages[: len(parent.keys)], said)",
+        "self.prompts.rendered([parent.answer.message, *request.messages[: len(parent.keys)]], said)",
         "self.prompts.rendered([*parent.request.messages, parent.answer.message], said)",
         "tests/adapters/test_agent_prompts.py::test_a_result_has_the_name_of_a_call_whose_id_the_program_changed",
     ),

@@ -394,8 +394,8 @@ MUTATIONS = [
     Mutation(
         "a format reads calls and answers inside thinking",
         "mt_grpo/conversation/formats/base.py",
-        "        if start is None:\n            return Parsed(text, [], None, open_thinking=True)\n        return Parsed(text, *self.parse_text(text[start:], tools or {}))",
-        "        return Parsed(text, *self.parse_text(text, tools or {}))",
+        "        if start is None:\n            return Parsed(text, [], None, open_thinking=True)\n",
+        "        start = 0\n",
         "tests/conversation/test_formats.py::test_tags_inside_thinking_mean_nothing",
     ),
     Mutation(
@@ -548,8 +548,8 @@ MUTATIONS = [
     Mutation(
         "an isolated tool's reward is lost",
         "mt_grpo/conversation/tools/results.py",
-        'reward=answer["reward"])',
-        "reward=None)",
+        'reward=answer["reward"], error',
+        "reward=None, error",
         "tests/conversation/test_tool_processes.py::test_an_isolated_tool_gives_a_reward",
     ),
     Mutation(
@@ -1565,14 +1565,14 @@ MUTATIONS = [
     Mutation(
         "a text that a turn goes on with opens nothing",
         "mt_grpo/conversation/formats/base.py",
-        'opened = "" if start or not lead else opened_in(lead, self.openings)',
+        'opened = "" if start or not lead else opened_in(lead, self.begins, self.closes)',
         'opened = ""',
         "tests/conversation/test_environments.py::test_a_continuation_may_open_an_answer_or_a_call",
     ),
     Mutation(
         "all of a text that a turn goes on with is the turn's",
         "mt_grpo/conversation/formats/base.py",
-        'return "" if "</" in text[last:] else text[last:]',
+        'return "" if re.search(closings, text[last:]) else text[last:]',
         "return text",
         "tests/conversation/test_environments.py::test_a_continuation_may_open_an_answer_or_a_call",
     ),

@@ -439,8 +439,8 @@ MUTATIONS = [
     Mutation(
         "harbor: a folder that a RUN made is not known",
         DOCKERFILE,
-        "            self._folders.update(made)\n",
-        "            list(made)\n",
+        '                self._folders |= {str(each).lstrip("/") for each in (folder, *folder.parents)}\n',
+        "                pass\n",
         f"{TESTS}::test_a_file_goes_into_a_folder_that_is_there",
     ),
 ]

@@ -405,8 +405,8 @@ MUTATIONS = [
     Mutation(
         "the answer of a turn that the budget cut off counts",
         SCRIPT,
-        "            turn.answer = None\n",
-        "            pass\n",
+        'turn.answer = None if reason == "length" else turn.answer',
+        "pass",
         "tests/conversation/test_environments.py::test_a_text_that_the_budget_cut_off_is_no_answer",
     ),
     Mutation(
@@ -447,8 +447,8 @@ MUTATIONS = [
     Mutation(
         "a turn that its tag ended counts as cut off",
         SCRIPT,
-        '"stop" if ended else generation.finish_reason',
-        "generation.finish_reason",
+        '"stop" if ended else "length" if early else generation.finish_reason',
+        '"length" if early else generation.finish_reason',
         "tests/conversation/test_end_of_turn.py::test_a_call_before_the_budget_is_spent_ended_by_its_tag",
     ),
     Mutation(

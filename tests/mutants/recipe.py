@@ -370,4 +370,11 @@ MUTATIONS = [
         "if False:",
         "tests/recipe/test_recipes.py::test_dataset_that_is_not_there",
     ),
+    Mutation(
+        "the mixed precision of a launch is taken where the recipe has none",
+        "mt_grpo/recipe/refusals.py",
+        'if precision in ("bf16", "fp16") and not (args.bf16 or args.fp16):',
+        "if False:",
+        "tests/generation/test_sharded.py::test_sharding_that_accelerate_does_not_do_is_refused",
+    ),
 ]

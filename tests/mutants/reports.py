@@ -450,8 +450,8 @@ MUTATIONS = [
     Mutation(
         "metrics: a ratio that was raised is not a cut one",
         "mt_grpo/reports/metrics.py",
-        "(ratio <= ratio_limits[0])",
-        "(ratio == 0)",
+        "is_cut = (ratio <= (least or 0.0))",
+        "is_cut = (ratio == 0)",
         "tests/method/test_batch.py::test_what_the_loss_uses_is_counted_by_token",
     ),
 ]

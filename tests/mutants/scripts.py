@@ -523,4 +523,18 @@ MUTATIONS = [
         'left = ""',
         "tests/scripts/test_bench_real_model.py::test_a_figure_that_some_runs_lack_says_so",
     ),
+    Mutation(
+        "one file: a name that another module calls otherwise is lost",
+        "scripts/one_file.py",
+        "if own and (renamed := next((alias for alias in node.names if alias.asname), None)):",
+        "if (renamed := None):",
+        "tests/test_layout.py::test_a_name_that_another_module_would_call_otherwise_cannot_be_in_one_file",
+    ),
+    Mutation(
+        "a launch by a configuration file takes its precision",
+        "scripts/launch/train.py",
+        'command += ["--config_file", config, "--mixed_precision", plan["precision"]]',
+        'command += ["--config_file", config]',
+        "tests/scripts/test_scripts.py::test_the_commands_for_gpus",
+    ),
 ]

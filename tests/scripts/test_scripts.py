@@ -764,6 +764,7 @@ if kind == "plan":
         "deepspeed": False, "model": "m", "revision": "main", "engine": "vllm",
         "trust_remote_code": False, "wanted_port": int(os.environ["STAND_IN_PORT"]), "max_model_len": 99,
         "dtype": "float32", "weight_sync": "auto", "float32_for_ddp": False, "adapters": None, "images": False,
+        "precision": "no",
         "wanted_group_port": int(os.environ.get("STAND_IN_GROUP_PORT", 0)) or None}}))
 elif kind == "vllm":
     print("the server speaks", flush=True)
@@ -1076,7 +1077,7 @@ GPU_PLAN = {
     "tensor_parallel": 1, "engine": "vllm",
     "deepspeed": False, "model": "m", "revision": "main", "trust_remote_code": True, "max_model_len": 99,
     "dtype": "bfloat16", "weight_sync": "auto", "float32_for_ddp": True, "wanted_group_port": 51216,
-    "adapters": None, "images": False,
+    "precision": "bf16", "adapters": None, "images": False,
 }  # fmt: skip
 
 
@@ -1170,8 +1171,8 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
     begin = "py -m accelerate.commands.launch --num_processes"
     command, environment = train.trainer_command("py", GPU_PLAN, ["--config", "r"])
     assert " ".join(command) == (
-        f"{begin} 2 --num_machines 1 --config_file hf_recipes/accelerate/ddp.yaml --main_process_port 0 "
-        "mt_grpo_trainer.py --config r --dtype float32"
+        f"{begin} 2 --num_machines 1 --config_file hf_recipes/accelerate/ddp.yaml --mixed_precision bf16 "
+        "--main_process_port 0 mt_grpo_trainer.py --config r --dtype float32"
     )
     assert environment == {"CUDA_VISIBLE_DEVICES": "0,1", **train.package_path()}
     assert "training with 2 process(es) on GPU 0,1, by hf_recipes/accelerate/ddp.yaml" in capsys.readouterr().out

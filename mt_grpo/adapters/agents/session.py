@@ -509,8 +509,8 @@ class AgentSession(RolloutSession):
 
     def _suffix(self, parent: Completion, request: ModelRequest, said: list[Message]) -> list[int]:
         """The ids behind an answer."""
-        # As the program sends it: it may have given the calls other ids, by which its results name them.
-        said = self.prompts.rendered(request.messages[: len(parent.keys)], said)
+        # The program may have given the calls other ids, by which its results name them.
+        said = self.prompts.rendered([parent.answer.message, *request.messages[: len(parent.keys)]], said)
         return self.format.suffix_ids(parent.turn.calls, said, parent.turn.token_ids, self.context)
 
     def _prompt(self, request: ModelRequest) -> list[int]:

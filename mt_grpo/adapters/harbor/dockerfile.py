@@ -37,7 +37,7 @@ PIP = re.compile(r"(pip3?|python3? -m pip)$")
 SYSTEM_FOLDERS = tuple(
     "/usr /etc /bin /sbin /lib /lib32 /lib64 /libx32 /proc /sys /dev /tests /logs /solution".split()
 )
-# Folders of every base, where `COPY file /tmp` puts a file, as in any folder that is there.
+# Folders of Debian, of which nearly all bases are. `COPY file /tmp` puts a file into one, as into any that is there.
 BASE_FOLDERS = tuple("root tmp srv home opt var var/tmp var/log var/lib mnt media run boot".split())
 CHANGE_NOTHING = frozenset("CMD EXPOSE LABEL MAINTAINER STOPSIGNAL HEALTHCHECK VOLUME".split())
 PIP_WITH_VALUE = frozenset(
@@ -232,8 +232,8 @@ class DockerfileReader:
         kept = needed_commands(re.sub(r"^(--\S+\s+)+", "", rest))
         if kept:
             self._end_archive()
-            made = (f"{PurePosixPath(self.build.workdir) / folder}".lstrip("/") for folder in made_folders(kept))
-            self._folders.update(made)
+            for folder in made_folders(self._filled(kept), self.build.workdir):
+                self._folders |= {str(each).lstrip("/") for each in (folder, *folder.parents)}
             self.build.steps.append((kept, self.build.workdir, {**self.args, **self.build.env}))
 
     def _end_archive(self) -> None:
@@ -245,14 +245,18 @@ class DockerfileReader:
             self._archive = TaskArchive()
 
 
-def made_folders(line: str) -> list[str]:
-    """The folders that a RUN makes by `mkdir`, as they are written.
+def made_folders(line: str, workdir: str) -> list[PurePosixPath]:
+    """The folders that a RUN surely makes by `mkdir` or enters by `cd`.
 
-    >>> made_folders("mkdir -p /data/in logs && touch /data/x")
-    ['/data/in', 'logs']
+    >>> [str(each) for each in made_folders("mkdir -p /data/in logs && cd /srv/app && mkdir ../x", "/app")]
+    ['/data/in', '/app/logs', '/srv/app', '/srv/x']
     """
-    words = [shlex.split(command) for command in commands_of(line)]
-    return [word for each in words if each[:1] == ["mkdir"] for word in each[1:] if not word.startswith("-")]
+    found, here = [], PurePosixPath(workdir)
+    for name, *words in filter(None, map(shlex.split, commands_of(line))):
+        folders = [here / word for word in words if not word.startswith("-")] if name in ("mkdir", "cd") else []
+        found += [PurePosixPath(os.path.normpath(each)) for each in folders]
+        here = found[-1] if name == "cd" and folders else here
+    return found
 
 
 def needed_commands(line: str) -> str:

@@ -88,14 +88,14 @@ def thinking_length(text: str, before: str, opening: str = "<think>", closing: s
     return end + len(closing) if end >= 0 else None
 
 
-def opened_in(text: str, openings: str) -> str:
+def opened_in(text: str, openings: str, closings: str) -> str:
     """The end of a text from where it opens a call or an answer that it does not close.
 
-    >>> opened_in("So: <answer>It is ", "<tool>|<answer>"), opened_in("<answer>1</answer>", "<tool>|<answer>")
-    ('<answer>It is ', '')
+    >>> [opened_in(text, "<answer>", "</answer>") for text in ("So: <answer>It is <b>2</b>", "<answer>1</answer>")]
+    ['<answer>It is <b>2</b>', '']
     """
     last = max((found.start() for found in re.finditer(openings, text)), default=len(text))
-    return "" if "</" in text[last:] else text[last:]
+    return "" if re.search(closings, text[last:]) else text[last:]
 
 
 def result_message(observation: str) -> str:
@@ -117,7 +117,7 @@ class ChatFormat:
 
     call_format: str  # an example of a call, for a policy that wrote it wrong
     stops: tuple[str, ...] = ()  # behind its thinking, a turn ends where the first of these texts does
-    openings = "<answer>"  # a pattern of what opens a call or an answer
+    begins, closes = "<answer>", "</answer>"  # patterns of what opens and closes a call or an answer
     thinking: tuple[str, str] = THINKING_TAGS["most"]
     headers: tuple[str, ...] = ()  # texts behind which the model writes, beside the generation prompt
 
@@ -341,7 +341,7 @@ class ChatFormat:
         start = thinking_length(text, self._before(prompt_ids), *self.thinking)
         if start is None:
             return Parsed(text, [], None, open_thinking=True)
-        opened = "" if start or not lead else opened_in(lead, self.openings)
+        opened = "" if start or not lead else opened_in(lead, self.begins, self.closes)
         return Parsed(text, *self.parse_text(opened + text[start:], tools or {}))
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:

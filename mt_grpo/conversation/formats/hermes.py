@@ -94,7 +94,7 @@ class HermesFormat(ChatFormat):
         written = self._write_calls()
         self.call_format = self.syntax.example(written)
         self.thinking, self.headers = self.syntax.thinking, self.syntax.headers
-        self.openings = f"{self.syntax.opening}|<answer>"
+        self.begins, self.closes = f"{self.syntax.opening}|<answer>", f"{self.syntax.closing}|</answer>"
         try:
             prompt = self._render([{"role": "user", "content": "."}], tools=[tool_schema("get_total", get_total)])
         except Exception as error:

@@ -52,7 +52,7 @@ class XmlFormat(ChatFormat):
 
     call_format = CALL_FORMAT
     stops = CLOSING_TAGS
-    openings = "<tool>|<answer>"
+    begins, closes = "<tool>|<answer>", "</tool>|</answer>"
 
     def written_turn(self, text: str, calls: list[ToolCall]) -> Message:
         bodies = [json.dumps({"name": call.name, "args": call.arguments}, ensure_ascii=False) for call in calls]
