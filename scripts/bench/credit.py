@@ -23,8 +23,8 @@ of a method is the best of LEARNING_RATES on task (b) by the area under the trai
 reported: a noisy choice. (d) and (e) have their recipe's for all.
 
 Resumable: a finished run is a file in runs/credit/ (or a row of docs/results/credit.json) and is not run again, also
-after a change of the code: delete its file for that. Each row has a digest of the code that made it, and the report
-says so if there are several.
+after a change of the code: delete its file and its row for that. Each row has a digest of the code that made it, and
+the report says so if there are several.
 """
 
 import argparse

@@ -548,7 +548,11 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
         run["cases"] = {}
     for case in options.case or CASES:
         reason = why_not(case, len(gpus))
+        had = run["cases"].get(case, {})
         row = run["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
+        for key in ("steps", "gradients") if options.shapes else ():  # the shapes that were not asked for stay
+            if key in row and key in had:
+                row[key] = {**had[key], **row[key]}
         FRAME.keep(results, options.tiny)
         said = f"{summary(row)['step']:.2f} s a step" if "seconds" in row else json.dumps(row)
         print(f"{case}: " + (reason or row.get("error") or said), flush=True)

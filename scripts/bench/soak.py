@@ -224,7 +224,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         finally:
             if launcher is not None and launcher.poll() is None:
                 os.killpg(launcher.pid, signal.SIGTERM)
-                launcher.wait(90)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    launcher.wait(common.STOP_SECONDS)
+                with contextlib.suppress(ProcessLookupError):  # else the servers would stay, too
+                    os.killpg(launcher.pid, signal.SIGKILL)
             for thread in returns:
                 thread.join()
             for server in servers:
@@ -232,7 +235,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         faults = dict(sum((proxy.counts for proxy in proxies), Counter()))
     left = set(os.listdir("/dev/shm")) - shared if os.path.isdir("/dev/shm") else set()
     result = {
-        "machine": machine(), "steps": options.steps, "seed": options.seed, "exit_code": launcher.returncode,
+        "machine": machine(), "steps": options.steps, "seed": options.seed,
+        "max_staleness": options.max_staleness, "late_groups": options.late_groups, "kills": options.kills,
+        "hang_every": options.hang_every, "exit_code": launcher.returncode,
         "minutes": (time.monotonic() - started) / 60, "server_kills": downs, "proxy_faults": faults,
         "left_in_shared_memory": sorted(name for name in left if name.startswith(("mt-grpo", ".mt-grpo"))),
     }  # fmt: skip
@@ -351,7 +356,9 @@ def main(argv: list[str] | None = None) -> None:
     name, whole = ("soak", 200) if options.servers == 1 else ("soak_servers", 80)
     if options.max_staleness:
         name, whole = "soak_staleness", 80
-    folder = ROOT / ("docs" if options.steps >= whole else "runs")
+    # The pages have one soak of each kind. One of two kinds at once would take its place without a word.
+    mixed = options.late_groups != "wait" or (options.max_staleness and options.servers > 1)
+    folder = ROOT / ("docs" if options.steps >= whole and not mixed else "runs")
     common.write_json(folder / f"results/{name}.json", result)
     if result["samples"]:
         plot(result, folder / f"{name}.png")
