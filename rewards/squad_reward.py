@@ -109,7 +109,8 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
 def f1_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Reward an answer that has words of an accepted one: 0.5 times the best F1. None: the row has no accepted answer.
 
-    Long answers that hold the right one earn little: a model that copies the passage learns to shorten it.
+    Long answers that hold the right one earn little, and surely: where the exact answer is rare, a model learns to copy
+    the passage (docs/real_model.md).
 
     >>> from mt_grpo.rollout import Turn
     >>> turn = Turn([], None, "", "stop", answer="in northern France")
@@ -120,5 +121,19 @@ def f1_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: 
     return [0.5 * max(f1(_words(text), gold) for gold in golds) if golds else None for text, golds in given]
 
 
+def close_answer_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
+    """Reward an answer that is nearly an accepted one: `f1_reward_func` where the F1 is at least one half, else 0.0.
+
+    A copied sentence has an F1 of less, and earns nothing.
+
+    >>> from mt_grpo.rollout import Turn
+    >>> turns = [[Turn([], None, "", "stop", answer=text)] for text in ("in northern France", "Rollo led in France")]
+    >>> close_answer_reward_func(rollout_turns=turns, answer=[["northern France"]] * 2)
+    [0.4, 0.0]
+    """
+    found = f1_reward_func(rollout_turns, answer)
+    return [reward if reward is None or reward >= 0.25 else 0.0 for reward in found]
+
+
 TURN_REWARD_FUNCS = [call_ran_reward_func, answer_in_search_results_reward_func]
-OUTCOME_REWARD_FUNCS = [exact_match_reward_func, f1_reward_func]
+OUTCOME_REWARD_FUNCS = [exact_match_reward_func, f1_reward_func, close_answer_reward_func]

@@ -71,7 +71,7 @@ FIXED = ("seed", "max_steps", "output_dir", "use_vllm", "vllm_mode", "vllm_serve
          "vllm_importance_sampling_correction")  # fmt: skip
 KEPT = (
     "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
-    "rewards/answer_in_search_results_reward_func/mean",
+    "rewards/close_answer_reward_func/mean", "rewards/answer_in_search_results_reward_func/mean",
     "tools/call_frequency", "tools/failure_frequency", "turns/mean", "completions/mean_length", "num_tokens",
     "step_time", "rollout/seconds", "sampling/sampling_logp_difference/mean", "entropy", "grad_norm", "kl",
 )  # fmt: skip
@@ -541,21 +541,34 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def excerpts(found: Any) -> Any:
-    """A copy whose conversations have only the beginnings of results: the passages are SQuAD's, under CC BY-SA 4.0.
+    """A copy whose conversations have only the beginnings of results, and of answers, which may be copied of them.
+
+    The passages are SQuAD's, under CC BY-SA 4.0.
 
     >>> cut = excerpts({"role": "user", "content": "<result>\\nRollo led them.\\n</result>"})
     >>> cut["content"], excerpts(cut) == cut
     ('<result>\\nRollo l ...\\n</result>', True)
+    >>> excerpts({"content": f"<answer>{'Rollo ' * 20}</answer>", "answer": "Rollo " * 20})["answer"]
+    'Rollo Rollo Rollo Rollo Rollo Rollo Rollo Rollo  ...'
     """
     if isinstance(found, list):
         return [excerpts(each) for each in found]
     if not isinstance(found, dict):
         return found
-    text, end = found.get("content"), " ...\n</result>"
+    changes, text, end = {}, found.get("content"), " ...\n</result>"
     if isinstance(text, str) and text.startswith("<result>\n") and not text.endswith(end):
         result = text.removeprefix("<result>\n").removesuffix("\n</result>")
-        return {**found, "content": f"<result>\n{result[: min(EXCERPT, len(result) // 2)]}{end}"}
-    return {key: excerpts(value) for key, value in found.items()}
+        changes["content"] = f"<result>\n{result[: min(EXCERPT, len(result) // 2)]}{end}"
+    elif isinstance(text, str) and "<answer>" in text:
+        changes["content"] = re.sub(r"(?s)(?<=<answer>)(.*?)(?=</answer>|\Z)", lambda said: beginning(said[0]), text)
+    if isinstance(found.get("answer"), str):
+        changes["answer"] = beginning(found["answer"])
+    return {key: excerpts(value) for key, value in {**found, **changes}.items()}
+
+
+def beginning(text: str) -> str:
+    """A text, or its first characters."""
+    return text if len(text) <= EXCERPT + len(" ...") else f"{text[:EXCERPT]} ..."
 
 
 def collected(steps: int, reported: bool) -> list[dict[str, Any]]:

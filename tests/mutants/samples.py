@@ -482,4 +482,11 @@ MUTATIONS = [
         "            if False:\n",
         "tests/training/test_policy_scores.py::test_the_result_alone_and_the_tokens_that_were_read",
     ),
+    Mutation(
+        "SQuAD: a copied sentence is paid as a close answer",
+        "rewards/squad_reward.py",
+        "reward is None or reward >= 0.25 else 0.0",
+        "reward is None or reward >= 0.0 else 0.0",
+        "tests/samples/test_squad.py::test_a_copied_sentence_is_no_close_answer",
+    ),
 ]
