@@ -138,8 +138,12 @@ def plain(trainer):
         return token_ids, logprobs
 
     trainer.llm._generate_batch = watched
+    frozen = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
     trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-    return {**told, "steps": steps(trainer)}
+    moved = [
+        name for name, p in trainer.model.named_parameters() if name in frozen and not torch.equal(p, frozen[name])
+    ]
+    return {**told, "steps": steps(trainer), "frozen": len(frozen), "frozen_moved": moved}
 
 
 if __name__ == "__main__":

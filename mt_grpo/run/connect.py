@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from accelerate.utils import is_peft_model
+
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.pictures import inputs_of_requests, is_picture
 from mt_grpo.base.ranks import on_main_process
@@ -88,6 +90,11 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         stops = {"stop": list(trainer.env.format_of(trainer.env.tokenizer).stops), "stop_token_ids": ends}
         stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
         trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
+        if is_peft_model(trainer.model):
+            # TRL merges the adapter into the frozen weights themselves and takes it out again. In half precision they
+            # drift with each push: the reference of `beta` with them, and what the saved adapter belongs to.
+            merged = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+            trainer.vllm_generation._iter_named_params = merged.named_weights
     else:
         trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = ends
     loads_seen = 0

@@ -729,4 +729,11 @@ MUTATIONS = [
         "own = [each for each in cls.__mro__[:1]",
         "tests/run/test_checkpoints.py::test_the_record_of_a_run_has_the_classes_of_its_environments",
     ),
+    Mutation(
+        "colocate: an adapter is merged into the frozen weights themselves",
+        "mt_grpo/run/connect.py",
+        "            trainer.vllm_generation._iter_named_params = merged.named_weights\n",
+        "            assert merged\n",
+        "tests/generation/test_colocate.py::test_an_adapter_reaches_the_engine_and_leaves_the_frozen_weights_as_they_are",
+    ),
 ]
