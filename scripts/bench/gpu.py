@@ -544,15 +544,15 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
     }
     results = json.loads(path.read_text()) if path.is_file() else {"runs": []}
     run = of_the_same(results, run)
-    if not options.case:
+    if not options.case and not options.shapes:
         run["cases"] = {}
     for case in options.case or CASES:
         reason = why_not(case, len(gpus))
         had = run["cases"].get(case, {})
         row = run["cases"][case] = {"skipped": reason} if reason else measure(case, model, options, gpus, folder)
         for key in ("steps", "gradients") if options.shapes else ():  # the shapes that were not asked for stay
-            if key in row and key in had:
-                row[key] = {**had[key], **row[key]}
+            if key in had:
+                row[key] = {**had[key], **row.get(key, {})}
         FRAME.keep(results, options.tiny)
         said = f"{summary(row)['step']:.2f} s a step" if "seconds" in row else json.dumps(row)
         print(f"{case}: " + (reason or row.get("error") or said), flush=True)

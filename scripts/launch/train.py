@@ -270,7 +270,9 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
         config = f"hf_recipes/accelerate/{default}.yaml"
     command = [python, "-m", "accelerate.commands.launch", "--num_processes", str(processes), "--num_machines", "1"]
     if config:
-        command += ["--config_file", config, "--mixed_precision", plan["precision"]]  # the file's is not the recipe's
+        command += ["--config_file", config]
+        if Path(config).stem in ("ddp", "cpu"):  # the recipe's; that of sharded weights also says how they are kept
+            command += ["--mixed_precision", plan["precision"]]
     else:
         command += ["--mixed_precision", "no", "--dynamo_backend", "no", *([] if gpus else ["--cpu"])]
     if processes > 1:

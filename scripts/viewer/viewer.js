@@ -580,7 +580,7 @@ const withoutTokens = (item) => ({ row: { ...item.row, turns: item.row.turns.map
 async function sameIn(run, item) {
   // From its step on and back from it: a run may have more rollouts of a prompt than one answer has room for.
   const wanted = { run, prompt: item.prompt.slice(0, 1000), mode: item.mode, limit: 200 };
-  const found = await Promise.all([{ step_from: item.step }, { step_to: item.step, descending: true }].map((part) => source.table({ ...wanted, ...part })));
+  const found = await Promise.all([{ step_from: item.step }, { step_to: item.step, descending: "true" }].map((part) => source.table({ ...wanted, ...part })));
   const same = found.flatMap((each) => each.rows).filter((other) => other.prompt === item.prompt).sort((a, b) => Math.abs(a.step - item.step) - Math.abs(b.step - item.step));
   return same.length ? byReward(await source.group(run, same[0].id)) : [];
 }

@@ -881,6 +881,7 @@ def test_a_dockerfile_by_hand(tmp_path):
     ("COPY x /data\nRUN mkdir /usr/share/x", {"data"}),  # nothing was there
     ("ENV D=/srv/app\nRUN mkdir -p $D/in && cd /data && mkdir sub\nCOPY x /srv/app\nCOPY y /data/sub\nCOPY y sub",
      {"srv/app/x", "data/sub/y", "sub"}),
+    ('RUN echo "export PATH=/opt/bin:\\$PATH" >> /root/.bashrc\nCOPY x /root', {"root/x"}),  # no quote that is open
 ])  # fmt: skip
 def test_a_file_goes_into_a_folder_that_is_there(lines, expected, tmp_path):
     """As Docker does it. A file in the folder's place was deleted when the working directory was made."""

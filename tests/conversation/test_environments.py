@@ -352,6 +352,19 @@ def test_a_continuation_may_open_an_answer_or_a_call(tool_format, lead, turn, an
     assert second.text == turn.removesuffix("<|im_end|>")
 
 
+def test_results_behind_which_a_text_goes_on_are_cut_as_others_are():
+    """The model reads the text in their place. A reward that looks into them must not see more than it would have."""
+
+    class Searches(Say([Reply(continuation=" Hm, ")]).environment()):
+        def look(self) -> str:
+            """Look."""
+            return "x" * 100 + " gold"
+
+    _, (rollout,), _ = run(Searches, [[call("look"), ANSWER]], max_tool_response_tokens=40)
+    (result,) = rollout.turns[0].results
+    assert rollout.turns[0].continuation == " Hm, " and "gold" not in result.text and len(ids(result.text)) <= 40
+
+
 def test_a_continuation_begins_with_no_blank_of_the_tokenizers_own():
     tokenizer = make_tokenizer(CHATML_TOKENIZER.chat_template)
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)

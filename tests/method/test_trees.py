@@ -103,6 +103,19 @@ def test_a_branch_goes_on_from_a_state_of_its_trunk():
     assert "changed" not in (right.turns[0].messages[0]["content"], right.turns[0].token_ids[0])
 
 
+def test_a_branch_goes_on_with_the_text_that_was_put_behind_its_trunk():
+    """It opens an answer, which the branch closes."""
+
+    class Leads(Counter):
+        def respond(self, rollout, turn):
+            return Reply(continuation="<answer>") if len(rollout.turns) == 1 else None
+
+    scripts = [[ONE, "1</answer>"], ["2</answer>"], ["3</answer>"]]
+    _, rollouts, _ = converse(scripts, environment=Leads)
+    assert [rollout.num_copied for rollout in rollouts] == [0, 1, 1]
+    assert [rollout.turns[-1].answer for rollout in rollouts] == ["1", "2", "3"]
+
+
 def test_a_branch_whose_trunk_ends_before_begins_anew():
     scripts = [["<answer>a</answer>"], [ONE, "<answer>b</answer>"], ["<answer>c</answer>"]]
     _, rollouts, backend = converse(scripts)

@@ -1286,7 +1286,7 @@ MUTATIONS = [
         "pictures: a part of a picture is shown as it",
         "mt_grpo/conversation/pictures.py",
         "elif len(run) == picture.num_tokens:",
-        "else:",
+        "elif True:",
         "tests/training/test_images.py::test_a_text_is_cut_before_a_picture_that_does_not_fit",
     ),
     Mutation(
@@ -1572,7 +1572,7 @@ MUTATIONS = [
     Mutation(
         "all of a text that a turn goes on with is the turn's",
         "mt_grpo/conversation/formats/base.py",
-        'return "" if re.search(closings, text[last:]) else text[last:]',
+        'return "" if any(found[0] for found in re.finditer(closings, text[last:], re.DOTALL)) else text[last:]',
         "return text",
         "tests/conversation/test_environments.py::test_a_continuation_may_open_an_answer_or_a_call",
     ),

@@ -605,4 +605,18 @@ MUTATIONS = [
         'reason = "stop" if ended else generation.finish_reason',
         "tests/conversation/test_end_of_turn.py::test_a_turn_whose_budget_ends_with_its_thinking_was_cut_off",
     ),
+    Mutation(
+        "trees: a branch forgets the text that it goes on with",
+        "mt_grpo/conversation/trees.py",
+        "branch.pictures, branch.lead = list(trunk.pictures), trunk.lead",
+        "branch.pictures = list(trunk.pictures)",
+        "tests/method/test_trees.py::test_a_branch_goes_on_with_the_text_that_was_put_behind_its_trunk",
+    ),
+    Mutation(
+        "results behind which a text goes on are not cut",
+        SCRIPT,
+        "if turn.results and (rollout.stop_reason or turn.continuation):",
+        "if turn.results and rollout.stop_reason:",
+        "tests/conversation/test_environments.py::test_results_behind_which_a_text_goes_on_are_cut_as_others_are",
+    ),
 ]

@@ -690,6 +690,7 @@ def test_honoured_key_is_read_by_the_one_named(reader):
 
 @pytest.mark.parametrize(("changes", "words"), [
     ({"delta": 2.0, "loss_type": "cispo"}, "delta=2.0 has no effect without a loss_type of grpo, bnpo"),
+    ({"epsilon": 0.1, "epsilon_high": 5.0, "loss_type": "cispo"}, "epsilon=0.1 has no effect without a clipped ratio"),
     ({"epsilon": 0.1, "loss_type": "sapo"}, "epsilon=0.1 has no effect without a loss_type of .*cispo"),
     ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect without loss_type: sapo"),
     ({"vespo_k_neg": 9.0}, "vespo_k_neg=9.0 has no effect without loss_type: vespo"),

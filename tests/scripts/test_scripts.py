@@ -735,6 +735,20 @@ def test_the_plan_of_the_group_port(recipe, tmp_path, monkeypatch):
     assert launch_plan.make_plan(str(tmp_path / "own.yaml"), flags)["wanted_group_port"] is None
 
 
+@pytest.mark.parametrize("config, dtype", [("ddp", "float32"), ("fsdp2", "bfloat16")])
+def test_a_server_computes_in_the_type_of_the_weights_that_are_trained(recipe, tmp_path, monkeypatch, config, dtype):
+    """Which the launcher makes float32 where DDP would lose small steps of bfloat16."""
+    monkeypatch.setenv("ACCELERATE_CONFIG", f"hf_recipes/accelerate/{config}.yaml")
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("012"))
+    flags = ["--use_cpu", "false", "--bf16", "false"]
+    plan = launch_plan.make_plan(recipe, flags)
+    assert (plan["dtype"], plan["precision"], plan["float32_for_ddp"]) == ("float32", "no", False)
+    text = re.sub(r"(?m)^dtype: .*\n", "", Path(recipe).read_text())
+    (tmp_path / "halves.yaml").write_text(f"{text}dtype: bfloat16\n")
+    plan = launch_plan.make_plan(str(tmp_path / "halves.yaml"), flags)
+    assert (plan["dtype"], plan["float32_for_ddp"]) == (dtype, True)
+
+
 def test_the_plan_of_several_servers(recipe, monkeypatch):
     monkeypatch.setenv("VLLM_SERVERS", "3")
     monkeypatch.setenv("VLLM_TP", "2")

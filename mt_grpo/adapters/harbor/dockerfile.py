@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import glob
+import itertools
 import json
 import os
 import re
 import shlex
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
@@ -232,7 +234,7 @@ class DockerfileReader:
         kept = needed_commands(re.sub(r"^(--\S+\s+)+", "", rest))
         if kept:
             self._end_archive()
-            for folder in made_folders(self._filled(kept), self.build.workdir):
+            for folder in made_folders(kept, self.build.workdir, self._filled):
                 self._folders |= {str(each).lstrip("/") for each in (folder, *folder.parents)}
             self.build.steps.append((kept, self.build.workdir, {**self.args, **self.build.env}))
 
@@ -245,15 +247,26 @@ class DockerfileReader:
             self._archive = TaskArchive()
 
 
-def made_folders(line: str, workdir: str) -> list[PurePosixPath]:
+def made_folders(line: str, workdir: str, filled: Callable[[str], str] = str) -> list[PurePosixPath]:
     """The folders that a RUN surely makes by `mkdir` or enters by `cd`.
 
-    >>> [str(each) for each in made_folders("mkdir -p /data/in logs && cd /srv/app && mkdir ../x", "/app")]
+    >>> [str(each) for each in made_folders("mkdir -p /data/in logs > x && cd /srv/app && mkdir ../x", "/app")]
     ['/data/in', '/app/logs', '/srv/app', '/srv/x']
+    >>> [str(each) for each in made_folders("cd /a && mkdir b || true && mkdir c", "/app")]  # b perhaps, and then?
+    ['/a']
     """
     found, here = [], PurePosixPath(workdir)
-    for name, *words in filter(None, map(shlex.split, commands_of(line))):
-        folders = [here / word for word in words if not word.startswith("-")] if name in ("mkdir", "cd") else []
+    for command in commands_of(line):
+        try:
+            name, *words = shlex.split(command)
+        except ValueError:  # a quote that another shell would close elsewhere, or nothing
+            continue
+        if "||" in words or (name == "cd" and words[:1] in ([], ["-"])):
+            break
+        words = list(itertools.takewhile(lambda word: not re.match(r"\d*[<>|&]", word), words))
+        folders = (
+            [here / filled(word) for word in words if not word.startswith("-")] if name in ("mkdir", "cd") else []
+        )
         found += [PurePosixPath(os.path.normpath(each)) for each in folders]
         here = found[-1] if name == "cd" and folders else here
     return found

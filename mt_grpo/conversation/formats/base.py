@@ -94,8 +94,9 @@ def opened_in(text: str, openings: str, closings: str) -> str:
     >>> [opened_in(text, "<answer>", "</answer>") for text in ("So: <answer>It is <b>2</b>", "<answer>1</answer>")]
     ['<answer>It is <b>2</b>', '']
     """
-    last = max((found.start() for found in re.finditer(openings, text)), default=len(text))
-    return "" if re.search(closings, text[last:]) else text[last:]
+    last = max((found.start() for found in re.finditer(openings, text, re.DOTALL)), default=len(text))
+    # Where only a turn's end closes a call, the pattern has nothing to match.
+    return "" if any(found[0] for found in re.finditer(closings, text[last:], re.DOTALL)) else text[last:]
 
 
 def result_message(observation: str) -> str:
@@ -342,6 +343,8 @@ class ChatFormat:
         if start is None:
             return Parsed(text, [], None, open_thinking=True)
         opened = "" if start or not lead else opened_in(lead, self.begins, self.closes)
+        if opened and any(not call.error for call in self.parse_text(opened, tools or {})[0]):  # it is whole
+            opened = ""
         return Parsed(text, *self.parse_text(opened + text[start:], tools or {}))
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
