@@ -608,8 +608,8 @@ MUTATIONS = [
     Mutation(
         "trees: a branch forgets the text that it goes on with",
         "mt_grpo/conversation/trees.py",
-        "branch.pictures, branch.lead = list(trunk.pictures), trunk.lead",
-        "branch.pictures = list(trunk.pictures)",
+        "        branch.lead = trunk.lead\n",
+        "",
         "tests/method/test_trees.py::test_a_branch_goes_on_with_the_text_that_was_put_behind_its_trunk",
     ),
     Mutation(
