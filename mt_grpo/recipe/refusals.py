@@ -184,7 +184,7 @@ READ_BESIDE: tuple[tuple[str, Callable[[GRPOConfig], bool], tuple[str, ...]], ..
     ("use_adaptive_entropy: true", lambda args: args.use_adaptive_entropy,
      ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta")),
     ("vllm_importance_sampling_correction: true", lambda args: args.vllm_importance_sampling_correction,
-     ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")),  # all recipes for servers have a mode
+     ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")),  # recipes have a mode
 )  # fmt: skip
 
 
