@@ -109,8 +109,8 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
 def f1_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Reward an answer that has words of an accepted one: 0.5 times the best F1. None: the row has no accepted answer.
 
-    Long answers that hold the right one earn little, and surely: where the exact answer is rare, a model learns to copy
-    the passage (docs/real_model.md).
+    Long answers that hold the right one earn little, and surely: where the exact answer is rare, a model learns to
+    copy the passage (docs/real_model.md).
 
     >>> from mt_grpo.rollout import Turn
     >>> turn = Turn([], None, "", "stop", answer="in northern France")
