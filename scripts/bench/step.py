@@ -799,9 +799,12 @@ def print_shape(name: str, row: dict[str, Any]) -> None:
 
 
 def check_same(results: dict[str, Any] | None, threads: int) -> None:
-    """End where new rows would stand beside rows of another machine, of other versions or of other threads."""
-    if results is not None and (had := (results["threads"], results["machine"])) != (now := (threads, machine())):
-        sys.exit(f"error: {FRAME.results} is of {had}, expected {now}. Measure all shapes anew, or --short ones.")
+    """End where new rows would stand beside rows of other threads, of another machine or of other versions."""
+    if results is None:
+        return
+    for what, had, now in (("--threads", results["threads"], threads), ("a machine", results["machine"], machine())):
+        if had != now:
+            sys.exit(f"error: {what} {now}, and {FRAME.results} has rows of {had}. Take the same, or all shapes anew.")
 
 
 def print_profile(name: str, rows: list[dict[str, Any]]) -> None:

@@ -86,6 +86,10 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     assert found == whole and found["growth"] == GROWTH
     with pytest.raises(SystemExit, match=f"--threads {whole['threads'] + 1}, and .* {whole['threads']}"):
         bench.main(["--shapes", "prompt", "--threads", str(whole["threads"] + 1)])
+    monkeypatch.setattr(bench, "machine", lambda: {"cpu": "another"})
+    for asked in (["--shapes", "prompt"], ["--growth"]):
+        with pytest.raises(SystemExit, match="a machine {'cpu': 'another'}, and .* has rows of {"):
+            bench.main(asked)
 
 
 def test_every_shape_has_an_even_number_of_pairs():
