@@ -118,7 +118,7 @@ def test_weights_of_a_checkpoint_reach_the_engine(tmp_path):
 def test_an_adapter_reaches_the_engine_and_leaves_the_frozen_weights_as_they_are(tmp_path):
     """Merged into weights of half precision and taken out again, it would change them a little at each push."""
     told = colocated(tmp_path, "plain", max_steps=3, learning_rate=1e-2, use_peft=True, lora_dropout=0.0, lora_r=4,
-                     lora_target_modules="all-linear", dtype="bfloat16")  # fmt: skip
+                     lora_target_modules=["all-linear"], dtype="bfloat16")  # fmt: skip
     assert told["frozen"] > 30 and told["frozen_moved"] == [] and len(told["syncs"]) == 3
     right = [row["sampling/sampling_logp_difference/mean"] for row in told["steps"]]
     assert len(right) == 3 and max(right) < 0.05, right
