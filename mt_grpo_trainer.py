@@ -367,10 +367,10 @@ class MultiTurnToolEnv(Conversations):
         length, ended = written.cut(ids, history)
         reason = "stop" if ended else "length" if early else generation.finish_reason
         turn = Turn(ids[:length], logprobs and logprobs[:length], "", reason)
-        known = (self.tools if rollout.tools is None else rollout.tools, *rollout.lead)
+        known = (self.tools if rollout.tools is None else rollout.tools, rollout.begun)
         turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history, *known)
         turn.answer = None if reason == "length" else turn.answer  # what the budget cut off is no answer
-        turn.context, rollout.edited, rollout.lead = rollout.edited, None, ()
+        turn.context, rollout.edited = rollout.edited, None
         turn.state_key, turn.seconds, turn.generations = key, time.perf_counter() - started, generations
         rollout.turns.append(turn)
         return turn
@@ -474,7 +474,7 @@ class MultiTurnToolEnv(Conversations):
         if len(ids) > room.tokens - self.MIN_ANSWER_TOKENS:
             turn.messages, rollout.stop_reason = [], room.reason
             return
-        turn.continuation, turn.messages, rollout.lead = text, [], (text,)
+        turn.continuation, turn.messages = text, []
         if turn.token_ids and turn.token_ids[-1] in written.ends:
             rollout.edited = Context(rollout.history, rollout.history_ids[:-1] + ids, len(ids))
         else:

@@ -299,7 +299,6 @@ class Rollout(TurnTokens):
     reward: float | None = None  # what the environment's `get_reward` gave
     tools: dict[str, Any] | None = None  # name -> function, with those of its environment; None: the tools of all
     edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
-    lead: tuple[str, ...] = ()  # the text, if any, with which the next turn goes on (`Reply.continuation`)
     error: Exception | None = None  # of its environment, with `environment_error`; of a prompt that fills the context
     abandoned: bool = False  # a call into its environment was given up, and may still run
     given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
@@ -390,6 +389,27 @@ class Rollout(TurnTokens):
         return messages
 
     @property
+    def begun(self) -> str:
+        """The beginning of the message that the next turn goes on with (`Reply.continuation`); empty: it begins one.
+
+        Calls that were read are not in it: they are their turn's.
+
+        >>> turns = [Turn([1], None, "So <answer>", "stop", continuation="It"), Turn([2], None, " is", "length")]
+        >>> turns[1].continuation = " not "
+        >>> Rollout([], [], turns=turns).begun
+        'So <answer>It is not '
+        """
+        text = ""
+        for turn in reversed(self.turns):
+            if turn.continuation is None:
+                break
+            text = turn.continuation + text
+            if turn.calls:
+                break
+            text = turn.text + text
+        return text
+
+    @property
     def history(self) -> list[Message]:
         """The messages that the model reads next: all of them, or those since the history was edited."""
         if self.edited is not None:
@@ -471,11 +491,11 @@ class ToolFormat(Protocol):
         ids: list[int],
         prompt_ids: list[int],
         tools: dict[str, Callable] | None = None,
-        lead: str | None = None,
+        lead: str = "",
     ) -> Parsed:
         """The text, the calls and the answer of a whole turn. `tools` tell numbers from text, if a format must.
 
-        `lead` is given where a text was put before the turn for it to go on with (`Reply.continuation`).
+        `lead` is the beginning of the message that the turn goes on with (`Rollout.begun`); empty: it begins one.
         """
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:

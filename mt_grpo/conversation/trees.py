@@ -145,7 +145,6 @@ async def copy_state(trunk: Rollout, branch: Rollout, environments: Environments
         branch.prompt_messages, branch.prompt_ids, branch.first_messages = prompt, list(trunk.prompt_ids), first
         branch.turns, branch.tools, branch.edited, branch.num_copied = turns, tools, edited, len(turns)
         branch.pictures = list(trunk.pictures)
-        branch.lead = trunk.lead
 
 
 OF_A_ROLLOUT = {each.name for each in dataclasses.fields(Rollout)}  # others are a subclass's of `MultiTurnToolEnv`

@@ -352,6 +352,27 @@ def test_a_continuation_may_open_an_answer_or_a_call(tool_format, lead, turn, an
     assert second.text == turn.removesuffix("<|im_end|>")
 
 
+@pytest.mark.parametrize("tool_format", ["xml", "hermes"])
+def test_an_answer_of_which_an_environment_wrote_parts(tool_format):
+    """Several texts in one message: what it opened, be it the model's, is closed in a later turn."""
+    tokenizer = QWEN3_TOKENIZER if tool_format == "hermes" else CHATML_TOKENIZER
+    environment = Say([Reply(continuation=" of"), Reply(continuation=" the")]).environment()
+    turns = ["<think><answer>no</think><answer>Rollo", " and", " North</answer>"]
+    _, (rollout,), _ = run(environment, [turns], tool_format=tool_format, tokenizer=tokenizer)
+    assert rollout.turns[-1].answer == "Rollo of and the North" and not rollout.turns[-1].calls
+
+
+def test_a_call_that_was_read_is_not_part_of_what_follows_a_continuation():
+    """It was not closed, and says so. The text behind it begins another one."""
+    written = '<tool>{"name": "add"'
+    environment = Say([Reply(continuation=" Again: ")]).environment()
+    good = '<tool>{"name": "add", "args": {"amount": 3}}</tool>'
+    _, (rollout,), _ = run(environment, [[written + "<|im_end|>", good, ANSWER]])
+    assert "not closed" in rollout.turns[0].calls[0].error
+    (second,) = rollout.turns[1].calls
+    assert (second.error, second.arguments) == (None, {"amount": 3})
+
+
 def test_results_behind_which_a_text_goes_on_are_cut_as_others_are():
     """The model reads the text in their place. A reward that looks into them must not see more than it would have."""
 

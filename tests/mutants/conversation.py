@@ -1565,7 +1565,7 @@ MUTATIONS = [
     Mutation(
         "a text that a turn goes on with opens nothing",
         "mt_grpo/conversation/formats/base.py",
-        'opened = "" if start or not lead else opened_in(lead, self.begins, self.closes)',
+        'opened = "" if start else opened_in(lead.rpartition(self.thinking[1])[2], self.begins, self.closes)',
         'opened = ""',
         "tests/conversation/test_environments.py::test_a_continuation_may_open_an_answer_or_a_call",
     ),

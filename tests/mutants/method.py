@@ -606,11 +606,11 @@ MUTATIONS = [
         "tests/conversation/test_end_of_turn.py::test_a_turn_whose_budget_ends_with_its_thinking_was_cut_off",
     ),
     Mutation(
-        "trees: a branch forgets the text that it goes on with",
-        "mt_grpo/conversation/trees.py",
-        "        branch.lead = trunk.lead\n",
-        "",
-        "tests/method/test_trees.py::test_a_branch_goes_on_with_the_text_that_was_put_behind_its_trunk",
+        "a turn goes on with the last text alone, not with its message",
+        "mt_grpo/rollout.py",
+        "            text = turn.text + text\n",
+        "            break\n",
+        "tests/conversation/test_environments.py::test_an_answer_of_which_an_environment_wrote_parts",
     ),
     Mutation(
         "results behind which a text goes on are not cut",

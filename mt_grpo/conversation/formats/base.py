@@ -327,7 +327,7 @@ class ChatFormat:
         ids: list[int],
         prompt_ids: list[int],
         tools: dict[str, Callable] | None = None,
-        lead: str | None = None,
+        lead: str = "",
     ) -> Parsed:
         """The text, the calls and the answer of a whole turn. Never raises, whatever the model wrote.
 
@@ -335,14 +335,14 @@ class ChatFormat:
             ids: Of the turn.
             prompt_ids: What the model read before.
             tools: They tell numbers from text in formats that write both the same way.
-            lead: What was put before the turn for it to go on with, such as `<answer>`. A call or an answer that it
-                opens is the turn's.
+            lead: The beginning of the message that the turn goes on with, such as `So: <answer>`; empty: it begins
+                one. A call or an answer that it opens is the turn's.
         """
         text = self.text(ids)
         start = thinking_length(text, self._before(prompt_ids), *self.thinking)
         if start is None:
             return Parsed(text, [], None, open_thinking=True)
-        opened = "" if start or not lead else opened_in(lead, self.begins, self.closes)
+        opened = "" if start else opened_in(lead.rpartition(self.thinking[1])[2], self.begins, self.closes)
         if opened and any(not call.error for call in self.parse_text(opened, tools or {})[0]):  # it is whole
             opened = ""
         return Parsed(text, *self.parse_text(opened + text[start:], tools or {}))
