@@ -326,7 +326,7 @@ READINGS = (
         "outcome", ("outcome", "best/outcome"),  # the best is known at the end of a run alone
         lambda f: f["best/outcome"] - f["outcome"] >= max(LOST * abs(f["best/outcome"]), 0.1),
         "The main outcome has fallen from {best/outcome:.2f} to {outcome:.2f}: what was learned is lost.", "",
-        "Go back to an earlier checkpoint, with a lower learning_rate or a beta above 0.",
+        "Go back to an earlier checkpoint, with a beta above 0. For a lower learning_rate: as model_name_or_path.",
         of_logs=True,
     ),
     Reading(
@@ -348,7 +348,8 @@ READINGS = (
         lambda f: f["entropy"] < ENTROPY and (f["outcome"] or 0.0) < UNSOLVED
         and (f.get("credit/frac_groups_without_signal") or 0.0) >= STUCK,
         "The entropy is gone ({entropy:.2g}) though the task is not solved: all rollouts of a group are the same.", "",
-        "Go back to an earlier checkpoint, with a lower learning_rate, a beta above 0, or a higher temperature.",
+        "Go back to an earlier checkpoint, with a beta above 0, or a higher temperature. For a lower learning_rate: "
+        "as model_name_or_path.",
         of_logs=True,
     ),
 )  # fmt: skip

@@ -180,8 +180,9 @@ class ResumableTrainer(GRPOTrainer):
                 taken = "DeepSpeed has taken the step, and weights that are not finite are not saved"
             raise NotFinite(
                 f"Step {step}: the norm of the gradient is {float(grad_norm)}: {taken}. Look at the rollouts of step "
-                f"{step} in {self.args.output_dir} (rewards, advantages, logprobs). Lower learning_rate, "
-                "turn_advantage_coef or the weights of rewards."
+                f"{step} in {self.args.output_dir} (rewards, advantages, logprobs). Lower turn_advantage_coef or the "
+                "weights of rewards, or learning_rate, with the last checkpoint as model_name_or_path: a resumed run "
+                "keeps the rate of its optimizer."
             )
         return grad_norm
 
@@ -190,7 +191,7 @@ class ResumableTrainer(GRPOTrainer):
         if names := [name for rank in gather_object([weights_not_finite(self.model)]) for name in rank]:
             raise NotFinite(
                 f"Step {self.state.global_step}: {len(set(names))} weights are not finite, such as {names[0]}. They "
-                "are not saved. Lower learning_rate."
+                "are not saved. Lower learning_rate, with the last checkpoint as model_name_or_path."
             )
 
     # -- the trained model --

@@ -2,8 +2,6 @@
 
 import asyncio
 import concurrent.futures
-import copy
-import dataclasses
 import importlib.util
 import logging
 import re
@@ -118,9 +116,7 @@ def test_other_groups_are_sampled_again(tmp_path, random_model):
 def branching():
     """The page's environment."""
     assert len(BLOCKS[2].splitlines()) <= 20
-    names = {"MultiTurnToolEnv": MultiTurnToolEnv}
-    names |= {module.__name__: module for module in (asyncio, concurrent.futures, copy, dataclasses)}
-    names["concurrent"] = concurrent
+    names = {}
     exec(BLOCKS[2], names)
     return names["Branching"]
 
