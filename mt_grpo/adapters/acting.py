@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mt_grpo.conversation.formats.base import behind_thinking
 from mt_grpo.rollout import Turn
 
 OPEN, CLOSE = "<action>", "</action>"
@@ -15,7 +16,7 @@ def said(turn: Turn) -> str:
     """
     if turn.open_thinking:
         return ""
-    behind = turn.text.rpartition("</think>")[2]  # an answer is without what stands beside its tags
+    behind = behind_thinking(turn.text)  # an answer is without what stands beside its tags
     return behind if turn.answer is None or (CLOSE in behind and CLOSE not in turn.answer) else turn.answer
 
 

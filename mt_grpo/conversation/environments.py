@@ -475,7 +475,7 @@ class Environments:
                 "a time limit of its own, or raise tool_timeout."
             )
 
-    async def call(self, rollout: Rollout, method: str, *args: Any, **kwargs: Any) -> Any:
+    async def call(self, rollout: Rollout, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method, synchronous or async. None if the environment has none. Raises `EnvironmentFailure`."""
         function = getattr(rollout.environment, method, None)
         if function is None:

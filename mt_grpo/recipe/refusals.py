@@ -115,6 +115,11 @@ def check_passes(args: GRPOConfig) -> None:
             f"max_tokens_per_pass={limit} has no effect with share_prompts: false, whose passes have "
             "per_device_train_batch_size rows. Remove one of them."
         )
+    if args.torch_compile:
+        raise ValueError(
+            f"max_tokens_per_pass={limit} has no effect with torch_compile: true, whose passes have "
+            "per_device_train_batch_size rows of one length. Remove one of them."
+        )
     for key, value in {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}.items():
         if getattr(args, key) != value:
             raise ValueError(
@@ -169,7 +174,7 @@ SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # transformers changes them: on
 
 
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
-# Keys that TRL reads only beside another one: (what must hold, in words, whether it holds, the keys).
+# Keys that are read only beside another one: (what must hold, in words, whether it holds, the keys).
 READ_BESIDE: tuple[tuple[str, Callable[[GRPOConfig], bool], tuple[str, ...]], ...] = (
     (f"a loss_type of {', '.join(CLIPPED_LOSSES)}", lambda args: args.loss_type in CLIPPED_LOSSES, ("delta",)),
     (f"a loss_type of {', '.join(CLIPPED_LOSSES)}, cispo", lambda args: args.loss_type in (*CLIPPED_LOSSES, "cispo"),
@@ -185,6 +190,8 @@ READ_BESIDE: tuple[tuple[str, Callable[[GRPOConfig], bool], tuple[str, ...]], ..
      ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta")),
     ("vllm_importance_sampling_correction: true", lambda args: args.vllm_importance_sampling_correction,
      ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")),  # recipes have a mode
+    ("a tokenization_sanity_check_mode of strict or ignore_strippable",
+     lambda args: args.tokenization_sanity_check_mode not in ("off", "disable"), ("tokenization_check_raises",)),
 )  # fmt: skip
 
 
@@ -315,6 +322,15 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
             "nothing casts them back, so that the run would train weights of half precision from its first rollout "
             "on. Set bf16: false (and dtype: bfloat16 if that is what you want), or remove the key."
         )
+    if (
+        (args.loss_type, backend) == ("vespo", "server")
+        and args.vllm_importance_sampling_correction
+        and args.vllm_importance_sampling_mode not in ("token_truncate", "token_mask")
+    ):  # TRL checks this for an engine of its own alone
+        raise ValueError(
+            f"loss_type='vespo' with vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r}: it weighs "
+            "the ratios of tokens. Set token_truncate or token_mask."
+        )
     if args.use_liger_kernel and not is_liger_kernel_available():
         raise ValueError(
             "use_liger_kernel needs a package that is not installed. Run `pip install 'liger-kernel'`, or remove it."
@@ -411,6 +427,13 @@ def check_save_points(args: GRPOConfig) -> None:
         given = getattr(args, key)
         if strategy != "steps" or not given or every == 1:
             continue
+        if per_batch % args.gradient_accumulation_steps:  # an epoch may end with a shorter step
+            raise ValueError(
+                f"{key}={given} with gradient_accumulation_steps={args.gradient_accumulation_steps} and batches of "
+                f"rollouts of {per_batch} forward passes (steps_per_generation x num_iterations): a step behind the "
+                f"first epoch may end in the middle of a batch. Set gradient_accumulation_steps to a divisor of "
+                f"{per_batch}, or {'save' if key == 'save_steps' else 'evaluate'} by epochs."
+            )
         if given < 1 and args.max_steps <= 0:
             raise ValueError(
                 f"{key}={given}, a share of all steps, needs max_steps. Set {key} to a multiple of {every}."

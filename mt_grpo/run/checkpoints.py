@@ -16,9 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import is_peft_model
-from peft import get_peft_model_state_dict
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from transformers import TrainingArguments
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.training_args import OptimizerNames
@@ -352,7 +354,19 @@ def load_as_saved(folder: Path, model: Any) -> None:
     """
     state = {} if hasattr(model, "peft_config") else model.state_dict()
     if set(as_saved(model, state)) != set(state):
-        model.load_state_dict(type(model).from_pretrained(folder, dtype=model.dtype).state_dict())
+        # In float32, so that each weight gets what was saved of it: a head may be kept in more bits than the rest.
+        model.load_state_dict(type(model).from_pretrained(folder, dtype=torch.float32).state_dict())
+
+
+def load_first_adapter(folder: Path, model: Any) -> None:
+    """Load the adapter that is trained, where another one stands beside it in a checkpoint.
+
+    PEFT saves it in the folder itself, and the reference (`beta` above 0) in one inside. transformers reads those
+    inside alone, and would train on from the adapter that the run began with.
+    """
+    path = folder / "adapter_model.safetensors"
+    if len(getattr(model, "peft_config", ())) > 1 and path.is_file():
+        set_peft_model_state_dict(model, load_file(path), adapter_name="default")
 
 
 def file_damage(path: Path) -> str | None:

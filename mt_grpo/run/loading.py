@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.run.checkpoints import load_as_saved
+from mt_grpo.run.checkpoints import load_as_saved, load_first_adapter
 from mt_grpo.run.saved_states import check_optimizer, load_on_all_ranks
 
 
@@ -38,6 +38,7 @@ def load_model(trainer: Any, load: Callable, checkpoint: str, model: Any) -> Non
         load(checkpoint, model)
         if not trainer._is_sharded:
             load_as_saved(Path(checkpoint), trainer.model)
+            load_first_adapter(Path(checkpoint), trainer.model)
 
     load_on_all_ranks(checkpoint, "the model", load_whole)
 

@@ -89,6 +89,7 @@ class ResumableTrainer(GRPOTrainer):
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
         self._peft_config = peft_config
         self._stop_signal, self._num_skipped = None, 0  # its number; steps in a row whose gradient was not finite
+        self._of_data = ""  # the name of the dataset that is evaluated, where there are several
         if config := kwargs.get("args"):  # before weights are loaded
             apply_ddp_timeout(config.ddp_timeout)
             check_output_on_nodes(config.output_dir, config.save_on_each_node)
@@ -375,7 +376,14 @@ class ResumableTrainer(GRPOTrainer):
         self._raise_save_errors()  # INVARIANT: ranks meet; trainer_state.json is written after this, as the last file
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's `log`. A log that cannot be written does not end the run."""
+        """TRL's `log`. A log that cannot be written does not end the run.
+
+        Of several evaluation datasets each has metrics of its own: `eval_NAME_reward`.
+        """
+        if self._of_data and not self.model.training:
+            named = {f"{self._of_data}_{key}": values for key, values in self._metrics["eval"].items()}
+            self._metrics["eval"].clear()
+            self._metrics["eval"].update(named)
         try:
             super().log(logs, start_time)
         except OSError as error:
@@ -542,13 +550,15 @@ class ResumableTrainer(GRPOTrainer):
         return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        """`Trainer.evaluate` that restores the random number generators, so that it does not change training."""
-        before = get_rng_state()
+        """`Trainer.evaluate` that does not change training: random numbers, and the mode that `log` goes by."""
+        before, training = get_rng_state(), self.model.training
+        self._of_data = str(kwargs.get("metric_key_prefix", "eval")).removeprefix("eval").removeprefix("_")
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
             return super().evaluate(*args, **kwargs)
         finally:
             set_rng_state(before)
+            self.model.train(training)
 
 
 def train_or_save(trainer: ResumableTrainer) -> None:

@@ -80,7 +80,13 @@ def compare_ranks(
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
     no_room = [isinstance(error, PromptTooLong) for error in errors]
-    cut_off = [rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH) for rollout in rollouts]
+    # An environment or an agent may end a conversation behind a turn that was cut off, and give another reason.
+    cut_off = [
+        rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
+        or bool(rollout.turns)
+        and rollout.turns[-1].finish_reason == "length"
+        for rollout in rollouts
+    ]
     num_further = sum(len(trained_records(r)) - 1 for r in rollouts)
     turns, copied = [len(rollout.turns) for rollout in rollouts], [rollout.num_copied for rollout in rollouts]
     reports = gather_object([(num_further, failed, text, no_room, cut_off, turns, copied)])

@@ -186,6 +186,11 @@ class RewardFunctions:
         own_turn, own_outcome = environment_rewards(env.environments, env.tools)
         check_rewards(turn + own_turn, outcome + own_outcome, optional)
         own_turn, own_outcome, turn, outcome = named_apart(own_turn, own_outcome, turn, outcome)
+        if environment_weight != 1.0 and not own_turn + own_outcome:
+            raise ValueError(
+                f"environment_reward_weight={environment_weight:g}: neither an environment nor a tool gives a reward "
+                "here. Remove the key, or weigh functions by turn_ and outcome_reward_weights."
+            )
         weights = weights_of(turn, turn_weights, "turn") + [environment_weight] * len(own_turn)
         weights += weights_of(outcome, outcome_weights, "outcome") + [environment_weight] * len(own_outcome)
         return cls([*turn, *own_turn, *outcome, *own_outcome], weights, len(turn + own_turn))

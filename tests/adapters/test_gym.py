@@ -249,7 +249,13 @@ def test_what_was_thought_is_no_action():
     text = "<think>I say <action>up</action>.</think> First <action>right</action>, no: <action>down</action>"
     game.respond(None, mt.Turn([], None, text, "stop"))
     assert game.env.unwrapped.s == 4
-    for text, thinks in (("<think><action>down</action>", True), ("<think><action>down</action></think> So.", False)):
+    analysis = "<|channel|>analysis<|message|><action>down</action><|end|><|start|>assistant"
+    for text, thinks in (
+        ("<think><action>down</action>", True),
+        ("<think><action>down</action></think> So.", False),
+        ("<|channel>thought\n<action>down</action><channel|>So.", False),
+        (analysis, False),
+    ):
         reply = game.respond(None, mt.Turn([], None, text, "stop", open_thinking=thinks))
         assert game.env.unwrapped.s == 4 and reply.messages[0]["content"].startswith("Error: expected an action")
 

@@ -1547,6 +1547,10 @@ def test_what_a_scheduler_does_to_its_request_fails_no_other_rollout():
         with pytest.raises(SchedulerFailure):
             run(broken(change), "It is 2.", max_turns=2)
 
+    row = {"chat_template_kwargs": {"enable_thinking": False}}
+    with pytest.raises(SchedulerFailure, match="'enable_thinking': False}, the recipe {}"):
+        run(Asks, "It is 2.", row=row, max_turns=2)
+
     class Cancels(Asks):
         async def on_turn_end(self, infer_request, response_choice, current_turn):
             task = asyncio.ensure_future(asyncio.sleep(9))

@@ -251,6 +251,7 @@ def test_images_are_parts_or_are_named():
     ({"tool_name": "t", "result": 7, "error": None}, "7"), ({"tool_name": "t", "result": {"a": "ß"}}, '{"a": "ß"}'),
     ({"tool_name": "t", "result": None}, "null"), ({"board": [1], "text": None}, '{"board": [1]}'), ({}, ""),
     ({"tool_name": "t", "result": {"content": [], "is_error": False}}, ""),
+    ({"tool_name": "t", "result": {"content": [], "structured_content": {"sum": 7}, "is_error": False}}, '{"sum": 7}'),
 ])  # fmt: skip
 def test_results_read(observation, shown):
     assert OpenEnvText(CALL_ACTION).result(observation) == shown

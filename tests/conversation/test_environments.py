@@ -1125,6 +1125,29 @@ def test_a_tool_may_have_parameters_whose_names_python_does_not_take():
     ]
 
 
+@pytest.mark.parametrize("further", [True, {"type": "string"}])
+def test_a_tool_whose_schema_takes_further_arguments_gets_them(further):
+    tool = Plain()
+    tool.schema = {"name": "plain", "description": "Find.", "parameters": {
+        "type": "object", "properties": {"word": {"type": "string"}}, "additionalProperties": further}}  # fmt: skip
+    assert tool_schema("plain", as_tool(tool))["function"] == tool.schema
+    env = MultiTurnToolEnv([tool], None, 4, tokenizer=CHATML_TOKENIZER)
+    (rollout,) = env.generate(["?"], Scripted([[call("plain", word="a", title="x"), ANSWER]]))["rollouts"]
+    assert rollout.turns[0].observation == '{"word": "a", "title": "x"}'
+
+
+def test_rows_may_have_columns_of_any_name():
+    """`reset` gets them by name, as `method` and `rollout`."""
+
+    class Takes(Counter):
+        def reset(self, method: str, rollout: str, **row) -> str:
+            self.value = 0
+            return f" {method}, {rollout}"
+
+    _, (rollout,), _ = run(Takes, [[ANSWER]], [{"method": "by hand", "rollout": "third"}])
+    assert rollout.error is None and "by hand, third" in rollout.first_messages[0]["content"]
+
+
 def test_objects_are_the_tools_of_one_conversation():
     class Own:
         def reset(self, found, **row):

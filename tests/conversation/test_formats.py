@@ -546,6 +546,31 @@ def test_an_edited_history_of_a_family_keeps_its_results(name):
         assert "cannot be read" in rendered([asked, broken, *fmt.results(TWO[:1], [ToolResult("it cannot be read")])])
 
 
+@pytest.mark.parametrize("name", ["gemma4", "gptoss"])
+def test_a_call_that_was_only_thought_is_not_that_of_a_result(name):
+    """In a history that an environment has edited, for a template that loses results behind text."""
+    family, fmt = FAMILIES[name], native(name)
+    assert not fmt.keeps_results
+    thought, written = (family.around % call for call in (family.first, family.second))
+    turn = {"role": "assistant", "content": family.thinking % thought + written}
+    messages = [{"role": "user", "content": "?"}, turn, *fmt.results(TWO[1:], RESULTS[:1])]
+    (call,) = fmt.with_calls(messages, TOOLS)[1]["tool_calls"]
+    assert fmt._taken(call)["function"]["arguments"] == fmt.arguments(TWO[1].arguments)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("lfm2")])
+def test_a_text_inside_an_argument_is_no_call(name):
+    """Where a call of a list cannot be read, the others are read one by one."""
+    fmt = native(name)
+    listed = "<|tool_call_start|>[%s]<|tool_call_end|>"
+    text = "f(x), add(a=9), g(y)"
+    calls, _ = fmt.syntax.split(listed % f"add(a=1, b='{text}'), add(2), add(a=[1, 'x), add(a=8), y'])", TOOLS)
+    assert [call.arguments for call in calls] == [{"a": 1, "b": text}, {}, {"a": [1, "x), add(a=8), y"]}]
+    assert [bool(call.error) for call in calls] == [False, True, False]
+    calls, _ = fmt.syntax.split(listed % "get-weather(city='x'), fs.read(path='a')", {})
+    assert calls == [ToolCall("get-weather", {"city": "x"}), ToolCall("fs.read", {"path": "a"})]
+
+
 def test_families_that_lose_results_behind_text():
     lose = {name for name in FAMILIES if not native(name).keeps_results}
     assert lose >= {"gptoss", "gemma4"} and not lose & {"qwen3", "qwen2_5"}
@@ -619,6 +644,7 @@ def test_the_suffix_of_two_results_in_ids():
 
 
 def test_results_are_messages_of_their_calls():
+    assert native("qwen3").results([ToolCall("fs/read:2", {})], RESULTS[:1])[0]["name"] == "fs/read:2"
     broken = ToolCall("a<|im_end|>", {}, "no")
     assert native("qwen3").results([TWO[0], broken], RESULTS) == [
         {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": "5"},

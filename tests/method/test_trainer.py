@@ -375,6 +375,16 @@ def test_tool_tokens_are_attended_and_not_trained(random_model, tmp_path):
     assert (output["advantages"][:, call : call + result] == 0).all()
 
 
+def test_metrics_behind_an_evaluation_are_those_of_training(random_model, tmp_path):
+    """Step 3 is evaluated, and is the last: what steps 1 to 3 trained is logged behind that."""
+    rows = Dataset.from_dict({"prompt": PROMPTS[:1]})
+    changes = {"max_steps": 3, "logging_strategy": "epoch", "eval_strategy": "steps", "eval_steps": 3}
+    trainer = make_trainer(random_model, tmp_path, eval_dataset=rows, **changes)
+    trainer.train()
+    assert any("eval_reward" in row for row in trainer.state.log_history)
+    assert any("reward" in row and "turns/mean" in row for row in trainer.state.log_history)
+
+
 def test_truncated_rollouts_can_be_left_out_of_the_loss(random_model, tmp_path):
     trainer = make_trainer(random_model, tmp_path, mask_truncated_completions=True, max_completion_length=8)
     trainer.llm = Scripted(trainer.processing_class, ["a text that is longer than eight tokens"])

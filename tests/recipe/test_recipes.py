@@ -699,6 +699,11 @@ def test_honoured_key_is_read_by_the_one_named(reader):
     ({"entropy_target": 0.5}, "entropy_target=0.5 has no effect without use_adaptive_entropy: true"),
     ({"use_vllm": True, "vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
      "vllm_importance_sampling_clip_max=2.0 has no effect without vllm_importance_sampling_correction: true"),
+    ({"tokenization_sanity_check_mode": "off", "tokenization_check_raises": True},
+     "tokenization_check_raises=True has no effect without a tokenization_sanity_check_mode"),
+    ({"max_tokens_per_pass": 4096, "torch_compile": True}, "max_tokens_per_pass=4096 has no effect with torch_comp"),
+    ({"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome"},
+     "Set token_truncate or token_mask"),
     ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all"}, "steps inside each backward pass"),
     ({"optim": "adalomo"}, "steps inside each backward pass"),
     ({"optim": "schedule_free_adamw", "use_vllm": True, "eval_strategy": "epoch"}, "pushes averaged weights"),
@@ -716,6 +721,8 @@ def test_keys_beside_those_that_read_them(tmp_path, no_weights):
         {"delta": 2.0, "epsilon": 0.1}, {"loss_type": "cispo", "epsilon_high": 5.0},
         {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100, "use_bias_correction_kl": True},
         {"use_adaptive_entropy": True, "entropy_target": 0.5},
+        {"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome",
+         "vllm_importance_sampling_mode": "token_mask"},
         {"optim": "schedule_free_adamw", "eval_strategy": "epoch"},
     ):  # fmt: skip
         mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
@@ -840,6 +847,18 @@ def test_save_points_between_two_batches_of_rollouts_only(changes, nearest, tmp_
     with pytest.raises(ValueError, match=f"eval_steps={changes['save_steps']} would evaluate, and save .*{good}"):
         mt.parse_arguments(["--config", write(tmp_path, recipe | evaluates)])
     mt.parse_arguments(["--config", write(tmp_path, recipe | evaluates | {"eval_steps": good})])
+
+
+def test_save_points_where_an_epoch_may_end_with_a_shorter_step(tmp_path):
+    """4 batches of 4 passes and steps of 6: a step of 6, one of 6, one of 4. Step 5 ends in the middle of a batch."""
+    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
+    recipe |= {"steps_per_generation": 4, "gradient_accumulation_steps": 6, "save_steps": 2}
+    with pytest.raises(
+        ValueError, match="save_steps=2 with .*=6 and batches of .* 4 .*divisor of 4, or save by epochs"
+    ):
+        mt.parse_arguments(["--config", write(tmp_path, recipe)])
+    for changes in ({"save_strategy": "epoch"}, {"gradient_accumulation_steps": 8}):
+        mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
 
 
 def test_a_share_of_all_steps_as_save_point(tmp_path):

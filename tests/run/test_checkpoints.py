@@ -19,9 +19,16 @@ import warm_python
 from bench.common import free_port
 from conftest import files_of_at_most
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+)
 
 from mt_grpo.base.errors import ServerLost
 from mt_grpo.base.files import output_lock
@@ -35,6 +42,7 @@ from mt_grpo.run.checkpoints import (
     checkpoint_to_resume,
     class_sha256,
     classes_of,
+    load_as_saved,
     trained_settings,
     weights_not_finite,
 )
@@ -923,6 +931,31 @@ def test_tensors_that_need_not_be_there(tmp_path):
         (tmp_path / name).unlink()
 
 
+def test_an_adapter_of_ones_own_goes_on_beside_its_reference(random_model, tmp_path):
+    """PEFT saves the reference of `beta` in a folder inside the checkpoint. transformers reads that folder alone."""
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+
+    def trainer(**changes):
+        torch.manual_seed(3)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32), config)
+        own = {"processing_class": AutoTokenizer.from_pretrained(random_model)}
+        return make_trainer(model, tmp_path, trainer=own, beta=0.1, learning_rate=1e-2, **changes)
+
+    trainer(max_steps=2).train()
+    folder = tmp_path / "out/checkpoint-2"
+    assert (folder / "ref/adapter_model.safetensors").is_file()
+    saved, loaded = load_file(folder / "adapter_model.safetensors"), []
+    resumed, after_load = trainer(max_steps=3), TrainerCallback()
+    first = get_peft_model_state_dict(resumed.model, adapter_name="default")
+    assert not all(torch.equal(first[name], saved[name]) for name in saved)
+    after_load.on_train_begin = lambda args, state, control, model=None, **kwargs: loaded.append(
+        {name: each.clone() for name, each in get_peft_model_state_dict(model, adapter_name="default").items()}
+    )
+    resumed.add_callback(after_load)
+    resumed.train(resume_from_checkpoint=str(folder))
+    assert loaded[0].keys() == saved.keys() and all(torch.equal(loaded[0][name], saved[name]) for name in saved)
+
+
 def test_a_model_with_experts_goes_on_from_its_own_weights(random_model, tmp_path):
     """transformers saves each expert by itself, and resumes by the name of all of them: it would keep the base's."""
     config = Qwen3MoeConfig(
@@ -944,6 +977,14 @@ def test_a_model_with_experts_goes_on_from_its_own_weights(random_model, tmp_pat
     assert torch.equal(loaded[0], tensors[name])
     experts = resumed.model.get_parameter("model.layers.0.mlp.experts.down_proj")
     assert not torch.equal(experts[3], tensors[name])  # a step further
+    kept = resumed.model.get_parameter("model.layers.0.input_layernorm.weight")
+    resumed.model.bfloat16()
+    head = resumed.model.get_parameter("model.norm.weight")
+    head.data = head.data.float()  # as `cast_lm_head_to_fp32` keeps a part in more bits than the rest
+    load_as_saved(path.parent, resumed.model)
+    assert torch.equal(head, tensors["model.norm.weight"])
+    assert (head.dtype, kept.dtype) == (torch.float32, torch.bfloat16)
+    resumed.model.float()
     resumed.state.best_model_checkpoint = str(path.parent)
     resumed._load_best_model()
     assert torch.equal(resumed.model.get_parameter("model.layers.0.mlp.experts.down_proj")[3], tensors[name])

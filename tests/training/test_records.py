@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qw
 from mt_grpo.base.ranks import RunError
 from mt_grpo.rollout import Context, Rollout, StopReason, Turn
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.records import FURTHER_RECORDS
+from mt_grpo.training.records import FURTHER_RECORDS, compare_ranks
 from mt_grpo_trainer import MTGRPOConfig
 
 OUTCOMES = [], [golden.outcome_b]
@@ -42,6 +42,15 @@ def test_a_cut_history_trains_as_a_whole_one(random_model, tmp_path, loss_type, 
     assert whole["log"]["records/tokens_read_again"] == 0.0 < cut["log"]["records/tokens_read_again"] < 0.5
     for key in ("credit/mean_abs_advantage", "reward", "turns/mean", "completions/mean_length", "num_tokens"):
         assert cut["log"][key] == pytest.approx(whole["log"][key], abs=1e-5), key
+
+
+@pytest.mark.parametrize("stop", ["environment_stop", "agent_done", "max_turns", "max_tokens"])
+def test_a_rollout_whose_last_turn_was_cut_off_is_truncated_whoever_ended_it(stop):
+    """`mask_truncated_completions` would train it otherwise, on an answer of which the end is missing."""
+    turns = [[Turn([1], None, "", reason) for reason in ("length", last)] for last in ("stop", "length")]
+    rollouts = [Rollout([], [], turns=each, stop_reason=StopReason(stop)) for each in turns]
+    args = SimpleNamespace()
+    assert compare_ranks(rollouts, args, 0)[2] == [stop == "max_tokens", True]
 
 
 @pytest.mark.parametrize(

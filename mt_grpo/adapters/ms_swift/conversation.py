@@ -174,7 +174,7 @@ class SchedulerConversation:
             tools=tools,
             uuid=rollout.environment.request_id,
             data_dict={**columns, **(row.get("data_dict") or {})} if self.passes_dataset else {},
-            **{kind: row[kind] for kind in ("audios", "videos") if row.get(kind)},
+            **{kind: row[kind] for kind in ("audios", "videos", "objects", "chat_template_kwargs") if row.get(kind)},
         )
         first, key = copy.deepcopy(request), request.uuid
         config = protocol.RequestConfig(

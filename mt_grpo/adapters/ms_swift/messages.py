@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure
 from mt_grpo.adapters.ms_swift.pictures import parts_as_tags, with_pictures_of, with_tags
 from mt_grpo.adapters.ms_swift.protocol import is_ids
-from mt_grpo.adapters.ms_swift.schedulers import without_thinking
 from mt_grpo.base.pictures import Picture
+from mt_grpo.conversation.formats.base import behind_thinking
 from mt_grpo.conversation.formats.control_tokens import AUTHORS, Origin, neutralise_messages
 from mt_grpo.conversation.formats.hermes import call_id, plain_name
 from mt_grpo.rollout import Message, ToolCall
@@ -56,7 +56,7 @@ def read_messages(
     last = max((k for k, message in enumerate(messages) if message["role"] != "assistant"), default=0)
     for message in [] if keeps_thinking else messages[:last]:
         if message["role"] == "assistant":
-            message["content"] = without_thinking(message["content"])
+            message["content"] = behind_thinking(message["content"]).strip()
     return messages if shown is None else with_pictures_of(messages, shown)
 
 

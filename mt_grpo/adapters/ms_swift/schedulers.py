@@ -12,6 +12,7 @@ from typing import Any
 from mt_grpo.adapters.ms_swift.loop import add_response, drive, drive_all
 from mt_grpo.adapters.ms_swift.protocol import RolloutOutput, logprobs_of
 from mt_grpo.adapters.ms_swift.rewards import MathAccuracy
+from mt_grpo.conversation.formats.base import behind_thinking
 
 
 class RolloutScheduler:
@@ -198,17 +199,8 @@ class ThinkingModelTipsScheduler(MathTipsMultiTurnScheduler):
             )
             if self.check_finished(request, choice, turn):
                 return outputs
-            request.messages[-1]["content"] = without_thinking(choice.message.content)
+            request.messages[-1]["content"] = behind_thinking(choice.message.content).strip()
             request = self.step(request, choice, turn)["infer_request"]
-
-
-def without_thinking(text: str) -> str:
-    """What stands behind the thinking.
-
-    >>> without_thinking("<think>a</think> b"), without_thinking("b")
-    ('b', 'b')
-    """
-    return text.rpartition("</think>")[2].strip()
 
 
 # `tool_call_scheduler`: calls as ReAct writes them, whose results go on in the same message.

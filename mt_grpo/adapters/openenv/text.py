@@ -85,7 +85,8 @@ class OpenEnvText:
         content = result.get("content") if isinstance(result, dict) else None
         if not isinstance(content, list) or not all(isinstance(each, dict) and "type" in each for each in content):
             return in_parts(self.shown(as_text(result)))
-        text = "\n".join(map(content_text, content))
+        structured = result.get("structured_content", result.get("structuredContent"))
+        text = as_text(structured) if not content and structured is not None else "\n".join(map(content_text, content))
         if result.get("is_error") or result.get("isError"):
             raise CallFailed(text)
         return in_parts(self.shown(text))

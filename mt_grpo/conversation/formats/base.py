@@ -88,6 +88,20 @@ def thinking_length(text: str, before: str, opening: str = "<think>", closing: s
     return end + len(closing) if end >= 0 else None
 
 
+def behind_thinking(text: str) -> str:
+    """What stands behind a turn's thinking, by the tags of whatever family has them in the text.
+
+    A generation prompt may have opened `<think>`; other families' tags count only where both stand in the text.
+
+    >>> [behind_thinking(text) for text in ("a</think> b", "<|channel>thought\\na<channel|> b", "so <|end|> b")]
+    [' b', ' b', 'so <|end|> b']
+    """
+    for family, (opening, closing) in THINKING_TAGS.items():
+        if family == "most" or opening.strip() in text.partition(closing)[0]:
+            text = text.rpartition(closing)[2]
+    return text
+
+
 def opened_in(text: str, openings: str, closings: str) -> str:
     """The end of a text from where it opens a call or an answer that it does not close.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mt_grpo.conversation.formats.base import SEVERAL_CALLS, THINKING_TAGS, ChatFormat, parse_call
+from mt_grpo.conversation.formats.base import SEVERAL_CALLS, THINKING_TAGS, ChatFormat, parse_call, thinking_length
 from mt_grpo.conversation.formats.control_tokens import Origin, clean_schema
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Message, ToolCall, ToolResult
@@ -167,9 +167,11 @@ class HermesFormat(ChatFormat):
         for k, message in enumerate(messages):
             count = next((n for n, m in enumerate(messages[k + 1 :]) if m["role"] != "tool"), len(messages) - k - 1)
             if message["role"] == "assistant" and count and "tool_calls" not in message:
-                calls, beside = self.syntax.split(message["content"], tools)
+                thinking = thinking_length(message["content"], "", *self.thinking)
+                start = len(message["content"]) if thinking is None else thinking
+                calls, beside = self.syntax.split(message["content"][start:], tools)
                 calls = (calls + [ToolCall(None, {})] * count)[:count]
-                message = {**self.turn_message(calls), "content": beside.strip()}
+                message = {**self.turn_message(calls), "content": (message["content"][:start] + beside).strip()}
             written.append(message)
         return written
 
@@ -254,4 +256,4 @@ def call_id(index: int) -> str:
 
 def plain_name(call: ToolCall) -> str:
     """The name of a call's tool as a result gives it. What a model wrote as a name may be anything."""
-    return call.name if call.name and re.fullmatch(r"[\w.-]{1,64}", call.name) else "unknown"
+    return call.name if call.name and re.fullmatch(r"[\w.:/-]{1,128}", call.name) else "unknown"

@@ -182,9 +182,53 @@ def read_python(call: CallText, tools: dict[str, Callable], raw: bool = False) -
     body = call.body.strip()
     calls = python_calls(body, raw)
     if calls is None:  # then those that can be read, one by one
-        parts = re.split(r"(?<=\)),\s*(?=\w+\()", body.removeprefix("[").removesuffix("]"))
-        calls = [c for part in parts for c in python_calls(part, raw) or [ToolCall(None, {}, UNREADABLE_CALL)]]
+        parts = python_parts(body.removeprefix("[").removesuffix("]"), raw)
+        calls = [c for part in parts for c in python_call(part, raw) or [ToolCall(None, {}, UNREADABLE_CALL)]]
     return calls
+
+
+def python_parts(text: str, raw: bool) -> list[str]:
+    r"""The calls of a list, apart: cut where a call ends and another begins, outside of strings, lists and objects.
+
+    All of the text where it is unclear what is a string.
+
+    >>> python_parts("note(text='f(x), g(y)'), bad(1), add(a=2)", False)
+    ["note(text='f(x), g(y)')", 'bad(1)', 'add(a=2)']
+    >>> python_parts(r"w(p='C:\'), x(q='y')", True)  # does the backslash escape the quote?
+    ["w(p='C:\\'), x(q='y')"]
+    """
+    found, begins = [], re.compile(r"\s*[\w.:/-]+\(")
+    for escapes in (True, False) if raw else (True,):
+        cuts, depth, quote, escaped, ended = [0], 0, "", False, False
+        for k, each in enumerate(text):
+            if quote:
+                quote = "" if each == quote and not escaped else quote
+                escaped = escapes and each == "\\" and not escaped
+            elif each in "'\"":
+                quote, escaped = each, False
+            elif each in "[{":
+                depth += 1
+            elif each in "]}":
+                depth -= 1
+            elif each == "," and ended and depth == 0 and begins.match(text, k + 1):
+                cuts.append(k + 1)
+            ended = each == ")" or ended and each.isspace()
+        ends = [*(cut - 1 for cut in cuts[1:]), len(text)]
+        found.append([text[start:end].strip() for start, end in zip(cuts, ends)])
+    return found[0] if found.count(found[0]) == len(found) else [text]
+
+
+def python_call(text: str, raw: bool) -> list[ToolCall] | None:
+    """The call in a part of a list, whose tool may have a name that Python does not take; None: it cannot be read.
+
+    >>> python_call("fs.get-file(path='a')", False)
+    [ToolCall(name='fs.get-file', arguments={'path': 'a'}, error=None)]
+    """
+    found = re.match(r"([\w.:/-]+)\(", text)
+    if found is None or found[1].isidentifier():
+        return python_calls(text, raw)
+    calls = python_calls("call" + text[found.end() - 1 :], raw)
+    return calls and [ToolCall(found[1], call.arguments) for call in calls]
 
 
 def python_value(node: ast.expr, source: str, doubled: bool) -> Any:
@@ -199,8 +243,11 @@ def python_calls(text: str, raw: bool = False) -> list[ToolCall] | None:
 
     >>> [python_calls(r"look(path='C:\new')", raw)[0].arguments["path"] for raw in (True, False)]
     ['C:\\new', 'C:\new']
+    >>> python_calls(r"look(path='C:\new', of='a\'b')", True)[0].arguments  # the escape of one costs the other nothing
+    {'path': 'C:\\new', 'of': "a'b"}
     """
-    texts = [text.replace("\\", "\\\\"), text] if raw else [text]
+    kept = re.sub(r"\\(?!['\"])", r"\\\\", text)  # those that escape no quote
+    texts = [text.replace("\\", "\\\\"), kept, text] if raw else [text]
     # No template escapes the ends of lines.
     sources = [(one != text, each) for one in texts for each in (one, one.replace("\n", "\\n"))]
     for doubled, source in sources:

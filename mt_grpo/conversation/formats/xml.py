@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 from mt_grpo.conversation.formats.base import ChatFormat, parse_call, thinking_length
@@ -30,13 +31,23 @@ def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
 
 
 def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
-    """(call, answer) of a turn's text behind its thinking. At most one of them is there."""
+    """(call, answer) of a turn's text behind its thinking. At most one of them is there.
+
+    >>> parse_tags("<reasoning>Not <answer>1.</reasoning><answer>2</answer>")
+    (None, '2')
+    >>> parse_tags("<answer>It ends with </reasoning></answer>")  # which is a text of the answer
+    (None, 'It ends with </reasoning>')
+    """
     end = min((text.find(tag) for tag in CLOSING_TAGS if tag in text), default=len(text))
-    # Tags that the model only mentions while it reasons open nothing.
-    start = max(
-        (text.rfind(tag, 0, end) + len(tag) for tag in ("</think>", "</reasoning>") if tag in text[:end]), default=0
-    )
-    body, closing = text[start:end], text[end:]
+    body, closing = text[:end], text[end:]
+    # Tags that the model only mentions while it reasons open nothing. It may mention, too, what ends its reasoning: in
+    # an answer or a call, and then nothing opens another one behind it.
+    ends = [found.end() for found in re.finditer("</think>|</reasoning>", body)]
+    last = max(body.rfind("<tool>"), body.rfind("<answer>"))
+    first = re.search("<think>|<reasoning>|<tool>|<answer>", body)
+    reasons = not closing or first is None or first[0] in ("<think>", "<reasoning>")
+    start = max([k for k in ends if k <= last] or (ends if reasons else []), default=0)
+    body = body[start:]
     opened, answer = body.find("<tool>"), body.find("<answer>")
     if closing.startswith("</answer>") and answer >= 0 and not 0 <= opened < answer:
         return None, body[answer + len("<answer>") :].strip()

@@ -111,7 +111,7 @@ class Shown(str):
 
 
 LEFT_OUT = Shown("...")  # the default of an optional parameter whose schema has no default
-OTHERS = "others"  # the name in a signature for all parameters whose names Python does not take
+OTHERS = "others"  # in a signature: all parameters that the schema leaves open, or whose names Python does not take
 
 
 def named_tools(tools: Iterable) -> dict[str, Callable]:
@@ -154,7 +154,8 @@ def as_tool(tool: Any) -> Callable:
             if is_name(name)
         ]
         others = {name: name in required for name in properties if not is_name(name)}
-        if others:
+        takes_further = described.get("additionalProperties") not in (None, False)
+        if others or takes_further:
             parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=Any))
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
@@ -177,7 +178,7 @@ def as_tool(tool: Any) -> Callable:
     made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     made.__signature__ = inspect.Signature(parameters, return_annotation=returned_by(tool.run))
     made.json_schema = {**function, "name": tool.name}
-    made.others = others
+    made.others, made.takes_further = others, takes_further
     return made
 
 
@@ -204,6 +205,7 @@ def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
         parameters=[own, *inspect.signature(described).parameters.values()], return_annotation=ToolResult
     )
     method.json_schema, method.others = described.json_schema, described.others
+    method.takes_further = described.takes_further
     method.as_written = True  # who runs it reads the arguments itself
     return method
 
@@ -230,7 +232,8 @@ def is_name(name: str) -> bool:
 def check_others(tool: Callable, signature: inspect.Signature, arguments: dict[str, Any]) -> None:
     """Raise `TypeError` for unknown or missing arguments of a tool with names that Python does not take."""
     if others := getattr(tool, "others", None):
-        unknown = [name for name in arguments if name not in signature.parameters and name not in others]
+        known = {**signature.parameters, **others, **(arguments if getattr(tool, "takes_further", False) else {})}
+        unknown = [name for name in arguments if name not in known]
         missing = [name for name, required in others.items() if required and name not in arguments]
         if unknown:
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
