@@ -83,8 +83,7 @@ def compare_ranks(
     # An environment or an agent may end a conversation behind a turn that was cut off, and give another reason.
     cut_off = [
         rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
-        or bool(rollout.turns)
-        and rollout.turns[-1].finish_reason == "length"
+        or [turn.finish_reason for turn in rollout.turns[-1:]] == ["length"]
         for rollout in rollouts
     ]
     num_further = sum(len(trained_records(r)) - 1 for r in rollouts)

@@ -1604,4 +1604,32 @@ MUTATIONS = [
         "if False:",
         "tests/conversation/test_formats.py::test_values_in_lists_and_dicts_of_a_family_that_escapes_only_those",
     ),
+    Mutation(
+        "a call that was only thought stands in an edited history",
+        "mt_grpo/conversation/formats/hermes.py",
+        '                start = len(message["content"]) if thinking is None else thinking\n',
+        "                start = 0 if thinking is None else 0\n",
+        "tests/conversation/test_formats.py::test_a_call_that_was_only_thought_is_not_that_of_a_result",
+    ),
+    Mutation(
+        "a text in an argument of LFM2 is run as a call",
+        "mt_grpo/conversation/formats/native.py",
+        '            elif each in "\'\\"":\n',
+        '            elif each in "":\n',
+        "tests/conversation/test_formats.py::test_a_text_inside_an_argument_is_no_call",
+    ),
+    Mutation(
+        "further arguments that a schema takes are refused",
+        "mt_grpo/conversation/tools/signature.py",
+        "        if others or takes_further:",
+        "        if others:",
+        "tests/conversation/test_environments.py::test_a_tool_whose_schema_takes_further_arguments_gets_them",
+    ),
+    Mutation(
+        "an action is taken from the thinking of Gemma and gpt-oss",
+        "mt_grpo/conversation/formats/base.py",
+        '        if family == "most" or opening.strip() in',
+        '        if family == "most" and opening.strip() in',
+        "tests/adapters/test_gym.py::test_what_was_thought_is_no_action",
+    ),
 ]

@@ -377,4 +377,11 @@ MUTATIONS = [
         "if False:",
         "tests/generation/test_sharded.py::test_sharding_that_accelerate_does_not_do_is_refused",
     ),
+    Mutation(
+        "a step that an epoch cut short moves the save points",
+        "mt_grpo/recipe/refusals.py",
+        "        if per_batch % args.gradient_accumulation_steps:  #",
+        "        if False:  #",
+        "tests/recipe/test_recipes.py::test_save_points_where_an_epoch_may_end_with_a_shorter_step",
+    ),
 ]

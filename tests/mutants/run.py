@@ -736,4 +736,32 @@ MUTATIONS = [
         "            assert merged\n",
         "tests/generation/test_colocate.py::test_an_adapter_reaches_the_engine_and_leaves_the_frozen_weights_as_they_are",
     ),
+    Mutation(
+        "an adapter beside its reference goes on from its beginning",
+        "mt_grpo/run/loading.py",
+        "            load_first_adapter(Path(checkpoint), trainer.model)\n",
+        "            assert load_first_adapter\n",
+        "tests/run/test_checkpoints.py::test_an_adapter_of_ones_own_goes_on_beside_its_reference",
+    ),
+    Mutation(
+        "weights of several types are loaded in the first one's",
+        "mt_grpo/run/checkpoints.py",
+        "from_pretrained(folder, dtype=torch.float32).state_dict()",
+        "from_pretrained(folder, dtype=model.dtype).state_dict()",
+        "tests/run/test_checkpoints.py::test_a_model_with_experts_goes_on_from_its_own_weights",
+    ),
+    Mutation(
+        "metrics behind an evaluation are those of none",
+        "mt_grpo/run/trainer.py",
+        "            self.model.train(training)\n",
+        "            assert training in (True, False)\n",
+        "tests/method/test_trainer.py::test_metrics_behind_an_evaluation_are_those_of_training",
+    ),
+    Mutation(
+        "several evaluation datasets share their metrics",
+        "mt_grpo/run/trainer.py",
+        "        if self._of_data and not self.model.training:",
+        "        if False:",
+        "tests/method/test_batch.py::test_several_data_sets_of_an_evaluation_have_their_own_means",
+    ),
 ]

@@ -1346,4 +1346,11 @@ MUTATIONS = [
         "                pass",
         "tests/training/test_reward_calls.py::test_a_reward_of_a_result_that_nothing_counts_is_told",
     ),
+    Mutation(
+        "a rollout that an environment ended behind a cut turn is trained",
+        "mt_grpo/training/records.py",
+        '        or [turn.finish_reason for turn in rollout.turns[-1:]] == ["length"]\n',
+        "",
+        "tests/training/test_records.py::test_a_rollout_whose_last_turn_was_cut_off_is_truncated_whoever_ended_it",
+    ),
 ]
