@@ -807,7 +807,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         the tokens of all rows, and takes the number of rollouts from the prompts.
         """
         batch = self.batch
-        batch.facts = conversation_columns(batch.rollouts, self.accelerator)  # (N, 14)
+        batch.facts = conversation_columns(batch.rollouts, self.accelerator)  # (N, 16)
         sampled = batch.dropped + batch.rollouts  # the metrics are of all of them
         facts = conversation_columns(sampled, self.accelerator, True) if batch.num_rounds else batch.facts
         metrics, num_tokens = conversation_metrics(facts)

@@ -28,23 +28,23 @@ def _answer(turns: list[Any]) -> str | None:
 def right_corner_reward_func(
     rollout_turns: list[list[Any]], corner: list[str], **kwargs: Any
 ) -> list[list[float | None]]:
-    """Reward each turn that looks where it should: 0.5 if one of its calls runs and asks for the row's corner.
+    """Reward the first turn that looks where it should: 0.5 if its calls run and all ask for the row's corner.
 
-    0.0 for another corner and for a call that fails; None for a turn that got no result.
+    0.0 for another corner, for a call that fails, and for looking there again; None for a turn that got no result. A
+    turn that looks everywhere has not chosen.
     """
-    return [
-        [
-            0.5
-            * any(
+    rewards = []
+    for turns, asked in zip(rollout_turns, corner, strict=True):
+        found, row = False, []
+        for turn in turns:
+            here = bool(turn.results) and all(
                 call.arguments.get("corner") == asked and result.error is None
                 for call, result in zip(turn.calls, turn.results, strict=False)
             )
-            if turn.results
-            else None
-            for turn in turns
-        ]
-        for turns, asked in zip(rollout_turns, corner, strict=True)
-    ]
+            row.append(0.5 * (here and not found) if turn.results else None)
+            found = found or here
+        rewards.append(row)
+    return rewards
 
 
 # --- Outcome rewards -------------------------------------------------------------------------------------------------

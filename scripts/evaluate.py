@@ -243,7 +243,7 @@ def evaluate(
     found = next((scores[name] for name in turn_names if any(n in name for n in RESULT_FOUND)), None)
     found = found and [found_or_not(*each) for each in zip(found, repeated, rollouts, strict=True)]
     answers = [row.get("answer") for row in repeated]
-    has_tools = bool(env.tools) or any(r.tools or any(turn.calls for turn in r.turns) for r in rollouts)
+    has_tools = bool(env.tools) or any(r.tools or any(turn.results for turn in r.turns) for r in rollouts)
     seen = any(result.pictures for rollout in rollouts for turn in rollout.turns for result in turn.results)
     if found is None and has_tools and not seen and all(isinstance(answer, str) for answer in answers):
         read = [[result.text for turn in rollout.turns for result in turn.results] for rollout in rollouts]

@@ -22,6 +22,7 @@ first, then the latest; of equal conversations one stays.
 import argparse
 import itertools
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -61,10 +62,11 @@ def chosen(
         and row["error"] is None
         and row["stop_reason"] not in CUT_OFF
         and row["turns"]
+        and (row["turns"][-1].get("finish_reason") != "length" or row["stop_reason"] == "agent_done")
         and (min_reward is None or (row["reward"] is not None and row["reward"] >= min_reward))
-        and all((row["rewards"].get(name) or 0.0) >= least for name, least in minima.items())
+        and all(row["rewards"].get(name) is not None and row["rewards"][name] >= k for name, k in minima.items())
     ]
-    good.sort(key=lambda row: (-(row["reward"] or 0.0), -row["step"]))
+    good.sort(key=lambda row: (math.inf if row["reward"] is None else -row["reward"], -row["step"]))
     kept, seen, counts = [], set(), Counter()
     for row in good:
         whole, prompt = (json.dumps(part) for part in (row["messages"], row["messages"][: row["num_prompt_messages"]]))

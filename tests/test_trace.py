@@ -56,7 +56,7 @@ FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
     "compare_ranks", "failed", "complete", "sync_weights", "rows_of_step", "start_next", "_refills", "_begin",
-    "_in_its_place",
+    "_in_its_place", "is_cut_off",
 }  # fmt: skip
 TOKEN_CHECKS = {
     "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
@@ -71,7 +71,7 @@ TEXTS = {  # calls, results and control tokens as text
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
-    "is_nested",
+    "is_nested", "begun", "opened_in", "opens_first",
     "_before", "_end_of_turn", "results", "with_turns", "observed", "tool_seconds",
     "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip

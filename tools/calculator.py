@@ -84,6 +84,8 @@ def _evaluate(node: ast.expr) -> float:
         return _checked(node.value)
     if isinstance(node, ast.UnaryOp) and type(node.op) in UNARY_OPERATORS:
         return UNARY_OPERATORS[type(node.op)](_evaluate(node.operand))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and isinstance(node.right, ast.UnaryOp):
+        raise ValueError("% is the remainder of a division: write 50 / 100 for 50%")  # 50% + 20 would be 50 % (+20)
     if isinstance(node, ast.BinOp) and type(node.op) in BINARY_OPERATORS:
         left, right = _evaluate(node.left), _evaluate(node.right)
         _refuse(node.op, left, right)

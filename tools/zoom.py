@@ -29,7 +29,7 @@ import random
 import zlib
 from typing import Any, Literal
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 Corner = Literal["top left", "top right", "bottom left", "bottom right"]
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
@@ -55,7 +55,7 @@ def opened(image: Any) -> Image.Image:
         raise ValueError(f"the column 'image' is {image!r:.80}, expected an image of PIL, bytes, a data URI or a path")
     if image.width != image.height or image.width < PARTS:
         raise ValueError(f"the image is {image.width} x {image.height}, expected a square of at least {PARTS}")
-    return image.convert("RGB")
+    return ImageOps.exif_transpose(image).convert("RGB")  # upright, as the model sees it
 
 
 def another(corner: str, image: Image.Image) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from mt_grpo.base.bounded_yaml import BoundedLoader
+from mt_grpo.base.bounded_yaml import RecipeLoader
 from mt_grpo.base.errors import error_line
 from mt_grpo.conversation.formats.base import ChatFormat, load_json
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
@@ -52,7 +52,7 @@ def read_prompt_examples(path: str | None) -> list[list[Message]]:
         if path.endswith(".jsonl"):
             found = [json.loads(line) for line in text.split("\n") if line.strip()]
         else:
-            found = json.loads(text) if path.endswith(".json") else yaml.load(text, BoundedLoader)
+            found = json.loads(text) if path.endswith(".json") else yaml.load(text, RecipeLoader)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{KEY}: {path!r} cannot be read: {error_line(error)}. {SHAPE}") from error
     return check_examples(found, f"{KEY}: {path}")

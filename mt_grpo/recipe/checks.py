@@ -488,6 +488,13 @@ def prepare_env(
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     splits = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
     splits = [split for split in splits if split is not None]
+    best = (args.metric_for_best_model or "").removeprefix("eval_")
+    if isinstance(eval_dataset, dict) and best and not best.startswith(tuple(f"{each}_" for each in eval_dataset)):
+        raise ValueError(
+            f"metric_for_best_model={args.metric_for_best_model!r} with the evaluation datasets "
+            f"{', '.join(eval_dataset)}: each has metrics of its own. Expected one of them, such as "
+            f"{next(iter(eval_dataset), 'NAME')}_reward."
+        )
     named = [(train_dataset, "train_dataset"), *((split, "eval_dataset") for split in splits)]
     for split, where in named:
         check_dataset(split, where, env)

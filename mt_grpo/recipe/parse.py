@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections.abc
+import collections
 import dataclasses
 import difflib
 import logging
@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 from trl import ModelConfig, TrlParser
 
-from mt_grpo.base.bounded_yaml import BoundedLoader
+from mt_grpo.base.bounded_yaml import RecipeLoader
 from mt_grpo.base.errors import error_line, sentence
 from mt_grpo.base.fields import keys_that
 from mt_grpo.base.files import absolute
@@ -38,33 +38,6 @@ from mt_grpo.recipe.refusals import REFUSED_KEYS
 from mt_grpo.rollout import join
 
 logger = logging.getLogger(__name__)
-
-
-class RecipeLoader(BoundedLoader):
-    """`BoundedLoader` that raises `YAMLError` for a key that is set twice; the original uses the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        lines: dict[Any, int] = {}
-        for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue
-            key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if isinstance(key, collections.abc.Hashable) and lines.setdefault(key, line) != line:
-                raise yaml.YAMLError(
-                    f"{key!r} is set on line {lines[key]} and again on line {line}. Remove one of them."
-                )
-        return super().construct_mapping(node, deep)
-
-
-def plain_number(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
-    """A number; `1:30` stays text, which no number's key takes. YAML 1.1 would read it as 90."""
-    if ":" in node.value:
-        return node.value
-    return {"int": loader.construct_yaml_int, "float": loader.construct_yaml_float}[node.tag.rpartition(":")[2]](node)
-
-
-for tag in ("int", "float"):
-    RecipeLoader.add_constructor(f"tag:yaml.org,2002:{tag}", plain_number)
 
 
 class RecipeParser(TrlParser):
@@ -200,6 +173,11 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     return recipe
 
 
+# What huggingface_hub, datasets and transformers read as they are imported, which is before a recipe is read.
+READ_AT_IMPORT = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_DATASETS_CACHE",
+                  "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE"}  # fmt: skip
+
+
 def check_variables(variables: Any, path: str) -> None:
     """Raise `ValueError` unless the `env` of a recipe can be set as environment variables."""
     if not isinstance(variables, dict):
@@ -210,6 +188,11 @@ def check_variables(variables: Any, path: str) -> None:
         if not isinstance(name, str) or not re.fullmatch(r"[^=\0]+", name):
             raise ValueError(
                 f"env: {name!r:.200} in {path} is no name of an environment variable. Expected text without =."
+            )
+        if name in READ_AT_IMPORT:
+            raise ValueError(
+                f"env: {name} in {path} has no effect: the Hub's library reads it before a recipe is read. Set it in "
+                "the shell."
             )
         if not isinstance(value, (str, int, float)) or "\0" in str(value):
             raise ValueError(

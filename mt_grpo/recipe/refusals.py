@@ -431,8 +431,8 @@ def check_save_points(args: GRPOConfig) -> None:
             raise ValueError(
                 f"{key}={given} with gradient_accumulation_steps={args.gradient_accumulation_steps} and batches of "
                 f"rollouts of {per_batch} forward passes (steps_per_generation x num_iterations): a step behind the "
-                f"first epoch may end in the middle of a batch. Set gradient_accumulation_steps to a divisor of "
-                f"{per_batch}, or {'save' if key == 'save_steps' else 'evaluate'} by epochs."
+                f"first epoch may end in the middle of a batch. Set gradient_accumulation_steps to a divisor or a "
+                f"multiple of {per_batch}, or {'save' if key == 'save_steps' else 'evaluate'} by epochs."
             )
         if given < 1 and args.max_steps <= 0:
             raise ValueError(

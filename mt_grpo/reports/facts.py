@@ -33,7 +33,7 @@ WORD = r"[\w-]+"  # a tool's name is one
 def steps_of(num_rows: int, args: Any) -> tuple[int, int, int]:
     """(batches of an epoch, its optimizer steps, those of the run)."""
     batches = num_rows // (args.generation_batch_size // args.num_generations)
-    steps = batches * args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps
+    steps = math.ceil(batches * args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps)
     return batches, steps, args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
 
 
@@ -126,7 +126,7 @@ def facts_of_batches(
 ) -> Facts:
     """The metrics of these batches, over all ranks, and what this rank's rollouts add to them.
 
-    INVARIANT: `batches` are all that were rolled out since training began, as the metrics are.
+    INVARIANT: the metrics are of these batches, and of no other.
 
     Args:
         args: The settings of the run.

@@ -10,6 +10,9 @@ from typing import Any
 from mt_grpo.reports.troubles import troubles_at_end
 from mt_grpo.run.trainer import ResumableTrainer
 
+# What an evaluation does not take from the run.
+OF_A_RUN = {"config", "model_name_or_path", "output_dir", "resume_from_checkpoint", "seed", "max_steps", "preflight"}
+
 
 def say_last_lines(trainer: ResumableTrainer, script_args: Any, argv: list[str] | None) -> None:
     """Print them on rank 0.
@@ -32,11 +35,11 @@ def last_lines(args: Any, script_args: Any, argv: list[str]) -> list[str]:
 
     >>> from types import SimpleNamespace as S
     >>> for line in last_lines(S(output_dir="/runs/a b", log_rollouts=16), S(dataset_name="chain"),
-    ...                        ["--config", "x.yaml"]):
+    ...                        ["--config", "x.yaml", "--max_env_steps", "6", "--output_dir", "/runs/a b"]):
     ...     print(line)
     model    /runs/a b
     look     python scripts/view_rollouts.py '/runs/a b'
-    measure  python scripts/evaluate.py --config x.yaml --model '/runs/a b'
+    measure  python scripts/evaluate.py --config x.yaml --model '/runs/a b' --max_env_steps 6
     """
     folder = str(args.output_dir).removeprefix(f"{Path.cwd()}/")
     lines = [f"model    {folder}"]
@@ -45,6 +48,7 @@ def last_lines(args: Any, script_args: Any, argv: list[str]) -> list[str]:
     recipe = recipe_of(argv)
     if recipe is not None and has_test_rows(script_args):
         command = f"python scripts/evaluate.py --config {shlex.quote(recipe)} --model {shlex.quote(folder)}"
+        command = " ".join([command, *map(shlex.quote, overrides(argv))])
         lines.append(f"measure  {command}")
     return lines
 
@@ -61,6 +65,22 @@ def recipe_of(argv: list[str]) -> str | None:
         if flag.startswith("--config="):
             return flag.partition("=")[2]
     return None
+
+
+def overrides(argv: list[str]) -> list[str]:
+    """The arguments that an evaluation takes, too: without the recipe, and without what is of this run alone.
+
+    >>> overrides(["--config=x.yaml", "--seed", "3", "--use_vllm", "true", "--outcome_reward_weights", "1", "0"])
+    ['--outcome_reward_weights', '1', '0']
+    """
+    kept: list[str] = []
+    taken = False
+    for word in argv:
+        if word.startswith("--"):
+            key = word[2:].partition("=")[0].replace("-", "_")
+            taken = key not in OF_A_RUN and not key.startswith(("vllm_", "server_", "use_vllm"))
+        kept += [word] if taken else []
+    return kept
 
 
 def has_test_rows(script_args: Any) -> bool:

@@ -15,12 +15,12 @@ from mt_grpo.conversation.tools.threads import HUNG
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import FAILURES, Rollout, StopReason
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.records import tokens_read_again, trained_records
+from mt_grpo.training.records import is_cut_off, tokens_read_again, trained_records
 from mt_grpo.training.tensors import nanstd, nansum
 
 
 def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool = False) -> torch.Tensor:
-    """What `conversation_metrics` is made of, (N, 15), over all ranks. What a rollout copied counts once. Collective.
+    """What `conversation_metrics` is made of, (N, 16), over all ranks. What a rollout copied counts once. Collective.
 
     One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks. `uneven`: ranks
     may have different numbers of rollouts.
@@ -41,6 +41,7 @@ def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool
                 sum(t.open_thinking for t in r.turns),
                 *tokens_read_again(r),
                 sum(len(t.results) for t in r.own_turns),
+                is_cut_off(r),
             ]
             for r in rollouts
         ],
@@ -54,8 +55,8 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
     """(metrics of conversations, number of their prompt tokens and sampled tokens), of `conversation_columns`."""
     reasons = list(StopReason)
     prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records = columns.T[:11]
-    unclosed, again, read, results = columns.T[11:]
-    truncated = (stop == reasons.index(StopReason.MAX_TOKENS)) | (stop == reasons.index(StopReason.CONTEXT_LENGTH))
+    unclosed, again, read, results, cut_off = columns.T[11:]
+    truncated = cut_off > 0
     lost = torch.isin(stop, torch.tensor([float(reasons.index(each)) for each in FAILURES], device=stop.device))
     ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
     metrics = {}
@@ -64,6 +65,8 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
         metrics[f"completions/min_{suffix}length"] = values.min().item()
         metrics[f"completions/max_{suffix}length"] = values.max().item()
     attempted = results.sum().clamp(min=1)  # not the calls of a last turn, which nothing runs any more
+    if not results.sum() and calls.sum():
+        attempted = torch.tensor(math.nan)  # a scheduler runs them itself: whether they fail is not known
     metrics |= {
         "completions/clipped_ratio": truncated.float().mean().item(),
         "completions/mean_total_length": total.mean().item(),
@@ -118,7 +121,7 @@ class EvaluationMetrics:
     """
 
     def __init__(self):
-        self.columns: list[torch.Tensor] = []  # of each batch, (N, 15)
+        self.columns: list[torch.Tensor] = []  # of each batch, (N, 16)
         self.rewards: list[torch.Tensor] = []  # of each batch, (N, F)
 
     def add(self, metrics: dict[str, list[float]], batch: Batch, total: int | None) -> None:
@@ -147,7 +150,7 @@ class EvaluationMetrics:
 
         >>> whole, metrics = EvaluationMetrics(), {"reward": [2 / 3, 1.0], "entropy": [1.0, 2.0], "x/max": [3.0, 1.0]}
         >>> whole.rewards = [torch.tensor([[1.0], [0.0], [1.0]]), torch.tensor([[1.0]])]
-        >>> whole.columns = [torch.zeros(3, 15), torch.zeros(1, 15)]
+        >>> whole.columns = [torch.zeros(3, 16), torch.zeros(1, 16)]
         >>> whole.finish(metrics, ["match"], torch.ones(1))
         >>> {name: metrics[name] for name in ("reward", "rewards/match/mean", "entropy", "x/max")}
         {'reward': [0.75], 'rewards/match/mean': [0.75], 'entropy': [1.25], 'x/max': [3.0]}

@@ -280,7 +280,9 @@ class FirstBatch(TrainerCallback):
 
 def facts_so_far(trainer: ResumableTrainer, batches: list[Batch]) -> Facts:
     """`facts_of_batches` of a trainer that has rolled out these."""
-    metrics, unused = trainer._metrics["train"], trainer._reward_use.unused
+    # A step may have had batches before these.
+    metrics = {name: values[-len(batches) :] for name, values in trainer._metrics["train"].items()}
+    unused = trainer._reward_use.unused
     return facts_of_batches(trainer.args, metrics, trainer.reward_functions, unused, batches)
 
 

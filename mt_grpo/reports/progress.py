@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             row = {name: as_json(value) for name, value in row.items()}
             kind = next((kind for kind in ("eval_reward", "reward", "train_runtime") if kind in row), "")
+            kind = kind or name_of_evaluation(row)
             if kind == "reward":  # a run that was resumed before them: these steps were given up
                 rows = {key: each for key, each in rows.items() if key[0] <= row["step"]}
             rows[row["step"], kind] = row
@@ -216,21 +219,24 @@ def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, s
     '1200/7500  reward 0.86  exact_match 0.39  calls ok 75%  2.1 s  3.7 h left'
     >>> log_line({"eval_reward": 0.5, "eval_runtime": 3.0}, 12, 75, None, 2.1)
     'evaluation 12/75  reward 0.50  3.0 s'
+    >>> log_line({"eval_hard_reward": 0.5, "eval_hard_runtime": 3.0}, 12, 75, None, 2.1)
+    'evaluation hard 12/75  reward 0.50  3.0 s'
     >>> log_line({"train_runtime": 140.2, "train_loss": 0.1}, 75, 75, None, None)
     'trained 75 steps in 140 s'
     """
     if "train_runtime" in logs:
         return f"trained {step} steps in {logs['train_runtime']:.0f} s"
-    evaluation = any(name.startswith("eval_") for name in logs)
-    values = {name.removeprefix("eval_"): value for name, value in logs.items()}
-    parts = {"step": f"evaluation {step}/{steps}" if evaluation else f"{step}/{steps}"}
+    evaluation, data = any(name.startswith("eval_") for name in logs), name_of_evaluation(logs)
+    values = {name.removeprefix("eval_").removeprefix(f"{data}_"): value for name, value in logs.items()}
+    what = " ".join(filter(None, ["evaluation", data, f"{step}/{steps}"]))
+    parts = {"step": what if evaluation else f"{step}/{steps}"}
     label = (outcome or "").removesuffix("_reward_func")
     label = label if len(label) <= MOST_NAME else f"{label[: MOST_NAME - 1]}…"
     shown = [("reward", "reward", 2), (f"rewards/{outcome}/mean", label, 2), ("turns/mean", "turns", 1)]
     for name, words, digits in shown:
         if is_shown(values.get(name)):
             parts[name] = f"{words} {values[name]:.{digits}f}"
-    if values.get("tools/call_frequency"):
+    if values.get("tools/call_frequency") and is_shown(values["tools/failure_frequency"]):
         parts["calls"] = f"calls ok {1 - values['tools/failure_frequency']:.0%}"
     took = values.get("runtime") if evaluation else seconds
     if took is not None:
@@ -241,6 +247,16 @@ def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, s
         if len("  ".join(parts.values())) > COLUMNS:
             parts.pop(least, None)
     return "  ".join(parts.values())
+
+
+def name_of_evaluation(logs: Iterable[str]) -> str:
+    """The dataset of a row of an evaluation, where there are several; else empty.
+
+    >>> name_of_evaluation({"eval_hard_reward": 1, "eval_hard_reward_std": 0}), name_of_evaluation({"eval_reward": 1})
+    ('hard', '')
+    """
+    found = (re.fullmatch(r"eval_(.+)_reward", name) for name in logs)
+    return next((match[1] for match in found if match), "")
 
 
 def is_shown(value: Any) -> bool:

@@ -383,7 +383,8 @@ class RolloutLog:
                 continue
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                picture.image.save(partial := path.with_suffix(".partial"), "PNG")
+                partial = path.with_suffix(f".{os.getpid()}.partial")  # other ranks may write the same picture
+                picture.image.save(partial, "PNG")
                 partial.rename(path)
             except OSError as error:
                 logger.warning(f"{path} cannot be written: {error}. The run goes on without it.")

@@ -66,6 +66,17 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
     return int(differ[0]) if len(differ) else size
 
 
+def is_cut_off(rollout: Rollout) -> bool:
+    """Whether a token limit ended a rollout, or its last turn. An environment may give another reason for such an end.
+
+    An agent sets limits of its own, such as one token for a yes or no, and decides what a turn that was cut off means.
+    """
+    if rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH):
+        return True
+    cut = rollout.turns and rollout.turns[-1].finish_reason == "length"
+    return bool(cut) and rollout.stop_reason != StopReason.AGENT_DONE
+
+
 def compare_ranks(
     rollouts: list[Rollout], args: Any, step: int
 ) -> tuple[int, list[bool], list[bool], list[int], list[int]]:
@@ -80,12 +91,7 @@ def compare_ranks(
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
     no_room = [isinstance(error, PromptTooLong) for error in errors]
-    # An environment or an agent may end a conversation behind a turn that was cut off, and give another reason.
-    cut_off = [
-        rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH)
-        or [turn.finish_reason for turn in rollout.turns[-1:]] == ["length"]
-        for rollout in rollouts
-    ]
+    cut_off = [is_cut_off(rollout) for rollout in rollouts]
     num_further = sum(len(trained_records(r)) - 1 for r in rollouts)
     turns, copied = [len(rollout.turns) for rollout in rollouts], [rollout.num_copied for rollout in rollouts]
     reports = gather_object([(num_further, failed, text, no_room, cut_off, turns, copied)])

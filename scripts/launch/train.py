@@ -288,7 +288,8 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
         f"training with {processes} process(es) on {f'GPU {gpus}' if gpus else 'the CPU'}, "
         f"{f'by {config}, ' if config else ''}output: {plan['output_dir']}"
     )
-    devices = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    on_cpu = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1", "ACCELERATE_USE_CPU": "true"}
+    devices = {"CUDA_VISIBLE_DEVICES": gpus} if gpus else on_cpu
     return command, {**devices, **package_path()}
 
 

@@ -254,6 +254,7 @@ def test_what_was_thought_is_no_action():
         ("<think><action>down</action>", True),
         ("<think><action>down</action></think> So.", False),
         ("<|channel>thought\n<action>down</action><channel|>So.", False),
+        ("<|channel>thought\nNot </think>, nor <action>down</action><channel|>So.", False),
         (analysis, False),
     ):
         reply = game.respond(None, mt.Turn([], None, text, "stop", open_thinking=thinks))

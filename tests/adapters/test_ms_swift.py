@@ -1561,6 +1561,18 @@ def test_what_a_scheduler_does_to_its_request_fails_no_other_rollout():
         run(Cancels, "It is 2.", max_turns=2)
 
 
+def test_a_scheduler_with_a_run_of_its_own_is_not_shown_the_solution_of_its_row():
+    class Runs(Asks):
+        async def run(self, infer_request, request_config, **kwargs):
+            roles.append([message["role"] for message in infer_request.messages])
+            return await super().run(infer_request, request_config, **kwargs)
+
+    roles = []
+    solved = [user("2+2?"), {"role": "assistant", "content": "<answer>4</answer>"}]
+    rollout, llm = run(Runs, "It is 2.", messages=solved, max_turns=1, checked=False)
+    assert roles == [["user"]] and "<answer>4" not in text_of(llm.asked[0][0])
+
+
 def test_a_constructor_may_use_the_tokenizer_and_rows_may_have_messages():
     class Encodes(Asks):
         def __init__(self, *args, **kwargs):

@@ -340,6 +340,8 @@ ADDS = '<tool_call>\n{"name": "add", "arguments": {"amount": 3}}\n</tool_call>'
     ("hermes", ADDS[:22], ADDS[22:] + "<|im_end|>", None, 3),
     ("hermes", "So: ", "5<|im_end|>", "5", None),  # a text that opens nothing is not the turn's
     ("hermes", "<answer>", "<think>6</think>5<|im_end|>", "<think>6</think>5", None),
+    ("xml", "I put it in <answer> tags. Now: ", "<answer>5</answer>", "5", None),  # the model opens its own
+    ("hermes", "<answer>6 Are you sure? ", "No. <answer>5</answer><|im_end|>", "5", None),
 ])  # fmt: skip
 def test_a_continuation_may_open_an_answer_or_a_call(tool_format, lead, turn, answer, amount):
     """The model goes on inside it, so what it closes is its own. Its ids are those that it sampled."""

@@ -567,6 +567,9 @@ def test_a_text_inside_an_argument_is_no_call(name):
     calls, _ = fmt.syntax.split(listed % f"add(a=1, b='{text}'), add(2), add(a=[1, 'x), add(a=8), y'])", TOOLS)
     assert [call.arguments for call in calls] == [{"a": 1, "b": text}, {}, {"a": [1, "x), add(a=8), y"]}]
     assert [bool(call.error) for call in calls] == [False, True, False]
+    for text in ("plan(get(1), add(a=9), get(2)), bad(1", "say(b='it's'), add(a=9)"):
+        calls, _ = fmt.syntax.split(listed % text, TOOLS)
+        assert calls and all(call.error for call in calls)
     calls, _ = fmt.syntax.split(listed % "get-weather(city='x'), fs.read(path='a')", {})
     assert calls == [ToolCall("get-weather", {"city": "x"}), ToolCall("fs.read", {"path": "a"})]
 

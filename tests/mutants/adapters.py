@@ -87,7 +87,7 @@ MUTATIONS = [
     Mutation(
         "gym: what was thought is an action",
         "mt_grpo/adapters/acting.py",
-        'turn.text.rpartition("</think>")[2]',
+        "behind_thinking(turn.text)",
         "turn.text",
         "tests/adapters/test_gym.py::test_what_was_thought_is_no_action",
     ),

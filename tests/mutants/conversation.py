@@ -597,8 +597,8 @@ MUTATIONS = [
     Mutation(
         "tags inside thinking are taken for a call",
         "mt_grpo/conversation/formats/xml.py",
-        'for tag in ("</think>", "</reasoning>") if tag in text[:end]',
-        "for tag in () if tag in text[:end]",
+        "    body = body[start:]\n",
+        "    assert start >= 0\n",
         "tests/conversation/test_calls.py::test_parse_turn",
     ),
     Mutation(
@@ -1621,7 +1621,7 @@ MUTATIONS = [
     Mutation(
         "further arguments that a schema takes are refused",
         "mt_grpo/conversation/tools/signature.py",
-        "        if others or takes_further:",
+        "        if others or further:",
         "        if others:",
         "tests/conversation/test_environments.py::test_a_tool_whose_schema_takes_further_arguments_gets_them",
     ),

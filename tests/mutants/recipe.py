@@ -106,7 +106,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the last of two equal keys wins",
-        "mt_grpo/recipe/parse.py",
+        "mt_grpo/base/bounded_yaml.py",
         "lines.setdefault(key, line) != line",
         "not lines.setdefault(key, line)",
         "tests/recipe/test_recipes.py::test_bad_recipe",

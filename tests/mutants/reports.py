@@ -3,7 +3,7 @@
 # Anchors stand as in the code, however long they are.
 # ruff: noqa: E501
 
-from mutants.mutation import BATCH, RANKS, TRUNCATED, Mutation
+from mutants.mutation import BATCH, RANKS, Mutation
 
 MUTATIONS = [
     Mutation(
@@ -19,13 +19,6 @@ MUTATIONS = [
         '"answer": row.get("answer")',
         '"answer": inputs[0].get("answer")',
         f"{BATCH}[mt_grpo]",
-    ),
-    Mutation(
-        "clipped_ratio leaves out a full context",
-        "mt_grpo/reports/metrics.py",
-        " | (stop == reasons.index(StopReason.CONTEXT_LENGTH))",
-        "",
-        TRUNCATED,
     ),
     Mutation(
         "a group has signal where an advantage is trained by no token",

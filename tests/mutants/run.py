@@ -61,8 +61,8 @@ MUTATIONS = [
     Mutation(
         "an evaluation goes on with what one left that was broken off",
         "mt_grpo/run/trainer.py",
-        'self._metrics["eval"].clear()',
-        "pass",
+        'self._metrics["eval"].clear()  #',
+        "pass  #",
         "tests/method/test_batch.py::test_an_evaluation_that_was_broken_off_leaves_nothing",
     ),
     Mutation(

@@ -351,8 +351,8 @@ MUTATIONS = [
     Mutation(
         "supervised data: the worst of a prompt first",
         "scripts/export_sft.py",
-        'key=lambda row: (-(row["reward"] or 0.0), -row["step"])',
-        'key=lambda row: ((row["reward"] or 0.0), -row["step"])',
+        'math.inf if row["reward"] is None else -row["reward"]',
+        'math.inf if row["reward"] is None else row["reward"]',
         "tests/scripts/test_export_sft.py::test_which_rollouts_are_taken",
     ),
     Mutation(

@@ -854,7 +854,7 @@ def test_save_points_where_an_epoch_may_end_with_a_shorter_step(tmp_path):
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
     recipe |= {"steps_per_generation": 4, "gradient_accumulation_steps": 6, "save_steps": 2}
     with pytest.raises(
-        ValueError, match="save_steps=2 with .*=6 and batches of .* 4 .*divisor of 4, or save by epochs"
+        ValueError, match="save_steps=2 with .*=6 and batches of .* 4 .*a multiple of 4, or save by epochs"
     ):
         mt.parse_arguments(["--config", write(tmp_path, recipe)])
     for changes in ({"save_strategy": "epoch"}, {"gradient_accumulation_steps": 8}):
@@ -1156,6 +1156,7 @@ def bomb(lines: int) -> str:
         ("lr_scheduler_type: cosin\n", "lr_scheduler_type='cosin' is not known. .* Did you mean 'cosine'"),
         ('output_dir: "a\\0b"\n', "output_dir=.* has the character NUL, which no path has"),
         ("max_steps: 1:30\n", "max_steps: '1:30' in .* is str, expected int"),
+        ("dataset_size: 0100\n", "dataset_size: '0100' in .* is str, expected int"),
         ("output_dir: ''\n", "output_dir is empty. Expected the path of a folder"),
         ("report_to: wanb\n", "report_to: 'wanb' is not known. Expected none, or some of: .*wandb"),
         ("report_to: [clearml]\n", "report_to: the package of 'clearml' is not installed. Run `pip install clearml`"),

@@ -18,6 +18,7 @@ from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
 from mt_grpo.recipe.plugins import load_environment, load_rewards
+from mt_grpo.rollout import ToolCall, ToolResult, Turn
 from tools.zoom import CORNERS, Zoom, crop
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +163,11 @@ def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
     (outcome, given) = load_rewards("rewards/zoom_reward.py")[1]
     assert reward([rollout.turns], corner=["top left"]) == [[0.0, 0.0, 0.5, None]]
     assert reward([rollout.turns], corner=["top right"]) == [[0.0, 0.0, 0.0, None]]
+    again = [*rollout.turns[:3], rollout.turns[2]]
+    assert reward([again], corner=["top left"]) == [[0.0, 0.0, 0.5, 0.0]]  # once
+    calls = [ToolCall("zoom", {"corner": each}) for each in CORNERS]
+    everywhere = Turn([], None, "", "stop", calls, [ToolResult("")] * 4)
+    assert reward([[everywhere]], corner=["top left"]) == [[0.0]]  # which is no choice
     assert outcome([rollout.turns], answer=["7"]) == [1.0] and outcome([rollout.turns], answer=["8"]) == [0.0]
     assert given([rollout.turns]) == [0.1] and given([rollout.turns[:3]]) == given([[]]) == [0.0]
 

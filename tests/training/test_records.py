@@ -44,13 +44,16 @@ def test_a_cut_history_trains_as_a_whole_one(random_model, tmp_path, loss_type, 
         assert cut["log"][key] == pytest.approx(whole["log"][key], abs=1e-5), key
 
 
-@pytest.mark.parametrize("stop", ["environment_stop", "agent_done", "max_turns", "max_tokens"])
+@pytest.mark.parametrize("stop", ["environment_stop", "max_turns", "max_tokens", "agent_done"])
 def test_a_rollout_whose_last_turn_was_cut_off_is_truncated_whoever_ended_it(stop):
-    """`mask_truncated_completions` would train it otherwise, on an answer of which the end is missing."""
+    """`mask_truncated_completions` would train it otherwise, on an answer of which the end is missing.
+
+    But for an agent, whose requests have limits of its own.
+    """
     turns = [[Turn([1], None, "", reason) for reason in ("length", last)] for last in ("stop", "length")]
     rollouts = [Rollout([], [], turns=each, stop_reason=StopReason(stop)) for each in turns]
     args = SimpleNamespace()
-    assert compare_ranks(rollouts, args, 0)[2] == [stop == "max_tokens", True]
+    assert compare_ranks(rollouts, args, 0)[2] == [stop == "max_tokens", stop != "agent_done"]
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 
@@ -46,21 +47,25 @@ def ask(messages: list) -> dict | None:
         raise
 
 
-def run(call: dict) -> str:
-    """What the policy reads of a call."""
-    try:
-        command = json.loads(call["function"]["arguments"])["command"]
-        done = subprocess.run(
-            ["bash", "-c", command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=SECONDS,
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        return f"Error: {error}"
-    except subprocess.TimeoutExpired:
-        return f"[stopped after {SECONDS} seconds]"
+def run(call: dict, folder: dict) -> str:
+    """What the policy reads of a call, which begins in `folder["at"]` and leaves there where it ends."""
+    with tempfile.NamedTemporaryFile("r") as left:
+        try:
+            command = json.loads(call["function"]["arguments"])["command"]
+            done = subprocess.run(
+                ["bash", "-c", f"trap 'pwd > {left.name}' EXIT\n{command}"],
+                cwd=folder["at"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=SECONDS,
+            )
+        except (KeyError, TypeError, ValueError, OSError) as error:
+            return f"Error: {error}"
+        except subprocess.TimeoutExpired as stopped:
+            text = (stopped.stdout or b"").decode(errors="replace")[:SHOWN].rstrip()
+            return f"{text}\n[stopped after {SECONDS} seconds]".lstrip()
+        folder["at"] = left.read().rstrip("\n") or folder["at"]
     text = done.stdout.decode(errors="replace")[:SHOWN].rstrip()
     return text + (f"\n[exit code {done.returncode}]" if done.returncode else "") or "[no output]"
 
@@ -68,6 +73,7 @@ def run(call: dict) -> str:
 def main() -> None:
     """Work on the task of the row."""
     row = json.load(sys.stdin)
+    folder = {"at": os.getcwd()}
     messages = [{"role": "system", "content": "Use bash."}, {"role": "user", "content": row["instruction"]}]
     while True:
         message = ask(messages)
@@ -75,7 +81,7 @@ def main() -> None:
             return
         messages.append(message)
         for call in message["tool_calls"]:
-            messages.append({"role": "tool", "tool_call_id": call["id"], "content": run(call)})
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": run(call, folder)})
 
 
 if __name__ == "__main__":

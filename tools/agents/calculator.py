@@ -35,7 +35,8 @@ def calculator(expression: str) -> str:
     Args:
         expression: Numbers, brackets and + - * /, such as 3 * (4 + 5).
     """
-    return f"{compute(ast.parse(expression, mode='eval').body):.12g}"
+    value = compute(ast.parse(expression, mode="eval").body)
+    return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
 def compute(node: ast.AST) -> float:

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.agents.calculator import calculator as compute  # noqa: E402
 
 server = MCPServer("calculator")
-EXPRESSION = "Numbers combined with + - * / // % ** and parentheses, for example (48 + 24) * 2 / 3"
+EXPRESSION = "Numbers combined with + - * / and parentheses, for example (48 + 24) * 2 / 3"
 
 
 @server.tool(description="Compute the value of an arithmetic expression.")

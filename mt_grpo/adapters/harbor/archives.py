@@ -51,7 +51,11 @@ class TaskArchive:
             info.mode = (stat.S_IMODE(found.st_mode) | 0o444) if mode is None else mode
         else:
             raise BrokenTask(f"{source.name} is neither a file nor a folder nor a link.")
+        info.mtime = int(found.st_mtime)  # else it is of 1970, which no zip file takes
         self.add_folder(Path(path).parent.as_posix())
+        for above in Path(path).parents:
+            if (folder := self.members.get(above.as_posix())) is not None:
+                folder[0].mtime = max(folder[0].mtime, info.mtime)
         self._check_parents(path)
         if self.is_folder(path):
             raise BrokenTask(f"{path} is a folder, and a file: {source.name}.")

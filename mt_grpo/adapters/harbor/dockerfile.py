@@ -55,11 +55,13 @@ class Build:
         workdir: Where commands begin.
         env: Variables of all commands.
         steps: In order: archives to unpack at the root, and commands with their folder and their variables.
+        bash: Whether commands are bash's. Without a SHELL they are those of `sh`.
     """
 
     workdir: str = "/"
     env: dict[str, str] = field(default_factory=dict)
     steps: list[bytes | tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    bash: bool = False
 
     @property
     def runs(self) -> bool:
@@ -172,6 +174,7 @@ class DockerfileReader:
     def _shell(self, rest: str) -> None:
         if "bash" not in rest:
             raise NeedsMore("SHELL in the Dockerfile")
+        self.build.bash = True
 
     def _path(self, path: str, what: str) -> str:
         """An absolute path in the sandbox. Raises `NeedsMore` for one of the system's, which nobody may write."""
@@ -207,10 +210,11 @@ class DockerfileReader:
         for source in found:
             if what == "ADD" and source.suffix in (".tar", ".gz", ".tgz", ".xz", ".bz2"):
                 raise NeedsMore("ADD of an archive")
-            if source.is_dir() and not source.is_symlink():
-                self._archive.add_tree(source, path, mode)
+            real = source.resolve()  # Docker copies what a link leads to; those inside of a folder stay links
+            if real.is_dir():
+                self._archive.add_tree(real, path, mode)
             else:
-                self._archive.add_file(f"{path}/{source.name}".lstrip("/") if into else path, source, mode)
+                self._archive.add_file(f"{path}/{source.name}".lstrip("/") if into else path, real, mode)
 
     def _add(self, rest: str) -> None:
         if re.search(r"(^|\s)(https?://|git@)", rest):
@@ -279,6 +283,8 @@ def needed_commands(line: str) -> str:
 
     >>> needed_commands("mkdir -p /data && echo 1 > /data/one"), needed_commands("apt-get update && apt-get clean")
     ('mkdir -p /data && echo 1 > /data/one', '')
+    >>> needed_commands("N=3; apt-get update; seq $N > /n")  # a variable is of the commands behind it
+    'N=3 && seq $N > /n'
     """
     kept = []
     for command in commands_of(line):
@@ -288,8 +294,11 @@ def needed_commands(line: str) -> str:
             words = shlex.split(command)
         except ValueError:  # a quote that another shell would close elsewhere
             raise NeedsMore("a RUN that cannot be split into commands") from None
-        while words and (re.fullmatch(r"\w+=\S*", words[0]) or words[0] == "sudo"):
+        while words and (re.fullmatch(r"(?s)\w+=.*", words[0]) or words[0] == "sudo"):
             words = words[1:]
+        if not words and "=" in command:
+            check_words(command)
+            kept.append(command)
         if not words or re.fullmatch(r"rm -rf? (/var/(lib/apt/lists|cache)\S*|/root/\.cache\S*)", " ".join(words)):
             continue
         if APT.match(words[0]):
@@ -346,7 +355,10 @@ def is_of_system(path: str) -> bool:
 
 
 def check_words(command: str) -> None:
-    """Raise `NeedsMore` for a command of a pipeline that is not in `COMMANDS`."""
+    """Raise `NeedsMore` for a command of a pipeline, or one whose output it takes, that is not in `COMMANDS`."""
+    for word in re.findall(r"(?:\$\(|`)\s*([\w./-]+)", command):
+        if word not in COMMANDS:
+            raise NeedsMore(f"RUN {PurePosixPath(word).name:.30} in the Dockerfile")
     for part in re.split(r"\|\|?", re.sub(r"'[^']*'|\"[^\"]*\"", "x", command)):
         words = part.split()
         word = next((each for each in words if "=" not in each), "")

@@ -117,7 +117,24 @@ def one_form(entry: Any, where: str) -> dict[str, Any] | None:
         "env": own,
         "headers": headers,
     }
+    filled = [made.get("command"), made.get("url"), *made["args"]]
+    written = [entry.get("command"), entry[urls[0]] if urls else None, *map(str, entry.get("args") or [])]
+    made["written"] = [pair for pair in zip(filled, written) if pair[0] and pair[0] != pair[1]]
     return made
+
+
+def without_filled(text: str, entry: dict[str, Any]) -> str:
+    """A text without what variables stand for in an entry, which may be keys: as its file has it.
+
+    >>> without_filled("GET http://x/?key=s3cret: 500", {"written": [("http://x/?key=s3cret", "http://x/?key=${KEY}")]})
+    'GET http://x/?key=${KEY}: 500'
+    """
+    for filled, written in sorted(entry.get("written", ()), key=lambda pair: -len(pair[0])):
+        text = text.replace(filled, written) if len(filled) >= SHORTEST_KEY else text
+    return text
+
+
+SHORTEST_KEY = 6  # characters; a shorter text is no key, and stands in other words, too
 
 
 def check_keys(entry: dict[str, Any], where: str) -> None:

@@ -18,6 +18,7 @@ from mcp import Client, StdioServerParameters, stdio_client
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
 
+from mt_grpo.adapters.mcp.files import without_filled
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.conversation.tools.results import error_text
@@ -93,6 +94,10 @@ class McpServer:
             ) from None
         raise ValueError(f"tools/list has more than {MOST_PAGES} pages, and a nextCursor on each")
 
+    def told(self, error: BaseException) -> str:
+        """What may be said of an error: a URL may hold a key."""
+        return without_filled(error_text(error), self.entry)
+
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """The server's `CallToolResult`. Raises `McpToolError` with what the model may read of a failure."""
         try:  # a half character ends the connection that all conversations share; NaN would arrive as null
@@ -108,7 +113,7 @@ class McpServer:
             try:
                 client = await self.connected()
             except Exception as error:
-                raise McpToolError(f"the server {self.name} does not start: {error_text(error)}") from error
+                raise McpToolError(f"the server {self.name} does not start: {self.told(error)}") from error
             owner = self.owner
             try:
                 return await client.call_tool(tool, arguments)
@@ -117,7 +122,7 @@ class McpServer:
                 raise
             except Exception as error:
                 if not await self.close_if_dead(client, owner):
-                    raise McpToolError(error_text(error)) from error
+                    raise McpToolError(self.told(error)) from error
                 raise McpToolError(f"the server {self.name} ended during the call. Try again.") from error
 
     async def close_if_dead(self, client: Client, owner: asyncio.Task) -> bool:
@@ -170,7 +175,7 @@ class McpServer:
             first = failures[0]
             ready.set_exception(first if isinstance(first, Exception) else RuntimeError(repr(first)))
         elif not closing.is_set():
-            logger.warning(f"The connection to the MCP server {self.name} ended: {error_text(failures[-1])}")
+            logger.warning(f"The connection to the MCP server {self.name} ended: {self.told(failures[-1])}")
 
     @contextlib.asynccontextmanager
     async def transport(self, kind: str) -> Any:

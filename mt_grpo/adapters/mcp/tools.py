@@ -9,7 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.adapters.mcp.files import read_servers
+from mt_grpo.adapters.mcp.files import read_servers, without_filled
 from mt_grpo.adapters.mcp.servers import LOOP, McpServer, McpToolError, ServerEnded, servers_to_close
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop, gather_all, run_on_thread
@@ -63,7 +63,9 @@ def start_servers(
             await server.close()
             where = f"{key}: the server {name!r} of {path!r}"
             seconds = "mcp_start_timeout" if key == "mcp_config_file" else "timeout of the entry's config"
-            raise ValueError(f"{where} does not start: {why_not(error, entries[name], seconds)}") from error
+            said = why_not(error, entries[name], seconds)
+            why = without_filled(said, entries[name])
+            raise ValueError(f"{where} does not start: {why}") from (error if why == said else None)
         return server, offered(name, entries[name], tools, f"{key}: the server {name!r} of {path!r}")
 
     async def start_all() -> list[tuple[McpServer, list[Any]]]:

@@ -168,6 +168,8 @@ class SchedulerConversation:
         except ValueError as error:
             raise SchedulerFailure(f"The row's {error}") from error
         messages, images = row_images(messages, row, session)
+        if messages and messages[-1]["role"] == "assistant":  # of a row: its solution, which no scheduler may see
+            messages = messages[:-1]
         request = protocol.RolloutInferRequest(
             messages=copy.deepcopy(messages),
             images=images,

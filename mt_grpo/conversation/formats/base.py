@@ -96,7 +96,8 @@ def behind_thinking(text: str) -> str:
     >>> [behind_thinking(text) for text in ("a</think> b", "<|channel>thought\\na<channel|> b", "so <|end|> b")]
     [' b', ' b', 'so <|end|> b']
     """
-    for family, (opening, closing) in THINKING_TAGS.items():
+    for family in (*(family for family in THINKING_TAGS if family != "most"), "most"):
+        opening, closing = THINKING_TAGS[family]
         if family == "most" or opening.strip() in text.partition(closing)[0]:
             text = text.rpartition(closing)[2]
     return text
@@ -111,6 +112,17 @@ def opened_in(text: str, openings: str, closings: str) -> str:
     last = max((found.start() for found in re.finditer(openings, text, re.DOTALL)), default=len(text))
     # Where only a turn's end closes a call, the pattern has nothing to match.
     return "" if any(found[0] for found in re.finditer(closings, text[last:], re.DOTALL)) else text[last:]
+
+
+def opens_first(text: str, openings: str, closings: str) -> bool:
+    """Whether a text opens a call or an answer before it closes one.
+
+    >>> [opens_first(text, "<answer>", "</answer>") for text in ("So <answer>4</answer>", "4</answer> <answer>", "4")]
+    [True, False, False]
+    """
+    opened = re.search(openings, text, re.DOTALL)
+    closed = next((found for found in re.finditer(closings, text, re.DOTALL) if found[0]), None)
+    return opened is not None and (closed is None or opened.start() < closed.start())
 
 
 def result_message(observation: str) -> str:
@@ -357,6 +369,8 @@ class ChatFormat:
         if start is None:
             return Parsed(text, [], None, open_thinking=True)
         opened = "" if start else opened_in(lead.rpartition(self.thinking[1])[2], self.begins, self.closes)
+        if opened and opens_first(text[start:], self.begins, self.closes):  # that one was only mentioned
+            opened = ""
         if opened and any(not call.error for call in self.parse_text(opened, tools or {})[0]):  # it is whole
             opened = ""
         return Parsed(text, *self.parse_text(opened + text[start:], tools or {}))

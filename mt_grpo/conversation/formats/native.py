@@ -182,39 +182,39 @@ def read_python(call: CallText, tools: dict[str, Callable], raw: bool = False) -
     body = call.body.strip()
     calls = python_calls(body, raw)
     if calls is None:  # then those that can be read, one by one
-        parts = python_parts(body.removeprefix("[").removesuffix("]"), raw)
+        parts = python_parts(body.removeprefix("[").removesuffix("]"), raw) or [body]
         calls = [c for part in parts for c in python_call(part, raw) or [ToolCall(None, {}, UNREADABLE_CALL)]]
     return calls
 
 
 def python_parts(text: str, raw: bool) -> list[str]:
-    r"""The calls of a list, apart: cut where a call ends and another begins, outside of strings, lists and objects.
+    r"""The parts of a list between the commas that stand in no string and no bracket.
 
-    All of the text where it is unclear what is a string.
+    Behind a string or a bracket that is not closed all is one part. All of the text is one where it is unclear what is
+    a string: a text that the model only quotes must not run.
 
-    >>> python_parts("note(text='f(x), g(y)'), bad(1), add(a=2)", False)
-    ["note(text='f(x), g(y)')", 'bad(1)', 'add(a=2)']
+    >>> python_parts("note(text='f(x), g(y)'), bad(1]), plan(get(1), add(a=2)),", False)
+    ["note(text='f(x), g(y)')", 'bad(1])', 'plan(get(1), add(a=2))']
     >>> python_parts(r"w(p='C:\'), x(q='y')", True)  # does the backslash escape the quote?
     ["w(p='C:\\'), x(q='y')"]
     """
-    found, begins = [], re.compile(r"\s*[\w.:/-]+\(")
+    found, closed_by = [], {"(": ")", "[": "]", "{": "}"}
     for escapes in (True, False) if raw else (True,):
-        cuts, depth, quote, escaped, ended = [0], 0, "", False, False
+        cuts, waits, quote, escaped = [0], [], "", False
         for k, each in enumerate(text):
             if quote:
                 quote = "" if each == quote and not escaped else quote
                 escaped = escapes and each == "\\" and not escaped
             elif each in "'\"":
                 quote, escaped = each, False
-            elif each in "[{":
-                depth += 1
-            elif each in "]}":
-                depth -= 1
-            elif each == "," and ended and depth == 0 and begins.match(text, k + 1):
+            elif each in closed_by:
+                waits.append(closed_by[each])
+            elif waits and each == waits[-1]:
+                waits.pop()
+            elif each == "," and not waits:
                 cuts.append(k + 1)
-            ended = each == ")" or ended and each.isspace()
         ends = [*(cut - 1 for cut in cuts[1:]), len(text)]
-        found.append([text[start:end].strip() for start, end in zip(cuts, ends)])
+        found.append([part for start, end in zip(cuts, ends) if (part := text[start:end].strip())])
     return found[0] if found.count(found[0]) == len(found) else [text]
 
 

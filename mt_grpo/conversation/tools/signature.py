@@ -154,9 +154,12 @@ def as_tool(tool: Any) -> Callable:
             if is_name(name)
         ]
         others = {name: name in required for name in properties if not is_name(name)}
-        takes_further = described.get("additionalProperties") not in (None, False)
-        if others or takes_further:
-            parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=Any))
+        further = described.get("additionalProperties")
+        further = True if further == {} else further or False  # an empty schema allows everything
+        further = further if getattr(tool, "as_written", False) or takes_any(tool.run) else False
+        if others or further:
+            hint = hint_of(further) if further and not others else Any
+            parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=hint))
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"Tool {tool.name} has the schema {schema!r:.200}, expected that of a function, with name, description "
@@ -178,7 +181,7 @@ def as_tool(tool: Any) -> Callable:
     made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     made.__signature__ = inspect.Signature(parameters, return_annotation=returned_by(tool.run))
     made.json_schema = {**function, "name": tool.name}
-    made.others, made.takes_further = others, takes_further
+    made.others, made.takes_further = others, bool(further)
     return made
 
 
@@ -197,7 +200,7 @@ def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
     async def method(self: Any, **arguments: Any) -> ToolResult:
         return await run(self, name, arguments)
 
-    described = as_tool(types.SimpleNamespace(name=name, schema=schema, run=run))
+    described = as_tool(types.SimpleNamespace(name=name, schema=schema, run=run, as_written=True))
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     method.__name__, method.__qualname__, method.__doc__ = name, name, described.__doc__
     method.__annotations__ = dict(described.__annotations__)
@@ -208,6 +211,11 @@ def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
     method.takes_further = described.takes_further
     method.as_written = True  # who runs it reads the arguments itself
     return method
+
+
+def takes_any(run: Callable) -> bool:
+    """Whether a callable takes keyword arguments of any name."""
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(run).parameters.values())
 
 
 def returned_by(run: Callable) -> Any:
