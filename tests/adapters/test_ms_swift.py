@@ -1565,7 +1565,9 @@ def test_a_scheduler_with_a_run_of_its_own_is_not_shown_the_solution_of_its_row(
     class Runs(Asks):
         async def run(self, infer_request, request_config, **kwargs):
             roles.append([message["role"] for message in infer_request.messages])
-            return await super().run(infer_request, request_config, **kwargs)
+            response = await self.infer_engine.infer_async(infer_request, request_config)
+            infer_request.messages.append(answer(response.choices[0].message.content))
+            return RolloutOutput(response=response, messages=infer_request.messages)
 
     roles = []
     solved = [user("2+2?"), {"role": "assistant", "content": "<answer>4</answer>"}]
