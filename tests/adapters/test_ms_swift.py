@@ -1572,7 +1572,7 @@ def test_a_scheduler_with_a_run_of_its_own_is_not_shown_the_solution_of_its_row(
     roles = []
     solved = [user("2+2?"), {"role": "assistant", "content": "<answer>4</answer>"}]
     rollout, llm = run(Runs, "It is 2.", messages=solved, max_turns=1, checked=False)
-    assert roles == [["user"]] and "<answer>4" not in text_of(llm.asked[0][0])
+    assert roles == [["user"]] and "<answer>4" not in TOKENIZER.decode(llm.asked[0][0])
 
 
 def test_a_constructor_may_use_the_tokenizer_and_rows_may_have_messages():
