@@ -454,6 +454,11 @@ def test_the_sample_offers_the_tool_that_its_model_knows():
     spec.loader.exec_module(sample)
     known = tool_schema("bash", class_tools(HarborEnvironment)["bash"])["function"]
     assert sample.BASH["function"] == {name: known[name] for name in ("name", "description", "parameters")}
+    folder = {"at": str(ROOT)}  # and each call begins where the last one ended
+    for command, said in (("cd /tmp && false", "[exit code 1]"), ("pwd", "/tmp"), ("cd /; exit 0", "[no output]")):
+        call = {"function": {"arguments": json.dumps({"command": command})}}
+        assert sample.run(call, folder).strip() == said
+    assert folder == {"at": "/"}
 
 
 @pytest.mark.slow

@@ -429,6 +429,10 @@ BAD_FILES = {
         "no answer in 1 s. Raise mcp_start_timeout",
     ),
     "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "Is it up at http://127.0.0.1:9/mcp"),
+    "nobody there, with a key": (
+        '{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp?key=${SECRET_OF_A_TEST}"}}}',
+        r"^(?!.*hunter2).*Is it up at http://127.0.0.1:9/mcp\?key=\$\{SECRET_OF_A_TEST\}",
+    ),
     "all disabled": ('{"mcpServers": {"a": {"command": "false", "disabled": true}}}', "gives no tool"),
 }
 

@@ -393,6 +393,7 @@ def test_files_of_three_kinds_say_the_same(tmp_path):
     ("name", "text", "error"),
     [("a.json", "[[", "cannot be read: .*Expected a list of conversations"),
      ("a.jsonl", '{"messages": []\n', "cannot be read"), ("a.yaml", "- - {role: user", "cannot be read"),
+     ("a.yaml", "- - {role: user, role: system}", "'role' is set on line 1 and again"),
      ("a.yaml", "", "holds None"), ("a.yaml", "- []", "expected user behind the beginning, got its end"),
      ("a.yaml", "!!python/object/apply:os.system [x]", "cannot be read")],
 )  # fmt: skip

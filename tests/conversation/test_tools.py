@@ -67,6 +67,7 @@ def test_contract_of_a_tool_file(name):
 # --- calculator ------------------------------------------------------------------------------------------------------
 
 calculator = load("calculator").calculator
+plain_calculator = load("agents/calculator").calculator
 
 
 @pytest.mark.parametrize(
@@ -160,6 +161,7 @@ def test_calculator_value(expression, value):
         ("1 << 9", "LShift is not allowed"),
         ("2 ^ 3", r"use \*\* for powers"),
         ("(-8) ** 0.5", "not a real number"),
+        ("50% + 20", "write 50 / 100 for 50%"),
         ("(-8) ** (1 / 3)", "not a real number"),
     ],
 )
@@ -172,6 +174,10 @@ def test_calculator_refuses(expression, message):
 def test_calculator_division_by_zero(expression):
     with pytest.raises(ZeroDivisionError, match="^division by zero$"):
         calculator(expression)
+
+
+def test_the_calculator_of_the_sample_agents_keeps_whole_numbers_whole():
+    assert [plain_calculator(text) for text in ("99999999*99999999", "1/3")] == ["9999999800000001", "0.333333333333"]
 
 
 @pytest.mark.parametrize("expression", [None, 3, ["1 + 1"], b"1"])

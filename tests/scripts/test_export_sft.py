@@ -164,6 +164,7 @@ def test_which_rollouts_are_taken():
         row_of("a1", 0.5), row_of("a2", 1.0, 1), row_of("a3", 1.0, 2), row_of("a3", 1.0, 3), row_of("b1", 0.2),
         row_of("b2", None), row_of("c1", 1.0, mode="eval"), row_of("c2", 1.0, error="died"),
         row_of("c3", 1.0, stop_reason="max_tokens"), row_of("c4", 1.0, turns=[]),
+        row_of("c5", 1.0, stop_reason="environment_stop", turns=[{"finish_reason": "length"}]),
     ]  # fmt: skip
 
     def texts(*args):
@@ -172,6 +173,8 @@ def test_which_rollouts_are_taken():
     assert texts(None, {}, None) == ["a3", "a2", "a1", "b1", "b2"]
     assert texts(0.5, {}, None) == ["a3", "a2", "a1"]
     assert texts(None, {"right": 0.2}, 1) == ["a3", "b1"]
+    rows = [row_of("b1", None), row_of("b2", -0.5)]  # no number is not 0
+    assert texts(None, {}, None) == ["b2", "b1"] and texts(None, {"right": -1.0}, None) == ["b2"]
 
 
 @pytest.mark.parametrize(
