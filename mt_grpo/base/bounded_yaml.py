@@ -62,10 +62,13 @@ class RecipeLoader(BoundedLoader):
             if key_node.tag == "tag:yaml.org,2002:merge":
                 continue
             key, line = self.construct_object(key_node, deep=True), key_node.start_mark.line + 1
-            if isinstance(key, collections.abc.Hashable) and lines.setdefault(key, line) != line:
+            if not isinstance(key, collections.abc.Hashable):
+                continue
+            if key in lines:
                 raise yaml.YAMLError(
                     f"{key!r} is set on line {lines[key]} and again on line {line}. Remove one of them."
                 )
+            lines[key] = line
         return super().construct_mapping(node, deep)
 
 

@@ -430,8 +430,8 @@ BAD_FILES = {
     ),
     "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "Is it up at http://127.0.0.1:9/mcp"),
     "nobody there, with a key": (
-        '{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp?key=${SECRET_OF_A_TEST}"}}}',
-        r"^(?!.*hunter2).*Is it up at http://127.0.0.1:9/mcp\?key=\$\{SECRET_OF_A_TEST\}",
+        '{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp?key=${HOME}"}}}',
+        r"Is it up at http://127.0.0.1:9/mcp\?key=\$\{HOME\}\?$",
     ),
     "all disabled": ('{"mcpServers": {"a": {"command": "false", "disabled": true}}}', "gives no tool"),
 }

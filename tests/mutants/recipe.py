@@ -107,8 +107,8 @@ MUTATIONS = [
     Mutation(
         "the last of two equal keys wins",
         "mt_grpo/base/bounded_yaml.py",
-        "lines.setdefault(key, line) != line",
-        "not lines.setdefault(key, line)",
+        "            if key in lines:",
+        "            if key in {}:",
         "tests/recipe/test_recipes.py::test_bad_recipe",
     ),
     Mutation(
