@@ -367,7 +367,7 @@ class MultiTurnToolEnv(Conversations):
         length, ended = written.cut(ids, history)
         reason = "stop" if ended else "length" if early else generation.finish_reason
         turn = Turn(ids[:length], logprobs and logprobs[:length], "", reason)
-        known = (self.tools if rollout.tools is None else rollout.tools, rollout.begun)
+        known = (self.tools if rollout.tools is None else rollout.tools, *filter(None, [rollout.begun]))
         turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history, *known)
         turn.answer = None if reason == "length" else turn.answer  # what the budget cut off is no answer
         turn.context, rollout.edited = rollout.edited, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import sys
 import tempfile
 import time
@@ -286,6 +287,15 @@ def facts_so_far(trainer: ResumableTrainer, batches: list[Batch]) -> Facts:
     return facts_of_batches(trainer.args, metrics, trainer.reward_functions, unused, batches)
 
 
+def percent(share: float) -> str:
+    """A share as text; a question mark for NaN, which is not known.
+
+    >>> percent(0.25), percent(float("nan"))
+    ('25%', '?')
+    """
+    return "?" if math.isnan(share) else f"{share:.0%}"
+
+
 def summary(facts: Facts) -> str:
     """A line about a batch of rollouts."""
     cut = facts["completions/clipped_ratio"]
@@ -296,8 +306,8 @@ def summary(facts: Facts) -> str:
     )
     return (
         f"{facts['num_rollouts']} rollouts, {facts['turns/mean']:.1f} turns, {facts['rollouts/called']:.0%} call a "
-        f"tool, {facts['tools/failure_frequency']:.0%} of the calls fail ({facts['tools/malformed_frequency']:.0%} "
-        f"cannot be run), {facts['rollouts/ended']:.0%} come to an "
+        f"tool, {percent(facts['tools/failure_frequency'])} of the calls fail "
+        f"({percent(facts['tools/malformed_frequency'])} cannot be run), {facts['rollouts/ended']:.0%} come to an "
         f"end, {cut:.0%} are cut off; reward {facts['reward']:.2f} ({functions}); "
         f"{facts['credit/frac_groups_without_signal']:.0%} of the groups without signal"
     )
@@ -412,7 +422,7 @@ def phases(args: Any, steps: int, facts: Facts, seconds: dict[str, float], step_
     """Lines about the time of a batch, and of a run of so many optimizer steps."""
     whole = duration(seconds_of_run(args, steps, seconds["batch"], step_seconds))
     num_calls = facts["tools/call_frequency"] * args.generation_batch_size
-    tools = facts["tools/mean_seconds"] * num_calls
+    tools = 0.0 if math.isnan(facts["tools/mean_seconds"]) else facts["tools/mean_seconds"] * num_calls
     memory = peak_memory()
     return [
         f"seconds: rollouts {seconds['rollouts'] - seconds['sync']:.1f} (tools {tools:.1f} in all, at the same time), "
