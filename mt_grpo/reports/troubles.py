@@ -310,8 +310,7 @@ READINGS = (
     Reading(
         "credit/frac_groups_without_signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
-        "No group has had rewards that differ in the last {window} logs, so nothing is learned, and Adam's momentum moves "
-        "the weights along older gradients.", "",
+        "No group has had rewards that differ in the last {window} logs, so nothing is learned.", "",
         "Look at rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or "
         "the temperature.",
         of_logs=True,
