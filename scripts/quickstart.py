@@ -58,7 +58,8 @@ class ReadableProgress(TrainerCallback):
             return
         reward, exact, turns = (mean([s.get(column) for s in self.steps]) for column in self.COLUMNS)
         called = [s for s in self.steps if s.get("tools/call_frequency")]
-        success = mean([1 - s["tools/failure_frequency"] for s in called])
+        failed = [s["tools/failure_frequency"] for s in called]
+        success = mean([1 - share for share in failed if share is not None])  # None: nobody saw what came of the calls
         step, seconds = f"{state.global_step}/{state.max_steps}", time.perf_counter() - self.started
         print(
             f"{step:>9}{number(reward, 2):>9}{number(exact, 2):>13}{number(success, 2):>14}{number(turns, 2):>7}"

@@ -191,8 +191,8 @@ def check_variables(variables: Any, path: str) -> None:
             )
         if name in READ_AT_IMPORT:
             raise ValueError(
-                f"env: {name} in {path} has no effect: the Hub's library reads it before a recipe is read. Set it in "
-                "the shell."
+                f"env: {name} in {path} has no effect in the trainer: the Hub's library reads it before a recipe is "
+                "read. Set it in the shell."
             )
         if not isinstance(value, (str, int, float)) or "\0" in str(value):
             raise ValueError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 import sys
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Any
 from mt_grpo.reports.troubles import troubles_at_end
 from mt_grpo.run.trainer import ResumableTrainer
 
-# What an evaluation does not take from the run.
-OF_A_RUN = {"config", "model_name_or_path", "output_dir", "resume_from_checkpoint", "seed", "max_steps", "preflight"}
+# What an evaluation takes from a run, beside what it was trained on.
+OF_A_CONVERSATION = frozenset(
+    "max_env_steps max_completion_length max_turn_tokens max_tool_response_tokens tool_timeout tool_format "
+    "isolate_tools max_parallel_calls environment_timeout temperature top_p top_k min_p repetition_penalty "
+    "chat_template_kwargs turn_reward_weights outcome_reward_weights environment_reward_weight use_peft dtype".split()
+)
 
 
 def say_last_lines(trainer: ResumableTrainer, script_args: Any, argv: list[str] | None) -> None:
@@ -35,7 +40,7 @@ def last_lines(args: Any, script_args: Any, argv: list[str]) -> list[str]:
 
     >>> from types import SimpleNamespace as S
     >>> for line in last_lines(S(output_dir="/runs/a b", log_rollouts=16), S(dataset_name="chain"),
-    ...                        ["--config", "x.yaml", "--max_env_steps", "6", "--output_dir", "/runs/a b"]):
+    ...                        ["--config", "x.yaml", "--max_env_steps", "6", "--max_staleness", "1"]):
     ...     print(line)
     model    /runs/a b
     look     python scripts/view_rollouts.py '/runs/a b'
@@ -48,7 +53,10 @@ def last_lines(args: Any, script_args: Any, argv: list[str]) -> list[str]:
     recipe = recipe_of(argv)
     if recipe is not None and has_test_rows(script_args):
         command = f"python scripts/evaluate.py --config {shlex.quote(recipe)} --model {shlex.quote(folder)}"
-        command = " ".join([command, *map(shlex.quote, overrides(argv))])
+        keys = (
+            {each.name for each in dataclasses.fields(script_args)} if dataclasses.is_dataclass(script_args) else set()
+        )
+        command = " ".join([command, *map(shlex.quote, overrides(argv, keys))])
         lines.append(f"measure  {command}")
     return lines
 
@@ -67,18 +75,18 @@ def recipe_of(argv: list[str]) -> str | None:
     return None
 
 
-def overrides(argv: list[str]) -> list[str]:
-    """The arguments that an evaluation takes, too: without the recipe, and without what is of this run alone.
+def overrides(argv: list[str], data_keys: set[str]) -> list[str]:
+    """The arguments that an evaluation takes, too: those of the conversation, and of what it is about.
 
-    >>> overrides(["--config=x.yaml", "--seed", "3", "--use_vllm", "true", "--outcome_reward_weights", "1", "0"])
-    ['--outcome_reward_weights', '1', '0']
+    >>> overrides(["--config=x.yaml", "--seed", "3", "--dataset-name=gsm8k", "--top_p", "1"], {"dataset_name"})
+    ['--dataset-name=gsm8k', '--top_p', '1']
     """
     kept: list[str] = []
     taken = False
     for word in argv:
         if word.startswith("--"):
             key = word[2:].partition("=")[0].replace("-", "_")
-            taken = key not in OF_A_RUN and not key.startswith(("vllm_", "server_", "use_vllm"))
+            taken = key in OF_A_CONVERSATION or key in data_keys
         kept += [word] if taken else []
     return kept
 

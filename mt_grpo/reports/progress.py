@@ -250,11 +250,13 @@ def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, s
 
 
 def name_of_evaluation(logs: Iterable[str]) -> str:
-    """The dataset of a row of an evaluation, where there are several; else empty.
+    """The dataset of a row of an evaluation, where there are several; else empty. A metric may end in `_reward`, too.
 
     >>> name_of_evaluation({"eval_hard_reward": 1, "eval_hard_reward_std": 0}), name_of_evaluation({"eval_reward": 1})
     ('hard', '')
     """
+    if "eval_reward" in logs:
+        return ""
     found = (re.fullmatch(r"eval_(.+)_reward", name) for name in logs)
     return next((match[1] for match in found if match), "")
 

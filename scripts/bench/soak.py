@@ -271,7 +271,9 @@ def summary(output: Path, samples: list[dict[str, Any]], steps: int) -> dict[str
         "conversations_restarted": sum(row["rollout/restarted"] for row in rows),
         "servers": sorted({row["sync/servers"] for row in rows if "sync/servers" in row}),
         "requests_retried": sum(row["rollout/retries"] for row in rows),
-        "tool_timeouts": sum(row["tools/timeout_frequency"] * row["tools/call_frequency"] * 64 for row in rows),
+        "tool_timeouts": sum(
+            (row["tools/timeout_frequency"] or 0.0) * row["tools/call_frequency"] * 64 for row in rows
+        ),
         "sampling_logp_difference": max((row["sampling/sampling_logp_difference/mean"] for row in rows), default=None),
         "push_logp_difference": max((row["sync/logprob_difference"] for row in rows
                                      if "sync/logprob_difference" in row), default=None),

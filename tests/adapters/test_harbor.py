@@ -905,6 +905,8 @@ def test_links_of_a_task_are_kept_and_lead_nowhere_here(tmp_path):
 @pytest.mark.parametrize("line, kept", [
     ("echo 'a && b' > x", "echo 'a && b' > x"), ("sudo mkdir x", None), ("useradd bob && mkdir x", "mkdir x"),
     ("V='1 2' && echo $V > x", "V='1 2' && echo $V > x"), ("echo $(curl -s x) > y", None),
+    ("awk '{print $(NF-1)}' x > y", "awk '{print $(NF-1)}' x > y"), ("echo a `date` by > y", "echo a `date` by > y"),
+    ('ARCH="$(dpkg -l)" && apt-get install -y bash', ""), ("echo `curl x` > y", None),
     ("pip install --upgrade pip", ""), ("MODE=x apt-get install -y --no-install-recommends bash; apt-get clean", ""),
 ])  # fmt: skip
 def test_what_is_run_of_a_run(line, kept):
@@ -1222,11 +1224,14 @@ def test_a_sandbox_that_is_lost_is_no_fault_of_the_policys(tmp_path):
 
 
 @needs_namespaces
-@needs_namespaces
-@pytest.mark.parametrize("shell, said", [("", "a\nb"), ('SHELL ["/bin/bash", "-c"]\n', r"a\nb")])
-def test_a_run_is_of_sh_unless_a_shell_is_named(shell, said, tmp_path):
-    """Whose echo reads ends of lines."""
-    write_task(tmp_path, "a", dockerfile=f"FROM debian\n{shell}" + r'RUN echo "a\nb" > /out' + "\n")
+@pytest.mark.parametrize("base, shell, by", [
+    ("debian", "", "sh"), ("debian", 'SHELL ["/bin/bash", "-c"]\n', "bash"), ("alpine:3", "", "bash"),
+])  # fmt: skip
+def test_a_run_is_of_sh_unless_a_shell_is_named(base, shell, by, tmp_path):
+    """Of Debian's, whose echo reads ends of lines. What Alpine has is more like bash."""
+    command = r'echo "a\nb"'
+    said = subprocess.run([by, "-c", command], capture_output=True, text=True, check=True).stdout.rstrip()
+    write_task(tmp_path, "a", dockerfile=f"FROM {base}\n{shell}RUN {command} > /out\n")
     (rollout,) = play(tmp_path, bash("cat /out"), "<answer>x</answer>", cls=harbor(most_turns=3), rollouts=1)
     assert rollout.turns[0].observation == said
 
@@ -1242,6 +1247,7 @@ def test_what_is_copied_keeps_its_time_and_a_link_is_what_it_leads_to(tmp_path):
         assert archive.getmember("app/x").mtime == 1.7e9 and archive.getmember("app").mtime >= 1.7e9
 
 
+@needs_namespaces
 def test_a_run_of_a_dockerfile_runs_once_and_what_fails_is_left_out(tmp_path, caplog):
     write_task(
         tmp_path, "a", dockerfile="FROM debian\nWORKDIR /app\nRUN date +%N > when && ln -s when link && mkdir /data\n"

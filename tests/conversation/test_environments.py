@@ -338,6 +338,8 @@ ADDS = '<tool_call>\n{"name": "add", "arguments": {"amount": 3}}\n</tool_call>'
     ("xml", "<answer>a </b>", "5</answer>", "a </b>5", None),
     ("hermes", "So: <answer>It is ", "5</answer><|im_end|>", "It is 5", None),
     ("hermes", ADDS[:22], ADDS[22:] + "<|im_end|>", None, 3),
+    ("hermes", '<tool_call>{"name": "add", "arguments": {"amount": "', '<answer>5</answer>"}}</tool_call><|im_end|>',
+     None, "<answer>5</answer>"),
     ("hermes", "So: ", "5<|im_end|>", "5", None),  # a text that opens nothing is not the turn's
     ("hermes", "<answer>", "<think>6</think>5<|im_end|>", "<think>6</think>5", None),
     ("xml", "I put it in <answer> tags. Now: ", "<answer>5</answer>", "5", None),  # the model opens its own

@@ -570,6 +570,7 @@ def test_a_text_inside_an_argument_is_no_call(name):
     for text in ("plan(get(1), add(a=9), get(2)), bad(1", "say(b='it's'), add(a=9)"):
         calls, _ = fmt.syntax.split(listed % text, TOOLS)
         assert calls and all(call.error for call in calls)
+    assert len(fmt.syntax.split(listed % "1, 2, 3, 4", TOOLS)[0]) == 1
     calls, _ = fmt.syntax.split(listed % "get-weather(city='x'), fs.read(path='a')", {})
     assert calls == [ToolCall("get-weather", {"city": "x"}), ToolCall("fs.read", {"path": "a"})]
 

@@ -143,6 +143,8 @@ class DockerfileReader:
         words = [word for word in self._filled(rest).split() if not word.startswith("--")]
         if not words or not BASES.fullmatch(words[0]):
             raise NeedsMore(f"FROM {(words or ['nothing'])[0].partition('@')[0]:.60}")
+        # Debian's sh is not that of busybox, which is more like bash.
+        self.build.bash = re.search(r"(alpine|busybox|(^|/)bash)(:|@|$)|-alpine", words[0]) is not None
 
     def _arg(self, rest: str) -> None:
         name, _, value = rest.partition("=")
@@ -297,7 +299,6 @@ def needed_commands(line: str) -> str:
         while words and (re.fullmatch(r"(?s)\w+=.*", words[0]) or words[0] == "sudo"):
             words = words[1:]
         if not words and "=" in command:
-            check_words(command)
             kept.append(command)
         if not words or re.fullmatch(r"rm -rf? (/var/(lib/apt/lists|cache)\S*|/root/\.cache\S*)", " ".join(words)):
             continue
@@ -309,7 +310,24 @@ def needed_commands(line: str) -> str:
             check_words(command)
             if words[0] not in NOT_REALLY:
                 kept.append(command)
+    # A variable that no command behind it reads is not needed.
+    kept = [each for k, each in enumerate(kept) if reads_variable(kept[k + 1 :], each)]
+    for command in kept:
+        check_words(command)
     return " && ".join(kept)
+
+
+def reads_variable(commands: list[str], command: str) -> bool:
+    """Whether a command is none that only sets variables, or one of these commands reads one of them.
+
+    >>> reads_variable(["echo $V"], "V=1"), reads_variable(["echo $VAR"], "V=1"), reads_variable([], "echo V=1")
+    (True, False, True)
+    """
+    words = shlex.split(command)
+    if not all(re.fullmatch(r"(?s)\w+=.*", word) for word in words):
+        return True
+    names = "|".join(word.partition("=")[0] for word in words)
+    return re.search(rf"\$(\{{)?({names})\b", "\n".join(commands)) is not None
 
 
 def commands_of(line: str) -> list[str]:
@@ -356,8 +374,9 @@ def is_of_system(path: str) -> bool:
 
 def check_words(command: str) -> None:
     """Raise `NeedsMore` for a command of a pipeline, or one whose output it takes, that is not in `COMMANDS`."""
-    for word in re.findall(r"(?:\$\(|`)\s*([\w./-]+)", command):
-        if word not in COMMANDS:
+    unquoted = re.sub(r"'[^']*'|\\\\.", "", command)
+    for found in re.finditer(r"\$\((?!\()\s*([\w./-]+)|`\s*([\w./-]+)[^`]*`", unquoted):
+        if (word := found[1] or found[2]) not in COMMANDS:
             raise NeedsMore(f"RUN {PurePosixPath(word).name:.30} in the Dockerfile")
     for part in re.split(r"\|\|?", re.sub(r"'[^']*'|\"[^\"]*\"", "x", command)):
         words = part.split()

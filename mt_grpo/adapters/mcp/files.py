@@ -119,7 +119,8 @@ def one_form(entry: Any, where: str) -> dict[str, Any] | None:
     }
     filled = [made.get("command"), made.get("url"), *made["args"]]
     written = [entry.get("command"), entry[urls[0]] if urls else None, *map(str, entry.get("args") or [])]
-    made["written"] = [pair for pair in zip(filled, written) if pair[0] and pair[0] != pair[1]]
+    pairs = [pair for pair in zip(filled, written) if pair[0] and pair[0] != pair[1]]
+    made["written"] = [pair for pair in pairs if not os.path.exists(pair[0])]  # a path is no key
     return made
 
 

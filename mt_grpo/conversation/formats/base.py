@@ -369,8 +369,8 @@ class ChatFormat:
         if start is None:
             return Parsed(text, [], None, open_thinking=True)
         opened = "" if start else opened_in(lead.rpartition(self.thinking[1])[2], self.begins, self.closes)
-        if opened and opens_first(text[start:], self.begins, self.closes):  # that one was only mentioned
-            opened = ""
+        if opened.startswith("<answer>") and opens_first(text[start:], self.begins, self.closes):
+            opened = ""  # that one was only mentioned
         if opened and any(not call.error for call in self.parse_text(opened, tools or {})[0]):  # it is whole
             opened = ""
         return Parsed(text, *self.parse_text(opened + text[start:], tools or {}))

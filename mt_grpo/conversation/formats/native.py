@@ -183,7 +183,9 @@ def read_python(call: CallText, tools: dict[str, Callable], raw: bool = False) -
     calls = python_calls(body, raw)
     if calls is None:  # then those that can be read, one by one
         parts = python_parts(body.removeprefix("[").removesuffix("]"), raw) or [body]
-        calls = [c for part in parts for c in python_call(part, raw) or [ToolCall(None, {}, UNREADABLE_CALL)]]
+        read, calls = [python_call(part, raw) for part in parts], []
+        for k, found in enumerate(read):  # one error for what cannot be read, however many commas it has
+            calls += found or ([] if k and read[k - 1] is None else [ToolCall(None, {}, UNREADABLE_CALL)])
     return calls
 
 
