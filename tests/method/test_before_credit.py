@@ -115,7 +115,7 @@ def test_other_groups_are_sampled_again(tmp_path, random_model):
 
 def branching():
     """The page's environment."""
-    assert len(BLOCKS[2].partition("class")[2].splitlines()) <= 18
+    assert len(BLOCKS[2].partition("\nclass")[2].splitlines()) <= 18
     names = {}
     exec(BLOCKS[2], names)
     return names["Branching"]
