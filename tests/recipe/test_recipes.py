@@ -1156,7 +1156,7 @@ def bomb(lines: int) -> str:
         ("lr_scheduler_type: cosin\n", "lr_scheduler_type='cosin' is not known. .* Did you mean 'cosine'"),
         ('output_dir: "a\\0b"\n', "output_dir=.* has the character NUL, which no path has"),
         ("max_steps: 1:30\n", "max_steps: '1:30' in .* is str, expected int"),
-        ("env: {HF_HOME: /big}\n", "env: HF_HOME in .* has no effect: .* Set it in the shell"),
+        ("env: {HF_HOME: /big}\n", "env: HF_HOME in .* has no effect in the trainer: .* Set it in the shell"),
         ("dataset_size: 0100\n", "dataset_size: '0100' in .* is str, expected int"),
         ("output_dir: ''\n", "output_dir is empty. Expected the path of a folder"),
         ("report_to: wanb\n", "report_to: 'wanb' is not known. Expected none, or some of: .*wandb"),
