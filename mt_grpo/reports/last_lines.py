@@ -15,7 +15,8 @@ from mt_grpo.run.trainer import ResumableTrainer
 OF_A_CONVERSATION = frozenset(
     "max_env_steps max_completion_length max_turn_tokens max_tool_response_tokens tool_timeout tool_format "
     "isolate_tools max_parallel_calls environment_timeout temperature top_p top_k min_p repetition_penalty "
-    "chat_template_kwargs turn_reward_weights outcome_reward_weights environment_reward_weight use_peft dtype".split()
+    "generation_kwargs trust_remote_code attn_implementation reward_timeout chat_template_kwargs "
+    "turn_reward_weights outcome_reward_weights environment_reward_weight use_peft dtype".split()
 )
 
 
@@ -86,7 +87,7 @@ def overrides(argv: list[str], data_keys: set[str]) -> list[str]:
     for word in argv:
         if word.startswith("--"):
             key = word[2:].partition("=")[0].replace("-", "_")
-            taken = key in OF_A_CONVERSATION or key in data_keys
+            taken = key in OF_A_CONVERSATION or key in data_keys and key != "preflight"
         kept += [word] if taken else []
     return kept
 

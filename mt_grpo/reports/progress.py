@@ -258,7 +258,7 @@ def name_of_evaluation(logs: Iterable[str]) -> str:
     if "eval_reward" in logs:
         return ""
     found = (re.fullmatch(r"eval_(.+)_reward", name) for name in logs)
-    return next((match[1] for match in found if match), "")
+    return min((match[1] for match in found if match), key=len, default="")  # others are metrics of functions
 
 
 def is_shown(value: Any) -> bool:

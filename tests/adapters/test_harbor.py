@@ -907,6 +907,10 @@ def test_links_of_a_task_are_kept_and_lead_nowhere_here(tmp_path):
     ("V='1 2' && echo $V > x", "V='1 2' && echo $V > x"), ("echo $(curl -s x) > y", None),
     ("awk '{print $(NF-1)}' x > y", "awk '{print $(NF-1)}' x > y"), ("echo a `date` by > y", "echo a `date` by > y"),
     ('ARCH="$(dpkg -l)" && apt-get install -y bash', ""), ("echo `curl x` > y", None),
+    ("V=1 && export V && python3 x.py", "V=1 && export V && python3 x.py"),
+    ("N=3 && echo $((N+1)) > x", "N=3 && echo $((N+1)) > x"),
+    ('awk "{print \\$(NF-1)}" x', 'awk "{print \\$(NF-1)}" x'),
+    ("echo \"it's $(curl x)\" > y", None),
     ("pip install --upgrade pip", ""), ("MODE=x apt-get install -y --no-install-recommends bash; apt-get clean", ""),
 ])  # fmt: skip
 def test_what_is_run_of_a_run(line, kept):

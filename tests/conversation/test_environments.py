@@ -342,6 +342,7 @@ ADDS = '<tool_call>\n{"name": "add", "arguments": {"amount": 3}}\n</tool_call>'
      None, "<answer>5</answer>"),
     ("hermes", "So: ", "5<|im_end|>", "5", None),  # a text that opens nothing is not the turn's
     ("hermes", "<answer>", "<think>6</think>5<|im_end|>", "<think>6</think>5", None),
+    ("xml", "I use <tool> tags. Now: ", "<answer>5</answer>", "5", None),
     ("xml", "I put it in <answer> tags. Now: ", "<answer>5</answer>", "5", None),  # the model opens its own
     ("hermes", "<answer>6 Are you sure? ", "No. <answer>5</answer><|im_end|>", "5", None),
 ])  # fmt: skip

@@ -49,8 +49,8 @@ def ask(messages: list) -> dict | None:
 
 def run(call: dict, folder: dict) -> str:
     """What the policy reads of a call, which begins in `folder["at"]` and leaves there where it ends."""
-    if not os.path.isdir(folder["at"]):  # it was deleted
-        folder["at"] = os.getcwd()
+    while not os.path.isdir(folder["at"]):  # it was deleted
+        folder["at"] = os.path.dirname(folder["at"])
     with tempfile.NamedTemporaryFile("r") as left:
         try:
             command = json.loads(call["function"]["arguments"])["command"]

@@ -144,7 +144,7 @@ class DockerfileReader:
         if not words or not BASES.fullmatch(words[0]):
             raise NeedsMore(f"FROM {(words or ['nothing'])[0].partition('@')[0]:.60}")
         # Debian's sh is not that of busybox, which is more like bash.
-        self.build.bash = re.search(r"(alpine|busybox|(^|/)bash)(:|@|$)|-alpine", words[0]) is not None
+        self.build.bash = re.search(r"alpine|busybox|(^|/)bash(:|@|$)", words[0]) is not None
 
     def _arg(self, rest: str) -> None:
         name, _, value = rest.partition("=")
@@ -296,7 +296,7 @@ def needed_commands(line: str) -> str:
             words = shlex.split(command)
         except ValueError:  # a quote that another shell would close elsewhere
             raise NeedsMore("a RUN that cannot be split into commands") from None
-        while words and (re.fullmatch(r"(?s)\w+=.*", words[0]) or words[0] == "sudo"):
+        while words and (SETS.fullmatch(words[0]) or words[0] == "sudo"):
             words = words[1:]
         if not words and "=" in command:
             kept.append(command)
@@ -310,24 +310,14 @@ def needed_commands(line: str) -> str:
             check_words(command)
             if words[0] not in NOT_REALLY:
                 kept.append(command)
-    # A variable that no command behind it reads is not needed.
-    kept = [each for k, each in enumerate(kept) if reads_variable(kept[k + 1 :], each)]
+    while kept and all(SETS.fullmatch(word) for word in shlex.split(kept[-1])):  # no command behind reads them
+        kept.pop()
     for command in kept:
         check_words(command)
     return " && ".join(kept)
 
 
-def reads_variable(commands: list[str], command: str) -> bool:
-    """Whether a command is none that only sets variables, or one of these commands reads one of them.
-
-    >>> reads_variable(["echo $V"], "V=1"), reads_variable(["echo $VAR"], "V=1"), reads_variable([], "echo V=1")
-    (True, False, True)
-    """
-    words = shlex.split(command)
-    if not all(re.fullmatch(r"(?s)\w+=.*", word) for word in words):
-        return True
-    names = "|".join(word.partition("=")[0] for word in words)
-    return re.search(rf"\$(\{{)?({names})\b", "\n".join(commands)) is not None
+SETS = re.compile(r"(?s)\w+=.*")  # a word that sets a variable
 
 
 def commands_of(line: str) -> list[str]:
@@ -372,11 +362,37 @@ def is_of_system(path: str) -> bool:
     return any(path == folder or path.startswith(f"{folder}/") for folder in SYSTEM_FOLDERS)
 
 
+def substituted(command: str) -> list[str]:
+    r"""The first words of the commands whose output a command takes, by `$(...)` or backticks.
+
+    >>> substituted("echo \"it's $(curl x)\" `date` '$(CC)' \\$(no) $((1+2))")
+    ['curl', 'date']
+    """
+    found, quote, ticks, k = [], "", False, 0
+    while k < len(command):
+        each, begins = command[k], 0
+        if quote == "'":
+            quote = "" if each == "'" else quote
+        elif each == "\\":
+            k += 1
+        elif each == "'" and not quote:
+            quote = each
+        elif each == '"':
+            quote = "" if quote else each
+        elif each == "`":
+            ticks, begins = not ticks, 0 if ticks else k + 1
+        elif command.startswith("$(", k) and not command.startswith("$((", k):
+            begins = k + 2
+        word = re.compile(r"\s*([\w./-]+)").match(command, begins) if begins else None
+        found += [word[1]] if word else []
+        k += 1
+    return found
+
+
 def check_words(command: str) -> None:
     """Raise `NeedsMore` for a command of a pipeline, or one whose output it takes, that is not in `COMMANDS`."""
-    unquoted = re.sub(r"'[^']*'|\\\\.", "", command)
-    for found in re.finditer(r"\$\((?!\()\s*([\w./-]+)|`\s*([\w./-]+)[^`]*`", unquoted):
-        if (word := found[1] or found[2]) not in COMMANDS:
+    for word in substituted(command):
+        if word not in COMMANDS:
             raise NeedsMore(f"RUN {PurePosixPath(word).name:.30} in the Dockerfile")
     for part in re.split(r"\|\|?", re.sub(r"'[^']*'|\"[^\"]*\"", "x", command)):
         words = part.split()

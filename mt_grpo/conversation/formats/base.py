@@ -371,6 +371,8 @@ class ChatFormat:
         opened = "" if start else opened_in(lead.rpartition(self.thinking[1])[2], self.begins, self.closes)
         if opened.startswith("<answer>") and opens_first(text[start:], self.begins, self.closes):
             opened = ""  # that one was only mentioned
+        if re.match(r"<tool>\s*[^\s{]", opened):  # as in "I use <tool> tags"
+            opened = ""
         if opened and any(not call.error for call in self.parse_text(opened, tools or {})[0]):  # it is whole
             opened = ""
         return Parsed(text, *self.parse_text(opened + text[start:], tools or {}))
