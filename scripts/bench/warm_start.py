@@ -1,7 +1,7 @@
 """A warm start from a run's log: is the model better for what its own good rollouts taught it, without examples?
 
-    python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --steps 60 --only_print
-    python scripts/bench/warm_start.py --run runs/real_model/mt_grpo-steps60-seed1     # --only_print keeps docs/
+    python scripts/bench/real_model.py --methods mt_grpo --seeds 1 --only_print
+    python scripts/bench/warm_start.py --run runs/real_model/mt_grpo-steps20-seed1     # --only_print keeps docs/
     python scripts/bench/warm_start.py --report
 
 Of the run's log those rollouts are taken that found the answer, two of each question at most
