@@ -1,6 +1,6 @@
 """What every wing stands on: nothing here knows of conversations, models or recipes.
 
-bounded_yaml     YAML of few levels and values
+bounded_yaml     YAML of few levels and values, without keys that are set twice
 errors           errors of a generation server, which any wing may raise or catch
 event_loop       one event loop in a background thread
 fields           a recipe's key as a field, which says all of it once; intervals of numbers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 import sys
 from pathlib import Path
@@ -54,9 +53,7 @@ def last_lines(args: Any, script_args: Any, argv: list[str]) -> list[str]:
     recipe = recipe_of(argv)
     if recipe is not None and has_test_rows(script_args):
         command = f"python scripts/evaluate.py --config {shlex.quote(recipe)} --model {shlex.quote(folder)}"
-        keys = (
-            {each.name for each in dataclasses.fields(script_args)} if dataclasses.is_dataclass(script_args) else set()
-        )
+        keys = vars(script_args).keys() - {"preflight"}
         command = " ".join([command, *map(shlex.quote, overrides(argv, keys))])
         lines.append(f"measure  {command}")
     return lines
@@ -87,7 +84,7 @@ def overrides(argv: list[str], data_keys: set[str]) -> list[str]:
     for word in argv:
         if word.startswith("--"):
             key = word[2:].partition("=")[0].replace("-", "_")
-            taken = key in OF_A_CONVERSATION or key in data_keys and key != "preflight"
+            taken = key in OF_A_CONVERSATION or key in data_keys
         kept += [word] if taken else []
     return kept
 

@@ -34,6 +34,7 @@ COMMANDS = frozenset(
     "python3 bash sh git truncate dd install sleep basename dirname realpath env : useradd groupadd".split()
 )
 NOT_REALLY = frozenset("useradd groupadd chown chgrp".split())  # a sandbox has one user
+SETS = re.compile(r"(?s)\w+=.*")  # a word that sets a variable
 APT = re.compile(r"apt(-get)?$")
 PIP = re.compile(r"(pip3?|python3? -m pip)$")
 SYSTEM_FOLDERS = tuple(
@@ -306,18 +307,13 @@ def needed_commands(line: str) -> str:
             check_apt(words)
         elif PIP.match(words[0]) or PIP.match(" ".join(words[:3])):
             check_pip(words)
-        elif not is_link_of_system(words):
-            check_words(command)
-            if words[0] not in NOT_REALLY:
-                kept.append(command)
+        elif words[0] not in NOT_REALLY and not is_link_of_system(words):
+            kept.append(command)
     while kept and all(SETS.fullmatch(word) for word in shlex.split(kept[-1])):  # no command behind reads them
         kept.pop()
     for command in kept:
         check_words(command)
     return " && ".join(kept)
-
-
-SETS = re.compile(r"(?s)\w+=.*")  # a word that sets a variable
 
 
 def commands_of(line: str) -> list[str]:

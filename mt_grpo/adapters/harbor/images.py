@@ -80,7 +80,7 @@ class NamespaceImages:
                     desk.put(step, "/")
                     continue
                 command, folder, env = step
-                command = command if task.build.bash else f"sh -c {shlex.quote(command)}"  # whose echo reads \\n
+                command = command if task.build.bash else f"sh -c {shlex.quote(command)}"  # whose echo reads \n
                 outcome = sandbox.shell(command, folder, folder, env, RUN_SECONDS)
                 if outcome.code != 0:
                     why = outcome.why or " ".join(outcome.text(200).split()) or f"exit code {outcome.code}"

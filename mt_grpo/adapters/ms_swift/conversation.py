@@ -25,7 +25,7 @@ from mt_grpo.adapters.ms_swift.loss import LossMask
 from mt_grpo.adapters.ms_swift.outputs import conversation_of, fill, read_outputs, train_outputs
 from mt_grpo.adapters.ms_swift.paths import protocol_module
 from mt_grpo.adapters.ms_swift.pictures import mark_tags, parts_as_tags, place_tags, tagged
-from mt_grpo.adapters.ms_swift.protocol import as_base64, listed_tools
+from mt_grpo.adapters.ms_swift.protocol import as_base64, listed_tools, remove_response
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import background_loop
@@ -168,8 +168,8 @@ class SchedulerConversation:
         except ValueError as error:
             raise SchedulerFailure(f"The row's {error}") from error
         messages, images = row_images(messages, row, session)
-        if messages and messages[-1]["role"] == "assistant":  # of a row: its solution, which no scheduler may see
-            messages = messages[:-1]
+        messages = list(messages)
+        remove_response(messages)  # of a row: its solution, which no scheduler may see
         request = protocol.RolloutInferRequest(
             messages=copy.deepcopy(messages),
             images=images,

@@ -240,8 +240,8 @@ def is_name(name: str) -> bool:
 def check_others(tool: Callable, signature: inspect.Signature, arguments: dict[str, Any]) -> None:
     """Raise `TypeError` for unknown or missing arguments of a tool with names that Python does not take."""
     if others := getattr(tool, "others", None):
-        known = {**signature.parameters, **others, **(arguments if getattr(tool, "takes_further", False) else {})}
-        unknown = [name for name in arguments if name not in known]
+        unknown = [name for name in arguments if name not in signature.parameters and name not in others]
+        unknown = [] if getattr(tool, "takes_further", False) else unknown
         missing = [name for name, required in others.items() if required and name not in arguments]
         if unknown:
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
