@@ -86,7 +86,6 @@ from mt_grpo.conversation.sampling import (
 from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, error_text, own_results, results_of
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.conversation.trees import pass_state
 from mt_grpo.generation.adapters import config_of
 from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
@@ -114,7 +113,6 @@ from mt_grpo.reports.metrics import (
     credit_metrics,
     mean_per_rollout,
     staleness_metrics,
-    tree_metrics,
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
@@ -136,7 +134,6 @@ from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.further_credit import FURTHER_ESTIMATORS, estimators_of
 from mt_grpo.training.layouts import Layout, memory_errors
-from mt_grpo.training.observation_loss import observation_loss, observed_tokens, only_sampled
 from mt_grpo.training.passes import (
     PASSES,
     Pass,
@@ -147,7 +144,7 @@ from mt_grpo.training.passes import (
     skips_first_pass,
 )
 from mt_grpo.training.policy_scores import scores_of_trainer
-from mt_grpo.training.records import FURTHER_RECORDS, OBSERVED
+from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.refill import refill
 from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, merge_scores, weighted_rewards
@@ -206,7 +203,6 @@ class MultiTurnToolEnv(Conversations):
     """
 
     MIN_ANSWER_TOKENS = 16  # a tool result is cut so that at least this much room is left to answer
-    can_fork = True  # rollouts may go on from a state of another one; a subclass says it of itself
 
     def __init__(
         self,
@@ -299,7 +295,6 @@ class MultiTurnToolEnv(Conversations):
         """Turn after turn until the conversation has a stop reason."""
         while rollout.stop_reason is None:
             await self.take_turn(rollout, llm, sampling_params)
-            await pass_state(rollout, self.environments)
         if self.environments is not None and rollout.error is None:
             with failures_end(rollout):
                 rollout.reward = await self.environments.reward(rollout)
@@ -510,7 +505,6 @@ class MultiTurnToolEnv(Conversations):
 #   gigpo        norm(R^O) + c * norm(G_k)           over the turns of the group in the same state (arXiv 2505.10978)
 #   zero_sum     norm(R^O) + c * (r_k - mean_l r_l)  shaping inside a rollout; turns without a reward: norm(R^O)
 #   progress_credit  norm(R^O) + c * (turn k's share of the progress of scores, less its mean over tokens)
-#   tree         V(next state that others went on from) - V(the last one before turn k), V: mean of R^O + c * R^T
 #
 # With outcome_in_return R^O counts in G_k as well, as the reward of the rollout's last turn (turn_return, gigpo).
 #
@@ -575,12 +569,10 @@ class RewardTable:
     sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
     state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
     num_tokens: torch.Tensor | int = 1  # (N, K) int64: those of the turn that are trained
-    num_copied: torch.Tensor | int = 0  # (N,) int64: the rollout's first turns that are copies of its trunk's (`tree`)
     group_size: int = 0  # G; `turn_advantages` sets it, and the recipe's settings below
     scale_rewards: str = "group"
     outcome_in_return: bool = False
     state_baseline: str = "mean"
-    tree_size: int = 1
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The group-relative value of x, (N,) or (N, K), with this table's groups and scaling (see `norm`)."""
@@ -667,7 +659,7 @@ def turn_advantages(
 ) -> torch.Tensor:
     """Advantage of every turn, (N, K). A rollout whose outcome rewards are all None gets 0 on every turn.
 
-    `settings`: `outcome_in_return`, `state_baseline` and `tree_size` of the table.
+    `settings`: `outcome_in_return` and `state_baseline` of the table.
     """
     missing = rewards.outcome.isnan()[:, None]  # (N, 1): not trained on, so in nobody's baseline
     rewards = dataclasses.replace(
@@ -778,8 +770,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
-        if self.args.observation_loss_coef:
-            output |= observed_tokens(batch, turn_ids.shape[1], self.args, self.accelerator)
         self._log_step(output, advantages)
         if self.args.old_logps == "sampled" and not skips:
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
@@ -797,7 +787,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             args.turn_discount,
             outcome_in_return=args.outcome_in_return,
             state_baseline=args.state_baseline,
-            tree_size=self.in_flight.tree_size,
         )
 
     def _generate(self, prompts: list) -> tuple:
@@ -811,7 +800,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         sampled = batch.dropped + batch.rollouts  # the metrics are of all of them
         facts = conversation_columns(sampled, self.accelerator, True) if batch.num_rounds else batch.facts
         metrics, num_tokens = conversation_metrics(facts)
-        metrics |= check_rollouts(sampled, self.env, self.args) | tree_metrics(batch, self.in_flight.tree_size)
+        metrics |= check_rollouts(sampled, self.env, self.args)
         self._log_metrics(metrics)
         own = self._metrics[self._mode], self._stale[self._mode]
         staleness_metrics(batch.rollouts, self._weight_counter.version, *own)
@@ -856,15 +845,14 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None):
-        """TRL's loss of a pass, and `observation_loss` if it is asked for; of a micro-batch the sum over passes."""
+        """TRL's loss of a pass; of a micro-batch the sum over its passes."""
         if FURTHER_RECORDS in inputs:  # in TRL's layout
             inputs = into_passes(self, [inputs])[0]
         if PASSES in inputs:
             return loss_in_passes(self, model, inputs, num_items_in_batch)
         with self.layout.of(inputs):
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        loss = loss * inputs.scale if isinstance(inputs, Pass) else loss
-        return loss + observation_loss(self, inputs) if OBSERVED in inputs else loss
+        return loss * inputs.scale if isinstance(inputs, Pass) else loss
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -901,9 +889,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             device = input_ids.device
             shared = [current.shared] if rows == [] else shared_rows(self, rows, logits_to_keep, device, batch_size)
             found = logps_of_rows(model, shared, compute_entropy, self.accelerator)
-        self.layout.logps = found[0] if self.args.observation_loss_coef else None
-        if self.layout.kind == "shared" and current is not None and OBSERVED in current:
-            found = only_sampled(current, found[0]), *found[1:]
         if current is not None and current.is_first:
             self.layout.metrics.compare(current, found[0].detach(), self)
         return found
@@ -942,7 +927,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch.weights = self.reward_weights.cpu()
         outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, batch.weights)
         outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
-        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns, torch.tensor(batch.num_copied))
+        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns)
         batch.logged = logged_rewards(whole, per_turn).to(self.accelerator.device)
 
     def _before_credit(self, batch: Batch) -> None:
@@ -984,8 +969,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             total = len(loader.dataset) * batch.group_size if loader is not None else None
             self._evaluation.add(self._metrics["eval"], batch, total)
         outcome = norm(batch.rewards.outcome, batch.group_size, self.args.scale_rewards)  # (N,), of the outcome alone
-        if "num_branches" in self.args.read_of_credit:
-            outcome = None  # the advantage is no sum of the outcome's and a turn's own
         self._rollout_log.add(batch, output, advantages, outcome, self.state.global_step)
         mean_advantages = mean_per_rollout(output, batch)  # (B,)
         logged = self._logs["advantages"]  # TRL's table of completions: what is trained on, not TRL's own advantage
@@ -1226,9 +1209,10 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     """TRL's `GRPOConfig` plus what a conversation needs. Raises `ValueError` for combinations that cannot train."""
 
     credit_assignment: str = key(
-        "mt_grpo", "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo, zero_sum, progress_credit or "
-        "tree", one_of=CREDIT_ASSIGNMENTS,
-    )  # fmt: skip
+        "mt_grpo",
+        "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo, zero_sum or progress_credit",
+        one_of=CREDIT_ASSIGNMENTS,
+    )
     turn_advantage_coef: float = key(
         1.0, "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome", within="[0, inf)"
     )
@@ -1240,8 +1224,6 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         "mean", "gigpo: a turn is compared with the mean of its state, or with that of the others (leave_one_out)",
         one_of=("mean", "leave_one_out"),
     )  # fmt: skip
-    num_branches: int = key(1, "tree: rollouts that go on from each such state of another one", within="[1, inf)")
-    branch_states: int = key(1, "tree: states of a rollout from which others go on", within="[1, inf)")
     turn_reward_weights: list[float] | None = key(
         None, "One weight per turn reward function. None: 1 each", within="(-inf, inf)"
     )
@@ -1266,9 +1248,6 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         one_of=("wait", "admit"), backend="server",
     )  # fmt: skip
     refill_groups: int = key(0, "Batches' worth of further groups for those without signal", within="[0, inf)")
-    observation_loss_coef: float = key(
-        0.0, "Weight of the cross-entropy on what tools and environments answered", within="[0, inf)"
-    )
     freeze_vision_tower: bool | None = key(None, "What reads images is not trained. None: so it is with a LoRA")
     share_prompts: bool = key(
         True, "Compute each prompt once, in passes by tokens; false: TRL's rows and passes", trained=False

@@ -206,23 +206,6 @@ class TurnTokens:
         )
 
     @property
-    def observation_mask(self) -> list[int]:
-        """1 for ids that were read behind a turn that is trained, 0 for sampled ones, (C,).
-
-        0 also behind a turn that was cut off, where the end of the turn comes at an odd place, and for a text that the
-        turn goes on with: it stands in the policy's own message.
-        """
-        learned = [
-            t.trained and any(t.per_token(1, 0)) and t.continuation is None and t.finish_reason != "length"
-            for t in self.turns
-        ]
-        return join(
-            part
-            for t, one in zip(self.turns, learned)
-            for part in ([0] * len(t.token_ids), [int(one)] * len(t.observation_ids))
-        )
-
-    @property
     def turn_ids(self) -> list[int]:
         """The index of the rollout's turn that sampled an id, -1 for observations, (C,)."""
         turns = zip(self.owners, self.turns)
@@ -302,9 +285,6 @@ class Rollout(TurnTokens):
     error: Exception | None = None  # of its environment, with `environment_error`; of a prompt that fills the context
     abandoned: bool = False  # a call into its environment was given up, and may still run
     given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
-    num_copied: int = 0  # of its turns, the first ones that are another rollout's (`conversation/trees.py`)
-    forks: list[Any] = field(default_factory=list, repr=False, compare=False)  # the `Fork`s that wait for it
-    fork: Any = field(default=None, repr=False, compare=False)  # the one that it waits for
     pictures: list[Any] = field(default_factory=list, repr=False, compare=False)  # keeps those of its messages
     rendered: Any = field(default=None, repr=False, compare=False)  # `PromptCache` of its batch; None: no other's
 
@@ -328,16 +308,6 @@ class Rollout(TurnTokens):
         So it did where its prompt fills the context, and there was no turn.
         """
         return self.stop_reason in FAILURES or (self.stop_reason == StopReason.CONTEXT_LENGTH and not self.turns)
-
-    @property
-    def own_turns(self) -> list[Turn]:
-        """Without the copies of another rollout's."""
-        return self.turns[self.num_copied :]
-
-    @property
-    def num_copied_tokens(self) -> int:
-        """Of the completion, the first ones that are another rollout's."""
-        return sum(len(turn.token_ids) + len(turn.observation_ids) for turn in self.turns[: self.num_copied])
 
     @property
     def records(self) -> list[Record]:
@@ -462,9 +432,6 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Called after the rewards, whatever happened."""
-
-    def fork(self) -> Environment:
-        """A copy in the same state, whose further course is its own: it shares no random numbers with this one."""
 
 
 class ToolFormat(Protocol):

@@ -158,8 +158,6 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         credit["outcome_in_return"] = "true"
     if args.state_baseline != "mean":
         credit["state_baseline"] = args.state_baseline
-    if trainer.in_flight.tree_size > 1:
-        credit |= {"num_branches": str(args.num_branches), "branch_states": str(args.branch_states)}
     sampling = {
         "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"),
         "training row": str(number_of_row),

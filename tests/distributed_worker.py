@@ -1,11 +1,11 @@
 """Run by test_distributed.py on one and on two ranks: a scripted backend, the advantages before TRL shuffles them.
 
-python tests/distributed_worker.py MODEL OUT [golden|records|passes|refill|trees|images]
+python tests/distributed_worker.py MODEL OUT [golden|records|passes|refill|images]
 
 With `golden` it runs the batch of golden_batch.py, whose values are written by hand; with `records` that of
 records_batch.py, whose histories are edited; with `passes` the batches of random_batches.py, in TRL's layout and ours;
-with `refill` that of refill_run.py, whose groups without signal are replaced; with `trees` that of tree_run.py; with
-`images` that of vision_run.py.
+with `refill` that of refill_run.py, whose groups without signal are replaced; with `images` that of
+vision_run.py.
 """
 
 import os
@@ -21,14 +21,13 @@ import golden_batch as golden
 import random_batches
 import records_batch
 import refill_run
-import tree_run
 import vision_run
 
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS, MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROLLOUTS = 16
-CASES = [(group_size, credit) for group_size in (16, 4) for credit in CREDIT_ASSIGNMENTS if credit != "tree"]
+CASES = [(group_size, credit) for group_size in (16, 4) for credit in CREDIT_ASSIGNMENTS]
 
 
 def echo(text: str) -> str:
@@ -119,8 +118,6 @@ def main():
         results = random_batches.run_on_ranks(model, out)
     elif sys.argv[3:] == ["refill"]:
         results = refill_run.run_on_ranks(model, out, world)
-    elif sys.argv[3:] == ["trees"]:
-        results = tree_run.run_on_ranks(model, out, world)
     elif sys.argv[3:] == ["images"]:
         results = vision_run.run_on_ranks(out, world)
     elif sys.argv[3:4] == ["images-by-server"]:

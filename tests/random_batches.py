@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from mt_grpo.training.records import FURTHER_RECORDS, NUM_OBSERVED, OBSERVED
+from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 GROUP_SIZE = 4
@@ -63,8 +63,6 @@ def tensors(rows: list[dict], settings: dict, near: float) -> dict:
             "completion_ids": row["ids"] + right, "completion_mask": [1] * len(row["ids"]) + right,
             "tool_mask": row["trained"] + [1] * len(right), "advantages": advantages + [0.0] * len(right),
         }  # fmt: skip
-        if settings.get("observation_loss_coef"):
-            found[OBSERVED] = [1.0 - one for one in row["trained"]] + [0.0] * len(right)
         if settings.get("num_iterations", 1) > 1 or settings.get("vllm"):
             found["old_per_token_logps"] = [near + value for value in row["old"]] + [0.0] * len(right)
         if settings.get("vllm") == "token":
@@ -105,9 +103,6 @@ class OfBatches(MTGRPOEnvTrainer):
         first = self.accelerator.process_index * count
         own = tensors(rows, self.settings, self.near)
         batch = {key: value[first : first + count] for key, value in own.items()}
-        if self.args.observation_loss_coef:
-            read = [1 - one for row in rows for each in (row, *row["further"]) for one in each["trained"]]
-            batch[NUM_OBSERVED] = torch.tensor(float(sum(read)))
         return batch | {"num_items_in_batch": torch.tensor(trained)}
 
 
@@ -150,7 +145,6 @@ ON_RANKS = {
                                  gradient_accumulation_steps=1, seed=1),
     "sequences": dict(loss_type="dapo", uneven=True, importance_sampling_level="sequence", vllm="sequence"),
     "further records": dict(loss_type="grpo", further=True, uneven=True),
-    "observations": dict(loss_type="grpo", further=True, uneven=True, observation_loss_coef=0.5),
 }  # fmt: skip
 
 

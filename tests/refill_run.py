@@ -5,10 +5,15 @@ import signal
 
 import torch
 from datasets import Dataset
-from tree_run import weights
 
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+
+def weights(trainer):
+    """All of the policy's, one behind the other."""
+    return torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+
 
 DEAD = {1, 2, 3, 8}  # the prompts whose rollouts are all worth the same
 

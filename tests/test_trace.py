@@ -35,8 +35,6 @@ LOGGING = {
     "num_errors",
     "staleness_metrics",
     "versions_of",
-    "own_turns",
-    "tree_metrics",
     "_mode",
     "_note_end",
     "metrics",
@@ -86,7 +84,6 @@ LISTS = {
     "trained_records",
     "compare_ranks",
 }  # as completion_ids, which is on the way
-TREES = {"plant", "tree_size", "pass_state", "release"}  # of which one has none
 ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 PICTURES = {  # of which this run has none
     "read_pictures", "with_marks", "images_of", "reader_of", "results_of", "readable_messages", "is_picture",
@@ -192,7 +189,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
     assert torch.isfinite(loss) and batch["tool_mask"].sum() > 0
     names = set(entered.values())
     aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TOKEN_CHECKS | TEXTS | TEMPLATE | ENVIRONMENT | LISTS | NUMBERS
-    aside |= ROWS | TREES | MAIN_THREAD | PICTURES | ALTERED | LAYOUT
+    aside |= ROWS | MAIN_THREAD | PICTURES | ALTERED | LAYOUT
     assert aside <= names, f"never entered: {sorted(aside - names)}"
     way = {place: name for place, name in entered.items() if name not in aside}
     assert {"take_turn", "suffix_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())

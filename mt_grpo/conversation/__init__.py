@@ -8,7 +8,6 @@ prompts          the prompts of a batch, each of them rendered once
 prompt_examples  conversations that stand before the question, as the model reads them
 turn_lists       the lists of a rollout's turns, checked once it is over
 sampling         the sampling parameters of a request, and its room
-trees            rollouts that go on from a state of another one (`credit_assignment: tree`)
 conversations    the part of a class of conversations that no method changes
 formats/         how a model writes calls and reads results
 tools/           functions as tools: what the model reads of them, their arguments, running them, their results

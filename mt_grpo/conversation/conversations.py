@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import logging
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
@@ -18,7 +17,6 @@ from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
 from mt_grpo.conversation.prompt_examples import check_examples, written_examples
 from mt_grpo.conversation.sampling import SAMPLING_KEYS, Room, check_sampling_params
-from mt_grpo.conversation.trees import pass_state, release, wait_for_trunk
 from mt_grpo.conversation.turn_lists import keep_whole, num_ids
 from mt_grpo.rollout import Message, Rollout, ToolFormat
 
@@ -26,14 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Conversations(Limits):
-    """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`.
-
-    Attributes:
-        can_fork: Whether a conversation can go on from a state of another one (`conversation/trees.py`). Each class
-            says it of itself: what a subclass keeps of a conversation is known to nobody else.
-    """
-
-    can_fork = False
+    """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`."""
 
     def __init__(
         self, max_steps: int, max_completion_length: int, prompt_examples: list[list[Message]] = (), **limits: Any
@@ -58,15 +49,8 @@ class Conversations(Limits):
         self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
     ) -> Rollout:
         """`converse`, whoever wrote it, to a rollout whose lists are as the loss reads them, or which has failed."""
-        if rollout.fork is not None:
-            await wait_for_trunk(rollout, functools.partial(self.aside, llm))
-        begun = rollout
-        try:
-            async with self._in_its_place(begun, llm):
-                rollout = await self.converse(rollout, llm, sampling_params)
-                await pass_state(begun, self.environments, over=True)
-        finally:
-            release(begun)
+        async with self._in_its_place(rollout, llm):
+            rollout = await self.converse(rollout, llm, sampling_params)
         keep_whole(rollout, num_ids(self._tokenizer(llm)))
         return rollout
 

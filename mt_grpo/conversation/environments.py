@@ -205,7 +205,7 @@ def part_read(part: Any, reader: PictureReader) -> Any:
 
 
 # Methods of the protocol, which are no tools -> how many arguments the trainer passes, None for a dataset row.
-METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "conversation_over": 0, "state_key": 0, "fork": 0}
+METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "conversation_over": 0, "state_key": 0}
 
 
 def tool_methods(cls: type) -> list[str]:
@@ -243,11 +243,6 @@ def check_environment(cls: Any, where: str) -> None:
                 f"{where}: {cls.__name__}.{name}{inspect.signature(method)} clashes with the trainer's method "
                 f"{name}({takes}): {error}. Give the tool another name, such as {name}_it."
             ) from None
-    if getattr(getattr(cls, "fork", None), "__annotations__", {}).get("return") in (str, "str"):
-        raise ValueError(
-            f"{where}: {cls.__name__}.fork returns a text, as a tool does. fork(self) is the trainer's, which copies "
-            "an environment. Give the tool another name, such as fork_it."
-        )
     for tool in class_tools(cls).values():
         check_tool(tool)
     if isinstance(getattr(cls, "tools", None), (list, tuple)):  # else they are an instance's, or a tool of this name
@@ -536,24 +531,6 @@ class Environments:
             except EnvironmentFailure as error:
                 logger.warning(f"A conversation is over, and its environment could not be told so: {error}")
 
-    async def fork(self, rollout: Rollout, branch: Rollout) -> None:
-        """Give a branch a copy of a rollout's environment. Raises `EnvironmentFailure`, also for what is no copy."""
-        own = rollout.environment
-        try:
-            found = await self.call(rollout, "fork")
-        except EnvironmentFailure as error:
-            if rollout.abandoned:  # it still runs in the instance
-                rollout.stop_reason, rollout.error = error.reason, error
-            raise
-        except BaseException:
-            rollout.abandoned = True
-            raise
-        if type(found) is not type(own) or found is own:
-            got = "itself" if found is own else type(found).__name__
-            name = type(own).__name__
-            raise EnvironmentFailure(f"{name}.fork returned {got}, expected another {name}.")
-        branch.environment, self._open[id(branch)] = found, branch
-
     async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
         """Close the environments of these rollouts, None: of all; keep those that can be used again.
 
@@ -567,7 +544,7 @@ class Environments:
     async def _close_one(self, rollout: Rollout) -> None:
         if hasattr(rollout.environment, "close"):
             await self.call(rollout, "close")
-        elif not rollout.abandoned and rollout.error is None and not rollout.num_copied:  # a copy may share something
+        elif not rollout.abandoned and rollout.error is None:
             self._free[type(rollout.environment)].append(rollout.environment)
 
     def _close_now(self, rollout: Rollout) -> None:

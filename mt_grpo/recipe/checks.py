@@ -47,7 +47,6 @@ from mt_grpo.conversation.pictures import (
 )
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.conversation.tools.results import error_text
-from mt_grpo.conversation.trees import tree_size
 from mt_grpo.generation.adapters import slots_of, why_config_merges
 from mt_grpo.generation.nccl_groups import check_group_port
 from mt_grpo.generation.weight_transfer import check_shared_directory
@@ -281,38 +280,6 @@ def check_env(args: GRPOConfig, env: Any) -> None:
             "isolate_tools: none of the environment's tools runs in a process. Expected functions without async, "
             "which run there, from load_tools(path, isolate=True)."
         )
-    if tree_size(args) > 1:
-        check_forks(env, args.credit_assignment, args.branch_states)
-
-
-def check_forks(env: Any, credit_assignment: str, branch_states: int) -> None:
-    """Raise `ValueError` for conversations that cannot go on from so many states of another one."""
-    if branch_states > env.max_env_steps:
-        raise ValueError(
-            f"branch_states={branch_states}: a rollout passes at most max_env_steps={env.max_env_steps} states. "
-            "Expected at most so many."
-        )
-    why = f"credit_assignment: {credit_assignment}: rollouts go on from a state of another one, and"
-    kind = type(env)
-    if not vars(kind).get("can_fork", False):
-        raise ValueError(
-            f"{why} it is not known whether {kind.__name__} allows it: an agent or a scheduler does not. In a class "
-            "of yours that keeps nothing of a conversation, or keeps it on its Rollout, set can_fork = True."
-        )
-    for name, tool in env.tools.items():
-        if getattr(tool, "holds_state", False):
-            raise ValueError(f"{why} the server of the tool {name!r} may keep a state. Use another credit_assignment.")
-    for cls in env.environments.by_name.values() if env.environments is not None else ():
-        if not hasattr(cls, "fork") and cls.__module__.startswith("mt_grpo."):
-            raise ValueError(
-                f"{why} {cls.__name__}, which is an adapter's, cannot be copied. Use an environment of your own with "
-                "a method fork(self), or another credit_assignment."
-            )
-        if not hasattr(cls, "fork"):
-            raise ValueError(
-                f"{why} {cls.__name__} cannot be copied. Give it a method fork(self), which returns another "
-                f"{cls.__name__} in the same state, with random numbers of its own; or use another credit_assignment."
-            )
 
 
 def check_tower(args: GRPOConfig, model_config: Any, peft_config: Any, reader: Any) -> None:

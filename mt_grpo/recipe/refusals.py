@@ -17,7 +17,6 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import sentence
 from mt_grpo.base.fields import in_range, range_text
 from mt_grpo.base.json_types import fits_type
-from mt_grpo.conversation.trees import tree_size
 from mt_grpo.generation.connection import hide_password
 from mt_grpo.recipe.keys import OF_TRL, check_one_of, default_of, fact_of
 
@@ -268,31 +267,7 @@ UNREAD_CREDIT = {  # key -> what the estimator is that does not read it
     "outcome_in_return": "which has no return",
     "state_baseline": "which compares no states",
     "turn_advantage_coef": "which has no turn's own term",
-    "num_branches": "which compares whole rollouts",
-    "branch_states": "which compares whole rollouts",
 }
-
-
-def check_trees(args: GRPOConfig) -> None:
-    """Raise `ValueError` for a batch that cannot be made of trees, where the estimator reads them."""
-    if args.scale_rewards != "none":
-        raise ValueError(
-            f"credit_assignment: {args.credit_assignment} with scale_rewards={args.scale_rewards!r}: the values of "
-            "states are in units of the rewards, and so is their difference. Set scale_rewards: none."
-        )
-    size, of_rank = tree_size(args), args.generation_batch_size // args.world_size
-    of_tree = f"{size} rollouts (1 + num_branches={args.num_branches} x branch_states={args.branch_states})"
-    if args.num_generations % size or args.num_generations < 2 * size:
-        near = max(round(args.num_generations / size), 2) * size
-        raise ValueError(
-            f"num_generations={args.num_generations} is no number of trees of {of_tree}. Expected a multiple of "
-            f"{size}, and two trees at least: set num_generations: {near}."
-        )
-    if of_rank % size:
-        raise ValueError(
-            f"{of_rank} rollouts of a process are no number of trees of {of_tree}: a tree is of one process. Set "
-            f"per_device_train_batch_size, or steps_per_generation, to a multiple of {size}."
-        )
 
 
 def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
@@ -335,11 +310,6 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
         raise ValueError(
             "use_liger_kernel needs a package that is not installed. Run `pip install 'liger-kernel'`, or remove it."
         )
-    if args.use_liger_kernel and args.observation_loss_coef:
-        raise ValueError(
-            "observation_loss_coef with use_liger_kernel: its loss gives no logprobs, which this term is made of. "
-            "Remove one of them."
-        )
     check_order_of_steps(args)
     check_read_beside(args)
     check_generation_kwargs(args, backend)
@@ -360,8 +330,6 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
                 f"{key}={value} has no effect with credit_assignment={args.credit_assignment!r}, {why}. Remove it, or "
                 f"use {readers}."
             )
-    if tree_size(args) > 1:
-        check_trees(args)
     if estimator.per_turn:
         # Both settings decide per sequence, by one advantage. Advantages per token would make them decide per token.
         if args.off_policy_mask_threshold is not None:

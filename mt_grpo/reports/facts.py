@@ -139,17 +139,15 @@ def facts_of_batches(
     facts = {name: mean(values) for name, values in metrics.items() if values}
     by_turn = [r for r in rollouts if cut_by_turn(r, args)]
     cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
-    results = [result for r in rollouts for turn in r.own_turns for result in turn.results]
+    results = [result for r in rollouts for turn in r.turns for result in turn.results]
     reached: dict[str, list[ToolResult]] = {}  # by the tool
-    for call, result in ((c, s) for r in rollouts for turn in r.own_turns for c, s in zip(turn.calls, turn.results)):
+    for call, result in ((c, s) for r in rollouts for turn in r.turns for c, s in zip(turn.calls, turn.results)):
         if result.error != "call":
             reached.setdefault(str(call.name), []).append(result)
     enough = {name: of_tool for name, of_tool in reached.items() if len(of_tool) >= MIN_CALLS}
     failed = {name: share(result.error is not None for result in of_tool) for name, of_tool in enough.items()}
     worst = max(failed, key=failed.get, default=None)
-    uncut = [
-        result for r in rollouts for turn in r.own_turns if turn.finish_reason != "length" for result in turn.results
-    ]
+    uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
     environment_errors = [str(r.error) for r in rollouts if r.stop_reason in FAILURES and r.error is not None]
     ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
     groups = [group for batch in batches for group in whole_groups(batch.rollouts, args.num_generations)]
@@ -171,7 +169,7 @@ def facts_of_batches(
         ),
         "credit_assignment": args.credit_assignment,
         "cut/by_turn": len(by_turn) / len(rollouts), "cut/by_completion": len(cut) / len(rollouts),
-        "tokens/read": share(owner < 0 for r in cut or rollouts for owner in r.turn_ids[r.num_copied_tokens :]),
+        "tokens/read": share(owner < 0 for r in cut or rollouts for owner in r.turn_ids),
         "tools/broken": failed.get(worst), "tools/all_broken": min(failed.values(), default=0.0),
         "tools/broken_name": f"the tool {worst}",
         "frequent/tool_error": most_frequent(r.text for r in reached.get(worst, ()) if r.error is not None),

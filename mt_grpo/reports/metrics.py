@@ -20,7 +20,7 @@ from mt_grpo.training.tensors import nanstd, nansum
 
 
 def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool = False) -> torch.Tensor:
-    """What `conversation_metrics` is made of, (N, 16), over all ranks. What a rollout copied counts once. Collective.
+    """What `conversation_metrics` is made of, (N, 16), over all ranks. Collective.
 
     One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks. `uneven`: ranks
     may have different numbers of rollouts.
@@ -30,17 +30,17 @@ def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool
         [
             [
                 len(r.prompt_ids),
-                sum(len(t.token_ids) for t in r.own_turns),
+                sum(len(t.token_ids) for t in r.turns),
                 sum(len(t.token_ids) + len(t.observation_ids) for t in r.turns),
                 len(r.turns),
                 reasons.index(r.stop_reason),
-                sum(len(t.calls) for t in r.own_turns),
+                sum(len(t.calls) for t in r.turns),
                 *num_errors(r),
-                sum(t.tool_seconds for t in r.own_turns),
+                sum(t.tool_seconds for t in r.turns),
                 len(trained_records(r)),
                 sum(t.open_thinking for t in r.turns),
                 *tokens_read_again(r),
-                sum(len(t.results) for t in r.own_turns),
+                sum(len(t.results) for t in r.turns),
                 is_cut_off(r),
             ]
             for r in rollouts
@@ -85,31 +85,6 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
         **{f"stop/{reason}": (stop == i).float().mean().item() for i, reason in enumerate(reasons)},
     }
     return metrics, int(prompt.sum() + trained.sum())
-
-
-def tree_metrics(batch: Batch, size: int) -> dict[str, float]:
-    """How many of the branches went on from a state of their trunk, with how many of its turns, and what trunks gave.
-
-    Branches lean to long conversations, so that `reward` is not what the policy gets. Trunks are plain samples of it.
-
-    Args:
-        batch: With its `num_copied` and its rewards.
-        size: Rollouts of a tree. 1: there are none, and no metrics.
-
-    >>> from types import SimpleNamespace
-    >>> rewards = SimpleNamespace(outcome=torch.tensor([1.0, 0.0, 0.0, 0.5, 0.0, 0.0]))
-    >>> tree_metrics(Batch([], 6, num_copied=[0, 2, 1, 0, 0, 0], rewards=rewards), 3)
-    {'tree/frac_branched': 0.5, 'tree/mean_copied_turns': 1.5, 'tree/outcome_of_trunks': 0.75}
-    """
-    if size == 1:
-        return {}
-    branches = [copied for i, copied in enumerate(batch.num_copied) if i % size]
-    branched = [copied for copied in branches if copied]
-    return {
-        "tree/frac_branched": len(branched) / len(branches),
-        "tree/mean_copied_turns": sum(branched) / max(len(branched), 1),
-        "tree/outcome_of_trunks": batch.rewards.outcome[::size].nanmean().item(),
-    }
 
 
 class EvaluationMetrics:
@@ -200,7 +175,7 @@ def staleness_metrics(
     """
     if "rollout/staleness" not in metrics:
         stale.clear()
-    turns = [(versions_of(turn) or [r.policy_version])[0] for r in rollouts for turn in r.own_turns]
+    turns = [(versions_of(turn) or [r.policy_version])[0] for r in rollouts for turn in r.turns]
     for of_rank in gather_object([Counter(version - sampled for sampled in turns)]):
         stale.update(of_rank)
     counts = stale or Counter([0])
@@ -220,7 +195,7 @@ def staleness_metrics(
 
 def num_errors(rollout: Rollout) -> tuple[int, int, int]:
     """How many of a rollout's calls failed, ran out of time, and could not be run."""
-    errors = [result.error for turn in rollout.own_turns for result in turn.results if result.error is not None]
+    errors = [result.error for turn in rollout.turns for result in turn.results if result.error is not None]
     return len(errors), errors.count("timeout"), errors.count("call")
 
 

@@ -49,7 +49,7 @@ class Scored:
     turn_rewards: torch.Tensor  # (n, K), the weighted rewards of functions that give one per turn
     advantages: torch.Tensor  # (n, K), one number per turn
     group_size: int  # G
-    outcome_advantages: torch.Tensor | None = None  # (n,), what the outcome alone gives every turn
+    outcome_advantages: torch.Tensor  # (n,), what the outcome alone gives every turn
     batch_size: int | None = None  # N, rollouts of the batch over all ranks, logged or not
 
 
@@ -137,7 +137,6 @@ def rollout_rows(
     """
     total = finite(nansum(scored.rewards * scored.weights.to(scored.rewards), 1).tolist())
     lists = scored.rewards.tolist(), scored.turn_rewards.tolist(), scored.advantages.tolist()
-    of_outcome = [None] * len(rollouts) if scored.outcome_advantages is None else scored.outcome_advantages.tolist()
     return [
         {
             "index": rollout.index,
@@ -158,13 +157,12 @@ def rollout_rows(
             "num_prompt_tokens": len(rollout.prompt_ids),
             "num_tokens": rollout.new_tokens,
             "records": len(rollout.records),
-            "num_copied_turns": rollout.num_copied,
             "policy_version": rollout.policy_version,
             "error": None if rollout.error is None else str(rollout.error),
             "info": [json_text(turn.info, ensure_ascii=False, default=str, skipkeys=True) for turn in rollout.turns],
         }
         for rollout, row, reward, per_function, per_turn, advantage, outcome, of_rollout in zip(
-            rollouts, inputs, total, *lists, of_outcome, columns
+            rollouts, inputs, total, *lists, scored.outcome_advantages.tolist(), columns
         )
     ]
 
@@ -346,7 +344,7 @@ class RolloutLog:
         batch: Batch,
         output: dict[str, Any],
         advantages: torch.Tensor,
-        outcome: torch.Tensor | None,
+        outcome: torch.Tensor,
         step: int,
     ) -> None:
         """Write the first rollouts of a batch.
@@ -355,7 +353,7 @@ class RolloutLog:
             batch: With all that it is filled in with.
             output: TRL's batch for the loss.
             advantages: Of all N rollouts, (N, K).
-            outcome: What the outcome alone gives them, (N,). None: the advantages have no such part.
+            outcome: What the outcome alone gives them, (N,).
             step: Optimizer steps so far. A run that is resumed begins with others than 0, and its log goes on.
         """
         count = min(self.most, len(batch.rollouts))
@@ -363,7 +361,7 @@ class RolloutLog:
         if not count:
             return
         tables = [batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages)]
-        part = None if outcome is None else batch.own(outcome)[:count]
+        part = batch.own(outcome)[:count]
         scored = Scored(self.names, batch.weights, *tables, batch.group_size, part, len(advantages))
         columns = turn_columns(output, batch.records, batch.owners, batch.rollouts[:count])
         rows = rollout_rows(batch.rollouts[:count], batch.rows, scored, columns, self.tokenizer)
@@ -394,14 +392,14 @@ class RolloutLog:
             if self.num_images == MOST_IMAGES:
                 logger.warning(f"{folder} got {MOST_IMAGES} images: of later rollouts the log names them alone.")
 
-    def add_dropped(self, batch: Batch, places: list[int], step: int, has_parts: bool = True) -> None:
+    def add_dropped(self, batch: Batch, places: list[int], step: int) -> None:
         """Write rollouts of a batch that are dropped, with the mode `dropped`: they train nothing.
 
         Args:
             batch: Scored.
             places: Of this rank's rollouts that are dropped. At most as many are written as of a batch.
             step: Optimizer steps so far.
-            has_parts: Whether an advantage is the outcome's and a turn's own, as of those that are trained.
+
         """
         places = places[: self.most]
         if not places:
@@ -419,7 +417,7 @@ class RolloutLog:
             batch.rewards.turn[index],
             nothing,
             batch.group_size,
-            torch.zeros(len(places)) if has_parts else None,
+            torch.zeros(len(places)),
             len(batch.rewards.outcome),
         )
         columns = turn_columns({}, [], [], rollouts)
@@ -529,7 +527,7 @@ def rollout_features(folder: str | Path) -> Any:
         "turn_rewards": List(number), "turn_advantages": List(number),
         "answer": Json() if nested else kinds.get(type(answer), text), "turns": List(turn),
         "images": List({"name": text, "width": whole, "height": whole, "tokens": whole}),
-        "num_prompt_tokens": whole, "num_tokens": whole, "records": whole, "num_copied_turns": whole,
+        "num_prompt_tokens": whole, "num_tokens": whole, "records": whole,
         "policy_version": whole, "error": text,
         "info": List(text),
     }  # fmt: skip

@@ -28,7 +28,6 @@ from transformers.training_args import OptimizerNames
 from mt_grpo.base.files import absolute, read_json
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.base.pictures import image_or_str
-from mt_grpo.conversation.trees import BRANCH_POINTS
 from mt_grpo.run.next_prompts import IN_FLIGHT
 from mt_grpo.run.saved_states import CheckpointError, small_file_damage, state_damage
 
@@ -268,7 +267,6 @@ def checkpoint_damage(folder: Path) -> str | None:
     expected += ["entropy_ctrl_state.json"] if record.get("use_adaptive_entropy") else []
     admits = record.get("late_groups") == "admit" and record.get("max_staleness")
     expected += [IN_FLIGHT] if admits else []
-    expected += [BRANCH_POINTS] if record.get("credit_assignment") == "tree" else []
     for name in expected:
         if not (folder / name).is_file():
             return f"{name} is missing"

@@ -141,7 +141,6 @@ def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int])
     for i, rollout in zip(indices, rollouts):
         rollout.place(trainer.accelerator.process_index * len(rows) + i)
         rollout.policy_version = trainer._weight_counter.version
-    trainer.in_flight.plant(rollouts)
     return RolloutBatch(
         rollouts,
         lambda rollout, llm: trainer.env.converse_whole(rollout, llm, trainer._sampling_params),

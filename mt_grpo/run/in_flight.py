@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import prompts_of
-from mt_grpo.conversation.trees import BranchPoints, plant, tree_size
 from mt_grpo.generation.prefix_cache import PrefixCacheCounts
 from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.rollout import Rollout
@@ -131,7 +130,6 @@ class InFlight:
         current: The conversations of this step; None where there are none. Progress is read from it.
         groups: What is in flight beside it, oldest first: batches with `wait`, groups with `admit`.
         told_in_vain: Whether it was said that no group of a batch has a signal, whatever is asked for.
-        branch_points: Draws the states from which rollouts of a tree go on.
     """
 
     POLL_SECONDS = 0.02  # between two looks at what is complete
@@ -142,9 +140,7 @@ class InFlight:
         self.current: RolloutBatch | AwaitedGroups | None = None
         self.groups: deque[RolloutBatch | GroupInFlight] = deque()
         self.told_in_vain = False
-        self.branch_points = BranchPoints()
         self._prefix_cache = PrefixCacheCounts()
-        self._planted = (-1, 0)  # (a step, how often trees were begun in it before the last time)
         self._epoch: LookAhead | None = None  # `wait`
         self._next: list[list[dict[str, Any]]] = []  # `wait`: of the batches to start after this one
         self._prompts: EpochPrompts | None = None  # `admit`, and `refill_groups`
@@ -166,7 +162,6 @@ class InFlight:
         saved = read_in_flight(Path(checkpoint), args.late_groups, per_batch, self._refills) if goes_on else None
         self._to_save = saved if args.late_groups == "admit" or self._refills else None
         self._prompts = None
-        self.branch_points = BranchPoints.saved_in(Path(checkpoint)) if checkpoint else BranchPoints()
 
     def cancel(self) -> None:
         """End all running conversations."""
@@ -174,24 +169,6 @@ class InFlight:
             batch.cancel()
         self.groups.clear()
         self.current = self._taken = None
-
-    @property
-    def tree_size(self) -> int:
-        """Rollouts of a tree (`conversation/trees.py`); 1 where there are none, as in an evaluation."""
-        return tree_size(self.trainer.args) if self.trainer.model.training else 1
-
-    def plant(self, rollouts: list[Rollout]) -> None:
-        """Say which of these rollouts go on from a state of another one, with `credit_assignment: tree`."""
-        args, step = self.trainer.args, self.trainer.state.global_step
-        if self.tree_size > 1:
-            self._planted = (step, self._planted[1] + 1 if self._planted[0] == step else 0)
-            number = self._planted[1]
-
-            def states(trunk: Rollout) -> list[int]:
-                key = f"{args.seed} {step} {number} {trunk.index}"
-                return self.branch_points.draw(key, self.trainer.env.max_env_steps, args.branch_states)
-
-            plant(rollouts, self.tree_size, args.num_branches, states)
 
     def end_epoch(self) -> None:
         """Give up what is in flight. Only an epoch that a callback ended (`should_epoch_stop`) has something left."""
@@ -302,9 +279,6 @@ class InFlight:
             for rollout in self.current.wait():
                 if rollout is not None:
                     found[rollout.index - trainer.accelerator.process_index * len(rows)] = rollout
-            size = self.tree_size
-            for i in [i for i in found if not found.keys() >= set(range(i - i % size, i - i % size + size))]:
-                del found[i]  # of a tree all rollouts are sampled again
             kept = {id(rollout) for rollout in found.values()}
             trainer.env.close([lost for lost in self.current.rollouts if id(lost) not in kept])
             retries, trainer.llm.retries = getattr(trainer.llm, "retries", 0), 0
@@ -557,8 +531,6 @@ class InFlight:
 
     def note(self) -> None:
         """Keep what a checkpoint must hold. Of a batch that is to be trained further this is the batch itself."""
-        if self.tree_size > 1 and self.trainer.batch is not None and self.trainer.batch.mode == "train":
-            self.branch_points.learn(self.trainer.batch)
         over = self.trainer._step % self._passes == 0
         if self._prompts is not None and (over or self._refills):
             num_prompts = self.trainer.args.generation_batch_size // self.trainer.args.num_generations
@@ -569,4 +541,3 @@ class InFlight:
     def save(self, folder: Path) -> None:
         """Write what a resumed run needs into a checkpoint."""
         write_in_flight(folder, self._to_save)
-        self.branch_points.save(folder)

@@ -5,7 +5,6 @@ records         rollouts as rows of the loss
 batch           what one step rolls out, scores, trains and logs
 shared_prompts  one row per prompt, and the attention that reads it
 passes          which rows go together in a forward pass, and what a pass counts
-observation_loss  cross-entropy on what was read behind the policy's turns
 pass_metrics    TRL's metrics of a loss that is a sum over passes
 layouts         how a run's rows are laid out, why, and the proof of it
 further_credit  estimators of credit beside MT-GRPO

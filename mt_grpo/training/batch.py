@@ -29,7 +29,6 @@ class Batch:
         owners: The rollout of each of the M records.
         loss_masks: Of each record's completion, as TRL gets them; None once TRL has its tensors.
         failed, truncated: Whether the environment failed, and whether it was cut off, of each of the N rollouts.
-        num_turns, num_copied: Turns of each of the N rollouts, and how many of them are copies of another one's.
         facts: Numbers of each conversation, (N, 15): see `conversation_columns`.
         scores: What the reward functions gave, of all N rollouts: see `RewardFunctions.score_all_ranks`.
         rewards: The `RewardTable` of the N rollouts, of these scores.
@@ -50,8 +49,6 @@ class Batch:
     owners: list[int] = field(default_factory=list)
     failed: list[bool] = field(default_factory=list)
     truncated: list[bool] = field(default_factory=list)
-    num_turns: list[int] = field(default_factory=list)
-    num_copied: list[int] = field(default_factory=list)
     loss_masks: list[list[int]] | None = None
     facts: torch.Tensor | None = None
     scores: tuple[torch.Tensor, ...] | None = None
@@ -99,7 +96,7 @@ class Batch:
         return accelerator.gather(own.to(accelerator.device).contiguous()).cpu()
 
     def choose_records(self, args: Any, step: int) -> None:
-        """Set `records`, `owners`, and what is known of all N rollouts: `failed` to `num_copied`. Collective.
+        """Set `records`, `owners`, `failed` and `truncated` of all N rollouts. Collective.
 
         The records are B first ones, further ones, empty ones.
 
@@ -107,8 +104,7 @@ class Batch:
 
         Raises `RunError` on all ranks, as `compare_ranks` says.
         """
-        num_further, *of_all = compare_ranks(self.rollouts, args, step)
-        self.failed, self.truncated, self.num_turns, self.num_copied = of_all
+        num_further, self.failed, self.truncated = compare_ranks(self.rollouts, args, step)
         records = [trained_records(rollout) for rollout in self.rollouts]
         further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
         further += [(Record([], []), 0)] * (num_further - len(further))

@@ -14,9 +14,8 @@ def estimators_of(registry: dict[str, Callable]) -> Callable:
 
     Its arguments:
         name: The recipe's value of `credit_assignment`.
-        reads: What it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline`, `state`,
-            `num_branches` and `branch_states`. A setting that it does not read is refused; state keys are filled, and
-            rollouts are trees, for those that read them.
+        reads: What it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline` and
+            `state`. A setting that it does not read is refused; state keys are filled for those that read them.
         per_turn: Whether the turns of a rollout can get different advantages.
     """
 
@@ -180,73 +179,3 @@ def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> to
     tokens = rewards.sampled * rewards.num_tokens
     mean = (credit * tokens).sum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
     return rewards.norm(rewards.outcome)[:, None] + coef * (credit - mean) * rewards.sampled
-
-
-@further_estimator("tree", reads=("turn_advantage_coef", "num_branches", "branch_states"))
-def tree_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
-    """Credit from an outcome alone, without a critic: a state is worth what the rollouts gave that went on from it.
-
-    What a rollout gave is R^O + c R^T. The first rollout of a tree is the trunk, and the others go on from states of
-    it (after VinePPO, arXiv 2410.01679, and Tree-GRPO, arXiv 2509.21240). The turns of a trunk between two such states
-    get the value of the later one, the mean of all that went on from it, less the baseline of the earlier one. The
-    baseline of the prompt is the mean of the group's other trees. That of a state is the mean of the others that went
-    on from it and of the baseline before it, which counts as one of them: it halves the noise of a single branch. So
-    the trunk stands in the value of a state that its turns led to, and never in the baseline of what it did there.
-
-    Where n rollouts go on from a state each counts 1/n, so that the turns behind it weigh as much as those before it.
-    It is unbiased with `scale_rewards: none`. Its noise at equal cost: docs/credit.md.
-
-    In the example there are two trees of a trunk and one branch. The first branch has its trunk's turn 0, and fails
-    where the trunk succeeds. The other tree's branch began anew, and all of it failed: the prompt's baseline is 0. The
-    state between is worth 0.5. The trunk is compared there with (0 + 0) / 2, the branch with (1 + 0) / 2.
-
-    >>> from mt_grpo_trainer import doctest_batch
-    >>> table = dataclasses.replace(doctest_batch(), group_size=4, tree_size=2, num_copied=torch.tensor([0, 1, 0, 0]))
-    >>> table.outcome, table.rollout_turn = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.full((4,), float("nan"))
-    >>> table.turn = torch.full((4, 2), float("nan"))
-    >>> tree_advantages(table, 1.0, 1.0)
-    tensor([[ 0.5000,  0.5000],
-            [ 0.0000, -0.2500],
-            [-0.5000, -0.5000],
-            [-0.2500, -0.2500]])
-    """
-    size, num_turns = rewards.tree_size, rewards.turn.shape[1]
-    worth = (rewards.outcome + coef * rewards.turn_total).view(-1, size)  # (T, S): T trees of S rollouts
-    there, worth = ~worth.isnan(), worth.nan_to_num(0.0)
-    copied = torch.as_tensor(rewards.num_copied).expand(len(rewards.turn)).view(-1, size)
-    is_branch = torch.arange(size) > 0
-    # From the last turn back: what each state is worth, the trunk among those that went on from it.
-    value, known = worth[:, 0], there[:, 0]  # (T,), of the trunk's way ahead
-    ahead, count, branches = [None] * num_turns, [None] * num_turns, [None] * num_turns
-    for k in reversed(range(num_turns)):
-        here = there & is_branch & (copied == k) & (copied > 0)
-        ahead[k], count[k] = (value, known), here.sum(1) + known
-        branches[k] = here, (worth * here).sum(1)
-        total = branches[k][1] + value * known
-        value = torch.where(here.any(1), total / count[k].clamp(min=1), value)
-        known = known | here.any(1)
-    # Those that begin with the prompt: trunks, by the value of their tree, and branches whose state was not reached.
-    of_group = rewards.group_size // size
-    anew = there & is_branch & (copied == 0)
-    sums, numbers = (worth * anew).sum(1) + value * known, anew.sum(1) + known  # (T,)
-    others = sums.view(-1, of_group).sum(1).repeat_interleave(of_group) - sums
-    num_others = numbers.view(-1, of_group).sum(1).repeat_interleave(of_group) - numbers
-    baseline = torch.where(num_others > 0, others / num_others.clamp(min=1), float("nan"))  # of a trunk, (T,)
-    advantages = torch.zeros(*worth.shape, num_turns, dtype=worth.dtype)  # (T, S, K)
-    rest, num_rest = (sums + others)[:, None] - worth, (numbers + num_others)[:, None] - 1  # of each that began anew
-    own = torch.where(anew & (num_rest > 0), worth - rest / num_rest.clamp(min=1), 0.0)
-    advantages[:, is_branch] = own[:, is_branch, None].expand(-1, -1, num_turns)
-    # From the first turn on: what the state ahead is worth, less the baseline of the last state before the turn.
-    weight = torch.ones_like(value)
-    for k in range(num_turns):
-        (value, known), (here, total) = ahead[k], branches[k]
-        before, counts = baseline.nan_to_num(0.0), (~baseline.isnan()).int()
-        weight = torch.where(here.any(1), weight / count[k].clamp(min=1), weight)
-        of_trunk = (total + before) / (here.sum(1) + counts).clamp(min=1)
-        baseline = torch.where(here.any(1), of_trunk, baseline)
-        advantages[:, 0, k] = (weight * (value - baseline)).where(known, 0.0)
-        rest = (total + value * known + before)[:, None] - worth  # of the others, for each branch
-        num_rest = (count[k] - 1 + counts)[:, None]
-        own = torch.where(here & (num_rest > 0), weight[:, None] * (worth - rest / num_rest.clamp(min=1)), 0.0)
-        advantages[:, :, k:] = torch.where(here[:, :, None], own[:, :, None], advantages[:, :, k:])
-    return advantages.view(rewards.turn.shape).nan_to_num(0.0)

@@ -146,7 +146,6 @@ class Layout:
         begun: The last one, until the next training step.
         metrics: Of the passes of a step.
         pictures: What the batch that is trained on reads: tensors hold no picture, and its rollouts go before it does.
-        logps: (M, C), of the loss that is computed, where `observation_loss` reads them.
     """
 
     def __init__(self, trainer: Any, own_methods: type):
@@ -175,7 +174,6 @@ class Layout:
         self.current: Pass | None = None
         self.begun: Pass | None = None
         self.metrics = PassMetrics()
-        self.logps: torch.Tensor | None = None
         self.pictures: list[Picture] = []
 
     def in_passes(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:

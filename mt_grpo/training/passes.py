@@ -21,7 +21,7 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from mt_grpo.base.pictures import Picture, is_picture, pictures_in
-from mt_grpo.training.records import FURTHER_RECORDS, NUM_OBSERVED, OBSERVED, Row, row_of
+from mt_grpo.training.records import FURTHER_RECORDS, Row, row_of
 from mt_grpo.training.shared_prompts import Example, SharedRow
 
 PASSES = "passes"  # the key of a micro-batch that has been cut into passes
@@ -58,7 +58,6 @@ class TrainedRow:
         values: TRL's tensors, without the columns that are padding.
         prompt_ids, completion_ids: As lists.
         trained: Whether the policy sampled a token, of each of the completion's.
-        observed: Whether its logprob is wanted although it did not (`observation_loss`); None: of none.
         number: Of its row in the batch that it is of.
         group: Tells apart what should go together: the prompt of its rollout's first record; None: its own.
         pictures: Those that its ids stand for, while another rank computes it.
@@ -68,7 +67,6 @@ class TrainedRow:
     prompt_ids: list[int]
     completion_ids: list[int]
     trained: list[bool]
-    observed: list[bool] | None = None
     number: int = 0
     group: int | None = None
     pictures: tuple[Picture, ...] = ()
@@ -90,20 +88,15 @@ class TrainedRow:
 
     @cached_property
     def own(self) -> int:
-        """Tokens that are computed for this record alone where it shares its prompt: up to the last wanted one."""
-        return max((k + 1 for k, wanted in enumerate(self.wanted) if wanted), default=0)
+        """Tokens that are computed for this record alone where it shares its prompt: up to the last trained one."""
+        return max((k + 1 for k, trained in enumerate(self.trained) if trained), default=0)
 
     @property
     def shown(self) -> list[Picture]:
         return pictures_in(self.prompt_ids + self.completion_ids)
 
-    @property
-    def wanted(self) -> list[bool]:
-        """Whether the loss reads the logprob of a token, of each of the completion's."""
-        return self.trained if self.observed is None else [a or b for a, b in zip(self.trained, self.observed)]
-
     def without_trained(self) -> TrainedRow:
-        return replace(self, trained=[], observed=None)
+        return replace(self, trained=[])
 
     def to(self, device: Any) -> TrainedRow:
         # Copied: a view would be sent with all of the tensor that it is of.
@@ -128,8 +121,7 @@ def trained_row(row: Row) -> TrainedRow:
         for key, value in row.items()
     }
     trained = (values["tool_mask"] > 0).tolist() if "tool_mask" in row else [True] * completion
-    observed = (values[OBSERVED] > 0).tolist() if OBSERVED in row else None
-    return TrainedRow(values, values["prompt_ids"].tolist(), values["completion_ids"].tolist(), trained, observed)
+    return TrainedRow(values, values["prompt_ids"].tolist(), values["completion_ids"].tolist(), trained)
 
 
 def weigh_tokens(
@@ -345,7 +337,6 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
         # INVARIANT: all ranks have as many rows in a pass. TRL gathers one number per row for its metrics.
         each = to_pass([*rows, *[dummy] * (num_rows - len(rows))], trainer.pad_to_multiple_of or 1, shares)
         each["num_items_in_batch"] = num_items
-        each |= {name: value for name, value in micro_batches[0].items() if name == NUM_OBSERVED}
         each.loss_type = trainer.loss_type if divisor is None else "dapo"
         if divisor is None and trainer.loss_type in MEAN_OF_ROWS:
             each.scale = num_rows / per_micro_batch
@@ -395,7 +386,7 @@ def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
 
 def shared_row(rows: list[TrainedRow], shape: tuple[int, int], device: Any) -> SharedRow:
     """These of the (B, C) rows of a batch, by their numbers."""
-    examples = {row.number: Example(row.prompt_ids, row.completion_ids, row.wanted) for row in rows}
+    examples = {row.number: Example(row.prompt_ids, row.completion_ids, row.trained) for row in rows}
     return SharedRow(examples, shape, device)
 
 

@@ -14,8 +14,6 @@ from mt_grpo.rollout import Record, Rollout, StopReason
 
 # The key of TRL's batch under which each rollout has a list of rows. TRL's shuffle and split keep it with the rollout.
 FURTHER_RECORDS = "further_records"
-OBSERVED = "observation_mask"  # (M, C): 1 for a token of which `observation_loss` reads the logprob
-NUM_OBSERVED = "num_observed_in_batch"  # (): their number on all ranks, in the batch of rollouts
 Row = dict[str, torch.Tensor]  # of TRL's batch, without the batch's dimension
 
 
@@ -77,13 +75,11 @@ def is_cut_off(rollout: Rollout) -> bool:
     return bool(cut) and rollout.stop_reason != StopReason.AGENT_DONE
 
 
-def compare_ranks(
-    rollouts: list[Rollout], args: Any, step: int
-) -> tuple[int, list[bool], list[bool], list[int], list[int]]:
+def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, list[bool], list[bool]]:
     """What ranks must agree on. Collective.
 
-    Returns the further records on the rank that has most, and for each of N rollouts whether its environment failed,
-    whether it was cut off, and the numbers of its turns and of those that are copies of another rollout's.
+    Returns the further records on the rank that has most, and for each of N rollouts whether its environment failed
+    and whether it was cut off.
 
     Raises `RunError` on all ranks where every environment failed, or a setting does not go with further records.
     """
@@ -93,8 +89,7 @@ def compare_ranks(
     no_room = [isinstance(error, PromptTooLong) for error in errors]
     cut_off = [is_cut_off(rollout) for rollout in rollouts]
     num_further = sum(len(trained_records(r)) - 1 for r in rollouts)
-    turns, copied = [len(rollout.turns) for rollout in rollouts], [rollout.num_copied for rollout in rollouts]
-    reports = gather_object([(num_further, failed, text, no_room, cut_off, turns, copied)])
+    reports = gather_object([(num_further, failed, text, no_room, cut_off)])
     flags = [flag for report in reports for flag in report[1]]
     if all(flags) and all(each for report in reports for each in report[3]):
         raise RunError(f"In all {len(flags)} rollouts of step {step} the prompt fills the context. {reports[0][2]}")
@@ -107,7 +102,7 @@ def compare_ranks(
     num_further = max(report[0] for report in reports)
     if num_further:
         check_settings(args)
-    return num_further, flags, *([each for report in reports for each in report[k]] for k in (4, 5, 6))
+    return num_further, flags, [each for report in reports for each in report[4]]
 
 
 def check_settings(args: Any) -> None:

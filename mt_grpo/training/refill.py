@@ -36,8 +36,7 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
         fresh = chosen.repeat_interleave(batch.group_size)  # (N,)
         own = batch.own(fresh).nonzero().flatten().tolist()
         dropped.append(batch.rewards.outcome[fresh])
-        has_parts = trainer.in_flight.tree_size == 1
-        trainer._rollout_log.add_dropped(batch, own, trainer.state.global_step, has_parts)
+        trainer._rollout_log.add_dropped(batch, own, trainer.state.global_step)
         trainer.env.close([batch.rollouts[i] for i in own])
         rows, rollouts, metrics = trainer.in_flight.refill(batch.rows, slots)
         batch.replace(own, rows, rollouts)

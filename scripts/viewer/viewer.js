@@ -508,7 +508,7 @@ function sampledParts(item, k, colour, scale) {
     typeof turn.mean_logprob === "number" && `logprob ${number(turn.mean_logprob)}, least ${number(turn.min_logprob)}`,
     turn.policy_versions?.length === 2 && turn.policy_versions[0] !== turn.policy_versions[1]
       && `weights ${turn.policy_versions[0]} to ${turn.policy_versions[1]}`,
-    k < row.num_copied_turns ? "its trunk's, out of the loss" : turn.num_trained === 0 && "out of the loss"];
+    turn.num_trained === 0 && "out of the loss"];
   if (colour && turn.token_texts) {
     return [
       part("policy", `policy, turn ${k}`, facts, el("div", { class: "mono" }, tokenSpans(turn, colour, scale)), tokenTable(turn)),

@@ -146,7 +146,7 @@ FILES = {
         "harbor_command_timeout: 20": "test_keys_of_a_page_make_a_recipe",
         "harbor_agent_folders: [my_agents]": "test_keys_of_a_page_make_a_recipe",
         "max_parallel_calls: 4": "test_keys_of_a_page_make_a_recipe",
-        "credit_assignment: tree": "test_keys_of_a_page_make_a_recipe",
+
         "tools/short_memory.py:ShortMemory": "test_keys_of_a_page_make_a_recipe",
         "Which river flows": "test_the_examples_of_the_page_are_some",
         "my_plugin.py": "test_docs.py::test_the_plugin_of_ms_swift_runs",

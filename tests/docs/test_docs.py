@@ -121,7 +121,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     args = mt.MTGRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=4, num_generations=4, max_completion_length=16, max_steps=1, logging_steps=1,
-        save_strategy="no", disable_tqdm=True, refill_groups=1, observation_loss_coef=0.1,
+        save_strategy="no", disable_tqdm=True, refill_groups=1,
     )  # fmt: skip
     trainer = mt.MTGRPOEnvTrainer(
         random_model, mt.MultiTurnToolEnv([echo], None), [], [reward], args=args,
@@ -132,7 +132,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     metrics = section(RECIPES, "Metrics")
     documented = set(first_column(RECIPES, "Metrics")) | set(re.findall(r"`((?:sync|completions)/\w+)`", metrics))
     with_server = {name for name in documented if name.startswith(("sync/", "sampling/"))}
-    of_others = {name for name in documented if name.startswith(("tree/", "information_gain/"))}
+    of_others = {name for name in documented if name.startswith("information_gain/")}
     assert documented - with_server - of_others - {"rewards/<function>/mean"} <= logged
     files = (ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/**/*.py"), ROOT / "rewards/information_gain.py")
     source = "\n".join(path.read_text() for path in files)

@@ -1031,46 +1031,6 @@ def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
 
 
 @needs_vllm
-@pytest.mark.slow
-def test_a_server_dies_amid_trees(servers, tmp_path):
-    """A tree is at one server. Where that is lost the tree is whole all the same: branches begin with their trunk."""
-    killed = threading.Event()
-
-    def seconds(expression):
-        if trainer.state.global_step == 1 and not killed.is_set():
-            killed.set()
-            servers[1].kill()
-        return 0.5
-
-    trainer = make_trainer(
-        None, tmp_path, slow_calculator(seconds), max_steps=3, vllm_server_base_url=addresses(servers),
-        num_generations=4, credit_assignment="tree", scale_rewards="none", num_branches=1,
-    )  # fmt: skip
-    trainer.client.RETRY_SECONDS = 0.0
-    try:
-        trainer.train()
-    finally:
-        if not servers[1].healthy():
-            servers[1].start().wait()
-    assert killed.is_set() and trainer.rows("sync/servers")[:2] == [2, 2]
-    copied = 0
-    for batch in trainer.batches:
-        assert [rollout.index for rollout in batch] == list(range(16))
-        assert_whole(batch)
-        for trunk, branch in zip(batch[::2], batch[1::2]):
-            assert trunk.num_copied == 0 and branch.num_copied <= len(trunk.turns)
-            copies, own = branch.turns[: branch.num_copied], trunk.turns[: branch.num_copied]
-            assert [turn.token_ids for turn in copies] == [turn.token_ids for turn in own]
-            assert [turn.logprobs for turn in copies] == [turn.logprobs for turn in own]
-            assert not any(turn.trained for turn in copies)
-            copied += branch.num_copied
-    assert copied > 3 and max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
-    trainer.batches = [[rollout for rollout in batch if not rollout.num_copied] for batch in trainer.batches]
-    assert_from_the_weights_of_its_version(trainer)
-    trainer.client.close()
-
-
-@needs_vllm
 def test_a_push_that_one_server_misses(servers, tmp_path):
     """Its load answers 500 once: it is left out of that step, and joins at the next push."""
     failed = []

@@ -991,7 +991,7 @@ NUMBERS_OUT_OF_RANGE = {
          "max_tokens_per_pass",
          "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
          "max_tool_response_length", "harbor_memory_mb", "harbor_storage_mb", "openenv_sessions",
-         "mcp_max_concurrent_calls", "num_branches", "branch_states"),
+         "mcp_max_concurrent_calls"),
         (0, -5),
     ),
     **dict.fromkeys(
@@ -1006,8 +1006,7 @@ NUMBERS_OUT_OF_RANGE = {
         ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "eval_delay", "beta",
          "router_aux_loss_coef", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
          "vespo_lambda_neg", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-         "entropy_target", "vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "turn_advantage_coef",
-         "observation_loss_coef"),
+         "entropy_target", "vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "turn_advantage_coef"),
         (-1.0, math.inf, math.nan),
     ),
     **dict.fromkeys(

@@ -73,49 +73,6 @@ def run_to_its_stop(trainer, checkpoint=None):
 
 
 # =====================================================================================================================
-# Trees, and rewards that ask the policy
-# =====================================================================================================================
-
-
-@needs_vllm
-@pytest.mark.slow
-@pytest.mark.parametrize("late_groups", ["wait", "admit"])
-def test_trees_of_batches_in_flight(server, tmp_path, late_groups):  # noqa: F811
-    """Branches go on from their own trunks. Rewards ask the weights of the last push, not those that sampled."""
-    asked = []
-
-    def asks(rollout_turns, turn_contexts, policy, **kwargs):
-        ids = [turns[0].token_ids for turns in rollout_turns]
-        contexts = [each[0][: -len(own)] for each, own in zip(turn_contexts, ids)]
-        version = int(policy.version.partition("+")[0].rpartition("-")[2])
-        asked.append((version, policy.logprobs(contexts, ids)))
-        return [sum(own) % 7 / 6 for own in ids]
-
-    trainer = make_trainer(
-        server.port, tmp_path, slow_calculator(lambda expression: 0.2), asks, prompts=12, max_steps=6, max_staleness=2,
-        late_groups=late_groups, credit_assignment="tree", scale_rewards="none",
-    )  # fmt: skip
-    trainer.train()
-    trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
-    assert len(trained) == len(set(trained)) == 12 and max(trainer.rows("rollout/staleness_max")) > 0
-    copied, newer = 0, 0
-    for batch, (version, found) in zip(trainer.batches, asked, strict=True):
-        assert [rollout.index for rollout in batch] == list(range(16))
-        for trunk, branch in zip(batch[::2], batch[1::2]):
-            own = trunk.turns[: branch.num_copied]
-            assert trunk.num_copied == 0 and len(own) == branch.num_copied
-            assert [turn.token_ids for turn in branch.turns[: len(own)]] == [turn.token_ids for turn in own]
-            assert not any(turn.trained for turn in branch.turns[: len(own)])
-            copied += len(own)
-        for rollout, row in zip(batch, found, strict=True):
-            newer += rollout.policy_version < version
-            if not rollout.num_copied:
-                expected = logprobs_under(trainer.weights[version], rollout)[: len(row)].tolist()
-                assert row == pytest.approx(expected, abs=1e-3)
-    assert copied > 3 and newer > 16
-
-
-# =====================================================================================================================
 # Several passes, several epochs, several stops
 # =====================================================================================================================
 

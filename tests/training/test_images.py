@@ -42,9 +42,8 @@ from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.reports.preflight import images_line
 from mt_grpo.rollout import Rollout
-from mt_grpo.training.observation_loss import observed_tokens
 from mt_grpo.training.policy_scores import ModelScores
-from mt_grpo.training.records import FURTHER_RECORDS, OBSERVED
+from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, take_shared_rows
 from mt_grpo_trainer import MultiTurnToolEnv
 
@@ -419,16 +418,6 @@ def test_a_trained_model_is_evaluated_with_images(folder, tmp_path):
     expected = trainer.env.format_of(trainer.env.tokenizer).text(said.tolist())
     for each in found["conversations"]:
         assert [m["content"] for m in each["messages"]] == [f"<image {name}>Which digit?", expected]
-
-
-def test_an_image_is_not_learned_as_an_observation(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1, observation_loss_coef=0.5)
-    trainer.train()
-    masks = observed_tokens(trainer.batch, 200, trainer.args, trainer.accelerator)[OBSERVED]
-    for mask, rollout in zip(masks, trainer.batch.rollouts):
-        ids = rollout.completion_ids
-        assert not any(one for one, token in zip(mask.tolist(), ids) if is_picture(token)) and mask.sum() > 5
-    assert trainer.state.log_history[0]["observation/loss"] < 50  # a forbidden token would cost 1e4
 
 
 def test_rewards_may_ask_for_logprobs_behind_images(folder, tmp_path):

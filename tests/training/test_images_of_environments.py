@@ -1,7 +1,6 @@
 """Pictures that an environment gives: in its prompt, its replies and its histories, and what reaches the loss."""
 
 import base64
-import copy
 import io
 import random
 import threading
@@ -15,13 +14,11 @@ from test_environments import verify_records
 from transformers import AutoTokenizer
 from vision_run import Scripted as ZoomsAndAnswers, user, worth
 
-from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.pictures import is_picture, pictures_in, runs_of
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, joined, read_reply
 from mt_grpo.conversation.picture_parts import SaidPictures
 from mt_grpo.conversation.pictures import PLACE, mark_of, readable, with_marks_of
-from mt_grpo.conversation.trees import plant
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Reply, StopReason
@@ -304,29 +301,6 @@ def test_which_marks_stay(tokenizer):
     said = f"a{mark_of(one)}b{mark_of(two)}\ufdd0c"
     assert with_marks_of(said, [one]) == f"a{mark_of(one)}b" and with_marks_of("plain", []) == "plain"
     assert with_marks_of(mark_of(one)[:8] + mark_of(two) + mark_of(one)[8:], [one, two]).count("\ufdd1") == 1
-
-
-def test_a_branch_goes_on_with_the_pictures_of_its_trunk(tokenizer, ids_of):
-    """What the trunk's environment showed may stand in the branch's next history."""
-    one = tokenizer.pictures.read(image(1), "")
-    replies = [None, lambda rollout: Reply(history=[{"role": "user", "content": f"Again: {mark_of(one)}"}])]
-
-    def look(self) -> str:
-        """Look."""
-        return "grass"
-
-    env = MultiTurnToolEnv(
-        [], None, 3, tokenizer=tokenizer, environment=game(image(1), replies, look=look, fork=copy.deepcopy)
-    )
-    turns = ['<tool>{"name": "look", "args": {}}</tool>', MOVE, ANSWER]
-    script = [tokenizer(each, add_special_tokens=False)["input_ids"] for each in turns]
-    backend = Scripted([script, script[1:]])
-    trunk, branch = env.start([ASKED] * 2, backend, [{}] * 2)
-    plant([trunk, branch], 2, 1, lambda trunk: [1])
-    run_async(gather_all([env.converse_whole(rollout, backend) for rollout in (trunk, branch)]))
-    assert branch.num_copied == 1 and branch.error is None
-    again = ids_of(*turn("user", "Again: ", one), ASKS)
-    assert [rollout.records[-1].prompt_ids for rollout in (trunk, branch)] == [again, again]
 
 
 def test_images_are_read_in_the_environments_thread(tokenizer, monkeypatch):

@@ -55,10 +55,6 @@ SETTINGS = [
     dict(loss_type="grpo", further=True, vllm="token"),
     dict(loss_type="sapo", further=True, gradient_accumulation_steps=1, seed=1),
     dict(loss_type="bnpo", further=True),
-    dict(loss_type="dapo", observation_loss_coef=0.5),
-    dict(loss_type="grpo", observation_loss_coef=0.5, further=True, vllm="token", beta=0.1),
-    dict(loss_type="bnpo", observation_loss_coef=0.5, gradient_accumulation_steps=1, steps_per_generation=2),
-    dict(loss_type="dapo", observation_loss_coef=0.5, gradient_accumulation_steps=4, steps_per_generation=2),
 ]
 
 

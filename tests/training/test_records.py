@@ -118,20 +118,19 @@ def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
     rollouts[0].stop_reason, rollouts[1].stop_reason = StopReason.ANSWERED, StopReason.MAX_TOKENS
     monkeypatch.setattr(
         "mt_grpo.training.records.gather_object",
-        lambda own: [(3, [False] * 2, "", [], [False] * 2, [3, 4], [0, 2]), *own],
+        lambda own: [(3, [False] * 2, "", [], [False] * 2), *own],
     )
     args = SimpleNamespace(top_entropy_quantile=1.0, entropy_coef=0.0, use_adaptive_entropy=False)
     batch = Batch([{}, {}], 2, first=2, rollouts=rollouts)
     batch.choose_records(args, 0)
     assert batch.owners[:3] == [0, 1, 0] and batch.failed == [False] * 4
-    assert (batch.num_turns, batch.num_copied) == ([3, 4, 2, 1], [0, 2, 0, 0])
     assert [record.completion_ids for record in batch.records] == [[5], [7], [6], [], []]
     assert batch.loss_lists(9, without_truncated=True)[2] == [[1], [0], [1], [0], [0]]
     assert batch.own(torch.arange(4)).tolist() == [2, 3]
     taken = batch.per_rollout({"ids": torch.tensor([[5], [7], [6], [9], [9]]), "num_items": torch.tensor(3)})
     assert taken["ids"].tolist() == [[5], [7]] and taken["num_items"] == 3
     assert [[row["ids"].tolist() for row in rows] for rows in taken[FURTHER_RECORDS]] == [[[6]], []]
-    other = (3, [False] * 2, "", [], [False] * 2, [1, 1], [0, 0])
+    other = (3, [False] * 2, "", [], [False] * 2)
     monkeypatch.setattr("mt_grpo.training.records.gather_object", lambda own: [*own, other])
     batch = Batch([{}, {}], 2, rollouts=rollouts)
     batch.choose_records(args, 0)

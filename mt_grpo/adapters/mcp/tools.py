@@ -128,7 +128,7 @@ def mcp_tool(server: McpServer, tool: Any, finish: Callable[[str], str]) -> Call
         return text if (parts := result_parts(result)) is None else ResultInParts(parts, text).with_text(finish)
 
     made = as_tool(types.SimpleNamespace(name=tool.name, schema=schema_of(server, tool), run=run))
-    made.as_written = made.holds_state = True
+    made.as_written = True
     return made
 
 

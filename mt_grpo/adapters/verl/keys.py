@@ -83,8 +83,7 @@ class VerlHouse(House):
             )
         with imports("use_inference_chat_template"):
             from mt_grpo.adapters.verl.inference_template import RenderedConversation
-        can_fork = vars(conversation).get("can_fork", False)  # what is rendered anew is in the turns' contexts
-        return type("RenderedConversation", (RenderedConversation, conversation), {"can_fork": can_fork})
+        return type("RenderedConversation", (RenderedConversation, conversation), {})
 
     def tools(self, script_args: Any) -> list[Callable]:
         """Those of `function_tool_path`."""

@@ -54,8 +54,7 @@ def load_verl_conversation(script_args: Any, base: type, tools: str | None, inte
         most_characters=most,
         truncate_side=side,
     )
-    can_fork = vars(found).get("can_fork", False)  # what cannot be copied are the tools, or the environment
-    return type("VerlConversation", (VerlConversation, found), {"can_fork": can_fork}), environment
+    return type("VerlConversation", (VerlConversation, found), {}), environment
 
 
 class VerlConversation:

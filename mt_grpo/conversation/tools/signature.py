@@ -173,7 +173,6 @@ def as_tool(tool: Any) -> Callable:
         return await tool.run(**arguments)
 
     made = call_async if inspect.iscoroutinefunction(tool.run) else call
-    made.holds_state = getattr(tool, "holds_state", False)  # of a conversation, which `trees.py` cannot copy
     notes = {name: each.get("description") for name, each in properties.items() if isinstance(each, dict)}
     notes = [f"    {name}: {note}" for name, note in notes.items() if note]
     made.__name__, made.__qualname__ = tool.name, tool.name
