@@ -147,12 +147,18 @@ from mt_grpo.training.policy_scores import scores_of_trainer
 from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.refill import refill
 from mt_grpo.training.reward_calls import own_copy
-from mt_grpo.training.reward_numbers import check_advantages, logged_rewards, merge_scores, weighted_rewards
+from mt_grpo.training.reward_numbers import (
+    check_advantages,
+    count_used_rewards,
+    logged_rewards,
+    merge_scores,
+    numbers_that_move,
+    weighted_rewards,
+)
 from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.shared_prompts import logps_of_rows
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
-from mt_grpo.training.unused_rewards import RewardUse, numbers_that_count
 
 logger = logging.getLogger(__name__)
 
@@ -946,16 +952,15 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         return ~moves.view(-1, batch.group_size * moves.shape[1]).any(1)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
-        """What `_score` has found, (N, F), for TRL's logs; says which rewards move nothing."""
-        batch, (whole, per_turn, *_) = self.batch, self.batch.scores
+        """What `_score` has found, (N, F), for TRL's logs."""
+        batch = self.batch
         for column, values in batch.extra.items():
             self._log_completion_extra(column, values)
         if self.model.training:
-            counts = numbers_that_count(batch.rewards, lambda table: self._advantages(table, "none"))
-            metrics, texts = self._reward_use.add(whole, per_turn, counts)
-            self._log_metrics(metrics)
-            for text in texts if self.accelerator.is_main_process else []:
-                logger.warning(text)
+            moves = numbers_that_move(batch.rewards, lambda table: self._advantages(table, "none"))
+            batch.used = count_used_rewards(batch.scores, batch.weights, moves)
+            given, moved = (counts.sum().item() for counts in batch.used)
+            self._log_metrics({"credit/frac_rewards_unused": 1 - moved / given if given else 0.0})
         return batch.logged
 
     # -- 3.5 logging --
@@ -1048,11 +1053,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(self.reward_functions.weights, dtype=torch.float32)
-        setting = f"credit_assignment={args.credit_assignment}"
-        if self.turn_advantage_coef == 0:
-            setting += ", turn_advantage_coef=0"
         self.layout = Layout(self, MTGRPOEnvTrainer)
-        self._reward_use = RewardUse(self.reward_func_names, self.reward_functions.weights, setting)
         self._rollout_log = RolloutLog(
             args.output_dir,
             self.accelerator.process_index,

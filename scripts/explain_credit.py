@@ -38,6 +38,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.recipe.data import accepted_answers
 from mt_grpo.reports.rollout_log import read_rollouts
+from mt_grpo.training.batch import unused_rewards
 
 # INVARIANT: nothing of the recipe's is overwritten, and one group is one batch. `group_recipe` adds the batch sizes.
 FIXED = {
@@ -169,11 +170,10 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     table = trainer.batch.rewards
     numbers = torch.cat([table.outcome[:, None], table.rollout_turn[:, None], table.turn], 1)  # (G, 2 + K)
     differ = not torch.allclose(numbers, numbers[:1].expand_as(numbers), equal_nan=True)
+    unused = unused_rewards(trainer.reward_func_names, [trainer.batch])
     answer = " | ".join(accepted_answers(row.get("answer")))
     asked = question(logged[0])
-    return GroupCredit(
-        asked, answer, credit, sampling, rollouts, notes(logged, credit, trainer._reward_use.unused, differ), logged
-    )
+    return GroupCredit(asked, answer, credit, sampling, rollouts, notes(logged, credit, unused, differ), logged)
 
 
 def collect_rollout(trainer: mt.MTGRPOEnvTrainer, row: dict[str, Any], i: int) -> RolloutCredit:

@@ -97,7 +97,8 @@ MAIN_THREAD = {  # where synchronous rewards run
 }  # fmt: skip
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards",
-    "nansum", "numbers_that_count", "check_advantages", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
+    "numbers_that_move", "count_used_rewards",
+    "nansum", "check_advantages", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
     "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
     "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
     "noise_apart", "is_finite", "asked_of", "scores_of_trainer", "_score", "_before_credit",

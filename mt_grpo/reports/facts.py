@@ -21,7 +21,7 @@ from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports.troubles import MIN_CALLS, REPEATED, Facts
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
 from mt_grpo.run.trainer import ResumableTrainer
-from mt_grpo.training.batch import Batch
+from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.token_checks import squeezed
 
@@ -122,7 +122,7 @@ def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
 
 
 def facts_of_batches(
-    args: Any, metrics: dict[str, list[float]], functions: RewardFunctions, unused: list[str], batches: list[Batch]
+    args: Any, metrics: dict[str, list[float]], functions: RewardFunctions, batches: list[Batch]
 ) -> Facts:
     """The metrics of these batches, over all ranks, and what this rank's rollouts add to them.
 
@@ -132,7 +132,6 @@ def facts_of_batches(
         args: The settings of the run.
         metrics: The trainer's, a value per batch.
         functions: The reward functions.
-        unused: The names of those of which no number has moved an advantage.
         batches: Of this rank, with their rollouts.
     """
     rollouts = [rollout for batch in batches for rollout in batch.rollouts]
@@ -155,7 +154,7 @@ def facts_of_batches(
     means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
     given = {name: value for name, value in means.items() if value == value}
     varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
-    outcome = functions.main_outcome
+    outcome, unused = functions.main_outcome, unused_rewards(functions.names, batches)
     return {
         **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),

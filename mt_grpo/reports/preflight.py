@@ -283,8 +283,7 @@ def facts_so_far(trainer: ResumableTrainer, batches: list[Batch]) -> Facts:
     """`facts_of_batches` of a trainer that has rolled out these."""
     # A step may have had batches before these.
     metrics = {name: values[-len(batches) :] for name, values in trainer._metrics["train"].items()}
-    unused = trainer._reward_use.unused
-    return facts_of_batches(trainer.args, metrics, trainer.reward_functions, unused, batches)
+    return facts_of_batches(trainer.args, metrics, trainer.reward_functions, batches)
 
 
 def percent(share: float) -> str:

@@ -15,6 +15,5 @@ reward_calls    what reward functions get, and running them within their time li
 reward_numbers  what they gave, as checked numbers
 whole_groups    reward functions that see whole groups, also where one lies on several ranks
 rewards         the reward functions of a run
-unused_rewards  which numbers of rewards move an advantage
 token_checks    whether training reads the tokens of inference
 """

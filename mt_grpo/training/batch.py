@@ -34,6 +34,7 @@ class Batch:
         rewards: The `RewardTable` of the N rollouts, of these scores.
         weights: What each of the F reward functions counts, (F,).
         logged: What each of them gave, (N, F), NaN for None: see `logged_rewards`.
+        used: In training, how many numbers each of them gave, and how many of these move an advantage, (F,) both.
         extra: Further columns of TRL's table of completions, (B,) each, from reward functions.
         dropped: This rank's rollouts that others have taken the place of.
         num_rounds: How often the batch was refilled.
@@ -55,6 +56,7 @@ class Batch:
     rewards: Any = None
     weights: torch.Tensor | None = None
     logged: torch.Tensor | None = None
+    used: tuple[torch.Tensor, torch.Tensor] | None = None
     extra: dict[str, list] = field(default_factory=dict)
     dropped: list[Rollout] = field(default_factory=list)
     num_rounds: int = 0
@@ -158,3 +160,9 @@ class Batch:
             if self.records[i].turns:
                 batch[FURTHER_RECORDS][self.owners[i]].append(row_of(output, i))
         return batch
+
+
+def unused_rewards(names: list[str], batches: list[Batch]) -> list[str]:
+    """The reward functions that gave numbers of which none moved an advantage in these batches (`Batch.used`)."""
+    given, moved = (sum(batch.used[k] for batch in batches).tolist() for k in (0, 1))
+    return [name for name, n, m in zip(names, given, moved) if n and not m]

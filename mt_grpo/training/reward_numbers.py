@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import array
+import dataclasses
 import hashlib
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -207,3 +210,51 @@ def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: fl
             f"most {MOST:g} can be compared in float32. Nothing of this batch is trained. Lower turn_advantage_coef, "
             "or what the reward functions give."
         )
+
+
+def numbers_that_move(rewards: Any, advantages_of: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which numbers of a table move an advantage: bool masks of `outcome` (N,), `rollout_turn` (N,), `turn` (N, K).
+
+    A number moves one if the advantages have a gradient with respect to it. The gradient is taken at random numbers in
+    the places of the given ones, so that two that happen to be equal still count. Of an estimator without gradients
+    all numbers move one.
+
+    Args:
+        rewards: The `RewardTable` of the N rollouts.
+        advantages_of: From a table to its advantages, (N, K), without scaling.
+    """
+    generator = torch.Generator().manual_seed(0)  # its own: training's random numbers stay as they are
+    drawn = {name: getattr(rewards, name).cpu() for name in ("outcome", "rollout_turn", "turn")}
+    for name, numbers in drawn.items():
+        random = torch.rand(numbers.shape, generator=generator, dtype=torch.float64)
+        drawn[name] = random.where(~numbers.isnan(), NAN).requires_grad_()
+    moves = {name: ~numbers.isnan() for name, numbers in drawn.items()}
+    with torch.enable_grad(), suppress(Exception):  # a fork's estimator may take no float64, or no gradients
+        advantages = advantages_of(dataclasses.replace(rewards, **drawn)).where(rewards.sampled.cpu(), 0.0)
+        probe = torch.rand(advantages.shape, generator=generator, dtype=torch.float64)  # in whose sum nothing cancels
+        gradients = torch.autograd.grad((advantages * probe).sum(), list(drawn.values()), allow_unused=True)
+        for name, gradient in zip(drawn, gradients):
+            moves[name] = torch.zeros_like(moves[name]) if gradient is None else gradient.abs() > 1e-12
+    return moves
+
+
+def count_used_rewards(
+    scores: tuple[torch.Tensor, ...], weights: torch.Tensor, moves: dict[str, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many numbers each reward function gave, and how many of these move an advantage, (F,) both.
+
+    Functions of weight 0 give nothing here.
+
+    Args:
+        scores: (N, F) numbers per rollout and (N, K, F_turn) numbers per turn, NaN for None; turn functions are first.
+        weights: (F,), of the functions.
+        moves: Of `numbers_that_move`.
+    """
+    whole, per_turn = (~numbers.cpu().isnan() for numbers in scores[:2])
+    num_turn = per_turn.shape[2]
+    kinds = ["rollout_turn" if f < num_turn else "outcome" for f in range(whole.shape[1])]
+    given, moved = whole.sum(0), torch.stack([whole[:, f] & moves[kind] for f, kind in enumerate(kinds)], 1).sum(0)
+    given[:num_turn] += per_turn.sum((0, 1))
+    moved[:num_turn] += (per_turn & moves["turn"][:, :, None]).sum((0, 1))
+    counts = weights.cpu() != 0
+    return given * counts, moved * counts

@@ -17,9 +17,8 @@ from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.data import make_arithmetic, make_chain
 from mt_grpo.reports.metrics import EvaluationMetrics, credit_metrics
 from mt_grpo.rollout import Generation, StopReason, ToolCall, Turn
-from mt_grpo.training.batch import Batch
+from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.reward_calls import run_rewards
-from mt_grpo.training.unused_rewards import RewardUse
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 
@@ -218,41 +217,20 @@ def test_what_is_out_of_the_loss_is_no_signal(random_model, tmp_path, monkeypatc
     assert masked._metrics["train"]["credit/frac_groups_without_signal"] == [1.0]
 
 
-def test_a_reward_that_moves_nothing_is_said_once(random_model, tmp_path, caplog):
+def test_a_reward_that_moves_nothing_is_counted(random_model, tmp_path):
     funcs = [golden.turn_a, golden.rollout_a], [golden.outcome_b]
-    said = []
+    found = {}
     for name in ("outcome", "mt_grpo"):
         trainer, score = one_group(random_model, tmp_path / name, funcs, credit_assignment=name)
-        caplog.clear()
         score()
-        score()
-        said.append([r.getMessage() for r in caplog.records if r.getMessage().startswith("Reward ")])
-        assert trainer._reward_use.unused == (["turn_a", "rollout_a"] if name == "outcome" else [])
-    turn, rollout = said[0]
-    assert turn.startswith(
-        "Reward turn_a: none of the 6 numbers that it gave moves an advantage with credit_assignment=outcome. "
-    )
-    assert rollout.startswith("Reward rollout_a: none of the 3 numbers that it gave moves an advantage with")
+        found[name] = (
+            [counts.tolist() for counts in trainer.batch.used],
+            unused_rewards(["turn_a", "rollout_a", "outcome_b"], [trainer.batch]),
+        )
     # Rollout 0 has no outcome, so what it was given is not compared. The others' numbers are in the comparison of
     # rollout 2, in which nothing was observed.
-    turn, rollout = said[1]
-    assert turn.startswith("Reward turn_a: 3 of the 6 numbers that it gave move no advantage with")
-    assert rollout.startswith("Reward rollout_a: 1 of the 3 numbers that it gave move no advantage with")
-
-
-def test_a_reward_that_gives_nothing_is_not_unused():
-    """Nor is one of weight 0. What is unused is counted over the batches, and a number that moves ends it."""
-    nan, no = float("nan"), torch.tensor([False, False])
-    use = RewardUse(["turn", "absent", "zero", "match"], [1.0, 1.0, 0.0, 1.0], "credit_assignment=outcome")
-    whole = torch.tensor([[0.5, nan, 0.5, 1.0], [0.1, nan, 0.1, 0.0]])  # one turn function, and three of outcomes
-    counts = {"outcome": no, "rollout_turn": no, "turn": torch.zeros(2, 3, dtype=torch.bool)}
-    metrics, texts = use.add(whole, torch.full((2, 3, 1), nan), counts)
-    assert metrics == {"credit/frac_rewards_unused": 1.0} and use.unused == ["turn", "match"]
-    assert [text.partition(":")[0] for text in texts] == ["Reward turn", "Reward match"]
-    metrics, texts = use.add(whole, torch.full((2, 3, 1), nan), {**counts, "outcome": ~no})
-    assert metrics == {"credit/frac_rewards_unused": 0.5} and use.unused == ["turn"] and texts == []
-    use.add(whole, torch.full((2, 3, 1), nan), counts)
-    assert use.unused == ["turn"]
+    assert found["outcome"] == ([[6, 3, 3], [0, 0, 3]], ["turn_a", "rollout_a"])
+    assert found["mt_grpo"] == ([[6, 3, 3], [3, 2, 3]], [])
 
 
 def test_the_table_of_completions_has_the_advantages_that_are_trained(random_model, tmp_path):

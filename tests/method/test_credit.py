@@ -7,11 +7,9 @@ import pytest
 import torch
 
 from mt_grpo.base.ranks import RunError
-from mt_grpo.training.reward_numbers import check_advantages
+from mt_grpo.training.reward_numbers import check_advantages, numbers_that_move
 from mt_grpo.training.tensors import NAN, nanstd
-from mt_grpo.training.unused_rewards import numbers_that_count as numbers_that_move
 from mt_grpo_trainer import (
-    CREDIT_ASSIGNMENTS,
     RewardTable,
     doctest_batch,
     norm,
@@ -796,49 +794,10 @@ def test_numbers_that_count_draw_no_random_number_of_the_run():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def by_item(rewards, coef, discount):
-    first = rewards.outcome[0].item()
-    return torch.tensor([[x.item() - first] * rewards.turn.shape[1] for x in rewards.outcome])
-
-
-def by_rank(rewards, coef, discount):
-    return rewards.outcome.argsort().argsort()[:, None].expand(rewards.turn.shape).float()
-
-
-def by_numpy(rewards, coef, discount):
-    return torch.from_numpy(rewards.outcome.numpy() - 0.5)[:, None].expand(rewards.turn.shape)
-
-
-def in_place(rewards, coef, discount):
-    rewards.outcome[rewards.outcome.isnan()] = 0.0
-    return rewards.outcome[:, None].expand(rewards.turn.shape)
-
-
-def in_float32(rewards, coef, discount):
-    advantages = torch.zeros(rewards.turn.shape)
-    advantages[rewards.sampled] = rewards.outcome[:, None].expand(rewards.turn.shape)[rewards.sampled]
-    return advantages
-
-
-def of_zeros_and_ones(rewards, coef, discount):
-    assert set(rewards.outcome.tolist()) <= {0.0, 1.0}
-    return rewards.outcome[:, None].expand(rewards.turn.shape)
-
-
-@pytest.mark.parametrize("fork", [by_item, by_rank, by_numpy, in_place, in_float32])
-def test_an_estimator_without_gradients_uses_what_changes_its_advantages(fork, monkeypatch):
-    """It is of a fork: it reads the outcome, and no turn reward. Asking it ends no run, and changes no reward."""
-    monkeypatch.setitem(CREDIT_ASSIGNMENTS, "fork", fork)
+def test_all_numbers_move_an_advantage_of_an_estimator_without_gradients():
     rewards = table([1, 0], [[1, 0], [1]], turn=[[0.2, 5], [0.4]])
-    masks = numbers_that_count(rewards, "fork", 2, 1.0)
-    assert masks["outcome"].tolist() == [True, True] and not masks["turn"].any()
-    assert rewards.outcome.tolist() == [1, 0] and rewards.observed.tolist() == [[True, False], [True, False]]
-
-
-def test_an_estimator_that_random_numbers_make_raise_is_said_to_drop_nothing(monkeypatch):
-    monkeypatch.setitem(CREDIT_ASSIGNMENTS, "fork", of_zeros_and_ones)
-    masks = numbers_that_count(table([1, 0], [[1, 0], [1]], turn=[[0.2, None], [0.4]]), "fork", 2, 1.0)
-    assert masks["outcome"].all() and masks["turn"].tolist() == [[True, False], [True, False]]
+    masks = numbers_that_move(rewards, lambda t: (t.outcome.numpy() - 0.5)[:, None] * t.sampled)
+    assert masks["outcome"].all() and masks["turn"].tolist() == [[True, True], [True, False]]
 
 
 @pytest.mark.parametrize("coef, reward", [(1e20, 1.0), (1.0, 9e17)])
