@@ -103,40 +103,6 @@ def test_a_tool_that_catches_the_error_of_its_signal_is_named_once(caplog):
     assert "Set isolate_tools: true" in said
 
 
-SAID = r"""
-import asyncio, sys
-if sys.argv[1] == "before":
-    import math_verify
-from mt_grpo.base.event_loop import run_async
-from mt_grpo.conversation.tools.threads import run_tool
-import math_verify
-
-def in_a_thread(text):
-    return math_verify.verify(math_verify.parse("$0.5$"), math_verify.parse(text))
-
-async def on_the_loop(text):
-    return in_a_thread(text)
-
-for tool in (in_a_thread, on_the_loop):
-    print([run_async(run_tool(tool, {"text": text}, 60.0)) for text in (r"\boxed{1/2}", r"\boxed{1/3}")])
-print(in_a_thread(r"\boxed{1/2}"), math_verify.utils.timeout(1)(lambda: 7)())
-try:
-    math_verify.utils.timeout(1)(lambda: [None for _ in iter(int, 1)])()
-except math_verify.utils.TimeoutException:
-    print("in its time")
-"""
-
-
-@pytest.mark.parametrize("imported", ["before", "after"])
-def test_math_verify_works_in_threads_too(imported):
-    """In tools, environments, schedulers, and async rewards: without its own limits, which the main thread keeps."""
-    pytest.importorskip("math_verify")
-    command = [warm_python.executable(), "-c", SAID, imported]
-    result = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                            capture_output=True, text=True, timeout=120)  # fmt: skip
-    assert result.stdout.splitlines() == ["[True, False]", "[True, False]", "True 7", "in its time"], result.stderr
-
-
 def test_a_reward_limits_its_own_time_by_sigalrm():
     class Slow(Exception):
         pass

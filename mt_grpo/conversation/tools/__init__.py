@@ -4,7 +4,6 @@ signature     what the model reads of a tool; a call's arguments checked against
 schemas       whether a JSON schema can be read
 arguments     a call's arguments as the types of a tool's parameters
 results       a result or an error as text
-math_limits   math-verify in threads: without its time limits by signals
 threads       running a tool within its time: event loop, threads
 processes     tools in processes of their own
 """

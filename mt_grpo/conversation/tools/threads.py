@@ -16,15 +16,13 @@ from contextlib import suppress
 from typing import Any
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.conversation.tools.math_limits import set_math_limits_aside
 from mt_grpo.rollout import ToolResult
 
 logger = logging.getLogger(__name__)
-set_math_limits_aside()  # what runs here runs in threads
+
 HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
 IDLE = "tool-idle"
 NO_SIGNALS = "signal only works in main thread"  # of Python's own error
-
 
 # A call that is given up at its time limit appends a future to this list, if there is one. The future is done when the
 # call is over. Until then the call's thread works on, since it cannot be stopped, and what it works on is in use.
