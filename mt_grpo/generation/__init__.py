@@ -7,7 +7,6 @@ vllm_engine      vLLM, as training sees it
 sglang_engine    SGLang, as training sees it
 engines          what training needs of an engine: a short list, and the engines that have it
 connection       the connection to a server: its address and answers, retries, time limits
-prefix_cache     how much of the prompts servers had in their prefix caches
 server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom
 weights          iteration over the policy's parameters
 weight_file      the file of a push, written tensor by tensor

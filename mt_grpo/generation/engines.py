@@ -23,7 +23,6 @@ class Engine(Protocol):
         CONTEXT: Its flag for the length of the context.
         WEIGHTS: The address that says which weights it holds.
         NAMES_OF_FILES: Whether a push has the names of a checkpoint's files, and not those of the model's modules.
-        PREFIX_COUNTERS: Of its /metrics: tokens that were looked up in the prefix cache, and that were there.
         NO_ANSWER: What to do where something else answers.
     """
 
@@ -33,7 +32,6 @@ class Engine(Protocol):
     CONTEXT: str
     WEIGHTS: str
     NAMES_OF_FILES: bool
-    PREFIX_COUNTERS: tuple[str, str]
     NO_ANSWER: str
 
     # -- who it is --

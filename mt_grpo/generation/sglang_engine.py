@@ -144,7 +144,6 @@ class SGLang:
     CONTEXT = "--context-length"
     WEIGHTS = "/model_info"
     NAMES_OF_FILES = True
-    PREFIX_COUNTERS = "sglang:prompt_tokens", "sglang:cached_tokens"
     NO_ANSWER = (
         "That is no answer of an SGLang server: check vllm_server_host, vllm_server_port, vllm_server_base_url (or "
         "server_host, ...), and rollout_engine."

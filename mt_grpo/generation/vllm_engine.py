@@ -42,7 +42,6 @@ class VLLM:
     CONTEXT = "--max-model-len"
     WEIGHTS = "/weight_info"
     NAMES_OF_FILES = False
-    PREFIX_COUNTERS = "vllm:prefix_cache_queries", "vllm:prefix_cache_hits"
     NO_ANSWER = (
         "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url, and "
         "rollout_engine."

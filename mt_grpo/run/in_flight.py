@@ -16,7 +16,6 @@ from transformers import TrainerCallback
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import prompts_of
-from mt_grpo.generation.prefix_cache import PrefixCacheCounts
 from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.rollout import Rollout
 from mt_grpo.run.next_prompts import (
@@ -140,7 +139,6 @@ class InFlight:
         self.current: RolloutBatch | AwaitedGroups | None = None
         self.groups: deque[RolloutBatch | GroupInFlight] = deque()
         self.told_in_vain = False
-        self._prefix_cache = PrefixCacheCounts()
         self._epoch: LookAhead | None = None  # `wait`
         self._next: list[list[dict[str, Any]]] = []  # `wait`: of the batches to start after this one
         self._prompts: EpochPrompts | None = None  # `admit`, and `refill_groups`
@@ -155,8 +153,6 @@ class InFlight:
             checkpoint: Its folder; None: a new run.
         """
         args = self.trainer.args
-        if self.trainer.accelerator.is_main_process:
-            self._prefix_cache.metrics(self.trainer.llm)  # what servers counted before is of others
         per_batch = args.generation_batch_size // args.num_generations
         goes_on = checkpoint and not args.ignore_data_skip  # which begins the epoch anew
         saved = read_in_flight(Path(checkpoint), args.late_groups, per_batch, self._refills) if goes_on else None
@@ -265,8 +261,8 @@ class InFlight:
 
         Returns the rollouts in the order of the rows, and the metrics `rollout/*`. Raises `RunError` on all ranks.
         """
-        trainer, whole = self.trainer, places is None
-        places = list(range(len(rows))) if whole else places
+        trainer = self.trainer
+        places = list(range(len(rows))) if places is None else places
         found: dict[int, Rollout] = {}  # place -> rollout
         num_restarted, num_retries, num_pushes, waited = 0, 0, 0, 0.0
 
@@ -309,9 +305,7 @@ class InFlight:
                     trainer.weight_sync.doubted = True
         else:
             raise RunError(f"The vLLM server restarted {self.MAX_RESTARTS} times during one batch. See its log.")
-        asks = whole and trainer.accelerator.is_main_process  # a refill's requests count in the next step's
         return [found[i] for i in places], {
-            **(self._prefix_cache.metrics(trainer.llm) if asks else {}),
             "rollout/restarted": num_restarted,
             "rollout/retries": num_retries,
             "rollout/seconds": self.current.seconds,

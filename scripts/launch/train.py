@@ -186,7 +186,6 @@ def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
         sglang_python(), "-m", "sglang.launch_server", "--model-path", plan["model"], "--host", host,
         "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"],
         "--context-length", str(plan["max_model_len"] + 8), "--sampling-defaults", "openai",
-        "--enable-metrics",  # of its prefix cache
     ]  # fmt: skip
     # What the vision tower made of images would outlive new weights. Ids beside images would be tokenised again. A
     # health check would wait for a paused engine.

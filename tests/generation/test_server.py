@@ -608,8 +608,6 @@ def test_programs_of_other_houses_train_through_the_server(recipe, agent_port, t
     assert len(steps) == 2 and all(row["turns/mean"] > 1.0 and row["records/mean"] == 1.0 for row in steps)
     assert all(row["stop/environment_error"] == row["stop/agent_error"] == 0.0 for row in steps)
     assert all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in steps)
-    # The server's own counters. On a CPU its blocks are longer than these prompts, and then nothing is found again.
-    assert all(0.0 <= row["sampling/prefix_cache_hit_rate"] < 1.0 for row in steps)
 
 
 SHARDED_LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "up_proj"], "lora_dropout": 0.0}
