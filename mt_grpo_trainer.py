@@ -1261,7 +1261,6 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         "policy", "What the loss clips around: the policy before the step, or as sampled",
         one_of=("policy", "sampled"), backend="vllm",
     )  # fmt: skip
-    overlap_rollouts: bool = key(False, "Another name for max_staleness: 1", backend="server")
 
     def __post_init__(self):
         check_ranges(self)

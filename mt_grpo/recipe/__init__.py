@@ -3,7 +3,6 @@
 keys            the keys: types, defaults, ranges
 data            training and test rows
 refusals        settings that are refused, alone or together
-other_trainers  keys of ms-swift, verl and TRL, and what to write here
 checks          checks that need a model's files, data or a server
 plugins         files loaded by path: tools, rewards, environments
 parse           YAML and command line into checked dataclasses

@@ -113,11 +113,6 @@ OF_TRL = {
 }  # fmt: skip
 
 
-FORMER_VALUES = {  # (key, value) -> what stands behind the error where a value has another name now
-    ("credit_assignment", "turn_credit"): " What was turn_credit here is zero_sum; prime-rl's is progress_credit."
-}
-
-
 def fact_of(each: dataclasses.Field, what: str) -> Any:
     """What is known of a key, as `within` or `one_of`: by its field, or by the table of TRL's. None if nothing is."""
     return each.metadata.get(what) or OF_TRL[what].get(each.name)
@@ -181,8 +176,7 @@ def check_one_of(config: Any) -> None:
     for each in dataclasses.fields(config):
         allowed = fact_of(each, "one_of")
         if allowed and (value := getattr(config, each.name)) not in (*allowed, default_of(each.name, (type(config),))):
-            former = FORMER_VALUES.get((each.name, str(value)), "")
-            raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(allowed)}.{former}")
+            raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(allowed)}.")
 
 
 def is_enum(kind: Any) -> bool:

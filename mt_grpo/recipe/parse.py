@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import typing
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from mt_grpo.base.files import absolute
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.recipe.data import GENERATED_DATASETS
 from mt_grpo.recipe.keys import (
-    FORMER_VALUES,
     Classes,
     check_one_of,
     check_ranges,
@@ -33,7 +33,6 @@ from mt_grpo.recipe.keys import (
     known_keys,
     make_absolute,
 )
-from mt_grpo.recipe.other_trainers import keys_elsewhere
 from mt_grpo.recipe.refusals import REFUSED_KEYS
 from mt_grpo.rollout import join
 
@@ -93,41 +92,6 @@ def without_null(argv: list[str], may_be_none: set[str]) -> tuple[list[str], set
     return rest, unset
 
 
-# Names of keys that are not one engine's, and the keys that they are.
-OTHER_NAMES = {
-    "server_base_url": "vllm_server_base_url",
-    "server_host": "vllm_server_host",
-    "server_port": "vllm_server_port",
-    "server_timeout": "vllm_server_timeout",
-    "server_request_timeout": "vllm_request_timeout",
-}
-
-
-def with_own_names(recipe: dict[str, Any], where: str) -> dict[str, Any]:
-    """The keys of a recipe without `OTHER_NAMES`. Raises `ValueError` where a key has two names.
-
-    >>> with_own_names({"server_port": 8001, "seed": 1}, "in x.yaml")
-    {'vllm_server_port': 8001, 'seed': 1}
-    """
-    if twice := [name for name, key in OTHER_NAMES.items() if name in recipe and key in recipe]:
-        raise ValueError(f"{twice[0]} and {OTHER_NAMES[twice[0]]} {where} are one key. Remove one of them.")
-    return {OTHER_NAMES.get(key, key) if isinstance(key, str) else key: value for key, value in recipe.items()}
-
-
-def renamed_options(argv: list[str]) -> list[str]:
-    """The command line without `OTHER_NAMES`.
-
-    >>> renamed_options(["--server_port", "8001", "--server-host=gpu1", "--seed", "1"])
-    ['--vllm_server_port', '8001', '--vllm_server_host=gpu1', '--seed', '1']
-    """
-    result = []
-    for word in argv:
-        option, equals, value = word.partition("=")
-        key = OTHER_NAMES.get(option[2:].replace("-", "_")) if option.startswith("--") else None
-        result.append(f"--{key}{equals}{value}" if key else word)
-    return result
-
-
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     """The YAML mapping of a recipe file; values of `env` are texts, as they are written.
 
@@ -146,17 +110,14 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
         raise ValueError(f"The recipe {path!r} is not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
-    recipe, known = with_own_names(recipe, f"in {path}"), known_keys(classes)
-    if elsewhere := keys_elsewhere(recipe, {*known, "env"}, f"in {path}"):
-        raise ValueError(elsewhere)
+    known = known_keys(classes)
+    check_known(recipe, {*known, "env"}, f"in {path}")
     for key, value in recipe.items():
         if key == "env":
             check_variables(value, path)
             written = yaml.load(text, yaml.BaseLoader).get("env") or {}  # 010, true and 1e3 stay what they are
             recipe[key] = {name: str(written.get(name, each)) for name, each in value.items()}
             continue
-        if key not in known:
-            raise ValueError(unknown_key(key, f"in {path}", known))
         if not fits_type(value, known[key], from_yaml=True):
             name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
             hint = " YAML reads no, off, yes and on as such: quote them." if isinstance(value, bool) else ""
@@ -164,10 +125,7 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
         # transformers checks only the command line by its choices, not the recipe.
         allowed = fact_of(field_of(key, classes), "one_of") or field_of(key, classes).metadata.get("choices")
         if allowed and value not in (*allowed, default_of(key, classes)):
-            former = FORMER_VALUES.get((key, str(value)), "")
-            raise ValueError(
-                f"{key}: {value!r:.200} in {path} is not known. Expected one of: {', '.join(allowed)}.{former}"
-            )
+            raise ValueError(f"{key}: {value!r:.200} in {path} is not known. Expected one of: {', '.join(allowed)}.")
         if key in REFUSED_KEYS and value != default_of(key, classes):
             raise ValueError(f"{key}: {value!r:.200} in {path} is not supported: {REFUSED_KEYS[key]}.")
     return recipe
@@ -203,12 +161,16 @@ def check_variables(variables: Any, path: str) -> None:
 MEANT = {"reward_func": ["reward_fn"], "reward_functions": ["reward_fn"]}  # the nearest by letters is ms-swift's
 
 
-def unknown_key(key: str, where: str, known: typing.Iterable[str]) -> str:
-    """The message for an unknown key, with the most similar known key."""
-    near = MEANT.get(str(key)) or difflib.get_close_matches(str(key), known, n=1)
-    return f"Unknown key {key!r} {where}." + (
-        f" Did you mean {near[0]!r}?" if near else " See docs/recipes.md for the keys."
-    )
+def check_known(keys: Iterable[str], known: Collection[str], where: str) -> None:
+    """Raise `ValueError` for unknown keys: all of them, each with the most similar known key."""
+    unknown = [str(key) for key in keys if key not in known]
+    near = {key: MEANT.get(key) or difflib.get_close_matches(key, known, n=1) for key in unknown}
+    said = [f"{key!r}" + (f" (did you mean {names[0]!r}?)" if names else "") for key, names in near.items()]
+    if said:
+        raise ValueError(
+            f"Unknown key{'s' * (len(said) > 1)} {where}: {', '.join(said)}. docs/recipes.md has all keys, and "
+            "docs/moving.md those of ms-swift, verl and older versions of TRL."
+        )
 
 
 def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
@@ -217,7 +179,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     A value on the command line replaces the recipe's. Nothing is loaded here. Raises `ValueError` for unknown keys
     (with the most similar known one), wrong types, unknown choices, and settings that do not fit each other.
     """
-    argv = renamed_options(list(sys.argv[1:] if argv is None else argv))
+    argv = list(sys.argv[1:] if argv is None else argv)
     if not argv:
         raise ValueError("No recipe is given. Expected --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
     if not any(re.match(r"--config(=|$)", word) for word in argv) and re.search(r"\.ya?ml$", argv[0]):
@@ -233,11 +195,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
     options = {"config", "help", *known_keys(classes), *(f"no_{key}" for key in known_keys(classes))}
     overrides = [a.lstrip("+~").split("=")[0] for a in argv if re.match(r"[+~]*\w+(\.\w+)+=", a)]  # verl's, of Hydra
-    if elsewhere := keys_elsewhere(dict.fromkeys(given + overrides), options, "on the command line"):
-        raise ValueError(elsewhere)
-    for key in given:
-        if key not in ("config", "help") and key.removeprefix("no_") not in known_keys(classes):
-            raise ValueError(unknown_key(key, "on the command line", known_keys(classes)))
+    check_known(given + overrides, options, "on the command line")
     for key, count in collections.Counter(key.removeprefix("no_") for key in given).items():
         if count > 1:
             logger.warning(f"--{key} is given {count} times on the command line: the last one counts.")
@@ -276,30 +234,8 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     ):
         if not value:
             raise ValueError(f"{key} is not set. Add a line `{key}: ...` to the recipe; hf_recipes/ has examples.")
-    check_moved(script_args)
     make_paths_absolute(script_args, model_args)
     return script_args, args, model_args
-
-
-# Folders of samples that have moved.
-MOVED_SAMPLES = {
-    "agent_programs": "tools/agents",
-    "gym_texts": "tools/gym",
-    "mcp_programs": "tools/mcp",
-    "swift_plugins": "tools/ms_swift",
-    "verl_tools": "tools/verl",
-}
-
-
-def check_moved(script_args: Any) -> None:
-    """Raise `ValueError` for a key that names a sample where it stood before, and where nothing stands now."""
-    for key, value in vars(script_args).items():
-        for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
-            if not isinstance(text, str) or not (found := re.search(rf"\b({'|'.join(MOVED_SAMPLES)})/[\w.]+", text)):
-                continue
-            new = MOVED_SAMPLES[found[1]] + found[0].removeprefix(found[1])
-            if not os.path.exists(found[0].partition(":")[0]):
-                raise ValueError(f"{key}: {found[0]!r} is now {new!r}. Name the new path.")
 
 
 def make_paths_absolute(script_args: Any, model_args: Any) -> None:

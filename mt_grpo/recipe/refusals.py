@@ -32,10 +32,7 @@ CUTS = {
 
 
 def check_staleness(args: GRPOConfig) -> None:
-    """Set `max_staleness` where `overlap_rollouts` asks for it. Raise `ValueError` if the settings do not allow it."""
-    if args.overlap_rollouts and args.max_staleness > 1:
-        raise ValueError(f"overlap_rollouts is max_staleness: 1, got max_staleness={args.max_staleness}: remove one.")
-    args.max_staleness = max(args.max_staleness, int(args.overlap_rollouts))
+    """Raise `ValueError` if the settings do not allow `max_staleness`."""
     if args.late_groups == "admit" and not args.max_staleness:
         raise ValueError("late_groups: admit has no effect without max_staleness. Set max_staleness: 2, or remove it.")
     if args.refill_groups and args.max_staleness and args.late_groups != "admit":
@@ -45,15 +42,14 @@ def check_staleness(args: GRPOConfig) -> None:
         )
     if not args.max_staleness:
         return
-    key = "overlap_rollouts" if args.overlap_rollouts else f"max_staleness={args.max_staleness}"
     if not args.vllm_importance_sampling_correction:
         raise ValueError(
-            f"{key} trains on rollouts of the weights before earlier steps, which needs their importance ratio. Set "
-            f"vllm_importance_sampling_correction: true, or remove {key.partition('=')[0]}."
+            f"max_staleness={args.max_staleness} trains on rollouts of the weights before earlier steps, which needs "
+            "their importance ratio. Set vllm_importance_sampling_correction: true, or remove max_staleness."
         )
     if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(
-            f"{key} with several batches of rollouts in one optimizer step "
+            f"max_staleness={args.max_staleness} with several batches of rollouts in one optimizer step "
             f"(steps_per_generation={args.steps_per_generation} x num_iterations={args.num_iterations}, "
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}) has nothing to overlap with. Set "
             f"steps_per_generation to a multiple of gradient_accumulation_steps."

@@ -817,7 +817,7 @@ def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
         return 1.5
 
     trainer = make_trainer(server.port, tmp_path, slow_calculator(seconds), evaluates=True, max_steps=6,
-                           overlap_rollouts=True, eval_strategy="steps", eval_steps=2,
+                           max_staleness=1, eval_strategy="steps", eval_steps=2,
                            per_device_eval_batch_size=16)  # fmt: skip
     trainer.train()
     assert trainer.rows("rollout/staleness_max") == [0, 1, 1, 1, 1, 1]
@@ -1147,7 +1147,7 @@ def test_rollouts_in_the_air_are_of_the_prompts_that_are_trained(server, tmp_pat
         def _generate_and_score_completions(self, inputs):
             return super()._generate_and_score_completions(inputs[::-1])
 
-    trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_steps=2, overlap_rollouts=True)
+    trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_steps=2, max_staleness=1)
     with pytest.raises(RuntimeError, match="The rollouts in flight are of other prompts"):
         trainer.train()
     assert trainer.state.global_step == 1 and not trainer.in_flight.groups
@@ -1164,7 +1164,7 @@ def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
         os.kill(os.getpid(), signal.SIGTERM)
 
     tool = slow_calculator(lambda expression: 3600.0 if len(trainer.set_off) > 1 else 0.0)
-    trainer = make_trainer(server.port, tmp_path, tool, evaluates=True, max_steps=3, overlap_rollouts=True,
+    trainer = make_trainer(server.port, tmp_path, tool, evaluates=True, max_steps=3, max_staleness=1,
                            eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=16)  # fmt: skip
     threading.Thread(target=stop, daemon=True).start()
     with trainer.stop_on_signals(), pytest.raises(RunStopped, match="SIGTERM at step 1"):
@@ -1183,7 +1183,7 @@ def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
         return answered(completions, **kwargs)
 
     trainer = make_trainer(server.port, tmp_path, slow_calculator(lambda expression: 0.5), reward, max_steps=5,
-                           overlap_rollouts=True)  # fmt: skip
+                           max_staleness=1)  # fmt: skip
     trainer.train()
     new[0].join()
     assert trainer.state.global_step == 5 and not trainer.in_flight.groups

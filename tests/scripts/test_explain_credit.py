@@ -259,7 +259,7 @@ def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeyp
     (["--config", "missing.yaml"], "cannot be read"),
     (["--config", RECIPE, "--row", "2048"], r"--row 2048: the training set has 2048 rows. Expected 0 to 2047"),
     (["--config", RECIPE, "--row", "-1"], "Expected 0 to 2047"),
-    (["--config", RECIPE, "--temprature", "1"], "Did you mean 'temperature'"),
+    (["--config", RECIPE, "--temprature", "1"], "did you mean 'temperature'"),
     (["--config", RECIPE, "--credit_assignment", "magic"], "'magic' is not known"),
     (["--config", RECIPE, "--output_dir", "x"], "--output_dir has no effect here"),
     (["--config", RECIPE, "--per-device-train-batch-size=4"], "--per_device_train_batch_size has no effect here"),

@@ -633,7 +633,7 @@ def test_a_server_elsewhere_or_none_is_not_started(recipe):
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (["--max_stepz", "2"], "Did you mean 'max_steps'"),
+    (["--max_stepz", "2"], "did you mean 'max_steps'"),
     (["--per_device_train_batch_size", "3"], r"3 per device x 2 processes"),
     (["--max_completion_length", "4000"], "more than the model's context"),
     (["--tools_script", "tools/nothing.py"], "is not a file"),
@@ -1074,7 +1074,7 @@ def test_the_group_ports_of_several_servers_lie_side_by_side(tmp_path, monkeypat
 @pytest.mark.parametrize("arguments, message", [
     ([], "no recipe"),
     (["hf_recipes/nothing.yaml"], "is not a file"),
-    (["RECIPE", "--max_stepz", "2"], "Did you mean 'max_steps'"),
+    (["RECIPE", "--max_stepz", "2"], "did you mean 'max_steps'"),
 ])  # fmt: skip
 def test_bad_input_is_reported_before_a_server_starts(arguments, message, recipe):
     done = subprocess.run(
