@@ -1195,7 +1195,7 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     )
     reward_fn: str | None = key(None, "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS", path=True)
     environment: str | None = key(
-        None, "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym; harbor", path=":", opens=True
+        None, "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym; openenv", path=":", opens=True
     )
     system_prompt: str | None = key(None, "System message, with {tool_descriptions} filled in. None: the built-in one")
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")

@@ -10,7 +10,7 @@ A wing imports from itself, from `rollout` and from the wings above it in this l
     run/            a run loses nothing: checkpoints, resuming, stopping
     recipe/         whether a recipe is right, and what it describes
     reports/        what people see of a run
-    adapters/       other houses: agents, gym, harbor, mcp, openenv, verl, ms_swift
+    adapters/       other houses: agents, gym, mcp, openenv, verl, ms_swift
 
 A plug-in finds what it needs here: `from mt_grpo import Reply, Turn`.
 """

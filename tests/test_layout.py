@@ -127,11 +127,11 @@ def test_imports_point_downwards(name):
 
 
 def test_a_house_of_adapters_does_not_know_the_others():
-    """But for MCP, whose tools verl's have too, and agents, whose programs work on Harbor's tasks.
+    """But for MCP, whose tools verl's have too.
 
     `choose` imports where a recipe names a house.
     """
-    known = {"verl": {"mcp"}, "harbor": {"agents"}}
+    known = {"verl": {"mcp"}}
     for name in MODULES:
         wing, _, rest = name.partition("/")
         if wing == "adapters" and "/" in rest:

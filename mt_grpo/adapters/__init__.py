@@ -8,7 +8,6 @@ acting           the tags of an action, and what a turn says, where turns are ac
 agents/          a program that speaks OpenAI's or Anthropic's API runs the conversation
 gym/             a game of gymnasium as an environment
 openenv/         environments behind OpenEnv's servers
-harbor/          task folders of Harbor, each on a machine of its own
 mcp/             tools of servers of the Model Context Protocol
 verl/            verl's tools and interactions
 ms_swift/        ms-swift's multi-turn schedulers and environments

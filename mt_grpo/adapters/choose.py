@@ -8,7 +8,6 @@ from typing import Any
 
 from mt_grpo.adapters.agents.keys import AgentHouse
 from mt_grpo.adapters.gym.keys import GymHouse
-from mt_grpo.adapters.harbor.keys import HarborHouse
 from mt_grpo.adapters.mcp.keys import McpHouse
 from mt_grpo.adapters.ms_swift.keys import SwiftHouse
 from mt_grpo.adapters.openenv.keys import OpenEnvHouse
@@ -18,7 +17,7 @@ from mt_grpo.recipe.plugins import load_environment
 
 # FORK: a new house is a folder, whose keys.py has a subclass of `House`, and its place in this list. The first house
 # that says so runs a recipe's conversation.
-HOUSES = (AgentHouse(), GymHouse(), OpenEnvHouse(), HarborHouse(), SwiftHouse(), VerlHouse(), McpHouse())
+HOUSES = (AgentHouse(), GymHouse(), OpenEnvHouse(), SwiftHouse(), VerlHouse(), McpHouse())
 
 
 @dataclass

@@ -37,10 +37,6 @@ class House:
         """Whether the recipe's conversation is one of this house, if no house before it in the list runs it."""
         return False
 
-    def takes_agents(self, script_args: Any) -> bool:
-        """Whether a program of `agent_command` takes part in the house's conversation."""
-        return False
-
     def check(self, script_args: Any, runner: House | None) -> None:
         """Raise for a key that has no effect. `runner` is the house that runs the conversation, None: the trainer."""
         if runner is not self:

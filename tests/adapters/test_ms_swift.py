@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import re
 import subprocess
 import sys
 import threading
@@ -22,8 +21,7 @@ from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.ms_swift import paths as swift_paths
-from mt_grpo.adapters.ms_swift.conversation import PlayedConversation, SchedulerConversation
-from mt_grpo.adapters.ms_swift.gym import ContextManager, Env, GYMScheduler, context_managers, envs
+from mt_grpo.adapters.ms_swift.conversation import ScheduledConversation, SchedulerConversation
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure
 from mt_grpo.adapters.ms_swift.loss import LossScale, loss_scale_map, read_loss_scale
 from mt_grpo.adapters.ms_swift.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
@@ -37,11 +35,9 @@ from mt_grpo.adapters.ms_swift.schedulers import (
     ThinkingModelTipsScheduler,
 )
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo.training.records import trained_records
-from mt_grpo.training.rewards import environment_rewards
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = ROOT / "../shared/data/plugins/ms_swift"
@@ -84,7 +80,7 @@ def conversations(
     cls, loss_scale="default", scope="per_round", max_model_calls=8, passes=True, stop_words=(), **settings
 ):
     """The class of conversations of a scheduler, made."""
-    kwargs = {key: settings.pop(key) for key in ("max_turns", "gym_env", "context_manager") if key in settings}
+    kwargs = {key: settings.pop(key) for key in ("max_turns",) if key in settings}
     own = {"scheduler_class": cls, "scheduler_kwargs": kwargs, "loss": read_loss_scale(loss_scale, loss_scale_map),
            "length_scope": scope,
            "max_model_calls": max_model_calls, "passes_dataset": passes,
@@ -92,7 +88,7 @@ def conversations(
     mixed = type("SchedulerConversation", (SchedulerConversation, mt.MultiTurnToolEnv), own)
     settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_completion_length": 400,
                 "environment_timeout": 20.0, **settings}  # fmt: skip
-    return mixed([], None, environment=PlayedConversation, **settings)
+    return mixed([], None, environment=ScheduledConversation, **settings)
 
 
 def run(cls, *turns, row=None, llm=None, messages=None, checked=True, **settings):
@@ -566,142 +562,6 @@ def test_a_base_class_of_one_turn():
     assert rollout.completion_ids == ids("It is 2.") + END and rollout.environment.infos == {"num_turns": 1}
 
 
-class Counts(Env):
-    """Counts to the goal of its configuration."""
-
-    closed = []
-
-    async def reset(self, config):
-        self.count = 0
-        return f"Say {config.data_dict['goal']}.", {}, "Count."
-
-    async def step(self, action):
-        self.count += 1
-        right = action[-1]["content"] == str(self.count)
-        return "Go on.", float(right), self.count >= self.env_config["goal"], {}
-
-    async def close(self):
-        self.closed.append(self.count)
-
-
-@pytest.fixture()
-def counts(monkeypatch):
-    monkeypatch.setitem(envs, "counts", Counts)
-    monkeypatch.setattr(Counts, "closed", [])
-    return Counts
-
-
-def test_an_environment_is_played_and_closed(counts):
-    row = {"goal": 3, "env_config": {"name": "counts", "goal": 3}}
-    rollout, _ = run(GYMScheduler, "1", "2", "5", row=row)
-    assert rollout.environment.infos == {
-        "total_reward": 2.0, "step_rewards": [1.0, 1.0, 0.0], "gym_done": True, "num_turns": 3
-    }  # fmt: skip
-    assert rollout.reward == 2.0 and counts.closed == [3]
-    assert [turn.reward for turn in rollout.turns] == [1.0, 1.0, 0.0]
-    assert [turn.observation for turn in rollout.turns] == ["Go on.", "Go on.", None]
-    assert rollout.prompt_messages == [{"role": "system", "content": "Count."}, user("Say 3.")]
-    assert rollout.messages[1:2] == [user("Go on.")]
-
-
-def test_rewards_of_steps_belong_to_the_turns_of_the_drive(counts):
-    """`step` asks the policy for a summary, too: that turn is none of the environment's."""
-
-    class Sums(GYMScheduler):
-        async def step(self, infer_request, response_choice, current_turn):
-            asked = RolloutInferRequest(messages=[user("Sum it up.")])
-            await self.infer_engine.infer_async(asked, RequestConfig())
-            return super().step(infer_request, response_choice, current_turn)
-
-    row = {"goal": 3, "env_config": {"name": "counts", "goal": 3}}
-    rollout, _ = run(Sums, "1", "a sum", "5", "a sum", "3", row=row)
-    assert [(turn.text, turn.reward) for turn in rollout.turns] == [
-        ("1", 1.0), ("a sum", None), ("5", 0.0), ("a sum", None), ("3", 1.0)
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    "given, rewards",
-    [
-        ([None, 1.0], [None, 1.0]),
-        ((0.5, 1), [0.5, 1.0]),
-        (["1", 1.0], "step_rewards is ['1', 1.0], expected a list of finite numbers or None"),
-        ([float("nan"), 1.0], "step_rewards is [nan, 1.0], expected"),
-        (1.0, "step_rewards is 1.0, expected"),
-        ([1.0], [None, None]),  # nobody knows whose it is
-        ([0.5, 1.0, 2.0], [0.5, 1.0]),
-    ],
-    ids=str,
-)
-def test_rewards_of_steps_that_are_given_otherwise(counts, given, rewards):
-    class Pays(GYMScheduler):
-        async def on_turn_end(self, infer_request, response_choice, current_turn):
-            ended = await super().on_turn_end(infer_request, response_choice, current_turn)
-            ended["rollout_infos"]["step_rewards"] = given
-            return ended
-
-    row = {"goal": 2, "env_config": {"name": "counts", "goal": 2}}
-    if isinstance(rewards, str):
-        with pytest.raises(SchedulerFailure, match=re.escape(rewards)):
-            run(Pays, "1", "2", row=row)
-    else:
-        assert [turn.reward for turn in run(Pays, "1", "2", row=row)[0].turns] == rewards
-
-
-def test_each_row_of_a_file_has_its_own_configuration(monkeypatch, tmp_path):
-    """As FrozenLake's, which raises for a key that it does not know: no row has the keys of another one."""
-
-    class Lake(Env):
-        def __init__(self, env_config):
-            super().__init__(env_config)
-            self.text = json.dumps(env_config)
-
-        async def reset(self, config):
-            return self.text, {}, None
-
-        async def step(self, action):
-            return "Over.", 1.0, True, {}
-
-        async def close(self):
-            pass
-
-    monkeypatch.setitem(envs, "lake", Lake)
-    written = ['{"name": "lake", "map_size": 4}', '{"name": "lake", "is_slippery": true, "seed": null}']
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"env_config": {text}}}\n' for text in written))
-    rows = load_rows(str(tmp_path / "rows.jsonl"), "train", needs_prompt=False)
-    for row, text in zip(rows, written, strict=True):
-        rollout, _ = run(GYMScheduler, "Left.", row=row)
-        assert [m["content"] for m in rollout.prompt_messages if m["role"] == "user"] == [text]
-
-
-def test_problems_of_mathematics_are_asked_until_they_are_solved():
-    row = {"problem": "What is 6 x 7?", "solution": "42", "env_config": {"name": "math_env"}}
-    rollout, _ = run(GYMScheduler, "<answer>41</answer>", "<answer>42</answer>", row=row)
-    assert rollout.prompt_messages[1] == user("What is 6 x 7?") and rollout.prompt_messages[0]["role"] == "system"
-    assert [turn.reward for turn in rollout.turns] == [0.0, 1.0] and rollout.reward == 1.0
-    assert rollout.turns[0].observation.startswith("The answer is not correct")
-    row["env_config"]["system_message"] = ""
-    rollout, _ = run(GYMScheduler, "<answer>42</answer>", row=row)
-    assert rollout.prompt_messages == [user("What is 6 x 7?")] and len(rollout.turns) == 1
-
-
-def test_an_environment_may_be_made_by_an_async_method(counts):
-    """As in 3.8; what subclasses of 4.6 read is there."""
-
-    class Makes(GYMScheduler):
-        async def _create_env(self, env_config):
-            return counts(env_config)
-
-        async def on_turn_end(self, infer_request, response_choice, current_turn):
-            ended = await super().on_turn_end(infer_request, response_choice, current_turn)
-            assert self._total_rewards[infer_request.uuid] == sum(self._step_rewards[infer_request.uuid])
-            assert self._pending_obs[infer_request.uuid] == "Go on."
-            return ended
-
-    rollout, _ = run(Makes, "1", "2", row={"goal": 2, "env_config": {"goal": 2}})
-    assert rollout.reward == 2.0
-
-
 def test_the_helpers_of_4_6():
     class Helps(MultiTurnScheduler):
         async def run(self, infer_request, request_config, **kwargs):
@@ -719,19 +579,6 @@ def test_the_helpers_of_4_6():
 
     rollout, _ = run(Helps, cut_off("It is 2."), " And 3.")
     assert rollout.completion_ids == ids("It is 2.") + ids("!") + ids(" And 3.") + END
-
-
-def test_a_context_manager_edits_what_the_model_reads(counts, monkeypatch):
-    class LastTwo(ContextManager):
-        def manage_context(self, history, trajectory_id):
-            return [history[0], *history[-1:]]
-
-    monkeypatch.setitem(context_managers, "last_two", LastTwo)
-    row = {"goal": 3, "env_config": {"goal": 3}}
-    rollout, _ = run(GYMScheduler, "1", "2", "3", row=row, gym_env="counts", context_manager="last_two")
-    texts = [TOKENIZER.decode(record.prompt_ids) for record in trained_records(rollout)]
-    assert len(texts) == 3 and "Say 3." in texts[0] and all("Say" not in text for text in texts[1:])
-    assert [turn.observation for turn in rollout.turns] == ["Go on.", "Go on.", None]
 
 
 # -- pitfalls of ms-swift, and what happens here --
@@ -778,15 +625,6 @@ def test_contents_are_text_at_every_turn():
 
     rollout, _ = run(Looks, "It is 2.", max_turns=3)
     assert set(seen) == {str} and len(rollout.turns) == 3
-
-
-def test_a_turn_that_was_cut_off_ends_an_environment(counts):
-    """Pitfalls 9 and 10: `done: False` let it go on without end, and the environment was never closed."""
-    row = {"goal": 9, "env_config": {"name": "counts", "goal": 9}}
-    rollout, _ = run(GYMScheduler, cut_off("1"), row=row)
-    assert len(rollout.turns) == 1 and counts.closed == [1] and rollout.stop_reason == StopReason.MAX_TOKENS
-    rollout, _ = run(GYMScheduler, "1", row=row, max_turns=2)
-    assert len(rollout.turns) == 2 and counts.closed == [1, 2]
 
 
 def test_a_typing_error_is_no_attribute():
@@ -1031,17 +869,14 @@ def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said)
         ({"multi_turn_scheduler": "math_tip_trick", "completion_length_limit_scope": "turn"}, "expected one of per_"),
         ({"multi_turn_scheduler": "math_tip_trick", "tools_script": "tools/calculator.py"}, "tools_script has no eff"),
         ({"multi_turn_scheduler": "math_tip_trick", "reward_funcs": ["mine"]}, "'mine' is not in orms. Expected one"),
-        ({"gym_env": "mine"}, "gym_env: 'mine' is not in envs"),
         ({"max_turns": 3}, "max_turns has no effect without the key multi_turn_scheduler"),
         (
-            {"multi_turn_scheduler": "gym_scheduler", "agent_timeout": 9.0},
+            {"multi_turn_scheduler": "math_tip_trick", "agent_timeout": 9.0},
             "agent_timeout has no effect without the line",
         ),
         ({"stop_words": ["a"]}, "stop_words has no effect without the key multi_turn_scheduler"),
-        ({"gym_env": "mine", "context_manager": "mine"}, "'mine' is not in envs"),
-        ({"multi_turn_scheduler": "gym_scheduler", "context_manager": "mine"}, "'mine' is not in context_managers"),
-        ({"multi_turn_scheduler": "gym_scheduler", "agent": "a.py:b"}, "agent has no effect without the line envi"),
-        ({"multi_turn_scheduler": "gym_scheduler", "environment": "openai_agent"}, "both run the conversation"),
+        ({"multi_turn_scheduler": "math_tip_trick", "agent": "a.py:b"}, "agent has no effect without the line envi"),
+        ({"multi_turn_scheduler": "math_tip_trick", "environment": "openai_agent"}, "both run the conversation"),
         ({"environment": "openai_agent", "agent": "a.py:b", "max_turns": 3}, "max_turns has no effect without"),
     ],
 )
@@ -1049,20 +884,6 @@ def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
     script, args = mt.MTGRPOScriptArguments(**keys), settings(tmp_path)
     with pytest.raises(ValueError, match=said):
         mt.build_env(script, args, [], TOKENIZER)
-
-
-def test_a_played_environment_rewards_turns_and_outcome(tmp_path, counts):
-    script = mt.MTGRPOScriptArguments(gym_env="counts", context_manager="dummyContextManager")
-    args = settings(tmp_path)
-    env = mt.build_env(script, args, [], TOKENIZER)
-    assert env.scheduler.context_manager_name == "dummyContextManager"
-    turn_funcs, outcome_funcs = environment_rewards(env.environments, env.tools)
-    assert [func.__name__ for func in turn_funcs] == ["environment", "tool"]
-    assert [func.__name__ for func in outcome_funcs] == ["counts"]
-    (rollout,) = env.start([[]], rows=[{"goal": 2, "env_config": {"goal": 2}}])
-    run_async(env.converse(rollout, Scripted("1", "2")))
-    columns = {"environments": [rollout.environment], "environment_rewards": [rollout.reward]}
-    assert outcome_funcs[0](**columns) == [2.0] and turn_funcs[0](rollout_turns=[rollout.turns]) == [[1.0, 1.0]]
 
 
 OLD_AND_NEW = """
@@ -1212,7 +1033,7 @@ def from_wheel(version, file, folder):
         ("4.6.0", "swift/rollout/multi_turn.py"),
     ],
 )
-def test_the_schedulers_of_a_release(version, file, tmp_path, counts):
+def test_the_schedulers_of_a_release(version, file, tmp_path):
     """Loaded from the wheel as they are, on the classes of their own file."""
     module = from_wheel(version, file, tmp_path)
     found, solution = module.multi_turns, {"solution": "3"}
@@ -1223,11 +1044,6 @@ def test_the_schedulers_of_a_release(version, file, tmp_path, counts):
     assert said.startswith("so ") and "But wait... It seems I made a mistake,<answer>3</answer>" in said
     trained = [token for token, one in zip(record.completion_ids, record.loss_mask) if one]
     assert "mistake" not in TOKENIZER.decode(trained) and trained[-1:] == END
-    played = {"goal": 2, "env_config": {"name": "counts", "goal": 2}}
-    if "gym_scheduler" in found and version == "4.6.0":
-        rollout, _ = run(found["gym_scheduler"], "1", "2", row=played, max_turns=5)
-        assert rollout.reward == 2.0 and rollout.environment.infos["step_rewards"] == [1.0, 1.0]
-        assert counts.closed == [2]
     if "math_tip_trick_multi_turn" in found:
         rollout, _ = run(found["math_tip_trick_multi_turn"], wrong, row=solution, max_turns=3)
         assert len(rollout.turns) == 2 and len(trained_records(rollout)) == 1
@@ -1399,7 +1215,7 @@ def test_a_budget_that_ends_a_run_of_ones_own_trains_what_was_sampled():
         assert rollout.environment.outputs[-1]["messages"][-1]["role"] == "assistant"
 
 
-def test_a_budget_ends_drive_with_the_output_so_far(counts):
+def test_a_budget_ends_drive_with_the_output_so_far():
     """No method is called for a response that is none."""
 
     class Never(Asks):
@@ -1413,9 +1229,6 @@ def test_a_budget_ends_drive_with_the_output_so_far(counts):
     (output,) = rollout.environment.outputs
     assert output["messages"] == [user("What?"), answer("It is 2.")] and output["rollout_infos"]["num_turns"] == 1
     assert rollout.stop_reason == StopReason.MAX_TOKENS and len(llm.asked) == 1
-    played = {"goal": 9, "env_config": {"name": "counts", "goal": 9}}
-    rollout, _ = run(GYMScheduler, "1", row=played, max_model_calls=2)
-    assert rollout.environment.infos["step_rewards"] == [1.0, 0.0] and rollout.stop_reason == StopReason.MAX_TURNS
 
 
 def test_requests_at_the_same_time_share_the_budget():

@@ -16,7 +16,6 @@ from test_ms_swift import TOKENIZER, run
 
 from mt_grpo.adapters.ms_swift import paths as swift_paths, rewards as swift_rewards
 from mt_grpo.adapters.ms_swift.conversation import ScheduledConversation
-from mt_grpo.adapters.ms_swift.gym import Env, GYMScheduler
 from mt_grpo.adapters.ms_swift.loop import SchedulerFailure, weight_of
 from mt_grpo.adapters.ms_swift.loss import LossMask, LossScale
 from mt_grpo.adapters.ms_swift.recipe import as_reward, check_scheduler, columns_of, completions_of, load_plugin
@@ -36,7 +35,7 @@ swift_paths.install()
 @pytest.fixture(autouse=True)
 def registries():
     """What plug-ins register is of their test."""
-    found = [swift_paths.ALL[name] for name in ("orms", "multi_turns", "envs", "rm_plugins", "context_managers")]
+    found = [swift_paths.ALL[name] for name in ("orms", "multi_turns", "rm_plugins")]
     before = [dict(each) for each in found]
     yield
     for registry, entries in zip(found, before):
@@ -211,26 +210,6 @@ def test_a_scheduler_with_its_own_async_infer_is_refused_by_name():
     check_scheduler(Plain, "plain")  # the base's own is no reason
 
 
-def test_an_environment_that_changes_the_messages_it_gets_changes_no_conversation(monkeypatch):
-    class Edits(Env):
-        async def reset(self, config):
-            return "Say 1.", {}, ""
-
-        async def step(self, action):
-            over = len(action) > 2
-            action[0]["content"] = action[-1]["content"] = "edited"
-            action.append({"role": "user", "content": "further"})
-            return "Say 2.", 1.0, over, {}
-
-    monkeypatch.setitem(swift_paths.ALL["envs"], "edits", Edits)
-    rollout, llm = run(GYMScheduler, "1", "2", row={"env_config": {"name": "edits"}})
-    assert [message["content"] for message in rollout.messages] == ["1", "Say 2.", "2"]
-    assert "edited" not in TOKENIZER.decode(llm.asked[1][0]) and len(rollout.records) == 1
-    assert [message["content"] for message in rollout.environment.outputs[-1]["messages"]] == [
-        "Say 1.", "1", "Say 2.", "2",
-    ]  # fmt: skip
-
-
 def test_the_infos_of_all_turns_are_kept_and_the_rows_data_dict_goes_before_its_columns():
     """`num_turns` is counted, whatever the scheduler says."""
 
@@ -335,7 +314,7 @@ from verl.tools.schemas import OpenAIFunctionToolCall, OpenAIFunctionToolSchema,
 from verl.tools.search_tool import SearchTool
 from verl.tools.utils.search_r1_like_utils import perform_single_search_batch
 from verl.tools.utils.tool_registry import initialize_tools_from_config
-from verl.utils.reward_score import default_compute_score, geo3k, gsm8k, math_reward, sandbox_fusion
+from verl.utils.reward_score import default_compute_score, gsm8k, math_reward, sandbox_fusion
 from verl.utils.reward_score.gsm8k import compute_score
 from verl.utils.reward_score.math_reward import last_boxed_only_string, remove_boxed
 from verl.utils.reward_score.sandbox_fusion.utils import check_correctness

@@ -27,7 +27,6 @@ from mt_grpo.adapters.verl import (
     environment as verl_environment,
     mcp,
     paths as verl_paths,
-    scores as verl_scores,
     search as verl_search,
 )
 from mt_grpo.adapters.verl.base import BaseInteraction, BaseTool
@@ -1294,15 +1293,6 @@ def test_scores_of_searches_by_hand():
     assert default("searchR1_nq", "<answer>Paris</answer>", {"target": "paris"}) == 1.0
     with pytest.raises(NotImplementedError, match="data_source='lighteval/MATH' is not offered"):
         default("lighteval/MATH", "", "")
-
-
-def test_scores_of_geometry_are_weighted_by_hand(monkeypatch):
-    """What mathruler says of an answer counts 0.9, thinking with a box behind it 0.1."""
-    boxed, plain = "<think>x</think> \\boxed{5}", "\\boxed{5}"
-    for right, of_boxed, of_plain in ((1.0, 1.0, 0.9), (0.0, 0.1, 0.0)):
-        monkeypatch.setattr(verl_scores, "acc_reward", lambda *_, right=right: right)
-        found = [verl_scores.score_geometry(text, "5") for text in (boxed, plain)]
-        assert found == pytest.approx([of_boxed, of_plain])
 
 
 def test_the_weather_interaction_ends_after_one_turn():

@@ -55,14 +55,8 @@ ELSEWHERE = {
             "test_docs.py::test_vllm_takes_the_flags_of_the_server_by_hand",
     },
     "docs/environments.md": {
-        "python -m mt_grpo.adapters.harbor.check":
-            "test_harbor.py::test_the_check_of_a_folder_says_what_is_wrong",
-        "HARBOR_TASKS=my_tasks python -m pytest":
-            "test_harbor_published.py::test_a_folder_of_published_tasks_is_read_and_each_is_counted",
     },
     "docs/agents.md": {
-        "python mt_grpo_trainer.py --config hf_recipes/tiny/harbor-agent.yaml":
-            "test_harbor_agents.py::test_the_recipe_of_the_sample_trains_a_step",
     },
     "docs/ms_swift.md": {
         "python mt_grpo_trainer.py --config hf_recipes/tiny/scheduler.yaml":
@@ -143,8 +137,6 @@ FILES = {
         "agent: my_agent.py:solve": "test_keys_of_a_page_make_a_recipe",
         "gym_env: FrozenLake-v1": "test_keys_of_a_page_make_a_recipe",
         "openenv_reset: {level: 3}": "test_keys_of_a_page_make_a_recipe",
-        "harbor_command_timeout: 20": "test_keys_of_a_page_make_a_recipe",
-        "harbor_agent_folders: [my_agents]": "test_keys_of_a_page_make_a_recipe",
         "max_parallel_calls: 4": "test_keys_of_a_page_make_a_recipe",
 
         "tools/short_memory.py:ShortMemory": "test_keys_of_a_page_make_a_recipe",
@@ -163,9 +155,6 @@ FILES = {
         "codex exec": "test_agent_programs.py::test_codex",
         "model_provider=trainer": "test_agent_programs.py::test_codex_compacts_its_history",
         "pi --provider": "test_agent_programs.py::test_pi",
-        "mini -m": "test_harbor_programs.py::test_mini_swe_agent_in_a_sandbox",
-        "pi --print": "test_harbor_programs.py::test_pi_in_a_sandbox",
-        "codex --dangerously": "test_harbor_programs.py::test_codex_in_a_sandbox",
         "curl --silent": "test_agent_programs.py::test_curl",
     },
 }  # fmt: skip
@@ -424,8 +413,6 @@ def read_arguments(words: list[str], monkeypatch, capsys) -> None:
     elif program == "python" and arguments[:2] == ["-m", "pytest"]:
         file, *options = arguments[2:]
         assert (ROOT / file).is_file() and options in ([], ["-m", ""])
-    elif program == "python" and arguments[:2] == ["-m", "mt_grpo.adapters.harbor.check"]:
-        read_by_argparse(arguments[1], arguments[2:], monkeypatch)
     elif program == "hf":
         with tempfile.TemporaryDirectory() as folder:
             offline = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": folder}

@@ -226,13 +226,6 @@ def game_of(trainer) -> type | None:
     return next((cls for cls in classes if hasattr(cls, "text_class")), None)
 
 
-def task_of(trainer) -> type | None:
-    """The class of a task's environments."""
-    environments = trainer.env.environments
-    classes = [] if environments is None else environments.by_name.values()
-    return next((cls for cls in classes if hasattr(cls, "command_seconds")), None)
-
-
 def class_of(trainer) -> type:
     """The class of all environments."""
     return trainer.env.environments.by_name[None]
@@ -275,19 +268,13 @@ READ_BACK = {
     "tool_format": lambda t: t.env.tool_format,
     "environment": lambda t: (
         "openai_agent"
-        if hasattr(t.env, "agent") and not task_of(t)
+        if hasattr(t.env, "agent")
         else "gym"
         if game_of(t)
-        else "harbor"
-        if task_of(t)
         else "openenv"
         if hasattr(class_of(t), "servers")
         else None
     ),
-    "harbor_docker": lambda t: "always" if task_of(t).allowed.docker else "never",
-    "harbor_command_timeout": lambda t: task_of(t).command_seconds,
-    "agent_command": lambda t: " ".join(os.path.relpath(w, ROOT) if "/" in w else w for w in class_of(t).command),
-    "harbor_agent_folders": lambda t: [os.path.relpath(folder, ROOT) for folder in class_of(t).images._shown],
     "gym_env": lambda t: game_of(t)().env.spec.id,
     "gym_kwargs": lambda t: (
         {k: v for k, v in game_of(t)().env.spec.kwargs.items() if k in ("is_slippery", "sab")}
@@ -390,7 +377,6 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
             template = Path(trl.__file__).parent / f"chat_templates/{name}.jinja"
         model = change_model(folder, model, "chat_template.jinja", template.read_text(encoding="utf-8"))
     served = {"openenv_url": lake_server().url} if "openenv_url" in recipe else {}
-    recipe_data = recipe.get("dataset_name")
     recipe = {key: value for key, value in recipe.items() if key not in REPLACED} | {"env": recipe.get("env", {})}
     data = folder / "train.jsonl"
     if "triviaqa" in original or "squad" in original:
@@ -400,14 +386,11 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
         recipe["env"] = recipe["env"] | {"WIKI_SEARCH_CORPUS": str(folder / "corpus.jsonl")}
     elif "zoom" in original:
         rows = (ROOT / "hf_recipes/tiny/zoom/train.jsonl").read_text(encoding="utf-8").splitlines()[:8]
-    elif recipe.get("environment") == "harbor":
-        rows, data = [], ROOT / recipe_data
     elif "gsm8k" in original:
         rows = data_file("gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[:8]
     else:
         rows = [json.dumps(row) for row in make_arithmetic(8, seed=0)]
-    if rows:
-        data.write_text("\n".join(rows), encoding="utf-8")
+    data.write_text("\n".join(rows), encoding="utf-8")
     return recipe | served | {
         "model_name_or_path": model, "dtype": "float32", "bf16": False, "use_cpu": True, "dataset_name": str(data),
         "dataset_size": 8, "per_device_train_batch_size": recipe["num_generations"], "gradient_accumulation_steps": 1,
@@ -983,7 +966,7 @@ NUMBERS_OUT_OF_RANGE = {
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
          "max_tokens_per_pass",
          "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
-         "max_tool_response_length", "harbor_memory_mb", "harbor_storage_mb", "openenv_sessions",
+         "max_tool_response_length", "openenv_sessions",
          "mcp_max_concurrent_calls"),
         (0, -5),
     ),
@@ -992,7 +975,7 @@ NUMBERS_OUT_OF_RANGE = {
          "repetition_penalty", "vllm_server_timeout", "mcp_start_timeout", "sapo_temperature_neg",
          "sapo_temperature_pos", "tool_timeout",
          "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
-         "vllm_request_timeout", "environment_timeout", "agent_timeout", "harbor_command_timeout"),
+         "vllm_request_timeout", "environment_timeout", "agent_timeout"),
         (0.0, -1.0, math.inf, math.nan),
     ),
     **dict.fromkeys(
@@ -1188,7 +1171,6 @@ def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
     [
         (["--agent_other_models", "refusd"], "agent_other_models='refusd' is not known. Expected one of: refused, "),
         (["--agent_key", "pip"], "agent_key='pip' is not known. Expected one of: environment, pipe"),
-        (["--harbor_docker", "nevr"], "harbor_docker='nevr' is not known. Expected one of: "),
     ],
 )
 def test_a_choice_that_is_none_is_refused_on_the_command_line_too(flags, message):

@@ -22,7 +22,7 @@ class AgentKeys:
     )  # fmt: skip
     agent_command: str | None = key(
         None, "A program in place of agent: a row on standard input, OpenAI's or Anthropic's API by address",
-        needs=f"{AGENT} or environment: harbor",
+        needs=AGENT,
     )  # fmt: skip
     agent_key: str = key(
         "environment", "How agent_command gets its key: environment (OPENAI_API_KEY), or pipe (OPENAI_API_KEY_FILE)",
@@ -37,11 +37,11 @@ class AgentKeys:
     )
     agent_timeout: float = key(
         600.0, "Seconds of the agent's own for one row, without its waits for the policy", within="(0, inf)",
-        needs=f"{AGENT} or agent_command",
+        needs=AGENT,
     )  # fmt: skip
     max_model_calls: int = key(
         32, "Completions that an agent or a scheduler may ask for, per rollout", within="[1, inf)",
-        needs=f"{AGENT}, agent_command or a scheduler of ms-swift",
+        needs=f"{AGENT} or a scheduler of ms-swift",
     )  # fmt: skip
 
 
@@ -56,8 +56,8 @@ class AgentHouse(House):
         return script_args.environment == "openai_agent"
 
     def check(self, script_args: Any, runner: House | None) -> None:
-        """As of a house. A command works on task folders, too, and a scheduler's model calls are counted."""
-        if runner is None or not (runner is self or runner.takes_agents(script_args)):
+        """As of a house. A scheduler's model calls are counted, too."""
+        if runner is not self:
             names = (each.name for each in dataclasses.fields(self.keys))
             counts = runner is not None and runner.counts_model_calls
             refuse(script_args, self.keys, names=tuple(n for n in names if not (counts and n == "max_model_calls")))

@@ -6,7 +6,6 @@ rewards        its reward classes
 loop           the turns of a scheduler
 loss           loss_scale as a mask
 schedulers     the base classes of schedulers; those that give tips, and ReAct's
-gym            environments, the scheduler that plays them, and OpenEnv's
 messages       a request's messages as text, and as the chat template takes them
 pictures       tags `<image>`, the images of requests, and the pictures that the model reads
 samples        a scheduler's responses, what it makes of them, and which one a request goes on from

@@ -27,10 +27,10 @@ from mt_grpo.adapters.ms_swift.paths import protocol_module
 from mt_grpo.adapters.ms_swift.pictures import mark_tags, parts_as_tags, place_tags, tagged
 from mt_grpo.adapters.ms_swift.protocol import as_base64, listed_tools, remove_response
 from mt_grpo.adapters.ms_swift.session import SchedulerSession
-from mt_grpo.base.errors import error_line, tell_once
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.base.rows import with_own_keys
-from mt_grpo.conversation.environments import failures_end, is_number
+from mt_grpo.conversation.environments import failures_end
 from mt_grpo.conversation.picture_parts import images_of
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
 from mt_grpo.rollout import Message, Rollout, StopReason
@@ -101,16 +101,6 @@ class ScheduledConversation:
     def infos(self) -> dict[str, Any]:
         """The `rollout_infos` of the last output."""
         return self.outputs[-1]["rollout_infos"] if self.outputs else {}
-
-
-class PlayedConversation(ScheduledConversation):
-    """One whose rewards are an environment's: `total_reward` of its infos the outcome's, `step_rewards` the turns'."""
-
-    tools: list = []  # it has none; with them the trainer asks for the turns' rewards
-
-    def get_reward(self) -> float | None:
-        """The sum over its steps."""
-        return self.infos.get("total_reward")
 
 
 class SchedulerConversation:
@@ -191,7 +181,6 @@ class SchedulerConversation:
             del self.engine.sessions[key]
             fill(rollout, session, self.loss.base == "all")
         rollout.environment.outputs = [self.as_columns(output, first, session.plain) for output in outputs]
-        give_turn_rewards(session, outputs[-1:])
         rollout.stop_reason = session.stop_reason or self.why_it_ended(session)
 
     async def watched(
@@ -297,36 +286,6 @@ def row_images(
     except (OSError, ValueError) as error:
         raise SchedulerFailure(f"A row's images cannot be shown: {error_line(error)}") from error
     return messages if row.get("prompt") else session.prompt, images
-
-
-def give_turn_rewards(session: SchedulerSession, outputs: list[Any]) -> None:
-    """Give each turn of an output's conversation its number of `step_rewards`; a None stays no reward.
-
-    By `drive` its turns are those of `step`, and not what a method asked the policy beside them. There may be further
-    numbers for empty responses behind the end. Else, of a `run` of its own, nobody knows whose they are.
-
-    Raises:
-        SchedulerFailure: An environment's rewards are no numbers.
-    """
-    if not isinstance(session.rollout.environment, PlayedConversation):
-        return
-    for output in outputs:
-        rewards, last = output.rollout_infos.get("step_rewards"), session.sample_of(output.response.choices[0])
-        if rewards is None or last is None:
-            continue
-        samples = session.drives.get(last.key) or session.samples
-        is_list = isinstance(rewards, (list, tuple))
-        if not is_list or not all(one is None or is_number(one) for one in rewards):
-            raise SchedulerFailure(f"step_rewards is {rewards!r:.200}, expected a list of finite numbers or None.")
-        if not 0 <= len(rewards) - len(samples) <= max(1, session.num_empty):
-            tell_once(
-                f"step_rewards has {len(rewards)} numbers for {len(samples)} turns: no turn gets any. Expected one "
-                "for each turn (None for one that earns nothing).",
-                "step_rewards",
-            )
-            continue
-        for sample, reward in zip(samples, rewards):
-            sample.turn.reward = None if reward is None else float(reward)
 
 
 def has_own_run(cls: type, method: str = "run") -> bool:

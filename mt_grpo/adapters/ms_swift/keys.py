@@ -19,7 +19,7 @@ class SwiftKeys:
         None, "ms-swift's: the name in multi_turns of what runs the conversation", opens=True
     )
     external_plugins: list[str] | None = key(
-        None, "ms-swift's: Python files that register schedulers, rewards, environments", path=True, needs=SCHEDULER
+        None, "ms-swift's: Python files that register schedulers and rewards", path=True, needs=SCHEDULER
     )
     reward_funcs: list[str] | None = key(None, "ms-swift's: names in orms, with multi_turn_scheduler", needs=SCHEDULER)
     max_turns: int | None = key(None, "ms-swift's: responses per conversation", within="[1, inf)", needs=SCHEDULER)
@@ -32,33 +32,28 @@ class SwiftKeys:
     stop_words: list[str] | None = key(
         None, "ms-swift's: texts that end a response, which keeps them", needs=SCHEDULER
     )
-    context_manager: str | None = key(
-        None, "ms-swift's: the name in context_managers of what edits gym_scheduler's history", needs=SCHEDULER
-    )
-    use_gym_env: bool = key(False, "ms-swift's: the environment's total_reward is a reward", opens=True)
     vllm_server_pass_dataset: bool = key(
         True, "ms-swift's: requests have the row's columns as data_dict", needs=SCHEDULER
     )
 
 
 class SwiftHouse(House):
-    """A scheduler runs the conversation, also the one that plays an environment of `envs`."""
+    """A scheduler runs the conversation."""
 
     keys = SwiftKeys
     line = "multi_turn_scheduler"
     counts_model_calls = True
 
     def runs(self, script_args: Any) -> bool:
-        """Whether the recipe names a scheduler, or what one plays. `gym_env` is a game's, too."""
-        named = script_args.multi_turn_scheduler or script_args.use_gym_env or script_args.gym_env
-        return bool(named) and script_args.environment != "gym"
+        """Whether the recipe names a scheduler."""
+        return bool(script_args.multi_turn_scheduler)
 
     def check(self, script_args: Any, runner: House | None) -> None:
         """Raise `ValueError` where another house runs the conversation, too."""
         if runner is not self and self.runs(script_args):
             raise ValueError(f"{self.line} and {runner.line} both run the conversation. Remove one.")
         if runner is not self:
-            refuse(script_args, SwiftKeys, "ms-swift's gym_scheduler" if script_args.environment == "gym" else "")
+            refuse(script_args, SwiftKeys)
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The conversation that the scheduler runs."""

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.adapters.ms_swift import gym, loss, protocol, rewards, schedulers
+from mt_grpo.adapters.ms_swift import loss, protocol, rewards, schedulers
 from mt_grpo.adapters.plugin_imports import UnusedRegistry, not_offered
 
 
@@ -61,8 +61,6 @@ multi_turns: dict[str, type] = {
     "math_tip_trick_multi_turn": schedulers.MathTipsMultiTurnScheduler,
     "thinking_tips_scheduler": schedulers.ThinkingModelTipsScheduler,
     "tool_call_scheduler": schedulers.ToolCallScheduler,
-    "gym_scheduler": gym.GYMScheduler,
-    "openenv_scheduler": gym.OpenEnvScheduler,
 }
 
 
@@ -81,13 +79,13 @@ def unused(*names: str) -> dict[str, Any]:
     return {name: UnusedRegistry(name, "ms-swift") for name in names}
 
 
-HOOKS = {"multi_turns": multi_turns, **public(schedulers, gym)}
-SCHEDULERS = {**HOOKS, "Messages": protocol.Messages}
-ENVIRONMENTS = {"Env": gym.Env, "SimpleMathEnv": gym.SimpleMathEnv, "envs": gym.envs}
+HOOKS = {"multi_turns": multi_turns, **public(schedulers)}
+SCHEDULERS = {**HOOKS, **absent("GYMScheduler", "OpenEnvScheduler"), "Messages": protocol.Messages}
+ENVIRONMENTS = {**absent("Env", "SimpleMathEnv"), **unused("envs")}
 REWARDS = {"orms": rewards.orms, **public(rewards)}
 MODELS = {"rm_plugins": rewards.rm_plugins, **absent("DefaultRMPlugin", "GenRMPlugin")}
 PROCESS_REWARDS = {**absent("PRM"), **unused("prms")}
-CONTEXTS = {"ContextManager": gym.ContextManager, "context_managers": gym.context_managers}
+CONTEXTS = {**absent("ContextManager"), **unused("context_managers")}
 ENGINES = absent("TransformersEngine", "PtEngine", "VllmEngine", "GRPOVllmEngine", "InferEngine", "InferClient",
                  "SglangEngine", "LmdeployEngine")  # fmt: skip
 TYPES = {**public(protocol), "Messages": protocol.Messages}
@@ -129,7 +127,7 @@ MODULES = {
     "swift.rollout": {**SCHEDULERS, **ENVIRONMENTS},
     "swift.rollout.multi_turn": SCHEDULERS,
     "swift.rollout.gym_env": {**ENVIRONMENTS, **CONTEXTS},
-    "swift.rollout.openenv_wrapper": {"OpenEnvWrapper": gym.OpenEnvWrapper},
+    "swift.rollout.openenv_wrapper": absent("OpenEnvWrapper"),
     "swift.rewards": {**REWARDS, **MODELS, **PROCESS_REWARDS, **HOOKS},
     "swift.rewards.prm": PROCESS_REWARDS,
     "swift.rewards.orm": REWARDS,

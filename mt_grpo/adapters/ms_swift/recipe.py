@@ -13,7 +13,6 @@ from typing import Any
 
 from mt_grpo.adapters.house import check_settings_of
 from mt_grpo.adapters.ms_swift.conversation import (
-    PlayedConversation,
     ScheduledConversation,
     SchedulerConversation,
     has_own_run,
@@ -43,15 +42,9 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
     install()
     for path in script_args.external_plugins or []:
         load_plugin(path)
-    plays = script_args.use_gym_env or script_args.gym_env is not None
-    name = script_args.multi_turn_scheduler or "gym_scheduler"
+    name = script_args.multi_turn_scheduler
     cls = registered("multi_turns", name, "multi_turn_scheduler")
-    if script_args.gym_env is not None:
-        registered("envs", script_args.gym_env, "gym_env")
-    if script_args.context_manager is not None:
-        registered("context_managers", script_args.context_manager, "context_manager")
-    given = {key: getattr(script_args, key) for key in ("max_turns", "gym_env", "context_manager")}
-    kwargs = {key: value for key, value in given.items() if value is not None}
+    kwargs = {} if script_args.max_turns is None else {"max_turns": script_args.max_turns}
     check_scheduler(cls, name)
     settings = {
         "scheduler_class": cls,
@@ -62,9 +55,8 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
         "passes_dataset": script_args.vllm_server_pass_dataset,
         "stop_words": script_args.stop_words or [],
     }
-    kind = PlayedConversation if plays else ScheduledConversation
     rewards = [as_reward(each, script_args, args) for each in script_args.reward_funcs or []]
-    environment = type(script_args.gym_env or name, (kind,), {"outcome_reward_funcs": rewards})
+    environment = type(name, (ScheduledConversation,), {"outcome_reward_funcs": rewards})
     return type("SchedulerConversation", (SchedulerConversation, base), settings), environment
 
 

@@ -114,19 +114,6 @@ class Gsm8kTool(BaseTool):
         del self._instance_dict[instance_id]
 
 
-class Geo3kTool(Gsm8kTool):
-    """The same for Geometry3K. Its answers are judged by mathruler."""
-
-    async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
-        """Check the argument `answer`."""
-        return await self.judge(instance_id, parameters, "")
-
-    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """1 where the last answer is right."""
-        state, geo3k = self._instance_dict[instance_id], importlib.import_module("verl.utils.reward_score.geo3k")
-        return geo3k.compute_score(state["response"], state["ground_truth"], use_boxed=False, format_score=0.0)
-
-
 class SearchTool(BaseTool):
     """Asks a server of Search-R1's protocol, such as scripts/serve_search.py, for the argument `query_list`."""
 

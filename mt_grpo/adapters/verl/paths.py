@@ -17,7 +17,7 @@ from typing import Any
 from mt_grpo.adapters.verl import builtin, schemas
 from mt_grpo.adapters.verl.base import BaseInteraction, BaseTool, FunctionTool, function_tool, rollout_trace_op
 from mt_grpo.adapters.verl.mcp import MCPBaseTool, MCPSearchTool
-from mt_grpo.adapters.verl.scores import SCORE_MODULES, absent_of_verl, has_mathruler
+from mt_grpo.adapters.verl.scores import SCORE_MODULES, absent_of_verl
 from mt_grpo.adapters.verl.search import call_search_api, passages, perform_single_search_batch
 
 SCHEMAS = {name: each for name, each in vars(schemas).items() if name.startswith(("OpenAI", "ToolResponse"))}
@@ -25,7 +25,6 @@ SCORES = {"compute_score": builtin.compute_score, "extract_solution": builtin.ex
 SEARCH = {"perform_single_search_batch": perform_single_search_batch, "call_search_api": call_search_api,
           "_passages2string": passages}  # fmt: skip
 WORKERS = ("PoolMode", "TokenBucketWorker")  # of verl's tools that ask a server by ray
-GEOMETRY = {"Geo3kTool": builtin.Geo3kTool} if has_mathruler() else absent_of_verl("Geo3kTool")
 
 
 def class_of(cls_name: str) -> type:
@@ -41,7 +40,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "verl.tools.schemas": SCHEMAS,
     "verl.tools.function_tool": {"function_tool": function_tool, "FunctionTool": FunctionTool},
     "verl.tools.gsm8k_tool": {"Gsm8kTool": builtin.Gsm8kTool},
-    "verl.tools.geo3k_tool": GEOMETRY,
+    "verl.tools.geo3k_tool": absent_of_verl("Geo3kTool"),
     "verl.tools.search_tool": {
         "SearchTool": builtin.SearchTool,
         **absent_of_verl("SearchExecutionWorker", "init_search_execution_pool", *WORKERS)},

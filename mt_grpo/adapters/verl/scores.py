@@ -85,38 +85,6 @@ SEARCH_R1 = {
     "extract_solution": extract_answer, "compute_score": score_exactly, "compute_score_subem": score_within,
 }  # fmt: skip
 
-# -- Geometry3K: `verl.utils.reward_score.geo3k`, which needs mathruler --
-
-
-def format_reward(predict_str: str) -> float:
-    r"""1 for thinking, and a `\boxed{}` behind it."""
-    return float(re.fullmatch(r"<think>.*</think>.*\\boxed\{.*\}.*", predict_str, re.DOTALL) is not None)
-
-
-def acc_reward(predict_str: str, ground_truth: str, use_boxed: bool = True) -> float:
-    """1 for a right answer, which stands in a box or is all of the text."""
-    grader = importlib.import_module("mathruler.grader")
-    answer = grader.extract_boxed_content(predict_str) if use_boxed else predict_str
-    return float(grader.grade_answer(answer, ground_truth))
-
-
-def score_geometry(predict_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
-    """Both, weighted."""
-    right = acc_reward(predict_str, ground_truth, use_boxed)
-    return (1.0 - format_score) * right + format_score * format_reward(predict_str)
-
-
-def has_mathruler() -> bool:
-    """Whether answers of Geometry3K can be judged."""
-    return importlib.util.find_spec("mathruler") is not None
-
-
-def geometry_scores() -> dict[str, Any]:
-    """What is offered of `verl.utils.reward_score.geo3k`."""
-    judged = {"acc_reward": acc_reward, "compute_score": score_geometry}
-    return {"format_reward": format_reward, **(judged if has_mathruler() else absent_of_verl(*judged))}
-
-
 # -- by data source --
 
 
@@ -125,12 +93,11 @@ def default_compute_score(
 ) -> float:
     """By the data source of a row. Raises `NotImplementedError` for one whose function is not offered."""
     name = "gsm8k" if data_source == "openai/gsm8k" else None
-    name = "geo3k" if data_source == "hiyouga/geometry3k" else name
     name = "search_r1_like_qa_em" if data_source.startswith("searchR1_") else name
     if name is None:
         raise NotImplementedError(
             f"Of verl's reward functions that for data_source={data_source!r} is not offered here. Offered: "
-            "openai/gsm8k, hiyouga/geometry3k, searchR1_*."
+            "openai/gsm8k, searchR1_*."
         )
     return float(importlib.import_module(f"verl.utils.reward_score.{name}").compute_score(solution_str, ground_truth))
 
@@ -139,7 +106,7 @@ PACKAGE = "verl.utils.reward_score"
 SCORE_MODULES: dict[str, dict[str, Any]] = {
     PACKAGE: {"default_compute_score": default_compute_score, "_default_compute_score": default_compute_score},
     f"{PACKAGE}.search_r1_like_qa_em": SEARCH_R1,
-    f"{PACKAGE}.geo3k": geometry_scores(),
+    f"{PACKAGE}.geo3k": absent_of_verl("format_reward", "acc_reward", "compute_score"),
     f"{PACKAGE}.math": absent_of_verl("compute_score", "is_equiv", "remove_boxed", "last_boxed_only_string"),
     f"{PACKAGE}.math_reward": absent_of_verl("compute_score", "is_equiv", "remove_boxed", "last_boxed_only_string"),
     f"{PACKAGE}.math_dapo": absent_of_verl(
