@@ -17,17 +17,19 @@ RULE = "# " + "=" * 117
 
 
 def modules() -> list[str]:
-    """The modules that the script stands on, each behind those that it imports at its top.
+    """The modules that the script stands on, each after those that it imports.
 
-    A house of adapters is imported inside a function, where a recipe names it: it stays in the clone.
+    An integration is imported inside a function, where a recipe names it: it stays in the clone.
     """
     ordered: list[str] = []
 
     def visit(source: str) -> None:
-        for node in ast.parse(source).body:
+        tree = ast.parse(source)
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("mt_grpo."):
                 name = node.module.removeprefix("mt_grpo.")
-                if name not in ordered:
+                by_name = name.startswith("adapters.") and node not in tree.body
+                if name not in ordered and not by_name:
                     visit((ROOT / f"mt_grpo/{name.replace('.', '/')}.py").read_text())
                     ordered.append(name)
 

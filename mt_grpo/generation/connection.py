@@ -33,7 +33,7 @@ from mt_grpo.base.event_loop import (
 from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.pictures import reader_of
 from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.generation.engines import ENGINES
+from mt_grpo.generation.engines import engine_of
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo.rollout import Generation
@@ -102,7 +102,7 @@ class ServerConnection:
         api_key: The server's `--api-key`, if it has one. None: the environment variable VLLM_API_KEY.
         timeout: Seconds to wait until the server starts, or comes back, before `ServerError`.
         request_timeout: Seconds that one request may take. Then it is sent again, if `timeout` is not over.
-        engine: What it runs, of `ENGINES`.
+        engine: What it runs, of `engine_of`.
     """
 
     tokenizer: Any = None  # of the model, which says what reads its images
@@ -114,7 +114,7 @@ class ServerConnection:
     def __init__(
         self, base_url: str, api_key: str | None, timeout: float, request_timeout: float, engine: str = "vllm"
     ):
-        self.engine = ENGINES[engine]
+        self.engine = engine_of(engine)
         self.base_url, credentials = split_server_url(base_url)
         self.timeout, self.request_timeout = timeout, request_timeout
         self.retries = 0  # requests that were sent again, since a reader last set it to 0

@@ -5,9 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Protocol
 
-from mt_grpo.generation.nccl_groups import WorkerGroup
 from mt_grpo.generation.samples import Question
-from mt_grpo.generation.sglang_engine import SGLang
 from mt_grpo.generation.vllm_engine import VLLM
 
 
@@ -121,11 +119,14 @@ class Engine(Protocol):
     def checksums(self, server: Any) -> dict[str, str]:
         """Of each weight that it holds, by a name of its own for it. Empty: it cannot say them."""
 
-    def group(self, server: Any, port: int, device: Any) -> WorkerGroup:
-        """How weights are sent to it by `nccl`: this process listens on `port`, and its GPU is `device`."""
-
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`disk` or `nccl`, for the setting `weight_sync`. Raises `ServerError` for what it cannot."""
 
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (VLLM(), SGLang())}
+def engine_of(name: str) -> Engine:
+    """The engine of `rollout_engine`. SGLang is loaded where it is named."""
+    if name == "sglang":
+        from mt_grpo.generation.sglang_engine import SGLang
+
+        return SGLang()
+    return {"vllm": VLLM()}[name]

@@ -26,7 +26,6 @@ from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeholders
 from mt_grpo.base.tested_versions import outside
-from mt_grpo.generation.nccl_groups import SGLangGroup, WorkerGroup
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded, Question, forbidding, not_an_id, read_completion
 from mt_grpo.rollout import Generation
 
@@ -372,23 +371,8 @@ class SGLang:
 
         return server.request("POST", "/weights_checker", timeout=600.0, json={"action": "checksum"}, read=read)
 
-    def group(self, server: Any, port: int, device: Any) -> WorkerGroup:
-        return SGLangGroup(server, port, device)
-
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
-        """`disk`, but where `nccl` is asked for: it has not run on GPUs."""
-        if setting != "nccl":
-            return "disk"
-        info = server.server_info()
-        for key in ("dp_size", "pp_size"):
-            if info[key] != 1:
-                raise ServerError(
-                    f"weight_sync=nccl: {server.base_url} has {key}={info[key]}, and SGLang's workers form a group "
-                    "with the trainer by tensor parallelism alone. Set weight_sync: disk."
-                )
-        if (info["device"] == "cuda") != on_gpu:
-            raise ServerError(
-                f"weight_sync=nccl: {server.base_url} computes on {info['device']}, and the trainer "
-                f"{'on a GPU' if on_gpu else 'has no GPU'}. Set weight_sync: disk."
-            )
-        return "nccl"
+        """`disk`, also for `auto`."""
+        if setting == "nccl":
+            raise ServerError(f"weight_sync=nccl: {server.base_url} runs SGLang, which loads weights by disk here.")
+        return "disk"

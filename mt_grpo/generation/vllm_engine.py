@@ -11,7 +11,6 @@ from typing import Any
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.tested_versions import outside
 from mt_grpo.generation.adapters import why_server_merges
-from mt_grpo.generation.nccl_groups import TRLGroup, WorkerGroup
 from mt_grpo.generation.samples import GENERATE, Question, ask_for_prompt, ask_for_sample
 
 FAILED_CALL = re.compile(r'Call to collective_rpc method failed: ((?:[^"\\]|\\.)*)', re.S)  # inside a JSON string
@@ -222,9 +221,6 @@ class VLLM:
 
     def checksums(self, server: Any) -> dict[str, str]:
         return {}
-
-    def group(self, server: Any, port: int, device: Any) -> WorkerGroup:
-        return TRLGroup(server, port, device)
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`nccl` where it was started for it, and this process has a GPU."""

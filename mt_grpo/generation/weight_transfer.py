@@ -403,12 +403,10 @@ class WeightTransfer:
         self._folder = None
 
     def close(self) -> None:
-        """Let the server forget this client's adapters and its group, and remove the folder of the weights."""
+        """Let the server forget this client's adapters, and remove the folder of the weights."""
         try:
             if self._loaded:
                 self._forget_adapters()
-            if self._nccl is not None:
-                self._nccl.end()
         finally:
             if self._folder is not None:
                 self._leave_folder()

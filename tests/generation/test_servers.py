@@ -31,7 +31,7 @@ from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation import weight_sync
 from mt_grpo.generation.connection import ServerConnection, server_urls
-from mt_grpo.generation.engines import ENGINES
+from mt_grpo.generation.engines import engine_of
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_sync import WeightSync
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 class Stub:
     """A server that samples its own number, and holds the weights `version`."""
 
-    engine = ENGINES["vllm"]
+    engine = engine_of("vllm")
 
     timeout, tokenizer, max_model_len, retries, lineage, pushing = 1.0, None, None, 0, 0, False
 
@@ -392,7 +392,7 @@ def test_a_pool_samples_for_whoever_has_one_prompt():
 class Settled(Stub):
     """A server's side of a push."""
 
-    engine = ENGINES["vllm"]
+    engine = engine_of("vllm")
 
     def __init__(self, number, **values):
         super().__init__(number, [])

@@ -16,7 +16,7 @@ import pytest
 import torch
 import vision_model
 from accelerate import Accelerator
-from bench.common import SGLangServer, free_port
+from bench.common import SGLangServer
 from bench.fault_proxy import Fault, FaultProxy, first
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
@@ -30,7 +30,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import pictures_in
-from mt_grpo.generation.engines import ENGINES, Engine
+from mt_grpo.generation.engines import Engine, engine_of
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
 from mt_grpo.generation.weight_transfer import check_shared_directory
@@ -57,7 +57,7 @@ PYTHON = os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python"
 # =====================================================================================================================
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("engine", [engine_of("vllm"), engine_of("sglang")], ids=["vllm", "sglang"])
 def test_an_engine_has_all_of_the_list_and_nothing_beside_it(engine):
     wanted = {name: each for name, each in vars(Engine).items() if inspect.isfunction(each) and name[0] != "_"}
     for name, each in wanted.items():
@@ -418,25 +418,6 @@ def test_images_that_it_would_read_otherwise_are_refused(recorded):
         assert reason is None if message is None else re.search(message, reason)
 
 
-def test_the_names_of_an_address_that_are_no_engines(tmp_path):
-    """In a recipe and on the command line, which wins as it does for the keys' own names."""
-    text = RECIPE.read_text().replace("vllm_server_host:", "server_host:").replace("vllm_server_port:", "server_port:")
-    path = tmp_path / "recipe.yaml"
-    path.write_text(text)
-    assert read_recipe(str(path), RECIPE_CLASSES)["vllm_server_port"] == 30000
-    read = ["--config", str(path)]
-    args = parse_arguments(read)[1]
-    assert (args.vllm_server_host, args.vllm_server_port, args.rollout_engine) == ("127.0.0.1", 30000, "sglang")
-    for option in (["--server_port", "31000"], ["--server-port=31000"], ["--vllm_server_port", "31000"]):
-        assert parse_arguments([*read, *option])[1].vllm_server_port == 31000
-    assert parse_arguments([*read, "--vllm_server_base_url", "http://a:1,http://b:2"])[1].vllm_server_base_url
-    args = parse_arguments([*read, "--vllm_server_timeout", "9", "--vllm_request_timeout", "8"])[1]
-    assert (args.vllm_server_timeout, args.vllm_request_timeout) == (9.0, 8.0)
-    path.write_text(text + "vllm_server_port: 8000\n")
-    with pytest.raises(ValueError, match="server_port and vllm_server_port in .* are one key. Remove one"):
-        parse_arguments(read)
-
-
 def test_all_requests_have_a_seed_of_their_own():
     seeds = {ask([3]).body["sampling_params"]["sampling_seed"] for _ in range(20)}
     assert len(seeds) == 20
@@ -616,31 +597,24 @@ def check_logs(logs, steps=3):
 @each_real
 @pytest.mark.parametrize(
     "options",
-    [(), ("--max_staleness", "1", "--old_logps", "sampled"), ("--weight_sync", "nccl", "--vllm_group_port", "0")],
-    ids=["in time", "with staleness", "by a group"],
+    [(), ("--max_staleness", "1", "--old_logps", "sampled")],
+    ids=["in time", "with staleness"],
 )
 def test_a_run_trains_what_it_sampled(client, server, tmp_path, options):
     """A trainer that is one step ahead computes the rollouts of the weights before: only the first step compares."""
-    options, ahead = (
-        [str(free_port()) if option == "0" else option for option in options],
-        "--max_staleness" in options,
-    )
+    ahead = "--max_staleness" in options
     logs = train(server.url, tmp_path, RECIPE, "--per_device_train_batch_size", "16", *options)
     check_logs(logs[:1] if ahead else logs, 1 if ahead else 3)
-    assert ("sync/write_seconds" in logs[0]) == ("nccl" not in options)
+    assert "sync/write_seconds" in logs[0]
     if ahead:
         assert any(log.get("rollout/staleness_max", 0) >= 1 for log in logs)
 
 
 @each_real
-def test_a_server_with_two_workers_gets_all_weights_by_either_way(tmp_path):
+def test_a_server_with_two_workers_gets_all_weights(tmp_path):
     """Tensor parallelism: a worker has its part of each weight."""
     with SGLangServer(TINY, python=PYTHON, tensor_parallel=2, log=tmp_path / "log") as server:
-        for transport in ("disk", "nccl"):
-            options = ["--weight_sync", transport, "--vllm_group_port", str(free_port())]
-            check_logs(
-                train(server.url, tmp_path / transport, RECIPE, "--per_device_train_batch_size", "16", *options)
-            )
+        check_logs(train(server.url, tmp_path / "out", RECIPE, "--per_device_train_batch_size", "16"))
 
 
 @each_real
@@ -649,8 +623,8 @@ def test_a_model_with_experts_is_pushed_as_its_files_hold_it(tmp_path, folder_of
     both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     lora = ["--use_peft", "true", "--lora_r", "4", "--lora_dropout", "0", "--lora_target_parameters", *both]
     with SGLangServer(folder_of_experts, python=PYTHON, log=tmp_path / "log") as server:
-        for name, transport, further in (("all", "disk", []), ("group", "nccl", []), ("lora", "disk", lora)):
-            options = ["--weight_sync", transport, "--vllm_group_port", str(free_port()), "--learning_rate", "1e-2"]
+        for name, further in (("all", []), ("lora", lora)):
+            options = ["--learning_rate", "1e-2"]
             options += ["--per_device_train_batch_size", "16", "--model_name_or_path", str(folder_of_experts)]
             logs = train(server.url, tmp_path / name, RECIPE, *options, *further)
             assert len(logs) == 3 and logs[0]["sync/logprob_difference"] < 1e-5
@@ -676,14 +650,12 @@ def test_other_houses_run_on_it_unchanged(name, tmp_path):
 
 
 @each_real
-@pytest.mark.parametrize("transport", ["disk", "nccl"])
-def test_a_server_that_is_killed_is_started_again_and_gets_its_weights(tmp_path, transport):
+def test_a_server_that_is_killed_is_started_again_and_gets_its_weights(tmp_path):
     """Also one that is stopped for a while; nothing that was sampled by other weights is trained."""
     with SGLangServer(TINY, python=PYTHON, log=tmp_path / "log") as server:
         args = parse_arguments([
             "--config", str(RECIPE), "--vllm_server_base_url", server.url, "--output_dir", str(tmp_path / "out"),
-            "--max_steps", "4", "--per_device_train_batch_size", "16", "--weight_sync", transport,
-            "--vllm_group_port", str(free_port()),
+            "--max_steps", "4", "--per_device_train_batch_size", "16",
         ])  # fmt: skip
         trainer = build_trainer(*args)
         killed = threading.Event()
@@ -771,13 +743,10 @@ def of_files(model):
 
 
 @each_real
-@pytest.mark.parametrize("transport", ["disk", "nccl"])
-def test_what_it_samples_behind_images(server_of_images, folder, transport):
+def test_what_it_samples_behind_images(server_of_images, folder):
     """Logprobs as by a forward pass of each row; also of ids that no tokenizer would write."""
     tokenizer, rng = vision_model.reading(folder), random.Random(0)
-    client = VLLMServerClient(
-        base_url=server_of_images.url, tokenizer=tokenizer, engine="sglang", group_port=free_port()
-    )
+    client = VLLMServerClient(base_url=server_of_images.url, tokenizer=tokenizer, engine="sglang")
     plain, model = model_of(folder), model_of(folder, tokenizer)
     client.vocab_size = model.config.get_text_config().vocab_size
     prompts = [
@@ -799,7 +768,6 @@ def test_what_it_samples_behind_images(server_of_images, folder, transport):
         for name, parameter in model.named_parameters():
             if "visual" in name:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    client.transfer.transport = transport
     client.update_weights(iter(of_files(model)), "new-1", None, torch.device("cpu"))
     found = run_async(client.generate(prompts[0], 20))  # what the old tower saw is forgotten
     expected = logprobs_of(model, prompts[0] + found.token_ids)[-len(found.token_ids) :]
