@@ -39,6 +39,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
+import functools
 import logging
 import secrets
 import sys
@@ -132,7 +133,7 @@ from mt_grpo.run.connect import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.further_credit import FURTHER_ESTIMATORS, estimators_of
+from mt_grpo.training.further_credit import FURTHER_ESTIMATORS, register_estimator
 from mt_grpo.training.layouts import Layout, memory_errors
 from mt_grpo.training.passes import (
     PASSES,
@@ -524,7 +525,7 @@ class MultiTurnToolEnv(Conversations):
 # Scaling sets the exchange rate between the two terms: with `group` or `batch` an outcome that varies much and a turn
 # reward that varies little weigh the same. Only `none` maximises the sum of the rewards.
 # INVARIANT: rewards are gathered over all ranks before any of this, because a group may straddle ranks.
-# FORK: change credit here. A new estimator is one function with its decorator line; nothing else names it.
+# FORK: change credit here. A new estimator is one function and one call that registers it; nothing else names it.
 # =====================================================================================================================
 
 
@@ -625,11 +626,6 @@ def doctest_batch() -> RewardTable:
     )
 
 
-CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, coef, discount), which gives (N, K)
-credit_estimator = estimators_of(CREDIT_ASSIGNMENTS)  # the line above an estimator, from which all else derives
-
-
-@credit_estimator("mt_grpo", reads=("turn_advantage_coef",))
 def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> torch.Tensor:
     """MT-GRPO (arXiv 2505.11821): the outcome's advantage, plus a turn's own where it was given a number.
 
@@ -651,6 +647,9 @@ def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> to
     return torch.where(has_observation, outcome + coef * (per_turn + per_rollout), no_call)
 
 
+CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, coef, discount), which gives (N, K)
+credit_estimator = functools.partial(register_estimator, CREDIT_ASSIGNMENTS)
+credit_estimator("mt_grpo", mt_grpo_advantages, reads=("turn_advantage_coef",))
 CREDIT_ASSIGNMENTS |= FURTHER_ESTIMATORS  # all others: mt_grpo/training/further_credit.py
 
 

@@ -3,38 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 
-def estimators_of(registry: dict[str, Callable]) -> Callable:
-    """A decorator that registers an estimator. The choices of `credit_assignment` and the checks derive from its line.
+def register_estimator(
+    registry: dict[str, Callable],
+    name: str,
+    function: Callable,
+    *,
+    reads: tuple[str, ...] = (),
+    per_turn: bool = True,
+) -> None:
+    """Add an estimator. The choices of `credit_assignment` and the checks of its settings derive from this call.
 
-    Its arguments:
+    Args:
+        registry: Name -> function of (rewards, coef, discount), which gives (N, K).
         name: The recipe's value of `credit_assignment`.
+        function: The estimator.
         reads: What it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline` and
             `state`. A setting that it does not read is refused; state keys are filled for those that read them.
         per_turn: Whether the turns of a rollout can get different advantages.
     """
-
-    def credit_estimator(name: str, *, reads: tuple[str, ...] = (), per_turn: bool = True) -> Callable:
-        def register(function: Callable) -> Callable:
-            function.reads, function.per_turn = frozenset(reads), per_turn
-            registry[name] = function
-            return function
-
-        return register
-
-    return credit_estimator
+    function.reads, function.per_turn = frozenset(reads), per_turn
+    registry[name] = function
 
 
-FURTHER_ESTIMATORS: dict[str, Callable] = {}
-further_estimator = estimators_of(FURTHER_ESTIMATORS)
-
-
-@further_estimator("outcome", per_turn=False)
 def outcome_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """GRPO-OR: every turn gets `norm(R^O)`. It ignores turn rewards. It is 0 where a group's outcomes are all equal.
 
@@ -46,7 +43,6 @@ def outcome_advantages(rewards: Any, coef: float, discount: float) -> torch.Tens
     return rewards.norm(rewards.outcome)[:, None].expand(rewards.turn.shape)
 
 
-@further_estimator("merged", per_turn=False)
 def merged_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """GRPO-MR: every turn gets `norm(R^O + R^T)`. It pays for each further turn with a reward.
 
@@ -61,7 +57,6 @@ def merged_advantages(rewards: Any, coef: float, discount: float) -> torch.Tenso
     return rewards.norm(total)[:, None].expand(rewards.turn.shape)
 
 
-@further_estimator("turn_return", reads=("turn_advantage_coef", "turn_discount", "outcome_in_return"))
 def turn_return_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """Return to go (REINFORCE's, Sutton and Barto, section 13.3), then a baseline over all who sampled turn k.
 
@@ -79,9 +74,6 @@ def turn_return_advantages(rewards: Any, coef: float, discount: float) -> torch.
     return outcome + coef * (own + rewards.rollout_turn_advantages())
 
 
-@further_estimator(
-    "gigpo", reads=("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline", "state")
-)
 def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """GiGPO's grouping by state (arXiv 2505.10978): the return to go compared with turns that began in the same one.
 
@@ -132,7 +124,6 @@ def norm_by_state(rewards: Any, x: torch.Tensor) -> torch.Tensor:
     return own.view(x.shape)
 
 
-@further_estimator("zero_sum", reads=("turn_advantage_coef",))
 def zero_sum_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """The outcome's advantage, shifted from a rollout's poorer turns to its better ones: the shifts sum to zero.
 
@@ -150,7 +141,6 @@ def zero_sum_advantages(rewards: Any, coef: float, discount: float) -> torch.Ten
     return outcome + coef * shift.nan_to_num(0.0)
 
 
-@further_estimator("progress_credit", reads=("turn_advantage_coef", "turn_discount"))
 def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
     """prime-rl's `turn_credit` (its pull request 3282, as described in August 2026; later versions may differ).
 
@@ -179,3 +169,19 @@ def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> to
     tokens = rewards.sampled * rewards.num_tokens
     mean = (credit * tokens).sum(1, keepdim=True) / tokens.sum(1, keepdim=True).clamp(min=1)
     return rewards.norm(rewards.outcome)[:, None] + coef * (credit - mean) * rewards.sampled
+
+
+FURTHER_ESTIMATORS: dict[str, Callable] = {}
+further_estimator = functools.partial(register_estimator, FURTHER_ESTIMATORS)
+further_estimator("outcome", outcome_advantages, per_turn=False)
+further_estimator("merged", merged_advantages, per_turn=False)
+further_estimator(
+    "turn_return", turn_return_advantages, reads=("turn_advantage_coef", "turn_discount", "outcome_in_return")
+)
+further_estimator(
+    "gigpo",
+    gigpo_advantages,
+    reads=("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline", "state"),
+)
+further_estimator("zero_sum", zero_sum_advantages, reads=("turn_advantage_coef",))
+further_estimator("progress_credit", progress_credit_advantages, reads=("turn_advantage_coef", "turn_discount"))

@@ -464,7 +464,7 @@ def test_keys_of_a_page_make_a_recipe(tmp_path, monkeypatch):
     """Blocks of a few keys, as lines of a recipe of a tiny model."""
     monkeypatch.chdir(ROOT)
     words = [word for word, test in FILES["yaml"].items() if test == "test_keys_of_a_page_make_a_recipe"]
-    assert len(words) == 8
+    assert len(words) == 5
     for word in words:
         text = AGENTS + ENVIRONMENTS + FORKING + PAGES["docs/credit.md"]
         keys = yaml.safe_load(block(text, "yaml", word))

@@ -492,7 +492,7 @@ def test_the_fork_runs():
         # 1 + 0.5 * 0.6 = 1.3 against 0 + 0.5 * 0.4 = 0.2, without scaling.
         assert torch.allclose(advantages, torch.tensor([[0.55] * 3, [-0.55] * 3]))
         mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_advantage_coef=0.5)
-        with pytest.raises(ValueError, match="turn_discount"):  # which the decorator's line does not say it reads
+        with pytest.raises(ValueError, match="turn_discount"):  # which its registration does not say it reads
             mt.MTGRPOConfig("unused", use_cpu=True, bf16=False, credit_assignment="best_turn", turn_discount=0.5)
     finally:
         mt.CREDIT_ASSIGNMENTS.pop("best_turn", None)
@@ -522,7 +522,7 @@ def test_what_an_estimator_gets():
         assert hasattr(mt.doctest_batch(), name), name
 
 
-def test_the_arguments_of_the_decorator():
+def test_the_arguments_of_the_registration():
     rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", section(FORKING, "A credit estimator, as a diff"), re.M)
     given = {name: parameter.default for name, parameter in inspect.signature(mt.credit_estimator).parameters.items()}
     expected = {name: "required" if default is inspect.Parameter.empty else f"`{default}`"

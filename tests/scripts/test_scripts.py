@@ -651,9 +651,9 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     """Its own methods are known to the plan, and it is what is launched; the caller's folder counts."""
     copy = tmp_path / "my_idea.py"
     text = (ROOT / "mt_grpo_trainer.py").read_text()
-    own = '@credit_estimator("mt_grpo", '
+    own = 'credit_estimator("mt_grpo", '
     assert text.count(own) == 1
-    copy.write_text(text.replace(own, f'@credit_estimator("best_turn", per_turn=False)\n{own}'))
+    copy.write_text(text.replace(own, f'credit_estimator("best_turn", mt_grpo_advantages, per_turn=False)\n{own}'))
     command = [
         warm_python.executable(),
         ROOT / "scripts/launch/launch_plan.py",
