@@ -1198,7 +1198,6 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     )
     system_prompt: str | None = key(None, "System message, with {tool_descriptions} filled in. None: the built-in one")
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
-    dataset_drop_none: bool = key(False, "Rows of the Hub lose their keys that are None")
     eval_dataset_size: int | None = key(None, "Use the first n test rows. None: all", within="[1, inf)")
     prompt_examples: str | None = key(None, "File of conversations that stand before each row's messages", path=True)
     preflight: bool = key(False, "Say what the run will do, roll out once, and end")

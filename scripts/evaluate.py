@@ -310,8 +310,6 @@ def load_problems(
         num_problems,
         script_args.dataset_config,
         needs_prompt,
-        script_args.dataset_drop_none,
-        getattr(env.environments, "read_folder", None),
     )
 
 

@@ -352,11 +352,6 @@ class Environments:
             )
         return self.by_name[row["environment"]]
 
-    @property
-    def read_folder(self) -> Callable | None:
-        """What makes rows of a folder and the name of a split, where a class brings it as a class method."""
-        return getattr(self.by_name.get(None), "read_folder", None)
-
     def check_rows(self, dataset: Any) -> None:
         """Raise `ValueError` for a row whose environment is not there, or refuses it before it is made.
 

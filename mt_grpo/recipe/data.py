@@ -8,14 +8,14 @@ import json
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.rows import DataRow, JsonLines, Rows, without_padding
+from mt_grpo.base.rows import DataRow, JsonLines, Rows
 from mt_grpo.conversation.sampling import content_of
 
 
@@ -161,17 +161,12 @@ HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test spl
 }
 
 
-ReadFolder = Callable[[Path, str], list[DataRow]]  # a folder and the name of a split -> its rows
-
-
 def load_rows(
     name: str,
     split: str,
     size: int | None = None,
     config: str | None = None,
     needs_prompt: bool = True,
-    drop_none: bool = False,
-    read_folder: ReadFolder | None = None,
 ) -> Rows:
     """Training or test rows with `prompt` (messages), and each column as the data has it.
 
@@ -182,8 +177,6 @@ def load_rows(
         size: How many rows to take from the start. None: all (4,096 of a generated dataset).
         config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
         needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
-        drop_none: Rows of the Hub lose the keys that are None, which a table gives them for other rows' sake.
-        read_folder: Makes rows of a folder that holds no JSON lines.
 
     Raises:
         ValueError: The dataset does not exist or is empty, a line is not JSON, or a row is none.
@@ -196,8 +189,6 @@ def load_rows(
             )
         rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
         source = JsonLines(json.dumps(row).encode() for row in rows)
-    elif Path(name).is_dir() and read_folder is not None:
-        source = JsonLines(json.dumps(row).encode() for row in read_folder(Path(name), split)[:size])
     elif name.endswith((".jsonl", ".json")) or Path(name).is_dir():
         path = Path(name) / f"{split}.jsonl" if Path(name).is_dir() else Path(name)
         if not Path(name).is_dir() and split not in ("train", "test"):
@@ -213,17 +204,16 @@ def load_rows(
         )
     else:
         hub, source = True, load_from_hub(name, split, size, config)
-    for key, value in (("dataset_config", config), ("dataset_drop_none", drop_none)):
-        if value and not hub:
-            raise ValueError(f"{key}={value!r} has no effect with dataset_name: {name!r}. Remove it.")
+    if config and not hub:
+        raise ValueError(f"dataset_config={config!r} has no effect with dataset_name: {name!r}. Remove it.")
     if not len(source):
         raise ValueError(f"dataset_name: {name!r}, split {split!r}, is empty. Expected at least one row.")
-    return Rows(source, functools.partial(made_row, name=name, needs_prompt=needs_prompt, drop_none=drop_none))
+    return Rows(source, functools.partial(made_row, name=name, needs_prompt=needs_prompt))
 
 
-def made_row(row: DataRow, number: int, name: str, needs_prompt: bool, drop_none: bool) -> DataRow:
+def made_row(row: DataRow, number: int, name: str, needs_prompt: bool) -> DataRow:
     """The row of this number in a data set of this name (`to_row`)."""
-    return to_row(without_padding(row) if drop_none else row, f"dataset {name!r}, row {number}", needs_prompt)
+    return to_row(row, f"dataset {name!r}, row {number}", needs_prompt)
 
 
 def empty_prompts(num_rows: int) -> Dataset:
@@ -237,8 +227,7 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     Args:
         script_args: With `dataset_name` and the keys that go with it.
         eval_strategy: Whether there are test rows.
-        environments: `Environments` of the conversation, which may bring the prompts, and may read the data
-            themselves; None: it has none.
+        environments: `Environments` of the conversation, which may bring the prompts; None: it has none.
 
     The test rows are None if `eval_strategy` is `no`. The training rows are None without `dataset_name`, which an
     environment that brings the prompts does not need. Raises `ValueError` as `load_rows` does.
@@ -247,8 +236,7 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     if not name:
         check_no_data(script_args, eval_strategy, needs_prompt)
         return None, None
-    how = {"config": config, "needs_prompt": needs_prompt, "drop_none": script_args.dataset_drop_none}
-    how["read_folder"] = getattr(environments, "read_folder", None)
+    how = {"config": config, "needs_prompt": needs_prompt}
     train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
     if eval_strategy != "no":
         return train_rows, load_rows(name, script_args.dataset_test_split, script_args.eval_dataset_size, **how)
@@ -267,8 +255,8 @@ def check_no_data(script_args: Any, eval_strategy: str, needs_prompt: bool) -> N
         raise ValueError(
             f"eval_strategy={eval_strategy} needs test rows, and dataset_name is not set. Set one of them."
         )
-    for key in ("dataset_config", "dataset_size", "eval_dataset_size", "dataset_drop_none"):
-        if getattr(script_args, key) not in (None, False):
+    for key in ("dataset_config", "dataset_size", "eval_dataset_size"):
+        if getattr(script_args, key) is not None:
             raise ValueError(f"{key} has no effect without dataset_name. Remove it.")
 
 

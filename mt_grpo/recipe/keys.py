@@ -48,8 +48,6 @@ class ServerAndLogKeys:
     tokenization_sanity_check_mode: str = key(
         "strict", "strict, ignore_strippable, off", one_of=("strict", "ignore_strippable", "off", "disable")
     )
-    tokenization_check_raises: bool = key(False, "A difference found ends the run")
-    print_metrics: str = key("line", "Per log: line, or all of the metrics", one_of=("line", "all"), trained=False)
     log_rollouts: int = key(16, "Rollouts per rank and batch in rollouts.*.jsonl", within="[0, inf)", trained=False)
     log_rollout_tokens: bool = key(False, "Every token of them, too", trained=False)
 

@@ -185,8 +185,6 @@ READ_BESIDE: tuple[tuple[str, Callable[[GRPOConfig], bool], tuple[str, ...]], ..
      ("entropy_target", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta")),
     ("vllm_importance_sampling_correction: true", lambda args: args.vllm_importance_sampling_correction,
      ("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max")),  # recipes have a mode
-    ("a tokenization_sanity_check_mode of strict or ignore_strippable",
-     lambda args: args.tokenization_sanity_check_mode not in ("off", "disable"), ("tokenization_check_raises",)),
 )  # fmt: skip
 
 

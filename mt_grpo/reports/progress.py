@@ -94,7 +94,7 @@ CLEAR = "\r\x1b[K"  # empties the line of a terminal, and puts the cursor at its
 
 
 class ProgressLine(TrainerCallback):
-    """Prints on rank 0, where `print_metrics` is `line`. With `all` transformers prints the whole dictionary.
+    """Prints on rank 0, in place of transformers' dictionary of all metrics.
 
     A terminal shows what the run is doing in one line, which is written again every second. The cursor stays at the
     beginning of this line, so that a warning is written over it. Elsewhere the line is printed after each
@@ -112,13 +112,12 @@ class ProgressLine(TrainerCallback):
         self._thread: threading.Thread | None = None
 
     def on_init_end(self, args, state, control, **kwargs):
-        if args.print_metrics == "line":
-            self.trainer.remove_callback(PrinterCallback)
-            self.trainer.remove_callback(ProgressCallback)
+        self.trainer.remove_callback(PrinterCallback)
+        self.trainer.remove_callback(ProgressCallback)
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.steps, self.new_steps, self.printed = [], 0, time.monotonic()
-        if args.print_metrics == "line" and state.is_world_process_zero:
+        if state.is_world_process_zero:
             self._over = threading.Event()
             self._thread = threading.Thread(target=self._watch, args=(self._over,), name="progress", daemon=True)
             self._thread.start()
@@ -131,7 +130,7 @@ class ProgressLine(TrainerCallback):
         self.new_steps += 1
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and args.print_metrics == "line" and state.is_world_process_zero:
+        if logs and state.is_world_process_zero:
             # Steps that train again on a batch are short: a mean is over whole batches, each with its rollouts.
             last = self.steps[-max(self.new_steps, steps_per_batch(args)) :]
             seconds = sum(last) / len(last) if last else None

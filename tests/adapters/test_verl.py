@@ -479,7 +479,7 @@ def test_an_interaction_answers_turns_without_a_call(tmp_path):
 
 
 def test_a_row_without_arguments_has_no_interaction(tmp_path):
-    env = build(interaction_config_path=interaction(tmp_path))()
+    env = build(interaction_config_file=interaction(tmp_path))()
     first, second = converse(env, [["3"], ["7"]], [{}, {"extra_info": {"interaction_kwargs": {"number": 1}}}])
     assert [turn.reward for turn in first.turns + second.turns] == [None, 1.0]
     assert [step for step, *_ in importlib.import_module("written_talk").log] == ["start", "generate", "finalize"]
@@ -487,7 +487,7 @@ def test_a_row_without_arguments_has_no_interaction(tmp_path):
 
 def test_arguments_of_an_interaction_from_the_rows_columns(tmp_path):
     text = "interaction: [{class_name: written_talk.GuessInteraction, interaction_kwargs_from: {number: answer}}]"
-    env = build(interaction_config_path=interaction(tmp_path, text=text))()
+    env = build(interaction_config_file=interaction(tmp_path, text=text))()
     converse(env, [["7"]] * 2, [{"answer": 3}, {"answer": 3, "interaction_kwargs": {"number": 1, "name": "guess"}}])
     log = importlib.import_module("written_talk").log
     begun = [given for step, *given in log if step == "start"]
@@ -634,7 +634,6 @@ def test_a_yaml_in_latin_1_or_with_a_key_twice_is_one_line(tmp_path, key, name, 
 
 
 BAD_KEYS = {
-    "two names": (dict(tools_config_file="a", tool_config_path="a"), "two names of one key"),
     "no file": (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' is not a file"),
     "no yaml of interactions": (dict(interaction_config_file="not/there.yaml"), "is not a file"),
     "a lifecycle": (dict(tools_config_file="@", tool_lifecycle="turn"), "expected trajectory or call"),

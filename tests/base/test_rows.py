@@ -272,31 +272,6 @@ def of_the_hub(monkeypatch, rows):
     monkeypatch.setattr(mt_grpo.recipe.data, "load_dataset", lambda *args, **kwargs: Dataset.from_list(rows))
 
 
-def test_rows_of_the_hub_lose_their_padding_where_it_is_asked_for(monkeypatch):
-    """The schema of the Hub is Arrow's. Nothing else of a row is changed by the key; a list keeps its nulls."""
-    rows = [
-        {"prompt": "a", "config": {"x": 1, "y": None, "z": [{"k": "v", "l": None}, None]}, "hint": None},
-        {"prompt": "b", "config": {"x": None, "y": 2.5, "z": []}, "hint": "h"},
-    ]
-    of_the_hub(monkeypatch, rows)
-    padded, exact = (load_rows("some/name", "train", drop_none=drop) for drop in (False, True))
-    assert [row["config"] for row in padded] == [row["config"] for row in rows]
-    assert [row["config"] for row in exact] == [{"x": 1, "z": [{"k": "v"}, None]}, {"y": 2.5, "z": []}]
-    assert ["hint" in row for row in exact] == [False, True] and exact["hint"] == [None, "h"]
-    of_the_hub(monkeypatch, [{"question": "q", "answer": SOLUTION, "other": 1}])
-    assert load_rows("gsm8k", "train")[0] == {
-        "question": "q", "answer": SOLUTION, "prompt": [{"role": "user", "content": "q"}]
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ["arithmetic", "rows.jsonl"])
-def test_the_padding_of_the_hub_is_no_matter_of_files(tmp_path, name):
-    written(tmp_path / "rows.jsonl", [{"prompt": "a"}])
-    name = name if name == "arithmetic" else str(tmp_path / name)
-    with pytest.raises(ValueError, match="dataset_drop_none=True has no effect with dataset_name: .* Remove it"):
-        load_rows(name, "train", drop_none=True)
-
-
 class Plays:
     """Keeps what the check of the rows, and `reset`, get of a column of keyword arguments, and of another one."""
 

@@ -682,8 +682,6 @@ def test_honoured_key_is_read_by_the_one_named(reader):
     ({"entropy_target": 0.5}, "entropy_target=0.5 has no effect without use_adaptive_entropy: true"),
     ({"use_vllm": True, "vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
      "vllm_importance_sampling_clip_max=2.0 has no effect without vllm_importance_sampling_correction: true"),
-    ({"tokenization_sanity_check_mode": "off", "tokenization_check_raises": True},
-     "tokenization_check_raises=True has no effect without a tokenization_sanity_check_mode"),
     ({"max_tokens_per_pass": 4096, "torch_compile": True}, "max_tokens_per_pass=4096 has no effect with torch_comp"),
     ({"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome"},
      "Set token_truncate or token_mask"),

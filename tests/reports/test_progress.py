@@ -58,21 +58,13 @@ def test_seconds_are_those_of_whole_batches(tmp_path, capsys):
     """A batch is trained on for two steps, of which only the first waits for rollouts."""
     trainer = SimpleNamespace(reward_functions=RewardFunctions([], [], 0))
     line, state = ProgressLine(trainer), SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=9)
-    args = SimpleNamespace(
-        print_metrics="line", steps_per_generation=4, num_iterations=1, gradient_accumulation_steps=2
-    )
+    args = SimpleNamespace(steps_per_generation=4, num_iterations=1, gradient_accumulation_steps=2)
     for seconds in (5.0, 1.0, 5.0):
         line.steps.append(seconds)
         line.new_steps += 1
         line.on_log(args, state, None, {"reward": 0.0})
     shown = re.findall(r"(\d\.\d) s  \d", capsys.readouterr().out)
     assert shown == ["5.0", "3.0", "3.0"]
-
-
-def test_everything_is_printed_on_request(tmp_path, capsys):
-    mt.main(["--config", recipe_file(tmp_path, max_steps=1, save_strategy="no"), "--print_metrics", "all"])
-    text = capsys.readouterr().out
-    assert "'completions/mean_length': " in text and "\n1/1  reward" not in text
 
 
 def test_what_it_is_doing_is_said_where_nothing_else_is(tmp_path, capsys, monkeypatch):

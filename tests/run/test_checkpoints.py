@@ -300,7 +300,7 @@ def test_a_record_has_what_changes_training_and_nothing_else(tmp_path):
     found = trained_settings(MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False)).keys()
     assert {"credit_assignment", "max_turn_tokens", "tool_timeout", "max_staleness", "beta", "learning_rate"} <= found
     assert not found & {
-        "weight_sync", "weight_sync_dir", "print_metrics", "log_rollouts", "max_concurrent_tools", "reward_timeout",
+        "weight_sync", "weight_sync_dir", "log_rollouts", "max_concurrent_tools", "reward_timeout",
         "output_dir", "logging_steps", "save_steps",
     }  # fmt: skip
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
 from pathlib import Path
 
 import evaluate as ev
@@ -24,13 +23,11 @@ import torch
 import vision_model
 import warm_python
 from bench.common import free_port
-from datasets import Dataset
 from launch import keeper, launch_plan, train
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from vision_run import write_recipe
 
-import mt_grpo.recipe.data
 import mt_grpo_trainer as mt
 from mt_grpo.base.files import LastingOutput
 from mt_grpo.recipe.data import load_rows
@@ -419,16 +416,6 @@ def test_rewards_get_what_training_gives_them_and_a_worked_solution_is_found(
                                      str(tmp_path), "--reward_fn", str(tmp_path / "reads_calls.py")])  # fmt: skip
     result = ev.evaluate(client, parsed, num_problems=1, tokenizer=client.tokenizer, progress=False)
     assert result["rewards"]["outcome"] == {"called": 1.0} and result["result_found"] == 1.0
-
-
-@pytest.mark.parametrize("drops", [True, False])
-def test_rows_of_an_evaluation_are_as_in_training(monkeypatch, recipe, drops):
-    """`dataset_drop_none` too: another row's keys are in none."""
-    table = Dataset.from_list([{"prompt": "?", "files": {"a": "x", "b": None}}])
-    monkeypatch.setattr(mt_grpo.recipe.data, "load_from_hub", lambda *_: table)
-    script_args, *_ = ev.load_recipe(recipe, ["--dataset_name", "some/rows", "--dataset_drop_none", str(drops)])
-    (row,) = ev.load_problems(script_args, "test", 1, types.SimpleNamespace(environments=None))
-    assert row["files"] == ({"a": "x"} if drops else {"a": "x", "b": None})
 
 
 def test_recipes_for_gpus_and_many_processes_are_read(tmp_path, recipe):

@@ -17,7 +17,6 @@ class VerlKeys:
     tools_config_file: str | None = key(
         None, "verl's YAML of tools: a list of class_name, config, tool_schema", path=True, opens=True, needs=OWN
     )
-    tool_config_path: str | None = key(None, "Another name of tools_config_file", path=True, opens=True, needs=OWN)
     tool_lifecycle: str = key(
         "trajectory",
         "When verl's tools are created and released: once per trajectory, or per call",
@@ -28,9 +27,6 @@ class VerlKeys:
     )
     interaction_config_file: str | None = key(
         None, "verl's YAML of interactions: a list of name, class_name, config", path=True, opens=True, needs=OWN
-    )
-    interaction_config_path: str | None = key(
-        None, "Another name of interaction_config_file", path=True, opens=True, needs=OWN
     )
     use_inference_chat_template: bool = key(
         False, "verl's: the template renders the whole history before each turn, a record each"
@@ -56,8 +52,7 @@ class VerlHouse(House):
         """Raise `ValueError` for a key that has no effect."""
         if runner is not None and runner.line:
             refuse(script_args, VerlKeys)
-        tools = either(script_args, "tools_config_file", "tool_config_path")
-        either(script_args, "interaction_config_file", "interaction_config_path")
+        tools = script_args.tools_config_file
         if tools is None:
             refuse(script_args, VerlKeys, "the key tools_config_file", ("tool_lifecycle",))
         if tools is None and script_args.function_tool_path is None and script_args.mcp_config_file is None:
@@ -68,9 +63,9 @@ class VerlHouse(House):
         """The trainer's own, or a subclass that the recipe names, with verl's environment."""
         with imports("tools_config_file"):
             from mt_grpo.adapters.verl.recipe import load_verl_conversation
-        tools = either(script_args, "tools_config_file", "tool_config_path")
-        interactions = either(script_args, "interaction_config_file", "interaction_config_path")
-        return load_verl_conversation(script_args, base, tools, interactions)
+        return load_verl_conversation(
+            script_args, base, script_args.tools_config_file, script_args.interaction_config_file
+        )
 
     def around(self, script_args: Any, conversation: type) -> type:
         """With `use_inference_chat_template`, the conversation that renders its history anew."""
@@ -92,10 +87,3 @@ class VerlHouse(House):
         with imports("function_tool_path"):
             from mt_grpo.adapters.verl.recipe import load_function_tool_list
         return load_function_tool_list(script_args)
-
-
-def either(script_args: Any, name: str, other: str) -> str | None:
-    """A path that two keys may name. Raises `ValueError` where both do."""
-    if getattr(script_args, name) is not None and getattr(script_args, other) is not None:
-        raise ValueError(f"{name} and {other} are two names of one key. Remove one.")
-    return getattr(script_args, name) or getattr(script_args, other)
