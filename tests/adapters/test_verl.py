@@ -461,7 +461,7 @@ def interaction(folder, source=INTERACTION, text="interaction: [{class_name: wri
     return str(folder / "talk.yaml")
 
 
-@pytest.mark.contract("interaction_config_file", "delta tokenization")
+@pytest.mark.contract("interaction_config_file")
 def test_an_interaction_answers_turns_without_a_call(tmp_path):
     """Its arguments are the row's, all of them; scores are rewards of turns; it is finalized."""
     env = build(interaction_config_file=interaction(tmp_path))()

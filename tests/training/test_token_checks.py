@@ -110,6 +110,7 @@ def test_a_shifted_mask_is_found(monkeypatch):
     assert checks == {"mask"} and found.place == "token 0"
 
 
+@pytest.mark.contract("delta tokenization")
 def test_a_conversation_without_a_fault_is_not_told():
     """Sampled ids need not be the tokenizer's own for their text."""
     (rollout,), env = conversation()
