@@ -1,8 +1,8 @@
 """The contract: what users rely on, one row each. A change that makes the code smaller may not lose a row.
 
 `python -m pytest -m contract` runs the rows that need no server, `-m contract_server` those that need a real one, and
-`-m contract_slow` those that learn for minutes (`bash scripts/test.sh --all`). A row is one or more tests that carry its
-name: `@pytest.mark.contract("merged")`.
+`-m contract_slow` those that learn for minutes (`bash scripts/test.sh --all`). A row is one or more tests that carry
+its name: `@pytest.mark.contract("merged")`.
 """
 
 import ast
@@ -30,9 +30,9 @@ ROWS = {
     "ms-swift": (
         "scheduler step", "check_finished", "scheduler run", "step returns dict", "step returns a pair",
         "response_choice or result", "protocol objects", "external_plugins", "math_tip_trick",
-        "math_tip_trick_multi_turn", "thinking_tips_scheduler", "response_token_ids", "response_loss_mask", "loss_scale",
-        "rollout_infos", "trajectory_inputs", "data_dict", "media in rollout_infos", "ms-swift rewards", "max_turns",
-        "completion_length_limit_scope", "ms-swift plug-ins",
+        "math_tip_trick_multi_turn", "thinking_tips_scheduler", "response_token_ids", "response_loss_mask",
+        "loss_scale", "rollout_infos", "trajectory_inputs", "data_dict", "media in rollout_infos", "ms-swift rewards",
+        "max_turns", "completion_length_limit_scope", "ms-swift plug-ins",
     ),
     "verl": (
         "tools_config_file", "BaseTool", "tools_kwargs", "function tools", "interaction_config_file",

@@ -180,6 +180,7 @@ def test_names_are_unique_over_the_house():
     assert sorted(names) == sorted(set(names)) and len(names) > 100
 
 
+@pytest.mark.contract("one_file")
 def test_one_file_defines_all_of_it(tmp_path):
     source = runpy.run_path(str(ROOT / "scripts/one_file.py"))["one_file"]()
     path = tmp_path / "my_idea.py"

@@ -138,6 +138,7 @@ def tool_message(message, text="2"):
 # -- token for token --
 
 
+@pytest.mark.contract("OpenAI chat API", "token for token", "agent by function")
 @pytest.mark.program("openai")
 def test_a_conversation_token_for_token():
     async def agent(row, client):
@@ -168,6 +169,7 @@ def test_a_conversation_token_for_token():
     assert rollout.environment.row["question"] == "What?"
 
 
+@pytest.mark.contract("OpenAI chat API")
 @ways
 def test_what_the_api_says_of_an_answer(way):
     said = []
@@ -285,6 +287,7 @@ SAME = {
 }
 
 
+@pytest.mark.contract("token for token")
 @pytest.mark.parametrize("name", SAME)
 def test_what_programs_do_to_a_history_changes_nothing(name):
     async def agent(row, client):
@@ -310,6 +313,7 @@ OTHER = {
 }
 
 
+@pytest.mark.contract("token for token")
 @pytest.mark.parametrize("name", OTHER)
 def test_what_was_not_said_begins_a_record(name):
     async def agent(row, client):
@@ -516,6 +520,7 @@ async def respond(client, items, **options):
 FLAT = {"type": "function", **ADD["function"]}
 
 
+@pytest.mark.contract("OpenAI Responses API")
 @ways
 @pytest.mark.parametrize("by_id", [False, True])
 def test_responses(by_id, way):
@@ -596,6 +601,7 @@ def test_an_answer_that_a_limit_cut_off_says_so(way):
 # -- streams --
 
 
+@pytest.mark.contract("streaming")
 @ways
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
 def test_streams(monkeypatch, seconds, way):
@@ -1057,6 +1063,7 @@ def sync_in_two_ways(row, client):
     return 1.0
 
 
+@pytest.mark.contract("agent by function")
 def test_a_function_without_async():
     rollout, llm = run(sync_in_two_ways, "1", "2", "3", seconds=0.5)
     assert rollout.reward == 1.0 and len(llm.asked) == 3, rollout.error
@@ -1575,6 +1582,7 @@ def command(tmp_path):
     return f"{sys.executable} '{path}'"
 
 
+@pytest.mark.contract("agent by command")
 def test_a_command(command):
     rollout, _ = run(command, "1", row={"do": "return"})
     assert rollout.reward == 0.5 and rollout.environment.result["said"] == "1", rollout.error

@@ -80,6 +80,7 @@ BODY = {"model": "policy", "max_tokens": 50, "messages": [user("a")]}
 # -- token for token --
 
 
+@pytest.mark.contract("Anthropic API", "token for token")
 @pytest.mark.program("anthropic")
 def test_a_loop_of_two_calls_token_for_token():
     """Without async. Thinking, text and calls come back as blocks, and as the client gives them."""
@@ -232,6 +233,7 @@ def test_all_endpoints_are_one_conversation():
 # -- streams --
 
 
+@pytest.mark.contract("streaming")
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
 @pytest.mark.parametrize("turn", [f"{THINKS}Now.\n{CALL}\n{CALL}", "It is 2.", CALL, "", "1 2 3 4 5 6", "1 END"])
 def test_a_stream_adds_up_to_the_answer(turn, seconds, monkeypatch):

@@ -200,6 +200,7 @@ def act(name):
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("gymnasium")
 def test_an_episode_of_frozen_lake_by_hand():
     """What is read, token for token, and what each turn is worth."""
     path = ["down", "down", "right", "right", "down", "right"]

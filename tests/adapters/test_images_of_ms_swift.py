@@ -132,6 +132,7 @@ def test_an_image_that_a_scheduler_adds_goes_on_in_the_record(folder, tokenizer)
     assert rollout.loss_mask.count(1) == sum(len(ids) for _, ids in llm.asked)
 
 
+@pytest.mark.contract("media in rollout_infos")
 def test_what_a_scheduler_sees_and_rewards_get(tokenizer):
     """Texts with tags, and base64: of bytes as they are, of the rest a PNG."""
     seen = []
@@ -318,7 +319,6 @@ BAD = {
     "an address": (lambda r: r.images.__setitem__(0, "http://127.0.0.1:1/a"), "addresses are not fetched"),
     "broken": (lambda r: r.images.__setitem__(0, as_bytes(IMAGE)[:50]), "image 0: the image cannot be read"),
     "both": (lambda r: r.messages.append(user([{"type": "image", "image": OTHER}])), "has images, and parts of its"),
-    "a video": (lambda r: r.videos.append("a.mp4"), "The request has videos. Expected text and images"),
 }  # fmt: skip
 
 
@@ -327,6 +327,13 @@ def test_images_that_do_not_fit_end_their_rollout(name, tokenizer):
     change, message = BAD[name]
     with pytest.raises(SchedulerFailure, match=message):
         run(stepping(change), tokenizer, "four", row={**ROW, "images": list(ROW["images"])}, max_turns=2)
+
+
+@pytest.mark.contract("media in rollout_infos")
+@pytest.mark.parametrize("kind", ["audios", "videos"])
+def test_audios_and_videos_of_a_request_end_its_rollout(kind, tokenizer):
+    with pytest.raises(SchedulerFailure, match=f"The request has {kind}"):
+        run(stepping(lambda request: setattr(request, kind, ["a.mp4"])), tokenizer, "four", row=ROW, max_turns=2)
 
 
 def test_rows_are_checked_at_the_start(folder, tokenizer, tmp_path):

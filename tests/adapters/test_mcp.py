@@ -145,6 +145,7 @@ def talk(tools, *calls, **more):
     return rollout.turns[:-1]
 
 
+@pytest.mark.contract("MCP")
 def test_the_time_server(tmp_path):
     """mcp-server-time over stdio: what it says of itself, its answers and its errors are what the model reads."""
     tools = tools_of(tmp_path, {"time": TIME})
@@ -172,6 +173,7 @@ def test_the_git_server(tmp_path):
     assert "First" in turn.observation and turn.error is None
 
 
+@pytest.mark.contract("MCP")
 def test_a_server_over_streamable_http(tmp_path):
     port = free_port()
     entry = sums(tmp_path, str(port))
@@ -246,6 +248,7 @@ def test_what_json_cannot_hold_is_refused_and_ends_no_server(tmp_path, caplog):
     assert not [record for record in caplog.records if "started again" in record.message]
 
 
+@pytest.mark.contract("MCP")
 def test_a_server_that_dies_is_started_again(tmp_path, caplog):
     """The call that notices it reads an error; a failure of the tool's own ends no server."""
     tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
@@ -265,6 +268,7 @@ def test_a_server_that_dies_is_started_again(tmp_path, caplog):
     ]
 
 
+@pytest.mark.contract("MCP")
 def test_images_are_read_where_the_model_reads_images(tmp_path):
     """Each at its place between the texts. A model of text reads their names, and so is read what is no image."""
     tools = tools_of(tmp_path, {"sums": sums(tmp_path)}, max_tool_response_length=200)

@@ -150,6 +150,7 @@ class GivesIds(MultiTurnScheduler):
 # -- ids by hand --
 
 
+@pytest.mark.contract("scheduler step")
 def test_a_new_turn_token_for_token():
     rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2)
     first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
@@ -195,6 +196,21 @@ def test_a_continuation_token_for_token(cls):
     assert output["messages"][-1] == answer("It is 2. Wait:It is 3.")
 
 
+@pytest.mark.contract("response_token_ids")
+def test_ids_are_read_as_a_scheduler_gives_them():
+    """Also where its text says less. What was not sampled is not trained."""
+
+    class SaysMore(GoesOnAnyway):
+        def step(self, infer_request, response_choice, current_turn):
+            step = super().step(infer_request, response_choice, current_turn)
+            return {**step, "response_token_ids": response_choice.token_ids + ids(" Wait: so")}
+
+    rollout, _ = run(SaysMore, cut_off("It is 2."), "It is 3.", max_turns=2)
+    first, behind, second = ids("It is 2."), ids(" Wait: so"), ids("It is 3.") + END
+    assert rollout.completion_ids == first + behind + second
+    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
+
+
 @pytest.mark.parametrize("cls", [GoesOn, GivesIds])
 def test_a_message_that_goes_on_behind_an_end_of_turn_is_read_without_it(cls):
     """The end was sampled and is trained. What goes on does not follow it, so that a record begins."""
@@ -223,6 +239,7 @@ def test_an_edited_history_begins_a_record(said):
     )
 
 
+@pytest.mark.contract("response_loss_mask")
 def test_a_mask_chooses_among_what_was_sampled():
     """Its logprobs are those of the ids with mask 1, and the ids stay in the record."""
 
@@ -237,6 +254,7 @@ def test_a_mask_chooses_among_what_was_sampled():
     assert len(rollout.logprobs) == len(rollout.completion_ids)
 
 
+@pytest.mark.contract("math_tip_trick", "check_finished")
 def test_a_cut_answer_token_for_token():
     """`math_tip_trick`: what stands from the answer on is neither read nor trained."""
     solution = {"solution": "3"}
@@ -264,12 +282,14 @@ def test_calls_as_react_writes_them():
         assert TOKENIZER.decode(rollout.completion_ids[middle]) == result and not any(rollout.loss_mask[middle])
 
 
+@pytest.mark.contract("math_tip_trick_multi_turn")
 def test_a_tip_as_a_new_turn():
     rollout, _ = run(MathTipsMultiTurnScheduler, "<answer>2</answer>", "<answer>2</answer>", row={"solution": "3"})
     assert [m["role"] for m in rollout.environment.outputs[0]["messages"]] == ["user", "assistant"] * 2
     assert len(trained_records(rollout)) == 1 and len(rollout.turns) == 2
 
 
+@pytest.mark.contract("thinking_tips_scheduler")
 @pytest.mark.parametrize("loss_scale", ["default", "last_round"])
 def test_thinking_of_earlier_turns_is_left_out_one_record_per_turn(loss_scale):
     said = "<think>much</think> <answer>2</answer>"
@@ -280,6 +300,7 @@ def test_thinking_of_earlier_turns_is_left_out_one_record_per_turn(loss_scale):
     assert [o["rollout_infos"]["num_turns"] for o in rollout.environment.outputs] == [1, 2]
 
 
+@pytest.mark.contract("loss_scale")
 def test_last_round_trains_the_last_message_alone():
     rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2, loss_scale="last_round")
     first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
@@ -323,6 +344,7 @@ class OldEvens(Evens):  # 3.x
         return super().get_loss_scale(context, query=query)
 
 
+@pytest.mark.contract("loss_scale")
 @pytest.mark.parametrize("cls", [Evens, OldEvens])
 def test_a_loss_scale_of_a_plugin(cls, monkeypatch):
     monkeypatch.setitem(loss_scale_map, "evens", cls)
@@ -381,6 +403,7 @@ def new_dict_with_ids(self, infer_request, response_choice, current_turn):  # 4.
             "rollout_logprobs": [each["logprob"] for each in choice.logprobs["content"]]}  # fmt: skip
 
 
+@pytest.mark.contract("step returns dict", "step returns a pair", "response_choice or result")
 @pytest.mark.parametrize("step", [old_request, old_pair, new_dict, new_dict_with_ids])
 def test_every_form_of_step(step):
     rollout, _ = run(type("Old", (MultiTurnScheduler,), {"step": step}), "It is 2.", max_turns=2)
@@ -418,6 +441,7 @@ class Calls(Asks):
         return False
 
 
+@pytest.mark.contract("check_finished", "max_turns")
 def test_the_order_of_the_methods(monkeypatch):
     """`check_finished` is always asked, and `max_turns` ends what it lets go on."""
     monkeypatch.setattr(Calls, "order", [])
@@ -448,6 +472,7 @@ def test_an_error_of_a_constructor_is_named_once():
         conversations(Waits, max_turns=3)
 
 
+@pytest.mark.contract("scheduler run")
 def test_a_run_of_ones_own():
     """Every request is exact, at the same time too; what no output goes through is not trained."""
 
@@ -471,6 +496,7 @@ def test_a_run_of_ones_own():
     assert rollout.environment.infos == {"mine": True}
 
 
+@pytest.mark.contract("trajectory_inputs")
 def test_outputs_that_are_a_list_are_a_record_each():
     class Splits(MultiTurnScheduler):
         async def run(self, infer_request, request_config, **kwargs):
@@ -806,6 +832,7 @@ def test_a_request_far_beyond_the_context_is_not_tokenised_whole(monkeypatch, ki
     assert 0 < longest() <= 6200
 
 
+@pytest.mark.contract("completion_length_limit_scope")
 def test_the_budget_ends_a_conversation():
     """`total` bounds all that is sampled and newly read; `per_round` each response. A full context ends both."""
     first = len(ids("It is 2.") + END + ids(NEXT.format("And 1?")))
@@ -909,6 +936,7 @@ assert F is H is MultiTurnScheduler and I is multi_turns
 """
 
 
+@pytest.mark.contract("protocol objects")
 def test_old_and_new_import_paths_are_the_same_classes():
     exec(OLD_AND_NEW, {})
 
@@ -935,6 +963,7 @@ def plugin():
     return import_file(str(PLUGINS / "plugin.py"), "external_plugins")
 
 
+@pytest.mark.contract("ms-swift plug-ins")
 @needs_plugins
 def test_the_example_scheduler_as_it_is(plugin):
     """Its text ends where its stop word does; the tool's result is read and not trained, and is the tool's."""
@@ -947,6 +976,7 @@ def test_the_example_scheduler_as_it_is(plugin):
     assert llm.params[0]["stop"] == ["Observation:"]
 
 
+@pytest.mark.contract("ms-swift plug-ins")
 @needs_plugins
 def test_the_example_rewards_as_they_are(tmp_path):
     script, args = SimpleNamespace(), settings(tmp_path)
@@ -978,6 +1008,7 @@ def counted(completions, rollout_infos, messages, finish_reason, is_truncated, *
     return [infos["num_turns"] if "num_turns" in infos else None for infos in rollout_infos]
 
 
+@pytest.mark.contract("ms-swift rewards")
 def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
     """They get texts and columns; a column of the data goes before one of the same name."""
     hidden = functools.partial(Waits())  # it does not look async
@@ -993,6 +1024,7 @@ def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
     assert function(**columns, rollout_infos=[{"num_turns": 7}, {}]) == [7.0, None]
 
 
+@pytest.mark.contract("external_plugins")
 def test_a_recipe_trains_by_a_plugin(tmp_path, monkeypatch):
     """Two steps of the bundled recipe: a record for each conversation, and the plug-in's reward."""
     monkeypatch.chdir(ROOT)

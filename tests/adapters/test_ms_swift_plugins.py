@@ -154,6 +154,7 @@ SQUARE = {"type": "function", "function": {"name": "square", "description": "Squ
     "type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]}}}  # fmt: skip
 
 
+@pytest.mark.contract("protocol objects")
 @pytest.mark.parametrize(
     "column", [[SQUARE], json.dumps([SQUARE]), [json.dumps(SQUARE)]], ids=["list", "text", "texts"]
 )
@@ -210,6 +211,7 @@ def test_a_scheduler_with_its_own_async_infer_is_refused_by_name():
     check_scheduler(Plain, "plain")  # the base's own is no reason
 
 
+@pytest.mark.contract("rollout_infos", "data_dict")
 def test_the_infos_of_all_turns_are_kept_and_the_rows_data_dict_goes_before_its_columns():
     """`num_turns` is counted, whatever the scheduler says."""
 
@@ -224,6 +226,8 @@ def test_the_infos_of_all_turns_are_kept_and_the_rows_data_dict_goes_before_its_
     row = {"level": 1, "goal": "a column", "data_dict": {"goal": "the row's own"}}
     rollout, _ = run(Notes, "1", "2", "3", row=row, max_turns=3)
     assert rollout.environment.infos == {"turn_1": 1, "turn_2": 2, "last": 2, "num_turns": 3}
+    columns = columns_of([rollout.environment])
+    assert columns["rollout_infos"] == columns["multi_turn_infos"] == [rollout.environment.infos]
     assert seen[0]["goal"] == "the row's own" and seen[0]["level"] == 1
 
 

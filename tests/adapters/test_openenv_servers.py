@@ -95,6 +95,7 @@ def counting():
 # --- a text environment ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("OpenEnv")
 def test_an_episode_by_hand(counting):
     """What is read, token for token, what each turn is worth, and what reward functions get of the state."""
     (rollout,), backend = play(load(counting), "1", "two", " 5", "<think>Three.</think>3")
@@ -273,6 +274,7 @@ def adding():
         yield served
 
 
+@pytest.mark.contract("OpenEnv")
 def test_tools_of_the_server_are_the_models(adding):
     """With their schemas. The rewards of a turn's calls are its reward, in whichever order they were answered."""
     turns = [call("add", n=1), call("add", n=2) + "\n" + call("add", n=3), call("fail"), call("add", n=4)]
@@ -896,6 +898,7 @@ def started(*command):
         process.wait()
 
 
+@pytest.mark.contract_slow("OpenEnv")
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("version", ["0.2.0", "0.3.0"])

@@ -449,6 +449,7 @@ CONVERSATIONS = {
 # -- streams --
 
 
+@pytest.mark.contract("streaming")
 def test_the_events_of_a_stream():
     """In their order, with their numbers; what they add up to is the answer."""
     seen = {}

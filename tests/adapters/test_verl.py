@@ -105,6 +105,7 @@ def truth(value):
     return {"extra_info": {"tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": value}}}}}
 
 
+@pytest.mark.contract("GSM8K tool and interaction")
 @pytest.mark.parametrize("unmodified", [True, False])
 def test_the_gsm8k_tool_with_its_yaml(tmp_path, unmodified):
     """verl's own file beside its YAML; without the file what is built in does the same."""
@@ -184,6 +185,7 @@ def all_kwargs(**kwargs):
     return {"tools_kwargs": {"count": {f"{step}_kwargs": {name: 1} for step, name in kwargs.items()}}}
 
 
+@pytest.mark.contract("BaseTool", "tools_kwargs")
 @pytest.mark.parametrize("shape", [NEW, OLD], ids=["a ToolResponse and a pair", "text and an id"])
 def test_the_life_of_a_tool_and_the_rows_arguments(tmp_path, shape):
     """create, execute, calc_reward, release: each once per conversation but `execute`, with its own arguments."""
@@ -387,6 +389,7 @@ async def waits(text: str) -> str:
 '''
 
 
+@pytest.mark.contract("function tools")
 def test_function_tools(tmp_path):
     (tmp_path / "written_functions.py").write_text(FUNCTIONS)
     tools = load_adapter_tools(settings(function_tool_path=str(tmp_path / "written_functions.py"),
@@ -457,6 +460,7 @@ def interaction(folder, source=INTERACTION, text="interaction: [{class_name: wri
     return str(folder / "talk.yaml")
 
 
+@pytest.mark.contract("interaction_config_file")
 def test_an_interaction_answers_turns_without_a_call(tmp_path):
     """Its arguments are the row's, all of them; scores are rewards of turns; it is finalized."""
     env = build(interaction_config_file=interaction(tmp_path))()
@@ -536,6 +540,7 @@ def test_an_interaction_that_fails_ends_its_conversation(tmp_path, old, new, err
     assert importlib.import_module("written_talk").log[-1] == ("finalize", "own")
 
 
+@pytest.mark.contract("GSM8K tool and interaction")
 @pytest.mark.parametrize("unmodified", [True, False])
 def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
     """verl's own file beside its YAML, and what is built in."""
@@ -827,6 +832,7 @@ def with_vision(env, tmp_path, turns, row):
         return converse(env, [script], [row])[0], tokenizer
 
 
+@pytest.mark.contract("verl images")
 def test_images_of_a_tool_by_yaml(tmp_path):
     """Before the text, as in verl; the text alone is cut. What a tool reads of the conversation has them, too."""
     returned = "ToolResponse(text='0123456789', image=[drawn(1), None, drawn(2)]), 0.5, {'seen': kwargs['agent_data']}"
@@ -885,6 +891,7 @@ def test_videos_of_a_tool_are_refused(tmp_path, media):
     )
 
 
+@pytest.mark.contract("tools_config_file")
 def test_what_the_model_reads_of_a_tool(tmp_path):
     """Its schema as the file has it, also what verl's classes would drop."""
     schema = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {
@@ -1000,6 +1007,7 @@ class Ray(types.ModuleType):
         return result.future.result()
 
 
+@pytest.mark.contract("verl search tool")
 @pytest.mark.parametrize("unmodified", [True, False])
 def test_the_search_tool_against_the_server(search_server, tmp_path, monkeypatch, unmodified):
     """verl's own file, with a stand-in for ray, and what is built in; both with verl's YAML but for the port."""

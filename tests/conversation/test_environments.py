@@ -91,6 +91,7 @@ def run(cls, scripts, rows=None, tools=(), prompt="Count.", **settings):
     return env, rollouts, backend
 
 
+@pytest.mark.contract("TRL environment classes")
 def test_state_is_of_one_conversation_and_the_prompt_is_joined():
     add = call("add", amount=2)
     _, rollouts, backend = run(Counter, [[add, add, ANSWER], [add, ANSWER]], [{"start": 10}, {"start": 20}])
@@ -125,6 +126,7 @@ class LastMove:
         return Reply(reward=0.1)
 
 
+@pytest.mark.contract("TRL environment classes")
 def test_the_move_that_ends_a_game_is_credited():
     """Nobody reads its result, and it is an observed turn with a reward all the same."""
     one, two = call("take", number=1), call("take", number=2)
@@ -1200,6 +1202,7 @@ def test_what_is_known_of_a_tool_goes_with_it():
 # --- in the trainer --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("TRL environment classes")
 def test_a_step_with_environments(random_model, tmp_path):
     """Their rewards are columns, a failed one is in nobody's statistics, and all are closed behind the rewards."""
     seen = {}

@@ -52,6 +52,7 @@ def test_the_page_has_its_parts():
     assert PAGE.count("```python") == len(TRIED) + sum(path.endswith(".py") for path in FILES)
 
 
+@pytest.mark.contract("tour")
 @pytest.mark.parametrize("number", range(3))
 def test_what_a_file_does_is_what_the_page_says(number, clone, monkeypatch, capsys):
     monkeypatch.chdir(clone)
@@ -83,6 +84,7 @@ def run(command: list[str], monkeypatch) -> tuple[int, str]:
     return 0, text.getvalue()
 
 
+@pytest.mark.contract("tour")
 def test_the_commands_of_the_page_run(clone, monkeypatch):
     """Each as it stands there and in its order, but for the whole run, of which two steps are taken before."""
     monkeypatch.chdir(clone)

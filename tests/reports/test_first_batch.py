@@ -101,6 +101,7 @@ def preflight(path, capsys):
     return ended.value.code, text, re.findall(r"^  \d+\. (.*?):", text, re.M)
 
 
+@pytest.mark.contract("preflight")
 def test_a_recipe_that_is_well(tmp_path, capsys):
     """It says what will happen, and writes nothing."""
     code, text, found = preflight(recipe_file(tmp_path), capsys)
@@ -380,6 +381,7 @@ NAMES = ["no system role", "too short", "too short turns", "no tool in the promp
          "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
 
 
+@pytest.mark.contract("preflight")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_broken_recipe_names_its_cause_first(name, tmp_path, capsys):
     changes, first, says, expected = broken(name, tmp_path)

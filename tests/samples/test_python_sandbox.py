@@ -115,6 +115,7 @@ def loaded():
     del os.environ["SECRET"]
 
 
+@pytest.mark.contract("Python sandbox")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_a_program_prints(loaded, name):
     code, expected = PROGRAMS[name]
@@ -444,6 +445,7 @@ def test_a_program_ends_with_a_trainer_that_is_killed(sandbox):
     assert all(ends(pid, 10) for pid in found)
 
 
+@pytest.mark.contract("Python sandbox")
 def test_as_a_tool_of_a_conversation():
     """A program that fails is an error for the metrics, and the model reads what it printed."""
     env = MultiTurnToolEnv(load_tools(str(FILE)), None, 4, tokenizer=CHATML_TOKENIZER, tool_timeout=60)

@@ -94,6 +94,7 @@ def test_the_folder_is_proven_and_is_not_made_twice(model, package, capsys):
     assert "is there" in capsys.readouterr().out and (model / "model.safetensors").stat().st_mtime_ns == before
 
 
+@pytest.mark.contract_slow("SmolLM2")
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_five_steps_of_search_beside_a_server(model, tmp_path, monkeypatch):

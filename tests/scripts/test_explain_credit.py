@@ -115,6 +115,7 @@ def test_one_group_is_rolled_out_and_the_recipe_is_left_alone(run):
     assert folder.name.startswith("explain-credit-") and not folder.exists()
 
 
+@pytest.mark.contract("explain_credit")
 def test_every_token_of_the_page_is_the_trainers(run):
     rollouts, advantages = run.trainer.batch.rollouts, run.output["advantages"]
     assert any(-1 in rollout.turn_ids for rollout in rollouts)  # else nothing below is about the environment
@@ -132,6 +133,7 @@ def test_every_token_of_the_page_is_the_trainers(run):
     assert (run.data["start"], run.data["served"]) == ("group/0/0", False)
 
 
+@pytest.mark.contract("explain_credit")
 def test_the_text_has_every_turn_with_its_advantage(run):
     lines = run.printed.splitlines()
     assert lines[:3] == [

@@ -68,6 +68,7 @@ def exported(run, path, *options):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.contract("export_sft")
 def test_ids_are_those_that_were_read_and_sampled(run, tmp_path):
     """Of each good rollout the row that the loss read: its ids, and 1 where its mask has 1."""
     rows = exported(run, tmp_path / "data.jsonl", "--min", "exact_match_reward_func=1")

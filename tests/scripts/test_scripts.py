@@ -288,6 +288,7 @@ OUTCOME_REWARD_FUNCS = [exact_match_reward, of_environments]
 """
 
 
+@pytest.mark.contract("evaluate")
 def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recipe, tmp_path):
     """By hand: A is right three times, B never (its first sample fails), C twice. The split has the recipe's name."""
     path = tmp_path / "says.py"
@@ -323,6 +324,7 @@ def test_each_sample_counts_for_its_own_problem(monkeypatch, random_model, recip
     assert (result["exact_match"], result["pass_at_k"]) == (3 / 5, 1 / 2)
 
 
+@pytest.mark.contract("evaluate")
 def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_model, recipe, tmp_path):
     call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
     client = scripted_client(monkeypatch, [call, "<answer>-286</answer>"])
@@ -471,6 +473,7 @@ def test_wrong_arguments_are_explained(arguments, message, recipe):
 # --- quickstart.sh ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("quickstart")
 @pytest.mark.parametrize("arguments, model, found", [
     ([], "hf_recipes/tiny/chain-sparse-model", "right result found"),
     (["calculator"], "hf_recipes/tiny/calculator-model", "right result found"),
@@ -1310,6 +1313,7 @@ def test_a_lock_is_its_owners_alone_and_lasts(tmp_path, monkeypatch):
     os.close(other)
 
 
+@pytest.mark.contract("SmolLM2")
 @pytest.mark.parametrize("made", [False, True])
 def test_the_quickstart_of_a_real_model(made, tmp_path):
     """It makes the model and the data unless they are there, then runs the study of one seed."""

@@ -460,6 +460,7 @@ def served(tmp_path):
         assert program.wait(timeout=60) == 0 and program.stderr.read() == ""
 
 
+@pytest.mark.contract("viewer")
 def test_the_server_answers_this_machine_alone(served, tmp_path):
     address = served(write_log(tmp_path / "run", rows()))
     assert ids(requests.get(f"{address}/api/rollouts/0?tool=search").json()["rows"]) == [1, 4]
@@ -596,6 +597,7 @@ def test_a_foreign_script_does_not_run(browser, tmp_path):
     page.close()
 
 
+@pytest.mark.contract("viewer")
 def test_tokens_are_coloured(open_page, tmp_path):
     """One span per token with its numbers; the strongest has the full colour; what is out of the loss has none."""
     tokens = {

@@ -109,6 +109,7 @@ def test_a_shifted_mask_is_found(monkeypatch):
     assert checks == {"mask"} and found.place == "token 0"
 
 
+@pytest.mark.contract("delta tokenization")
 def test_a_conversation_without_a_fault_is_not_told():
     """Sampled ids need not be the tokenizer's own for their text."""
     (rollout,), env = conversation()
@@ -131,6 +132,17 @@ def test_white_space_passes_where_it_may():
     assert found_in(rollouts, env)[0] == {"text"} and found_in(rollouts, env, "ignore_strippable")[0] == set()
     rollouts, env = conversation(FAULTS["a doubled end of turn"][0])
     assert found_in(rollouts, env, "ignore_strippable")[0] == {"text"}
+
+
+@pytest.mark.contract("delta tokenization")
+@pytest.mark.differs
+def test_what_may_differ_is_the_recipes():
+    """verl's modes: every character, none but white space, no comparison."""
+    rollouts, env = conversation(FAULTS["a lost end of line"][0])
+    for mode, differ in (("strict", [1.0]), ("ignore_strippable", [0.0]), ("off", [])):
+        args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False, tokenization_sanity_check_mode=mode)
+        counts = token_checks.check_rollouts(rollouts, env, args)
+        assert [value for name, value in counts.items() if name == "tokens/text_differ"] == differ
 
 
 @EVERY_FAMILY
@@ -230,6 +242,7 @@ def rendered_conversation(**settings):
     return load_conversation(script_args, args, mt.MultiTurnToolEnv)[0]
 
 
+@pytest.mark.contract("use_inference_chat_template")
 def test_the_history_is_rendered_anew_before_each_turn():
     """Qwen3's template leaves out the thinking of earlier turns; each turn is a record, with what was sampled."""
     turns = [f"<think>{word}</think>\n\n" + call("echo", text="hi") for word in ("one", "two")] + [
