@@ -75,6 +75,7 @@ def test_every_stop_reason_is_tested_above():
     assert tested == {reason.value for reason in set(StopReason) - OF_ENVIRONMENTS - OF_AGENTS}
 
 
+@pytest.mark.contract("MultiTurnToolEnv.generate")
 def test_max_steps_counts_observations_and_leaves_a_turn_to_answer():
     rollout, backend = converse(ADD, "</tool>", ADD, ANSWER, max_steps=3)
     assert [turn.error for turn in rollout.turns] == [None, "call", None, None]
