@@ -172,7 +172,9 @@ def make_trainer(model, out, funcs=FUNCS, **changes):
         disable_tqdm=True, save_strategy="no", log_rollouts=8, max_steps=1, logging_steps=1,
     )  # fmt: skip
     return MTGRPOEnvTrainer(
-        model, MultiTurnToolEnv([echo], system_prompt=None, max_steps=2), *funcs,
+        model, MultiTurnToolEnv([echo], system_prompt=None, max_steps=2),
+        turn_reward_funcs=funcs[0], outcome_reward_funcs=funcs[1],
+        turn_advantage_coef=changes.pop("turn_advantage_coef", None),
         turn_reward_weights=TURN_WEIGHTS[: len(funcs[0])], outcome_reward_weights=OUTCOME_WEIGHTS[: len(funcs[1])],
         args=MTGRPOConfig(**{**args, **changes}),
         train_dataset=Dataset.from_list(ROWS), eval_dataset=Dataset.from_list(ROWS),

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from trl import GRPOTrainer
 
 from mt_grpo.base.moved import KEPT, new_paths
 
@@ -93,6 +94,20 @@ def test_only_tables_keep_a_form_of_their_own(path):
         tables |= {node.end_lineno} if len(entries) >= 8 else set()
     skipped = {number for number, line in enumerate(text.split("\n"), 1) if line.endswith("# fmt: skip")}
     assert skipped <= tables, f"lines {sorted(skipped - tables)} are no tables: take `# fmt: skip` away"
+
+
+@pytest.mark.contract("script classes")
+def test_the_script_has_its_three_classes():
+    """They are written in the file that a user copies, and not imported into it."""
+    written = {node.name: node for node in ast.parse(SCRIPT.read_text()).body if isinstance(node, ast.ClassDef)}
+    methods = {
+        "MultiTurnToolEnv": {"__init__", "start"},
+        "MTGRPOEnvTrainer": {"__init__", "_generate_and_score_completions"},
+        "VLLMServerClient": {"__init__", "generate", "update_weights"},
+    }
+    for name, own in methods.items():
+        assert own <= {node.name for node in written[name].body if hasattr(node, "name")}, name
+    assert issubclass(importlib.import_module("mt_grpo_trainer").MTGRPOEnvTrainer, GRPOTrainer)
 
 
 def test_one_class_stands_between_trls_trainer_and_ours():

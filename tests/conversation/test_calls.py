@@ -429,6 +429,7 @@ TOOL_FUNCTIONS = [draw, later]
 '''
 
 
+@pytest.mark.contract("tools file")
 @pytest.mark.parametrize("isolate", [False, True])
 def test_a_tools_file_with_types_of_its_own(tmp_path, isolate, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)

@@ -301,6 +301,7 @@ def test_a_reply_can_stop():
     assert rollout.turns[0].observation is None
 
 
+@pytest.mark.contract("continuations")
 def test_a_continuation_behind_a_sampled_end_of_turn_begins_a_record():
     """The end of turn leaves the context of what follows. It is trained where it was sampled."""
     replies = [Reply(continuation=" Wait,")]
@@ -314,6 +315,7 @@ def test_a_continuation_behind_a_sampled_end_of_turn_begins_a_record():
     assert rollout.new_tokens == 3 + 6 + len(ids(ANSWER))
 
 
+@pytest.mark.contract("continuations")
 def test_a_continuation_without_one_is_appended():
     """xml ends a turn at its closing tag, without an end of turn: nothing has to leave the context."""
     _, (rollout,), backend = run(Say([Reply(continuation=" No:")]).environment(), [[ANSWER, ANSWER]])
@@ -417,6 +419,7 @@ def test_a_continuation_without_room_ends_the_conversation(turn, limits, reason)
     assert len(rollout.records) == 1 and rollout.messages == [{"role": "assistant", "content": rollout.turns[0].text}]
 
 
+@pytest.mark.contract("edited histories")
 def test_an_edited_history_begins_a_record():
     history = [{"role": "user", "content": "In short: grass."}]
     _, (rollout,), backend = run(Say([Reply(history=history)]).environment(), [[call("look"), ANSWER]])

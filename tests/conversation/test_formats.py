@@ -72,6 +72,7 @@ def read(text, prompt=PROMPT, fmt=None):
 # --- what all formats share ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("xml")
 def test_the_suffix_of_a_result_in_ids():
     fmt = make_format("xml", TOKENIZER)
     messages = fmt.results([CALL], [ToolResult("5")])
@@ -209,6 +210,7 @@ def test_after_a_stop_inside_thinking_only_its_close_stops():
 # --- xml -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("xml")
 @pytest.mark.parametrize(
     "text, expected",
     [
@@ -423,6 +425,7 @@ def test_ends_of_a_family(name):
     assert set(tokenizer.convert_ids_to_tokens(sorted(ends))) == FAMILIES[name].ends
 
 
+@pytest.mark.contract("native")
 @EVERY_FAMILY
 def test_the_suffix_of_results_of_a_family(name):
     family, fmt = FAMILIES[name], native(name)
@@ -480,6 +483,7 @@ def test_keys_of_a_call_of_llama_in_any_order(name):
         assert parse(fmt, text).calls == [] and parse(fmt, text).answer == text
 
 
+@pytest.mark.contract("native")
 @EVERY_FAMILY
 def test_calls_of_a_family(name):
     family, fmt = FAMILIES[name], native(name)

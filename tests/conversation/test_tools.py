@@ -48,6 +48,7 @@ def at_most(seconds: float):
     assert time.perf_counter() - start < seconds
 
 
+@pytest.mark.contract("wiki_search")
 @pytest.mark.parametrize("name", ["calculator", "wiki_search"])
 def test_contract_of_a_tool_file(name):
     """One typed function with a Google-style docstring, and nothing imported from the project."""
@@ -414,6 +415,7 @@ def test_more_passages_never_find_fewer_answers(squad, monkeypatch):
     assert recalls[-1] / len(questions) >= 0.96
 
 
+@pytest.mark.contract("wiki_search")
 def test_passages_stay_whole_while_they_fit(small, monkeypatch):
     """Of 1000 characters each: two are whole, of the third what is left of 3000, and nothing of the others."""
     small.write(*[(name, "word " * 199 + name) for name in "ABCDE"])
@@ -797,6 +799,7 @@ def server(request, wiki, monkeypatch):
     server.server_close()
 
 
+@pytest.mark.contract("wiki_search")
 def test_search_by_http(wiki, server, monkeypatch):
     assert wiki.wiki_search("Norse leader") == "[1] Normans\nThe Norse leader Rollo swore fealty."
     monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")

@@ -109,6 +109,7 @@ def logprobs_of(model, ids):
     return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0].tolist()
 
 
+@pytest.mark.contract_server("LoRA adapter")
 def test_a_run_pushes_its_adapter_and_samples_from_it(adapters, tmp_path, caplog):
     """Each step's samples are the policy's to 1e-4, merged or not; the server's own weights stay what they were."""
     ids = [(7 * i * i) % 300 + 20 for i in range(60)]

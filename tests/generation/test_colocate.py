@@ -51,6 +51,7 @@ def turns_of(folder):
     return [turn for row in rows for turn in row["turns"]]
 
 
+@pytest.mark.contract_slow("colocate")
 @pytest.mark.slow
 def test_a_colocated_engine_samples_from_the_weights_that_are_trained(tmp_path):
     """With TRL's syncs, with none, and with them again: the logprobs of both sides tell which.
@@ -132,6 +133,7 @@ def test_two_ranks_have_an_engine_each(tmp_path):
     assert {row["rank"] for row in read_rollouts(tmp_path / "out")} == {0, 1}
 
 
+@pytest.mark.contract("colocate")
 def test_a_batch_that_stops_at_a_text_was_not_cut_off():
     """As a colocated engine answers: shorter than the limit, with no end of turn behind the closing tag."""
     tokenizer = AutoTokenizer.from_pretrained(TINY)

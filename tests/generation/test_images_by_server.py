@@ -245,6 +245,7 @@ def test_pushes_between_and_beside_requests_with_images(client, folder):
     assert (logprobs_of(model, prompts[0]) - before).abs().max() > 0.1  # the change could be seen
 
 
+@pytest.mark.contract_server("images in rows", "images in results")
 @pytest.mark.parametrize(
     "changes", [{}, {"max_staleness": 1, "old_logps": "sampled", "num_iterations": 2, "beta": 0.1}]
 )

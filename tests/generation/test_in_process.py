@@ -20,6 +20,7 @@ async def ask(backend: InProcessBackend, index: int, rounds: int = 1, max_tokens
     return [await backend.generate([index, k], max_tokens, None, index) for k in range(rounds)]
 
 
+@pytest.mark.contract("in process")
 def test_batches_are_by_turn_and_in_rollout_order_whatever_the_latencies():
     batches = []
 

@@ -104,6 +104,7 @@ def test_a_reward_asks_the_server_for_logprobs(client, served_model):
     assert max(abs(a - b) for x, y in zip(before, after) for a, b in zip(x, y)) > 0.01
 
 
+@pytest.mark.contract_server("information gain")
 def test_information_gain_by_a_server_is_that_of_transformers(client, served_model):
     """Within 1e-5, of conversations with two searches each."""
     model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
@@ -295,6 +296,7 @@ def answered(completions, answer, **kwargs):
     ]
 
 
+@pytest.mark.contract_server("vLLM server")
 def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path):
     """20 optimizer steps in float32: the server samples from the weights that are trained, tied head included."""
     trainer = make_trainer(port, served_model, tmp_path, max_steps=20)
@@ -308,6 +310,7 @@ def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path):
     assert max(row["sampling/frac_tokens_ratio_zero_or_clipped"] for row in rows) == 0
 
 
+@pytest.mark.contract_server("proof of weights")
 def test_without_the_tied_head_the_check_refuses(port, client, served_model, tmp_path):
     """The trap that the check exists for: without `lm_head.weight` in the push the server keeps its old head."""
     trainer = make_trainer(port, served_model, tmp_path, max_steps=3, learning_rate=1e-2)
@@ -317,6 +320,7 @@ def test_without_the_tied_head_the_check_refuses(port, client, served_model, tmp
         trainer.train()
 
 
+@pytest.mark.contract_server("VLLMServerClient.update_weights", "LoRA merged")
 def test_lora_with_b_not_zero_arrives(port, client, served_model, tmp_path):
     trainer = make_trainer(port, served_model, tmp_path, max_steps=3,
                            peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))  # fmt: skip
@@ -374,6 +378,7 @@ def test_unset_sampling_fields_do_not_take_the_models_own(client):
         assert len(generation.logprobs) == len(generation.token_ids) <= 24
 
 
+@pytest.mark.contract_server("VLLMServerClient.generate", "vLLM server")
 def test_records_are_what_the_server_saw_and_sampled(client):
     """For every rollout: each request's prompt is the history as sampled, and the ids are the server's own."""
     calls = []
@@ -424,6 +429,7 @@ def test_step_by_step_inside_a_running_loop(client):
     assert "<answer>144</answer>" in states[0].messages[-1]["content"]
 
 
+@pytest.mark.contract_server("VLLMServerClient.chat")
 def test_chat_for_people(client):
     messages = [{"role": "system", "content": "Use the calculator, then answer."},
                 {"role": "user", "content": "What is 12 * 12?"}]  # fmt: skip
@@ -528,6 +534,7 @@ def test_nccl_needs_a_server_started_for_it(client):
     assert client.transfer.resolve(torch.device("cpu")) == "disk"
 
 
+@pytest.mark.contract_server("vLLM server")
 def test_two_ranks_on_one_server(port, client, served_model, tmp_path):
     """Each rank sends its own prompts; neither sends one between the start and the end of rank 0's push."""
     recipe = (ROOT / "hf_recipes/tiny/calculator-vllm.yaml").read_text()

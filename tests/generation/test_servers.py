@@ -97,6 +97,7 @@ async def two_turns(route, index):
     return [(await route.generate([1], 8, None, index)).token_ids[0] for _ in range(2)]
 
 
+@pytest.mark.contract("several servers")
 def test_a_group_goes_to_one_server_and_groups_to_the_least_loaded():
     """Six groups of two over three servers: two groups each, dealt out by the groups' numbers."""
     pool = make_pool(3)
@@ -109,6 +110,7 @@ def test_a_group_goes_to_one_server_and_groups_to_the_least_loaded():
     assert run(pool, [0, 0, 1, 1, 2, 2], two_turns) == [[1, 1]] * 4 + [[2, 2]] * 2
 
 
+@pytest.mark.contract("a server dies")
 def test_the_conversations_of_a_lost_server_go_on_elsewhere():
     """Server 1 is silent from the start. Its group had no answer yet, so nothing of it is lost."""
     pool = make_pool(2)
@@ -118,6 +120,7 @@ def test_the_conversations_of_a_lost_server_go_on_elsewhere():
     assert Counter(pool.log) == {(0, index): 2 for index in range(4)}
 
 
+@pytest.mark.contract("a server dies")
 def test_what_a_lost_server_sampled_without_proof_starts_over():
     """Server 1 answers a first turn, and is another process when it is asked for its version."""
     pool = make_pool(2)
@@ -465,6 +468,7 @@ def test_at_first_no_server_may_be_missing():
     assert pool.joined == [0, 1]
 
 
+@pytest.mark.contract("a server dies")
 def test_a_lost_server_joins_again_when_it_answers():
     servers = Settled(0), Settled(1)
     pool = settled_pool(*servers)
@@ -648,6 +652,7 @@ def test_a_single_server_that_was_lost_gets_the_next_push(pushing, caplog):
     assert server.lineage == 1 and not caplog.text
 
 
+@pytest.mark.contract("proof of weights")
 @pytest.mark.parametrize("deaf", [0, 1, 2])
 def test_one_of_several_servers_that_ignores_pushes_is_found_at_the_first(pushing, deaf):
     """The trainer's logprobs move by 1 with the scaled norm; one server's stay where they were."""
@@ -956,6 +961,7 @@ def addresses(servers):
     return [server.url for server in servers]
 
 
+@pytest.mark.contract_server("several servers")
 @needs_vllm
 def test_two_servers_train_as_one(servers, tmp_path):
     """A group's requests are all at one server, both get work, and the weights are written once."""
@@ -994,6 +1000,7 @@ def test_two_servers_train_as_one(servers, tmp_path):
     trainer.client.close()
 
 
+@pytest.mark.contract_server("a server dies")
 @needs_vllm
 def test_a_server_dies_comes_back_and_joins_again(servers, tmp_path, caplog):
     """Killed amid rollouts of step 2: the other one takes over what it had, step 4 has both again, nothing is lost."""

@@ -113,6 +113,7 @@ def test_an_id_that_would_end_the_server_is_not_sent(wrong):
     assert ask([399]).body["input_ids"] == [399]
 
 
+@pytest.mark.contract("SGLang by disk")
 def test_a_recorded_sample_is_read():
     recorded = ANSWERS["sample"]
     prompt, answer = recorded["sent"]["input_ids"], recorded["body"]
@@ -303,6 +304,7 @@ def test_a_server_as_recorded_fits(recorded, setting):
     assert recorded.asked.count("/pause_generation") == recorded.asked.count("/continue_generation") == 1
 
 
+@pytest.mark.contract("SGLang by disk")
 def test_a_load_drops_what_old_weights_computed(recorded, tmp_path):
     """And one that failed is none: its status may be 200."""
     client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
@@ -594,6 +596,7 @@ def check_logs(logs, steps=3):
     assert logs[0]["sync/logprob_difference"] < 1e-5
 
 
+@pytest.mark.contract_slow("SGLang by disk")
 @each_real
 @pytest.mark.parametrize(
     "options",

@@ -72,6 +72,7 @@ def steps(folder):
     return {row["step"]: [row[name] for name in ("loss", "grad_norm", "reward")] for row in rows if "reward" in row}
 
 
+@pytest.mark.contract("FSDP2")
 def test_fsdp2_trains_as_ddp_does(trained):
     assert_trains_as_ddp_does(trained)
 

@@ -267,6 +267,7 @@ def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path):
     pool.close()
 
 
+@pytest.mark.contract("LoRA adapter")
 def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
     """Nothing is paused. What a request still names stays, with its files."""
     clients = [VLLMServerClient(base_url=s.url, sync_dir=str(tmp_path)) for s in servers[:2]]

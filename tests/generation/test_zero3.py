@@ -83,6 +83,7 @@ def trained(launch_zero3, tmp_path_factory):
     return train_and_resume(tmp_path_factory.mktemp("zero3"), launch_sharded)
 
 
+@pytest.mark.contract_slow("ZeRO-3")
 def test_zero3_trains_as_ddp_does(trained):
     """It adds gradients in another order: 2e-6 was measured, where a gradient is about as small as Adam's epsilon."""
     assert_trains_as_ddp_does(trained, atol=1e-5)

@@ -26,6 +26,7 @@ def read_log(out):
     return [json.loads(line) for line in (out / "rollouts.rank0.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.contract("MTGRPOEnvTrainer", "mt_grpo", "turn_return", "merged", "outcome")
 @pytest.mark.parametrize("name", golden.CASES)
 def test_a_batch_is_what_was_written_by_hand(random_model, tmp_path, name):
     """Masks, logprobs and advantages per token, the log and the metrics, with two reward functions of each kind."""
@@ -48,6 +49,7 @@ def test_rollouts_are_graded_by_their_own_rows(random_model, tmp_path):
         assert row["messages"][1]["content"].count(f" of {row['answer']}") == 1
 
 
+@pytest.mark.contract("evaluation during training")
 def test_the_metrics_of_an_evaluation_are_means_over_its_rollouts(random_model, tmp_path):
     """Twelve rollouts in batches of eight and four: the eight that are written by hand, and the first four again."""
     trainer = golden.make_trainer(
@@ -251,6 +253,7 @@ def test_the_table_of_completions_has_the_advantages_that_are_trained(random_mod
         assert row["advantage"] == pytest.approx(total / sum(golden.per_token(index, [1] * len(turns), 0)), abs=1e-5)
 
 
+@pytest.mark.contract("in process")
 def test_a_conversation_gets_its_own_samples():
     """Whichever conversation asks first: what is sampled in one batch is given back by rollout, cut to its budget."""
 

@@ -75,6 +75,7 @@ def test_every_stop_reason_is_tested_above():
     assert tested == {reason.value for reason in set(StopReason) - OF_ENVIRONMENTS - OF_AGENTS}
 
 
+@pytest.mark.contract("MultiTurnToolEnv.generate")
 def test_max_steps_counts_observations_and_leaves_a_turn_to_answer():
     rollout, backend = converse(ADD, "</tool>", ADD, ANSWER, max_steps=3)
     assert [turn.error for turn in rollout.turns] == [None, "call", None, None]
@@ -94,9 +95,11 @@ def test_max_steps_counts_observations_and_leaves_a_turn_to_answer():
     assert rollout.turns[2].tool_call.name == "count" and rollout.turns[2].observation is None
 
 
+@pytest.mark.contract("MultiTurnToolEnv.generate")
 def test_max_steps_is_the_recipes_max_env_steps():
-    env = MultiTurnToolEnv(max_steps=3)
-    assert (env.max_steps, env.max_env_steps) == (3, 3)
+    assert MultiTurnToolEnv().max_steps == 2
+    env = MultiTurnToolEnv([], "Answer.", 3)
+    assert (env.max_steps, env.max_env_steps, env.system_prompt) == (3, 3, "Answer.")
     env.max_steps = 5  # as an argument of this name may be set later
     assert (env.max_steps, env.max_env_steps) == (5, 5)
 

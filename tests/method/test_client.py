@@ -13,6 +13,7 @@ import torch
 import warm_python
 from bench.common import free_port
 from bench.fault_proxy import Fault, FaultProxy
+from safetensors.torch import load_file
 
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
@@ -207,7 +208,7 @@ def test_a_password_is_sent_and_not_shown(proxy, monkeypatch):
 
 
 # =====================================================================================================================
-# Which weights a rollout came from
+# What is asked, answered and pushed
 # =====================================================================================================================
 
 
@@ -215,6 +216,55 @@ SAMPLE = {
     "choices": [{"token_ids": [7], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}],
     "usage": {"prompt_tokens": 1},
 }
+
+
+@pytest.mark.contract("VLLMServerClient.chat", "VLLMServerClient.generate")
+def test_ids_are_continued_and_messages_are_answered(proxy, client):
+    client.__dict__["model_card"] = {"id": "model", "max_model_len": 64}
+    said = {"message": {"content": "Hi"}, "token_ids": [8, 9], "finish_reason": "length"}
+    said["logprobs"] = {"content": [{"logprob": -2.0}, {"logprob": -3.0}]}
+    answers = {
+        "/v1/completions": {**SAMPLE, "usage": {"prompt_tokens": 2}},
+        "/v1/chat/completions": {"choices": [said], "prompt_token_ids": [3, 4]},
+    }
+    proxy.faults = lambda request: Fault("answer", status=200, body=json.dumps(answers[request.path]).encode())
+    sample = run_async(client.generate([5, 6], 11, {"temperature": 0.5}))
+    assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([7], [-1.0], "stop")
+    conversations = [[{"role": "user", "content": text}] for text in ("hello", "goodbye")]
+    answer = {"text": "Hi", "token_ids": [8, 9], "logprobs": [-2.0, -3.0], "prompt_ids": [3, 4]}
+    assert client.chat(conversations, {"max_tokens": 12}) == [{**answer, "finish_reason": "length"}] * 2
+    ids, *chats = (request.payload for request in proxy.requests)
+    assert (ids["prompt"], ids["max_tokens"], ids["temperature"]) == ([5, 6], 11, 0.5)
+    assert sorted(chat["messages"][0]["content"] for chat in chats) == ["goodbye", "hello"]
+    assert [chat["max_tokens"] for chat in chats] == [12, 12]
+
+
+@pytest.mark.contract("VLLMServerClient.update_weights")
+def test_a_push_is_loaded_while_the_server_is_paused_and_gets_its_name_then(proxy, tmp_path):
+    weights = {"head": torch.tensor([[1.0, 2.0]]), "norm": torch.tensor([3.0], dtype=torch.bfloat16)}
+    info = {"vllm_config": {"model_config": {"model": "m", "dtype": "float32", "logprobs_mode": "raw"}}}
+    loaded = []
+
+    def rule(request):
+        if request.path == "/collective_rpc":
+            loaded.append(load_file(Path(request.payload["kwargs"]["weights_path"]) / "model.safetensors"))
+        return Fault("done", status=200, body=json.dumps(info).encode())
+
+    proxy.faults = rule
+    client = VLLMServerClient("127.0.0.1", proxy.port, timeout=2.0, sync_dir=str(tmp_path))
+    client.update_weights(iter(weights.items()), "v-1")
+    client.close()
+    (found,) = loaded
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    asked = [(request.payload or {}).get("new_version") or request.path for request in proxy.requests]
+    expected = ["/pause", "loading-v-1", "/collective_rpc", "/reset_prefix_cache", "v-1", "/resume"]
+    assert asked[asked.index("/pause") :] == expected
+    assert not list(tmp_path.iterdir())
+
+
+# =====================================================================================================================
+# Which weights a rollout came from
+# =====================================================================================================================
 
 
 def answered(request, held, **how):

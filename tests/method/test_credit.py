@@ -1,5 +1,6 @@
 """Credit assignment: golden numbers worked out by hand, the formula of TRL, and what must hold for any rewards."""
 
+import doctest
 import math
 from dataclasses import replace
 
@@ -71,6 +72,7 @@ def assert_rows(advantages: torch.Tensor, expected: list[list[float]]) -> None:
 # --- norm ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("scale_rewards")
 def test_norm_by_the_mean():
     """MaxRL: (r - mean) / mean. 1 of 4 is right: 0.75 / 0.25 and -0.25 / 0.25."""
     x = torch.tensor([1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 3.0, 1.0, NAN, NAN])
@@ -79,6 +81,7 @@ def test_norm_by_the_mean():
         norm(torch.tensor([1.0, -0.5]), 2, "mean")
 
 
+@pytest.mark.contract("scale_rewards")
 @pytest.mark.parametrize(
     "values, group_size, scale, expected",
     [
@@ -176,12 +179,14 @@ def test_nanstd_by_hand():
 # --- outcome and merged ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("outcome")
 def test_outcome_gives_every_turn_the_same_and_ignores_turn_rewards():
     rewards = table([1, 0, 1, 0], [[1, 0], [1, 0], [0], [1, 1, 0]], turn=[[9, 9], [0, 0], [3], [1, 2, 3]])
     up, down = 0.865875, -0.865875
     assert_rows(turn_advantages(rewards, "outcome", 4, 1.0, "group"), [[up] * 2, [down] * 2, [up], [down] * 3])
 
 
+@pytest.mark.contract("merged")
 def test_merged_adds_all_turn_rewards_to_the_outcome():
     # Totals: 1 + 0.2 + 0.4 = 1.6, 0 + 0.6 = 0.6, 0.5 + 0.5 = 1, 0 + 0 = 0; mean 0.8.
     rewards = table(
@@ -206,6 +211,7 @@ def test_merged_counts_a_reward_per_rollout_once():
 PAPER = dict(outcome=[1, 0, 0.5], observed=[[1, 0]] * 3, rollout_turn=[0.2, 0.2, 0.8])
 
 
+@pytest.mark.contract("mt_grpo")
 def test_the_papers_two_turns():
     # norm(R^O) = 0.5 -0.5 0; norm(R^T) = -0.2 -0.2 0.4. The call gets both, the answer the outcome's only.
     assert_rows(turn_advantages(table(**PAPER), "mt_grpo", 3, 1.0, "none"), [[0.3, 0.5], [-0.7, -0.5], [0.4, 0.0]])
@@ -354,6 +360,15 @@ def test_groups_do_not_touch_each_other():
     )
 
 
+@pytest.mark.contract("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum", "progress_credit")
+@pytest.mark.parametrize("name", NAMES)
+def test_the_example_of_an_estimator(name):
+    """What its docstring shows is what it gives; turn rewards and the outcome stand in one batch for all."""
+    (example,) = doctest.DocTestFinder(recurse=False).find(CREDIT_ASSIGNMENTS[name], name)
+    assert len([each for each in example.examples if each.want]) >= 1
+    assert doctest.DocTestRunner().run(example).failed == 0
+
+
 # --- turn_return -----------------------------------------------------------------------------------------------------
 
 
@@ -366,6 +381,7 @@ def test_turn_return_of_unequal_rollouts():
     )
 
 
+@pytest.mark.contract("turn_return")
 def test_turn_return_with_a_discount_and_a_coefficient():
     # gamma 0.5: 0.55 0.7 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.3875; turn 1, mean 0.7 / 3; turn 2, mean 0.3.
     assert_rows(
@@ -431,6 +447,7 @@ def test_a_reward_per_rollout_beside_returns(name):
 # --- gigpo -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("gigpo")
 def test_gigpo_compares_turns_in_the_same_state():
     # Returns as for turn_return. State 0: mean 0.55. State 1: 1.0 (turn 1), 0 (turn 2), 0 (turn 1), mean 1/3.
     # State 2: 0.6 (turn 2), 0 (turn 1), mean 0.3. State 3: one visit.
@@ -447,6 +464,7 @@ def test_gigpo_where_a_state_comes_back():
     assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none"), [[0.3, -0.1], [-0.2]])
 
 
+@pytest.mark.contract("state_baseline")
 def test_gigpo_leaves_a_value_out_of_its_own_baseline():
     # As above, times 3 / 2: 0.6 against 0.15, 0.2 against 0.35, 0.1 against 0.4.
     rewards = table([1, 1], [[1, 1], [1]], turn=[[0.4, 0.2], [0.1]], state=[[5, 5], [5]])
@@ -457,6 +475,7 @@ def test_gigpo_leaves_a_value_out_of_its_own_baseline():
     assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none", **others), [[0.4, 0.0], [-0.4]])
 
 
+@pytest.mark.contract("gigpo", "outcome_in_return")
 def test_gigpo_gives_credit_from_an_outcome_alone():
     # The last turns have 1 and 0: returns 0.25 0.5 1 | 0 0. State 0: 0.25, 0; state 1: 0.5, 0; state 2: one visit.
     rewards = table([1, 0], [[1, 1, 0], [1, 0]], state=[[0, 1, 2], [0, 1]])
@@ -492,6 +511,7 @@ def test_gigpo_with_a_state_per_turn_index_is_turn_return(scale):
 # --- progress_credit -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("progress_credit")
 def test_progress_is_shared_by_the_turns_up_to_it():
     # Scores 0.2 None 0.8 0.5. Turn 2 makes 0.6: turns 0 to 2 get 0.25, 0.5, 1 over 1.75 of it. Turn 3 makes -0.3:
     # 0.125, 0.25, 0.5, 1 over 1.875. Credits 0.065714 0.131429 0.262857 -0.16; their mean over 10, 20, 10 and 10
@@ -525,6 +545,7 @@ def test_progress_moves_no_rollout_against_another():
 # --- zero_sum --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("zero_sum")
 def test_zero_sum_shifts_within_a_rollout():
     # 0.2 0.4 0.6 around 0.4; 0.6 0 around 0.3; one reward and none: no shift.
     expected = [[0.3, 0.5, 0.7, 0.5], [-0.2, -0.8, -0.5], [0.0, 0.0], [0.0]]

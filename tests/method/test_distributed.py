@@ -1,18 +1,22 @@
 """Two gloo processes against one, and against values written by hand: the same advantages, metrics and logs."""
 
+import json
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import golden_batch as golden
 import pytest
 import torch
 import warm_python
+from safetensors.torch import load_file
 
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
-WORKER = Path(__file__).parents[1] / "distributed_worker.py"
-CPU = Path(__file__).parents[2] / "hf_recipes/accelerate/cpu.yaml"
+ROOT = Path(__file__).resolve().parents[2]
+WORKER = ROOT / "tests/distributed_worker.py"
+CPU = ROOT / "hf_recipes/accelerate/cpu.yaml"
 
 
 def run(processes, model, out, *what):
@@ -47,11 +51,35 @@ def test_two_ranks_equal_one(results, group_size, credit):
     assert two[0]["evaluation"]["eval_reward"] == two[1]["evaluation"]["eval_reward"]
 
 
+@pytest.mark.contract("accelerate launch")
+@pytest.mark.timeout(300)
+def test_accelerate_launches_the_script_by_a_recipe_and_keys(tmp_path):
+    """As users type it. A key on the command line goes before the recipe's: 4 generations, and not its 8."""
+    command = (
+        f"{Path(sys.executable).with_name('accelerate')} launch --config_file {CPU} mt_grpo_trainer.py "
+        f"--config hf_recipes/tiny/calculator.yaml --output_dir {tmp_path} --max_steps 1 --num_generations 4 "
+        "--per_device_train_batch_size 4 --dataset_size 16 --max_completion_length 64"
+    )
+    done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr[-3000:]
+    groups = []
+    for rank in (0, 1):
+        lines = (tmp_path / f"rollouts.rank{rank}.jsonl").read_text().splitlines()
+        groups.append([json.loads(line)["messages"][1]["content"] for line in lines])
+    assert [len(group) for group in groups] == [4, 4] and [len(set(group)) for group in groups] == [1, 1]
+    (row,) = [row for row in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines()) if "loss" in row]
+    assert row["step"] == 1 and row["grad_norm"] > 0
+    saved = load_file(tmp_path / "model.safetensors")
+    before = load_file(ROOT / "hf_recipes/tiny/calculator-model/model.safetensors")
+    assert saved.keys() == before.keys() and not any(torch.equal(saved[name], before[name]) for name in saved)
+
+
 @pytest.fixture(scope="module")
 def golden_results(random_model, tmp_path_factory):
     return run(2, random_model, tmp_path_factory.mktemp("golden"), "golden")
 
 
+@pytest.mark.contract("DDP")
 @pytest.mark.parametrize("name", golden.CASES)
 def test_two_ranks_give_what_was_written_by_hand(golden_results, name):
     """One rank has conversations of up to three turns, the other of two; where a server restarts, each loses some."""

@@ -123,6 +123,7 @@ TOOL_FUNCTIONS = [meet]
 """
 
 
+@pytest.mark.contract("hermes")
 def test_hermes_and_parallel_calls(hermes_model, tmp_path):
     """Four rollouts of two calls each: all eight meet, so that the calls of a turn run at the same time."""
     (tmp_path / "tools.py").write_text(MEET)

@@ -46,6 +46,7 @@ def test_generate_and_step_work_inside_a_running_loop():
     assert out["ids"] == [states[0].completion_ids] == [ids(ADD + result("5") + ANSWER)]
 
 
+@pytest.mark.contract("MultiTurnToolEnv.step")
 def test_step_by_step_is_generate():
     scripts = [
         [ADD, f"{THINKING}{call('echo', text='é')}", ANSWER],

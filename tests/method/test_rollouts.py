@@ -98,6 +98,7 @@ def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
 # --- whole rollouts, token by token ----------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("MultiTurnToolEnv.generate", "xml")
 def test_two_turns_in_numbers():
     """Every id of a short conversation, written out."""
     rollout, backend = converse(call("echo", text="A"), "<answer>B</answer><|im_end|>", prompt="2?")
@@ -177,6 +178,7 @@ def test_one_turn_without_a_call():
     assert rollout.messages == [{"role": "assistant", "content": "I do not know."}]
 
 
+@pytest.mark.contract("MultiTurnToolEnv.generate")
 def test_system_prompt_and_the_lists_of_generate():
     env = make_env([add], "Tools:\n{tool_descriptions}\nWrite {{}}.")
     backend = Scripted([[ADD, ANSWER], [ANSWER]], tokenizer=CHATML_TOKENIZER)

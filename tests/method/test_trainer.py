@@ -210,6 +210,7 @@ def test_every_loss_takes_an_advantage_per_turn(random_model, tmp_path, loss_typ
     assert (gradient(observation_advantage=100.0) - whole).norm() < 1e-6 * whole.norm()
 
 
+@pytest.mark.contract("evaluation during training")
 def test_evaluation_during_training(random_model, tmp_path):
     trainer = make_trainer(
         random_model, tmp_path, eval_dataset=Dataset.from_dict({"prompt": PROMPTS[:3]}), eval_strategy="steps",
@@ -223,6 +224,7 @@ def test_evaluation_during_training(random_model, tmp_path):
         assert sum(value for key, value in row.items() if key.startswith("eval_stop/")) == pytest.approx(1.0)
 
 
+@pytest.mark.contract("resuming")
 @pytest.mark.parametrize("prompts, step", [(None, 2), (4, 2), (4, 3), (4, 5)],
                          ids=["first-epoch", "new-epoch", "second-epoch", "third-epoch"])  # fmt: skip
 def test_resume_continues_as_if_uninterrupted(random_model, tmp_path, prompts, step):
@@ -612,6 +614,7 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
         release.set()
 
 
+@pytest.mark.contract("recipe keys")
 @pytest.mark.parametrize("discount", [1.0, 0.5])
 def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path, discount):
     """The advantages of a step are those of the pure function with the recipe's coefficient, scale and discount."""
@@ -633,6 +636,7 @@ def test_the_trainer_credits_by_the_settings_it_was_given(random_model, tmp_path
     assert (expected - other).abs().max() > 0.01
 
 
+@pytest.mark.contract("outcome_in_return", "state_baseline", "scale_rewards")
 def test_the_settings_of_returns_and_the_scaling_by_the_mean_reach_the_advantages(random_model, tmp_path):
     args = settings(tmp_path, credit_assignment="gigpo", outcome_in_return=True, state_baseline="leave_one_out",
                     scale_rewards="mean")  # fmt: skip
@@ -753,6 +757,7 @@ def test_weights_of_a_whole_model_are_its_own_parameters(random_model, tmp_path)
     assert not any(torch.equal(tensor, trainer.model.state_dict()[name]) for name, tensor in others.items())
 
 
+@pytest.mark.contract("LoRA merged")
 def test_weights_of_a_lora_are_exact_and_the_model_untouched(random_model, tmp_path):
     """Merged layer by layer: what is sent is W + BA, and the base weights are bit for bit what they were."""
     trainer = make_trainer(random_model, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))

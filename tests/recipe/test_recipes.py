@@ -456,6 +456,20 @@ def test_recipe_reaches_vllm(path, random_model, tmp_path, monkeypatch):
     assert isinstance(trainer.llm, ServerPool if original["vllm_mode"] == "server" else InProcessBackend)
 
 
+@pytest.mark.contract("recipe keys")
+def test_the_papers_keys_reach_what_they_name(random_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(mt, "check_server", lambda *args, **kwargs: None)  # there is none to ask
+    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator-vllm.yaml"), random_model, tmp_path)
+    recipe |= {"max_env_steps": 5, "turn_advantage_coef": 0.25, "num_generations": 4}
+    recipe |= {"vllm_server_host": "10.1.2.3", "vllm_server_port": 8123}
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
+    assert trainer.env.max_steps == 5 and trainer.client.servers[0].base_url == "http://10.1.2.3:8123"
+    rows = [next(iter(trainer.get_train_dataloader()))[i]["prompt"] for i in range(8)]
+    assert [row == rows[0] for row in rows] == [True] * 4 + [False] * 4
+    advantages = mt.turn_advantages(mt.doctest_batch(), "mt_grpo", 2, trainer.turn_advantage_coef, "none")
+    assert advantages[0].tolist() == pytest.approx([0.5 - 0.25 * 0.1, 0.5, 0.5])
+
+
 # --- accelerate ------------------------------------------------------------------------------------------------------
 
 
@@ -1438,6 +1452,7 @@ class Twice(NoReward):
 ALONE = {"tools_script": ..., "reward_fn": ...}
 
 
+@pytest.mark.contract("tools file")
 @pytest.mark.parametrize("where", ["environment", "tools_script"])
 def test_a_recipe_with_an_environment_only(where, random_model, tmp_path):
     (tmp_path / "game.py").write_text(GAME + "\n\nENVIRONMENT = Game\n" * (where == "tools_script"))

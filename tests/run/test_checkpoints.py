@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -418,6 +419,45 @@ def test_a_kill_in_mid_save_leaves_no_whole_checkpoint(random_model, copy):
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert checkpoint_damage(copy / "out/checkpoint-2") == "trainer_state.json cannot be read"
+
+
+KILLED = """
+import os
+import signal
+
+
+def length_reward(completion_ids, trainer_state, **kwargs):
+    if trainer_state.global_step == 3 and "KILL_IT" in os.environ:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [(sum(ids) % 17) / 17 for ids in completion_ids]
+
+
+OUTCOME_REWARD_FUNCS = [length_reward]
+"""
+
+
+@pytest.mark.contract("kill")
+def test_a_killed_run_loses_what_follows_its_last_checkpoint(random_model, tmp_path):
+    """Killed in its fourth step, with a checkpoint of the second one: it goes on as a run that nobody killed."""
+    (tmp_path / "rewards.py").write_text(KILLED)
+    arguments = (
+        f"--config {ROOT}/hf_recipes/tiny/calculator.yaml --model_name_or_path {random_model} --max_steps 5 "
+        f"--output_dir {tmp_path}/out --reward_fn {tmp_path}/rewards.py --save_strategy steps --save_steps 2 "
+        "--dataset_size 64 --per_device_train_batch_size 8 --max_completion_length 32 --max_turn_tokens 12 "
+        "--max_tool_response_tokens 10 --disable_tqdm true"
+    ).split()
+    command = [warm_python.executable(), "mt_grpo_trainer.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "KILL_IT": "1"}, capture_output=True, timeout=200)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-3000:]
+    assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-2"]
+    main([*arguments, "--resume_from_checkpoint", "last"])
+    main([*arguments, "--output_dir", str(tmp_path / "whole")])
+    resumed, whole = (
+        json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"] for name in ("out", "whole")
+    )
+    for key in ("loss", "reward"):
+        expected = [row[key] for row in whole if key in row]
+        assert [row[key] for row in resumed if key in row] == pytest.approx(expected, abs=1e-5) and len(expected) == 5
 
 
 def test_a_run_without_room_does_not_begin(random_model, tmp_path, monkeypatch):

@@ -834,6 +834,7 @@ def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
     )
 
 
+@pytest.mark.contract("max_staleness")
 def test_a_turn_counts_from_its_oldest_weights():
     """Four turns at version 7: of 7, of 5, of 4 and later 6 (two requests), and one of which nothing is known."""
 
@@ -882,6 +883,7 @@ def test_staleness_is_of_all_turns_since_the_last_log(monkeypatch, num_ranks):
     assert logged() == {"": 0, "_p50": 0, "_p99": 0, "_max": 0}
 
 
+@pytest.mark.contract_server("max_staleness", "late_groups")
 @needs_vllm
 @pytest.mark.parametrize("limit", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
@@ -1220,6 +1222,7 @@ def slow_for(*numbers, seconds=8.0):
     return slow_calculator(lambda expression: seconds if int(expression.partition("*")[0]) in numbers else 0.0)
 
 
+@pytest.mark.contract_server("late_groups")
 @needs_vllm
 def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
     """`late_groups: admit`: a slow group is trained when it ends, later than the bound, and all are trained once."""

@@ -201,6 +201,7 @@ def test_with_the_defaults_the_judges_own_error_comes_before_reward_timeout(monk
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.contract("LLM judge")
 def test_each_score_reaches_its_turn_whatever_the_order_of_the_replies(judge, server):
     scores = {"first": ("3", 0.06), "second": ("Score: 8", 0.0), "third": ("10/10", 0.04), "fourth": ("0", 0.02)}
 
@@ -745,6 +746,7 @@ def columns(rollouts):
     }
 
 
+@pytest.mark.contract("LLM judge")
 def test_both_rewards_through_the_trainer(judge, server):
     server.reply = lambda prompt: "8" if "\n<call>\n" in prompt else "10" if "\nNorway\n</answer>" in prompt else "0"
     rollouts = [[call("Rollo"), final("Norway")], [final("Denmark")], [call("Rollo"), call("Viking")]]

@@ -147,6 +147,7 @@ def test_repeated_helpers_are_identical():
     assert len({inspect.getsource(module._answer) for module in every_file}) == 1
 
 
+@pytest.mark.contract("triviaqa rewards")
 def test_lists_of_functions():
     def names(funcs):
         return [func.__name__ for func in funcs]
@@ -345,6 +346,7 @@ CALLS = [
 ]
 
 
+@pytest.mark.contract("triviaqa rewards")
 @pytest.mark.parametrize(("messages", "turns", "executed", "found"), CALLS)
 def test_tool_calls_written_by_hand_and_parsed(messages, turns, executed, found):
     for module in MODULES:
@@ -445,6 +447,7 @@ def test_triviaqa_gold_may_be_a_list_a_dict_or_a_string(gold, exact):
     assert one(triviaqa.exist_answer_in_search_results, messages, gold) == half
 
 
+@pytest.mark.contract("triviaqa rewards")
 @pytest.mark.parametrize(
     ("answer", "gold", "exact", "exists"),
     [
@@ -481,6 +484,7 @@ def test_exist_answer_looks_only_into_the_answer():
     assert one(func, [says("<tool><answer>France</answer></tool>")], ["France"]) == 0.0
 
 
+@pytest.mark.contract("triviaqa rewards")
 @pytest.mark.parametrize(
     ("messages", "expected"),
     [
@@ -503,6 +507,7 @@ def test_exist_answer_in_search_results(messages, expected):
     assert one(triviaqa.exist_answer_in_search_results, messages, ["Viking"]) == expected
 
 
+@pytest.mark.contract("triviaqa rewards")
 @pytest.mark.parametrize(
     ("messages", "checks"),  # of five a message: two fields, spacing, start, end
     [

@@ -739,6 +739,16 @@ def test_a_server_computes_in_the_type_of_the_weights_that_are_trained(recipe, t
     assert (plan["dtype"], plan["float32_for_ddp"]) == (dtype, True)
 
 
+@pytest.mark.contract("serving GPU")
+def test_all_gpus_but_the_last_train(recipe, monkeypatch):
+    for name in ("VLLM_SERVERS", "VLLM_TP", "NUM_PROCESSES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(launch_plan, "visible_gpus", lambda: list("0123"))
+    plan = launch_plan.make_plan(recipe, ["--use_cpu", "false", "--per_device_train_batch_size", "4"])
+    assert (plan["trainer_gpus"], plan["num_processes"], plan["server_gpus"]) == ("0,1,2", 3, ["3"])
+
+
+@pytest.mark.contract("train.sh")
 def test_the_plan_of_several_servers(recipe, monkeypatch):
     monkeypatch.setenv("VLLM_SERVERS", "3")
     monkeypatch.setenv("VLLM_TP", "2")
@@ -958,6 +968,7 @@ def test_weights_of_a_running_trainer_and_of_others_stay(tmp_path, monkeypatch):
     assert not held.exists()
 
 
+@pytest.mark.contract("train.sh")
 @pytest.mark.parametrize("trainer, status", [("0", 0), ("7", 7), ("killed", 137)])
 def test_the_exit_code_is_the_trainers(tmp_path, recipe, trainer, status):
     launch = Launch(tmp_path, recipe, STAND_IN_TRAINER=trainer, STAND_IN_SERVER="loads")
@@ -1148,6 +1159,7 @@ def test_the_server_of_a_lora_has_room_for_its_adapters(more, expected):
     assert launch_plan.make_server_plan(recipe, more)["adapters"] == expected
 
 
+@pytest.mark.contract("train.sh", "serving GPU")
 def test_the_commands_for_gpus(monkeypatch, capsys):
     for name in ("ACCELERATE_CONFIG", "TRAINER"):
         monkeypatch.delenv(name, raising=False)
@@ -1245,6 +1257,7 @@ def test_a_server_that_could_not_listen_is_not_started(tmp_path, recipe, host, p
     assert (tmp_path / "calls").read_text().startswith("plan ") and "vllm" not in (tmp_path / "calls").read_text()
 
 
+@pytest.mark.contract("serve.sh")
 def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, recipe):
     """Neither listens yet. The lock is the server's own: it ends with it."""
     port = free_port()

@@ -154,6 +154,7 @@ def free_ports(count: int) -> int:
             return first
 
 
+@pytest.mark.contract("Slurm")
 def test_a_job_whose_time_is_nearly_over_goes_on_in_the_next(tmp_path):
     """Two nodes that train, each with a launcher; USR1 reaches the script alone, as `--signal=B:` says."""
     with Job(tmp_path, 2, seconds_per_step=0.7, **IN_PROCESS) as job:
@@ -236,6 +237,7 @@ def test_a_port_that_is_in_use_ends_the_job(tmp_path, stand_in_python):
     assert "trainers" not in job.said() and not list(job.steps_that_run.iterdir())
 
 
+@pytest.mark.contract("Slurm")
 def test_each_server_and_the_training_get_their_gpus(tmp_path, stand_in_python):
     """A job that has its nodes for itself has all their GPUs, but a step gets only those that it asks for."""
     (tmp_path / "127.0.0.2").write_text("healthy")
@@ -298,6 +300,7 @@ def test_the_whole_job_with_a_server_on_a_node_of_its_own(tmp_path):
         assert ends(pid, 30)
 
 
+@pytest.mark.contract("serve.sh")
 def test_the_server_of_a_recipe_apart_from_its_trainer(monkeypatch):
     """As many GPUs as VLLM_TP says, and no training process: their number is not known on the server's node."""
     from launch import launch_plan

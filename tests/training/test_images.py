@@ -186,6 +186,7 @@ def test_what_is_no_picture(name, tokenizer):
         tokenizer.pictures.read(value, "row 3")
 
 
+@pytest.mark.contract("images in rows")
 def test_the_places_of_a_rows_images(tokenizer):
     """Parts take them in order; without one they stand before the first text of a user, as TRL has it."""
     images = [vision_model.picture(k) for k in range(3)]
@@ -221,6 +222,7 @@ def test_the_places_of_a_rows_images(tokenizer):
         with_marks(plain, {"image": images[0]}, plainly, "row 0")
 
 
+@pytest.mark.contract("images in results")
 def test_what_a_tool_returns(tokenizer):
     image = vision_model.picture(4)
     picture = tokenizer.pictures.read(image, "")
@@ -377,6 +379,7 @@ def test_rows_that_share_prompts_read_their_pictures(family, tokenizer):
             assert any("visual" in name for name in together)
 
 
+@pytest.mark.contract("images in rows", "images in results")
 @pytest.mark.parametrize(
     "changes",
     [

@@ -84,6 +84,7 @@ def of_trl(random_model, tmp_path_factory):
     return get
 
 
+@pytest.mark.contract("TRL gradients")
 @pytest.mark.parametrize("layout", ["shared", "padded"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda each: ",".join(f"{k}={v}" for k, v in each.items()))
 def test_a_step_has_trls_gradient(random_model, tmp_path, of_trl, settings, layout):

@@ -322,6 +322,7 @@ def searched(query, text, found, **changes):
                 observation_ids=[found], **changes)  # fmt: skip
 
 
+@pytest.mark.contract("information gain")
 def test_a_turn_gains_what_its_results_tell():
     turns = [
         searched("capital of France", "It is Paris.", 100),  # from 0.1 to 0.9
@@ -464,6 +465,7 @@ def test_an_evaluation_asks_the_model_that_it_evaluates(tmp_path, tiny):
     assert found["exact_match"] == 1.0 and found["rewards"]["turn"]["information_gain_reward_func"] > 0.3
 
 
+@pytest.mark.contract("information gain")
 def test_a_run_pays_turns_by_what_they_found(tmp_path):
     """The recipe of the calculator, whose results are the answers: who got the right one gains."""
     seen = []

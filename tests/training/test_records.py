@@ -27,6 +27,7 @@ pytestmark = pytest.mark.differs  # contexts here are made up: their ids are not
 # -- histories that were cut, not changed: nothing else may change either --
 
 
+@pytest.mark.contract("edited histories")
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
 @pytest.mark.parametrize("layout", batch.LAYOUTS)
 def test_a_cut_history_trains_as_a_whole_one(random_model, tmp_path, loss_type, layout):
@@ -190,6 +191,7 @@ def written_loss(model, tokenizer, loss_type):
     )
 
 
+@pytest.mark.contract("edited histories")
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo"])
 def test_each_turn_is_trained_in_the_context_in_which_it_was_sampled(random_model, tmp_path, loss_type):
     model, tokenizer = AutoModelForCausalLM.from_pretrained(random_model), AutoTokenizer.from_pretrained(random_model)
@@ -204,6 +206,7 @@ def test_each_turn_is_trained_in_the_context_in_which_it_was_sampled(random_mode
     assert result["log"]["records/mean"] == 14 / 8  # two rollouts have a single turn
 
 
+@pytest.mark.contract("old_logps")
 @pytest.mark.parametrize("server, mode", [
     (batch.Near, "token_truncate"), (batch.Unknown, "token_truncate"), (batch.Near, "token_mask"),
 ])  # fmt: skip

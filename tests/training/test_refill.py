@@ -20,6 +20,7 @@ def column(trainer, name):
     return [row[name] for row in trainer.state.log_history if name in row]
 
 
+@pytest.mark.contract("refill_groups")
 def test_what_a_step_asks_for_and_trains(random_model, tmp_path):
     """By hand: of the twelve prompts 1, 2, 3 and 8 have no signal; a step may ask for four groups beside its two."""
     trainer = make(random_model, tmp_path)
