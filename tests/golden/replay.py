@@ -28,9 +28,9 @@ from mt_grpo.rollout import Generation  # noqa: E402
 DATA = Path(__file__).parent / "data"
 RELATIVE, ABSOLUTE = 1e-5, 1e-7
 METRICS = (
-    "loss", "grad_norm", "learning_rate", "reward", "eval_reward", "entropy", "kl", "clip_ratio/region_mean",
-    "num_tokens", "completions/mean_length", "turns/mean", "frac_reward_zero_std", "credit/", "rewards/", "stop/",
-    "refill/", "sampling/", "records/mean",
+    "loss", "grad_norm", "learning_rate", "reward", "eval_loss", "eval_reward", "entropy", "kl", "num_tokens",
+    "clip_ratio/region_mean", "completions/mean_length", "turns/mean", "records/mean", "frac_reward_zero_std",
+    "credit/", "stop/", "refill/", "sampling/",
 )  # fmt: skip
 IMAGE = 2**32  # ids of images begin here (mt_grpo/base/pictures.py)
 
@@ -166,9 +166,9 @@ def run(case: dict, samples: dict[str, list] | None) -> tuple[dict[str, list], d
 
 
 def watch(trainer) -> dict[str, list]:
-    """A dict that is filled with the rows, credit and losses of each step."""
+    """A dict that is filled with the rows and the credit of each step."""
     found: dict[str, list] = {}
-    generate, step, numbers = trainer._generate_and_score_completions, trainer.training_step, itertools.count()
+    generate, numbers = trainer._generate_and_score_completions, itertools.count()
 
     def generate_and_note(inputs):
         output, number = generate(inputs), next(numbers)
@@ -188,12 +188,7 @@ def watch(trainer) -> dict[str, list]:
         torch.manual_seed(number)  # TRL shuffles what comes out by the generator that sampling has used
         return output
 
-    def step_and_note(*args, **kwargs):
-        loss = step(*args, **kwargs)
-        found[f"micro-batch {sum(name.startswith('micro') for name in found)}/loss"] = [loss.item()]
-        return loss
-
-    trainer._generate_and_score_completions, trainer.training_step = generate_and_note, step_and_note
+    trainer._generate_and_score_completions = generate_and_note
     return found
 
 
