@@ -30,7 +30,7 @@ RELATIVE, ABSOLUTE = 1e-5, 1e-7
 METRICS = (
     "loss", "grad_norm", "learning_rate", "reward", "eval_loss", "eval_reward", "entropy", "kl", "num_tokens",
     "clip_ratio/region_mean", "completions/mean_length", "turns/mean", "records/mean", "frac_reward_zero_std",
-    "credit/", "stop/", "refill/", "sampling/",
+    "credit/", "stop/", "refill/", "sampling/frac", "sampling/importance", "sampling/token",
 )  # fmt: skip
 IMAGE = 2**32  # ids of images begin here (mt_grpo/base/pictures.py)
 
