@@ -1,0 +1,15 @@
+"""Record golden batches again: `python tests/golden/record.py [NAME ...]`, without a name all of them.
+
+What changes a number on purpose records it again, and its commit message says which number and why.
+"""
+
+import sys
+
+from cases import CASES
+from replay import DATA, record, run, write
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        samples = record(CASES[name])
+        write(name, samples, run(CASES[name], samples)[1])
+        print(f"{name}: {(DATA / f'{name}.json').stat().st_size} bytes", flush=True)

@@ -1,0 +1,21 @@
+"""Golden batches: short runs give the ids, masks, credit, losses and gradients that they gave when they were recorded.
+
+`python tests/golden/record.py NAME` records one again; the commit message says which number changes, and why.
+"""
+
+import pytest
+from cases import CASES
+from replay import DATA, differences, read, run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_gives_what_it_gave(name):
+    samples, golden = read(name)
+    lines = differences(run(CASES[name], samples)[1], golden)
+    assert not lines, "\n".join([f"{len(lines)} lists differ", *lines[:20]])
+
+
+def test_goldens_are_small():
+    files = sorted(DATA.glob("*.json"))
+    assert [file.stem for file in files] == sorted(CASES)
+    assert sum(file.stat().st_size for file in files) <= 300_000
