@@ -11,6 +11,7 @@ from mt_grpo.base.ranks import RunError
 from mt_grpo.training.reward_numbers import check_advantages, numbers_that_move
 from mt_grpo.training.tensors import NAN, nanstd
 from mt_grpo_trainer import (
+    CREDIT_ASSIGNMENTS,
     RewardTable,
     doctest_batch,
     norm,
