@@ -276,30 +276,8 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     ):
         if not value:
             raise ValueError(f"{key} is not set. Add a line `{key}: ...` to the recipe; hf_recipes/ has examples.")
-    check_moved(script_args)
     make_paths_absolute(script_args, model_args)
     return script_args, args, model_args
-
-
-# Folders of samples that have moved.
-MOVED_SAMPLES = {
-    "agent_programs": "tools/agents",
-    "gym_texts": "tools/gym",
-    "mcp_programs": "tools/mcp",
-    "swift_plugins": "tools/ms_swift",
-    "verl_tools": "tools/verl",
-}
-
-
-def check_moved(script_args: Any) -> None:
-    """Raise `ValueError` for a key that names a sample where it stood before, and where nothing stands now."""
-    for key, value in vars(script_args).items():
-        for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
-            if not isinstance(text, str) or not (found := re.search(rf"\b({'|'.join(MOVED_SAMPLES)})/[\w.]+", text)):
-                continue
-            new = MOVED_SAMPLES[found[1]] + found[0].removeprefix(found[1])
-            if not os.path.exists(found[0].partition(":")[0]):
-                raise ValueError(f"{key}: {found[0]!r} is now {new!r}. Name the new path.")
 
 
 def make_paths_absolute(script_args: Any, model_args: Any) -> None:

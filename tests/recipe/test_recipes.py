@@ -1858,33 +1858,3 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             made(**changes)
-
-
-@pytest.mark.parametrize(
-    "key, value, new",
-    [
-        ("external_plugins", ["swift_plugins/calculator.py"], "tools/ms_swift/calculator.py"),
-        ("tools_config_file", "verl_tools/gsm8k.yaml", "tools/verl/gsm8k.yaml"),
-        ("mcp_config_file", "mcp_programs/calculator.json", "tools/mcp/calculator.json"),
-        ("gym_text", "gym_texts/frozen_lake.py:FrozenLakeText", "tools/gym/frozen_lake.py"),
-        ("agent", "agent_programs/calculator.py:solve", "tools/agents/calculator.py"),
-        ("agent_command", "python agent_programs/calculator.py --fast", "tools/agents/calculator.py"),
-    ],
-)
-def test_the_old_path_of_a_sample_names_the_new_one(key, value, new, tmp_path, monkeypatch):
-    recipe = {
-        "model_name_or_path": "x",
-        "dataset_name": "arithmetic",
-        "environment": "openai_agent",
-        "use_cpu": True,
-        key: value,
-    }
-    path = write(tmp_path, recipe)
-    with pytest.raises(ValueError, match=rf"^{key}: '\S+' is now '{new}'\. Name the new path\.$"):
-        mt.parse_arguments(["--config", path])
-    assert (Path(mt.__file__).parent / new).is_file()
-    old = re.search(r"\w+/[\w.]+", str(value))[0]
-    (tmp_path / old).parent.mkdir()
-    (tmp_path / old).write_text("")  # a folder of the user's own, of the same name
-    monkeypatch.chdir(tmp_path)
-    assert mt.parse_arguments(["--config", path])
