@@ -37,7 +37,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 
 from bench import common
 from bench.common import ROOT, VLLMServer, machine
-from bench.fault_proxy import Fault, FaultProxy, Request
+from fault_proxy import Fault, FaultProxy, Request
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"

@@ -17,8 +17,8 @@ import torch
 import vision_model
 from accelerate import Accelerator
 from bench.common import SGLangServer, free_port
-from bench.fault_proxy import Fault, FaultProxy, first
 from datasets import Dataset
+from fault_proxy import Fault, FaultProxy, first
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from test_images_by_server import logprobs_of, model_of, prompt_of
