@@ -379,14 +379,6 @@ def prepare(threads: int | None = None) -> None:
         disable_progress_bar()
 
 
-def two_cores() -> tuple[int, int]:
-    """A core for the trainer and one for its server."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        sys.exit("error: one core for the server and one for the trainer are needed, got one in all.")
-    return cores[0], cores[1]
-
-
 def train(
     recipe: str, output: Path, *options: Any, core: int | None = None, shown: bool = False, **env: str
 ) -> list[dict[str, Any]]:

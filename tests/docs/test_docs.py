@@ -572,7 +572,7 @@ def span_commands(text: str) -> list[list[str]]:
 
 
 def module_of(script: str) -> str:
-    """The name by which a script of the clone is imported: `bench.soak` for scripts/bench/soak.py."""
+    """The name by which a script of the clone is imported: `bench.step` for scripts/bench/step.py."""
     return script.removeprefix("scripts/").removesuffix(".py").replace("/", ".")
 
 
@@ -619,8 +619,8 @@ def test_a_wrong_command_is_noticed(capsys):
     assert span_commands(text) == [["python", "a.py", "--b"]]
     assert accepts("scripts/train.sh", "--max_steps", capsys) and not accepts("scripts/train.sh", "--max_step", capsys)
     assert accepts("scripts/setup.sh", "--gpu", capsys) and not accepts("scripts/setup.sh", "--gp", capsys)
-    soak = "scripts/bench/soak.py"
-    assert accepts(soak, "--kills", capsys) and not accepts(soak, "--kill", capsys)
+    bench = "scripts/bench/gpu.py"
+    assert accepts(bench, "--rollouts", capsys) and not accepts(bench, "--rollout", capsys)
 
 
 def test_vllm_takes_the_flags_of_the_server_by_hand():
@@ -700,8 +700,8 @@ def test_the_readme_leads_to_every_page():
 # --- the benchmarks' tables ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, function", [("rollout", "section"), ("overlap", "section"), ("step", "section"),
-                                            ("sync", "markdown"), ("bf16", "markdown"), ("tails", "section"),
+@pytest.mark.parametrize("name, function", [("rollout", "section"), ("step", "section"),
+                                            ("sync", "markdown"), ("bf16", "markdown"),
                                             ("agents", "section")])  # fmt: skip
 def test_the_page_has_the_table_of_the_results_file(name, function):
     results = json.loads((ROOT / f"docs/results/{name}.json").read_text())
