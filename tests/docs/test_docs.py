@@ -23,7 +23,6 @@ import pytest
 import torch
 import vision_model
 import yaml
-from bench import template_table
 from bench.common import with_section
 from datasets import Dataset
 from quickstart import TASKS
@@ -388,13 +387,6 @@ def test_the_plugin_of_ms_swift_runs(tmp_path, monkeypatch):
     mt.main(["--config", "recipe.yaml"])
     (row, *_) = json.loads((tmp_path / "out/trainer_state.json").read_text())["log_history"]
     assert row["turns/mean"] == 2.0 and row["stop/max_turns"] == 1.0 and "rewards/right/mean" in row
-
-
-def test_the_table_of_templates_is_what_they_do():
-    """Of the installed TRL: another version has other templates, and the table is made anew."""
-    page = PAGES["docs/tokenization.md"]
-    assert template_table.with_table(page, template_table.table()) == page
-    assert len(template_table.names()) > 35
 
 
 def test_the_tools_of_verl_run(tmp_path, monkeypatch):
