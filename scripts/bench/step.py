@@ -231,7 +231,7 @@ def as_lists(conversations: list[Conversation]) -> dict[str, list]:
 def as_rollouts(conversations: list[Conversation]) -> list:
     """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step.
 
-    A turn may have `context`, ids of an edited history that it reads, and `trained`; a conversation `num_copied`.
+    A turn may have `context`: ids of an edited history that it reads.
     """
     from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 
@@ -251,12 +251,10 @@ def as_rollouts(conversations: list[Conversation]) -> list:
                     messages=[dict(message) for message in turn["messages"]],
                     observation_ids=list(turn["observation_ids"]),
                     context=Context([], list(turn["context"])) if "context" in turn else None,
-                    trained=turn.get("trained", True),
                 )
                 for turn in conversation["turns"]
             ],
             StopReason.ANSWERED,
-            num_copied=conversation.get("num_copied", 0),
         )
         for index, conversation in enumerate(conversations)
     ]

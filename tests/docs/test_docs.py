@@ -692,7 +692,9 @@ def test_the_readme_leads_to_every_page():
 # --- the benchmarks' tables ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, function", [("rollout", "section"), ("step", "section"), ("sync", "markdown")])
+@pytest.mark.parametrize(
+    "name, function", [("rollout", "section"), ("step", "section"), ("sync", "markdown"), ("gpu", "section")]
+)
 def test_the_page_has_the_table_of_the_results_file(name, function):
     results = json.loads((ROOT / f"docs/results/{name}.json").read_text())
     made = getattr(importlib.import_module(f"bench.{name}"), function)(results)
