@@ -275,9 +275,13 @@ def rounded(value: Any, digits: int = 4) -> Any:
 
 
 def write_json(path: Path, results: Results) -> None:
-    """A file of results."""
+    """A file of results, with a line for each item of its lists."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    parts = []
+    for key, value in results.items():
+        items = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""
+        parts.append(f"{json.dumps(key)}: " + (f"[\n  {items}\n ]" if items else json.dumps(value)))
+    path.write_text("{" + ",\n ".join(parts) + "}\n", encoding="utf-8")
 
 
 def markers(name: str) -> tuple[str, str]:

@@ -45,7 +45,7 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import common
-from bench.common import end_with_parent, rounded, write_section
+from bench.common import end_with_parent, rounded, write_json, write_section
 
 METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum")
 WAYS = {  # of task (f): what each sets
@@ -565,9 +565,7 @@ def report() -> None:
     rows = sorted(results.values(), key=lambda of: (list(TASKS).index(of["task"]), NAMES.index(of["method"])))
     if not runs and not rows:
         sys.exit("error: no finished runs in runs/credit, and no results of any. Run without --report first.")
-    RESULTS.parent.mkdir(exist_ok=True)
-    body = ",\n".join("  " + json.dumps(row) for row in rows)
-    RESULTS.write_text(f'{{"learning_rates": {json.dumps(rates)},\n "results": [\n{body}\n]}}\n', encoding="utf-8")
+    write_json(RESULTS, {"learning_rates": rates, "results": rows})
     print(f"{RESULTS}: {len(runs)} runs, {len(rows)} results")
     for task in TASKS:
         digests = {row.get("code") for row in runs.values() if row["task"] == task}
