@@ -5,7 +5,7 @@
     python scripts/bench/gpu.py --tiny                # the bundled model, 2 steps: does each case run? also on a CPU
     python scripts/bench/gpu.py --report              # only the section of docs/speed.md, from docs/results/gpu.json
 
-The model has the shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json), random weights in float32 and bf16
+The model has the shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json), random weights in float32 and bf16
 autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides: what
 is compared is the machinery, not the conversation. `step` is the rest of a step, without generation, on conversations
 of two or three turns that were made before (scripts/bench/step.py): the prompt of a group computed once or for each of

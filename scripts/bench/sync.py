@@ -5,7 +5,7 @@
     python scripts/bench/sync.py --report    # only the section of docs/speed.md, from docs/results/sync.json
 
 Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the
-shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
+shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
 
 Measured: the trainer's own push and check, after a weight was changed; the first push of a server is not counted. One
 repetition: `gather` (walk over the parameters, copy), `write` (the safetensors file), `load` (pause, reload, reset of
@@ -30,7 +30,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 from bench.common import ROOT, Frame, VLLMServer, machine, peak_memory, prepare, rounded, spread, start_of_peak
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
-QWEN = json.loads((ROOT / "hf_recipes/Qwen/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
+QWEN = json.loads((ROOT / "scripts/bench/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
 # Size -> what its Qwen3 configuration has; None: the bundled model.
 SIZES: dict[str, dict[str, int] | None] = {
     "0.9M": None,
