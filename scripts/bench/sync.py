@@ -208,7 +208,6 @@ def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], pl
     keys = [key for key in (*PHASES, "total") if all(key in push for push in pushes)]
     seconds = {key: spread([push[key] for push in pushes]) for key in keys}
     row: dict[str, Any] = {"size": size, "dtype": dtype, **model, "repetitions": len(pushes), "seconds": seconds}
-    row["pushes"] = pushes  # in the order in which they were made
     for name, runs in (("plain", plain), ("disk", disk)):
         if runs:
             row[name] = {key: spread([run[key] for run in runs]) for key in ("write", "read")}
