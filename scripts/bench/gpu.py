@@ -327,7 +327,7 @@ def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train a bundled recipe in bf16 by the script, and return its log."""
     on_cpu, steps = str(not visible_gpus()).lower(), ["--max_steps", 2] if options.tiny else []
     words = "--bf16", "true", "--report_to", "none", "--use_cpu", on_cpu, *steps
-    log = common.train(RECIPES[options.run], Path(folder), *words, shown=True)
+    log = common.train(RECIPES[options.run], Path(folder), *words)
     return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
 
 

@@ -273,29 +273,13 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
         write(begun, {"inputs": read})
     # Without a seed of its own each run's server would sample from the same state.
     with VLLMServer(MODEL, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
-        rows = train(
-            RECIPE,
-            output,
-            *options,
-            "--seed",
-            seed,
-            "--max_steps",
-            steps,
-            "--use_vllm",
-            "true",
-            "--vllm_mode",
-            "server",
-            "--vllm_server_base_url",
-            server.url,
-            "--vllm_importance_sampling_mode",
-            "token_truncate",
-            "--log_rollouts",
-            32,
-            "--log_rollout_tokens",
-            "true",
-            *resume,
-            shown=True,
-        )
+        words = {
+            "seed": seed, "max_steps": steps, "use_vllm": "true", "vllm_mode": "server",
+            "vllm_server_base_url": server.url, "vllm_importance_sampling_mode": "token_truncate", "log_rollouts": 32,
+            "log_rollout_tokens": "true",
+        }  # fmt: skip
+        pairs = [word for key, value in words.items() for word in (f"--{key}", value)]
+        rows = train(RECIPE, output, *options, *pairs, *resume)
     trained = time.perf_counter() - began
     found = {
         "method": method, "seed": seed, "steps": steps, "inputs": read, "after": evaluated(merged(output)),

@@ -242,7 +242,7 @@ def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
         def __exit__(self, *_):
             asked.append("stopped")
 
-    def train(recipe, output, *words, shown):
+    def train(recipe, output, *words):
         asked.append((recipe, output, " ".join(map(str, words))))
         return [{"step": 1, "reward": 0.5, "num_tokens": 9, "rewards/f1_reward_func/mean": 0.25}]
 
