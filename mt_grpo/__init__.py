@@ -15,7 +15,6 @@ A wing imports from itself, from `rollout` and from the wings above it in this l
 A plug-in finds what it needs here: `from mt_grpo import Reply, Turn`.
 """
 
-from mt_grpo.base import moved
 from mt_grpo.rollout import (
     Context,
     Environment,
@@ -43,5 +42,3 @@ __all__ = [
     "ToolResult",
     "Turn",
 ]
-
-moved.install()

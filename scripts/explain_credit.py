@@ -30,8 +30,7 @@ import view_rollouts
 from evaluate import number, without_unused
 from recipes import Recipe, load_recipe, option
 from transformers.utils.logging import disable_progress_bar
-from viewer.index import as_item
-from viewer.rows import question
+from viewer.rows import as_item, question
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError

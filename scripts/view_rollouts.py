@@ -19,9 +19,7 @@ import hashlib
 import html
 import json
 import re
-import sqlite3
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,7 +29,7 @@ from typing import Any
 
 from aiohttp import web
 from plot_run import PANELS, lines_of
-from viewer.index import Query, RolloutIndex
+from viewer.log import LogReader
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.pictures import ID_DIGITS
@@ -43,7 +41,6 @@ PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file
 MOST_IMAGE_BYTES = 20 * 2**20  # of the images in one file
 MOST_POINTS = 400  # of a curve
-REFRESH_SECONDS = 2.0
 TURNS = ("Turns", (("turns/mean", "mean"), ("turns/max", "most")))
 EVALUATION = ("Evaluation", (("eval_reward", "reward, weighted"), ("eval_rewards/*/mean", "{}")))
 WEIGHTS = ("Weights and logprobs", (("rollout/staleness", "staleness"), ("sampling/sampling_logp_difference/mean",
@@ -96,7 +93,7 @@ def as_data(value: Any) -> str:
 # -- curves --
 
 
-def panels_of(logs: list[list[dict[str, Any]]], note: str | None) -> dict[str, Any]:
+def panels_of(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """The panels of curves of several runs, of their logged training steps and evaluations."""
     panels = []
     for title, metrics in (*PANELS, TURNS, WEIGHTS, EVALUATION):
@@ -108,7 +105,7 @@ def panels_of(logs: list[list[dict[str, Any]]], note: str | None) -> dict[str, A
         ]
         if lines:
             panels.append({"title": title, "lines": thinned(lines), "mode": kind.removesuffix("reward")})
-    return {"panels": panels, "note": note}
+    return panels
 
 
 def thinned(lines: list[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[str, Any]]:
@@ -132,7 +129,7 @@ def thinned(lines: list[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[s
 
 
 class Run:
-    """One output directory: its index, and its metrics. Raises `ValueError` where nothing of a run is in it."""
+    """One output directory: its rollouts, and its metrics. Raises `ValueError` where nothing of a run is in it."""
 
     def __init__(self, folder: Path):
         self.folder = folder
@@ -143,25 +140,35 @@ class Run:
                 f"{folder} has neither rollouts.rank*.jsonl nor {METRICS_FILE}. Expected the output_dir of a run with "
                 "log_rollouts above 0."
             )
-        self.index = RolloutIndex(folder)
-        self.reading, self.problem = False, ""
+        self.log = LogReader(folder)
         self.name = folder.resolve().name
-
-    def logs(self) -> tuple[list[dict[str, Any]], bool]:
-        """(rows of training steps, whether they are of the log of rollouts, since there are no metrics)."""
-        rows = read_metrics(self.folder)
-        return (rows, False) if any("reward" in row for row in rows) else (self.index.by_step(), True)
 
     def image(self, name: str) -> Path:
         """The file of an image of the log."""
         return self.folder / IMAGE_FOLDER / f"{name}.png"
 
     def info(self) -> dict[str, Any]:
+        """Read what was added to the log, and return numbers of it."""
+        problems = []
+        try:
+            self.log.refresh()
+        except OSError as error:
+            problems = [f"{self.folder}: {error_line(error)}. What was read before is shown."]
         path = self.folder / METRICS_FILE
-        metrics = path.stat().st_size if path.is_file() else 0
-        info = self.index.info()
-        info["notes"] += [self.problem] * bool(self.problem)
-        return {"name": self.name, "folder": str(self.folder), "reading": self.reading, "metrics": metrics, **info}
+        info = self.log.info()
+        info["notes"] += problems
+        size = path.stat().st_size if path.is_file() else 0
+        return {"name": self.name, "folder": str(self.folder), "metrics": size, **info}
+
+    def read(self) -> None:
+        """Read the log for the first time, and print how much it is."""
+        began = time.perf_counter()
+        info = self.info()
+        seconds = time.perf_counter() - began
+        print(
+            "\n".join([f"{self.folder}: {info['count']:,} rollouts, read in {seconds:.1f} s", *info["notes"]]),
+            flush=True,
+        )
 
 
 def open_runs(folders: list[Path]) -> list[Run]:
@@ -175,10 +182,10 @@ def open_runs(folders: list[Path]) -> list[Run]:
 
 def curves(runs: list[Run]) -> dict[str, Any]:
     """The panels of these runs."""
-    logs = [run.logs() for run in runs]
-    from_log = [run.name for run, (_, found) in zip(runs, logs) if found]
-    note = f"{', '.join(from_log)}: no metrics were found, so curves are means over the logged rollouts."
-    return {**panels_of([rows for rows, _ in logs], note if from_log else None), "differences": differences(runs)}
+    panels = panels_of([read_metrics(run.folder) for run in runs])
+    missing = [run.name for run in runs if not read_metrics(run.folder)]
+    note = f"{', '.join(missing)}: there is no {METRICS_FILE}, so there are no curves." if missing else None
+    return {"panels": panels, "note": note, "differences": differences(runs)}
 
 
 def differences(runs: list[Run]) -> list[list[str]] | None:
@@ -215,10 +222,10 @@ def write_page(folders: list[Path], path: Path) -> str:
     runs = open_runs(folders)
     data: dict[str, Any] = {"served": False, "runs": [], "rollouts": [], "images": {}}
     for number, run in enumerate(runs):
-        run.index.refresh()
-        chosen, which = run.index.sample(MOST_ROLLOUTS // len(runs))
+        run.read()
+        chosen, which = run.log.sample(MOST_ROLLOUTS // len(runs))
         data["runs"].append({**run.info(), "which": f"{run.name}: {which}", "folder": run.name})
-        rollouts = [{**run.index.rollout(each), "run": number} for each in chosen]
+        rollouts = [{**run.log.rollout(each), "run": number} for each in chosen]
         data["rollouts"] += rollouts
         data["images"] |= images_of_page(run, rollouts, MOST_IMAGE_BYTES // len(runs))
     data["panels"] = curves(runs)
@@ -242,16 +249,8 @@ def images_of_page(run: Run, rollouts: list[dict[str, Any]], most: int) -> dict[
 # -- a server --
 
 
-def path_number(request: web.Request, name: str) -> int:
-    """A number of the address. Raises `ValueError` for one that no row can have."""
-    text = request.match_info[name]
-    if len(text) > 18:  # SQLite holds 19 digits, and Python refuses to read thousands
-        raise ValueError(f"There is no {name} {text[:18]}... Expected a number of a rollout or a run.")
-    return int(text)
-
-
 class Viewer:
-    """Answers the page's questions. One thread reads the logs, another one the indices.
+    """Answers the page's questions, one at a time; the page asks for `info`, which reads on in the logs, every 3 s.
 
     Args:
         folders: Output directories, at most two.
@@ -259,10 +258,10 @@ class Viewer:
 
     def __init__(self, folders: list[Path]):
         self.runs = open_runs(folders)
+        for run in self.runs:
+            run.read()
         self.ask = ThreadPoolExecutor(1, thread_name_prefix="ask")
-        self.over = threading.Event()
         self.title = " and ".join(run.name for run in self.runs)
-        self.reader = threading.Thread(target=self._follow, name="read", daemon=True)
 
     def app(self) -> web.Application:
         """The application."""
@@ -275,7 +274,6 @@ class Viewer:
         for kind in ("rollout", "group"):
             route = rf"/api/{kind}/{{run:\d+}}/{{id:\d+}}"
             app.router.add_get(route, self.answer(lambda request, kind=kind: self.conversations(kind, request)))
-        app.on_startup.append(self._start)
         app.on_cleanup.append(self._stop)
         return app
 
@@ -307,7 +305,7 @@ class Viewer:
         async def handler(request: web.Request) -> web.Response:
             try:
                 found = await asyncio.get_running_loop().run_in_executor(self.ask, function, request)
-            except (ValueError, KeyError, OverflowError, sqlite3.Error) as error:
+            except (ValueError, KeyError, OverflowError) as error:
                 return web.json_response({"error": f"{error}".strip("'\"")}, status=400)
             return web.json_response(found)
 
@@ -315,49 +313,21 @@ class Viewer:
 
     def table(self, request: web.Request) -> dict[str, Any]:
         """A page of the table."""
-        return self.index_of(request).table(Query.read(dict(request.query)))
+        return self.log_of(request).table(dict(request.query))
 
-    def index_of(self, request: web.Request) -> RolloutIndex:
-        """Of the run that is asked for. Raises `ValueError`."""
-        number = path_number(request, "run")
+    def log_of(self, request: web.Request) -> LogReader:
+        """The log of the run that is asked for. Raises `ValueError`."""
+        number = int(request.match_info["run"])
         if number >= len(self.runs):
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
-        return self.runs[number].index
+        return self.runs[number].log
 
     def conversations(self, kind: str, request: web.Request) -> Any:
         """One rollout, or those of its group."""
-        return getattr(self.index_of(request), kind)(path_number(request, "id"))
-
-    async def _start(self, app: web.Application) -> None:
-        self.reader.start()
+        return getattr(self.log_of(request), kind)(int(request.match_info["id"]))
 
     async def _stop(self, app: web.Application) -> None:
-        self.over.set()
-        await asyncio.get_running_loop().run_in_executor(None, self.reader.join, 10.0)
         self.ask.shutdown()
-
-    def _follow(self) -> None:
-        """Read what the runs add, until the viewer ends. INVARIANT: this thread has connections of its own."""
-        indices = [RolloutIndex(run.folder, run.index.path) for run in self.runs]
-        began, first = time.perf_counter(), True
-        while not self.over.is_set():
-            for run, index in zip(self.runs, indices):
-                run.reading = first
-                try:
-                    added = index.refresh(self.over.is_set)
-                except Exception as error:  # told, and tried again: a disk may be full for a while
-                    run.problem = f"{run.folder}: {error_line(error)}. Trying again."
-                    print(run.problem, file=sys.stderr, flush=True)
-                    self.over.wait(5 * REFRESH_SECONDS)
-                    continue
-                run.problem = ""
-                if first and added:
-                    print(f"{run.folder}: {added:,} rollouts in {time.perf_counter() - began:.1f} s", flush=True)
-                run.reading = False
-            first = False
-            self.over.wait(REFRESH_SECONDS)
-        for index in indices:
-            index.close()
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -374,7 +344,7 @@ def main(argv: list[str] | None = None) -> None:
             print(f"{args.html}: {which}, {args.html.stat().st_size / 1e6:.1f} MB")
             return
         viewer = Viewer(args.runs)
-    except (ValueError, OSError, sqlite3.Error) as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     said = f"{viewer.title} is served on http://127.0.0.1:{args.port} (Ctrl+C ends it)"
     try:

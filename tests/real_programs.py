@@ -19,7 +19,6 @@ BESIDE = {  # what they import and do not require
     "qwen-agent": ["soundfile", "python-dateutil", "tqdm"], "langchain": ["langchain-openai==1.7.4"],
     "verifiers": ["uv"],
 }  # fmt: skip
-PINNED = {**VERSIONS, **OF_PYTHON}
 
 
 def installed(command, folder):

@@ -1,7 +1,6 @@
 """The house: what stands where, how large it may be, and that imports point downwards."""
 
 import ast
-import importlib
 import os
 import re
 import runpy
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import pytest
 from trl import GRPOTrainer
-
-from mt_grpo.base.moved import KEPT, new_paths
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "mt_grpo_trainer.py"
@@ -48,7 +45,7 @@ def ours(name: str) -> dict[str, str]:
     for node in ast.walk(ast.parse(FILES[name].read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mt_grpo":
             path = "/".join(node.module.split(".")[1:])
-            for alias in node.names:  # `from mt_grpo.base import moved` names a module, too
+            for alias in node.names:  # `from mt_grpo.base import ranks` names a module, too
                 found[f"{path}/{alias.name}".strip("/") if path not in FILES else path] = ast.unparse(node)
         elif isinstance(node, ast.Import):
             found |= {"/".join(a.name.split(".")[1:]): a.name for a in node.names if a.name.startswith("mt_grpo.")}
@@ -154,18 +151,7 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not below
 
 
-@pytest.mark.parametrize("old", sorted(new_paths()))
-def test_an_old_module_path_names_the_new_one(old):
-    with pytest.raises(ImportError) as error:
-        importlib.import_module(old)
-    for new in new_paths()[old]:
-        assert new in str(error.value)
-        importlib.import_module(new)
-
-
 def test_documented_imports_go_on_working():
-    for old, new in KEPT.items():
-        assert importlib.import_module(old).load_tools is importlib.import_module(new).load_tools
     import mt_grpo
     import mt_grpo.rollout
 
@@ -184,7 +170,7 @@ def test_plug_ins_stand_alone(folder):
         assert not any(name.split(".")[0] in ("mt_grpo", "mt_grpo_trainer") for name in imported(path)), path
 
 
-IN_ONE_FILE = [FILES[name] for name in MODULES if not name.startswith("adapters/") and name != "base/moved"]
+IN_ONE_FILE = [FILES[name] for name in MODULES if not name.startswith("adapters/")]
 IN_ONE_FILE += [FILES["adapters/choose"], FILES["adapters/house"]]
 IN_ONE_FILE += [path for name, path in FILES.items() if name.startswith("adapters/") and name.endswith("/keys")]
 

@@ -7,7 +7,6 @@ fields           a recipe's key as a field, which says all of it once; intervals
 files            lock files, the output directory of one run, streams that outlive their readers, paths
 id_hashes        hashes of token ids
 json_types       type hints of JSON, their names, values from YAML; a value as JSON
-moved            old module paths, which name the new ones
 pictures         pictures in a conversation, and the ids that stand for them
 ranks            errors of one rank, raised on all ranks
 rows             rows as they were written, without a table's types

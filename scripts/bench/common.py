@@ -61,7 +61,6 @@ class VLLMServer:
         port: None: a free one.
         log: File for what the server says. None: a temporary one.
         dev_mode: Whether the development endpoints, which weight pushes need, are there.
-        cores: Cores that it may use, such as `{1}`. None: all.
         timeout: Seconds that it may take to start.
         python: The interpreter that runs it.
         env: Variables of its environment, beside those of this process.
@@ -77,12 +76,11 @@ class VLLMServer:
         port: int | None = None,
         log: str | Path | None = None,
         dev_mode: bool = True,
-        cores: set[int] | None = None,
         timeout: float = 180.0,
         python: str = sys.executable,
         env: dict[str, str] | None = None,
     ):
-        self.model, self.flags, self.dev_mode, self.cores, self.timeout = model, flags, dev_mode, cores, timeout
+        self.model, self.flags, self.dev_mode, self.timeout = model, flags, dev_mode, timeout
         self.python, self.env = python, env or {}
         self.port = port or free_port()
         self.log = Path(log or tempfile.mkstemp(prefix="vllm-", suffix=".log")[1])
@@ -106,8 +104,6 @@ class VLLMServer:
         """Start it, and return without waiting for it."""
         command, added = self.command()
         env = {**os.environ, "HF_HUB_OFFLINE": "1", **added, **self.env}
-        if self.cores:
-            command = ["taskset", "-c", ",".join(map(str, sorted(self.cores))), *command]
         with open(self.log, "a") as log:
             self.process = subprocess.Popen(
                 command,
@@ -161,43 +157,6 @@ class VLLMServer:
 
     def __exit__(self, *error) -> None:
         self.stop()
-
-
-class SGLangServer(VLLMServer):
-    """As `VLLMServer`, by what `scripts/train.sh` starts; `SGLANG_PYTHON`, or .venv-sglang, has SGLang.
-
-    Args:
-        context: Tokens of its context.
-        images: Whether it reads images.
-        tensor_parallel: Its workers.
-    """
-
-    def __init__(
-        self,
-        model: str | Path,
-        *flags: str,
-        context: int = 640,
-        images: bool = False,
-        tensor_parallel: int = 1,
-        timeout: float = 600.0,
-        **kwargs,
-    ):
-        super().__init__(model, *flags, timeout=timeout, **kwargs)
-        self.context, self.images, self.tensor_parallel = context, images, tensor_parallel
-
-    def command(self) -> tuple[list[str], dict[str, str]]:
-        from launch.train import server_command
-
-        plan = {
-            "engine": "sglang", "model": str(self.model), "revision": "main", "dtype": "float32",
-            "max_model_len": self.context, "trust_remote_code": False, "tensor_parallel": self.tensor_parallel,
-            "images": self.images,
-        }  # fmt: skip
-        command, env = server_command(self.python, plan, self.port, "")
-        return [*command, *self.flags], env
-
-    def healthy(self) -> bool:
-        return self.process is not None and self.process.poll() is None and super().healthy()
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -275,9 +234,13 @@ def rounded(value: Any, digits: int = 4) -> Any:
 
 
 def write_json(path: Path, results: Results) -> None:
-    """A file of results."""
+    """A file of results, with a line for each item of its lists."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    parts = []
+    for key, value in results.items():
+        items = ",\n  ".join(map(json.dumps, value)) if isinstance(value, list) else ""
+        parts.append(f"{json.dumps(key)}: " + (f"[\n  {items}\n ]" if items else json.dumps(value)))
+    path.write_text("{" + ",\n ".join(parts) + "}\n", encoding="utf-8")
 
 
 def markers(name: str) -> tuple[str, str]:
@@ -379,39 +342,23 @@ def prepare(threads: int | None = None) -> None:
         disable_progress_bar()
 
 
-def two_cores() -> tuple[int, int]:
-    """A core for the trainer and one for its server."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < 2:
-        sys.exit("error: one core for the server and one for the trainer are needed, got one in all.")
-    return cores[0], cores[1]
-
-
-def train(
-    recipe: str, output: Path, *options: Any, core: int | None = None, shown: bool = False, **env: str
-) -> list[dict[str, Any]]:
-    """Train a recipe in a process of its own. Returns the rows of its log, one per step.
+def train(recipe: str, output: Path, *options: Any) -> list[dict[str, Any]]:
+    """Train a recipe in a process of its own, and return the rows of its log, one per step.
 
     Args:
         recipe: Path of the recipe.
         output: The run's folder.
         options: Further words of the command line.
-        core: The core that it may use. None: all.
-        shown: What it prints is this process's output, too.
-        env: Variables of its environment, beside those of this process.
 
     Raises:
-        RuntimeError: the run failed; the message has the end of its output where that was not shown.
+        RuntimeError: the run failed.
     """
-    place = [] if core is None else ["taskset", "-c", str(core)]
-    command = [*place, sys.executable, "mt_grpo_trainer.py", "--config", recipe, "--output_dir", str(output)]
+    command = [sys.executable, "mt_grpo_trainer.py", "--config", recipe, "--output_dir", str(output)]
     command += ["--disable_tqdm", "true", *map(str, options)]
-    said: dict[str, Any] = {} if shown else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     # Of a study that is killed no run stays behind, which would hold the folder: it saves itself.
-    said["preexec_fn"] = ends_with_this()
-    with subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, **said) as process:
+    with subprocess.Popen(command, cwd=ROOT, preexec_fn=ends_with_this()) as process:
         try:
-            output_of_it, _ = process.communicate()
+            process.wait()
         except BaseException:  # this process is told to stop: so is the run, which saves itself first
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -419,7 +366,7 @@ def train(
             process.kill()
             raise
     if process.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{(output_of_it or 'see above')[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {process.returncode}, see above.")
     history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     return [row for row in history if "reward" in row]
 

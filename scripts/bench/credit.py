@@ -11,20 +11,19 @@ game of gymnasium, up to 20 turns, one reward at its goal; the board is the stat
 without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e). (f) `alone`: the task
 of (c) where nobody pays turns, by ways to make more of the outcome (WAYS), all of them whatever --methods says, at
 the recipe's learning rate. Three of them replace groups without signal, and `outcome_thrice` trains on three times as
-many groups: compare these by their tokens. `tree` samples fewer tokens, since a branch has its trunk's first turns.
+many groups: compare these by their tokens.
 (g) `hops`: the task of (d) where nobody pays turns, by some of these ways; by `gain` and `gain_zero_sum`, which are
-`mt_grpo` and `zero_sum` with the information gain of each search as the turn's reward (rewards/information_gain.py);
-and by `echo`, which learns what the searches answered, too. `outcome_ten` has ten groups in a step in place of eight,
-for the tokens of `outcome_refill`, and `tree_nine` has nine, for those of `outcome`.
+`mt_grpo` and `zero_sum` with the information gain of each search as the turn's reward (rewards/information_gain.py).
+`outcome_ten` has ten groups in a step instead of eight, for the tokens of `outcome_refill`.
 
-Fair: all methods of a task have the same model, rewards, seeds, optimizer steps and, but for those six ways, number
+Fair: all methods of a task have the same model, rewards, seeds, optimizer steps and, except for those ways, number
 of rollouts, and c = 1 (the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate
 of a method is the best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not
 reported: a noisy choice. (d) and (e) have their recipe's for all.
 
-Resumable: a finished run is a file in runs/credit/ (or a row of docs/results/credit.json) and is not run again, also
-after a change of the code: delete its file and its row for that. Each row has a digest of the code that made it, and
-the report says so if there are several.
+Resumable: a finished run is a file in runs/credit/ and is not run again, also after a change of the code: delete its
+file for that. Each has a digest of the code that made it, and the report says so if there are several. The report puts
+what the runs of a method on a task come to into docs/results/credit.json; what has no new runs stays there.
 """
 
 import argparse
@@ -46,7 +45,7 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import common
-from bench.common import end_with_parent, rounded, write_section
+from bench.common import end_with_parent, rounded, write_json, write_section
 
 METHODS = ("outcome", "merged", "mt_grpo", "turn_return", "gigpo", "zero_sum")
 WAYS = {  # of task (f): what each sets
@@ -60,26 +59,19 @@ WAYS = {  # of task (f): what each sets
     "outcome_refill": ["--credit_assignment", "outcome", "--refill_groups", "2"],
     "gigpo_refill": ["--credit_assignment", "gigpo", "--outcome_in_return", "true", "--refill_groups", "2"],
     "outcome_thrice": ["--credit_assignment", "outcome", "--per_device_train_batch_size", "192"],
-    # Trees of a trunk and a branch: of the eight rollouts of a prompt four go on from a state of another one.
-    "tree": ["--credit_assignment", "tree", "--scale_rewards", "none"],
-    "tree_refill": ["--credit_assignment", "tree", "--scale_rewards", "none", "--refill_groups", "2"],
 }  # fmt: skip
 UNPAID = {  # of task (g), by exact match alone
-    **{
-        name: WAYS[name]
-        for name in ("outcome", "outcome_by_mean", "gigpo_return", "outcome_refill", "tree", "tree_refill")
-    },
-    # As many tokens as `outcome_refill`, and as many as `outcome`.
-    "outcome_ten": [*WAYS["outcome"], "--per_device_train_batch_size", "80"],
-    "tree_nine": [*WAYS["tree"], "--per_device_train_batch_size", "72"],
-    "echo": [*WAYS["outcome"], "--observation_loss_coef", "0.1"],
+    **{name: WAYS[name] for name in ("outcome", "outcome_by_mean", "gigpo_return", "outcome_refill")},
+    "outcome_ten": [*WAYS["outcome"], "--per_device_train_batch_size", "80"],  # as many tokens as `outcome_refill`
 }
 HOPS = {  # of task (g); the last two are also paid what each search gained
     **{name: [*arguments, "--turn_reward_weights", "0"] for name, arguments in UNPAID.items()},
     "gain": ["--credit_assignment", "mt_grpo"],
     "gain_zero_sum": ["--credit_assignment", "zero_sum"],
 }
-NAMES = list(dict.fromkeys((*METHODS, *WAYS, *HOPS)))
+# In the order of the tables. `tree`, `tree_refill`, `tree_nine` and `echo` were measured by commit 342dc01, the last
+# one with trees of rollouts and a loss of observations: their figures stay in the results.
+NAMES = [*METHODS, *list(WAYS)[1:], "tree", "tree_refill", "outcome_ten", "tree_nine", "echo", *list(HOPS)[-2:]]
 LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 SEARCH_SEED = 100
 NUM_SEEDS = 5  # fewer are not quoted, but where a task says another number
@@ -175,15 +167,12 @@ def run(job: Job) -> dict[str, Any]:
     row = {
         **job,
         "code": code,
-        # Of all that was sampled: what a refill trains is near the middle, whatever the policy does. Branches of trees
-        # lean to long conversations, and trunks do not. In the tasks with these the exact match is the only outcome.
+        # Of all that was sampled: what a refill trains is near the middle, whatever the policy does.
         "train_exact_match": [
-            log.get("refill/outcome_of_all_sampled", log.get("tree/outcome_of_trunks", log[f"rewards/{outcome}/mean"]))
-            for log in steps
+            log.get("refill/outcome_of_all_sampled", log[f"rewards/{outcome}/mean"]) for log in steps
         ],
         "tokens": steps[-1]["num_tokens"],
         "without_signal": mean([log["credit/frac_groups_without_signal"] for log in steps]),
-        "train_turns": [round(log["turns/mean"], 3) for log in steps],
     }
     row |= curve_figures(row["train_exact_match"])
     trainer.model.eval()
@@ -263,9 +252,8 @@ def code_digest(task: str) -> str:
 
 
 def finished() -> dict[str, dict[str, Any]]:
-    """All finished runs by name: those of the results file, and those in files of their own, which win."""
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))["runs"] if RESULTS.is_file() else []
-    rows += [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json"))]
+    """All finished runs by name."""
+    rows = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RUNS.glob("*.json"))]
     return {name_of(row): row for row in rows}
 
 
@@ -427,11 +415,10 @@ def median_steps(values: list[int | None], steps: int) -> str:
     return f"> {steps}" if middle == math.inf else f"{middle:g}"
 
 
-def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def reported(rows: list[dict[str, Any]], rates: dict[str, float]) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """The runs that may be quoted: task and method to runs with the chosen learning rate, on at least `num_seeds` of
     the task, the same for all its methods.
     """
-    rates = best_learning_rates({name_of(row): row for row in rows})
     groups = {
         (task, method): [
             row
@@ -455,14 +442,29 @@ def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str,
     }
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """One table per task that has runs to quote."""
-    groups, lines = reported(rows), []
+def aggregated(rows: list[dict[str, Any]], rates: dict[str, float]) -> list[dict[str, Any]]:
+    """The results of each task and method: its figures by seed, and `curve`, (mean, half width) by step."""
+    found = []
+    for (task, method), runs in reported(rows, rates).items():
+        runs = sorted(runs, key=lambda row: row["seed"])
+        curves = [smoothed(row["train_exact_match"]) for row in runs]
+        found.append({
+            "task": task, "method": method, "learning_rate": runs[0]["learning_rate"],
+            **{key: [row[key] for row in runs] for key in ("seed", *FIGURES)},
+            "tokens": [row["tokens"] for row in runs if "tokens" in row],
+            "curve": [[round(number, 3) for number in interval(list(values))] for values in zip(*curves)],
+        })  # fmt: skip
+    return found
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+    """One table per task that has results to quote."""
+    groups, lines = {(of["task"], of["method"]): of for of in results}, []
     for task, settings in TASKS.items():
         methods = [m for m in NAMES if (task, m) in groups]
         if not methods:
             continue
-        seeds, scaled = {len(groups[task, m]) for m in methods}, "scale_rewards" in settings
+        seeds, scaled = {len(groups[task, m]["seed"]) for m in methods}, "scale_rewards" in settings
         ways = "ways" in settings
         if "outcome" in settings:
             lines += game_table(task, {m: groups[task, m] for m in methods})
@@ -476,40 +478,37 @@ def markdown(rows: list[dict[str, Any]]) -> str:
             f"|---|{'---|' * scaled}---|{'---|---|' * ways}---|---|---|---|---|---|---|",
         ]
         for method in methods:
-            runs = groups[task, method]
-            cells = {key: spread([row[key] for row in runs]) for key in FIGURES if key != "steps_to_threshold"}
-            passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
+            of = groups[task, method]
+            cells = {key: spread(of[key]) for key in FIGURES if key != "steps_to_threshold"}
+            passed = median_steps(of["steps_to_threshold"], settings["steps"])
             scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
-            each = " ".join(f"{row['exact_match']:.2f}" for row in sorted(runs, key=lambda row: row["seed"]))
-            tokens = [row["tokens"] for row in runs if "tokens" in row]
-            sampled = f"{mean(tokens) / 1e3:.0f}k" if tokens else "-"  # prompts, and what was sampled
+            each = " ".join(f"{value:.2f}" for value in of["exact_match"])
+            sampled = f"{mean(of['tokens']) / 1e3:.0f}k" if of["tokens"] else "-"  # prompts, and what was sampled
             more = f" {each} | {sampled} |" if ways else ""
             lines.append(
                 f"| `{method}` |{scale} {cells['exact_match']} |{more} {cells['area']} | {passed} | "
                 f"{cells['result_found']} | {cells['tool_executed']} | {cells['mean_turns']} | "
-                f"{cells['without_signal']} | {runs[0]['learning_rate']:g} |"
+                f"{cells['without_signal']} | {of['learning_rate']:g} |"
             )
         lines.append("")
     return "\n".join(lines).rstrip("\n")
 
 
-def game_table(task: str, groups: dict[str, list[dict[str, Any]]]) -> list[str]:
-    """The table of a task whose outcome is a game's return; of each method its runs."""
+def game_table(task: str, groups: dict[str, dict[str, Any]]) -> list[str]:
+    """The table of a task whose outcome is a game's return; of each method its results."""
     settings, (some, *_) = TASKS[task], groups.values()
     lines = [
         f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, learning rate "
-        f"{settings['learning_rate']:g}, {NUM_PROBLEMS} further episodes, {len(some)} seeds, mean ± 95% interval",
+        f"{settings['learning_rate']:g}, {NUM_PROBLEMS} further episodes, {len(some['seed'])} seeds, "
+        "mean ± 95% interval",
         "",
         "| `credit_assignment` | scaled by | goal reached | each seed | area | steps to 0.8 | turns | no signal |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for method, runs in groups.items():
-        cells = {
-            key: "{:.2f} ± {:.2f}".format(*interval([row[key] for row in runs]))
-            for key in ("exact_match", "area", "mean_turns", "without_signal")
-        }
-        cells["each"] = " ".join(f"{row['exact_match']:.2f}" for row in sorted(runs, key=lambda row: row["seed"]))
-        passed = median_steps([row["steps_to_threshold"] for row in runs], settings["steps"])
+    for method, of in groups.items():
+        cells = {key: spread(of[key]) for key in ("exact_match", "area", "mean_turns", "without_signal")}
+        cells["each"] = " ".join(f"{value:.2f}" for value in of["exact_match"])
+        passed = median_steps(of["steps_to_threshold"], settings["steps"])
         lines.append(
             f"| `{method}` | `{settings['scale_rewards'][method]}` | {cells['exact_match']} | {cells['each']} | "
             f"{cells['area']} | {passed} | {cells['mean_turns']} | {cells['without_signal']} |"
@@ -517,10 +516,10 @@ def game_table(task: str, groups: dict[str, list[dict[str, Any]]]) -> list[str]:
     return [*lines, ""]
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(results: list[dict[str, Any]], path: Path) -> None:
     """The training curves of all tasks: mean over seeds of the smoothed exact match, and its 95% interval."""
     pyplot = common.pyplot()
-    groups = reported(rows)
+    groups = {(of["task"], of["method"]): of for of in results}
     tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
     okabe_and_ito = (
         "#777777 #E69F00 #0072B2 #009E73 #CC79A7 #D55E00 #F0E442 #56B4E9 #000000 #882255 "
@@ -536,8 +535,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         for method in NAMES:
             if (task, method) not in groups:
                 continue
-            curves = [smoothed(row["train_exact_match"]) for row in groups[task, method]]
-            points = [interval(list(values)) for values in zip(*curves)]
+            points = groups[task, method]["curve"]
             steps = range(1, len(points) + 1)
             axis.plot(steps, [m for m, _ in points], color=colours[method], label=method, linewidth=1.8)
             axis.fill_between(
@@ -558,30 +556,25 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def report() -> None:
     """Write the results file, the plot and the page's tables from all finished runs."""
-    known = [row for row in finished().values() if row["task"] in TASKS and row["method"] in NAMES]
-    rows = sorted(
-        known, key=lambda r: (list(TASKS).index(r["task"]), NAMES.index(r["method"]), r["seed"], r["learning_rate"])
+    old = (
+        json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"learning_rates": {}, "results": []}
     )
-    if not rows:
-        sys.exit("error: no finished runs in runs/credit or docs/results/credit.json. Run without --report first.")
-    RESULTS.parent.mkdir(exist_ok=True)
-    body = ",\n".join("  " + json.dumps(row) for row in rows)
-    settings = {
-        "learning_rates": best_learning_rates({name_of(r): r for r in rows}),
-        "search_seed": SEARCH_SEED,
-        "rollouts_per_step": 64,
-        "num_problems": NUM_PROBLEMS,
-    }
-    RESULTS.write_text(f'{{"settings": {json.dumps(settings)},\n "runs": [\n{body}\n]}}\n', encoding="utf-8")
-    print(f"{RESULTS}: {len(rows)} runs")
+    runs = finished()
+    rates = {**old["learning_rates"], **best_learning_rates(runs)}
+    results = {(of["task"], of["method"]): of for of in [*old["results"], *aggregated(list(runs.values()), rates)]}
+    rows = sorted(results.values(), key=lambda of: (list(TASKS).index(of["task"]), NAMES.index(of["method"])))
+    if not runs and not rows:
+        sys.exit("error: no finished runs in runs/credit, and no results of any. Run without --report first.")
+    write_json(RESULTS, {"learning_rates": rates, "results": rows})
+    print(f"{RESULTS}: {len(runs)} runs, {len(rows)} results")
     for task in TASKS:
-        digests = {row.get("code") for row in rows if row["task"] == task}
+        digests = {row.get("code") for row in runs.values() if row["task"] == task}
         if len(digests) > 1:
             print(f"note: the runs of {task} were made by {len(digests)} versions of the code")
-    table = markdown(rows)
-    if not table:
+    if not rows:
         print("nothing to quote yet: no method has the seeds of its task")
         return
+    table = markdown(rows)
     plot(rows, PICTURE)
     write_section("credit", table, PAGE)
     print(f"{PICTURE} and the tables in {PAGE}\n\n{table}")

@@ -5,13 +5,13 @@
     python scripts/bench/gpu.py --tiny                # the bundled model, 2 steps: does each case run? also on a CPU
     python scripts/bench/gpu.py --report              # only the section of docs/speed.md, from docs/results/gpu.json
 
-The model has the shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json), random weights in float32 and bf16
+The model has the shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json), random weights in float32 and bf16
 autocast. A random model hardly ever ends a turn, so each rollout has one turn of `--tokens` tokens on both sides: what
 is compared is the machinery, not the conversation. `step` is the rest of a step, without generation, on conversations
 of two or three turns that were made before (scripts/bench/step.py): the prompt of a group computed once or for each of
-its rollouts, and TRL's trainer. `gradients` compares what they come to, also of edited histories, trees and pictures
-(scripts/bench/batches.py), with gradient checkpointing, and with a LoRA. `tiny recipe` and `zoom recipe` learn:
-hf_recipes/tiny/calculator.yaml and zoom.yaml in bf16.
+its rollouts, and TRL's trainer. `gradients` compares what they come to, also of edited histories, with gradient
+checkpointing, and with a LoRA. `tiny recipe` and `zoom recipe` learn: hf_recipes/tiny/calculator.yaml and zoom.yaml in
+bf16. Logs and outputs of the cases are in runs/bench_gpu.
 
 Each case is a process of its own. A vLLM server has the last GPU. Where there is one GPU in all, trainer and server
 share it, and the cases of `nccl` are left out unless NCCL_MULTI_RANK_GPU_ENABLE=1: NCCL has had groups of two
@@ -35,9 +35,8 @@ if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from bench import common
-from bench.batches import TREE, batch_of, build_picture_trainer
 from bench.common import ROOT, Frame, VLLMServer, machine
-from bench.step import DEFAULTS, SHAPES, build_trainer, calculator_reward
+from bench.step import DEFAULTS, SHAPES, Conversation, build_trainer, calculator_reward, make_conversations
 from bench.sync import TINY, build_model
 
 RECIPES = {"tiny recipe": "hf_recipes/tiny/calculator.yaml", "zoom recipe": "hf_recipes/tiny/zoom.yaml"}
@@ -61,20 +60,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zoom recipe": ("recipe", {}),
 }
 SHARE = 0.3  # of a GPU's memory for vLLM where the trainer is on it, too
-# Shapes as in scripts/bench/step.py, in passes of eight rows. `kind`: of bench/batches.py; `changes`: settings of the
-# trainer; `compared`: further ones of the sides whose gradients are compared with that of a row per rollout.
+# Shapes as in scripts/bench/step.py, in passes of eight rows. `edited`: whether histories are; `compared`: further
+# settings of the sides whose gradients are compared with that of a row per rollout.
 LONG = {key: SHAPES["prompt"][key] for key in ("tokens", "prompt", "rows")}
 BATCHES: dict[str, dict[str, Any]] = {
     "prompt": SHAPES["prompt"],
     "spread": SHAPES["spread"],
-    "records": {"title": "edited histories", "tokens": 400, "prompt": 300, "rows": 8, "kind": "records"},
-    "trees": {"title": "trees", "tokens": 400, "prompt": 300, "rows": 8, "kind": "trees", "changes": TREE},
-    "images": {"title": "pictures", "tokens": 200, "prompt": 120, "rows": 8, "kind": "pictures"},
+    "records": {"title": "edited histories", "tokens": 400, "prompt": 300, "rows": 8, "edited": True},
     "checkpointing": {"title": "long prompt, gradient checkpointing", **LONG,
                       "compared": {"gradient_checkpointing": True}},
     "LoRA": {"title": "long prompt, LoRA", **LONG, "lora": True},
 }  # fmt: skip
-STEP_SHAPES = ("prompt", "spread", "records", "images")
+STEP_SHAPES = ("prompt", "spread", "records")
 GRADIENT_SHAPES = tuple(BATCHES)
 GRADIENT_ROWS = 4  # of a pass: float32 needs twice the memory
 STEP_TITLE = "32 rollouts in groups of 8, with two or three turns that were made before, eight rows a pass"
@@ -211,16 +208,31 @@ def train_canned(side: str, shape: dict, folder: str, watch: Any, **changes: Any
 
     Raises `RuntimeError` where prompts were to be shared and were not: then it is not what is to be measured.
     """
-    changes = {**shape.get("changes", {}), **changes}
-    if shape.get("kind") == "pictures":
-        trainer = build_picture_trainer(shape, folder, watch, **changes)
-    else:
-        trainer = build_trainer(side, shape, batch_of(shape), folder, watch, lora(shape), **changes)
+    conversations = make_conversations(shape)
+    if shape.get("edited"):
+        conversations = edited(conversations)
+    trainer = build_trainer(side, shape, conversations, folder, watch, lora(shape), **changes)
     watch.trainer = trainer
     trainer.train()
     if side == "ours" and changes.get("share_prompts", True) and trainer.layout.kind != "shared":
         raise RuntimeError(f"{shape['title']}: the rows are {trainer.layout}. Expected rows that share prompts.")
     return trainer.state.log_history
+
+
+def edited(conversations: list[Conversation]) -> list[Conversation]:
+    """Cut the last result in half before each further turn, which so begins a record of its own.
+
+    >>> turns = [{"token_ids": [5, 6], "observation_ids": [7, 8]}, {"token_ids": [9], "observation_ids": []}]
+    >>> edited([{"prompt_ids": [1], "turns": turns}])[0]["turns"][1]["context"]
+    [1, 5, 6, 7]
+    """
+    for conversation in conversations:
+        read = list(conversation["prompt_ids"])
+        for turn, following in zip(conversation["turns"], conversation["turns"][1:]):
+            seen = turn["observation_ids"]
+            read += turn["token_ids"] + seen[: len(seen) // 2]
+            following["context"] = list(read)
+    return conversations
 
 
 def lora(shape: dict) -> Any:
@@ -236,13 +248,13 @@ def shapes_of(names: Sequence[str], options: argparse.Namespace) -> dict[str, di
     """Shapes by their names, with 32 rollouts of the large model."""
     kind = {"rollouts": 32, "model": "0.6B"}
     if options.tiny:
-        kind = {"rollouts": 16, "tokens": 60, "prompt": 64, "side": 112, "model": "tiny"}
+        kind = {"rollouts": 16, "tokens": 60, "prompt": 64, "model": "tiny"}
     return {name: {**DEFAULTS, **BATCHES[name], **kind} for name in names}
 
 
 def sides_of(shape: dict) -> dict[str, tuple[str, dict[str, Any]]]:
     """Whose step of a shape is measured: TRL's trainer has no rows for some."""
-    return {title: side for title, side in STEP_SIDES.items() if side[0] == "ours" or "kind" not in shape}
+    return {title: side for title, side in STEP_SIDES.items() if side[0] == "ours" or "edited" not in shape}
 
 
 def freed() -> None:
@@ -315,7 +327,7 @@ def run_recipe(options: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Train a bundled recipe in bf16 by the script, and return its log."""
     on_cpu, steps = str(not visible_gpus()).lower(), ["--max_steps", 2] if options.tiny else []
     words = "--bf16", "true", "--report_to", "none", "--use_cpu", on_cpu, *steps
-    log = common.train(RECIPES[options.run], Path(folder), *words, shown=True)
+    log = common.train(RECIPES[options.run], Path(folder), *words)
     return {"seconds": [row["step_time"] for row in log], "log": log, "used": 0, "allocated": 0}
 
 
@@ -361,28 +373,46 @@ def measure(case: str, model: Path, options: argparse.Namespace, gpus: list[str]
             )
     except (RuntimeError, subprocess.TimeoutExpired) as error:  # of the server's start, or of the case
         return {"error": str(error)}
-    found = json.loads(output.read_text()) if output.is_file() else {}
+    found = aggregate(case, json.loads(output.read_text())) if output.is_file() else {}
     return found if done.returncode == 0 else {**found, "error": log.read_text()[-2000:]}
 
 
-def summary(row: dict[str, Any]) -> dict[str, float]:
-    """Medians over the steps that are counted.
+def aggregate(case: str, row: dict[str, Any]) -> dict[str, Any]:
+    """What the page's tables show of what a case's process has returned."""
+    found: dict[str, Any] = {}
+    if case in RECIPES and "log" in row:
+        match = [entry[EXACT_MATCH] for entry in row["log"]]
+        found["exact_match"] = {"first": match[0], "last": statistics.mean(match[-10:]), "steps": len(match)}
+    elif "log" in row:
+        found["summary"] = summary(row)
+    for name, sides in row.get("steps", {}).items():
+        found.setdefault("steps", {})[BATCHES[name]["title"]] = {
+            side: {"seconds": statistics.median(of["seconds"]), "GiB": of["allocated"] / 2**30}
+            for side, of in sides.items()
+        }
+    if "gradients" in row:
+        found["gradients"] = {BATCHES[name]["title"]: of for name, of in row["gradients"].items()}
+    return common.rounded(found, 6)
+
+
+def summary(row: dict[str, Any]) -> dict[str, float | None]:
+    """Medians over the steps that are counted; None for what the log does not have.
 
     >>> log = [{"reward": 0.1, "rollout/wait_seconds": 1.0, "sync/seconds": 0.5}] * 5
     >>> got = summary({"seconds": [9.0, 9.0, 4.0, 2.0, 3.0], "log": log, "allocated": 2**30, "used": 2**31})
-    >>> {k: round(v, 2) for k, v in got.items()}
-    {'step': 3.0, 'rollouts': 1.0, 'sync': 0.5, 'training': 1.5, 'allocated': 1.0, 'used': 2.0, 'difference': nan}
+    >>> got["step"], got["rollouts"], got["sync"], got["training"], got["used"], got["difference"]
+    (3.0, 1.0, 0.5, 1.5, 2.0, None)
     """
     found = {"step": statistics.median(row["seconds"][WARM_UP:] or row["seconds"])}
     for name, key in PHASES.items():
         values = [entry[key] for entry in row["log"][WARM_UP : len(row["seconds"])] if key in entry]
-        found[name] = statistics.median(values) if values else float("nan")
-    known = [found[name] for name in PHASES if found[name] == found[name]]
-    found["training"] = found["step"] - sum(known) if known else float("nan")
+        found[name] = statistics.median(values) if values else None
+    known = [found[name] for name in PHASES if found[name] is not None]
+    found["training"] = found["step"] - sum(known) if known else None
     found["allocated"], found["used"] = row["allocated"] / 2**30, row["used"] / 2**30
     key = "sampling/sampling_logp_difference/mean"
     values = [entry[key] for entry in row["log"] if key in entry]
-    found["difference"] = statistics.mean(values) if values else float("nan")
+    found["difference"] = statistics.mean(values) if values else None
     return found
 
 
@@ -399,13 +429,11 @@ def step_lines(row: dict[str, Any]) -> list[str]:
         head,
         "|---" * (len(shown) + 2) + "|",
     ]
-    for name, sides in row["steps"].items():
-        cells, median = [], {side: statistics.median(found["seconds"]) for side, found in sides.items()}
-        for side in shown:
-            cells.append(f"{median[side]:.2f} s, {sides[side]['allocated'] / 2**30:.0f} GiB" if side in sides else "-")
-        both = "TRL" in median and "shared prompts" in median
-        ratio = f"{median['TRL'] / median['shared prompts']:.1f}" if both else "-"
-        lines.append(f"| {BATCHES[name]['title']} | {' | '.join(cells)} | {ratio} |")
+    for title, sides in row["steps"].items():
+        cells = [f"{sides[s]['seconds']:.2f} s, {sides[s]['GiB']:.0f} GiB" if s in sides else "-" for s in shown]
+        both = "TRL" in sides and "shared prompts" in sides
+        ratio = f"{sides['TRL']['seconds'] / sides['shared prompts']['seconds']:.1f}" if both else "-"
+        lines.append(f"| {title} | {' | '.join(cells)} | {ratio} |")
     return lines
 
 
@@ -421,9 +449,9 @@ def gradient_lines(row: dict[str, Any]) -> list[str]:
         f"| conversations | {' | '.join(names)} |",
         "|---" * (len(names) + 1) + "|",
     ]
-    for name, found in row["gradients"].items():
+    for title, found in row["gradients"].items():
         cells = (f"{found[each]:.1e}" if each in found else "-" for each in names)
-        lines.append(f"| {BATCHES[name]['title']} | {' | '.join(cells)} |")
+        lines.append(f"| {title} | {' | '.join(cells)} |")
     return lines
 
 
@@ -444,12 +472,13 @@ def run_section(results: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for case, row in results["cases"].items():
-        if case in RECIPES or "seconds" not in row:
+        if "summary" not in row:
             continue
-        got = summary(row)
-        cells = [f"{got[key]:.2f} s" for key in ("step", "rollouts", "sync", "training")]
-        cells += [f"{got['allocated']:.1f}", f"{got['used']:.1f}", f"{got['difference']:.1e}"]
-        lines.append(f"| {case} | {' | '.join('-' if 'nan' in cell else cell for cell in cells)} |")
+        got = row["summary"]
+        forms = dict.fromkeys(("step", "rollouts", "sync", "training"), "{:.2f} s")
+        forms |= {"allocated": "{:.1f}", "used": "{:.1f}", "difference": "{:.1e}"}
+        cells = ["-" if got[key] is None else form.format(got[key]) for key, form in forms.items()]
+        lines.append(f"| {case} | {' | '.join(cells)} |")
     lines += step_lines(results["cases"].get("step", {})) + gradient_lines(results["cases"].get("gradients", {}))
     for case, row in results["cases"].items():
         if "skipped" in row:
@@ -457,12 +486,11 @@ def run_section(results: dict[str, Any]) -> str:
         if "error" in row:
             lines += ["", f"`{case}` failed: `{row['error'].strip().splitlines()[-1][:200]}`"]
     for case, recipe in RECIPES.items():
-        if log := results["cases"].get(case, {}).get("log"):
-            match = [entry[EXACT_MATCH] for entry in log]
+        if match := results["cases"].get(case, {}).get("exact_match"):
             lines += [
                 "",
-                f"`{recipe}` in bf16: exact match {match[0]:.2f} in the first step, "
-                f"{statistics.mean(match[-10:]):.2f} in the last ten of {len(match)}.",
+                f"`{recipe}` in bf16: exact match {match['first']:.2f} in the first step, {match['last']:.2f} in the "
+                f"last ten of {match['steps']}.",
             ]
     for note in results.get("notes", []):  # written by hand, of how a run came about
         lines += ["", note]
@@ -554,7 +582,7 @@ def measure_all(gpus: list[str], options: argparse.Namespace) -> int:
             if key in had:
                 row[key] = {**had[key], **row.get(key, {})}
         FRAME.keep(results, options.tiny)
-        said = f"{summary(row)['step']:.2f} s a step" if "seconds" in row else json.dumps(row)
+        said = f"{row['summary']['step']:.2f} s a step" if "summary" in row else json.dumps(row)
         print(f"{case}: " + (reason or row.get("error") or said), flush=True)
     FRAME.finish(results, options.tiny)
     if options.tiny:

@@ -15,7 +15,7 @@ differs from the recipe: `mt_grpo,beta=0.04,learning_rate=1e-5`.
 
 Resumable: a finished run is a file in runs/real_model/; one that was stopped goes on from its last checkpoint. A file
 of another recipe, reward or model is refused. The report has these runs, and those of the last written report that are
-not in the folder.
+not in the folder; docs/results/real_model.json has of each what the page's tables and picture show.
 """
 
 import ast
@@ -69,12 +69,6 @@ SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
 FIXED = ("seed", "max_steps", "output_dir", "use_vllm", "vllm_mode", "vllm_server_base_url", "log_rollouts",
          "log_rollout_tokens", "credit_assignment", "vllm_importance_sampling_mode",
          "vllm_importance_sampling_correction")  # fmt: skip
-KEPT = (
-    "reward", "rewards/exact_match_reward_func/mean", "rewards/f1_reward_func/mean",
-    "rewards/close_answer_reward_func/mean", "rewards/answer_in_search_results_reward_func/mean",
-    "tools/call_frequency", "tools/failure_frequency", "turns/mean", "completions/mean_length", "num_tokens",
-    "step_time", "rollout/seconds", "sampling/sampling_logp_difference/mean", "entropy", "grad_norm", "kl",
-)  # fmt: skip
 
 
 def inputs() -> str:
@@ -166,14 +160,13 @@ def behaviour(conversations: list[dict[str, Any]]) -> dict[str, float | None]:
     """What is done in these conversations.
 
     Returns:
-        `calls`: of a conversation, also those that cannot be run. `question_in_query`: of its first query, the share
-        of the question's words that stand in it; None without a query. `answered`: the share with an answer.
-        `answer_words`: of an answer; None without one.
+        `question_in_query`: of a conversation's first query, the share of the question's words that stand in it; None
+        without a query. `answer_words`: of an answer; None without one.
 
     >>> said = [{"role": "user", "content": "Who led the Normans?"}, {"role": "assistant", "content": "x"}]
     >>> call = {"name": "wiki_search", "arguments": {"query": "normans led"}}
     >>> behaviour([{"messages": said, "calls": [call], "answer": "the Viking Rollo"}])
-    {'calls': 1, 'question_in_query': 0.5, 'answered': 1.0, 'answer_words': 3}
+    {'question_in_query': 0.5, 'answer_words': 3}
     """
     shares, lengths = [], []
     for conversation in conversations:
@@ -182,9 +175,7 @@ def behaviour(conversations: list[dict[str, Any]]) -> dict[str, float | None]:
         shares += [len(asked & words(query)) / len(asked) for query in queries[:1] if asked]
         lengths += [len(conversation["answer"].split())] if conversation["answer"] else []
     return {
-        "calls": statistics.mean(len(conversation["calls"]) for conversation in conversations),
         "question_in_query": statistics.mean(shares) if shares else None,
-        "answered": len(lengths) / len(conversations),
         "answer_words": statistics.mean(lengths) if lengths else None,
     }
 
@@ -282,34 +273,19 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
         write(begun, {"inputs": read})
     # Without a seed of its own each run's server would sample from the same state.
     with VLLMServer(MODEL, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
-        rows = train(
-            RECIPE,
-            output,
-            *options,
-            "--seed",
-            seed,
-            "--max_steps",
-            steps,
-            "--use_vllm",
-            "true",
-            "--vllm_mode",
-            "server",
-            "--vllm_server_base_url",
-            server.url,
-            "--vllm_importance_sampling_mode",
-            "token_truncate",
-            "--log_rollouts",
-            32,
-            "--log_rollout_tokens",
-            "true",
-            *resume,
-            shown=True,
-        )
+        words = {
+            "seed": seed, "max_steps": steps, "use_vllm": "true", "vllm_mode": "server",
+            "vllm_server_base_url": server.url, "vllm_importance_sampling_mode": "token_truncate", "log_rollouts": 32,
+            "log_rollout_tokens": "true",
+        }  # fmt: skip
+        pairs = [word for key, value in words.items() for word in (f"--{key}", value)]
+        rows = train(RECIPE, output, *options, *pairs, *resume)
     trained = time.perf_counter() - began
     found = {
         "method": method, "seed": seed, "steps": steps, "inputs": read, "after": evaluated(merged(output)),
         "seconds": trained, "resumed": bool(resume),
-        "curve": [{key: row[key] for key in ("step", *KEPT) if key in row} for row in rows], "machine": machine(),
+        "curve": [{key: row[key] for key in ("step", "num_tokens", *METRICS) if key in row} for row in rows],
+        "machine": machine(),
     }  # fmt: skip
     write(path, found)
     return found
@@ -351,8 +327,19 @@ CURVES = {  # title -> metric, what makes it a share, the top of the axis
     "F1 of the answer": ("rewards/f1_reward_func/mean", 2.0, 0.4),
     "exact match": ("rewards/exact_match_reward_func/mean", 1.0, 0.4),
 }
+METRICS = [name for name, _, _ in CURVES.values()]
 COLOURS = ("#777777", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00")
 OVER = 5  # steps that a point of a curve is the mean of
+
+
+def aggregated(evaluation: dict[str, Any]) -> dict[str, Any]:
+    """What the report shows of an evaluation: figures by their labels, perplexities, and excerpts of conversations."""
+    found = {
+        how: {label: figure(evaluation[how]) for label, figure in FIGURES.items()} for how in ("sampled", "greedy")
+    }
+    found |= {key: evaluation[key] for key in ("perplexity", "perplexity_elsewhere", "inputs") if key in evaluation}
+    found["num_problems"] = evaluation["sampled"]["num_problems"]
+    return found | {"conversations": excerpts(evaluation["sampled"]["conversations"])}
 
 
 def cell(values: list[float | None]) -> str:
@@ -384,20 +371,30 @@ def methods_of(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [run for run in runs if run["method"] == name] for name in dict.fromkeys(r["method"] for r in runs)}
 
 
+def with_columns(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The runs that have a column of the table: those without settings of their own, if there are any."""
+    return [run for run in runs if "," not in run["method"]] or runs
+
+
+def shown_last(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The run whose conversations the page has."""
+    return with_columns(runs)[-1]
+
+
 def section(results: dict[str, Any]) -> str:
     """Tables of the held-out questions, the difference of two methods, what a run costs, and conversations.
 
     A method with settings of its own (`mt_grpo,beta=0.04`) is a further run, with a row and no column.
     """
     whole, lines = results["runs"], []
-    runs = [run for run in whole if "," not in run["method"]] or whole
+    runs = with_columns(whole)
     methods = methods_of(runs)
     for how in ("sampled", "greedy"):
         lines += [f"| {how} | before |{''.join(f' `{method}` |' for method in methods)}"]
         lines += ["|---|---|" + "---|" * len(methods)]
-        for label, figure in FIGURES.items():
-            after = [cell([figure(run["after"][how]) for run in of]) for of in methods.values()]
-            lines.append(f"| {label} | {' | '.join([cell([figure(results['before'][how])]), *after])} |")
+        for label in FIGURES:
+            after = [cell([run["after"][how][label] for run in of]) for of in methods.values()]
+            lines.append(f"| {label} | {' | '.join([cell([results['before'][how][label]]), *after])} |")
         lines.append("")
     for what, key in (
         (f"{NUM_PASSAGES} passages of the articles", "perplexity"),
@@ -415,18 +412,18 @@ def section(results: dict[str, Any]) -> str:
     steps, minutes = runs[0]["steps"], [run["seconds"] / 60 for run in runs if not run["resumed"]]
     costs = f"in {span(minutes)} minutes with the server's start" if minutes else "(resumed, so not timed)"
     machines = {f"{run['machine']['cores']} cores ({run['machine']['cpu']})": None for run in runs}
-    tokens = [run["curve"][-1].get("num_tokens", 0) for run in runs]
+    tokens = [run["num_tokens"] for run in runs]
     lines.append(
-        f"{results['before']['sampled']['num_problems']} held-out questions, {SAMPLES} sample of each; mean ± 95% "
+        f"{results['before']['num_problems']} held-out questions, {SAMPLES} sample of each; mean ± 95% "
         "interval over seeds, of two the values (of the runs: the questions are the same). "
         f"{seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} tokens, on {' and '.join(machines)}."
     )
     lines += compared(runs)
     lines += of_further(runs, [*(run for run in whole if run not in runs), *results.get("longer", [])])
-    last = runs[-1]
+    last = shown_last(whole)
     after = f"after `{last['method']}`, seed {last['seed']}"
     for title, found in (("before training", results["before"]), (after, last["after"])):
-        said = "\n\n".join(transcript(each) for each in found["sampled"]["conversations"])
+        said = "\n\n".join(transcript(each) for each in found["conversations"])
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", said)), default=0))  # what is said may have fences
         lines += ["", f"<details><summary>{SHOWN} held-out questions {title}, sampled</summary>", "", fence]
         lines += [said, fence, "", "</details>"]
@@ -443,9 +440,7 @@ def compared(runs: list[dict[str, Any]]) -> list[str]:
     lines += ["| | sampled | greedy |", "|---|---|---|"]
     for label in COMPARED:
         cells = [
-            "{:+.2f} ± {:.2f}".format(
-                *interval([FIGURES[label](second[s][how]) - FIGURES[label](first[s][how]) for s in seeds])
-            )
+            "{:+.2f} ± {:.2f}".format(*interval([second[s][how][label] - first[s][how][label] for s in seeds]))
             for how in ("sampled", "greedy")
         ]
         lines.append(f"| {label} | {' | '.join(cells)} |")
@@ -468,8 +463,7 @@ def of_further(runs: list[dict[str, Any]], further: list[dict[str, Any]]) -> lis
     names = [(row["method"], row["seed"]) for row in rows]
     for each in sorted(rows, key=lambda row: names.index((row["method"], row["seed"]))):
         pairs = [
-            [FIGURES[label](each["after"][how]) for how in ("sampled", "greedy")]
-            for label in (*COMPARED, "words of an answer")
+            [each["after"][how][label] for how in ("sampled", "greedy")] for label in (*COMPARED, "words of an answer")
         ]
         cells = [" / ".join(cell([value]) for value in pair) for pair in pairs]
         lines.append(
@@ -489,15 +483,14 @@ def transcript(conversation: dict[str, Any]) -> str:
 def plot(results: dict[str, Any], path: Path) -> None:
     """Training curves: a line per run, means of `OVER` steps."""
     figure, axes = pyplot().subplots(1, len(CURVES), figsize=(12, 3.4))
-    methods = methods_of([run for run in results["runs"] if "," not in run["method"]] or results["runs"])
+    methods = methods_of(with_columns(results["runs"]))
     colours = dict(zip(dict.fromkeys([*METHODS, *methods]), COLOURS))
     for axis, (title, (name, factor, top)) in zip(axes, CURVES.items(), strict=True):
         for method, runs in methods.items():
             for number, run in enumerate(runs):
-                curve = smoothed([factor * (row.get(name) or 0.0) for row in run["curve"]], OVER)
                 axis.plot(
-                    [row["step"] for row in run["curve"]],
-                    curve,
+                    run["curve"]["step"],
+                    smoothed([factor * value for value in run["curve"][name]], OVER),
                     color=colours.get(method, "black"),
                     label=method if not number else None,
                 )
@@ -533,11 +526,15 @@ def main(argv: list[str] | None = None) -> None:
             run(method, seed, options.steps)
             print(f"{name_of(method, seed, options.steps)}: {time.perf_counter() - began:.0f} s", flush=True)
             runs = collected(options.steps, reported=not options.only_print)
-            results = {"machine": machine(), "before": before(), "runs": runs, "longer": gone_on(options.steps)}
+            longer = gone_on(options.steps)
+            results = {"before": aggregated(before()), "runs": runs, "longer": longer}
             if options.only_print:
                 print("\n" + section(results), flush=True)
-            else:
-                FRAME.finish(excerpts(results), short=False)
+                continue
+            for run_of_it in [*runs, *longer]:  # the page has the conversations of one run
+                if run_of_it is not shown_last(runs):
+                    run_of_it["after"].pop("conversations", None)
+            FRAME.finish(rounded(results, 6), short=False)
 
 
 def excerpts(found: Any) -> Any:
@@ -577,7 +574,7 @@ def collected(steps: int, reported: bool) -> list[dict[str, Any]]:
     The study's methods come first, then others by name and seed. Ends where the report has runs of another kind.
     """
     read = inputs()
-    found = [result_in(path, read) for path in sorted(RUNS.glob(f"*-steps{steps}-seed*.json"))]
+    found = [one_of(result_in(path, read)) for path in sorted(RUNS.glob(f"*-steps{steps}-seed*.json"))]
     there = {(run["method"], run["seed"]) for run in found}
     reported = reported and FRAME.results.is_file()
     for run in json.loads(FRAME.results.read_text(encoding="utf-8"))["runs"] if reported else []:
@@ -591,12 +588,18 @@ def collected(steps: int, reported: bool) -> list[dict[str, Any]]:
     return sorted(found, key=lambda run: (order.get(run["method"], len(order)), run["method"], run["seed"]))
 
 
+def one_of(run: dict[str, Any]) -> dict[str, Any]:
+    """A run as the report has it: `curve` has the steps and the plotted metrics, a list each."""
+    rows = run["curve"]
+    curve = {key: [row.get(key) or 0.0 for row in rows] for key in ("step", *METRICS)}
+    return {**run, "after": aggregated(run["after"]), "curve": curve, "num_tokens": rows[-1].get("num_tokens", 0)}
+
+
 def gone_on(steps: int) -> list[dict[str, Any]]:
     """The runs of more steps in RUNS, and those of the last written report that are not there."""
     read = inputs()
-    found = [
-        run for path in sorted(RUNS.glob("*-steps*-seed*.json")) if (run := result_in(path, read))["steps"] > steps
-    ]
+    of_all = [one_of(result_in(path, read)) for path in sorted(RUNS.glob("*-steps*-seed*.json"))]
+    found = [run for run in of_all if run["steps"] > steps]
     there = {(run["method"], run["seed"], run["steps"]) for run in found}
     old = json.loads(FRAME.results.read_text(encoding="utf-8")) if FRAME.results.is_file() else {}
     found += [

@@ -18,10 +18,6 @@ another; the next turn.
 
 The tool is the recipe's calculator after a wait (`time.sleep`): none; 0.2 s on average, where one call in five waits
 0.8 s and four wait 0.05 s; 1 s. Conversations are sampled, so the shapes run different ones of the same length.
-
-Sharing of prompts: the first turns of 32 groups of 8 with long prompts, whose prefill the server does once per request
-(a `cache_salt` of its own forbids sharing), once per prompt (requests sent together, as the engine does), or once per
-prompt in one request with `n`.
 """
 
 import asyncio
@@ -29,7 +25,6 @@ import functools
 import gc
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -45,7 +40,7 @@ import aiohttp
 import requests
 
 from bench import common
-from bench.common import Frame, VLLMServer, machine, median_text, prepare, spread, stopwatch
+from bench.common import Frame, VLLMServer, machine, median_text, prepare, rounded, spread, stopwatch
 
 RECIPE = "hf_recipes/tiny/calculator-vllm.yaml"
 GROUP = 8  # conversations per prompt
@@ -53,14 +48,6 @@ SIZES = (64, 256, 1024)  # conversations, ascending, so that a peak of memory ca
 # Mean wait of the tool in seconds -> waits of successive calls, repeated.
 WAITS: dict[float, tuple[float, ...]] = {0.0: (0.0,), 0.2: (0.05, 0.05, 0.8, 0.05, 0.05), 1.0: (1.0,)}
 HEADLINE = (256, 0.2)  # of the last line of --short
-
-SHARED_PROMPTS, LONG_PROMPT = 32, 450  # prompts; tokens, at least
-SHARED_TOKENS = (8, 48)  # sampled per request
-WAYS = {
-    "apart": "8 requests, nothing shared (`cache_salt`)",
-    "together": "8 requests sent together (this engine)",
-    "n": "one request with `n: 8`",
-}
 
 Row = dict[str, Any]
 
@@ -204,43 +191,20 @@ async def send(url: str, bodies: list[bytes]) -> None:
         await asyncio.gather(*map(one, bodies))
 
 
-def replay_body(model: str, prompt_ids: list[int], num_tokens: int, **further: Any) -> bytes:
+def replay_body(model: str, prompt_ids: list[int], num_tokens: int) -> bytes:
     """A request for exactly `num_tokens`, which asks for what training needs of it: ids and logprobs."""
     from mt_grpo.conversation.sampling import sampling_defaults
 
     return json.dumps({
         **sampling_defaults(), "model": model, "prompt": prompt_ids, "max_tokens": num_tokens,
         "min_tokens": num_tokens, "ignore_eos": True, "n": 1, "logprobs": 0, "return_token_ids": True,
-        "skip_special_tokens": False, **further,
+        "skip_special_tokens": False,
     }).encode()  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a run costs
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-def group_cpu(group: int) -> float:
-    """CPU seconds so far of the living processes of a process group."""
-    ticks = 0
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = path.read_text().rpartition(")")[2].split()  # from the state on
-        except OSError:  # ended meanwhile
-            continue
-        if int(fields[2]) == group:
-            ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def counter(metrics: str, name: str, label: str = "") -> float:
-    """A counter among vLLM's metrics, summed over its labels.
-
-    >>> counter('vllm:tokens_total{source="cache"} 2.0\\nvllm:tokens_total{source="compute"} 3.0', "tokens", "compute")
-    3.0
-    """
-    lines = [line for line in metrics.splitlines() if line.startswith(f"vllm:{name}") and label in line]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 class Bench:
@@ -301,89 +265,30 @@ class Bench:
         bodies = [replay_body(self.model, ids, n) for ids, n in requests_made] if shape == "reference" else []
         client, rollouts = self.fresh_client(), []
         self.reset()
-        steps, server_cpu = self.counter("iteration_tokens_total_count"), group_cpu(self.server_group)
         common.start_of_peak()
         with stopwatch() as seconds:
             if shape == "reference":
                 run_async(send(self.server.url, bodies))
             else:
                 rollouts = (engine if shape == "engine" else lockstep)(env, client, prompts, self.sampling)
-        server_cpu = group_cpu(self.server_group) - server_cpu
         client.close()
         if shape != "reference":
             requests_made, chain = client.recorded, longest_chain(rollouts, WAITS[wait])
         if shape == "engine":
             self.replayable = requests_made, chain
-        slept = [waited(t.tool_seconds, WAITS[wait]) for r in rollouts for t in r.turns if t.tool_seconds]
         return {
-            "shape": shape, "conversations": conversations, "wait": wait, "requests": len(requests_made),
-            "tokens": sum(n for _, n in requests_made), "seconds": seconds["wall"] + (shape == "reference") * chain,
-            "chain": chain, "tool_calls": len(slept), "slept": sum(slept), "client_cpu": seconds["cpu"],
-            "server_cpu": server_cpu, "server_steps": int(self.counter("iteration_tokens_total_count") - steps),
+            "shape": shape, "conversations": conversations, "wait": wait, "tokens": sum(n for _, n in requests_made),
+            "seconds": seconds["wall"] + (shape == "reference") * chain, "client_cpu": seconds["cpu"],
             "peak_mib": common.peak_memory() / 2**20,
         }  # fmt: skip
-
-    @property
-    def server_group(self) -> int:
-        return self.server.process.pid if self.server.process else -1
-
-    def counter(self, name: str, label: str = "") -> float:
-        return counter(requests.get(f"{self.server.url}/metrics", timeout=60).text, name, label)
-
-    def prefilled(self) -> float:
-        """Prompt tokens that the server has computed so far; those of its prefix cache are not among them."""
-        return self.counter("prompt_tokens_by_source_total", "local_compute")
 
     def warm_up(self) -> None:
         """The server's first batches take 10 to 20 seconds; the client's first run imports and connects."""
         for shape in ("engine", "reference"):
             self.run(shape, 256, 0.0)
 
-    # -- sharing of prompts --
 
-    def long_prompts(self) -> list[list[int]]:
-        """Prompts of LONG_PROMPT tokens or a little more, each with solved problems of its own before the question:
-        different ones from the first block of the prefix cache on.
-        """
-        env, problems, prompts = self.envs[0.0], itertools.cycle(self.rows), []
-        for _ in range(SHARED_PROMPTS):
-            text, ids = "", []
-            while len(ids) < LONG_PROMPT:
-                row = next(problems)
-                text += f"{row['question']} {row['answer']}\n"
-                messages = env.with_system_prompt([{"role": "user", "content": f"{text}{self.rows[0]['question']}"}])
-                ids = env.prompt_ids(messages, self.tokenizer)
-            prompts.append(ids)
-        return prompts
-
-    def share(self, way: str, prompts: list[list[int]], num_tokens: int) -> Row:
-        """First turns of GROUP rollouts per prompt, all sent at once."""
-        from mt_grpo.base.event_loop import run_async
-
-        body = functools.partial(replay_body, self.model)
-        bodies = {
-            "apart": lambda: [
-                body(ids, num_tokens, cache_salt=f"{i}-{g}") for i, ids in enumerate(prompts) for g in range(GROUP)
-            ],
-            "together": lambda: [body(ids, num_tokens) for ids in prompts for _ in range(GROUP)],
-            "n": lambda: [body(ids, num_tokens, n=GROUP) for ids in prompts],
-        }[way]()
-        self.reset()
-        before, server_cpu = self.prefilled(), group_cpu(self.server_group)
-        with stopwatch() as seconds:
-            run_async(send(self.server.url, bodies))
-        return {
-            "way": way,
-            "max_tokens": num_tokens,
-            "prompt_tokens": sum(map(len, prompts)) * GROUP,
-            "seconds": seconds["wall"],
-            "client_cpu": seconds["cpu"],
-            "server_cpu": group_cpu(self.server_group) - server_cpu,
-            "prefilled": int(self.prefilled() - before),
-        }
-
-
-def measure(bench: Bench, cells: list[Cell], sharing_repetitions: int) -> dict[str, list[Row]]:
+def measure(bench: Bench, cells: list[Cell]) -> list[Row]:
     """All runs, with a line for each."""
     runs: list[Row] = []
     for cell in cells:
@@ -392,26 +297,14 @@ def measure(bench: Bench, cells: list[Cell], sharing_repetitions: int) -> dict[s
                 row = {**bench.run(shape, cell.conversations, cell.wait), "repetition": repetition}
                 runs.append(row)
                 print(progress(row), flush=True)
-    shared: list[Row] = []
-    prompts = bench.long_prompts()
-    for way in WAYS:  # one that is not counted
-        bench.share(way, prompts, min(SHARED_TOKENS))
-    for repetition, tokens, way in itertools.product(range(sharing_repetitions), SHARED_TOKENS, WAYS):
-        row = {**bench.share(way, prompts, tokens), "repetition": repetition}
-        shared.append(row)
-        print(
-            f"sharing   {way:<9} {tokens:>3} tokens  {row['seconds']:7.2f} s  prefilled {row['prefilled']:>7,}",
-            flush=True,
-        )
-    return {"runs": runs, "sharing": shared}
+    return runs
 
 
 def progress(row: Row) -> str:
     """A run in a line."""
     return (
         f"{row['conversations']:>5} conversations, tool {row['wait']:g} s  {row['shape']:<8} {row['seconds']:7.2f} s  "
-        f"{row['tokens']:>7,} tokens in {row['requests']:>5,} requests  CPU: client {row['client_cpu']:6.2f} s, "
-        f"server {row['server_cpu']:6.2f} s in {row['server_steps']:>5,} steps  peak {row['peak_mib']:,.0f} MiB"
+        f"{row['tokens']:>7,} tokens  CPU {row['client_cpu']:6.2f} s  peak {row['peak_mib']:,.0f} MiB"
     )
 
 
@@ -476,21 +369,6 @@ def table(runs: list[Row]) -> list[str]:
     return lines
 
 
-def sharing_table(rows: list[Row]) -> list[str]:
-    lines = []
-    for tokens in SHARED_TOKENS:
-        by_way = {way: [r for r in rows if (r["way"], r["max_tokens"]) == (way, tokens)] for way in WAYS}
-        for way, found in by_way.items():
-            if found and by_way["apart"]:
-                apart = statistics.median(r["seconds"] for r in by_way["apart"])
-                gain = apart / statistics.median(r["seconds"] for r in found)
-                share = statistics.median(r["prefilled"] / r["prompt_tokens"] for r in found)
-                seconds = cell_text([r["seconds"] for r in found], ".2f")
-                lines.append(f"| {tokens} | {WAYS[way]} | {seconds} | {share:.0%} | {gain:.1f}x |")
-    head = ["| sampled tokens | the group's first turns | seconds | prompt tokens computed | gain |"]
-    return [*head, "|---|---|---|---|---|", *lines] if lines else []
-
-
 def section(results: dict[str, Any]) -> str:
     """The section of docs/speed.md."""
     runs, place = results["runs"], results["machine"]
@@ -513,15 +391,6 @@ def section(results: dict[str, Any]) -> str:
         "",
         *table(runs),
     ]
-    if sharing := sharing_table(results["sharing"]):
-        tokens = results["sharing"][0]["prompt_tokens"] // (SHARED_PROMPTS * GROUP)
-        text += [
-            "",
-            f"Prompts of {tokens} tokens, {SHARED_PROMPTS} groups of {GROUP}, all sent at once: what it gains to "
-            "compute a group's prompt once.",
-            "",
-            *sharing,
-        ]
     return "\n".join(text)
 
 
@@ -561,7 +430,7 @@ def main(argv: list[str] | None = None) -> None:
     with VLLMServer(model, "--logprobs-mode", "processed_logprobs", "--max-model-len", "1024") as server:
         bench = Bench(server, options.max_concurrent_tools)
         bench.warm_up()
-        measured = measure(bench, plan(options.short), 1 if options.short else 5)
+        runs = measure(bench, plan(options.short))
     settings = {
         "form": "short" if options.short else "full",
         "model": model,
@@ -569,10 +438,10 @@ def main(argv: list[str] | None = None) -> None:
         "group": GROUP,
         "max_concurrent_tools": bench.args.max_concurrent_tools,
     }
-    results = {"machine": machine(), "settings": settings, **measured}
+    results = rounded({"machine": machine(), "settings": settings, "runs": runs}, 7)
     FRAME.finish(results, options.short)
     if options.short:
-        print(f"\n{section(results)}\n\n{headline(measured['runs'])}")
+        print(f"\n{section(results)}\n\n{headline(runs)}")
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
     python scripts/bench/step.py                  # all shapes; docs/results/step.json and the section of docs/speed.md
     python scripts/bench/step.py --short          # smaller, about 10 minutes; runs/bench_step_short.json
     python scripts/bench/step.py --shapes real    # only this one, into the results that are there
-    python scripts/bench/step.py --profile 20     # where the trainer's own seconds go, shape by shape
-    python scripts/bench/step.py --growth         # only how a step grows with the prompt; the picture
     python scripts/bench/step.py --report         # only the section of docs/speed.md, from docs/results/step.json
 
 Two processes, each with one trainer that is built once: the same model, optimizer, seed, dataset, batch and number of
@@ -231,7 +229,7 @@ def as_lists(conversations: list[Conversation]) -> dict[str, list]:
 def as_rollouts(conversations: list[Conversation]) -> list:
     """Fresh `Rollout` objects of the same conversations; their texts are decoded within the step.
 
-    A turn may have `context`, ids of an edited history that it reads, and `trained`; a conversation `num_copied`.
+    A turn may have `context`: ids of an edited history that it reads.
     """
     from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 
@@ -251,12 +249,10 @@ def as_rollouts(conversations: list[Conversation]) -> list:
                     messages=[dict(message) for message in turn["messages"]],
                     observation_ids=list(turn["observation_ids"]),
                     context=Context([], list(turn["context"])) if "context" in turn else None,
-                    trained=turn.get("trained", True),
                 )
                 for turn in conversation["turns"]
             ],
             StopReason.ANSWERED,
-            num_copied=conversation.get("num_copied", 0),
         )
         for index, conversation in enumerate(conversations)
     ]
@@ -457,21 +453,17 @@ class Finished(Exception):
 def make_meter(connection: Any) -> Any:
     """A callback that takes a step when the parent says so, and answers with what it cost.
 
-    The parent sends ("step", None, "python" or "profile") or ("report",), and closes the connection at the end.
+    The parent sends "step" or "report", and closes the connection at the end.
     """
-    import cProfile
     import gc
-    import tracemalloc
 
     from transformers import TrainerCallback
 
     class Meter(TrainerCallback):
         def __init__(self):
             self.prepare, self.batch, self.trainer = None, None, None
-            self.kind, self.timing, self.seconds = None, None, {}
+            self.timing, self.seconds = None, {}
             self.sampled = 0  # tokens, where the step generates
-            self.profile = cProfile.Profile()
-            self.profiled_steps = 0
 
         def on_step_begin(self, args, state, control, **kwargs):
             if self.timing is not None:
@@ -480,64 +472,27 @@ def make_meter(connection: Any) -> Any:
             gc.collect()  # what preparing left behind is not the step's
             while True:
                 try:
-                    command, *rest = connection.recv()
+                    command = connection.recv()
                 except EOFError:
                     raise Finished from None
                 if command == "step":
-                    return self.start(*rest)
-                connection.send(self.report())
+                    return self.start()
+                connection.send({"peak_mib": memory("VmHWM") / 2**20})
 
         def computed(self) -> int:
             """Tokens that the passes of the last step read; 0 where they are TRL's."""
             buffered = getattr(self.trainer, "_buffered_inputs", None) or []
             return sum(one.num_tokens for each in buffered for one in each.get("passes", []))
 
-        def start(self, kind: str | None) -> None:
-            self.kind, self.timing, self.sampled = kind, contextlib.ExitStack(), 0
-            if kind == "python":
-                tracemalloc.start()
+        def start(self) -> None:
+            self.timing, self.sampled = contextlib.ExitStack(), 0
             self.seconds = self.timing.enter_context(stopwatch())
-            if kind == "profile":
-                self.profile.enable()
 
         def stop(self) -> dict[str, float]:
-            self.profile.disable()
             self.timing.close()
-            figures = {**self.seconds, "sampled": self.sampled, "computed": self.computed()}
-            if self.kind == "python":
-                figures["python_mib"] = tracemalloc.get_traced_memory()[1] / 2**20
-                tracemalloc.stop()
-            self.profiled_steps += self.kind == "profile"
-            return figures
-
-        def report(self) -> dict[str, Any]:
-            figures = {"peak_mib": memory("VmHWM") / 2**20, "now_mib": memory("VmRSS") / 2**20}
-            if self.profiled_steps:
-                figures["profile"] = hot_functions(self.profile, self.profiled_steps)
-            return figures
+            return {**self.seconds, "sampled": self.sampled, "computed": self.computed()}
 
     return Meter()
-
-
-def hot_functions(profile: Any, steps: int) -> list[dict[str, Any]]:
-    """Functions of the script and its package in the profile: calls and milliseconds per step, most expensive first.
-
-    `own_ms` is without what a function calls, `all_ms` with it. Comprehensions are functions of their own.
-    """
-    import pstats
-
-    rows = [
-        {
-            "function": name,
-            "line": line,
-            "calls": calls / steps,
-            "own_ms": 1e3 * own / steps,
-            "all_ms": 1e3 * with_calls / steps,
-        }
-        for (file, line, name), (_, calls, own, with_calls, _) in pstats.Stats(profile).stats.items()
-        if Path(file).name == "mt_grpo_trainer.py" or ROOT / "mt_grpo" in Path(file).parents
-    ]
-    return sorted(rows, key=lambda row: -row["own_ms"])
 
 
 def serve(side: str, shape: Shape, conversations: list[Conversation], threads: int, connection: Any) -> None:
@@ -577,7 +532,7 @@ class Side:
             self.process.start()
         theirs.close()
 
-    def ask(self, *command) -> dict[str, Any]:
+    def ask(self, command: str) -> dict[str, Any]:
         try:
             self.connection.send(command)
             return self.connection.recv()
@@ -585,9 +540,9 @@ class Side:
             self.process.join(10)
             raise RuntimeError(f"The process of {self.name} ended with exit code {self.process.exitcode}.") from None
 
-    def step(self, kind: str | None = None) -> dict[str, float]:
-        """One step: `wall` and `cpu` seconds; kind `python`: also `python_mib`, and then the seconds mean nothing."""
-        return self.ask("step", kind)
+    def step(self) -> dict[str, float]:
+        """One step: `wall` and `cpu` seconds, and the tokens that were `sampled` and `computed`."""
+        return self.ask("step")
 
     def __enter__(self) -> "Side":
         return self
@@ -642,12 +597,10 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
             pairs = shape["warm_up"] + shape["pairs"]
             print(f"{shape['title']}: pair {number + 1} of {pairs}, TRL / ours {1 / ratio:.2f}", flush=True)
     with both_sides(shape, conversations, threads, GIVE_BACK) as sides:
-        memory = {"built_mib": {name: side.ask("report")["now_mib"] for name, side in sides.items()}}
         for _ in range(2):
             for side in sides.values():
                 side.step()
-        memory["peak_mib"] = {name: side.ask("report")["peak_mib"] for name, side in sides.items()}
-        memory["python_mib"] = {name: side.step("python")["python_mib"] for name, side in sides.items()}
+        memory = {"peak_mib": {name: side.ask("report")["peak_mib"] for name, side in sides.items()}}
     trained = sum(len(t["token_ids"]) for c in conversations for t in c["turns"])
     computed = {"trl": len(lengths) * (max(prompts) + max(lengths)), "ours": taken[-1]["ours"]["computed"]}
     return {
@@ -705,26 +658,13 @@ def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[
     seconds = {
         side: {kind: statistics.median(p[side][kind] for p in pairs) for kind in ("wall", "cpu")} for side in SIDES
     }
-    raw = {side: {kind: [p[side][kind] for p in pairs] for kind in ("wall", "cpu")} for side in SIDES}
     peak = memory["peak_mib"]
     return {
         "pairs": len(pairs),
         "ratio": {**ratios, "memory": peak["ours"] / peak["trl"]},
         "median_seconds": seconds,
         "memory": memory,
-        "seconds": raw,
     }
-
-
-def profile_shape(shape: Shape, steps: int, threads: int) -> list[dict[str, Any]]:
-    """`hot_functions` of our side over so many steps."""
-    conversations = make_conversations(shape)
-    with Side("ours", shape, conversations, threads) as side:
-        for _ in range(shape["warm_up"]):
-            side.step()
-        for _ in range(steps):
-            side.step("profile")
-        return side.ask("report")["profile"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -781,23 +721,6 @@ def section(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", "![How a step grows](step.png)", "", growth])
 
 
-def print_shape(name: str, row: dict[str, Any]) -> None:
-    ratio, seconds = row["ratio"], row["median_seconds"]
-    for kind in ("wall", "cpu"):
-        print(
-            f"{name:<8} {kind:<6} {1 / ratio[kind]['median']:.2f} times as fast ({1 / ratio[kind]['max']:.2f} to "
-            f"{1 / ratio[kind]['min']:.2f}), {seconds['ours'][kind]:.3f} s against {seconds['trl'][kind]:.3f} s, "
-            f"{row['pairs']} pairs"
-        )
-    for key, what in (("peak_mib", "memory"), ("python_mib", "python")):
-        values = row["memory"][key]
-        print(
-            f"{name:<8} {what:<6} {values['ours'] / values['trl']:.3f}, {values['ours']:.1f} MiB against "
-            f"{values['trl']:.1f} MiB",
-            flush=True,
-        )
-
-
 def check_same(results: dict[str, Any] | None, threads: int) -> None:
     """End where new rows would stand beside rows of other threads, of another machine or of other versions."""
     if results is None:
@@ -805,14 +728,6 @@ def check_same(results: dict[str, Any] | None, threads: int) -> None:
     for what, had, now in (("--threads", results["threads"], threads), ("a machine", results["machine"], machine())):
         if had != now:
             sys.exit(f"error: {what} {now}, and {FRAME.results} has rows of {had}. Take the same, or all shapes anew.")
-
-
-def print_profile(name: str, rows: list[dict[str, Any]]) -> None:
-    print(f"{name}: {sum(row['own_ms'] for row in rows):.2f} ms per step in mt_grpo_trainer.py and mt_grpo/")
-    print(f"{'own ms':>8} {'all ms':>9} {'calls':>7}  function")
-    for row in rows:
-        if row["own_ms"] >= 0.005:
-            print(f"{row['own_ms']:8.3f} {row['all_ms']:9.3f} {row['calls']:7g}  {row['function']}, {row['line']}")
 
 
 FRAME = Frame("step", section, plot)
@@ -827,13 +742,11 @@ def main(argv: list[str] | None = None) -> None:
         shapes={"nargs": "+", "choices": SHAPES, "help": "default: all, with --short the quick ones"},
         pairs={"type": int, "help": "pairs of steps per shape, in place of the shape's own number"},
         threads={"type": int, "default": cores, "help": "of each process"},
-        profile={"type": int, "metavar": "STEPS", "help": "only profile our side over so many steps"},
-        growth={"action": "store_true", "help": "only measure how a step grows, into the results that are there"},
     )
     if options is None:
         return
-    if min(options.threads, 1 if options.pairs is None else options.pairs, options.profile or 1) < 1:
-        sys.exit("error: --threads, --pairs and --profile must be at least 1.")
+    if min(options.threads, 1 if options.pairs is None else options.pairs) < 1:
+        sys.exit("error: --threads and --pairs must be at least 1.")
     if (options.pairs or 0) % 2:
         sys.exit(f"error: --pairs {options.pairs}, expected an even number: two of opposite orders give one ratio.")
     # Read by the children when they load OpenMP: threads that wait must not burn the CPU seconds that are compared.
@@ -844,22 +757,13 @@ def main(argv: list[str] | None = None) -> None:
         "TOKENIZERS_PARALLELISM": "false",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    if options.growth:
-        results = json.loads(FRAME.results.read_text(encoding="utf-8"))
-        check_same(results, options.threads)
-        return FRAME.finish({**results, "growth": rounded(run_growth(options.threads), 5)}, short=False)
     shapes = chosen(options.shapes, options.short, options.pairs)
-    if options.profile:
-        for name, shape in shapes.items():
-            print_profile(name, profile_shape(shape, options.profile, options.threads))
-        return
     joins = options.shapes and not options.short and FRAME.results.is_file()
     found = json.loads(FRAME.results.read_text(encoding="utf-8")) if joins else None
     check_same(found, options.threads)
     started, rows = time.perf_counter(), {}
     for name, shape in shapes.items():
         rows[name] = run_shape(shape, options.threads)
-        print_shape(name, rows[name])
     if found:
         results = {**found, "shapes": {**found["shapes"], **rounded(rows, 5)}}
     else:

@@ -5,7 +5,7 @@
     python scripts/bench/sync.py --report    # only the section of docs/speed.md, from docs/results/sync.json
 
 Models: 0.9M is the bundled calculator model; 0.1B and 0.6B have random weights of Qwen3's architecture, 0.6B with the
-shape of Qwen3-0.6B (hf_recipes/Qwen/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
+shape of Qwen3-0.6B (scripts/bench/Qwen3-0.6B/config.json). What a push costs does not depend on their values.
 
 Measured: the trainer's own push and check, after a weight was changed; the first push of a server is not counted. One
 repetition: `gather` (walk over the parameters, copy), `write` (the safetensors file), `load` (pause, reload, reset of
@@ -30,7 +30,7 @@ if __name__ == "__main__":  # imports begin in scripts/
 from bench.common import ROOT, Frame, VLLMServer, machine, peak_memory, prepare, rounded, spread, start_of_peak
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
-QWEN = json.loads((ROOT / "hf_recipes/Qwen/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
+QWEN = json.loads((ROOT / "scripts/bench/Qwen3-0.6B/config.json").read_text(encoding="utf-8"))
 # Size -> what its Qwen3 configuration has; None: the bundled model.
 SIZES: dict[str, dict[str, int] | None] = {
     "0.9M": None,
@@ -208,7 +208,6 @@ def summary(size: str, dtype: str, model: dict[str, int], pushes: list[dict], pl
     keys = [key for key in (*PHASES, "total") if all(key in push for push in pushes)]
     seconds = {key: spread([push[key] for push in pushes]) for key in keys}
     row: dict[str, Any] = {"size": size, "dtype": dtype, **model, "repetitions": len(pushes), "seconds": seconds}
-    row["pushes"] = pushes  # in the order in which they were made
     for name, runs in (("plain", plain), ("disk", disk)):
         if runs:
             row[name] = {key: spread([run[key] for run in runs]) for key in ("write", "read")}

@@ -1,1 +1,1 @@
-"""What scripts/view_rollouts.py is made of: what a row of the log says, the index, and the parts of its page."""
+"""What scripts/view_rollouts.py is made of: the newest rows of a log, what a row says, and the parts of its page."""

@@ -1,4 +1,4 @@
-"""What a row of the log of rollouts says: the columns of the index, and the text to search in."""
+"""What a row of the log of rollouts says: its line of the table, and the text to search in."""
 
 from __future__ import annotations
 
@@ -8,44 +8,46 @@ import math
 import re
 from typing import Any
 
-LARGEST = 2**63  # of SQLite's whole numbers
 
-
-class Unreadable(ValueError):
-    """A row of which nothing can be shown."""
-
-
-def summary(row: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """(a rollout's columns of the index, its text to search in). Raises `Unreadable` where it is no rollout."""
-    turns, messages = row.get("turns"), row.get("messages")
+def table_line(row: dict[str, Any]) -> dict[str, Any]:
+    """The line of the table, with the names that viewer.js reads. Raises `ValueError` where it is no rollout."""
+    turns, messages = (row.get("turns"), row.get("messages")) if isinstance(row, dict) else (None, None)
     if not isinstance(turns, list) or not isinstance(messages, list) or not all(isinstance(t, dict) for t in turns):
-        raise Unreadable("expected turns and messages")
-    calls = [call for turn in turns for call in turn.get("calls") or []]
+        raise ValueError("expected turns and messages")
     results = [result for turn in turns for result in turn.get("results") or []]
     errors = [result.get("error") for result in results] + (["rollout"] if row.get("error") else [])
-    prompt = question(row)
     rewards = {clean(k): v for k, v in (row.get("rewards") or {}).items() if v is None or is_number(v)}
     total = number_or_none(row.get("reward"))
     if row.get("reward") is None:  # logs from before there was this column
-        given = [value for value in rewards.values() if value is not None]
-        total = sum(given) if given else None
-    mode = clean(row.get("mode") or "train")
+        numbers = [value for value in rewards.values() if value is not None]
+        total = sum(numbers) if numbers else None
+    prompt, mode = question(row), clean(row.get("mode") or "train")
     # INVARIANT: one numbering of steps. What was sampled before the first step is of step 1, as in the metrics.
-    step = min(whole(row.get("step")) + (mode in ("train", "dropped")), LARGEST - 1)
-    values = {
-        "rank": whole(row.get("rank")), "step": step, "mode": mode,
+    return {
+        "rank": whole(row.get("rank")), "step": whole(row.get("step")) + (mode in ("train", "dropped")), "mode": mode,
         "number": whole(row.get("index")), "team": team(row, prompt), "prompt": prompt[:2000],
-        "stop": clean(row.get("stop_reason")), "reward": total, "rewards": json.dumps(rewards), "turns": len(turns),
+        "stop": clean(row.get("stop_reason")), "reward": total, "rewards": rewards, "turns": len(turns),
         "tokens": whole(row.get("num_tokens")),
         "seconds": sum(number_or_none(each.get("seconds")) or 0.0 for each in [*turns, *results]),
-        "tools": names(call.get("name") for call in calls), "errors": names(errors),
-        "version": whole(row.get("policy_version")), "batch": whole(row.get("batch_size")),
+        "tools": names(call.get("name") for turn in turns for call in turn.get("calls") or []),
+        "errors": names(errors), "version": whole(row.get("policy_version")), "batch": whole(row.get("batch_size")),
     }  # fmt: skip
+
+
+def as_item(row: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a row with its line of the table, for a page in one file. Raises `ValueError` where it is no rollout."""
+    return {**table_line(row), "id": number, "attempt": 0, "row": row}
+
+
+def text_to_search(row: dict[str, Any]) -> str:
+    """The texts of policy, calls, results, the answer and the error, in lines."""
+    turns = row["turns"]
     contexts = [turn.get("context") for turn in turns]  # before further records
     read = [message for context in contexts if isinstance(context, list) for message in context]
-    said = [text_of(message.get("content")) for message in [*messages, *read] if isinstance(message, dict)]
-    said += [text_of(call.get("arguments")) for call in calls] + [text_of(result.get("text")) for result in results]
-    return values, "\n".join([*said, text_of(row.get("answer")), clean(row.get("error") or "")])
+    texts = [message.get("content") for message in [*row["messages"], *read] if isinstance(message, dict)]
+    texts += [call.get("arguments") for turn in turns for call in turn.get("calls") or []]
+    texts += [result.get("text") for turn in turns for result in turn.get("results") or []]
+    return "\n".join(map(text_of, [*texts, row.get("answer"), row.get("error")]))
 
 
 def clean(value: Any) -> str:
@@ -67,7 +69,7 @@ def text_of(content: Any) -> str:
 
 
 def number_or_none(value: Any) -> float | None:
-    """A number that SQLite and JSON have; of text, where it spells one."""
+    """A number that JSON has; of text, where it spells one."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -87,17 +89,16 @@ def whole(value: Any) -> int:
     (3, 7, 12, 0, 0, 0)
     """
     number = number_or_none(value)
-    return int(number) if number is not None and number == int(number) and abs(number) < LARGEST else 0
+    return int(number) if number is not None and number == int(number) and abs(number) < 2**53 else 0
 
 
-def names(values: Any) -> str:
-    """Different names in lines of their own, a line break before and behind each; empty where there are none.
+def names(values: Any) -> list[str]:
+    """Different names, without line breaks.
 
-    >>> names(["b", None, "a", "b"]), names([])
-    ('\\nb\\na\\n', '')
+    >>> names(["b", None, "a", "b"])
+    ['b', 'a']
     """
-    found = [re.sub(r"\s+", " ", clean(value)) for value in dict.fromkeys(values) if value]
-    return "".join(f"\n{name}" for name in found) + "\n" if found else ""
+    return [re.sub(r"\s+", " ", clean(value)) for value in dict.fromkeys(values) if value]
 
 
 def team(row: dict[str, Any], prompt: str) -> str:

@@ -85,7 +85,7 @@ const SERVER = {
   group: (run, id) => ask(`/api/group/${run}/${id}`),
 };
 
-// Words as the index has them: lower case, without accents, parted by everything that is no letter or digit.
+// Words as scripts/viewer/log.py has them: lower case, without accents, parted by everything that is no letter or digit.
 const plain = (text) => ` ${text.normalize("NFD").replace(/\p{M}/gu, "").toLowerCase()
   .replace(/[^\p{L}\p{N}]+/gu, " ").trim()} `;
 
@@ -539,7 +539,7 @@ function about(item, brief) {
     !brief && ["weights", `version ${item.version}`]].filter(Boolean));
 }
 
-// How many messages stand before the first turn, as scripts/viewer/index.py counts them.
+// How many messages stand before the first turn, as scripts/viewer/rows.py counts them.
 function promptLength({ messages, turns, num_prompt_messages: logged }) {
   if (Number.isInteger(logged)) return logged;
   const said = messages.flatMap((message, m) => (message?.role === "assistant" ? [m] : []));
@@ -660,7 +660,7 @@ const links = [["curves", "Curves"], ["rollouts", "Rollouts"]].map(([view, text]
 
 function header() {
   const runs = state.info.runs;
-  say(counts, runs.map((run) => run.which || `${run.count.toLocaleString("en")}${run.sampled > run.count ? ` of ${run.sampled.toLocaleString("en")}` : ""} rollouts${run.sampled > run.count ? " were logged" : ""}, step ${run.steps[0] ?? "-"} to ${run.steps[1] ?? "-"}${run.reading ? ", reading" : ""}`).join("; "));
+  say(counts, runs.map((run) => run.which || `${run.count.toLocaleString("en")}${run.sampled > run.count ? ` of ${run.sampled.toLocaleString("en")}` : ""} rollouts${run.sampled > run.count ? " were logged" : ""}, step ${run.steps[0] ?? "-"} to ${run.steps[1] ?? "-"}`).join("; "));
   const notes = [...(DATA.notes || []), ...runs.flatMap((run) => run.notes.map((note) => (runs.length > 1 ? `${run.name}: ${note}` : note)))];
   problems.replaceChildren(...notes.map((note) => el("p", { class: "note" }, note)));
 }

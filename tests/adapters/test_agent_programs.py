@@ -11,9 +11,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from bench import programs
-from bench.common import with_section
-from real_programs import OF_PYTHON, PINNED
+from real_programs import OF_PYTHON
 from test_agents import CALL, RECIPE, TOKENIZER, Scripted, ids, run
 from vllm_prompts import VllmPrompts
 
@@ -25,10 +23,6 @@ from mt_grpo.training.records import trained_records
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/agents.md").read_text()
 SDKS = ("ai", "@ai-sdk/openai", "@ai-sdk/anthropic")
-PACKAGES = {  # by what tests call a program
-    "codex exec": ("@openai/codex",), "pi --provider": ("@mariozechner/pi-coding-agent",),
-    "qwen": ("@qwen-code/qwen-code",), "ai sdk": SDKS, **{name: (name,) for name in OF_PYTHON},
-}  # fmt: skip
 ROW = {"question": "How much is 17 * 23?", "answer": "391"}
 THINKS = "<think>I compute.</think>Let me see.\n"
 # Qwen Code has no example on the page.
@@ -110,18 +104,6 @@ def by_shell(tmp_path, monkeypatch, packages, body):
     monkeypatch.setenv("PATH", f"{packages}/node_modules/.bin{os.pathsep}{os.environ['PATH']}")
     (tmp_path / "agent.sh").write_text(body)
     return f"sh {tmp_path}/agent.sh"
-
-
-def test_the_rows_have_these_versions():
-    """Each program that is installed has a row of the version that is installed today, by each of its tests."""
-    rows = json.loads(programs.FRAME.results.read_text())
-    found = {name: {row["versions"][name] for row in rows.values() if name in row["versions"]} for name in PINNED}
-    assert found == {name: {version} for name, version in PINNED.items()}
-
-
-def test_the_table_is_made_of_the_rows():
-    rows = json.loads(programs.FRAME.results.read_text())
-    assert with_section(PAGE, "programs", programs.section(rows)) == PAGE
 
 
 @tries("@openai/codex")

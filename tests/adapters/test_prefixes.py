@@ -7,9 +7,9 @@ import types
 from pathlib import Path
 
 import pytest
-from bench.template_table import tokenizer_of
 from scripted import QWEN3, make_tokenizer
 from test_agents import ADD, TOKENIZER, ask, run, user
+from test_formats import tokenizer_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

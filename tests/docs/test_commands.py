@@ -111,7 +111,6 @@ ARGUMENTS = {
         "bash scripts/quickstart.sh smollm2":
             "half an hour; tests/scripts/test_scripts.py::test_the_quickstart_of_a_real_model reads it",
         "python scripts/build/smollm2.py": "93 MB, and an hour; test_smollm2.py takes five steps, as a slow test",
-        "python scripts/bench/real_model.py": "an hour; test_bench_warm_start.py has a round without training",
     },
     "docs/recipes.md": {
         "python scripts/evaluate.py": "2,048 conversations of a model of `quickstart.sh`",

@@ -33,7 +33,7 @@ def qwen3(hidden_size, intermediate_size, num_attention_heads=16, num_hidden_lay
 
 
 CONFIGS = {  # as in the models' config.json
-    "Qwen3-0.6B": AutoConfig.from_pretrained(ROOT / "hf_recipes/Qwen/Qwen3-0.6B"), "Qwen3-1.7B": qwen3(2048, 6144),
+    "Qwen3-0.6B": AutoConfig.from_pretrained(ROOT / "scripts/bench/Qwen3-0.6B"), "Qwen3-1.7B": qwen3(2048, 6144),
     "Qwen3-4B": qwen3(2560, 9728, num_attention_heads=32, num_hidden_layers=36),
     "Qwen2.5-7B": Qwen2Config(
         vocab_size=152064, hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,

@@ -15,8 +15,8 @@ import torch
 import trl
 import warm_python
 from bench.common import VLLMServer, free_port
-from bench.fault_proxy import Fault, FaultProxy
 from datasets import Dataset
+from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig
 from test_agents import Scripted, run
 from test_first_batch import recipe_file

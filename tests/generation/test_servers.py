@@ -14,7 +14,7 @@ import requests
 import torch
 import warm_python
 from bench.common import VLLMServer
-from bench.fault_proxy import Fault, FaultProxy
+from fault_proxy import Fault, FaultProxy
 from test_faults import (
     CONTEXT,
     MODEL,

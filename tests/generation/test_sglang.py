@@ -16,11 +16,11 @@ import pytest
 import torch
 import vision_model
 from accelerate import Accelerator
-from bench.common import SGLangServer
-from bench.fault_proxy import Fault, FaultProxy, first
 from datasets import Dataset
+from fault_proxy import Fault, FaultProxy, first
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
+from sglang_server import SGLangServer
 from test_images_by_server import logprobs_of, model_of, prompt_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.core_model_loading import revert_weight_conversion

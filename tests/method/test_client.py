@@ -12,7 +12,7 @@ import pytest
 import torch
 import warm_python
 from bench.common import free_port
-from bench.fault_proxy import Fault, FaultProxy
+from fault_proxy import Fault, FaultProxy
 from safetensors.torch import load_file
 
 from mt_grpo.base.errors import ServerError, ServerLost

@@ -26,9 +26,9 @@ import requests
 import torch
 import warm_python
 from bench.common import VLLMServer
-from bench.fault_proxy import Fault, FaultProxy, first
 from conftest import files_of_at_most
 from datasets import Dataset
+from fault_proxy import Fault, FaultProxy, first
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from warm_vllm import WarmVLLMServer
 

@@ -28,12 +28,13 @@ def found(exact):
     return {
         "tool_executed": 0.5, "result_found": 0.25, "exact_match": exact, "mean_turns": 2.0,
         "rewards": {"outcome": {"f1_reward_func": exact / 4}}, "num_problems": 100,
-        "behaviour": {"calls": 1.0, "question_in_query": 0.5, "answered": 1.0, "answer_words": 2.5},
+        "behaviour": {"question_in_query": 0.5, "answer_words": 2.5},
         "conversations": [CONVERSATION],
     }  # fmt: skip
 
 
-def run(method, seed, exact, **changes):
+def raw(method, seed, exact, **changes):
+    """What a run's file has."""
     curve = [{"step": k, "rewards/exact_match_reward_func/mean": exact * k / 3, "num_tokens": 1000.0 * k,
               "rewards/answer_in_search_results_reward_func/mean": 0.25} for k in (1, 2, 3)]  # fmt: skip
     after = {"sampled": found(exact), "greedy": found(exact + 0.1), "perplexity": 12.0 + seed,
@@ -43,15 +44,20 @@ def run(method, seed, exact, **changes):
             "machine": {"cpu": "a processor", "cores": 2}, **changes}  # fmt: skip
 
 
+def run(*args, **changes):
+    """A run as the report has it."""
+    return bench.one_of(raw(*args, **changes))
+
+
+BEFORE = {"sampled": found(0.0), "greedy": found(0.1), "perplexity": 11.0, "perplexity_elsewhere": 5.0,
+          "inputs": "made up"}  # fmt: skip
+RUNS = [raw(method, seed, 0.2 + 0.1 * (method == "mt_grpo") + 0.2 * seed)
+        for method in ("outcome", "mt_grpo") for seed in range(3)]  # fmt: skip
+
+
 @pytest.fixture
 def results():
-    before = {"sampled": found(0.0), "greedy": found(0.1), "perplexity": 11.0, "perplexity_elsewhere": 5.0,
-              "inputs": "made up"}  # fmt: skip
-    return {
-        "machine": {"cpu": "a processor", "cores": 2}, "before": before,
-        "runs": [run(method, seed, 0.2 + 0.1 * (method == "mt_grpo") + 0.2 * seed)
-                 for method in ("outcome", "mt_grpo") for seed in range(3)],
-    }  # fmt: skip
+    return {"before": bench.aggregated(BEFORE), "runs": [bench.one_of(each) for each in RUNS]}
 
 
 def test_the_table_has_means_over_seeds_and_their_interval(results):
@@ -79,7 +85,7 @@ def test_the_table_has_means_over_seeds_and_their_interval(results):
 def test_a_figure_that_some_runs_lack_says_so(results):
     """As words of queries, where a run has made none."""
     for run in results["runs"][:2]:
-        run["after"]["sampled"]["behaviour"]["question_in_query"] = None
+        run["after"]["sampled"]["question's words in the query"] = None
     row = next(line for line in bench.section(results).splitlines() if line.startswith("| question's words"))
     assert row == "| question's words in the query | 0.50 | 0.50 (1 of 3 runs) | 0.50 ± 0.00 |"
 
@@ -124,7 +130,7 @@ def test_further_runs_stand_behind_the_studys_own_of_their_seed(results):
 
 
 @pytest.fixture
-def study(results, tmp_path, monkeypatch):
+def study(tmp_path, monkeypatch):
     """The folder of a study whose runs are finished."""
     monkeypatch.setattr(bench, "RUNS", tmp_path)
     monkeypatch.setattr(bench, "prepare", lambda: None)
@@ -133,8 +139,8 @@ def study(results, tmp_path, monkeypatch):
         monkeypatch.setattr(
             bench.FRAME, name, tmp_path / {"results": "r.json", "picture": "p.png", "page": "p.md"}[name]
         )
-    (tmp_path / "before.json").write_text(json.dumps(results["before"]))
-    for each in results["runs"]:
+    (tmp_path / "before.json").write_text(json.dumps(BEFORE))
+    for each in RUNS:
         path = tmp_path / f"{bench.name_of(each['method'], each['seed'], 3)}.json"
         path.write_text(json.dumps(each))
     (tmp_path / "p.md").write_text("\n".join(markers("real_model")))
@@ -155,7 +161,7 @@ def test_finished_runs_are_not_run_again(study):
 def test_a_longer_run_is_in_the_report_and_stays_where_its_file_is_gone(study, results):
     pytest.importorskip("matplotlib")
     path = study / "mt_grpo-steps9-seed1.json"
-    path.write_text(json.dumps(run("mt_grpo", 1, 0.7, steps=9)))
+    path.write_text(json.dumps(raw("mt_grpo", 1, 0.7, steps=9)))
     for _ in range(2):
         bench.main(["--seeds", "0", "--steps", "3"])
         kept = json.loads((study / "r.json").read_text())
@@ -171,7 +177,7 @@ def test_what_the_report_had_stays(study, results):
     (study / "r.json").write_text(json.dumps({**results, "runs": others}))
     bench.main(["--seeds", "0", "--steps", "3"])
     kept = json.loads((study / "r.json").read_text())["runs"]
-    exact = {(each["method"], each["seed"]): each["after"]["sampled"]["exact_match"] for each in kept}
+    exact = {(each["method"], each["seed"]): each["after"]["sampled"]["exact match"] for each in kept}
     assert len(kept) == len(exact) == 7
     assert (exact["mt_grpo", 3], exact["mt_grpo", 0]) == pytest.approx((0.8, 0.3))
 
@@ -236,9 +242,9 @@ def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
         def __exit__(self, *_):
             asked.append("stopped")
 
-    def train(recipe, output, *words, shown):
+    def train(recipe, output, *words):
         asked.append((recipe, output, " ".join(map(str, words))))
-        return [{"step": 1, "reward": 0.5, "kl": 0.25, "unknown": 1}]
+        return [{"step": 1, "reward": 0.5, "num_tokens": 9, "rewards/f1_reward_func/mean": 0.25}]
 
     monkeypatch.setattr(bench, "VLLMServer", Server)
     monkeypatch.setattr(bench, "train", train)
@@ -250,7 +256,7 @@ def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
     assert words.startswith("--credit_assignment mt_grpo --beta 0.04 --seed 7 --max_steps 3 --use_vllm true")
     assert "--vllm_server_base_url http://there" in words
     assert words.endswith("--resume_from_checkpoint true") == stopped == result["resumed"]
-    assert result["curve"] == [{"step": 1, "reward": 0.5, "kl": 0.25}]
+    assert result["curve"] == [{"step": 1, "num_tokens": 9, "rewards/f1_reward_func/mean": 0.25}]
     assert (result["after"], result["inputs"]) == ({"of": str(study / name)}, "made up")
     assert json.loads((study / f"{name}.json").read_text())["method"] == "mt_grpo,beta=0.04"
     assert bench.run("mt_grpo,beta=0.04", 7, 3)["seed"] == 7 and len(asked) == 3  # not again
@@ -311,9 +317,9 @@ def test_behaviour_counts_what_was_asked_and_answered():
              {"name": "wiki_search", "arguments": {"query": "x"}}]  # fmt: skip
     other = {**CONVERSATION, "calls": calls, "answer": None}
     assert bench.behaviour([CONVERSATION, other]) == {
-        "calls": 1.5, "question_in_query": 0.5, "answered": 0.5, "answer_words": 1.0
+        "question_in_query": 0.5, "answer_words": 1.0
     }  # fmt: skip
-    none_asked = {"calls": 1.0, "question_in_query": None, "answered": 0.0, "answer_words": None}
+    none_asked = {"question_in_query": None, "answer_words": None}
     assert bench.behaviour([{**CONVERSATION, "calls": calls[:1], "answer": ""}]) == none_asked
     empty = {**CONVERSATION, "messages": [{"role": "user", "content": "?"}], "calls": calls[1:2], "answer": ""}
     assert bench.behaviour([empty]) == none_asked
@@ -344,7 +350,7 @@ def test_the_perplexity_is_of_each_token_behind_the_first(tmp_path, monkeypatch)
 
 def test_what_is_said_cannot_end_its_block(results):
     said = {"role": "assistant", "content": "```` <answer>"}
-    results["runs"][-1]["after"]["sampled"]["conversations"] = [{**CONVERSATION, "messages": [said]}]
+    results["runs"][-1]["after"]["conversations"] = [{**CONVERSATION, "messages": [said]}]
     assert "\n`````\nassistant  ```` <answer>\n" in bench.section(results)
 
 

@@ -60,7 +60,6 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     taken = []
     monkeypatch.setattr(bench, "run_shape", lambda shape, threads: taken.append(shape) or row("x", 1.0, 1.0, 1.0))
     monkeypatch.setattr(bench, "run_growth", lambda threads: GROWTH)
-    monkeypatch.setattr(bench, "print_shape", lambda *_: None)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     before = bench.FRAME.page.read_text()
     bench.main(["--short"])
@@ -87,9 +86,8 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     with pytest.raises(SystemExit, match=f"--threads {whole['threads'] + 1}, and .* {whole['threads']}"):
         bench.main(["--shapes", "prompt", "--threads", str(whole["threads"] + 1)])
     monkeypatch.setattr(bench, "machine", lambda: {"cpu": "another"})
-    for asked in (["--shapes", "prompt"], ["--growth"]):
-        with pytest.raises(SystemExit, match="a machine {'cpu': 'another'}, and .* has rows of {"):
-            bench.main(asked)
+    with pytest.raises(SystemExit, match="a machine {'cpu': 'another'}, and .* has rows of {"):
+        bench.main(["--shapes", "prompt"])
 
 
 def test_every_shape_has_an_even_number_of_pairs():
@@ -165,7 +163,7 @@ def test_a_pair_of_steps(warm_processes, monkeypatch):
     for side in bench.SIDES:
         seconds, memory = result["median_seconds"][side], result["memory"]
         assert 0 < seconds["wall"] < 60 and 0 < seconds["cpu"] < 60
-        assert 100 < memory["built_mib"][side] <= memory["peak_mib"][side] and memory["python_mib"][side] > 0
+        assert memory["peak_mib"][side] > 100
     assert 1 < result["per_trained"]["ours"] < result["per_trained"]["trl"] < 4
     assert bench.section({"machine": MACHINE, "threads": 1, "shapes": {"smoke": result}}).count("\n") == 8
 

@@ -5,7 +5,6 @@ import fcntl
 import json
 import os
 import re
-import runpy
 import shutil
 import signal
 import socket
@@ -40,19 +39,6 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-
-MOVED = runpy.run_path(str(ROOT / "scripts/moved.py"), run_name="moved")["MOVED"]
-
-
-def test_each_old_name_of_a_script_says_where_it_is_now():
-    links = {path.name for path in (ROOT / "scripts").iterdir() if path.is_symlink()}
-    assert links == {f"{old}.py" for old in MOVED} and len(MOVED) == 24
-    for old, new in MOVED.items():
-        assert (ROOT / "scripts" / new).is_file()
-        done = subprocess.run([sys.executable, "-S", f"scripts/{old}.py", "--report"], cwd=ROOT, capture_output=True,
-                              text=True)  # fmt: skip
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == f"error: scripts/{old}.py is now scripts/{new}. Run: python scripts/{new} --report\n"
 
 
 @pytest.fixture(scope="module")

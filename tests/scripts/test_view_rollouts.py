@@ -1,13 +1,11 @@
-"""scripts/view_rollouts.py: the index of a log, the server, and the page in a real Chromium."""
+"""scripts/view_rollouts.py: the newest rollouts of a log, the server, and the page in a real Chromium."""
 
 import gzip
 import json
-import os
 import random
 import re
 import signal
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
@@ -18,7 +16,8 @@ import requests
 import view_rollouts
 from PIL import Image
 from test_first_batch import recipe_file
-from viewer.index import INDEX_FILE, Query, RolloutIndex
+from viewer import log as viewer_log
+from viewer.log import LogReader
 
 import mt_grpo_trainer as mt
 from mt_grpo.reports import rollout_log
@@ -57,7 +56,7 @@ def row(step, index, question, turns, reward=0.0, stop="answered", mode="train",
 
 
 def rows():
-    """Six rollouts: two groups of step 0, one of step 1; their ids in an index are 1 to 6."""
+    """Six rollouts: two groups of step 0, one of step 1; their ids are 1 to 6."""
     search, calculator = ("search", {"query": "crème brûlée"}), ("calculator", {"expression": "19 - 3"})
     return [
         row(0, 0, "Where is the Louvre?", [turn("I look.", [search], [("A dish.", None)]), turn("Paris")], 1.0),
@@ -105,42 +104,42 @@ def write_log(folder, logged, fresh=True):
     return Path(folder)
 
 
-def index_of(folder):
-    index = RolloutIndex(Path(folder))
-    index.refresh()
-    return index
+def log_of(folder, **arguments):
+    log = LogReader(Path(folder), **arguments)
+    log.refresh()
+    return log
 
 
 def ids(found):
     return [each["id"] for each in found]
 
 
-# -- the index --
+# -- reading a log --
 
 
 @pytest.mark.parametrize("query, expected", CASES, ids=lambda value: str(value)[:40])
-def test_filters_of_the_index(query, expected, tmp_path):
-    found = index_of(write_log(tmp_path, rows())).table(Query.read(query))
+def test_filters(query, expected, tmp_path):
+    found = log_of(write_log(tmp_path, rows())).table(query)
     assert (ids(found["rows"]), found["total"]) == (expected, len(expected))
 
 
 def test_a_line_of_the_table_and_a_group(tmp_path):
-    index = index_of(write_log(tmp_path, rows()))
-    (line,) = index.table(Query(offset=3, limit=1))["rows"]
+    log = log_of(write_log(tmp_path, rows()))
+    (line,) = log.table({"offset": "3", "limit": "1"})["rows"]
     assert line == {
         "id": 4, "rank": 0, "step": 1, "mode": "train", "number": 3, "attempt": 0, "team": "train/1/0/1",
         "prompt": "What is 19 - 3?", "stop": "max_turns", "reward": 0.25,
         "rewards": {"exact_reward_func": 0.25, "style": None}, "turns": 1, "tokens": 7, "seconds": 1.0,
-        "tools": ["calculator", "search"], "errors": ["call"], "version": 0,
+        "tools": ["calculator", "search"], "errors": ["call"], "version": 0, "batch": 0, "schema": 1,
     }  # fmt: skip
-    assert ids(index.group(4)) == [3, 4] and index.rollout(4)["row"] == rows()[3]
-    info = index.info()
+    assert ids(log.group(4)) == [3, 4] and log.rollout(4)["row"] == rows()[3]
+    info = log.info()
     assert (info["count"], info["steps"], info["tools"]) == (6, [1, 2], ["calculator", "search"])
     assert info["errors"] == ["call", "rollout", "timeout"] and info["modes"] == ["train"] and info["notes"] == []
     assert info["stops"] == ["answered", "environment_error", "max_turns", "no_tool_call"]
     assert info["rewards"] == ["exact_reward_func", "style"]
     with pytest.raises(KeyError, match="There is no rollout 7"):
-        index.rollout(7)
+        log.rollout(7)
 
 
 def test_what_is_rolled_out_again_is_another_group(tmp_path):
@@ -148,50 +147,79 @@ def test_what_is_rolled_out_again_is_another_group(tmp_path):
     first = rows()[:2]
     again = [{**each, "messages": [{"role": "user", "content": "B?"}, *each["messages"][2:]]} for each in first]
     evaluated = [{**each, "mode": "eval"} for each in first + again]
-    index = index_of(write_log(tmp_path, first + again + evaluated))
-    groups = [ids(index.group(number)) for number in (1, 4, 5, 8)]
+    log = log_of(write_log(tmp_path, first + again + evaluated))
+    groups = [ids(log.group(number)) for number in (1, 4, 5, 8)]
     assert groups == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert index.rollout(4)["prompt"] == "B?" and index.rollout(4)["attempt"] == 1
+    assert log.rollout(4)["prompt"] == "B?" and log.rollout(4)["attempt"] == 1
 
 
 def test_logs_without_groups_and_sums(tmp_path):
     """As they were before there were these columns."""
     old = [{name: value for name, value in each.items() if name not in ("group", "reward")} for each in rows()]
-    index = index_of(write_log(tmp_path, old))
-    assert ids(index.group(2)) == [1, 2] and ids(index.group(5)) == [5, 6]
-    assert [each["reward"] for each in index.table(Query())["rows"]] == [1.0, 0.0, 0.5, 0.25, -0.5, None]
+    log = log_of(write_log(tmp_path, old))
+    assert ids(log.group(2)) == [1, 2] and ids(log.group(5)) == [5, 6]
+    assert [each["reward"] for each in log.table({})["rows"]] == [1.0, 0.0, 0.5, 0.25, -0.5, None]
 
 
 def test_it_follows_a_run(tmp_path, monkeypatch):
     """Rows of the open segment, of one that was closed meanwhile, of a second rank; a line that is not whole yet."""
     monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 4000)
-    index, second = index_of(write_log(tmp_path, rows()[:1])), RolloutIndex(tmp_path)
+    log = log_of(write_log(tmp_path, rows()[:1]))
     line = json.dumps(rows()[1]).encode()
     with open(tmp_path / LOG, "ab") as file:
         file.write(line[:50])
         file.flush()
-        assert index.refresh() == 0
+        assert log.refresh() == 0
         file.write(line[50:] + b"\n")
-    assert index.refresh() == 1 and second.refresh() == 0
+    assert log.refresh() == 1
     for each in rows()[2:] + rows():
         write_log(tmp_path, [each], fresh=False)
     assert len(list(tmp_path.glob("rollouts.rank0.*.gz"))) >= 2
     (tmp_path / "rollouts.rank1.jsonl").write_text(json.dumps({**rows()[0], "rank": 1, "index": 8}) + "\n")
-    assert index.refresh() == 11 and index.refresh() == 0 and second.refresh() == 0
-    assert [each["stop"] for each in second.table(Query())["rows"]].count("max_turns") == 2
-    assert second.info()["count"] == 13 and second.info()["notes"] == []
+    assert log.refresh() == 11 and log.refresh() == 0
+    assert [each["stop"] for each in log.table({})["rows"]].count("max_turns") == 2
+    assert log.info()["count"] == 13 and log.info()["notes"] == []
+
+
+def test_the_newest_rows_of_a_large_log_are_read(tmp_path, monkeypatch, capsys):
+    """Of each rank the same share, of a log that is there and of one that grows; the page and the terminal say so."""
+    logged = [row(step, 0, "?", [turn("x")]) for step in range(10, 50)]
+    size = len(json.dumps(logged[0])) + 1
+    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 10 * size)
+    monkeypatch.setattr(viewer_log, "SEGMENT_BYTES", 10 * size)
+    for rank in (0, 1):
+        for each in logged:
+            write_rollouts(tmp_path / f"rollouts.rank{rank}.jsonl", [{**each, "rank": rank}], fresh=False)
+    read, opened = [], viewer_log.opened
+    monkeypatch.setattr(viewer_log, "opened", lambda path: read.append(path.name) or opened(path))
+    log = log_of(tmp_path, most_bytes=30 * size)
+    kept = [[line["step"] for line in log.table({})["rows"] if line["rank"] == rank] for rank in (0, 1)]
+    assert kept == [list(range(36, 51))] * 2
+    assert "rollouts.rank0.00004.jsonl.gz" in read and "rollouts.rank0.00001.jsonl.gz" not in read
+    note = "only the newest 30 rollouts are shown"
+    assert note in log.info()["notes"][0]
+    write_log(tmp_path, [row(60, 0, "?", [turn("x")])], fresh=False)
+    assert log.refresh() == 1 and log.info()["count"] == 30
+    assert [line["step"] for line in log.table({})["rows"] if line["rank"] == 0] == [*range(37, 51), 61]
+    run = view_rollouts.Run(tmp_path)
+    run.log.most_bytes = 30 * size
+    run.read()
+    assert note in capsys.readouterr().out and note in run.info()["notes"][0]
 
 
 def test_a_new_run_in_the_folder_begins_anew(tmp_path):
-    index = index_of(write_log(tmp_path, rows()))
+    log = log_of(write_log(tmp_path, rows()))
+    generation = log.info()["generation"]
     write_log(tmp_path, [row(0, 0, "New?", [turn("Yes")])])
-    assert index.refresh() == 1
-    (line,) = index.table(Query())["rows"]
-    assert line["prompt"] == "New?" and index.table(Query(text="louvre"))["total"] == 0
+    assert log.refresh() == 1 and log.info()["generation"] != generation
+    (line,) = log.table({})["rows"]
+    assert line["prompt"] == "New?" and log.table({"text": "louvre"})["total"] == 0
+    write_log(tmp_path, [row(0, 0, "Newer?", [turn("word " * 999)])] * 3)  # longer than what was read
+    assert log.refresh() == 3 and {line["prompt"] for line in log.table({})["rows"]} == {"Newer?"}
 
 
 def test_what_cannot_be_shown_is_said(tmp_path):
-    """Another version, unknown fields, rows that are none, a compressed segment and a line that are cut off."""
+    """Another version, rows that are none, a compressed segment that is cut off."""
     good = [json.dumps(each) for each in rows()[:3]]
     (tmp_path / "rollouts.rank0.00001.jsonl.gz").write_bytes(gzip.compress(good[0].encode())[:20])
     numbers = random.Random(0)
@@ -201,84 +229,33 @@ def test_what_cannot_be_shown_is_said(tmp_path):
     newer = {**rows()[3], "schema": 2, "colour": "red", "turns": [turn("x", mood="good")]}
     bad = ["[1]", "{not json", '{"step": 1}', '{"turns": 5, "messages": []}', json.dumps({**rows()[0], "rewards": 3})]
     (tmp_path / LOG).write_text("\n".join([*good, json.dumps(newer), *bad, good[0][:40]]))
-    index = index_of(tmp_path)
-    notes = "\n".join(index.notes())
+    log = log_of(tmp_path)
+    notes = "\n".join(log.info()["notes"])
     for number in (1, 2):
-        assert f"rollouts.rank0.0000{number}.jsonl.gz: Compressed file ended before the end" in notes
-    assert 500 < index.table(Query(step_from=7))["total"] < 1500
-    assert "1 lines that are no JSON: left out." in notes
-    assert "2 rows that are no rollout (Unreadable: expected turns and messages): left out." in notes
-    assert "1 rows that are no rollout (Unreadable: a line is no rollout): left out." in notes
-    assert "1 rows that are no rollout (AttributeError: " in notes
-    assert "1 rollouts have schema 2, this viewer knows 1: it shows what it can." in notes
-    assert "1 times a field colour that this viewer does not know" in notes and "field turns.mood" in notes
-    shown = index.table(Query(step_to=6))["rows"]
-    assert [each["number"] for each in shown] == [0, 1, 2, 3] and index.refresh() == 0
-    assert "\n".join(index.notes()) == notes
-
-
-@pytest.mark.parametrize("content", [b"no database at all, but some text" * 50, b""])
-def test_a_file_that_is_no_index_is_made_anew(content, tmp_path):
-    (write_log(tmp_path, rows()) / INDEX_FILE).write_bytes(content)
-    assert index_of(tmp_path).info()["count"] == 6
-
-
-def test_an_index_of_another_version_is_made_anew(tmp_path):
-    index_of(write_log(tmp_path, rows())).close()
-    with sqlite3.connect(tmp_path / INDEX_FILE) as db:
-        db.execute("DELETE FROM rollout")
-        db.execute("PRAGMA user_version = 99")
-    db.close()
-    assert index_of(tmp_path).info()["count"] == 6
-
-
-def test_means_by_step_stand_in_for_metrics(tmp_path):
-    """None is left out; evaluations are no training."""
-    evaluated = [row(1, 4, "?", [turn("x")], 9.0, mode="eval")]
-    first, second = index_of(write_log(tmp_path, rows() + evaluated)).by_step()
-    assert first == {
-        "step": 1, "count": 4, "reward": 0.4375, "turns/mean": 1.5, "completions/mean_total_length": 10.5,
-        "stop/answered": 0.5, "stop/max_turns": 0.25, "stop/no_tool_call": 0.25,
-        "rewards/exact_reward_func/mean": 0.4375, "rewards/style/mean": None,
-    }  # fmt: skip
-    assert second["reward"] == -0.5 and second["rewards/exact_reward_func/mean"] == -0.5
+        assert f"the end of rollouts.rank0.0000{number}.jsonl.gz, which is cut off" in notes
+    assert 500 < log.table({"step_from": "7"})["total"] < 1500
+    for count, what in ((1, "JSONDecodeError"), (3, "ValueError: expected turns"), (1, "AttributeError")):
+        assert f"{count} rows that are no rollout ({what}" in notes
+    assert "1 rollouts are not of schema 1" in notes
+    shown = log.table({"step_to": "6"})["rows"]
+    assert [each["number"] for each in shown] == [0, 1, 2, 3] and log.refresh() == 0
+    assert "\n".join(log.info()["notes"]) == notes
 
 
 def test_a_sample_says_which(tmp_path):
     """Whole steps, evenly spread, with the last one and all modes."""
-    index = index_of(write_log(tmp_path, [row(step, i, "?", [turn("x")]) for step in range(10) for i in range(4)]))
-    assert index.sample(40) == (list(range(1, 41)), "all 40 rollouts")
-    chosen, which = index.sample(20)
-    assert [index.rollout(number)["step"] for number in chosen[::4]] == [2, 4, 6, 8, 10]
+    log = log_of(write_log(tmp_path, [row(step, i, "?", [turn("x")]) for step in range(10) for i in range(4)]))
+    assert log.sample(40) == (list(range(1, 41)), "all 40 rollouts")
+    chosen, which = log.sample(20)
+    assert [log.rollout(number)["step"] for number in chosen[::4]] == [2, 4, 6, 8, 10]
     assert which == "20 of 40 rollouts: one step in 2 (2, 4, 6, 8, ...)"
-    assert index.sample(3) == ([37, 38, 39], "the first 3 of step 10, of 40 rollouts")
+    assert log.sample(3) == ([37, 38, 39], "the first 3 of step 10, of 40 rollouts")
 
 
-def test_a_sample_has_every_mode(tmp_path):
-    """Where each step has a batch of training and one of evaluation."""
-    logged = [row(step, i, "?", [turn("x")], mode=mode) for step in range(10) for mode in ("train", "eval")
-              for i in range(2)]  # fmt: skip
-    index = index_of(write_log(tmp_path, logged))
-    modes = [index.rollout(number)["mode"] for number in index.sample(20)[0]]
-    assert (modes.count("train"), modes.count("eval")) == (10, 10)
-
-
-@pytest.mark.parametrize(
-    "query, message",
-    [
-        ({"stpe": "1"}, "stpe is no filter. Expected one of step_from, step_to"),
-        ({"step_from": "one"}, "step_from is 'one', expected a number"),
-        ({"sort": "body"}, "expected sort in step, reward"),
-        ({"limit": "1000000"}, "limit from 1 to 500"),
-        ({"offset": "9" * 30}, "offset from 0"),
-        ({"step_to": "9" * 30}, "a step is too large"),
-        ({"reward_min": "nan"}, "reward_min is 'nan', expected a number"),
-        ({"descending": "yes"}, "descending is 'yes', expected true or false"),
-    ],
-)
-def test_wrong_questions_are_explained(query, message):
-    with pytest.raises(ValueError, match=message):
-        Query.read(query)
+@pytest.mark.parametrize("query", [{"step_from": "one"}, {"offset": "x"}, {"sort": "body"}])
+def test_wrong_questions_are_refused(query, tmp_path):
+    with pytest.raises((ValueError, KeyError)):
+        log_of(write_log(tmp_path, rows())).table(query)
 
 
 def changed(**columns):
@@ -286,12 +263,12 @@ def changed(**columns):
     return {**rows()[0], **columns}
 
 
-HOSTILE = {  # what a row has, and what the index makes of it: columns that it must have, or why it is left out
+HOSTILE = {  # what a row has, and what the table makes of it: columns that it must have, or why it is left out
     "half a character as a tool": (changed(turns=[turn("x", [("\ud83d", {})])]), {"tools": ["?"]}),
     "half a character as a reason": (changed(stop_reason="\ud83d"), {"stop": "?"}),
     "half a character as a field": (changed(**{"\ud83d": 1}), {"step": 1}),
     "half a character as a reward": (changed(rewards={"\ud83d": 1.0}), {"rewards": {"?": 1.0}}),
-    "a step that SQLite does not have": (changed(step=2**70), {"step": 1}),
+    "a step that JavaScript does not have": (changed(step=2**70), {"step": 1}),
     "a number of 350 digits": (changed(turns=[turn("x", seconds=10**349)]), {"seconds": 0.0}),
     "an answer of many brackets": (
         json.dumps(changed(answer=0)).replace('"answer": 0', f'"answer": {"[" * 10**5}'), None,
@@ -319,55 +296,14 @@ def test_an_odd_row_hides_no_other(name, tmp_path):
     odd, columns = HOSTILE[name]
     lines = [json.dumps(rows()[0]), odd if isinstance(odd, str) else json.dumps(odd), json.dumps(rows()[1])]
     (tmp_path / LOG).write_text("".join(line + "\n" for line in lines))
-    index = index_of(tmp_path)
-    shown = index.table(Query())["rows"]
+    log = log_of(tmp_path)
+    shown = log.table({})["rows"]
     assert len(shown) == (2 if columns is None else 3)
-    assert (columns is None) == any("left out" in note for note in index.notes())
+    assert (columns is None) == any("left out" in note for note in log.info()["notes"])
     if columns is not None:
         (line,) = [line for line in shown if line["id"] == 2]
         assert {column: line[column] for column in columns} == columns
-    json.dumps([index.info(), index.by_step(), *(index.rollout(line["id"]) for line in shown)], allow_nan=False)
-
-
-def test_numbers_that_are_none_are_told(tmp_path):
-    """And what is shown in their place: the 7 of a log is step 8, its 0 is step 1."""
-    index = index_of(write_log(tmp_path, [changed(step="7", reward=None), changed(index=2.0), changed(step="x")]))
-    told = "2 times step is no number: shown as what its text spells, else as 0 (a step as 1) or not at all."
-    assert index.notes() == [told]
-    assert {row["id"]: row["step"] for row in index.table(Query())["rows"]} == {1: 8, 2: 1, 3: 1}
-
-
-def test_half_a_line_that_nobody_writes_is_told(tmp_path):
-    with open(write_log(tmp_path, rows()) / LOG, "a") as file:
-        file.write('{"schema": 1, "ra')
-    index = index_of(tmp_path)
-    assert index.notes() == []  # it may be being written
-    os.utime(tmp_path / LOG, (0, 0))
-    assert index.notes() == [f"{LOG} ends with half a line, of 17 bytes: left out."]
-
-
-def test_a_segment_that_is_replaced_or_gone(tmp_path):
-    closed = tmp_path / "rollouts.rank0.00001.jsonl.gz"
-    (tmp_path / "rollouts.rank0.00002.jsonl.gz").write_bytes(gzip.compress(json.dumps(rows()[0]).encode() + b"\n"))
-    lines = "".join(json.dumps({**each, "answer": str(n)}) + "\n" for n in range(99) for each in rows())
-    whole = gzip.compress(lines.encode())
-    closed.write_bytes(whole[: len(whole) // 2])
-    index = index_of(write_log(tmp_path, rows()[:1], fresh=False))
-    assert "ended before" in index.notes()[0]
-    closed.write_bytes(whole)
-    assert index.refresh() == 6 * 99 + 2 and index.notes() == []
-    closed.unlink()
-    assert index.refresh() == 0 and index.info()["count"] == 596
-    assert index.notes() == ["Segment 1 of rank 0 is gone: its rollouts are from the index."]
-
-
-def test_a_full_disk_is_told_as_such(tmp_path):
-    index = RolloutIndex(write_log(tmp_path, rows() * 200))
-    index.db.execute(f"PRAGMA max_page_count = {index.db.execute('PRAGMA page_count').fetchone()[0] + 5}")
-    with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
-        index.refresh()
-    index.db.execute("PRAGMA max_page_count = 1000000")
-    assert index.refresh() == 1200
+    json.dumps([log.info(), *(log.rollout(line["id"]) for line in shown)], allow_nan=False)
 
 
 def test_a_run_that_logs_no_rollouts_leaves_none_of_another(tmp_path):
@@ -382,7 +318,7 @@ def test_a_run_that_logs_no_rollouts_leaves_none_of_another(tmp_path):
 @pytest.mark.parametrize("content", [b'{"log_history": [', b"{}", b"[]", b'{"log_history": 3}'])
 def test_metrics_with_faults_hide_no_rollout(content, tmp_path):
     (write_log(tmp_path, rows()) / "trainer_state.json").write_bytes(content)
-    assert view_rollouts.Run(tmp_path).info()["count"] == 0  # not read yet, and not refused
+    assert view_rollouts.Run(tmp_path).info()["count"] == 6
     (tmp_path / "metrics.jsonl").write_bytes(
         b'{"step": 1, "reward": Infinity}\n\xff\n[1]\n{"step": 2, "reward": 0.5}\n'
     )
@@ -447,7 +383,7 @@ def served(tmp_path):
         while True:
             try:
                 info = requests.get(f"{address}/api/info", timeout=10).json()
-                if not any(run["reading"] for run in info["runs"]) and info["runs"][0]["count"]:
+                if info["runs"][0]["count"]:
                     return address
             except requests.ConnectionError:
                 assert program.poll() is None, program.stderr.read()
@@ -465,7 +401,7 @@ def test_the_server_answers_this_machine_alone(served, tmp_path):
     address = served(write_log(tmp_path / "run", rows()))
     assert ids(requests.get(f"{address}/api/rollouts/0?tool=search").json()["rows"]) == [1, 4]
     assert requests.get(f"{address}/api/rollout/0/4").json()["row"] == rows()[3]
-    for path in ("rollouts/0?x=1", "rollouts/1", "rollout/0/99", "group/5/1", f"rollout/0/{'9' * 30}"):
+    for path in ("rollouts/0?step_from=x", "rollouts/1", "rollout/0/99", "group/5/1", f"rollout/0/{'9' * 30}"):
         answer = requests.get(f"{address}/api/{path}")
         assert answer.status_code == 400 and answer.json()["error"]
     foreign = requests.get(f"{address}/api/info", headers={"Host": "evil.example"})
@@ -520,7 +456,7 @@ def one_page(folder, *more):
 
 
 def test_filters_of_a_page_in_one_file(open_page, tmp_path, capsys):
-    """It filters by itself as the index does."""
+    """It filters by itself as the server does."""
     address = one_page(write_log(tmp_path, rows()))
     assert re.search(r"page.html: .*: all 6 rollouts, \d+\.\d MB", capsys.readouterr().out)
     check_filters(open_page(address))
@@ -591,7 +527,7 @@ def test_a_foreign_script_does_not_run(browser, tmp_path):
     page, errors = browser.new_page(), []
     page.on("console", lambda message: errors.append(message.text))
     page.goto(address)
-    page.wait_for_selector(".panel", state="attached")
+    page.wait_for_selector("nav", state="attached")
     assert page.evaluate("window.hit") is None
     assert len([error for error in errors if "Content Security Policy" in error]) == 3
     page.close()
@@ -678,9 +614,8 @@ def sub_agent():
 
 
 def test_what_a_further_record_read_can_be_searched(tmp_path):
-    index = index_of(write_log(tmp_path, [sub_agent(), row(0, 1, "Other?", [turn("x", context="odd")])]))
-    assert ids(index.table(Query(text="zebra"))["rows"]) == [1]
-    assert index.notes() == []  # the viewer has a place for all columns
+    log = log_of(write_log(tmp_path, [sub_agent(), row(0, 1, "Other?", [turn("x", context="odd")])]))
+    assert ids(log.table({"text": "zebra"})["rows"]) == [1]
 
 
 def test_what_a_further_record_read_is_shown(open_page, tmp_path):
@@ -751,10 +686,10 @@ def test_a_result_that_was_never_read_is_told(open_page, tmp_path):
 
 
 def test_one_step_can_be_seen(open_page, tmp_path):
-    """And its rollouts are those of the step that its curve is of, with metrics or without."""
-    page = open_page(
-        one_page(write_log(tmp_path, [row(3, 0, "?", [turn("x")]), row(3, 4, "?", [turn("x")], mode="eval")]))
-    )
+    """And its rollouts are those of the step that its curve is of."""
+    folder = write_log(tmp_path, [row(3, 0, "?", [turn("x")]), row(3, 4, "?", [turn("x")], mode="eval")])
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward": 0.0}) + "\n")
+    page = open_page(one_page(folder))
     assert page.locator(".curve").first.get_attribute("d").endswith("h0")
     page.locator(".panel svg").first.focus()
     page.keyboard.press("ArrowRight")
@@ -939,7 +874,7 @@ def test_two_runs_fit_a_telephone(open_page, tmp_path):
 
 
 def test_it_says_how_many_of_the_sampled_rollouts_were_logged(tmp_path):
-    info = index_of(write_log(tmp_path, split_rows())).info()
+    info = log_of(write_log(tmp_path, split_rows())).info()
     assert (info["count"], info["sampled"]) == (8, 64)
 
 
