@@ -1,6 +1,7 @@
 """The house: what stands where, how large it may be, and that imports point downwards."""
 
 import ast
+import importlib
 import os
 import re
 import runpy
