@@ -8,9 +8,7 @@ the commands, and blocks of other languages: tests/docs/test_commands.py.
 import argparse
 import dataclasses
 import importlib
-import inspect
 import json
-import pkgutil
 import re
 import shlex
 import sys
@@ -25,7 +23,6 @@ import vision_model
 import yaml
 from bench.common import with_section
 from datasets import Dataset
-from quickstart import TASKS
 from scripted import Scripted, call
 from test_agents import run as run_agent
 from test_formats import TOKENIZER
@@ -33,7 +30,6 @@ from test_verl import build as verl_build, converse as verl_converse
 from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
 
-import mt_grpo
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.agents.programs import CommandAgent
 from mt_grpo.base.pictures import pictures_in
@@ -79,10 +75,6 @@ def run(code: str, space: dict | None = None) -> dict:
     return space
 
 
-def test_the_readme_is_short():
-    assert len(PAGES["README.md"].splitlines()) <= 250
-
-
 # --- keys and metrics ------------------------------------------------------------------------------------------------
 
 
@@ -103,10 +95,6 @@ def test_every_key_is_documented_with_its_default():
             default = default_of(match[1], mt.RECIPE_CLASSES)
             if match[2] not in ("none", "all") and isinstance(default, (int, float, str)):
                 assert yaml.safe_load(match[2]) == default, line
-
-
-def test_the_budgets_are_keys():
-    assert set(first_column(ENVIRONMENTS, "Budgets")) <= own_keys() | {"max_completion_length"}
 
 
 def test_every_documented_metric_is_logged_and_every_own_metric_documented(random_model, tmp_path):
@@ -148,50 +136,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     assert {f"stop/{name}" for name in ends} == stops
 
 
-@pytest.mark.parametrize(
-    "page, title", [("README.md", "The idea"), ("docs/credit.md", "How the method differs from GRPO")]
-)
-def test_every_estimator_has_its_row(page, title):
-    assert first_column(PAGES[page], title) == ["credit_assignment", *mt.CREDIT_ASSIGNMENTS]
-
-
 # --- examples --------------------------------------------------------------------------------------------------------
-
-
-# Pages whose blocks of Python are all run, in their order: tests/docs/test_tour.py and tests/docs/test_commands.py.
-RUN_BY_THE_PAGE = ("docs/tour.md", "docs/method.md")
-
-
-def test_every_python_block_is_run_here():
-    known = (
-        "TURN_REWARD_FUNCS",
-        "class TerseErrors",
-        "VLLMServerClient(",
-        "doctest_batch()",
-        "class PythonFormat",
-        "import Turn",
-        "async def solve",
-        "async def by_messages",
-        "class Again",
-        "class Adder",
-        "import function_tool",
-        "sys.stdin.read()",
-        "OPENAI_API_KEY_FILE",
-        "import ProgramError",
-        "import read_rollouts",
-        "SFTTrainer(",
-        "import think_format_reward",
-        "def _before_credit",
-        "def _without_signal",
-        "class Branching",
-        "class Board",
-        *EXAMPLES,
-    )
-    for page, text in PAGES.items():
-        if page in RUN_BY_THE_PAGE:
-            continue
-        for body in blocks(text, "python"):
-            assert any(word in body for word in known), f"{page}: no test runs\n{body}"
 
 
 def test_the_example_of_the_rollout_log_runs(tmp_path, monkeypatch):
@@ -212,19 +157,6 @@ def test_the_example_of_a_warm_start_trains(tmp_path, monkeypatch):
     Path("data.jsonl").write_text(f"{json.dumps(row)}\n" * 2)
     run(block(PAGES["docs/recipes.md"], "python", "SFTTrainer("))
     assert list(Path("runs/warm").glob("checkpoint-*/model.safetensors"))
-
-
-@pytest.mark.parametrize("page", ["docs/rollouts.md", "docs/recipes.md"])
-def test_commands_about_a_run_name_the_folder_of_the_quickstart(page):
-    """Which is there behind `quickstart.sh` without arguments, with the recipe that made it."""
-    recipe = next(iter(TASKS.values()))[0]
-    folder = yaml.safe_load((ROOT / recipe).read_text())["output_dir"]
-    bash = "\n".join(blocks(PAGES[page], "bash"))
-    assert (
-        set(re.findall(r"\bruns/[\w.-]+", bash)) == {folder}
-        and set(re.findall(r"\bruns/calc\w+", PAGES[page])) == set()
-    )
-    assert set(re.findall(r"--config (\S+) --model", bash)) <= {recipe}
 
 
 def test_the_example_of_programs_runs(capsys):
@@ -509,28 +441,9 @@ def test_the_tool_format_runs(monkeypatch):
     assert names == ["call_format", "stops", "parse_text"] and {*names} <= {*known, *known["__annotations__"]}
 
 
-def test_what_an_estimator_gets():
-    for name in re.findall(r"^\| `rewards\.(\w+)", section(FORKING, "A credit estimator, as a diff"), re.M):
-        assert hasattr(mt.doctest_batch(), name), name
-
-
-def test_the_arguments_of_the_registration():
-    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", section(FORKING, "A credit estimator, as a diff"), re.M)
-    given = {name: parameter.default for name, parameter in inspect.signature(mt.credit_estimator).parameters.items()}
-    expected = {name: "required" if default is inspect.Parameter.empty else f"`{default}`"
-                for name, default in given.items()}  # fmt: skip
-    assert dict(rows) == expected
-
-
 def test_what_a_plug_in_imports():
     space = run(block(FORKING, "python", "import Turn"))
     assert space["Turn"] is mt.Turn and space["MultiTurnToolEnv"] is mt.MultiTurnToolEnv
-
-
-def test_the_wings_are_those_of_the_package():
-    wings = re.findall(r"^    (\w+/?  .*)$", mt_grpo.__doc__, re.M)
-    assert len(wings) == 9
-    assert block(FORKING, "", "conversation/").splitlines() == wings
 
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -625,22 +538,6 @@ def test_vllm_takes_the_flags_of_the_server_by_hand():
     assert (parsed.model_tag, parsed.logprobs_mode) == ("Qwen/Qwen3-1.7B", "processed_logprobs")
 
 
-def test_the_output_of_the_quickstart_has_its_lines():
-    output = block(PAGES["README.md"], "", "1/3 evaluating")
-    source = (ROOT / "scripts/quickstart.py").read_text()
-    for label in re.findall(r"^([a-z][a-z ]*?)  +[\dr]", output, re.M):
-        assert re.search(rf'"{label}("|  )', source), label
-    header = next(line for line in output.splitlines() if "tool success" in line)
-    assert all(f"'{name}'" in source for name in re.split(r"  +", header.strip()))
-
-
-def test_every_dotted_name_can_be_imported():
-    names = re.findall(r"`((?:mt_grpo|mt_grpo_trainer)(?:\.(?!py|md)\w+)+)", "".join(PAGES.values()))
-    assert len(names) > 1
-    for name in names:
-        pkgutil.resolve_name(name)
-
-
 # --- files and links -------------------------------------------------------------------------------------------------
 
 FOLDERS = "mt_grpo|hf_recipes|scripts|tools|rewards|docs|tests"
@@ -682,11 +579,6 @@ def test_every_link_leads_somewhere(page):
 def test_a_broken_link_is_noticed():
     text = "[a](credit.md#see-it) [b](credit.md#nowhere) [c](nowhere.md) [d](../README.md#the-idea) [e](https://x.org)"
     assert broken_links("docs/speed.md", text) == ["credit.md#nowhere", "nowhere.md"]
-
-
-def test_the_readme_leads_to_every_page():
-    for page in PAGES:
-        assert page == "README.md" or f"]({page})" in PAGES["README.md"]
 
 
 # --- the benchmarks' tables ------------------------------------------------------------------------------------------
