@@ -4,8 +4,7 @@
 """
 
 import pytest
-from cases import CASES
-from replay import DATA, differences, read, run
+from replay import CASES, DATA, differences, read, run
 
 
 @pytest.mark.parametrize("name", CASES)
