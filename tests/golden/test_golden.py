@@ -6,7 +6,6 @@
 import pytest
 from replay import CASES, DATA, differences, read, run
 
-
 DIFFER = {"environment"}  # there a turn that was ended goes on
 
 
