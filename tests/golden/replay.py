@@ -1,4 +1,4 @@
-"""Run a case of `cases.py` with recorded samples, and compare what comes of it with what was recorded.
+"""Run a case of cases.yaml with recorded samples, and compare what comes of it with what was recorded.
 
 A golden is a text file in JSON: what the model sampled, and a flat dict from names such as `0/rollout 3/turn_ids` to
 numbers. What was sampled is given back by a scripted backend, so that a golden does not depend on the machine.
@@ -27,12 +27,33 @@ from mt_grpo.rollout import Generation  # noqa: E402
 
 DATA = Path(__file__).parent / "data"
 RELATIVE, ABSOLUTE = 1e-5, 1e-7
-METRICS = (
-    "loss", "grad_norm", "learning_rate", "reward", "eval_loss", "eval_reward", "entropy", "kl", "num_tokens",
-    "clip_ratio/region_mean", "completions/mean_length", "turns/mean", "records/mean", "frac_reward_zero_std",
-    "credit/", "stop/", "refill/", "sampling/frac", "sampling/importance", "sampling/token",
-)  # fmt: skip
+METRICS = tuple(  # beginnings of names; one that is 0 or None is left out
+    "loss grad_norm learning_rate reward eval_loss eval_reward entropy kl num_tokens clip_ratio/region_mean "
+    "completions/mean_length turns/mean records/mean frac_reward_zero_std credit/ stop/ refill/ sampling/frac "
+    "sampling/importance sampling/token".split()
+)
 IMAGE = 2**32  # ids of images begin here (mt_grpo/base/pictures.py)
+
+
+# --- cases -----------------------------------------------------------------------------------------------------------
+
+
+def read_cases() -> dict[str, dict]:
+    """The cases by name, each with its `settings` of `base`, of its parts and of its own."""
+    table = yaml.safe_load((Path(__file__).parent / "cases.yaml").read_text())
+    cases = {}
+    for name, own in table["cases"].items():
+        settings = dict(table["base"])
+        for part in own.pop("with", []):
+            settings |= table["parts"][part]
+        case = {key: own.pop(key, None) for key in ("recipe", "served", "texts", "moves", "template")}
+        if case["moves"]:
+            case["texts"] = [[f"<action>{move}</action>" for move in moves.split()] for moves in case["moves"]]
+        cases[name] = case | {"recipe": f"hf_recipes/tiny/{case['recipe']}.yaml", "settings": settings | own}
+    return cases
+
+
+CASES = read_cases()
 
 
 # --- lists of numbers as text ----------------------------------------------------------------------------------------
@@ -127,11 +148,6 @@ def name_of(index: int, prompt_ids: list[int]) -> str:
 # --- a run -----------------------------------------------------------------------------------------------------------
 
 
-def record(case: dict) -> dict[str, list]:
-    """What the model samples in a run of a case."""
-    return run(case, None)[0]
-
-
 def run(case: dict, samples: dict[str, list] | None) -> tuple[dict[str, list], dict[str, list]]:
     """(samples, what came of the run). Without `samples` the model samples, and nobody asks for its logprobs.
 
@@ -149,7 +165,7 @@ def run(case: dict, samples: dict[str, list] | None) -> tuple[dict[str, list], d
             trainer.llm = backend = Recorder(trainer, case)
         else:
             trainer.llm = backend = Replay(samples, trainer.processing_class)
-            for name, value in case["served"].items():
+            for name, value in (case["served"] or {}).items():
                 setattr(trainer.args, name, value)
                 setattr(trainer, name, value)
         found = watch(trainer)
@@ -211,7 +227,7 @@ def arguments(case: dict, out: str) -> list[str]:
 def surroundings():
     """One thread, the project as the working directory, this Python in front; as before behind it."""
     threads, environment, folder = torch.get_num_threads(), dict(os.environ), os.getcwd()
-    torch.set_num_threads(int(os.environ.get("GOLDEN_THREADS", 1)))
+    torch.set_num_threads(1)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     os.chdir(ROOT)
     try:
@@ -253,22 +269,22 @@ def read(name: str) -> tuple[dict[str, list], dict[str, list]]:
 
 def differences(found: dict[str, list], golden: dict[str, list]) -> list[str]:
     """A line for each list that is not as it was: where, and the first index."""
-    lines = [f"{path}: was not there" for path in found.keys() - golden.keys()]
-    lines += [f"{path}: is missing" for path in golden.keys() - found.keys()]
-    for path in golden.keys() & found.keys():
-        new, old = unpack(pack(found[path])), golden[path]
+    lines = []
+    for path in sorted(found.keys() | golden.keys()):
+        absent = [0.0] if path.startswith("log ") else []  # a metric that is 0 is left out
+        new, old = unpack(pack(found.get(path, absent))), golden.get(path, absent)
         wrong = [k for k, pair in enumerate(zip(new, old)) if not close(*pair)]
         if len(new) != len(old):
             wrong.append(min(len(new), len(old)))
         if wrong:
             k = wrong[0]
-            was, now = old[k : k + 5], new[k : k + 5]
-            lines.append(f"{path}: {len(new)} numbers, were {len(old)}; from index {k} on {now}, were {was}")
-    return sorted(lines)
+            parts = f"{new[k : k + 5]}, were {old[k : k + 5]}"
+            lines.append(f"{path}: {len(new)} numbers, were {len(old)}; from index {k} on {parts}")
+    return lines
 
 
 def close(new: float | None, old: float | None) -> bool:
-    """Whether two numbers are the same; ids and masks are exact, since they are far smaller than 1 / RELATIVE."""
+    """Whether two numbers are the same. Ids and masks have to be equal: they are far smaller than 1 / RELATIVE."""
     if new is None or old is None or new != new or old != old:
         return repr(new) == repr(old)
     return abs(new - old) <= RELATIVE * abs(old) + ABSOLUTE
