@@ -82,14 +82,6 @@ def test_the_table_has_means_over_seeds_and_their_interval(results):
     assert "ended  answered; exact_match_reward_func 1" in bench.section(results)
 
 
-def test_a_figure_that_some_runs_lack_says_so(results):
-    """As words of queries, where a run has made none."""
-    for run in results["runs"][:2]:
-        run["after"]["sampled"]["question's words in the query"] = None
-    row = next(line for line in bench.section(results).splitlines() if line.startswith("| question's words"))
-    assert row == "| question's words in the query | 0.50 | 0.50 (1 of 3 runs) | 0.50 ± 0.00 |"
-
-
 def test_methods_are_compared_in_pairs_of_seeds(results):
     """Each pair differs by 0.1, so the interval is none; a seed that one of them lacks is in no pair."""
     results["runs"].append(run("mt_grpo", 3, 0.9))
@@ -210,14 +202,6 @@ def test_results_of_another_recipe_are_refused(study, monkeypatch):
         bench.run("mt_grpo", 7, 3)
 
 
-def test_checkpoints_of_unknown_making_are_refused(study):
-    """The folder of a run of before there were digests."""
-    (study / "mt_grpo-steps3-seed7/checkpoint-2").mkdir(parents=True)
-    (study / "mt_grpo-steps3-seed7/checkpoint-2/trainer_state.json").write_text("{}")
-    with pytest.raises(SystemExit, match="has checkpoints, and no inputs.json"):
-        bench.run("mt_grpo", 7, 3)
-
-
 @pytest.mark.parametrize("stopped", [False, True])
 def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
     """A stopped one goes on from its checkpoint, and has no time of its own."""
@@ -287,27 +271,6 @@ def test_what_a_run_with_lora_saved_is_asked_whole(tmp_path):
             plain = adapted(input_ids=ids).logits
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=0)
     assert (got - plain).abs().max() > 0.1
-
-
-def test_without_model_and_data_the_error_says_how_to_make_them(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "READ", (str(tmp_path / "model.safetensors"),))
-    with pytest.raises(SystemExit, match="model.safetensors is missing. Make the model and the data first"):
-        bench.inputs()
-
-
-@pytest.mark.parametrize(
-    ("method", "error"),
-    [
-        ("mt_grpo,beta", "'beta' of --methods, expected key=value"),
-        ("mt_grpo,reward_fn=a/b.py", "'reward_fn=a/b.py' of --methods, expected key=value .* without /"),
-        ("mt_grpo,seed=3", "seed is the study's own"),
-        ("mt_grpo,vllm_importance_sampling_mode=sequence_mask", "vllm_importance_sampling_mode is the study's own"),
-    ],
-)  # fmt: skip
-def test_methods_that_are_none_are_refused_before_anything_runs(method, error, study, monkeypatch):
-    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("a run began"))
-    with pytest.raises(SystemExit, match=error):
-        bench.main(["--methods", "outcome", method, "--steps", "3"])
 
 
 def test_behaviour_counts_what_was_asked_and_answered():
