@@ -384,46 +384,14 @@ def pyplot() -> Any:
 
 
 def save_picture(figure: Any, path: Path, grid: str = "both") -> None:
-    """Light grid lines, no frame above and at the right, into a file.
-
-    The file says in its text chunk `Legends` which colours its legends promise (`legends_of`), so that a picture whose
-    colours were changed afterwards, by a smaller palette say, can be told.
-    """
+    """Light grid lines, no frame above and at the right, into a file."""
     for axis in figure.axes:
         axis.grid(alpha=0.25, axis=grid)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.set_dpi(110)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110, metadata={"Software": None, "Legends": json.dumps(legends_of(figure))})
+    figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot().close(figure)
-
-
-def legends_of(figure: Any) -> list[dict[str, Any]]:
-    """What the legends of a figure promise: for each axis its box, its legend's, and colour by label.
-
-    Boxes are (left, top, right, bottom) in pixels of the picture, colours `#rrggbb`.
-    """
-    from matplotlib.colors import to_hex
-
-    figure.canvas.draw()
-    height = figure.canvas.get_width_height()[1]
-
-    def box(artist: Any) -> list[int]:
-        around = artist.get_window_extent()
-        return [round(around.x0), round(height - around.y1), round(around.x1), round(height - around.y0)]
-
-    found = []
-    for axis in figure.axes:
-        if legend := axis.get_legend():
-            handles = [
-                getattr(handle, "get_color", getattr(handle, "get_facecolor", None))
-                for handle in legend.legend_handles
-            ]
-            labels = [text.get_text() for text in legend.get_texts()]
-            colours = {label: to_hex(colour()) for label, colour in zip(labels, handles, strict=True)}
-            found.append({"plot": box(axis), "legend": box(legend), "colours": colours})
-    return found
 
 
 @contextlib.contextmanager

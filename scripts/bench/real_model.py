@@ -371,14 +371,10 @@ def methods_of(runs: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     return {name: [run for run in runs if run["method"] == name] for name in dict.fromkeys(r["method"] for r in runs)}
 
 
-def with_columns(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def with_columns(results: dict[str, Any]) -> list[dict[str, Any]]:
     """The runs that have a column of the table: those without settings of their own, if there are any."""
+    runs = [run for run in results["runs"] if run["steps"] == results["steps"]]
     return [run for run in runs if "," not in run["method"]] or runs
-
-
-def shown_last(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The run whose conversations the page has."""
-    return with_columns(runs)[-1]
 
 
 def section(results: dict[str, Any]) -> str:
@@ -386,8 +382,7 @@ def section(results: dict[str, Any]) -> str:
 
     A method with settings of its own (`mt_grpo,beta=0.04`) is a further run, with a row and no column.
     """
-    whole, lines = results["runs"], []
-    runs = with_columns(whole)
+    runs, lines = with_columns(results), []
     methods = methods_of(runs)
     for how in ("sampled", "greedy"):
         lines += [f"| {how} | before |{''.join(f' `{method}` |' for method in methods)}"]
@@ -419,11 +414,11 @@ def section(results: dict[str, Any]) -> str:
         f"{seeds}. {steps} steps of 32 rollouts {costs}, {span(tokens)} tokens, on {' and '.join(machines)}."
     )
     lines += compared(runs)
-    lines += of_further(runs, [*(run for run in whole if run not in runs), *results.get("longer", [])])
-    last = shown_last(whole)
+    lines += of_further(runs, [run for run in results["runs"] if run not in runs])
+    last = runs[-1]
     after = f"after `{last['method']}`, seed {last['seed']}"
     for title, found in (("before training", results["before"]), (after, last["after"])):
-        said = "\n\n".join(transcript(each) for each in found["conversations"])
+        said = "\n\n".join(transcript(each) for each in found.get("conversations", []))
         fence = "`" * max(3, 1 + max(map(len, re.findall("`+", said)), default=0))  # what is said may have fences
         lines += ["", f"<details><summary>{SHOWN} held-out questions {title}, sampled</summary>", "", fence]
         lines += [said, fence, "", "</details>"]
@@ -483,7 +478,7 @@ def transcript(conversation: dict[str, Any]) -> str:
 def plot(results: dict[str, Any], path: Path) -> None:
     """Training curves: a line per run, means of `OVER` steps."""
     figure, axes = pyplot().subplots(1, len(CURVES), figsize=(12, 3.4))
-    methods = methods_of(with_columns(results["runs"]))
+    methods = methods_of(with_columns(results))
     colours = dict(zip(dict.fromkeys([*METHODS, *methods]), COLOURS))
     for axis, (title, (name, factor, top)) in zip(axes, CURVES.items(), strict=True):
         for method, runs in methods.items():
@@ -518,22 +513,21 @@ def main(argv: list[str] | None = None) -> None:
     prepare()
     for method in options.methods:
         options_of(method)
-    collected(options.steps, reported=not options.only_print)
+    collected(reported=not options.only_print)
     before()
     for seed in options.seeds:
         for method in options.methods:
             began = time.perf_counter()
             run(method, seed, options.steps)
             print(f"{name_of(method, seed, options.steps)}: {time.perf_counter() - began:.0f} s", flush=True)
-            runs = collected(options.steps, reported=not options.only_print)
-            longer = gone_on(options.steps)
-            results = {"before": aggregated(before()), "runs": runs, "longer": longer}
+            runs = collected(reported=not options.only_print)
+            results = {"before": aggregated(before()), "steps": options.steps, "runs": runs}
             if options.only_print:
                 print("\n" + section(results), flush=True)
                 continue
-            for run_of_it in [*runs, *longer]:  # the page has the conversations of one run
-                if run_of_it is not shown_last(runs):
-                    run_of_it["after"].pop("conversations", None)
+            for each in runs:  # the page has the conversations of one run
+                if each is not with_columns(results)[-1]:
+                    each["after"].pop("conversations", None)
             FRAME.finish(rounded(results, 6), short=False)
 
 
@@ -568,24 +562,26 @@ def beginning(text: str) -> str:
     return text if len(text) <= EXCERPT + len(" ...") else f"{text[:EXCERPT]} ..."
 
 
-def collected(steps: int, reported: bool) -> list[dict[str, Any]]:
-    """The runs of so many steps that are in RUNS and, with `reported`, those of the last report that are not there.
+def collected(reported: bool) -> list[dict[str, Any]]:
+    """The runs in RUNS and, with `reported`, those of the last report that are not there; the study's methods first.
 
-    The study's methods come first, then others by name and seed. Ends where the report has runs of another kind.
+    Ends where the report has runs of another recipe.
     """
     read = inputs()
-    found = [one_of(result_in(path, read)) for path in sorted(RUNS.glob(f"*-steps{steps}-seed*.json"))]
-    there = {(run["method"], run["seed"]) for run in found}
-    reported = reported and FRAME.results.is_file()
-    for run in json.loads(FRAME.results.read_text(encoding="utf-8"))["runs"] if reported else []:
-        if run.get("inputs") != read or run["steps"] != steps:
-            sys.exit(
-                f"error: {FRAME.results} has runs of {run['steps']} steps and digest {run.get('inputs')}, which a "
-                f"report of {steps} steps and digest {read} would lose. Take --only_print, or move that file away."
-            )
-        found += [run] if (run["method"], run["seed"]) not in there else []
+    found = [one_of(result_in(path, read)) for path in sorted(RUNS.glob("*-steps*-seed*.json"))]
+    old = (
+        json.loads(FRAME.results.read_text(encoding="utf-8")) if reported and FRAME.results.is_file() else {"runs": []}
+    )
+    if others := {run["inputs"] for run in old["runs"]} - {read}:
+        sys.exit(
+            f"error: {FRAME.results} has runs with digest {min(others)}, which a report of digest {read} would lose. "
+            "Take --only_print, or move that file away."
+        )
+    runs = {name_of(run["method"], run["seed"], run["steps"]): run for run in [*old["runs"], *found]}
     order = {method: number for number, method in enumerate(METHODS)}
-    return sorted(found, key=lambda run: (order.get(run["method"], len(order)), run["method"], run["seed"]))
+    return sorted(
+        runs.values(), key=lambda run: (order.get(run["method"], len(order)), run["method"], run["seed"], run["steps"])
+    )
 
 
 def one_of(run: dict[str, Any]) -> dict[str, Any]:
@@ -593,21 +589,6 @@ def one_of(run: dict[str, Any]) -> dict[str, Any]:
     rows = run["curve"]
     curve = {key: [row.get(key) or 0.0 for row in rows] for key in ("step", *METRICS)}
     return {**run, "after": aggregated(run["after"]), "curve": curve, "num_tokens": rows[-1].get("num_tokens", 0)}
-
-
-def gone_on(steps: int) -> list[dict[str, Any]]:
-    """The runs of more steps in RUNS, and those of the last written report that are not there."""
-    read = inputs()
-    of_all = [one_of(result_in(path, read)) for path in sorted(RUNS.glob("*-steps*-seed*.json"))]
-    found = [run for run in of_all if run["steps"] > steps]
-    there = {(run["method"], run["seed"], run["steps"]) for run in found}
-    old = json.loads(FRAME.results.read_text(encoding="utf-8")) if FRAME.results.is_file() else {}
-    found += [
-        run
-        for run in old.get("longer", [])
-        if run.get("inputs") == read and (run["method"], run["seed"], run["steps"]) not in there
-    ]
-    return sorted(found, key=lambda run: (run["method"], run["seed"], run["steps"]))
 
 
 if __name__ == "__main__":

@@ -126,17 +126,6 @@ def test_results_stay_where_their_runs_are_gone(folders):
     assert "| `outcome` | 0.80 ± 0.00 |" in text and "| `gain` | 0.90 ± 0.00 |" in text
 
 
-def test_without_runs_there_is_no_report(folders):
-    with pytest.raises(SystemExit, match="no finished runs"):
-        bench.main(["--report"])
-
-
-@pytest.mark.parametrize("arguments", [["--jobs", "0"], ["--seeds", "100"]])
-def test_bad_options(arguments):
-    with pytest.raises(SystemExit, match="error: expected --jobs"):
-        bench.main(arguments)
-
-
 JOB = {"task": "chain", "method": "turn_return", "learning_rate": 3e-4, "seed": 3, "steps": 1}
 
 

@@ -112,12 +112,6 @@ def test_rows_that_share_nothing_are_not_measured_as_shared_ones(tmp_path):
         )
 
 
-def test_it_wants_a_gpu(monkeypatch):
-    monkeypatch.setattr(bench, "visible_gpus", list)
-    with pytest.raises(SystemExit, match="no GPU is visible. Expected one or more: set CUDA_VISIBLE_DEVICES, or try"):
-        bench.main([])
-
-
 def test_a_server_that_does_not_start_is_a_case_that_failed(monkeypatch, tmp_path):
     class Fails(ExitStack):
         def __enter__(self):

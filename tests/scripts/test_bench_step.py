@@ -122,11 +122,6 @@ def test_the_order_of_a_pair_leaves_no_trace():
     assert figures["ratio"]["wall"] == pytest.approx({"min": 1.1, "median": 1.1, "max": 1.1})
 
 
-def test_an_odd_number_of_pairs_is_refused():
-    with pytest.raises(SystemExit, match="--pairs 7, expected an even number"):
-        bench.main(["--pairs", "7"])
-
-
 def test_both_sides_get_the_same_conversations():
     shape = {**SMOKE, "rollouts": 64, "tokens": 200}
     conversations = bench.make_conversations(shape)

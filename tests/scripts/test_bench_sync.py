@@ -71,23 +71,6 @@ def test_the_report_replaces_the_section(folder):
     assert "2 cores of Abacus" in text and "median of 3 " in text and "old" not in text
 
 
-def test_without_results_there_is_no_report(folder):
-    with pytest.raises(SystemExit, match="error: no .*sync.json"):
-        bench.main(["--report"])
-
-
-def test_bad_options(folder):
-    with pytest.raises(SystemExit, match="error: expected --repetitions"):
-        bench.main(["--repetitions", "0"])
-    with pytest.raises(SystemExit):
-        bench.main(["--sizes", "7B"])
-
-
-def test_the_last_line_has_one_entry_per_model():
-    rows = [row("0.9M"), row(), row(dtype="bfloat16")]
-    assert bench.last_line(rows) == "sync 0.9M 3.5 s, 0.6B 3.5 s, 0.6B bfloat16 3.5 s"
-
-
 @pytest.mark.parametrize("num_bytes", [1, 2**20 + 1, bench.CHUNK + 7])
 @pytest.mark.parametrize("disk", [False, True])
 def test_the_plain_file_has_as_many_bytes_and_is_gone_afterwards(tmp_path, monkeypatch, num_bytes, disk):

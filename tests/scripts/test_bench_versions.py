@@ -155,9 +155,3 @@ def test_a_recipe_that_fails_is_told(runs, capfd):
     with pytest.raises(SystemExit, match="1"):
         bench.main(["newest"])
     assert "| 5 | 0 | 1 | the run failed | the run failed |" in bench.FRAME.page.read_text()
-
-
-@pytest.mark.parametrize("words", [[], ["latest"], ["-k", "credit"]])
-def test_another_word_is_an_error(words):
-    with pytest.raises(SystemExit, match="expected one of newest, oldest, installed first"):
-        bench.main(words)
