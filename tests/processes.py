@@ -10,9 +10,8 @@ from pathlib import Path
 import psutil
 
 TESTS = Path(__file__).resolve().parent
-# As PYTHONPATH: what a test can import (pyproject.toml's pythonpath). The modules of a package stay out: those of
-# `mutants` are called as frameworks are.
-FOLDERS = sorted(each for each in TESTS.iterdir() if each.is_dir() and not (each / "__init__.py").exists())
+# As PYTHONPATH: what a test can import (pyproject.toml's pythonpath).
+FOLDERS = sorted(each for each in TESTS.iterdir() if each.is_dir())
 IMPORTS = os.pathsep.join(map(str, [TESTS.parent, TESTS.parent / "scripts", TESTS, *FOLDERS]))
 
 

@@ -10,6 +10,6 @@ gym/             a game of gymnasium as an environment
 openenv/         environments behind OpenEnv's servers
 mcp/             tools of servers of the Model Context Protocol
 verl/            verl's tools and interactions
-ms_swift/        ms-swift's multi-turn schedulers and environments
+ms_swift/        ms-swift's multi-turn schedulers and rewards
 choose           the keys of all houses, and which one a recipe names
 """

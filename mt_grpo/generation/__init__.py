@@ -10,7 +10,7 @@ connection       the connection to a server: its address and answers, retries, t
 server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom
 weights          iteration over the policy's parameters
 weight_file      the file of a push, written tensor by tensor
-nccl_groups      groups of the trainer and the workers of a server, over which weights go
+nccl_groups      NCCL groups of the trainer and a vLLM server's workers, over which weights go
 weight_transfer  weights to servers: by disk, by NCCL
 weight_sync      push, prove, push again after a restart
 in_process       generation in this process, with TRL's own

@@ -144,8 +144,8 @@ class SGLang:
     WEIGHTS = "/model_info"
     NAMES_OF_FILES = True
     NO_ANSWER = (
-        "That is no answer of an SGLang server: check vllm_server_host, vllm_server_port, vllm_server_base_url (or "
-        "server_host, ...), and rollout_engine."
+        "That is no answer of an SGLang server: check vllm_server_host, vllm_server_port, vllm_server_base_url "
+        "and rollout_engine."
     )
 
     # -- who it is --

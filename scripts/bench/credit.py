@@ -10,7 +10,7 @@ outcome; (d) `encyclopedia`, one or two searches and an answer, with the rewards
 game of gymnasium, up to 20 turns, one reward at its goal; the board is the state of `gigpo`. `unscaled`: (b) again
 without dividing rewards by their spread. `turn_return` has `scale_rewards: none` in (d) and (e). (f) `alone`: the task
 of (c) where nobody pays turns, by ways to make more of the outcome (WAYS), all of them whatever --methods says, at
-the recipe's learning rate. Three of them replace groups without signal, and `outcome_thrice` trains on three times as
+the recipe's learning rate. Two of them replace groups without signal, and `outcome_thrice` trains on three times as
 many groups: compare these by their tokens.
 (g) `hops`: the task of (d) where nobody pays turns, by some of these ways; by `gain` and `gain_zero_sum`, which are
 `mt_grpo` and `zero_sum` with the information gain of each search as the turn's reward (rewards/information_gain.py).

@@ -1,4 +1,4 @@
-"""ms-swift's multi-turn schedulers, environments and rewards, with its names and its behaviour.
+"""ms-swift's multi-turn schedulers and rewards, with its names and its behaviour.
 
 keys           what a recipe says of schedulers
 protocol       its requests, responses and outputs

@@ -17,10 +17,9 @@ import copy
 import functools
 import inspect
 import uuid
-from contextlib import suppress
 from typing import Any
 
-from mt_grpo.adapters.ms_swift.loop import RolloutOver, SchedulerFailure, called, drive
+from mt_grpo.adapters.ms_swift.loop import RolloutOver, SchedulerFailure, drive
 from mt_grpo.adapters.ms_swift.loss import LossMask
 from mt_grpo.adapters.ms_swift.outputs import conversation_of, fill, read_outputs, train_outputs
 from mt_grpo.adapters.ms_swift.paths import protocol_module
@@ -223,7 +222,6 @@ class SchedulerConversation:
         """Begin a conversation on the loop of schedulers. A future of this loop with its result."""
         loop = background_loop(SCHEDULER_THREAD)  # whose own context must not keep the first session
         CURRENT.set(session)  # in this task, whose context the other loop's task gets
-        key = request.uuid
 
         async def run() -> Any:
             try:
@@ -237,10 +235,6 @@ class SchedulerConversation:
                 raise
             except BaseException as error:  # such as SystemExit, which would end the loop of all schedulers
                 raise RuntimeError(error_line(error)) from error
-            finally:
-                if hasattr(scheduler, "_close_and_remove"):  # an environment is closed, however it ended
-                    with suppress(Exception):
-                        await called(scheduler._close_and_remove, key)
 
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop))
 

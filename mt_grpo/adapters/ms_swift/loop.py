@@ -173,7 +173,7 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
         ended = ended or {}
         infos |= infos_of(ended, "on_turn_end")
         stop = await called(scheduler.check_finished, request, choice, turn)
-        if "done" in ended:  # a turn that was cut off is the last one, whatever an environment says
+        if "done" in ended:  # a turn that was cut off is the last one, whatever `on_turn_end` says
             stop = ended["done"] or choice.finish_reason == "length"
         most = getattr(scheduler, "max_turns", None)
         is_last = bool(stop) or bool(most and turn >= most)
