@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1381,
-    "core": 25319,
-    "core modules": 121,
-    "modules that the script imports": 57,
-    "script and package": 40669,
-    "scripts": 15124,
-    "tools and rewards": 3263,
-    "tests": 73600,
-    "docs": 5919,
-    "recipes": 3127,
-    "root": 408,
-    "results, bytes": 2009201,
-    "data, bytes": 2040696,
-    "own recipe keys": 98,
-    "fmt: skip and fmt: off": 998,
-    "public names without a docstring": 120,
+    "script": 1358,
+    "core": 23082,
+    "core modules": 111,
+    "modules that the script imports": 54,
+    "script and package": 34923,
+    "scripts": 11181,
+    "tools and rewards": 3173,
+    "tests": 56506,
+    "docs": 5565,
+    "recipes": 3008,
+    "root": 437,
+    "results, bytes": 109422,
+    "data, bytes": 2165676,
+    "own recipe keys": 80,
+    "fmt: skip and fmt: off": 859,
+    "public names without a docstring": 112,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.
@@ -43,7 +43,7 @@ BEFORE = {
     "script and package": (40669, 262754),
     "scripts": (15124, 99434),
     "tools and rewards": (3263, 18175),
-    "tests": (73165, 559808),
+    "tests": (61830, 536208),  # without the hand-written mutants, tables of 11,335 lines of strings
 }
 
 ROWS = {  # every tracked text file belongs to one row, the first whose pattern fits
