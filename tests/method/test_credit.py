@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mt_grpo.base.ranks import RunError
+from mt_grpo.training.further_credit import register_estimator
 from mt_grpo.training.reward_numbers import check_advantages, numbers_that_move
 from mt_grpo.training.tensors import NAN, nanstd
 from mt_grpo_trainer import (
@@ -798,6 +799,14 @@ def test_all_numbers_move_an_advantage_of_an_estimator_without_gradients():
     rewards = table([1, 0], [[1, 0], [1]], turn=[[0.2, 5], [0.4]])
     masks = numbers_that_move(rewards, lambda t: (t.outcome.numpy() - 0.5)[:, None] * t.sampled)
     assert masks["outcome"].all() and masks["turn"].tolist() == [[True, True], [True, False]]
+
+
+def test_an_estimator_is_registered_with_what_it_reads():
+    registry, functions = {}, [lambda *_: None, lambda *_: None]
+    register_estimator(registry, "mine", functions[0], reads=("turn_discount", "state"), per_turn=False)
+    register_estimator(registry, "other", functions[1])
+    assert registry == {"mine": functions[0], "other": functions[1]}
+    assert [(each.reads, each.per_turn) for each in functions] == [({"turn_discount", "state"}, False), (set(), True)]
 
 
 @pytest.mark.parametrize("coef, reward", [(1e20, 1.0), (1.0, 9e17)])
