@@ -512,6 +512,13 @@ def test_progress_of_the_turn_alone_without_a_discount_to_earlier_ones():
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none", 0.0), expected)
 
 
+def test_the_mean_of_progress_over_a_single_trained_token():
+    # Progress 0.4, of which each turn gets 0.2; turn 0 is not trained, so that the mean is that of turn 1's one token.
+    rewards = table([0, 0], [[1, 0], [1, 0]], turn=[[0.2, 0.6], [None, None]])
+    rewards.num_tokens = torch.tensor([[0, 1], [0, 0]])
+    assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none"), [[0.0, 0.0], [0.0, 0.0]])
+
+
 def test_progress_moves_no_rollout_against_another():
     """Over the tokens of a rollout the shift sums to zero, whatever the scores."""
     for seed in range(5):

@@ -95,6 +95,24 @@ def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
     ]  # fmt: skip
 
 
+def test_what_a_turn_shows_of_its_results():
+    """Each call's text with the first call's error, or else the messages; None where nothing was read."""
+    turn = Turn([1], None, "", "stop")
+    assert (turn.observation, turn.observed, turn.error, turn.tool_seconds, turn.tool_call) == (
+        None,
+        False,
+        None,
+        0,
+        None,
+    )
+    turn.messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [1]}]
+    assert (turn.observation, turn.observed) == ("a\n[1]", True)
+    turn.results = [ToolResult("5", seconds=1.5), ToolResult("no", "tool", 2.0), ToolResult("late", "timeout")]
+    assert (turn.observation, turn.error, turn.tool_seconds) == ("5\nno\nlate", "tool", 3.5)
+    for change in ({"went_on": True}, {"results": turn.results}, {"messages": turn.messages}, {"continuation": "So"}):
+        assert Turn([1], None, "", "stop", **change).observed
+
+
 # --- what the model reads next ---------------------------------------------------------------------------------------
 
 

@@ -321,9 +321,9 @@ def on_two_ranks(monkeypatch, function):
         return list(pool.map(run, range(2)))
 
 
-def rows_with(*lengths, prompt=None):
-    """A row per number of completion tokens, all of them trained. Its prompt is one token of its own, or `prompt`."""
-    return [TrainedRow({}, prompt or [100 + n], [5] * n, [True] * n, number=n) for n in lengths]
+def rows_with(*lengths, prompt=None, trained=99):
+    """A row per number of completion tokens, at most `trained` of which are. Its prompt is one token, or `prompt`."""
+    return [TrainedRow({}, prompt or [100 + n], [5] * n, [k < trained for k in range(n)], number=n) for n in lengths]
 
 
 def numbers(bins):
@@ -340,7 +340,7 @@ def numbers(bins):
     ],
 )
 def test_padded_passes_have_as_many_rows_on_all_ranks(monkeypatch, first, second, expected, of_second):
-    rows = [rows_with(*first), rows_with(*second)]
+    rows = [rows_with(*first, trained=1), rows_with(*second, trained=1)]
     found = on_two_ranks(monkeypatch, lambda rank, accelerator: fill_together(rows[rank], 14, accelerator))
     assert [numbers(each) for each in found] == [expected, of_second]
 
@@ -362,6 +362,15 @@ def test_rows_change_ranks_where_one_would_wait(monkeypatch, first, second, expe
     assert numbers(found) == [expected, of_second]
     if expected == [row.number for row in first]:
         assert found[0] is first and found[1] is second
+
+
+def test_a_row_that_changes_ranks_takes_no_more_along_than_itself():
+    row = TrainedRow({"advantages": torch.arange(8.0)[2:4]}, [7], [5, 6], [True, True], group=3)
+    moved = row.to("cpu")
+    assert moved.values["advantages"].tolist() == [2.0, 3.0] and (moved.completion_ids, moved.group) == ([5, 6], 3)
+    assert moved.values["advantages"].untyped_storage().nbytes() == 2 * 4
+    untrained = row.without_trained()
+    assert (untrained.own, untrained.num_trained, untrained.completion_ids) == (0, 0, [5, 6]) and row.own == 2
 
 
 @pytest.fixture(scope="module")
