@@ -358,6 +358,16 @@ def test_groups_do_not_touch_each_other():
 # --- turn_return -----------------------------------------------------------------------------------------------------
 
 
+def test_returns_to_go_by_hand():
+    """From the last column, and with the outcome at each rollout's own last turn."""
+    rewards = table([4, 8], [[1, 1, 0], [1, 0]], turn=[[0.2, None, 0.6], [0.4, 1.0]])
+    expected = torch.tensor([[0.2 + 0.25 * 0.6, 0.5 * 0.6, 0.6], [0.4 + 0.5, 1.0, NAN]])
+    torch.testing.assert_close(rewards.returns_to_go(0.5), expected, equal_nan=True)
+    outcomes = torch.tensor([[0.25 * 4, 0.5 * 4, 4], [0.5 * 8, 8, NAN]])
+    returns = replace(rewards, outcome_in_return=True).returns_to_go(0.5)
+    torch.testing.assert_close(returns, expected + outcomes, equal_nan=True)
+
+
 def test_turn_return_of_unequal_rollouts():
     # Returns to go: 1.2 1.0 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.55; turn 1, mean 1/3; turn 2, mean 0.3; turn 3
     # is one survivor. norm(R^O) = 0.5 -0.5 0 0.
@@ -449,13 +459,12 @@ def test_gigpo_where_a_state_comes_back():
 
 
 def test_gigpo_leaves_a_value_out_of_its_own_baseline():
-    # As above, times 3 / 2: 0.6 against 0.15, 0.2 against 0.35, 0.1 against 0.4.
-    rewards = table([1, 1], [[1, 1], [1]], turn=[[0.4, 0.2], [0.1]], state=[[5, 5], [5]])
-    others = {"state_baseline": "leave_one_out"}
-    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none", **others), [[0.45, -0.15], [-0.3]])
-    # A state that one turn was in, and one that two were in: 0.5 against 0.1.
-    rewards = table([1, 1], [[1, 1], [1]], turn=[[0.2, 0.3], [0.1]], state=[[5, 6], [5]])
-    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none", **others), [[0.4, 0.0], [-0.4]])
+    # As above, times 3 / 2: 0.6 against 0.15, 0.2 against 0.35, 0.1 against 0.4. In the second group a state that one
+    # turn was in, and one that two were in: 0.5 against 0.1.
+    turn, state = [[0.4, 0.2], [0.1], [0.2, 0.3], [0.1]], [[5, 5], [5], [5, 6], [5]]
+    rewards = table([1] * 4, [[1, 1], [1], [1, 1], [1]], turn=turn, state=state)
+    advantages = turn_advantages(rewards, "gigpo", 2, 1.0, "none", state_baseline="leave_one_out")
+    assert_rows(advantages, [[0.45, -0.15], [-0.3], [0.4, 0.0], [-0.4]])
 
 
 def test_gigpo_gives_credit_from_an_outcome_alone():
