@@ -2,8 +2,7 @@
 # Install what the tests need, then lint and run everything: unit tests, doctests, tests against a real vLLM server.
 #
 #   bash scripts/test.sh                            # any further arguments go to pytest: -k credit -x
-#   bash scripts/test.sh --mutations [WORD ...]     # put faults into a copy of the code: each must be noticed
-#   bash scripts/test.sh --all                      # also what is slow or installs system packages, then the mutations
+#   bash scripts/test.sh --all                      # also what is slow or installs system packages
 #   bash scripts/test.sh --newest                   # in a copy with the newest versions: torch, TRL, transformers, vLLM
 #   bash scripts/test.sh --oldest                   # with the lowest versions of pyproject.toml (docs/versions.md)
 set -euo pipefail
@@ -33,20 +32,10 @@ if ! chromium_is_here; then
     chromium_is_here || printf 'test: there is no Chromium, so pages are NOT TESTED: see the skipped tests below\n'
 fi
 
-mutations() {
-    printf 'test: mutations\n'
-    "$python" tests/mutations.py "$@"
-}
 if [[ "${1:-}" == --newest || "${1:-}" == --oldest ]]; then
     exec "$python" scripts/bench/versions.py "${1#--}" "${@:2}"
 fi
-if [[ "${1:-}" == --mutations ]]; then
-    mutations "${@:2}"
-    exit
-fi
-all=0
 if [[ "${1:-}" == --all ]]; then
-    all=1
     shift
     bash scripts/setup.sh --sglang
     set -- -m "" "$@" # pyproject.toml leaves out what is marked `slow`
@@ -60,7 +49,6 @@ everything=(tests mt_grpo mt_grpo_trainer.py rewards tools/*.py tools/gym script
 if (($#)); then
     printf 'test: pytest\n'
     "$python" -m pytest "${everything[@]}" "$@"
-    if ((all)); then mutations; fi
     exit
 fi
 

@@ -253,6 +253,32 @@ def test_the_table_of_completions_has_the_advantages_that_are_trained(random_mod
         assert row["advantage"] == pytest.approx(total / sum(golden.per_token(index, [1] * len(turns), 0)), abs=1e-5)
 
 
+def test_a_replaced_rollout_has_its_row_and_no_column_of_the_one_before():
+    rows, rollouts = [{"a": 0}, {"a": 1}, {"a": 2}], list("abc")
+    batch = Batch(rows, 1, rollouts=rollouts, extra={"all": [5, 6, 7], "one": [8]})
+    batch.replace([2, 0], [{"a": 3}, {"a": 4}], ["d", "e"])
+    assert (batch.rows, batch.rollouts) == ([{"a": 4}, {"a": 1}, {"a": 3}], ["e", "b", "d"])
+    assert (batch.dropped, batch.num_rounds, batch.extra) == (["c", "a"], 1, {"all": [None, 6, None], "one": [None]})
+    batch.replace([1], [{"a": 5}], ["f"])
+    assert (batch.dropped, batch.num_rounds, batch.extra["all"]) == (["c", "a", "b"], 2, [None, None, None])
+    assert (rows, rollouts) == ([{"a": 0}, {"a": 1}, {"a": 2}], ["a", "b", "c"])
+    with pytest.raises(ValueError):
+        batch.replace([0, 1], [{}], ["g"])
+
+
+def test_numbers_per_turn_are_gathered_in_the_shape_of_the_table():
+    batch = Batch([{}, {}], 2, rewards=types.SimpleNamespace(turn=torch.zeros(4, 3)))
+    ranks = types.SimpleNamespace(device="cpu", gather=lambda own: torch.cat([own, -own]))
+    assert batch.of_all_ranks([[1.0, 2.0], [3.0]], ranks).tolist() == [[1, 2, 0], [3, 0, 0], [-1, -2, 0], [-3, 0, 0]]
+
+
+def test_a_turn_is_trained_unless_its_rollout_is_masked():
+    batch = Batch([], 2, truncated=[False, True])
+    batch.rewards = types.SimpleNamespace(num_tokens=torch.tensor([[2, 0], [1, 3]]))
+    for masks, expected in ((False, [[True, False], [True, True]]), (True, [[True, False], [False, False]])):
+        assert batch.trained_turns(types.SimpleNamespace(mask_truncated_completions=masks)).tolist() == expected
+
+
 @pytest.mark.contract("in process")
 def test_a_conversation_gets_its_own_samples():
     """Whichever conversation asks first: what is sampled in one batch is given back by rollout, cut to its budget."""

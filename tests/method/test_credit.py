@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from mt_grpo.base.ranks import RunError
+from mt_grpo.training.further_credit import register_estimator
 from mt_grpo.training.reward_numbers import check_advantages, numbers_that_move
 from mt_grpo.training.tensors import NAN, nanstd
 from mt_grpo_trainer import (
@@ -373,6 +374,16 @@ def test_the_example_of_an_estimator(name):
 # --- turn_return -----------------------------------------------------------------------------------------------------
 
 
+def test_returns_to_go_by_hand():
+    """From the last column, and with the outcome at each rollout's own last turn."""
+    rewards = table([4, 8], [[1, 1, 0], [1, 0]], turn=[[0.2, None, 0.6], [0.4, 1.0]])
+    expected = torch.tensor([[0.2 + 0.25 * 0.6, 0.5 * 0.6, 0.6], [0.4 + 0.5, 1.0, NAN]])
+    torch.testing.assert_close(rewards.returns_to_go(0.5), expected, equal_nan=True)
+    outcomes = torch.tensor([[0.25 * 4, 0.5 * 4, 4], [0.5 * 8, 8, NAN]])
+    returns = replace(rewards, outcome_in_return=True).returns_to_go(0.5)
+    torch.testing.assert_close(returns, expected + outcomes, equal_nan=True)
+
+
 def test_turn_return_of_unequal_rollouts():
     # Returns to go: 1.2 1.0 0.6 0 | 0.6 0 0 | 0.4 0 | 0. Turn 0, mean 0.55; turn 1, mean 1/3; turn 2, mean 0.3; turn 3
     # is one survivor. norm(R^O) = 0.5 -0.5 0 0.
@@ -467,13 +478,12 @@ def test_gigpo_where_a_state_comes_back():
 
 @pytest.mark.contract("state_baseline")
 def test_gigpo_leaves_a_value_out_of_its_own_baseline():
-    # As above, times 3 / 2: 0.6 against 0.15, 0.2 against 0.35, 0.1 against 0.4.
-    rewards = table([1, 1], [[1, 1], [1]], turn=[[0.4, 0.2], [0.1]], state=[[5, 5], [5]])
-    others = {"state_baseline": "leave_one_out"}
-    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none", **others), [[0.45, -0.15], [-0.3]])
-    # A state that one turn was in, and one that two were in: 0.5 against 0.1.
-    rewards = table([1, 1], [[1, 1], [1]], turn=[[0.2, 0.3], [0.1]], state=[[5, 6], [5]])
-    assert_rows(turn_advantages(rewards, "gigpo", 2, 1.0, "none", **others), [[0.4, 0.0], [-0.4]])
+    # As above, times 3 / 2: 0.6 against 0.15, 0.2 against 0.35, 0.1 against 0.4. In the second group a state that one
+    # turn was in, and one that two were in: 0.5 against 0.1.
+    turn, state = [[0.4, 0.2], [0.1], [0.2, 0.3], [0.1]], [[5, 5], [5], [5, 6], [5]]
+    rewards = table([1] * 4, [[1, 1], [1], [1, 1], [1]], turn=turn, state=state)
+    advantages = turn_advantages(rewards, "gigpo", 2, 1.0, "none", state_baseline="leave_one_out")
+    assert_rows(advantages, [[0.45, -0.15], [-0.3], [0.4, 0.0], [-0.4]])
 
 
 @pytest.mark.contract("gigpo", "outcome_in_return")
@@ -530,6 +540,13 @@ def test_progress_of_the_turn_alone_without_a_discount_to_earlier_ones():
     rewards = table([1, 0], [[1, 1, 0], [0]], turn=[[0.1, 0.4, 0.3], [None]])
     expected = [[0.5 - 0.2 / 3, 0.5 + 0.3 - 0.2 / 3, 0.5 - 0.1 - 0.2 / 3], [-0.5]]
     assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none", 0.0), expected)
+
+
+def test_the_mean_of_progress_over_a_single_trained_token():
+    # Progress 0.4, of which each turn gets 0.2; turn 0 is not trained, so that the mean is that of turn 1's one token.
+    rewards = table([0, 0], [[1, 0], [1, 0]], turn=[[0.2, 0.6], [None, None]])
+    rewards.num_tokens = torch.tensor([[0, 1], [0, 0]])
+    assert_rows(turn_advantages(rewards, "progress_credit", 2, 1.0, "none"), [[0.0, 0.0], [0.0, 0.0]])
 
 
 def test_progress_moves_no_rollout_against_another():
@@ -820,6 +837,14 @@ def test_all_numbers_move_an_advantage_of_an_estimator_without_gradients():
     rewards = table([1, 0], [[1, 0], [1]], turn=[[0.2, 5], [0.4]])
     masks = numbers_that_move(rewards, lambda t: (t.outcome.numpy() - 0.5)[:, None] * t.sampled)
     assert masks["outcome"].all() and masks["turn"].tolist() == [[True, True], [True, False]]
+
+
+def test_an_estimator_is_registered_with_what_it_reads():
+    registry, functions = {}, [lambda *_: None, lambda *_: None]
+    register_estimator(registry, "mine", functions[0], reads=("turn_discount", "state"), per_turn=False)
+    register_estimator(registry, "other", functions[1])
+    assert registry == {"mine": functions[0], "other": functions[1]}
+    assert [(each.reads, each.per_turn) for each in functions] == [({"turn_discount", "state"}, False), (set(), True)]
 
 
 @pytest.mark.parametrize("coef, reward", [(1e20, 1.0), (1.0, 9e17)])

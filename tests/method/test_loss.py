@@ -52,3 +52,13 @@ def test_the_loss_that_is_shown_is_the_one_that_runs(old_logps, random_model, tm
     assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-7) and gradient.abs().max() > 1e-4
     ratio = torch.exp(-moved)
     assert ((ratio > 1.2) & (advantages > 0) & (mask == 1)).any()  # a token that clipping silences
+
+
+def test_the_loss_that_is_shown_by_hand():
+    """Ratios 1, 1.5 and 0.5 with epsilon 0.2; the fourth token is of the environment."""
+    old, new = torch.log(torch.tensor([[0.5, 0.5, 0.5, 0.1]])), torch.log(torch.tensor([[0.5, 0.75, 0.25, 0.9]]))
+    advantages, mask = torch.tensor([[1.0, 1.0, -1.0, 9.0]]), torch.tensor([[1, 1, 1, 0]])
+    assert clipped_loss(new, old, advantages, mask).item() == pytest.approx(-(1 + 1.2 - 0.8) / 3)
+    assert clipped_loss(new, old, -advantages, mask).item() == pytest.approx((1 + 1.5 - 0.5) / 3)
+    importance = torch.tensor([[2.0, 1.0, 0.5, 1.0]])
+    assert clipped_loss(new, old, advantages, mask, importance, 0.1).item() == pytest.approx(-(2 + 1.1 - 0.45) / 3)

@@ -22,7 +22,7 @@ from scripted import (
     verify,
 )
 
-from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
+from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 
 
 def test_the_hand_written_ids_are_those_of_the_tokenizer():
@@ -93,6 +93,54 @@ def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
         {"role": "user", "content": "On."},
         {"role": "assistant", "content": "d"},
     ]  # fmt: skip
+
+
+def test_what_a_turn_shows_of_its_results():
+    """Each call's text with the first call's error, or else the messages; None where nothing was read."""
+    turn = Turn([1], None, "", "stop")
+    assert (turn.observation, turn.observed, turn.error, turn.tool_seconds, turn.tool_call) == (
+        None,
+        False,
+        None,
+        0,
+        None,
+    )
+    turn.messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [1]}]
+    assert (turn.observation, turn.observed) == ("a\n[1]", True)
+    turn.results = [ToolResult("5", seconds=1.5), ToolResult("no", "tool", 2.0), ToolResult("late", "timeout")]
+    assert (turn.observation, turn.error, turn.tool_seconds) == ("5\nno\nlate", "tool", 3.5)
+    for change in ({"went_on": True}, {"results": turn.results}, {"messages": turn.messages}, {"continuation": "So"}):
+        assert Turn([1], None, "", "stop", **change).observed
+
+
+# --- what the model reads next ---------------------------------------------------------------------------------------
+
+
+def test_the_history_is_what_the_model_reads_next():
+    """Since the last edit; an assistant's message goes on where a turn says so, at the end of a prompt it does not."""
+
+    def said(messages):
+        return [(message["role"], message["content"]) for message in messages]
+
+    user = {"role": "user", "content": "more"}
+    rollout = Rollout([{"role": "user", "content": "?"}, {"role": "assistant", "content": "So"}], [1, 2])
+    rollout.turns = [
+        Turn([3], None, "a", "stop", messages=[user], observation_ids=[4, 5]),
+        Turn([6], None, "b", "stop"),
+    ]
+    before = [("user", "?"), ("assistant", "So"), ("assistant", "a"), ("user", "more"), ("assistant", "b")]
+    assert said(rollout.history) == before and rollout.history_ids == [1, 2, 3, 4, 5, 6] and rollout.new_tokens == 4
+    rollout.turns[1].continuation = "c"
+    rollout.turns.append(Turn([8], None, "d", "stop", observation_ids=[9]))
+    assert said(rollout.history)[-2:] == [("user", "more"), ("assistant", "bcd")] and rollout.begun == ""
+    rollout.turns[1].context = Context([{"role": "system", "content": "short"}], [7, 7], new_tokens=2)
+    assert said(rollout.history) == [("system", "short"), ("assistant", "bcd")]
+    rollout.turns[2].context = Context([user, {"role": "assistant", "content": "I"}], [7], new_tokens=1)
+    assert said(rollout.history) == [("user", "more"), ("assistant", "Id")] and rollout.history_ids == [7, 8, 9]
+    assert rollout.new_tokens == 6 + 2 + 1
+    rollout.edited = Context([user], [0, 0, 0], new_tokens=3)
+    assert said(rollout.history) == [("user", "more")] and rollout.history_ids == [0, 0, 0]
+    assert rollout.new_tokens == 6 + 2 + 1 + 3
 
 
 # --- whole rollouts, token by token ----------------------------------------------------------------------------------

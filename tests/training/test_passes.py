@@ -1,6 +1,8 @@
 """A step in passes of our own layout has the gradient of TRL's step."""
 
 import contextlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +13,14 @@ from accelerate import Accelerator
 from peft import LoraConfig
 from test_distributed import run as run_worker
 
+from mt_grpo.training import passes
 from mt_grpo.training.passes import (
     PASSES,
     Pass,
     TrainedRow,
+    balance,
     dummy_row,
+    fill_together,
     into_passes,
     loss_in_passes,
     without_sync,
@@ -290,6 +295,83 @@ def test_ranks_exchange_gradients_once(is_deepspeed, last_of_its_accumulation):
 
 
 # -- two ranks --
+
+
+def on_two_ranks(monkeypatch, function):
+    """What `function(rank, accelerator)` gives on each of two ranks, which are threads."""
+    barrier, slots, this_thread = threading.Barrier(2, timeout=20), [None, None], threading.local()
+
+    def gather(value):
+        slots[this_thread.rank] = value
+        barrier.wait()
+        values = list(slots)
+        barrier.wait()
+        return values
+
+    def run(rank):
+        this_thread.rank = rank
+        return function(
+            rank,
+            SimpleNamespace(
+                num_processes=2, process_index=rank, device="cpu", gather=lambda value: torch.cat(gather(value))
+            ),
+        )
+
+    monkeypatch.setattr(passes, "gather_object", lambda value: sum(gather(value), []))
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(run, range(2)))
+
+
+def rows_with(*lengths, prompt=None, trained=99):
+    """A row per number of completion tokens, at most `trained` of which are. Its prompt is one token, or `prompt`."""
+    return [TrainedRow({}, prompt or [100 + n], [5] * n, [k < trained for k in range(n)], number=n) for n in lengths]
+
+
+def numbers(bins):
+    return [[row.number for row in each] for each in bins]
+
+
+@pytest.mark.parametrize(
+    "first, second, expected, of_second",
+    [
+        # In 14 tokens: two rows of 1 + 6 and 1 + 6; the second rank could take three, then has one, then none.
+        ([6, 4, 6, 3], [4, 3, 3], [[6, 6], [4], [3]], [[4, 3], [3], []]),
+        # A row that is too long is alone, and so is the other rank's.
+        ([20, 5, 6], [3, 3, 3], [[20], [6, 5]], [[3], [3, 3]]),
+    ],
+)
+def test_padded_passes_have_as_many_rows_on_all_ranks(monkeypatch, first, second, expected, of_second):
+    rows = [rows_with(*first, trained=1), rows_with(*second, trained=1)]
+    found = on_two_ranks(monkeypatch, lambda rank, accelerator: fill_together(rows[rank], 14, accelerator))
+    assert [numbers(each) for each in found] == [expected, of_second]
+
+
+@pytest.mark.parametrize(
+    "first, second, expected, of_second",
+    [
+        (rows_with(10, 6, 4), rows_with(2), [10, 2], [6, 4]),  # 20 tokens and 2: the longest go first
+        (rows_with(10, 11), rows_with(9, 10), [10, 11], [9, 10]),  # 21 and 19: 1.05 times the mean stays
+        (rows_with(20), rows_with(2), [20], [2]),  # nothing else is better
+        # A group on two ranks comes together: 4 + 5 + 3 tokens, where it was 9 + 7.
+        (rows_with(5, prompt=[7] * 5) + rows_with(12), rows_with(3, prompt=[7] * 5), [5, 3], [12]),
+    ],
+    ids=["uneven", "even", "no better", "a group"],
+)
+def test_rows_change_ranks_where_one_would_wait(monkeypatch, first, second, expected, of_second):
+    rows = [first, second]
+    found = on_two_ranks(monkeypatch, lambda rank, accelerator: balance(rows[rank], 100, True, accelerator))
+    assert numbers(found) == [expected, of_second]
+    if expected == [row.number for row in first]:
+        assert found[0] is first and found[1] is second
+
+
+def test_a_row_that_changes_ranks_takes_no_more_along_than_itself():
+    row = TrainedRow({"advantages": torch.arange(8.0)[2:4]}, [7], [5, 6], [True, True], group=3)
+    moved = row.to("cpu")
+    assert moved.values["advantages"].tolist() == [2.0, 3.0] and (moved.completion_ids, moved.group) == ([5, 6], 3)
+    assert moved.values["advantages"].untyped_storage().nbytes() == 2 * 4
+    untrained = row.without_trained()
+    assert (untrained.own, untrained.num_trained, untrained.completion_ids) == (0, 0, [5, 6]) and row.own == 2
 
 
 @pytest.fixture(scope="module")
