@@ -39,7 +39,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import dataclasses
-import functools
 import logging
 import secrets
 import sys
@@ -133,7 +132,7 @@ from mt_grpo.run.connect import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.further_credit import FURTHER_ESTIMATORS, register_estimator
+from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS, credit_estimator
 from mt_grpo.training.layouts import Layout, memory_errors
 from mt_grpo.training.passes import (
     PASSES,
@@ -647,10 +646,8 @@ def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> to
     return torch.where(has_observation, outcome + coef * (per_turn + per_rollout), no_call)
 
 
-CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, coef, discount), which gives (N, K)
-credit_estimator = functools.partial(register_estimator, CREDIT_ASSIGNMENTS)
 credit_estimator("mt_grpo", mt_grpo_advantages, reads=("turn_advantage_coef",))
-CREDIT_ASSIGNMENTS |= FURTHER_ESTIMATORS  # all others: mt_grpo/training/further_credit.py
+# All others are in mt_grpo/training/further_credit.py.
 
 
 def turn_advantages(

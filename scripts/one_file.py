@@ -22,6 +22,7 @@ def modules() -> list[str]:
     An integration is imported inside a function, where a recipe names it: it stays in the clone.
     """
     ordered: list[str] = []
+    seen: set[str] = set()
 
     def visit(source: str) -> None:
         tree = ast.parse(source)
@@ -29,7 +30,8 @@ def modules() -> list[str]:
             if isinstance(node, ast.ImportFrom) and node.module.startswith("mt_grpo."):
                 name = node.module.removeprefix("mt_grpo.")
                 by_name = name.startswith("adapters.") and node not in tree.body
-                if name not in ordered and not by_name:
+                if name not in seen and not by_name:
+                    seen.add(name)
                     visit((ROOT / f"mt_grpo/{name.replace('.', '/')}.py").read_text())
                     ordered.append(name)
 

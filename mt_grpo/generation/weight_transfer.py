@@ -59,8 +59,7 @@ def check_shared_directory(client: Any, directory: str | None) -> None:
         raise ServerError(
             f"The {client.engine.title} server at {client.base_url} cannot read what the trainer writes. {setting}: "
             f"the trainer wrote {folder / 'model.safetensors'}, and the server cannot open it: {problem} Set "
-            "weight_sync_dir to a directory that both see under the same path, such as one of a shared file system, "
-            "or, on GPUs, weight_sync: nccl."
+            "weight_sync_dir to a directory that both see under the same path, such as one of a shared file system."
         )
 
 

@@ -158,14 +158,18 @@ def check_variables(variables: Any, path: str) -> None:
             )
 
 
-MEANT = {"reward_func": ["reward_fn"], "reward_functions": ["reward_fn"]}  # the nearest by letters is ms-swift's
+MEANT = {  # where the most similar key would be a wrong hint
+    "reward_func": "reward_fn", "reward_functions": "reward_fn", "model": "model_name_or_path",
+    "dataset": "dataset_name", "tools": "tools_script", "lora_rank": "lora_r", "async_generate": "max_staleness",
+}  # fmt: skip
 
 
 def check_known(keys: Iterable[str], known: Collection[str], where: str) -> None:
-    """Raise `ValueError` for unknown keys: all of them, each with the most similar known key."""
-    unknown = [str(key) for key in keys if key not in known]
-    near = {key: MEANT.get(key) or difflib.get_close_matches(key, known, n=1) for key in unknown}
-    said = [f"{key!r}" + (f" (did you mean {names[0]!r}?)" if names else "") for key, names in near.items()]
+    """Raise `ValueError` for unknown keys: all of them, each with a known key that is much alike."""
+    said = []
+    for key in dict.fromkeys(str(key) for key in keys if key not in known):
+        near = [MEANT[key]] if key in MEANT else difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+        said.append(f"{key!r}" + (f" (did you mean {near[0]!r}?)" if near else ""))
     if said:
         raise ValueError(
             f"Unknown key{'s' * (len(said) > 1)} {where}: {', '.join(said)}. docs/recipes.md has all keys, and "
@@ -193,9 +197,8 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
             raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
         recipe = read_recipe(argv[position], classes)
     given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
-    options = {"config", "help", *known_keys(classes), *(f"no_{key}" for key in known_keys(classes))}
-    overrides = [a.lstrip("+~").split("=")[0] for a in argv if re.match(r"[+~]*\w+(\.\w+)+=", a)]  # verl's, of Hydra
-    check_known(given + overrides, options, "on the command line")
+    options = {"config", "help", *known_keys(classes)}
+    check_known([key for key in given if key.removeprefix("no_") not in options], options, "on the command line")
     for key, count in collections.Counter(key.removeprefix("no_") for key in given).items():
         if count > 1:
             logger.warning(f"--{key} is given {count} times on the command line: the last one counts.")

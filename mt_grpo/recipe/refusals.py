@@ -316,7 +316,6 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     check_old_logps(args)
     check_passes(args)
     estimator = estimators[args.credit_assignment]
-    args.read_of_credit = estimator.reads
     for key, why in UNREAD_CREDIT.items():
         if (value := getattr(args, key)) != default_of(key, kinds) and key not in estimator.reads:
             readers = " or ".join(name for name, other in estimators.items() if key in other.reads)

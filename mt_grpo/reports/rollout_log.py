@@ -399,7 +399,6 @@ class RolloutLog:
             batch: Scored.
             places: Of this rank's rollouts that are dropped. At most as many are written as of a batch.
             step: Optimizer steps so far.
-
         """
         places = places[: self.most]
         if not places:

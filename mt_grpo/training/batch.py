@@ -164,5 +164,6 @@ class Batch:
 
 def unused_rewards(names: list[str], batches: list[Batch]) -> list[str]:
     """The reward functions that gave numbers of which none moved an advantage in these batches (`Batch.used`)."""
-    given, moved = (sum(batch.used[k] for batch in batches).tolist() for k in (0, 1))
+    used = [batch.used for batch in batches if batch.used is not None]  # none of an evaluation's
+    given, moved = (sum(counts, torch.zeros(len(names))).tolist() for counts in zip(*used)) if used else ([], [])
     return [name for name, n, m in zip(names, given, moved) if n and not m]

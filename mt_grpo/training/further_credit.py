@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, coef, discount), which gives (N, K)
 
-def register_estimator(
-    registry: dict[str, Callable],
-    name: str,
-    function: Callable,
-    *,
-    reads: tuple[str, ...] = (),
-    per_turn: bool = True,
-) -> None:
-    """Add an estimator. The choices of `credit_assignment` and the checks of its settings derive from this call.
+
+def credit_estimator(name: str, function: Callable, *, reads: tuple[str, ...] = (), per_turn: bool = True) -> None:
+    """Register an estimator. The choices of `credit_assignment` and the checks of its settings derive from this call.
 
     Args:
-        registry: Name -> function of (rewards, coef, discount), which gives (N, K).
         name: The recipe's value of `credit_assignment`.
         function: The estimator.
         reads: What it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline` and
@@ -29,7 +22,7 @@ def register_estimator(
         per_turn: Whether the turns of a rollout can get different advantages.
     """
     function.reads, function.per_turn = frozenset(reads), per_turn
-    registry[name] = function
+    CREDIT_ASSIGNMENTS[name] = function
 
 
 def outcome_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
@@ -171,17 +164,15 @@ def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> to
     return rewards.norm(rewards.outcome)[:, None] + coef * (credit - mean) * rewards.sampled
 
 
-FURTHER_ESTIMATORS: dict[str, Callable] = {}
-further_estimator = functools.partial(register_estimator, FURTHER_ESTIMATORS)
-further_estimator("outcome", outcome_advantages, per_turn=False)
-further_estimator("merged", merged_advantages, per_turn=False)
-further_estimator(
+credit_estimator("outcome", outcome_advantages, per_turn=False)
+credit_estimator("merged", merged_advantages, per_turn=False)
+credit_estimator(
     "turn_return", turn_return_advantages, reads=("turn_advantage_coef", "turn_discount", "outcome_in_return")
 )
-further_estimator(
+credit_estimator(
     "gigpo",
     gigpo_advantages,
     reads=("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline", "state"),
 )
-further_estimator("zero_sum", zero_sum_advantages, reads=("turn_advantage_coef",))
-further_estimator("progress_credit", progress_credit_advantages, reads=("turn_advantage_coef", "turn_discount"))
+credit_estimator("zero_sum", zero_sum_advantages, reads=("turn_advantage_coef",))
+credit_estimator("progress_credit", progress_credit_advantages, reads=("turn_advantage_coef", "turn_discount"))

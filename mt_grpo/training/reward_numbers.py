@@ -216,8 +216,8 @@ def numbers_that_move(rewards: Any, advantages_of: Callable[[Any], torch.Tensor]
     """Which numbers of a table move an advantage: bool masks of `outcome` (N,), `rollout_turn` (N,), `turn` (N, K).
 
     A number moves one if the advantages have a gradient with respect to it. The gradient is taken at random numbers in
-    the places of the given ones, so that two that happen to be equal still count. Of an estimator without gradients
-    all numbers move one.
+    the places of the given ones, so that two that happen to be equal still count. Only gradients are seen: a number of
+    which an estimator uses the sign or the rank seems to move nothing. One without any gradient uses all numbers.
 
     Args:
         rewards: The `RewardTable` of the N rollouts.

@@ -643,7 +643,7 @@ def test_gym_without_a_game(tmp_path, monkeypatch):
         load(recipe="a.yaml")
 
 
-@pytest.mark.parametrize("key", ["gym_kwargs", "gym_actions", "gym_text", "gym_unfinished_reward"])
+@pytest.mark.parametrize("key", ["gym_env", "gym_kwargs", "gym_actions", "gym_text", "gym_unfinished_reward"])
 def test_keys_of_a_game_need_the_game(key, monkeypatch):
     monkeypatch.chdir(ROOT)
     value = {"gym_kwargs": "{}", "gym_unfinished_reward": "1"}.get(key, "x")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mt_grpo.base.ranks import RunError
-from mt_grpo.training.further_credit import register_estimator
+from mt_grpo.training import further_credit
 from mt_grpo.training.reward_numbers import check_advantages, numbers_that_move
 from mt_grpo.training.tensors import NAN, nanstd
 from mt_grpo_trainer import (
@@ -839,11 +839,12 @@ def test_all_numbers_move_an_advantage_of_an_estimator_without_gradients():
     assert masks["outcome"].all() and masks["turn"].tolist() == [[True, True], [True, False]]
 
 
-def test_an_estimator_is_registered_with_what_it_reads():
-    registry, functions = {}, [lambda *_: None, lambda *_: None]
-    register_estimator(registry, "mine", functions[0], reads=("turn_discount", "state"), per_turn=False)
-    register_estimator(registry, "other", functions[1])
-    assert registry == {"mine": functions[0], "other": functions[1]}
+def test_an_estimator_is_registered_with_what_it_reads(monkeypatch):
+    functions = [lambda *_: None, lambda *_: None]
+    monkeypatch.setattr(further_credit, "CREDIT_ASSIGNMENTS", {})
+    further_credit.credit_estimator("mine", functions[0], reads=("turn_discount", "state"), per_turn=False)
+    further_credit.credit_estimator("other", functions[1])
+    assert further_credit.CREDIT_ASSIGNMENTS == {"mine": functions[0], "other": functions[1]}
     assert [(each.reads, each.per_turn) for each in functions] == [({"turn_discount", "state"}, False), (set(), True)]
 
 

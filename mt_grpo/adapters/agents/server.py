@@ -9,7 +9,6 @@ import functools
 import json
 import logging
 import re
-import socket
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -159,12 +158,6 @@ class AgentServer:
     def address(self) -> str:
         """What clients call their base URL."""
         return address_of(self.port)
-
-    async def listen(self, listening: socket.socket) -> web.SockSite:
-        """Answer on another socket, too, until the site is stopped. It may be of another namespace of networks."""
-        site = web.SockSite(self._runner, listening)
-        await site.start()
-        return site
 
     async def stop(self) -> None:
         """Close the port, and all connections."""

@@ -16,9 +16,8 @@ class GymKeys:
     """A game of gymnasium, with `environment: gym`."""
 
     gym_env: str | None = key(
-        None, "environment: gym: an id of gymnasium, or path.py:Class. Else ms-swift's: a name in envs",
-        path=".py:", opens=True,
-    )  # fmt: skip
+        None, "The game of environment: gym: an id of gymnasium, or path.py:Class", path=".py:", needs=GYM
+    )
     gym_kwargs: dict[str, Any] | str | None = key(
         None, "Arguments of the game of environment: gym, a mapping", needs=GYM
     )

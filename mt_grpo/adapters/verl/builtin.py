@@ -92,13 +92,9 @@ class Gsm8kTool(BaseTool):
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         """Check the argument `answer`."""
-        return await self.judge(instance_id, parameters, "#### ")
-
-    async def judge(self, instance_id: str, parameters: dict[str, Any], mark: str) -> tuple[Any, float, dict]:
-        """What `execute` gives for an answer that is scored behind this mark."""
         state, answer = self._instance_dict[instance_id], parameters.get("answer", "")
         answer = answer if isinstance(answer, str) else str(answer)
-        state["response"] = answer if answer.startswith(mark) else mark + answer
+        state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
         reward = await self.calc_reward(instance_id)
         state = self._instance_dict[instance_id]  # a subclass may have put another one there
         given, state["reward"] = 0.0 if reward > state["reward"] else -0.05, reward
