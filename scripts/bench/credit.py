@@ -448,12 +448,16 @@ def aggregated(rows: list[dict[str, Any]], rates: dict[str, float]) -> list[dict
     for (task, method), runs in reported(rows, rates).items():
         runs = sorted(runs, key=lambda row: row["seed"])
         curves = [smoothed(row["train_exact_match"]) for row in runs]
-        found.append({
-            "task": task, "method": method, "learning_rate": runs[0]["learning_rate"],
-            **{key: [row[key] for row in runs] for key in ("seed", *FIGURES)},
-            "tokens": [row["tokens"] for row in runs if "tokens" in row],
-            "curve": [[round(number, 3) for number in interval(list(values))] for values in zip(*curves)],
-        })  # fmt: skip
+        found.append(
+            {
+                "task": task,
+                "method": method,
+                "learning_rate": runs[0]["learning_rate"],
+                **{key: [row[key] for row in runs] for key in ("seed", *FIGURES)},
+                "tokens": [row["tokens"] for row in runs if "tokens" in row],
+                "curve": [[round(number, 3) for number in interval(list(values))] for values in zip(*curves)],
+            }
+        )
     return found
 
 

@@ -277,10 +277,14 @@ class Bench:
         if shape == "engine":
             self.replayable = requests_made, chain
         return {
-            "shape": shape, "conversations": conversations, "wait": wait, "tokens": sum(n for _, n in requests_made),
-            "seconds": seconds["wall"] + (shape == "reference") * chain, "client_cpu": seconds["cpu"],
+            "shape": shape,
+            "conversations": conversations,
+            "wait": wait,
+            "tokens": sum(n for _, n in requests_made),
+            "seconds": seconds["wall"] + (shape == "reference") * chain,
+            "client_cpu": seconds["cpu"],
             "peak_mib": common.peak_memory() / 2**20,
-        }  # fmt: skip
+        }
 
     def warm_up(self) -> None:
         """The server's first batches take 10 to 20 seconds; the client's first run imports and connects."""
