@@ -4,10 +4,10 @@
     python scripts/view_rollouts.py runs/a runs/b                 # the curves of the second one are dashed
     python scripts/view_rollouts.py runs/chain-sparse --html page.html
 
-It follows a running job. The rollouts are those of the log (docs/rollouts.md): `log_rollouts` says how many of a batch
-are in it, and `log_rollout_tokens: true` gives each token its own colour. `--html` writes one file of at most 2,000
-rollouts, which loads nothing from elsewhere. Everything that models, tools and data say is shown as text: the page has
-a policy by which a browser runs no script but its own.
+It follows a running job, and shows the newest 200 MB of its log (docs/rollouts.md): `log_rollouts` says how many of a
+batch are in it, and `log_rollout_tokens: true` gives each token its own colour. `--html` writes one file of at most
+2,000 rollouts, which loads nothing from elsewhere. Everything that models, tools and data say is shown as text: the
+page has a policy by which a browser runs no script but its own.
 """
 
 from __future__ import annotations
