@@ -54,7 +54,7 @@ fi
 
 # Tests against servers wait for much of their time. So four groups of files run side by side, and three of them print when
 # all are over. A file says by its marker whether it is in the servers' group or in the faults': the tests of the trainer and
-# of first batches are with the servers', those of agents, sandboxes and OpenEnv with the faults'. All others are in two
+# of first batches are with the servers', those of agents, isolated tools and OpenEnv with the faults'. All others are in two
 # halves, by folder. No group is much longer than another one.
 group() { grep -rlE "^pytestmark = pytest\.mark\.$1\b" tests | sort; }
 mapfile -t faults < <(group faults)
