@@ -535,7 +535,7 @@ def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path, when):
     trainer = make_trainer(proxy.port, tmp_path)
     trainer.add_callback(Restart())
     proxy.faults = rule
-    with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', before 'processed_logprobs'. Start it as"):
+    with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', before 'processed_logprobs'"):
         trainer.train()
     assert trainer.state.global_step == 1 and not paused(proxy)
 
@@ -1287,9 +1287,9 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
     resumed.train(resume_from_checkpoint=str(checkpoint))
     trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
     assert len(trained) == len(set(trained)) == 16
-    with pytest.raises(RunError, match=r"when 4 prompts were begun and not trained, got late_groups: wait\. Set late"):
+    with pytest.raises(RunError, match=r"when 4 prompts were begun and not trained, got late_groups: wait"):
         make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2).train(str(checkpoint))
-    with pytest.raises(RunError, match="4 prompts in flight, of batches of 2 prompts, got 4. Set the batch sizes"):
+    with pytest.raises(RunError, match="4 prompts in flight, of batches of 2 prompts, got 4"):
         make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2, late_groups="admit",
                      per_device_train_batch_size=32).train(str(checkpoint))  # fmt: skip
 
