@@ -559,9 +559,7 @@ def test_a_call_that_stays_busy_behind_its_time_limit_ends_its_rollout(asked_by)
     finally:
         over.set()
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.reward is None
-    assert "Busy: a call that was given up at tool_timeout still runs after environment_timeout=0.2 s" in str(
-        rollout.error
-    )
+    assert "Busy: a call that was given up at tool_timeout still runs" in str(rollout.error)
 
 
 def test_reward_functions_get_no_instance_that_is_busy():
@@ -736,7 +734,7 @@ def test_a_row_that_reset_would_not_take_is_refused_before_training():
         Rows([{"environment": "a", "board": "x"}, {"environment": "b"}])
     )
     _, (rollout,), _ = run(Board, [[]], [{"board": "read"}])
-    assert str(rollout.error) == ("Board.reset raised KeyError: 'size'. The row has no such column. It has: board")
+    assert str(rollout.error).startswith("Board.reset raised KeyError: 'size'. The row has no such column")
 
 
 def test_the_column_that_chooses_an_environment_is_not_passed_to_reset():

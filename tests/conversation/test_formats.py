@@ -676,7 +676,6 @@ def test_plain_messages_behind_results():
         (f"<tool_call>\n{JSON % FIRST}", ["the call is not closed", None]),
         (JSON % '{"a": "<tool_call>"}', [None]),
         ("<tool_call>[]</tool_call>", ["several calls in one <tool_call>; write one <tool_call> for each"]),
-        ("<tool_call>{}{}</tool_call>", ["several calls in one <tool_call>; write one <tool_call> for each"]),
         (JSON % '"x"', ['"arguments" must be a JSON object, got str']),
         ("<tool_call>5</tool_call>",
          ['the call must be a JSON object with "name" (a string) and "arguments" (an object)']),
