@@ -110,13 +110,9 @@ def test_an_address_that_can_never_work_is_refused(url):
     assert "ter2" not in str(raised.value)
 
 
-@pytest.mark.parametrize("host, port, message", [
-    ("http://gpu1", 8000, "vllm_server_host='http://gpu1': expected"),
-    ("gpu1", 70_000, "'http://gpu1:70000' is no server's address"),
-])  # fmt: skip
-def test_a_host_and_port_that_can_never_work_are_refused(host, port, message):
-    with pytest.raises(ServerError, match=message):
-        VLLMServerClient(host, port)
+def test_a_host_that_is_an_address_is_refused():
+    with pytest.raises(ServerError, match="vllm_server_host='http://gpu1': expected a name"):
+        VLLMServerClient("http://gpu1", 8000)
 
 
 @pytest.mark.parametrize("host, url", [
@@ -323,14 +319,14 @@ def test_a_push_under_way_is_waited_for(proxy, client, held, expected):
 # =====================================================================================================================
 
 
-@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+@pytest.mark.parametrize("kind", ["fifo", "link"])
 def test_an_output_lock_is_an_ordinary_file(tmp_path, kind):
     """Not waited for, and nothing is written where a link leads."""
     out, other = tmp_path / "out", tmp_path / "other"
     out.mkdir()
     other.write_text("precious")
     lock = out / ".lock"
-    {"fifo": lambda: os.mkfifo(lock), "link": lambda: lock.symlink_to(other), "folder": lock.mkdir}[kind]()
+    os.mkfifo(lock) if kind == "fifo" else lock.symlink_to(other)
     raised = []
 
     def enter():

@@ -573,7 +573,7 @@ def test_a_state_key_that_raises_is_named(random_model, tmp_path):
         random_model, env, [turn_reward], [length_reward], train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         args=MTGRPOConfig(**settings(tmp_path, credit_assignment="gigpo", max_steps=1)),
     )  # fmt: skip
-    with pytest.raises(RunError, match="The state key raised KeyError: 'board'"):
+    with pytest.raises(RunError, match="step 0: rank 0: .*The state key raised KeyError: 'board'"):
         trainer.train()
 
 
@@ -704,18 +704,6 @@ def test_a_run_that_stops_at_once_has_nothing_to_save(random_model, tmp_path, mo
     trainer = make_trainer(random_model, tmp_path)
     assert trainer.save_where_it_stopped() == "No step was finished, so there is nothing to save."
     assert not list(tmp_path.glob("checkpoint-*"))
-
-
-def test_a_failing_conversation_names_rank_and_step(random_model, tmp_path):
-    trainer = make_trainer(random_model, tmp_path)
-
-    class Broken:
-        async def generate(self, *args):
-            raise RuntimeError("the backend is gone")
-
-    trainer.llm = Broken()
-    with pytest.raises(RuntimeError, match="step 0: rank 0: RuntimeError: the backend is gone"):
-        trainer.train()
 
 
 def test_weights_of_a_whole_model_are_its_own_parameters(random_model, tmp_path):
