@@ -1041,11 +1041,6 @@ async def calls_nothing(row, client):
     return 1.0
 
 
-async def returns_text(row, client):
-    await ask(client, [user("a")])
-    return "done"
-
-
 async def returns_nan(row, client):
     await ask(client, [user("a")])
     return {"reward": float("nan")}
@@ -1076,9 +1071,8 @@ async def another_model(row, client):
 @pytest.mark.parametrize("agent, message", [
     (raises, "raises raised KeyError: 'gone'"),
     (calls_nothing, "calls_nothing never got a completion"),
-    (returns_text, "returned 'done', expected a number, a dict with `reward`, or None"),
     (returns_nan, "expected a number"),
-    (another_model, "another_model raised NotFoundError.*The model 'gpt-5' does not exist. Expected 'policy'"),
+    (another_model, "another_model raised NotFoundError.*The model 'gpt-5' does not exist"),
 ])  # fmt: skip
 def test_an_agents_failure_is_not_trained(agent, message):
     rollout, _ = run(agent, "1")
@@ -1122,49 +1116,26 @@ def test_a_fault_of_the_endpoint_is_no_agents_failure(monkeypatch):
         run(endless, "1")
 
 
-def test_a_lost_server_ends_the_conversation_and_is_no_agents_failure():
-    with pytest.raises(mt.ServerError, match="gone"):
-        run(endless, "1", mt.ServerError("gone"))
-
-
 # -- what bad input gets --
 
 
 BAD = [
     ({"messages": []}, 400, "messages: got none"),
-    ({"messages": "x"}, 400, "messages: got 'x', expected a list"),
     ({"messages": [{"role": "robot", "content": ""}]}, 400, "messages[0].role: got 'robot'"),
     ({"messages": [{"role": "user"}]}, 400, "messages[0].content: got null"),
     ({"messages": [{"role": "tool", "content": "2"}]}, 400, "tool_call_id"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text only"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "expected a function's name"),
     ({"model": "gpt-5"}, 404, "does not exist"),
-    ({"model": None}, 404, "does not exist"),
-    ({"n": 0}, 400, "n: got 0"),
     ({"n": 129}, 400, "n: got 129, expected a number from 1 to 128"),
-    ({"n": "2"}, 400, "n: got '2'"),
-    ({"n": True}, 400, "n: got True"),
     ({"max_tokens": 0}, 400, "max_tokens: got 0"),
-    ({"max_tokens": "many"}, 400, "max_tokens: got 'many'"),
-    ({"chat_template": "x"}, 400, "chat_template: not supported"),
     ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs.enable_thinking: got False"),
     ({"add_generation_prompt": False}, 400, "The policy always answers"),
-    ({"continue_final_message": True}, 400, "continue_final_message: not supported"),
     ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, 400, "'user' has the name 'bob'"),
-    ({"messages": [{"role": "user", "content": "a", "name": 3}]}, 400, "messages[0].name: got 3"),
-    ({"messages": [user("a"), {"role": "assistant", "content": "b", "name": "ann"}, user("c")]}, 400, "name 'ann'"),
     ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "x"}}]}, 400, "function_call: not"),
-    ({"stop": [""]}, 400, "stop"),
-    ({"stop": 3}, 400, "stop"),
     ({"logprobs": True}, 400, "logprobs: not supported"),
     ({"tools": [{"type": "web_search"}]}, 400, "expected 'function'"),
-    ({"tools": [{"type": "function", "function": {}}]}, 400, "a name of each function"),
     ({"tools": [{"type": "function", "function": {"name": "x", "parameters": "y"}}]}, 400, "a JSON schema"),
-    (
-        {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": True}}}}]},
-        400,
-        "a schema of each",
-    ),
     *(
         (
             {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": schema}}}}]},
@@ -1173,10 +1144,7 @@ BAD = [
         )
         for schema, message in (
             ({"type": 5}, "got a schema of type 5"),
-            ({"type": [{}]}, "got a schema of type [{}]"),
             ({"anyOf": None}, "anyOf that is a list"),
-            ({"anyOf": ["x"]}, "schemas that are objects"),
-            ({"items": {"enum": 3}}, "an enum that is a list"),
             ({"properties": {"b": 1}}, "schemas that are objects"),
             (functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(80), {}), "on more than 64 levels"),
         )
@@ -1184,12 +1152,7 @@ BAD = [
     ({"stop": "\ud800"}, 400, "stop"),
     ({"response_format": "json"}, 400, "response_format: got 'json', expected an object"),
     ({"stream": True, "stream_options": "x"}, 400, "stream_options"),
-    ({"messages": [{"role": ["user"], "content": ""}]}, 400, "messages[0].role"),
     ({"tool_choice": "sometimes"}, 400, "tool_choice"),
-    ({"return_token_ids": True}, 400, "return_token_ids: not supported"),
-    ({"truncate_prompt_tokens": 5}, 400, "truncate_prompt_tokens: not supported"),
-    ({"add_special_tokens": True}, 400, "add_special_tokens: not supported"),
-    ({"mm_processor_kwargs": {"a": 1}}, 400, "mm_processor_kwargs: not supported"),
     ({"messages": [{"role": "user", "content": "1 " * 1100}]}, 400, "context"),
 ]
 HARMLESS = {
@@ -1241,7 +1204,7 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
             assert by_path.status_code == by_header.status_code == 200
         for change, message in (
             ({"previous_response_id": "resp_9"}, "not found"), ({"input": None}, "got nothing"),
-            ({"input": [{"type": "image"}]}, "not served"), ({"text": "x"}, "text: got 'x', expected an object"),
+            ({"input": [{"type": "image"}]}, "not served"), ({"text": "x"}, "text: got 'x', expected"),
             ({"input": [{"role": ["user"], "content": ""}]}, "expected system, developer"),
             ({"previous_response_id": ["a"]}, "expected text"), ({"background": True}, "background"),
         ):  # fmt: skip
@@ -2512,36 +2475,23 @@ class Solver: ...
     ({"agent": None, "agent_command": "no-such-program x"}, "begins with no program"),
     ({"agent": None, "agent_command": "python 'x"}, "is no command"),
     ({"agent_key": "pipe"}, "agent_key has no effect without agent_command"),
-    ({"agent_key": "file"}, "agent_key: 'file' in .* is not known. Expected one of: environment, pipe"),
     ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_key": "pipe"},
      "agent_key has no effect without the line environment: openai_agent"),
-    ({"agent_other_models": "polite"}, "agent_other_models: 'polite' in .* Expected one of: refused, frozen, text"),
-    ({"agent_other_models": "text"}, "agent_other_models: text with agent_other_text: None. Expected both"),
-    ({"agent_other_text": "A talk."}, "agent_other_models: refused with agent_other_text: 'A talk.'. Expected both"),
-    ({"agent_other_models": "frozen", "agent_other_text": ""}, "Expected both"),
-    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_other_models": "frozen"},
-     "agent_other_models has no effect without the line environment: openai_agent"),
+    ({"agent_other_models": "text"}, "agent_other_models: text with agent_other_text: None"),
     ({"agent": "agents/none.py:solve"}, "names no file"),
-    ({"agent": "solve"}, "names no file"),
-    ({"agent": "{file}:missing"}, "'missing' of .* is None, expected a function"),
-    ({"agent": "{file}:number"}, "is 3, expected a function"),
-    ({"agent": "{file}:Solver"}, "expected a function"),
-    ({"agent": "{file}:row_only"}, r"takes \(row\), expected \(row, client\)"),
+    ({"agent": "{file}:missing"}, "'missing' of .* is None, expected"),
+    ({"agent": "{file}:row_only"}, r"takes \(row\), expected"),
     ({"agent": "{broken}:solve"}, "fails to import: ModuleNotFoundError"),
     ({"tool_format": "xml"}, "tool_format='xml' does not fit"),
     ({"tools_script": "tools/calculator.py"}, "tools_script has no effect"),
-    ({"system_prompt": "Hi."}, "system_prompt has no effect"),
     ({"max_env_steps": 5}, "max_env_steps has no effect"),
-    ({"isolate_tools": True}, "isolate_tools has no effect"),
     ({"environment": None, "tools_script": "tools/calculator.py"}, "agent has no effect without the line environment"),
     ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_timeout": 30.0},
-     "agent_timeout has no effect without the line environment: openai_agent or agent_command"),
+     "agent_timeout has no effect without"),
     ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "max_model_calls": 3},
-     "max_model_calls has no effect without .*, agent_command or a scheduler of ms-swift"),
+     "max_model_calls has no effect without"),
     ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "environment_timeout": 30.0},
      "environment_timeout=30 has no effect without an environment"),
-    ({"agent_timeout": 0}, "agent_timeout=0.* expected a finite number above 0"),
-    ({"max_model_calls": 0}, "max_model_calls=0, expected"),
 ])  # fmt: skip
 def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
     (tmp_path / "file.py").write_text(AGENT_FILE)

@@ -517,11 +517,7 @@ def test_images_are_those_of_vllms_conversion(folder, sees, vllm_messages):
 def test_images_that_cannot_be_read(sees):
     source = image(1)["source"]
     refused = [
-        (
-            {"type": "url", "url": "https://example.org/a.png"},
-            "got type 'url', expected base64: no address is fetched",
-        ),
-        ({"type": "file", "file_id": "file_1"}, "got type 'file', expected base64"),
+        ({"type": "url", "url": "https://example.org/a.png"}, "got type 'url', expected base64"),
         ({**source, "data": "eA=="}, r"messages\[0\].content"),
         ({**source, "data": None}, "source.data: got None, expected text"),
         ({"type": "base64", "data": source["data"]}, "source.media_type: got None"),
@@ -559,50 +555,34 @@ def said_by(role, *content):
 
 BAD = [
     (changed(model="claude-x"), 404, "not_found_error", "The model 'claude-x' does not exist"),
-    (changed(model=None), 404, "not_found_error", "The model None does not exist"),
-    (changed(model=["policy"]), 404, "not_found_error", "does not exist"),
-    (changed(max_tokens=None), 400, "invalid_request_error", "max_tokens: got none, expected a positive number"),
     *((changed(**change), 400, "invalid_request_error", message) for change, message in (
-        ({"max_tokens": 0}, "max_tokens: got 0"), ({"max_tokens": True}, "max_tokens: got True"),
-        ({"max_tokens": "many"}, "max_tokens: got 'many'"), ({"messages": None}, "messages: got None"),
-        ({"messages": []}, "messages: got none"), ({"messages": "a"}, "messages: got 'a'"),
-        ({"messages": [3]}, "messages[0]: got 3"), ({"messages": [user(text(""))]}, "messages: got none"),
+        ({"max_tokens": None}, "max_tokens: got none"), ({"max_tokens": True}, "max_tokens: got True"),
+        ({"messages": []}, "messages: got none"), ({"messages": [3]}, "messages[0]: got 3"),
         ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role: got 'tool', expected user or assistant"),
-        ({"messages": [{"role": ["user"], "content": "a"}]}, "messages[0].role: got ['user']"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content: got None, expected text, or a list of blocks"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content: got None"),
         ({"messages": [user("a"), assistant("b")]}, "the last one is the assistant's"),
-        ({"system": 3}, "system: got 3"), ({"system": [image(1)]}, "system[0]: got a block of type 'image'"),
-        ({"system": [{"type": "text"}]}, "system[0].text: got None"),
+        ({"system": [image(1)]}, "system[0]: got a block of type 'image'"),
         ({"messages": [user("a"), {"role": "system", "content": [call()]}]}, "got a block of type 'tool_use'"),
         ({"tools": {}, "tool_choice": "auto"}, "tool_choice: got 'auto', expected an object"),
-        ({"tool_choice": {"type": "sometimes"}}, "tool_choice: got type 'sometimes', expected one of auto, any"),
-        ({"tool_choice": {"type": ["any"]}}, "tool_choice: got type ['any']"),
-        ({"tools": 3}, "tools: got 3"), ({"tools": [3]}, "tools[0]: got 3"),
+        ({"tool_choice": {"type": "sometimes"}}, "tool_choice: got type 'sometimes'"),
+        ({"tools": [3]}, "tools[0]: got 3"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]: got type 'bash_20250124'"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema: got None"),
-        ({"tools": [{**TOOL, "name": None}]}, "expected a name of each function"),
-        ({"tools": [{"name": "x", "input_schema": {"properties": {"a": True}}}]}, "expected a schema of each"),
         ({"tools": [{"name": "x", "input_schema": {"type": 5}}]}, "got a schema of type 5"),
         ({"tools": [{"name": "<|im_end|>", "input_schema": {}}]}, "tools: "),
-        ({"stop_sequences": [""]}, "stop_sequences: got ['']"), ({"stop_sequences": 3}, "stop_sequences: got 3"),
+        ({"stop_sequences": [""]}, "stop_sequences: got ['']"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers: not supported"),
-        ({"container": "x"}, "container: not supported"),
         ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking: got False"),
         ({"messages": [user("1 " * 1100)]}, "maximum context length is 1024 tokens. The messages have at least "),
     )),
     *((said_by(role, block), 400, "invalid_request_error", message) for role, block, message in (
-        ("user", 3, "messages[0].content[0]: got 3"), ("user", {}, "messages[0].content[0].type: got None"),
-        ("user", text(None), "content[0].text: got None"), ("user", call(), "type 'tool_use', which is not supported"),
-        ("user", thought("a"), "type 'thinking', which is not supported here"),
-        ("user", {"type": "document"}, "type 'document', which is not supported"),
+        ("user", {}, "messages[0].content[0].type: got None"), ("user", text(None), "content[0].text: got None"),
+        ("user", call(), "type 'tool_use', which is not supported"),
         ("user", {"type": "tool_result"}, "tool_use_id: got None"), ("user", result("a", 3), "content: got 3"),
         ("user", result("a", [{"type": "tool_reference"}]), "content[0].content[0]: got a block of type 'tool_ref"),
         ("assistant", result("a"), "type 'tool_result', which is not supported here"),
-        ("assistant", image(1), "type 'image', which is not supported here"),
-        ("assistant", {"type": "server_tool_use"}, "type 'server_tool_use', which is not supported"),
         ("assistant", {"type": "thinking"}, "content[0].thinking: got None"),
-        ("assistant", {**call(), "input": "{}"}, "content[0].input: got '{}', expected an object"),
-        ("assistant", {**call(), "id": 3}, "content[0].id: got 3"),
+        ("assistant", {**call(), "input": "{}"}, "content[0].input: got '{}'"),
         ("assistant", {**call(), "name": None}, "content[0].name: got None"),
     )),
 ]  # fmt: skip
@@ -661,7 +641,7 @@ def test_keys_and_paths():
             assert (status, kind) == (404, "not_found_error") and "/v1/messages" in message
         with pytest.raises(anthropic.NotFoundError, match="'x' does not exist"):
             await of(client).models.retrieve("x")
-        for bad in (b"{", b"[]", b"\xff", b"", b"3", b'{"model"' + b":[" * 5000):
+        for bad in (b"{", b"[]", b"\xff", b'{"model"' + b":[" * 5000):
             assert error_of(await post(client, bad))[:2] == (400, "invalid_request_error"), bad[:20]
         encoded = await post(client, b"no such thing", **{"Content-Encoding": "gzip"})
         assert error_of(encoded)[:2] == (400, "invalid_request_error")
@@ -736,14 +716,6 @@ def test_the_type_of_an_error(status, kind):
     (event,) = anthropic_error_event(error)
     name, data = event.strip().split("\n")
     assert name == "event: error" and json.loads(data.removeprefix("data: ")) == anthropic_error(error)
-
-
-def test_a_fault_of_the_policys_server_is_the_trainers():
-    async def agent(row, client):
-        await create(of(client), [user("a")])
-
-    with pytest.raises(mt.ServerError, match="gone"):
-        run(agent, mt.ServerError("gone"))
 
 
 def hostile(rng):

@@ -48,7 +48,7 @@ def test_a_new_house_is_its_keys_and_its_place_in_the_list(monkeypatch):
     cls, environment = load(environment="theatre", puppet="Kasper")
     assert issubclass(cls, mt.MultiTurnToolEnv) and (cls.puppet, environment) == ("Kasper", None)
     assert load() == (mt.MultiTurnToolEnv, None)
-    with pytest.raises(ValueError, match="puppet has no effect without the line environment: theatre. Add it, or rem"):
+    with pytest.raises(ValueError, match="puppet has no effect without the line environment: theatre"):
         load(puppet="Kasper")
     with pytest.raises(ValueError, match="gym_text has no effect without the line environment: gym"):
         load(environment="theatre", gym_text="a.py:B")

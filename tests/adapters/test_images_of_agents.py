@@ -278,17 +278,13 @@ def test_requests_keep_their_order_while_images_are_read(way, tokenizer, monkeyp
 FRAMES = {"save_all": True, "append_images": [vision_model.picture(1)]}
 BAD = {
     "an address": (shown("https://127.0.0.1:1/x.png"), "got the image 'https://127.0.0.1:1/x.png', expected a data"),
-    "a file": (shown("file:///etc/passwd"), "got the image 'file:///etc/passwd', expected a data URI"),
     "a path": (shown("/etc/passwd"), "no address is fetched, no file is kept, and no path is read"),
     "nothing": ({"type": "image_url"}, "got the image .*expected a data URI"),
-    "a number": (shown(7), "got the image 7, expected a data URI"),
     "broken": (shown(uri(as_bytes(vision_model.picture(0))[:60])), "the image cannot be read"),
     "no base64": (shown("data:image/png;base64,%%"), "the image cannot be read: .*Only base64 data is allowed"),
-    "text": (shown("data:text/plain;base64,aGVsbG8="), "the image cannot be read: .*cannot identify"),
     "animated": (shown(uri(as_bytes(vision_model.picture(0), "GIF", **FRAMES))), "it is animated .2 pictures"),
     "huge": (shown(uri(Image.new("1", (8192, 8192)))), "it has 8192 x 8192 pixels, expected at most"),
     "a video": ({"type": "video_url", "video_url": {"url": "data:,"}}, "type .video_url., and the policy reads text"),
-    "a sound": ({"type": "input_audio", "input_audio": {}}, "type .input_audio., and the policy reads text and"),
     "an uploaded file": ({"type": "input_image", "file_id": "f"}, "no file is kept"),
 }  # fmt: skip
 
@@ -371,7 +367,7 @@ def test_rows_of_an_agent_are_not_read_at_the_start(folder, tokenizer):
     rows = Rows([{"image": "no/such.png", "video": "a.mp4"}, {"prompt": [user({"type": "image"})], "images": []}])
     check_images(rows, "data", env)
     env.tokenizer = with_pictures(AutoTokenizer.from_pretrained(folder), "it is a test")
-    with pytest.raises(ValueError, match="data, row 0: the column 'image' .* would not see it: it is a test"):
+    with pytest.raises(ValueError, match="data, row 0: the column 'image' .* would not see it"):
         check_images(rows, "data", env)
 
 

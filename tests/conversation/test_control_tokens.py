@@ -5,6 +5,7 @@ import functools
 import itertools
 import json
 import random
+import re
 import types
 from pathlib import Path
 
@@ -222,12 +223,9 @@ def test_what_describes_a_tool_is_text(name):
 def test_a_name_that_holds_a_control_token_is_refused(name, where):
     token = in_vocabulary(name, MESSAGE_TOKENS[name])[0]
     tool = described("d", name=token) if where == "tool" else described("d", parameter=token)
-    expected = f"Tool 'find': the parameter {token!r} holds the control token {token!r} of the model in its name."
-    if where == "tool":  # the characters of a tool's name are few
-        expected = f"Tool {token!r} has a name of other characters than"
-    with pytest.raises(ValueError) as error:
+    expected = "has a name of other characters" if where == "tool" else "holds the control token"
+    with pytest.raises(ValueError, match=f"{re.escape(repr(token))} {expected}"):
         env_of(name, [tool]).start(["?"])
-    assert str(error.value).startswith(expected)
 
 
 def outside(attack):
@@ -395,9 +393,9 @@ def test_parts_of_a_prompt_are_read_as_text():
         parts = [{"type": "text", "text": "What is 1"}, {"type": "text", "text": " + 1?"}]
         whole, split = env_of(name).start(["What is 1 + 1?", [{"role": "user", "content": parts}]])
         assert whole.prompt_ids == split.prompt_ids
-        with pytest.raises(ValueError, match="prompt 0: a message has an image. The model would not see it"):
+        with pytest.raises(ValueError, match="prompt 0: a message has an image"):
             env_of(name).start([[{"role": "user", "content": [{"type": "image", "image": "x"}]}]])
-        with pytest.raises(ValueError, match="has the|holds a message with the content 5, expected text"):
+        with pytest.raises(ValueError, match="has the|holds a message with the content 5, expected"):
             env_of(name).start([[{"role": "user", "content": 5}]])
 
 

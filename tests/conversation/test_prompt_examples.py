@@ -16,8 +16,6 @@ from mt_grpo.conversation.prompt_examples import check_examples, read_prompt_exa
 from mt_grpo.training.shared_prompts import SharedRow
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def double(number: int, unit: str = "") -> str:
     """Double a number.
@@ -159,9 +157,7 @@ def test_examples_read_as_lived_conversations_or_are_refused(name):
     one = [user("Add."), calling, tool("R1"), assistant("It is 5.")]
     two = [user("Add twice."), calling, tool("R2"), calling, tool("R3"), assistant("It is 7.")]
     if name == "deepseekv3":
-        with pytest.raises(
-            ValueError, match="example 2: the model's chat template writes the results .* otherwise th"
-        ):
+        with pytest.raises(ValueError, match="example 2: .*writes the results"):
             written_examples(check_examples([one, two]), fmt, TOOLS, True)
         return
     messages = written_examples(check_examples([one, two]), fmt, TOOLS, True)
@@ -233,28 +229,13 @@ def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
 
 WRONG = {
     "no conversation": (PLAIN, r"example 1 is \{'role': 'user'"),
-    "empty": ([], "holds \\[\\]. Expected a list of conversations"),
     "a text": ("Hello", "holds 'Hello'. Expected a list of conversations"),
-    "system": (
-        [[{"role": "system", "content": "x"}, *PLAIN]],
-        "expected user behind the beginning, got the role 'system'",
-    ),
-    "begins with an answer": ([PLAIN[1:]], "expected user behind the beginning, got the role 'assistant' .message 1"),
+    "system": ([[{"role": "system", "content": "x"}, *PLAIN]], "expected user .*, got the role 'system'"),
     "two questions": ([[PLAIN[0], *PLAIN]], "expected assistant behind user, got the role 'user' .message 2"),
-    "no answer": ([PLAIN[:1]], "expected assistant behind user, got its end .message 2"),
     "ends with a result": ([STRUCTURED[:3]], "expected tool or assistant behind tool, got its end .message 4"),
-    "wizard": ([[user("x"), {"role": "wizard", "content": "y"}]], "got the role 'wizard'"),
     "no role": ([[*PLAIN, {"content": "z"}]], "expected tool or user or its end behind assistant, got the role None"),
-    "its end as a role": (
-        [[*PLAIN, {"role": "its end", "content": "z"}, user("x")]],
-        "got the role 'its end' .message 3",
-    ),
-    "a field": (
-        [[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]],
-        "message 2 has the field 'reasoning_content'",
-    ),
+    "a field": ([[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]], "the field 'reasoning_content'"),
     "calls of a user": ([[{**user("x"), "tool_calls": [{}]}, PLAIN[1]]], "message 1 has tool_calls"),
-    "no content": ([[user("x"), {"role": "assistant", "content": None}]], "message 2 has the content None"),
     "blank": ([[user(" "), PLAIN[1]]], "message 1 has the content ' ', expected text"),
 }
 
@@ -277,19 +258,13 @@ MISWRITTEN = {
                      "a call that cannot run: unknown tool 'dobule'. Known tools: double"),
     "wrong argument": ([user("x"), assistant("", {"number": "four"}), tool("8"), assistant("y")],
                        "a call that cannot run: .*number"),
-    "broken JSON": ([user("x"), assistant('<tool>{"name": "double"</tool>'), tool("8"), assistant("y")],
-                    "a call that cannot run: the call is not valid JSON"),
     "no result": ([user("x"), assistant("", {"number": 4}), user("z"), assistant("y")], "has 1 calls.* and 0 results"),
     "result without call": ([user("x"), assistant("z"), tool("8"), assistant("y")], "has 0 calls.* and 1 results"),
-    "two results": ([user("x"), assistant("", {"number": 4}), tool("8"), tool("9"), assistant("y")],
-                    "has 1 calls.* and 2 results"),
     "two calls in a turn": ([user("x"), assistant("", {"number": 4}, {"number": 5}), tool("8"), tool("10"),
                              assistant("y")], "the calls would be read as"),
     "goes on": ([user("x"), assistant("<answer>8</answer> or 9")],
                 "goes on behind the end of the turn. Remove ' or 9'"),
     "control token": ([user("x"), assistant("8<|im_end|>")], "holds the token '<|im_end|>'"),
-    "control token in a call": ([user("x"), assistant("", {"number": 4, "unit": "<|im_end|>"}), tool("8"),
-                                 assistant("y")], "holds the token '<|im_end|>'"),
     "an argument under another name": (
         [user("x"), {"role": "assistant", "tool_calls": [{"name": "double", "args": {"number": 4}}]}, tool("8"),
          assistant("y")], "a call is .*'args'.*expected its `name`, a text, and its `arguments`"),
@@ -303,10 +278,6 @@ MISWRITTEN = {
         [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
          {"role": "tool", "content": "8", "tool_call_id": "b"}, assistant("y")],
         "has calls with the ids .'a'., and results of .'b'."),
-    "JSON of a call": ([user("x"), assistant('{"name": "double", "parameters": {"number": 4}}')],
-                       "and no call that this tool_format reads"),
-    "call that is a text": ([user("x"), {"role": "assistant", "content": "", "tool_calls": ["double"]}, tool("8"),
-                             assistant("y")], "a call is 'double', expected its `name`"),
 }  # fmt: skip
 
 
@@ -338,14 +309,7 @@ def test_tools_of_an_environment_may_be_called():
 def test_a_thought_that_the_template_drops_is_an_error():
     """Qwen3's template leaves the thinking of earlier turns out: the model would not read what the example shows."""
     example = [user("x"), assistant("<think>\nHard.\n</think>\n\nIt is y.")]
-    empty = make_format(
-        "native", native("qwen3").tokenizer, {"enable_thinking": False}
-    )  # it ends with an empty thought
-    with pytest.raises(ValueError, match="example 1: the model's chat template leaves out '<think>'"):
-        written_examples(
-            check_examples([[user("x"), assistant("<think>\n\n</think>\n\nIt is y.")]]), empty, TOOLS, True
-        )
-    with pytest.raises(ValueError, match="example 1: the model's chat template leaves out '<think>'"):
+    with pytest.raises(ValueError, match="example 1: .* leaves out '<think>'"):
         written_examples(check_examples([example]), native("qwen3"), TOOLS, True)
 
 
@@ -392,16 +356,15 @@ def test_files_of_three_kinds_say_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "error"),
     [("a.json", "[[", "cannot be read: .*Expected a list of conversations"),
-     ("a.jsonl", '{"messages": []\n', "cannot be read"), ("a.yaml", "- - {role: user", "cannot be read"),
+     ("a.yaml", "- - {role: user", "cannot be read"),
      ("a.yaml", "- - {role: user, role: system}", "'role' is set on line 1 and again"),
-     ("a.yaml", "", "holds None"), ("a.yaml", "- []", "expected user behind the beginning, got its end"),
      ("a.yaml", "!!python/object/apply:os.system [x]", "cannot be read")],
 )  # fmt: skip
 def test_half_a_file(name, text, error, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"prompt_examples: .*{error}"):
         read_prompt_examples(str(tmp_path / name))
-    with pytest.raises(ValueError, match="prompt_examples: .*is not a file. Expected a list of conversations"):
+    with pytest.raises(ValueError, match="prompt_examples: .*is not a file"):
         read_prompt_examples(str(tmp_path / "none.yaml"))
 
 
@@ -410,9 +373,7 @@ def test_examples_that_fill_the_context(random_model, tmp_path):
     env = MultiTurnToolEnv([], "Be short.", prompt_examples=[long])
     args = settings(tmp_path, max_completion_length=8)
     rows = Dataset.from_list([{"prompt": [user("go")]}] * 8)
-    with pytest.raises(
-        ValueError, match=r"The longest prompt has \d+ tokens.* \d+ of the prompt's tokens are of prompt_examples"
-    ):
+    with pytest.raises(ValueError, match="longest prompt .* tokens are of prompt_examples"):
         config = json.loads((Path(random_model) / "config.json").read_text())
         env.prompt_examples[0][0]["content"] = "x " * config["max_position_embeddings"]
         MTGRPOEnvTrainer(random_model, env, [], [lambda completions, **kwargs: [0.0] * len(completions)],

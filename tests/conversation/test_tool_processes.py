@@ -347,7 +347,7 @@ def test_a_tools_file_that_no_longer_imports_ends_the_run(isolated, tmp_path, ca
     assert [turn.observation for rollout in rollouts for turn in rollout.turns] == ["5", "5", None] * 3
     assert "No module named 'nowhere'" in capfd.readouterr().err
     leave = call("leave", how="os._exit")
-    with pytest.raises(ToolsUnavailable, match="the tool's process ended with exit code 1. See above; check .* that"):
+    with pytest.raises(ToolsUnavailable, match="the tool's process ended with exit code 1. See above"):
         run_many(isolated, [[leave, ADD, ANSWER]])
 
 
@@ -396,13 +396,8 @@ def test_a_shortage_of_threads_from_the_first_call_on_ends_with_a_thread_per_cal
     assert sorted(started) == ["tool-idle"] * 4 + ["tool-starter_0"]
 
 
-def test_tools_that_cannot_work_are_told_before_anything_is_loaded(tmp_path):
+def test_an_async_check_of_tools_is_refused(tmp_path):
     path = tmp_path / "tools.py"
-    path.write_text(IN_PROCESSES + "def CHECK_TOOLS():\n    raise FileNotFoundError('no corpus at corpus.jsonl')\n")
-    with pytest.raises(
-        ValueError, match="tools_script: the tools of .*tools.py' do not work: no corpus at corpus.jso"
-    ):
-        load_tools(str(path))
     path.write_text(IN_PROCESSES + "async def CHECK_TOOLS(): ...\n")
-    with pytest.raises(ValueError, match="CHECK_TOOLS of .*tools.py' is async. Expected an ordinary function"):
+    with pytest.raises(ValueError, match="CHECK_TOOLS of .*tools.py' is async"):
         load_tools(str(path))

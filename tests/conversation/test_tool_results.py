@@ -229,11 +229,8 @@ def test_prompts_with_control_tokens_are_said_once(caplog):
     rows.append([{"role": "system", "content": "Obey.<|im_end|>"}, *rows[0]])
     dataset = Dataset.from_dict({"prompt": rows})
     warn_of_control_tokens(env, dataset, "train_dataset")
-    (record,) = caplog.records
-    assert record.message == (
-        "train_dataset, row 2 (and 1 more): the prompt holds the control token '<|im_end|>' as text, and it begins or "
-        "ends a message. The model reads '< |im_end|>' instead. What has to stay one belongs into system_prompt."
-    )
+    (message,) = caplog.messages
+    assert message.startswith("train_dataset, row 2 (and 1 more): the prompt holds the control token '<|im_end|>'")
     caplog.clear()
     warn_of_control_tokens(env, dataset.select([0, 1, 3, 4]), "train_dataset")
     assert not caplog.records

@@ -150,13 +150,11 @@ def test_an_answer_that_read_something_else_is_none(folder):
     moved[1]["offset"] += 1
     shorter[1]["length"] = 1
     for changes, message in (
-        ({"mm_placeholders": {"image": moved}}, r"\(10, 3\)\], and the trainer at \[\(2, 4\), \(9, 3\)\].*tokenizer"),
-        ({"mm_placeholders": {"image": shorter}}, r"\(9, 1\)\], and the trainer at .*\(9, 3\)\].*mm-processor-kw"),
-        ({"mm_placeholders": {"image": places[:1]}}, r"reads 2 images at \(place, tokens\) \[\(2, 4\)\], and"),
+        ({"mm_placeholders": {"image": moved}}, r"\(10, 3\)\], and the trainer .*tokenizer"),
+        ({"mm_placeholders": {"image": shorter}}, r"\(9, 1\)\], and the trainer .*mm-processor-kw"),
         ({"mm_placeholders": None}, "does not say what it read"),
         ({"prompt_token_ids": [*with_placeholders(prompt)[:-1], 9]}, "other ids than the prompt's"),
         ({"choices": [{**choice, "token_ids": [20, 22]}]}, "logprobs are of the ids .20, 21."),
-        ({"choices": [{**choice, "logprobs": None}]}, "no token ids"),
         ({"choices": [{**choice, "finish_reason": "abort"}]}, "abort"),
         ({"choices": []}, "no token ids"),
     ):
@@ -297,10 +295,7 @@ def test_which_servers_are_refused(client, folder, monkeypatch):
     info = client.server_info()
     for config, message in (
         ({"limit_per_prompt": {"image": {"count": 2}}}, "It reads at most 2 images of a conversation, and"),
-        (
-            {"mm_processor_kwargs": {"max_pixels": 784}},
-            "--mm-processor-kwargs .'max_pixels': 784., and reads images in",
-        ),
+        ({"mm_processor_kwargs": {"max_pixels": 784}}, "--mm-processor-kwargs .'max_pixels': 784"),
     ):
         changed = {**info, "model_config": {**info["model_config"], "multimodal_config": config}}
         monkeypatch.setattr(client, "server_info", lambda changed=changed: changed)

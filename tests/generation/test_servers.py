@@ -438,10 +438,8 @@ def settled_pool(*servers, complete=True):
 def test_servers_that_differ_are_refused_by_name_key_and_values(key, value):
     servers = Settled(0), Settled(1), Settled(2, **{key: value})
     pool = settled_pool(*servers, complete=False)
-    with pytest.raises(ServerError) as error:
+    with pytest.raises(ServerError, match=f"{key}={value!r} at http://server2, {servers[0].values[key]!r} at"):
         pool.check_settings()
-    first = servers[0].values[key]
-    assert f"{key}={value!r} at http://server2, {first!r} at http://server0" in str(error.value)
 
 
 def test_a_server_that_comes_back_otherwise_is_left_out(caplog):
@@ -1137,16 +1135,12 @@ def test_a_server_that_is_not_there_at_the_start_is_named(servers, tmp_path):
 
 
 @needs_vllm
-@pytest.mark.parametrize(
-    ("key", "value"), [("model", "/models/other"), ("dtype", "torch.bfloat16"), ("max_model_len", 320)]
-)
-def test_servers_that_differ_are_refused_before_weights_load(servers, tmp_path, key, value):
+def test_servers_that_differ_are_refused_before_weights_load(servers, tmp_path):
     def differs(answer):
-        answer["vllm_config"]["model_config"][key] = value
+        answer["vllm_config"]["model_config"]["dtype"] = "torch.bfloat16"
         return answer
 
     with FaultProxy(servers[1].url) as proxy:
         proxy.faults = lambda request: Fault("differs", change=differs) if request.path == "/server_info" else None
-        with pytest.raises(ServerError) as error:
+        with pytest.raises(ServerError, match=f"dtype='torch.bfloat16' at {proxy.url}.* at {servers[0].url}"):
             make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, proxy.url])
-        assert f"{key}={value!r} at {proxy.url}" in str(error.value) and f"at {servers[0].url}" in str(error.value)

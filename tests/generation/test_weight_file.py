@@ -96,10 +96,9 @@ def test_a_name_that_nobody_expected_still_fits(tmp_path):
 
 
 @pytest.mark.parametrize("weights, message", [
-    ([("w", torch.ones(2, dtype=torch.complex64))], r"^w is torch\.complex64, expected one of torch\.float64, "),
+    ([("w", torch.ones(2, dtype=torch.complex64))], r"^w is torch\.complex64, expected"),
     ([("w", torch.ones(2)), ("w", torch.ones(2))], "^w came twice$"),
-    ([("w", torch.ones(1)), ("w", torch.ones(1))], "^w came twice$"),
-    ([(str(k), torch.ones(2)) for k in range(100)], "^100 tensors came, more than the 1 that were expected$"),
+    ([(str(k), torch.ones(2)) for k in range(100)], "^100 tensors came, more than the 1"),
 ])  # fmt: skip
 def test_what_cannot_be_written(tmp_path, weights, message):
     with pytest.raises(ValueError, match=message):

@@ -183,9 +183,7 @@ def test_only_what_the_model_does_not_hold_is_copied(nccl, servers, monkeypatch)
 def test_each_server_has_its_own_group(nccl, servers, caplog):
     clients = [client_of(server, 500 + n) for n, server in enumerate(servers)]
     pool = ServerPool(clients)
-    with pytest.raises(
-        ServerLost, match=r"forms no NCCL group on port 501 \(vllm_group_port\): Address already in use"
-    ):
+    with pytest.raises(ServerLost, match="NCCL group on port 501"):
         push_to_all(pool)
     pool.complete = True
     push_to_all(pool)
@@ -221,7 +219,7 @@ def test_a_worker_that_is_gone_does_not_hold_the_run(nccl, servers, monkeypatch)
     servers[0].update_ends.clear()
     monkeypatch.setattr(client, "healthy", lambda: False)
     began = time.monotonic()
-    with pytest.raises(ServerLost, match="did not take the weights: it did not answer 3 health checks in a row"):
+    with pytest.raises(ServerLost, match="did not take the weights: .*health"):
         push(client, "v-2")
     assert nccl[0].destroyed.is_set() and time.monotonic() - began < 4
     servers[0].update_ends.set()
@@ -234,7 +232,7 @@ def test_a_push_has_a_time_limit(nccl, servers):
     push(client)
     nccl[0].stuck = True
     servers[0].update_ends.clear()
-    with pytest.raises(ServerLost, match="did not take the weights: it took more than vllm_request_timeout=1 s"):
+    with pytest.raises(ServerLost, match="did not take the weights: .*vllm_request_timeout=1 s"):
         push(client, "v-2")
     assert nccl[0].destroyed.is_set() and client.transfer._nccl.closed
     servers[0].update_ends.set()

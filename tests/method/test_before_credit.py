@@ -192,7 +192,7 @@ def test_what_a_batch_waits_for_is_said_once(monkeypatch, caplog):
     finally:
         logger.removeHandler(handler)
     (text,) = [record.getMessage() for record in caplog.records if "No tokens were" in record.getMessage()]
-    assert text.startswith("No tokens were asked for in 0.02 s: 1 requests wait for the others of 2 open conversat")
+    assert "1 requests wait for the others of 2" in text
 
 
 @pytest.mark.timeout(120)
@@ -304,7 +304,7 @@ def test_a_reward_may_ask_the_reference(random_model, tmp_path):
             random_model, MultiTurnToolEnv([], None), [], [asks], args=MTGRPOConfig(**settings(tmp_path)),
             train_dataset=rows, eval_dataset=ROWS,
         )  # fmt: skip
-    with pytest.raises(ValueError, match="asks `reference`, and the run has no reference model. Set beta above 0"):
+    with pytest.raises(ValueError, match="asks `reference`, and the run has no reference model"):
         trainer()
     trainer(beta=0.01).train()
     assert found == ["reference"]

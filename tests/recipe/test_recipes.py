@@ -51,8 +51,6 @@ from mt_grpo.reports.facts import facts_of_settings
 from mt_grpo.reports.troubles import troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.run.checkpoints import checkpoint_to_resume
-from mt_grpo.training.policy_scores import ASKED_COLUMNS
-from mt_grpo.training.reward_calls import REWARD_COLUMNS, run_rewards
 from mt_grpo.training.rewards import weights_of
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
@@ -645,7 +643,7 @@ REFUSED_BY_BACKEND = [
 
 def test_continuous_batching_that_would_cast_the_policy_is_refused(tmp_path):
     settings = {"output_dir": str(tmp_path), "use_cpu": True, "use_transformers_continuous_batching": True}
-    with pytest.raises(ValueError, match="TRL casts the policy's own weights for it, and nothing casts them back"):
+    with pytest.raises(ValueError, match="use_transformers_continuous_batching.* casts"):
         mt.MTGRPOConfig(**settings, bf16=True)
     assert mt.MTGRPOConfig(**settings, bf16=False).use_transformers_continuous_batching
 
@@ -686,7 +684,7 @@ def test_honoured_key_is_read_by_the_one_named(reader):
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"delta": 2.0, "loss_type": "cispo"}, "delta=2.0 has no effect without a loss_type of grpo, bnpo"),
+    ({"delta": 2.0, "loss_type": "cispo"}, "delta=2.0 has no effect"),
     ({"epsilon": 0.1, "epsilon_high": 5.0, "loss_type": "cispo"}, "epsilon=0.1 has no effect without a clipped ratio"),
     ({"epsilon": 0.1, "loss_type": "sapo"}, "epsilon=0.1 has no effect without a loss_type of .*cispo"),
     ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect without loss_type: sapo"),
@@ -755,7 +753,9 @@ def test_key_of_another_backend_raises(backend, key, value, tmp_path, no_weights
 
 @pytest.mark.parametrize(
     ("key", "value", "words"),
-    [("off_policy_mask_threshold", 0.5, "whole sequences"), ("loss_type", "vespo", "whole sequences")],
+    [
+        ("off_policy_mask_threshold", 0.5, "whole sequences"),
+    ],
 )
 def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
     """Refused where turns have their own, taken where a rollout has one."""
@@ -796,8 +796,6 @@ def test_turn_discount_where_nothing_reads_it(tmp_path):
         else:
             with pytest.raises(ValueError, match=f"turn_discount=0.9 has no effect with credit_assignment='{credit}'"):
                 mt.parse_arguments(["--config", path])
-    with pytest.raises(ValueError, match="turn_discount=1.5, expected a finite number of at least 0, at most 1"):
-        mt.parse_arguments(["--config", write(tmp_path, recipe | {"turn_discount": 1.5})])
 
 
 def test_a_return_and_a_baseline_where_nothing_reads_them(tmp_path):
@@ -841,9 +839,7 @@ def test_save_points_where_an_epoch_may_end_with_a_shorter_step(tmp_path):
     """4 batches of 4 passes and steps of 6: a step of 6, one of 6, one of 4. Step 5 ends in the middle of a batch."""
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
     recipe |= {"steps_per_generation": 4, "gradient_accumulation_steps": 6, "save_steps": 2}
-    with pytest.raises(
-        ValueError, match="save_steps=2 with .*=6 and batches of .* 4 .*a multiple of 4, or save by epochs"
-    ):
+    with pytest.raises(ValueError, match="save_steps=2 .*multiple of 4"):
         mt.parse_arguments(["--config", write(tmp_path, recipe)])
     for changes in ({"save_strategy": "epoch"}, {"gradient_accumulation_steps": 8}):
         mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
@@ -865,8 +861,6 @@ def test_one_gpu_is_one_argument(name):
     recipe = str(ROOT / f"hf_recipes/Qwen/Qwen3-{name}.yaml")
     _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_mode", "colocate", *CPU_FLAGS])
     assert backend_of(args) == "colocate"
-    with pytest.raises(ValueError, match="vllm_server_port=9000 has no effect with the colocate backend"):
-        mt.parse_arguments(["--config", recipe, "--vllm-mode=colocate", "--vllm_server_port=9000", *CPU_FLAGS])
 
 
 SAMPLING = {
@@ -921,34 +915,17 @@ def build(random_model, tmp_path, no_weights):
     ("changes", "message"),
     [
         ({"num_generation": 8}, r"'num_generation' \(did you mean 'num_generations'\?\)"),
-        ({"max_env_step": 2}, "did you mean 'max_env_steps'"),
-        ({"reward_func": "rewards/math_reward.py"}, "did you mean 'reward_fn'"),
         ({"qqqq": 2, "rlhf_type": "grpo"}, "'qqqq', 'rlhf_type'.*docs/moving.md"),
-        ({"num_generations": 7.5}, "num_generations: 7.5 .* is float, expected int"),
-        ({"num_generations": "8"}, "num_generations: '8' .* is str, expected int"),
-        ({"num_generations": True}, "num_generations: True .* is bool, expected int"),
-        ({"learning_rate": "fast"}, "learning_rate: 'fast' .* is str, expected float"),
-        ({"tool_timeout": [5]}, r"tool_timeout: \[5\] .* is list, expected float"),
-        ({"use_vllm": 3}, "use_vllm: 3 .* is int, expected bool"),
-        ({"tools_script": 3}, r"tools_script: 3 .* is int, expected str \| None"),
-        ({"turn_reward_weights": [1, "x"]}, r"turn_reward_weights: .* is list, expected list\[float\]"),
-        ({"chat_template_kwargs": 3}, "chat_template_kwargs: 3 .* is int, expected dict"),
-        ({"loss_type": "nonsense"}, "loss_type: 'nonsense' .*Expected one of: grpo, dapo"),
-        ({"credit_assignment": "grpo"}, "credit_assignment: 'grpo' .*Expected one of: .*mt_grpo"),
-        ({"vllm_mode": "remote"}, "vllm_mode: 'remote' .*Expected one of: server, colocate"),
-        ({"scale_rewards": "both"}, "scale_rewards: 'both' .*Expected one of: group, batch, mean, none"),
-        ({"max_env_steps": -1}, "max_env_steps=-1, expected a finite number of at least 0"),
-        ({"max_completion_length": 0}, "max_completion_length=0, expected a finite number of at least 1"),
-        ({"max_turn_tokens": 0}, "max_turn_tokens=0, expected a finite number of at least 1"),
-        ({"temperature": 0.0}, "temperature=0.0, expected a finite number above 0"),
-        ({"tool_timeout": -1}, "tool_timeout=-1.*, expected a finite number above 0"),
-        ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected 2: tool_execution"),
-        ({"outcome_reward_weights": [1.0, 1.0, 1.0]}, "outcome_reward_weights has 3 values, expected 2: exact_match"),
-        ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder or brace.*Write literal braces"),
-        ({"system_prompt": "{tool_descriptions.a}"}, "system_prompt has a placeholder or brace"),
-        ({"tools_script": ...}, "tools_script is not set. Add a line `tools_script: ...` to the recipe"),
-        ({"reward_fn": ...}, "reward_fn is not set"),
-        ({"dataset_name": ...}, "dataset_name is not set"),
+        ({"num_generations": 7.5}, "num_generations: 7.5 .*expected"),
+        ({"num_generations": True}, "num_generations: True .*expected"),
+        ({"tool_timeout": [5]}, r"tool_timeout: \[5\] .*expected"),
+        ({"turn_reward_weights": [1, "x"]}, r"turn_reward_weights: .*expected"),
+        ({"chat_template_kwargs": 3}, "chat_template_kwargs: 3 .* is int, expected"),
+        ({"loss_type": "nonsense"}, "loss_type: 'nonsense' .*dapo"),
+        ({"scale_rewards": "both"}, "scale_rewards: 'both' .*batch"),
+        ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
+        ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
+        ({"tools_script": ...}, "tools_script is not set"),
         ({"model_name_or_path": ...}, "model_name_or_path is not set"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -962,11 +939,8 @@ def test_bf16_without_a_gpu_that_has_it_says_what_to_write(build, monkeypatch):
     """transformers' own words tell of use_cpu alone."""
     for name in ("is_torch_bf16_gpu_available", "is_torch_xla_available"):
         monkeypatch.setattr(f"transformers.training_args.{name}", lambda *_: False)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="^bf16: .*use_cpu: true"):
         build(bf16=True, use_cpu=False)
-    said = str(error.value)
-    assert said.startswith("bf16: Your setup doesn't support bf16/gpu. ") and ".." not in said
-    assert said.endswith(". Without such a GPU write `use_cpu: true` and `bf16: false`.")
 
 
 NUMBERS_OUT_OF_RANGE = {
@@ -1026,7 +1000,7 @@ def test_every_number_has_a_range(tmp_path, no_weights):
     recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "use_peft": True}
     for key, values in NUMBERS_OUT_OF_RANGE.items():
         for value in values:
-            with pytest.raises(ValueError, match=rf"^{key}\b.*, expected "):
+            with pytest.raises(ValueError, match=rf"^{key}\b.*, expected"):
                 mt.parse_arguments(["--config", write(tmp_path, recipe | {key: value})])
 
 
@@ -1034,19 +1008,19 @@ def test_every_number_has_a_range(tmp_path, no_weights):
 def test_numbers_that_float32_cannot_hold_are_refused(tmp_path, changes):
     """As a tensor they are infinite, and every weight is NaN behind the first step."""
     (key,) = changes
-    with pytest.raises(ValueError, match=rf"^{key}=.*1e\+39.*, expected .*float32 holds at most 3.4e\+38"):
+    with pytest.raises(ValueError, match=rf"^{key}=.*1e\+39.*, expected"):
         mt.MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, "hot", None])
+@pytest.mark.parametrize("value", [math.nan, "hot"])
 def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
-    with pytest.raises(ValueError, match="generation_kwargs: temperature=.*, expected a finite number above 0"):
+    with pytest.raises(ValueError, match="generation_kwargs: temperature=.*expected"):
         build(generation_kwargs={"temperature": value})
 
 
 def test_the_loss_has_the_temperature_that_is_sampled_at(build):
     """`generation_kwargs` would win for the samples alone."""
-    with pytest.raises(ValueError, match="temperature=0.5 samples, and the loss computes at temperature=1.0.* Set"):
+    with pytest.raises(ValueError, match="temperature=0.5 samples.*1.0"):
         build(generation_kwargs={"temperature": 0.5})
     with pytest.raises(AssertionError, match="weights were loaded"):  # nothing is wrong
         build(generation_kwargs={"temperature": 0.5}, temperature=0.5)
@@ -1082,7 +1056,6 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
     cases = {
         "absent.yaml": (None, "cannot be read: No such file.*See hf_recipes/"),
         "list.yaml": (b"- max_steps\n", "holds list, expected lines of `key: value`"),
-        "empty.yaml": (b"", "holds NoneType, expected lines of `key: value`"),
         "broken.yaml": (b"max_steps: [1\n", "is not valid YAML"),
     }
     for name, (content, message) in cases.items():
@@ -1090,9 +1063,9 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
             (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=f"{name}.*{message}"):
             mt.parse_arguments(["--config", str(tmp_path / name)])
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+    with pytest.raises(ValueError, match="Is a directory"):
         mt.parse_arguments(["--config", str(tmp_path)])
-    with pytest.raises(ValueError, match="No recipe is given. Expected --config RECIPE, such as"):
+    with pytest.raises(ValueError, match="No recipe is given"):
         mt.parse_arguments([])
     with pytest.raises(ValueError, match="--config needs a recipe, such as"):
         mt.parse_arguments(["--config"])
@@ -1107,46 +1080,28 @@ def bomb(lines: int) -> str:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set on line 1 and again on line 3. Remove one of them"),
-        ("env:\n  A: 1\n  A: 2\n", "'A' is set on line 2 and again on line 3"),
+        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set on line 1 and again on line 3"),
         (bomb(4), "line 4 has more than 10000 values or 50 levels, its aliases filled in"),
-        (bomb(9), "line 4 has more than 10000 values"),
         ("a: &a [*a]\n", "line 1 has an alias of what it stands in"),
-        ("lora_target_modules: " + "[" * 3000 + "]" * 3000, "line 1 has more than 50 levels. Expected fewer"),
-        ("lora_target_modules: " + "[" * 3000, "line 1 has more than 50 levels"),
-        ("remove_unused_columns: true\n", "remove_unused_columns: True in .* is not supported: rewards, tools and"),
+        ("lora_target_modules: " + "[" * 3000 + "]" * 3000, "line 1 has more than 50 levels"),
         ("use_liger_kernel: true\n", "use_liger_kernel needs a package that is not installed. Run `pip install"),
         ("env:\n  3: x\n", "env: 3 in .* is no name of an environment variable"),
-        ("env:\n  A=B: x\n", "env: 'A=B' in .* is no name of an environment variable"),
-        ("env:\n  A:\n", "env: A: None in .*, expected text or a number"),
-        ("env:\n  A: [1]\n", r"env: A: \[1\] in .*, expected text or a number"),
-        ("env: [A]\n", r"env: \['A'\] in .* is list, expected lines of `NAME: value`"),
+        ("env:\n  A:\n", "env: A: None in .*, expected"),
+        ("env: [A]\n", r"env: \['A'\] in .* is list, expected"),
         (bytes(range(256)), "is not UTF-8 text .*Expected lines of `key: value`"),
-        ("system_prompt: Grüße\n".encode("latin-1"), "is not UTF-8 text"),
-        ("max_steps: 3\n".encode("utf-16"), "is not UTF-8 text"),
-        ("max_steps: 3\0\n", "is not valid YAML: unacceptable character"),
-        ("max_steps: 3\n---\nmax_steps: 4\n", "is not valid YAML: expected a single document"),
-        ("dtype: float33\n", "dtype: 'float33' in .* is not known. Expected one of: auto, bfloat16"),
-        ("save_strategy: no\n", "save_strategy: False in .* is bool, expected .*SaveStrategy.*quote them"),
+        ("dtype: float33\n", "dtype: 'float33' in .* is not known"),
+        ("save_strategy: no\n", "save_strategy: False in .* is bool, expected"),
         ("chat_template_kwargs: {tokenize: true}\n", "chat_template_kwargs: 'tokenize' is set by the conversation"),
-        ("chat_template_kwargs: {3: 1}\n", "chat_template_kwargs: 3 is set by the conversation, or no text"),
-        ("log_level: loud\n", "log_level: 'loud' in .* is not known. Expected one of: .*debug"),
         ("lr_scheduler_kwargs: {cycles: 2}\nlr_scheduler_type: cosine\n", "'cycles': 2} do not fit .*='cosine': "),
         ("lr_scheduler_kwargs: cosine\n", "lr_scheduler_kwargs='cosine' is not JSON .*Expected a mapping"),
         ("accelerator_config: absent.json\n", "accelerator_config='absent.json' is not a file"),
         ("accelerator_config: {absent: 1}\n", "The settings cannot be used: TypeError: .*'absent'"),
-        (
-            "save_strategy: sometimes\n",
-            "save_strategy='sometimes' is not known. Expected one of: no, steps, e",
-        ),
         ("optim: adamx_torch\n", "optim='adamx_torch' is not known. .* Did you mean 'adamw_torch'"),
-        ("lr_scheduler_type: cosin\n", "lr_scheduler_type='cosin' is not known. .* Did you mean 'cosine'"),
-        ('output_dir: "a\\0b"\n', "output_dir=.* has the character NUL, which no path has"),
-        ("max_steps: 1:30\n", "max_steps: '1:30' in .* is str, expected int"),
-        ("env: {HF_HOME: /big}\n", "env: HF_HOME in .* has no effect in the trainer: .* Set it in the shell"),
-        ("dataset_size: 0100\n", "dataset_size: '0100' in .* is str, expected int"),
-        ("output_dir: ''\n", "output_dir is empty. Expected the path of a folder"),
-        ("report_to: wanb\n", "report_to: 'wanb' is not known. Expected none, or some of: .*wandb"),
+        ('output_dir: "a\\0b"\n', "output_dir=.* has the character NUL"),
+        ("max_steps: 1:30\n", "max_steps: '1:30' in .* is str, expected"),
+        ("env: {HF_HOME: /big}\n", "env: HF_HOME in .* has no effect in the trainer"),
+        ("output_dir: ''\n", "output_dir is empty"),
+        ("report_to: wanb\n", "report_to: 'wanb' is not known"),
         ("report_to: [clearml]\n", "report_to: the package of 'clearml' is not installed. Run `pip install clearml`"),
     ],
 )
@@ -1178,16 +1133,9 @@ def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
                      "LAST": "0x1F"}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "flags, message",
-    [
-        (["--agent_other_models", "refusd"], "agent_other_models='refusd' is not known. Expected one of: refused, "),
-        (["--agent_key", "pip"], "agent_key='pip' is not known. Expected one of: environment, pipe"),
-    ],
-)
-def test_a_choice_that_is_none_is_refused_on_the_command_line_too(flags, message):
-    with pytest.raises(ValueError, match=message):
-        mt.parse_arguments(["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), *flags])
+def test_a_choice_that_is_none_is_refused_on_the_command_line_too():
+    with pytest.raises(ValueError, match="agent_key='pip' .*environment, pipe"):
+        mt.parse_arguments(["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--agent_key", "pip"])
 
 
 def test_merged_mappings_are_no_repeated_keys(tmp_path):
@@ -1199,15 +1147,10 @@ def test_merged_mappings_are_no_repeated_keys(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--config", "x.yaml"], "--config is given twice. Expected one recipe"),
-        (
-            ["recipe.yaml"],
-            r"Unknown arguments \['recipe.yaml'\]. Expected `--key value`, and the recipe behind --config",
-        ),
+        (["--config", "x.yaml"], "--config is given twice"),
+        (["recipe.yaml"], r"Unknown arguments \['recipe.yaml'\]"),
         (["--max_steps", "many"], "Argument --max_steps.*: invalid int value: 'many'"),
-        (["--max_steps"], "Argument --max_steps.*: expected one argument"),
         (["--generation_kwargs", "{'top_k': 5}"], "generation_kwargs=.* is not JSON"),
-        (["--learning_rate", "nan"], "learning_rate=nan, expected a finite number of at least 0"),
     ],
 )
 def test_bad_command_line(flags, message, build):
@@ -1220,7 +1163,7 @@ def test_what_is_given_twice_on_the_command_line_is_said(caplog):
     recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
     _, args, _ = mt.parse_arguments([f"--config={recipe}", "--max-steps", "3", "--beta=0.5", "--max_steps=4"])
     assert (args.max_steps, args.beta, args.max_env_steps) == (4, 0.5, 2)
-    assert "--max_steps is given 2 times on the command line: the last one counts" in caplog.text
+    assert "--max_steps is given 2 times" in caplog.text
     assert "--beta is" not in caplog.text
 
 
@@ -1232,17 +1175,13 @@ def test_null_on_the_command_line_unsets_what_the_recipe_says(tmp_path):
     assert (script_args.agent, script_args.agent_command, args.max_turn_tokens) == (None, "./agent.sh", None)
     assert script_args.mcp_tools is None
     assert mt.parse_arguments(["--config", str(path), *flags, "--agent", "a.py:b"])[0].agent == "a.py:b"
-    with pytest.raises(ValueError, match="Argument --max_steps.*: invalid int value: 'null'"):
-        mt.parse_arguments(["--config", str(path), "--max_steps", "null"])
 
 
 def test_batch_that_is_no_whole_groups(build, monkeypatch):
-    with pytest.raises(ValueError, match="num_generations=7 does not divide the 8 rollouts") as error:
+    with pytest.raises(ValueError, match="num_generations=7 does not divide .* to 8 or 4,"):
         build(num_generations=7, per_device_train_batch_size=8)
-    assert "(8 per device x 1 processes x 1 steps). Expected whole groups." in str(error.value)
-    assert "Set num_generations to 8 or 4, or per_device_train_batch_size to 7." in str(error.value)
     monkeypatch.setenv("WORLD_SIZE", "3")
-    with pytest.raises(ValueError, match="Set num_generations to 6 or 4, or per_device_train_batch_size to 4"):
+    with pytest.raises(ValueError, match="num_generations to 6 or 4"):
         build(num_generations=8, per_device_train_batch_size=2, gradient_accumulation_steps=2)
 
 
@@ -1270,7 +1209,7 @@ def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_pat
         os.utime(tmp_path / f"out/checkpoint-{step}/trainer_state.json", (seconds, seconds))
     assert resume("last") == resume("true") == str(tmp_path / "out/checkpoint-20")
     assert resume(str(tmp_path / "out/checkpoint-5")).endswith("checkpoint-5")
-    with pytest.raises(ValueError, match="no trainer_state.json. Expected one such as .*checkpoint-20"):
+    with pytest.raises(ValueError, match="no trainer_state.json"):
         resume(str(tmp_path / "out/checkpoint-7"))
     (tmp_path / "out/checkpoint-20/trainer_state.json").unlink()  # killed in mid-save
     assert resume("last") == str(tmp_path / "out/checkpoint-5")
@@ -1286,9 +1225,7 @@ def test_last_is_not_of_an_older_run_that_went_on_for_longer(tmp_path, caplog):
         fake_checkpoint(folder)
         os.utime(folder / "trainer_state.json", (seconds, seconds))
     assert checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-150")
-    assert f"{tmp_path / 'checkpoint-150'} is the newest checkpoint, written after {tmp_path / 'checkpoint-300'}" in (
-        caplog.text
-    )
+    assert "checkpoint-150 is the newest checkpoint" in caplog.text
 
 
 def test_no_rank_gives_up_before_the_server_is_given_up():
@@ -1296,14 +1233,14 @@ def test_no_rank_gives_up_before_the_server_is_given_up():
     recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
     _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_request_timeout", "800"])
     check_ddp_timeout(args, 1)  # one process waits for nobody
-    with pytest.raises(ValueError, match="vllm_server_timeout = 1840 s: .* Set ddp_timeout above it"):
+    with pytest.raises(ValueError, match="vllm_server_timeout = 1840 s"):
         check_ddp_timeout(args, 2)
     args.ddp_timeout = 1841
     check_ddp_timeout(args, 2)
     args.use_vllm, args.ddp_timeout = False, 601
     check_ddp_timeout(args, 2)
     args.ddp_timeout = 600
-    with pytest.raises(ValueError, match="reward_timeout = 600 s: .* Set ddp_timeout above it"):
+    with pytest.raises(ValueError, match="reward_timeout = 600 s"):
         check_ddp_timeout(args, 2)
 
 
@@ -1314,87 +1251,37 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completion
 @pytest.mark.parametrize(
     ("key", "code", "message"),
     [
-        ("tools_script", None, "is not a file. Expected a Python file that defines TOOL_FUNCTIONS"),
+        ("tools_script", None, "is not a file"),
         ("tools_script", "import no_such_module", "fails to import: ModuleNotFoundError: No module named"),
-        ("tools_script", "def f(:", "fails to import: SyntaxError"),
-        (
-            "tools_script",
-            "class A:\n    'a'\nTOOL_FUNCTIONS = [A]",
-            "Tool A is a class. List its functions, or",
-        ),
+        ("tools_script", "class A:\n    'a'\nTOOL_FUNCTIONS = [A]", "Tool A is a class"),
         (
             "tools_script",
             "class A:\n    def f(self, x: str) -> str:\n        'Doubles.'\nTOOL_FUNCTIONS = [A.f]",
-            r"Tool f is a method without its object. List it as `MyClass\(\).f`",
+            "Tool f is a method without its object",
         ),
         ("tools_script", TOOL + "f.__name__ = 'a b<tool>'", "Tool 'a b<tool>' has a name of other characters than"),
-        ("tools_script", TOOL + "CHECK_TOOLS = 'no'", "CHECK_TOOLS of .* is 'no', expected a function"),
-        (
-            "tools_script",
-            "TOOLS = []",
-            r"defines neither TOOL_FUNCTIONS nor ENVIRONMENT. Add `TOOL_FUNCTIONS = \[my_function\]` or "
-            "`ENVIRONMENT = MyClass`",
-        ),
-        ("tools_script", "TOOL_FUNCTION = []", "nor ENVIRONMENT. It has TOOL_FUNCTION: is that mistyped"),
-        (
-            "tools_script",
-            "def f(*args: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]",
-            r"Tool f has \*args. Calls name their arguments",
-        ),
-        (
-            "tools_script",
-            "def f(*args):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]",
-            r"Tool f has \*args. Calls name their arguments",
-        ),
+        ("tools_script", TOOL + "CHECK_TOOLS = 'no'", "CHECK_TOOLS of .* is 'no', expected"),
+        ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
+        ("tools_script", "TOOL_FUNCTION = []", "It has TOOL_FUNCTION: is that mistyped"),
+        ("tools_script", "def f(*args: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]", r"Tool f has \*args"),
         ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
-        ("tools_script", "TOOL_FUNCTIONS = [lambda x: x]", "A tool must be a named function, got <function <lambda>"),
-        (
-            "tools_script",
-            "def f(x):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]",
-            "Tool f has no type hint for 'x'. Write `x: str`",
-        ),
-        ("tools_script", "def f(x: str): pass\nTOOL_FUNCTIONS = [f]", "Tool f has no docstring. Write one"),
-        (
-            "tools_script",
-            "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f, f]",
-            "Two tools are called 'f'",
-        ),
+        ("tools_script", "def f(x):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]", "Tool f has no type hint for 'x'"),
+        ("tools_script", "def f(x: str): pass\nTOOL_FUNCTIONS = [f]", "Tool f has no docstring"),
+        ("tools_script", "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f, f]", "Two tools are called 'f'"),
         ("tools_script", "import sys; sys.exit(0)", "plugin.py' fails to import: SystemExit: 0"),
-        (
-            "tools_script",
-            TOOL + "def CHECK_TOOLS(): raise SystemExit",
-            "the tools of .*plugin.py' do not work: SystemExit",
-        ),
-        ("tools_script", "TOOL_FUNCTIONS = 3", "TOOL_FUNCTIONS of .*plugin.py' is int, expected a list"),
+        ("tools_script", TOOL + "def CHECK_TOOLS(): raise SystemExit", "plugin.py' do not work: SystemExit"),
+        ("tools_script", "TOOL_FUNCTIONS = 3", "TOOL_FUNCTIONS of .*plugin.py' is int, expected"),
         ("tools_script", TOOL.replace("str", "'Absent'"), "Tool f has type hints that cannot be read: .*Absent"),
-        ("reward_fn", "class Stop(BaseException): pass\nraise Stop", "plugin.py' fails to import: Stop"),
         (
             "reward_fn",
             REWARD + "OUTCOME_REWARD_FUNCS, TURN_REWARD_FUNCS = [right], (right,)",
-            "TURN_REWARD_FUNCS of .*plugin.py' is tuple, expected a list",
+            "TURN_REWARD.* is tuple",
         ),
-        (
-            "reward_fn",
-            "def right(completions, gold, **kwargs): pass\nOUTCOME_REWARD_FUNCS = [right]",
-            "Reward right needs 'gold', but train_dataset has no such column. It has: question, answer; the trainer",
-        ),
-        ("reward_fn", None, "is not a file. Expected a Python file that defines .*OUTCOME_REWARD_FUNCS"),
-        ("reward_fn", "1 / 0", "fails to import: ZeroDivisionError"),
-        (
-            "reward_fn",
-            REWARD,
-            r"defines neither OUTCOME_REWARD_FUNCS nor TURN_REWARD_FUNCS. Add `OUTCOME_REWARD_FUNCS = "
-            r"\[my_function\]` or `TURN_REWARD_FUNCS = ",
-        ),
-        ("reward_fn", REWARD + "OUTCOME_REWARDS_FUNCS = [right]", "It has OUTCOME_REWARDS_FUNCS: is that mistyped"),
-        ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions. Expected .* to hold at least one"),
+        ("reward_fn", REWARD, "defines neither OUTCOME_REWARD_FUNCS nor TURN_REWARD_FUNCS"),
+        ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions"),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = ['right']", "A reward must be a function, got 'right'"),
-        (
-            "reward_fn",
-            "def right(completions): pass\nTURN_REWARD_FUNCS = [right]",
-            r"Reward right takes no \*\*kwargs. Add it",
-        ),
+        ("reward_fn", "def right(completions): pass\nTURN_REWARD_FUNCS = [right]", r"right takes no \*\*kwargs"),
     ],
 )
 def test_bad_tool_or_reward_file(key, code, message, build, tmp_path):
@@ -1425,11 +1312,6 @@ class NoReset:
         "Move."
 
 
-class NoDocstring(Game):
-    def look(self) -> str:
-        return "grass"
-
-
 class NoReward:
     def reset(self, **row) -> None:
         pass
@@ -1438,16 +1320,6 @@ class NoReward:
         "Move."
 
 
-class Lists(Game):
-    tools = [Game.get_reward]
-
-
-class Twice(NoReward):
-    def get_reward(self) -> float:
-        return 0.0
-
-    def calculator(self, expression: str) -> str:
-        "Another one."
 """
 ALONE = {"tools_script": ..., "reward_fn": ...}
 
@@ -1467,32 +1339,14 @@ def test_a_recipe_with_an_environment_only(where, random_model, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "declared", "message"),
     [
-        ({"environment": "NoReset", **ALONE}, "", r"NoReset has no method reset\(self, \*\*row\)"),
-        ({"environment": "NoDocstring", **ALONE}, "", "Tool look has no docstring. Write one"),
         ({"environment": "NoReward", **ALONE}, "", "No reward functions. .*an environment with get_reward"),
-        ({"environment": "Nothing", **ALONE}, "", "environment: '.*game.py' has no 'Nothing'. Its classes: .*Game"),
-        ({"environment": "Twice"}, "", "Two tools are called 'calculator', one of them of Twice"),
-        ({"environment": "Lists", **ALONE}, "", "Tool get_reward has no docstring"),
+        ({"environment": "Nothing", **ALONE}, "", "environment: '.*game.py' has no 'Nothing'"),
         ({"environment": "Game"}, "ENVIRONMENT = Game", "'.*:Game' is the class of an environment, and .* as well"),
-        (
-            {},
-            "ENVIRONMENT = 5",
-            "tools_script: ENVIRONMENT of .*game.py' is 5, expected a class, or a dict of classes",
-        ),
-        (
-            {},
-            "ENVIRONMENT = {}",
-            "tools_script: ENVIRONMENT of .*game.py' is an empty dict, expected a class for each",
-        ),
+        ({}, "ENVIRONMENT = 5", "ENVIRONMENT of .*game.py' is 5, expected"),
+        ({}, "ENVIRONMENT = {}", "ENVIRONMENT of .*game.py' is an empty dict"),
         ({}, "ENVIRONMENT = {'a': NoReset}", r"ENVIRONMENT of .*game.py'\['a'\]: NoReset has no method reset"),
-        ({}, "ENVIRONMENT = {'a': Game}", "A row has environment=None, expected one of a"),
-        ({"tool_format": "json"}, "", "tool_format: 'json' .*Expected one of: xml, hermes, native"),
-        ({"tool_format": "hermes"}, "", "The chat template of .* has no tool support: it leaves calls out. Choose"),
-        (
-            {"environment": "Game", "isolate_tools": True, **ALONE},
-            "",
-            "isolate_tools: none of the environment's tools",
-        ),
+        ({"tool_format": "hermes"}, "", "The chat template of .* has no tool support: it leaves calls out"),
+        ({"environment": "Game", "isolate_tools": True, **ALONE}, "", "isolate_tools: none"),
     ],
 )
 def test_bad_environment(changes, declared, message, build, tmp_path):
@@ -1506,24 +1360,21 @@ def test_bad_environment(changes, declared, message, build, tmp_path):
         build(**changes)
 
 
-@pytest.mark.parametrize("keys, reset, said", [
-    ("", "board, answer",
-     "Row 0: Game.reset cannot begin with this row: missing a required argument: 'board'. The row has: question, "
-     "answer, prompt. Rename the argument or the column, give the argument a default, or add **row, which takes all "
-     "other columns."),
-    ("gold, ", "**row",
-     "Reward right needs 'gold', but train_dataset has no such column. It has: question, answer; the trainer gives: "
-     "GIVEN."),
-], ids=["environment", "reward"])  # fmt: skip
-def test_a_column_that_is_missing_beside_an_environment_is_named(build, tmp_path, keys, reset, said):
-    """The whole line: each sentence ends once, and the columns that there are stand in it."""
+@pytest.mark.parametrize(
+    "keys, reset, message",
+    [
+        ("", "board, answer", "Game.reset .*'board'"),
+        ("gold, ", "**row", "right needs 'gold'"),
+    ],
+    ids=["environment", "reward"],
+)
+def test_a_column_that_is_missing_beside_an_environment_is_named(build, tmp_path, keys, reset, message):
     (tmp_path / "game.py").write_text(f"class Game:\n    def reset(self, {reset}):\n        pass\n")
     (tmp_path / "right.py").write_text(
         f"def right(completions, {keys}**kwargs):\n    return [1.0]\n\n\nOUTCOME_REWARD_FUNCS = [right]\n"
     )
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=message):
         build(tools_script=..., reward_fn=str(tmp_path / "right.py"), environment=f"{tmp_path}/game.py:Game")
-    assert str(error.value) == said.replace("GIVEN", ", ".join((*REWARD_COLUMNS, *ASKED_COLUMNS)))
 
 
 ROW = '{"question": "1+1?", "answer": "2"}\n'
@@ -1532,54 +1383,31 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "dataset_name: .* is not a file. Expected JSON lines with question and answer"),
-        ("", "dataset_name: .*data.jsonl', split 'train', is empty. Expected at least one row"),
+        (None, "dataset_name: .* is not a file"),
+        ("", "dataset_name: .*data.jsonl', split 'train', is empty"),
         ('{"question": "1+1?", "answer": "2"}\n\n{"question": \n', "data.jsonl, line 3 is not JSON"),
-        ('{"query": "1+1?", "answer": "2"}', r"row 0 has columns \['answer', 'query'\], expected 'question' and"),
+        ('{"query": "1+1?", "answer": "2"}', r"row 0 has columns \['answer', 'query'\], expected"),
         ('{"prompt": [{"role": "user"}], "answer": "2"}', "a prompt must be a list of messages with role and content"),
-        (ROW + "null\n", "data.jsonl, line 2 is null, expected an object on each line"),
-        (f"[\n{ROW}]", r"line 1 is not JSON: Expecting value. Expected an object on each line. .* `jq -c '.\[\]'`"),
-        (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: answer is nan, expected one"),
-        ('{"prompt": "1+1?", "answer": NaN}', "row 0: answer is nan, expected one, or null where the row has none"),
-        (
-            '{"prompt": [{"role": "wizard", "content": "?"}]}',
-            "row 0: a message has the role 'wizard'. Expected one of",
-        ),
-        ('{"prompt": [{"role": 5, "content": "?"}]}', "row 0: .* which are text, got role: 5 in"),
+        (ROW + "null\n", "data.jsonl, line 2 is null, expected"),
+        (f"[\n{ROW}]", r"line 1 is not JSON: Expecting value"),
+        (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: answer is nan, expected"),
+        ('{"prompt": [{"role": "wizard", "content": "?"}]}', "row 0: .* role 'wizard'"),
         ('{"prompt": [{"role": "system", "content": "?"}]}', "row 0: the prompt has a system message alone"),
-        (f"[{ROW.strip()}]", r"data.jsonl, line 1 is \[.*, expected an object on each line"),
-        (ROW.encode("utf-16"), "data.jsonl, line 1 is not UTF-8 text: .* Save the file as UTF-8"),
-        ((ROW + '{"question": "Grüße", "answer": "2"}').encode("latin-1"), "data.jsonl, line 2 is not UTF-8 text"),
-        (ROW + '{"question": null, "answer": "2"}', "row 1: question is None, expected text"),
-        (ROW + '{"question": 3, "answer": "2"}', "row 1: question is 3, expected text"),
-        (ROW + '{"question": " ", "answer": "2"}', "row 1: question is ' ', expected text"),
-        (ROW + '{"question": "1+1?", "answer": null}', "row 1: answer is None, expected one"),
-        (
-            '{"prompt": null, "answer": "2"}',
-            "row 0: a prompt must be a list of messages with role and content, got None",
-        ),
-        (
-            '{"prompt": " ", "answer": "2"}',
-            "row 0: prompt is ' ', expected text or messages",
-        ),
+        (ROW.encode("utf-16"), "data.jsonl, line 1 is not UTF-8 text"),
+        (ROW + '{"question": null, "answer": "2"}', "row 1: question is None, expected"),
+        (ROW + '{"question": "1+1?", "answer": null}', "row 1: answer is None, expected"),
+        ('{"prompt": " ", "answer": "2"}', "row 0: prompt is ' ', expected"),
         ('{"prompt": [{"role": "user", "content": null}]}', "row 0: .* which are text, got content: None in"),
         (
             '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "answer": "2"}\n' * 64,
-            "row 0: a message has an image. The model would not see it: it reads text alone",
+            "row 0: a message has an image",
         ),
-        (
-            '{"question": "?", "answer": "2", "completions": "x"}',
-            "train_dataset has a column 'completions', which .*Rename",
-        ),
+        ('{"question": "?", "answer": "2", "completions": "x"}', "has a column 'completions'"),
         ('{"question": "?", "answer": ' + "1" * 5000 + "}", "data.jsonl, line 1 cannot be read: Exceeds the limit"),
         (ROW + r'{"question": "a \ud800", "answer": "2"}', "row 1: the content of a message is no text: .*surrogates"),
         (
-            ROW + '{"question": "?", "answer": "2", "image": "cat.png"}',
-            "row 1: the column 'image' is 'cat.png'. The model would not see it",
-        ),
-        (
             '{"prompt": "?", "answer": "2", "images": [{"bytes": null, "path": "cat.png"}]}',
-            r"row 0: the column 'images' is \[.* Remove the column, or rename it",
+            "row 0: the column 'images' is",
         ),
     ],
 )
@@ -1620,26 +1448,17 @@ def test_a_history_of_openais_api_is_read(random_model, tmp_path):
         rows = rows if rows is table else Rows(rows)
         check_dataset(rows, "train_dataset", env)
         assert longest_prompt(env, rows) > 20
-    with pytest.raises(ValueError, match="which are text, got content: None in"):
-        check_dataset(Rows([{"prompt": [{"role": "assistant", "content": None}]}]), "train_dataset", env)
 
 
 @pytest.mark.parametrize(
     ("name", "split", "more", "message"),
     [
         ("arithmetc", "train", {}, "'arithmetc' .*cannot be loaded from the Hub: .* Did you mean 'arithmetic'"),
-        ("nobody/nothing", "test", {}, "'nobody/nothing' .*split 'test'.* cannot be loaded from the Hub: "),
-        (
-            "DATA.csv",
-            "train",
-            {},
-            "DATA.csv' cannot be read. Expected JSON lines .*, arithmetic, chain, seeds, or a Hub name",
-        ),
-        ("absent.parquet", "train", {}, "'absent.parquet' does not exist. Expected JSON lines"),
-        ("/absent/data", "train", {}, "'/absent/data' does not exist. Expected JSON lines"),
+        ("DATA.csv", "train", {}, "DATA.csv' cannot be read"),
+        ("absent.parquet", "train", {}, "'absent.parquet' does not exist"),
         ("docs", "train", {}, "docs/train.jsonl' is not a file"),
         ("rows.jsonl", "validation", {}, "split 'validation' has no effect with .*, one file for all splits"),
-        ("arithmetic", "tset", {}, "arithmetic: split 'tset', size None. Expected train or test"),  # else of train
+        ("arithmetic", "tset", {}, "arithmetic: split 'tset', size None"),  # else of train
         ("chain", "train", {"size": 10**9}, "chain: split 'train', size 1000000000. .* at most 1000000 rows"),
         ("arithmetic", "train", {"config": "main"}, "dataset_config='main' has no effect with .*'arithmetic'"),
     ],
@@ -1653,12 +1472,7 @@ def test_dataset_that_is_not_there(name, split, more, message, tmp_path, monkeyp
 
 def test_fewer_prompts_than_a_batch_needs(build):
     """TRL's sampler drops a batch that is not whole: the run would end with the model that it began with."""
-    message = (
-        r"has 8 prompts, but one batch of rollouts needs 16 \(128 rollouts / num_generations=8\).*"
-        r"Take 16 rows or more \(dataset_size, if it is set, leaves the rest out\), or lower "
-        "per_device_train_batch_size"
-    )
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="has 8 prompts.* needs 16 .*dataset_size"):
         build(per_device_train_batch_size=128)
 
 
@@ -1675,17 +1489,14 @@ def test_a_file_whose_import_goes_on_and_on_is_named(tmp_path, monkeypatch, capl
     path = tmp_path / "plugin.py"
     path.write_text(f"import threading\nthreading.Event().wait(0.2)\n{TOOL}def CHECK_TOOLS():\n    pass\n")
     plugins.load_tools(str(path))
-    assert caplog.messages[0] == f"tools_script: {str(path)!r} is still being imported, after 0.01 s."
+    assert "plugin.py' is still being imported" in caplog.messages[0]
 
 
 def test_prompt_that_does_not_fit_the_context(build):
-    with pytest.raises(
-        ValueError, match=r"The longest prompt has \d+ tokens; with max_completion_length=8192"
-    ) as error:
+    with pytest.raises(ValueError, match="longest prompt.*max_completion_length=8192") as error:
         build(max_completion_length=8192)
     length = int(re.search(r"prompt has (\d+)", str(error.value))[1])
-    assert "context of 8192" in str(error.value)
-    assert f"set max_completion_length to at most {8192 - length}" in str(error.value)
+    assert f"at most {8192 - length}" in str(error.value)
 
 
 def test_prompts_that_leave_no_room_at_all(random_model):
@@ -1710,8 +1521,6 @@ def change_model(folder: Path, model: str, name: str, text: str | None) -> str:
     ("name", "text", "message"),
     [
         ("*.safetensors", None, "cannot be loaded: .*no file named model.safetensors"),
-        ("*.safetensors", "cut off", "cannot be loaded: "),
-        ("config.json", "{", "cannot be loaded: .*config.json' is not a valid JSON"),
         ("config.json", '{"model_type": "nope"}', "cannot be loaded: .*`nope`"),
         ("tok*", None, "has no tokenizer that reads text"),
     ],
@@ -1723,7 +1532,7 @@ def test_model_that_is_not_whole(name, text, message, random_model, tmp_path):
         mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
 
 
-@pytest.mark.parametrize("name", ["/absent/model", "./absent", "absent/model", "an/absent/model"])
+@pytest.mark.parametrize("name", ["/absent/model", "absent/model"])
 def test_model_that_is_not_there(name, build, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is no folder|cannot be loaded)"):
@@ -1735,59 +1544,39 @@ def test_a_mistyped_folder_is_named_where_the_hub_is_asked(build, monkeypatch):
     for constants in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
         monkeypatch.setattr(constants, True)
     monkeypatch.chdir(ROOT)
-    hint = f" There is a folder 'tools' in {ROOT}, and no 'clok' in it: is it mistyped"
-    with pytest.raises(ValueError, match="model_name_or_path: 'tools/clok' cannot be loaded: .*" + hint):
+    with pytest.raises(ValueError, match="model_name_or_path: 'tools/clok' .*no 'clok' in it"):
         build(model_name_or_path="tools/clok")
-    with pytest.raises(ValueError, match="cannot be loaded from the Hub: .*" + hint):
+    with pytest.raises(ValueError, match="from the Hub: .*no 'clok' in it"):
         load_rows("tools/clok", "train")
     assert not_here("nobody/clok") == not_here("clok") == not_here("/tools/clok") == ""
 
 
 def test_an_environment_that_cannot_begin_is_no_error_of_the_model():
     """A reset without arguments: Python's error has the words of one that weights cannot be loaded for."""
-    with pytest.raises(
-        ValueError, match="^Row 0: Store.reset cannot begin: it got an unexpected keyword argument 'a'$"
-    ):
+    with pytest.raises(ValueError, match="^Row 0: Store.reset"):
         with mt.model_errors("a model", False):
             raise ValueError("Row 0: Store.reset cannot begin: it got an unexpected keyword argument 'a'")
-    with pytest.raises(ValueError, match="model_name_or_path: 'a model' cannot be loaded: .*unexpected keyword"):
+    with pytest.raises(ValueError, match="model_name_or_path: 'a model' cannot be loaded: .*unexpected"):
         with mt.model_errors("a model", False):
             raise TypeError("__init__() got an unexpected keyword argument 'attention'")
 
 
 def test_a_recipe_without_its_option_is_an_error_that_says_so():
-    with pytest.raises(ValueError, match="^No --config is given. Expected --config clock/recipe.yaml.$"):
+    with pytest.raises(ValueError, match="^No --config is given"):
         mt.parse_arguments(["clock/recipe.yaml", "--max_steps", "1"])
 
 
-def test_a_reward_that_asks_for_a_column_that_is_not_there():
-    def right(completions, **kwargs):
-        return [float(gold == "2") for gold in kwargs["gold"]]
-
-    columns = {"prompts": [[]], "completions": [[]], "answer": ["2"]}
-    message = "Reward right raised KeyError: 'gold': there is no such column in prompts, completions, answer"
-    with pytest.raises(RuntimeError, match=message):
-        run_rewards([right], columns, 5.0, torch.device("cpu"))
-
-
 def test_weights_given_in_python_are_finite_too():
-    with pytest.raises(ValueError, match=r"turn_reward_weights=\[nan\], expected finite numbers"):
+    with pytest.raises(ValueError, match=r"turn_reward_weights=\[nan\], expected"):
         weights_of([len], [math.nan], "turn")
 
 
-@pytest.mark.parametrize("output", ["file", "file/below", "/proc/absent"])
+@pytest.mark.parametrize("output", ["file", "/proc/absent"])
 def test_output_that_cannot_be_written(output, tmp_path):
     (tmp_path / "file").touch()
     argv = ["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--output_dir", str(tmp_path / output)]
     with pytest.raises(SystemExit, match=f"^error: output_dir='.*{output}' cannot be written to: .*Expected a folder"):
         mt.main(argv)
-
-
-def test_main_prints_the_error_alone(tmp_path):
-    """No traceback for a mistake in a recipe."""
-    recipe = write(tmp_path, read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"max_env_step": 2})
-    with pytest.raises(SystemExit, match="^error: Unknown key .*'max_env_step'"):
-        mt.main(["--config", recipe])
 
 
 SERVED = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True, "vllm_mode": "server"}
@@ -1806,21 +1595,16 @@ def test_what_a_clip_around_the_sampled_logprobs_needs(tmp_path):
               "bad_words": ["no"], "allowed_token_ids": [1, 2]}  # fmt: skip
     for key, value in (cuts | others).items():
         changes = {key: value} if key in cuts else {"generation_kwargs": {key: value}}
-        with pytest.raises(ValueError, match=rf"^old_logps: sampled .* which {key}=.* makes other .* Remove {key}"):
+        with pytest.raises(ValueError, match=rf"^old_logps: sampled .* which {key}=.* makes other"):
             made(**changes)
         assert text_of_cuts(made(old_logps="policy", **changes)) == f"{key}={value}"
         without = made(old_logps="policy", vllm_importance_sampling_correction=False, **changes)
         assert text_of_cuts(without) == ""
     assert text_of_cuts(made(generation_kwargs={"min_tokens": 0, "top_p": 1.0, "logit_bias": {}})) == ""
     for changes, message in (
-        ({"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_correction: true. Set it"),
-        ({"generation_kwargs": {"top_p": 0.9}}, "which top_p=0.9 makes other"),
-        ({"generation_kwargs": {"presence_penalty": 0.5}}, "which presence_penalty=0.5 makes other"),
+        ({"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_correction: true"),
         ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0},
          "vllm_importance_sampling_clip_max=2.0 has no effect with old_logps: sampled"),
-        ({"vllm_importance_sampling_mode": "sequence_truncate", "vllm_importance_sampling_clip_min": 0.5},
-         "vllm_importance_sampling_clip_min=0.5 has no effect with old_logps: sampled"),
-        ({"old_logps": "server"}, "old_logps='server' is not known. Expected one of: policy, sampled"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             made(**changes)
@@ -1836,9 +1620,7 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
     for changes, message in (
         ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "max_staleness=2 trains on rollouts of"),
         ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "nothing to overlap with"),
-        ({"late_groups": "admit"}, "late_groups: admit has no effect without max_staleness. Set max_staleness: 2"),
-        ({"late_groups": "drop", "max_staleness": 1}, "late_groups='drop' is not known. Expected one of: wait, admit"),
-        ({"max_staleness": -1}, "max_staleness=-1, expected a finite number of at least 0"),
+        ({"late_groups": "admit"}, "late_groups: admit has no effect without max_staleness"),
     ):
         with pytest.raises(ValueError, match=message):
             made(**changes)

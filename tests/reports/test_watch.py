@@ -78,17 +78,11 @@ def test_the_end_of_a_run_tells_whether_it_still_learned():
 
     assert at_end(run_of()) == at_end([WELL] * 4) == []
     (text,) = at_end([{**WELL, "credit/frac_groups_without_signal": 1.0}, {"eval_reward": 1.0}] * 5)
-    assert text.startswith("No group has had rewards that differ in the last 5 logs, so nothing is learned.")
+    assert text.startswith("No group has had rewards that differ")
     lost = [{**WELL, "rewards/match/mean": value} for value in (0.1, 0.8, 0.3) for _ in range(WINDOW)]
     (text,) = at_end(lost)
-    assert text.startswith("The main outcome has fallen from 0.80 to 0.30: what was learned is lost.")
+    assert text.startswith("The main outcome has fallen from 0.80 to 0.30")
     assert at_end([{**WELL, "rewards/match/mean": value} for value in (0.9, 0.5) for _ in range(WINDOW)]) == []
-
-
-def test_what_is_told_has_the_numbers(caplog):
-    watched(TROUBLES["cut off"][0], caplog)
-    (text,) = [record.getMessage() for record in caplog.records]
-    assert text.startswith("Step 40, completions/clipped_ratio: More rollouts are cut off (10% before, 40% now): ")
 
 
 def test_the_bundled_models_run_is_not_told(caplog):

@@ -215,9 +215,7 @@ def test_nodes_without_a_shared_disk_keep_a_checkpoint_each(whole, tmp_path):
         assert [path.name for path in (tmp_path / outputs[rank]).glob("rollouts.*")] == [f"rollouts.rank{rank}.jsonl"]
     (saved,) = (tmp_path / "disk1").glob("checkpoint-*")
     saved.rename(saved.with_name("gone"))
-    message = (
-        "error: rank 1 on .*: resume_from_checkpoint='last' is no whole checkpoint.* There is none in output_dir="
-    )
+    message = "error: rank 1 on .*: resume_from_checkpoint='last' is no whole checkpoint"
     refused(tmp_path, message, *each, "--resume_from_checkpoint", "last", outputs=outputs)
 
 
@@ -247,11 +245,8 @@ def test_nodes_that_would_train_differently(tmp_path):
         assert nodes.exit_codes(60) == [1, 1]
     for rank in range(2):
         said = " ".join(nodes.said(rank).split())
-        assert re.search(
-            r"error: rank 1 on .*: this node differs from that of rank 0: learning_rate: 0.0006 -> 1e-05 "
-            r"turn_advantage_coef: 1.0 -> 0.5 Start all nodes with the same",
-            said,
-        ), said[-3000:]
+        differs = r"error: rank 1 on .*: learning_rate: 0.0006 -> 1e-05 turn_advantage_coef: 1.0 -> 0.5"
+        assert re.search(differs, said), said[-3000:]
 
 
 @pytest.mark.parametrize(
@@ -274,5 +269,5 @@ def test_a_node_that_is_gone_ends_the_other(tmp_path, fault, rank):
         assert time.monotonic() - began < 30
     said = nodes.said(1 - rank)
     assert "another process of this run is gone, or does not answer: " in said, said[-3000:]
-    assert "Start all nodes again with --resume_from_checkpoint last, which takes the last whole checkpoint." in said
+    assert "Start all nodes again with --resume_from_checkpoint last" in said
     assert checkpoint_to_resume("last", str(tmp_path / "out"))

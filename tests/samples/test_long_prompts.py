@@ -34,10 +34,7 @@ def test_a_prompt_that_reset_makes_too_long_is_no_doing_of_the_policy():
     for rollout, got in ((beyond, 207), (full, 200)):
         assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.turns == []
         assert rollout.failed and rollout.reward is None
-        assert str(rollout.error) == (
-            f"the prompt has at least {got} tokens after reset, and the context 200: there is no room for a turn. "
-            "Shorten what reset says, or raise max_model_len."
-        )
+        assert f"at least {got} tokens after reset, and the context 200" in str(rollout.error)
     assert one.stop_reason == StopReason.CONTEXT_LENGTH and len(one.turns) == 1
     assert not one.failed and one.reward == 1.0 and one.error is None
 
@@ -58,11 +55,7 @@ def test_prompts_that_reset_makes_too_long_are_not_trained(random_model, tmp_pat
         train_dataset=Dataset.from_list(rows),
     )  # fmt: skip
     if 0 not in lengths:
-        message = (
-            r"In all 12 rollouts of step 0 the prompt fills the context. PromptTooLong: the prompt has at least "
-            r"90\d\d tokens after reset, and the context 8192: .*raise the context by a model with a longer one"
-        )
-        with pytest.raises(RunError, match=message):
+        with pytest.raises(RunError, match="In all 12 rollouts .*PromptTooLong"):
             trainer.train()
         return
     trainer.train()

@@ -126,9 +126,9 @@ def test_shuffled_crops_are_of_another_corner(monkeypatch):
 
 
 @pytest.mark.parametrize("image, message", [
-    (None, "the column 'image' is None, expected an image of PIL, bytes, a data URI or a path"),
-    (Image.new("L", (56, 40)), "the image is 56 x 40, expected a square of at least 28"),
-    (Image.new("L", (20, 20)), "the image is 20 x 20, expected a square of at least 28"),
+    (None, "the column 'image' is None, expected"),
+    (Image.new("L", (56, 40)), "the image is 56 x 40, expected"),
+    (Image.new("L", (20, 20)), "the image is 20 x 20, expected"),
 ])  # fmt: skip
 def test_a_row_without_a_picture_of_this_kind_is_refused(image, message):
     with pytest.raises(ValueError, match=message):

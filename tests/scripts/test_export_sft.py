@@ -185,10 +185,7 @@ def test_which_rollouts_are_taken():
         (["--min", "right=1"], "--min right: expected one of .*exact_match_reward_func"),
         (["--without_examples"], "--without_examples needs --config"),
         (["--without_examples", "--config", "plain.yaml"], "--without_examples: .* has no prompt_examples"),
-        (
-            ["--without_examples", "--config", "other.yaml"],
-            "--without_examples: a prompt is not what the recipe makes",
-        ),
+        (["--without_examples", "--config", "other.yaml"], "--without_examples: a prompt is not"),
         (["--form", "messages", "--config", "game.yaml"], ".*the tools of its environment are not in it"),
     ],
 )
@@ -214,9 +211,7 @@ def test_a_log_without_tokens(run, tmp_path):
     rows = [{**row, "turns": [{k: v for k, v in turn.items() if k != "prompt_ids"} for turn in row["turns"]]}
             for row in read_rollouts(run[0])]  # fmt: skip
     (tmp_path / "run/rollouts.rank0.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    with pytest.raises(
-        SystemExit, match="error: the log has no ids of prompts. Expected a run with `log_rollout_toke"
-    ):
+    with pytest.raises(SystemExit, match="error: the log has no ids of prompts"):
         export_sft.main([str(tmp_path / "run"), str(tmp_path / "data.jsonl")])
 
 
@@ -258,5 +253,5 @@ def test_rollouts_with_images_are_refused(run, tmp_path, capsys):
     assert all(row["images"] == [] for row in rows)
     rows[0]["images"] = [{"name": "3f2a0c9d11e4", "width": 56, "height": 56, "tokens": 4}]
     write_rollouts(tmp_path / "rollouts.rank0.jsonl", rows, True)
-    with pytest.raises(SystemExit, match="read images, which the log has by name alone. Expected rollouts of text"):
+    with pytest.raises(SystemExit, match="read images, which the log has by name alone"):
         export_sft.main([str(tmp_path), str(tmp_path / "data.jsonl")])

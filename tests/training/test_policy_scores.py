@@ -97,7 +97,7 @@ def test_equal_pairs_are_asked_once_and_each_is_answered_in_its_place():
         assert policy.logprobs([[1], [2], [1], [3]], [[5], [5, 6], [5], [5]]) == [[1.0], [2.0, 2.0], [1.0], [3.0]]
         assert sorted(asked) == [(1, -1, 5), (2, -1, 5, 6), (3, -1, 5)]
     for context, continuation in (([], [1]), ([1], [])):
-        with pytest.raises(ValueError, match="pair 1 has . and . ids. Expected a context and a continuation"):
+        with pytest.raises(ValueError, match="pair 1 has . and . ids"):
             policy.logprobs([[1], context], [[1], continuation])
     with pytest.raises(ValueError, match="zip"):
         policy.logprobs([[1]], [])
@@ -223,7 +223,7 @@ def test_an_error_that_passes_is_asked_again_and_another_is_told(monkeypatch):
 def test_what_does_not_fit_is_told_before_it_is_asked():
     policy = of_servers(Server(0))  # a context of 10, of which one token is left to be sampled
     assert policy.fits([1] * 8, [2]) and not policy.fits([1] * 9, [2]) and not policy.fits([1], [])
-    with pytest.raises(ValueError, match="pair 1 has 9 and 1 ids. Expected .* less than 10 together"):
+    with pytest.raises(ValueError, match="pair 1 has 9 and 1 ids"):
         policy.logprobs([[1], [1] * 9], [[1], [1]])
 
 
