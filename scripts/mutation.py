@@ -17,11 +17,12 @@ MUTMUT = Path(".venv/bin/mutmut").absolute()
 FILES = ["mt_grpo_trainer.py", "mt_grpo/rollout.py"]
 FILES += [f"mt_grpo/training/{name}.py" for name in ("further_credit", "records", "batch", "passes")]
 # The tests that are to notice faults: no other processes, and of those that train once for each setting only some
-# settings, since all of them try a fault that nothing notices.
+# settings, since all of them try a fault that nothing notices. Each mutant of a function has a copy of its doctest.
 TESTS = [f"tests/method/test_{name}.py" for name in ("credit", "loss", "rollouts", "batch")]
 TESTS += [f"tests/training/test_{name}.py" for name in ("records", "passes", "refill")]
 CHOICE = (
     "not two_ranks and not ranks_end_together and not generated_problem and (not refill or asks_for or no_signal) "
+    "and (not __mutmut_ or __mutmut_orig) "
     "and (not trains_as_a_whole_one or accumulated-grpo or mask_truncated) "
     "and (not losss_own_pass or sequence_truncate-0.1) and (not clips_around_the_sampled or Unknown) "
     "and (not has_trls_gradient or further and (bnpo or sapo) or dr_grpo-padded "
@@ -31,7 +32,8 @@ SETTINGS = {
     "source_paths": ["mt_grpo_trainer.py", "mt_grpo"],
     "only_mutate": FILES,
     "also_copy": ["scripts", "rewards", "tools", "hf_recipes"],
-    "pytest_add_cli_args_test_selection": [*TESTS, "-k", CHOICE],
+    "pytest_add_cli_args": ["--doctest-modules"],
+    "pytest_add_cli_args_test_selection": [*FILES, *TESTS, "--doctest-modules", "-k", CHOICE],
     "use_git_change_detection": False,
     "process_isolation": "forkserver",  # a forked child would wait for threads that it does not have
 }
