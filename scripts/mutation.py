@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -92,10 +91,10 @@ def meta_of(file: str) -> Path:
     return COPY / "mutants" / f"{file}.meta"
 
 
-def pattern(word: str) -> str:
+def patterns(word: str) -> list[str]:
     """mutmut's names of the mutants of a file or a function."""
-    file = next((file for file in FILES if word in (file, Path(file).name)), None)
-    return f"{file[:-3].replace('/', '.')}.x*" if file else f"*[_ǁ]{word}__mutmut_*"
+    files = [file for file in FILES if word in (file, Path(file).name)]
+    return [f"{file[:-3].replace('/', '.')}.x*" for file in files] or [f"*.x_{word}__mutmut_*", f"*ǁ{word}__mutmut_*"]
 
 
 def report() -> None:
@@ -113,8 +112,8 @@ def report() -> None:
 
 if __name__ == "__main__":
     update_copy()
-    shutil.rmtree(COPY / "mutants/tests", ignore_errors=True)  # mutmut would keep what has left
-    command = [MUTMUT, "run", "--max-children", str(max(1, (os.cpu_count() or 1) // 2)), *map(pattern, sys.argv[1:])]
+    named = [pattern for word in sys.argv[1:] for pattern in patterns(word)]
+    command = [MUTMUT, "run", "--max-children", str(max(1, (os.cpu_count() or 1) // 2)), *named]
     mutmut = subprocess.Popen(command, cwd=COPY, start_new_session=True)
     try:
         mutmut.wait(60 * float(os.environ.get("MUTATION_MINUTES", 90)))
@@ -122,4 +121,4 @@ if __name__ == "__main__":
         os.killpg(mutmut.pid, signal.SIGKILL)  # each result is in its file by then
         mutmut.wait()
     report()
-    sys.exit(mutmut.returncode)
+    sys.exit(max(0, mutmut.returncode))
