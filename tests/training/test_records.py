@@ -163,9 +163,7 @@ def test_what_ranks_agree_on(monkeypatch):
     assert compare_ranks([rollout(), failed], args, 7) == (0, [False, True, True], [False, False, True])
     cut = rollout(contexts=2, stop_reason=StopReason.MAX_TOKENS)
     assert compare_ranks([cut, rollout(contexts=1)], args, 7) == (3, [False, False, True], [True, False, True])
-    with pytest.raises(
-        RunError, match="in all 3 rollouts of step 7. The first error: ValueError: no board. Exp"
-    ):
+    with pytest.raises(RunError, match="in all 3 rollouts of step 7. The first error: ValueError: no board. Exp"):
         compare_ranks([failed, failed], args, 7)
     other = (0, [True], "PromptTooLong", [True], [True])
     full = rollout(long, stop_reason=StopReason.ENVIRONMENT_ERROR)
