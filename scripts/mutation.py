@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,11 +16,12 @@ MUTMUT = Path(".venv/bin/mutmut").absolute()
 FILES = ["mt_grpo_trainer.py", "mt_grpo/rollout.py"]
 FILES += [f"mt_grpo/training/{name}.py" for name in ("further_credit", "records", "batch", "passes")]
 # The tests that are to notice faults: no other processes, and of those that train once for each setting only some
-# settings, since all of them try a fault that nothing notices.
+# settings, since all of them try a fault that nothing notices. Each mutant of a function has a copy of its doctest.
 TESTS = [f"tests/method/test_{name}.py" for name in ("credit", "loss", "rollouts", "batch")]
 TESTS += [f"tests/training/test_{name}.py" for name in ("records", "passes", "refill")]
 CHOICE = (
     "not two_ranks and not ranks_end_together and not generated_problem and (not refill or asks_for or no_signal) "
+    "and (not __mutmut_ or __mutmut_orig) "
     "and (not trains_as_a_whole_one or accumulated-grpo or mask_truncated) "
     "and (not losss_own_pass or sequence_truncate-0.1) and (not clips_around_the_sampled or Unknown) "
     "and (not has_trls_gradient or further and (bnpo or sapo) or dr_grpo-padded "
@@ -31,7 +31,8 @@ SETTINGS = {
     "source_paths": ["mt_grpo_trainer.py", "mt_grpo"],
     "only_mutate": FILES,
     "also_copy": ["scripts", "rewards", "tools", "hf_recipes"],
-    "pytest_add_cli_args_test_selection": [*TESTS, "-k", CHOICE],
+    "pytest_add_cli_args": ["--doctest-modules"],
+    "pytest_add_cli_args_test_selection": [*FILES, *TESTS, "--doctest-modules", "-k", CHOICE],
     "use_git_change_detection": False,
     "process_isolation": "forkserver",  # a forked child would wait for threads that it does not have
 }
@@ -90,10 +91,10 @@ def meta_of(file: str) -> Path:
     return COPY / "mutants" / f"{file}.meta"
 
 
-def pattern(word: str) -> str:
+def patterns(word: str) -> list[str]:
     """mutmut's names of the mutants of a file or a function."""
-    file = next((file for file in FILES if word in (file, Path(file).name)), None)
-    return f"{file[:-3].replace('/', '.')}.x*" if file else f"*[_ǁ]{word}__mutmut_*"
+    files = [file for file in FILES if word in (file, Path(file).name)]
+    return [f"{file[:-3].replace('/', '.')}.x*" for file in files] or [f"*.x_{word}__mutmut_*", f"*ǁ{word}__mutmut_*"]
 
 
 def report() -> None:
@@ -111,8 +112,8 @@ def report() -> None:
 
 if __name__ == "__main__":
     update_copy()
-    shutil.rmtree(COPY / "mutants/tests", ignore_errors=True)  # mutmut would keep what has left
-    command = [MUTMUT, "run", "--max-children", str(max(1, (os.cpu_count() or 1) // 2)), *map(pattern, sys.argv[1:])]
+    named = [pattern for word in sys.argv[1:] for pattern in patterns(word)]
+    command = [MUTMUT, "run", "--max-children", str(max(1, (os.cpu_count() or 1) // 2)), *named]
     mutmut = subprocess.Popen(command, cwd=COPY, start_new_session=True)
     try:
         mutmut.wait(60 * float(os.environ.get("MUTATION_MINUTES", 90)))
@@ -120,4 +121,4 @@ if __name__ == "__main__":
         os.killpg(mutmut.pid, signal.SIGKILL)  # each result is in its file by then
         mutmut.wait()
     report()
-    sys.exit(mutmut.returncode)
+    sys.exit(max(0, mutmut.returncode))

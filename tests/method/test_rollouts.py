@@ -22,7 +22,7 @@ from scripted import (
     verify,
 )
 
-from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
+from mt_grpo.rollout import Context, Record, Rollout, StopReason, ToolCall, ToolResult, Turn
 
 
 def test_the_hand_written_ids_are_those_of_the_tokenizer():
@@ -111,6 +111,53 @@ def test_what_a_turn_shows_of_its_results():
     assert (turn.observation, turn.error, turn.tool_seconds) == ("5\nno\nlate", "tool", 3.5)
     for change in ({"went_on": True}, {"results": turn.results}, {"messages": turn.messages}, {"continuation": "So"}):
         assert Turn([1], None, "", "stop", **change).observed
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+def test_a_turn_that_is_only_read_is_in_no_mask():
+    turns = [
+        Turn([1, 2], [-0.1, -0.2], "", "stop", observation_ids=[3]),
+        Turn([4], [-0.3], "", "stop", trained=False),
+        Turn([5, 6], [-0.4, -0.5], "", "stop", mask=[0, 1]),
+    ]
+    rollout, record = Rollout([], [9], turns=turns), Record([9], turns[1:], [1, 2])
+    assert (rollout.owners, record.owners) == ([0, -1, 2], [-1, 2])
+    assert (rollout.completion_ids, record.completion_ids) == ([1, 2, 3, 4, 5, 6], [4, 5, 6])
+    assert (rollout.loss_mask, record.loss_mask) == ([1, 1, 0, 0, 0, 1], [0, 0, 1])
+    assert (rollout.turn_ids, record.turn_ids) == ([0, 0, -1, -1, -1, 2], [-1, -1, 2])
+    assert rollout.logprobs == [-0.1, -0.2, 0.0, -0.3, -0.4, -0.5]
+    turns[0].logprobs = None
+    assert rollout.logprobs is None and record.logprobs == [-0.3, -0.4, -0.5]
+
+
+def test_a_record_begins_at_each_context_and_goes_on_from_the_turn_that_is_named():
+    rollout = Rollout([], [9], turns=[Turn([k], None, "", "stop") for k in range(6)])
+    rollout.turns[0].context = Context([], [0])  # the first turn reads the prompt
+    rollout.turns[2].context = Context([], [8])
+    rollout.turns[3].after = 1
+    rollout.turns[4].after = 2
+    assert [(record.prompt_ids, record.completion_ids, record.owners) for record in rollout.records] == [
+        ([9], [0, 1, 3], [0, 1, 3]), ([8], [2, 4, 5], [2, 4, 5])
+    ]  # fmt: skip
+    assert Rollout([], [9]).records == [Record([9], [], [])]
+
+
+def test_which_rollouts_failed():
+    failed = {StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR, StopReason.AGENT_TIMEOUT}
+    turn = Turn([1], None, "", "stop")
+    for reason in StopReason:
+        assert Rollout([], [], turns=[turn], stop_reason=reason).failed == (reason in failed)
+        assert Rollout([], [], stop_reason=reason).failed == (reason in {*failed, StopReason.CONTEXT_LENGTH})
+
+
+def test_only_place_changes_an_index():
+    rollout = Rollout([], [], index=3)
+    rollout.place(5)
+    assert rollout.index == 5
+    with pytest.raises(AttributeError, match="it is 5, got 7"):
+        rollout.index = 7
 
 
 # --- what the model reads next ---------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,10 +20,18 @@ from mt_grpo.training.passes import (
     Pass,
     TrainedRow,
     balance,
+    cost,
     dummy_row,
+    fill,
     fill_together,
     into_passes,
     loss_in_passes,
+    pass_of_two,
+    rows_of,
+    rows_of_ids,
+    shared_rows,
+    trained_row,
+    units_of,
     without_sync,
 )
 
@@ -277,13 +286,124 @@ def test_a_loss_in_passes_leaves_the_settings_as_they_were():
     assert (trainer.loss_type, trainer.router_aux_loss_coef) == ("grpo", 0.75)
 
 
-@pytest.mark.parametrize("is_deepspeed", [False, True])
+# -- which rows there are, and which go together, by hand --
+
+
+def rows_with(*lengths, prompt=None, trained=99):
+    """A row per number of completion tokens, at most `trained` of which are. Its prompt is one token, or `prompt`."""
+    return [TrainedRow({}, prompt or [100 + n], [5] * n, [k < trained for k in range(n)], number=n) for n in lengths]
+
+
+def numbers(bins):
+    return [[row.number for row in each] for each in bins]
+
+
+def test_rows_of_a_micro_batch_have_no_padding():
+    """Further records stand with the first one of their rollout, and a value per row stays as it is."""
+    rows = [row(1, 2, [1, 0]) | {"ratio": torch.tensor([0.5])}, row(2, 3, [1, 1, 1]) | {"ratio": torch.tensor([2.0])}]
+    micro_batch = {key: torch.stack([each[key] for each in rows]) for key in rows[0]} | {"num_items": torch.tensor(9)}
+    (first, further), (other,) = rows_of(micro_batch | {"further_records": [[row(3, 1, [1])], []]})
+    assert {key: value.tolist() for key, value in first.values.items()} == {
+        "prompt_ids": [7], "completion_ids": [8, 8], "prompt_mask": [1], "completion_mask": [1, 1],
+        "tool_mask": [1, 0], "ratio": [0.5],
+    }  # fmt: skip
+    assert (first.prompt_ids, first.completion_ids, first.trained) == ([7], [8, 8], [True, False])
+    assert (first.num_trained, first.weight, first.own) == (1, 1.0, 1)
+    assert (further.prompt_ids, further.completion_ids, further.trained) == ([7, 7, 7], [8], [True])
+    assert first.group == further.group == first.prompt != other.group == other.prompt
+    assert [[each.own for each in rollout] for rollout in rows_of(micro_batch)] == [[1], [3]]
+    del micro_batch["tool_mask"]
+    assert [each.trained for (each,) in rows_of(micro_batch)] == [[True, True], [True, True, True]]
+
+
+def test_rows_of_ids_ask_for_the_tokens_that_are_trained():
+    ids, mask = torch.tensor([[0, 7, 5, 6, 0], [8, 9, 5, 5, 6]]), torch.tensor([[0, 1, 1, 1, 0], [1] * 5])
+    trainer = SimpleNamespace(layout=SimpleNamespace(proof=None))
+    trainer.batch = SimpleNamespace(loss_masks=[[1, 0], [0, 0.5, 1]])
+    one, two = rows_of_ids(trainer, ids, mask, 3)
+    assert (one.prompt_ids, one.completion_ids, one.trained, one.number) == ([7], [5, 6], [True, False], 0)
+    assert (two.prompt_ids, two.completion_ids, two.trained, two.number) == ([8, 9], [5, 5, 6], [False, True, True], 1)
+    assert {key: value.tolist() for key, value in one.values.items()} == {
+        "prompt_ids": [7], "prompt_mask": [1], "completion_ids": [5, 6], "completion_mask": [1, 1], "tool_mask": [1, 0]
+    }  # fmt: skip
+    assert {value.dtype for value in one.values.values()} == {torch.long}
+    trainer.batch, trainer.layout.proof = None, 0.0
+    assert [(each.values, each.trained) for each in rows_of_ids(trainer, ids, mask, 3)] == [
+        ({}, [True] * n) for n in (2, 3)
+    ]
+
+
+def test_what_a_pass_computes():
+    a, b = (TrainedRow({}, [1, 2, 3], ids, trained) for ids, trained in (([4, 5], [1, 0]), ([6, 7, 8], [0, 1, 0])))
+    untrained = TrainedRow({}, [9, 9], [4] * 4, [0] * 4)
+    assert [each.own for each in (a, b, untrained)] == [1, 2, 0]
+    assert cost([a, b, untrained], True) == 2 + 1 + 2  # the last token of a prompt is read where a token is wanted
+    assert cost([a, b, untrained], False) == 3 * (3 + 4)
+
+
+def test_what_stays_together():
+    group, other = rows_with(1, 3, 2, prompt=[7] * 3), rows_with(4)
+    assert numbers(units_of(group + other, 9, False)) == [[1], [3], [2], [4]]
+    assert numbers(units_of(other + group, 2 + 6, True)) == [[4], [3, 2, 1]]
+    assert numbers(units_of(group + other, 2 + 5, True)) == [[3, 2], [1], [4]]
+    assert numbers(units_of(group + other, 1, True)) == [[3], [2], [1], [4]]
+    for each in group[:1] + other:
+        each.group = 5
+    assert numbers(units_of(group + other, 9, True)) == [[4, 1], [3, 2]]
+
+
+def test_passes_are_filled_longest_first():
+    rows = rows_with(6, 2, 5, 1)
+    assert numbers(fill(rows, 2 * 7, False)) == [[6, 5], [2, 1]]
+    assert numbers(fill(rows, 2 * 7 - 1, False)) == [[6], [5, 2], [1]]  # padded rows: behind those of their length
+    assert numbers(fill(rows, 9, True)) == [[6, 2, 1], [5]]
+    assert numbers(fill(rows, 3, False)) == [[6], [5], [2], [1]]
+    assert numbers(fill(rows, 3, True)) == [[6], [5], [2, 1]]
+
+
+def test_the_pass_of_two_is_of_the_longest_that_share_a_prompt():
+    """The shortest where TRL's passes have a single row. What trains nothing proves nothing."""
+    rows = [row(1, 1, [1]), row(1, 3, [1] * 3), row(1, 4, [0] * 4), row(1, 2, [1] * 2), row(2, 1, [1])]
+    args, alone = SimpleNamespace(per_device_train_batch_size=2), SimpleNamespace(per_device_train_batch_size=1)
+
+    def completions(rows, args):
+        return pass_of_two([trained_row(each) for each in rows], args, 1)["completion_ids"].tolist()
+
+    assert completions(rows, args) == [[8, 8, 8], [8, 8, 0]] and completions(rows, alone) == [[8, 0], [8, 8]]
+    longer = rows + [row(3, 4, [1] * 4), row(3, 3, [1] * 3)]
+    assert completions(longer, args) == [[8] * 4, [8, 8, 8, 0]] and completions(longer, alone) == [[8, 0], [8, 8]]
+    assert completions(rows[2:3], args) == [[8] * 4]
+    assert pass_of_two([trained_row(each) for each in rows], args, 1).shared.sizes == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "size, most, gather, lengths",
+    [
+        (None, None, lambda own: own, [14]),
+        (1, None, lambda own: own, [7, 7]),  # 6 and 1, 5 and 2 tokens, of at most 7
+        (1, 8, lambda own: own, [8, 6]),
+        # Another rank has a row of 8 tokens, and one pass more: here it is one that reads a token.
+        (1, None, lambda own: torch.stack([own, own + 1]), [8, 6, 1]),
+    ],
+)
+def test_a_batch_is_read_in_passes_of_shared_rows(size, most, gather, lengths):
+    rows = [replace(each, number=k) for k, each in enumerate(rows_with(6, 2, 5, 1))]
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu", gather=gather))
+    trainer.args = SimpleNamespace(max_tokens_per_pass=most)
+    found = shared_rows(trainer, rows, 6, torch.device("cpu"), size)
+    assert [len(each) for each in found] == lengths and {each.shape for each in found} == {(4, 6)}
+    wanted = sum(each.spread(torch.ones(1, len(each.scored))) for each in found)
+    assert wanted.tolist() == [[1.0] * n + [0.0] * (6 - n) for n in (6, 2, 5, 1)]
+
+
+@pytest.mark.parametrize("is_deepspeed, each_batch", [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("last_of_its_accumulation", [False, True])
-def test_ranks_exchange_gradients_once(is_deepspeed, last_of_its_accumulation):
+def test_ranks_exchange_gradients_once(monkeypatch, is_deepspeed, each_batch, last_of_its_accumulation):
     """A pass that is not the last only adds up; where the micro-batch does so anyway, nothing is changed."""
     seen = []
     accelerator = Accelerator(cpu=True)
     accelerator.gradient_state._set_sync_gradients(last_of_its_accumulation)
+    monkeypatch.setitem(accelerator.gradient_state.plugin_kwargs, "sync_each_batch", each_batch)
     accelerator.no_sync = lambda model: contextlib.nullcontext(seen.append(model))
     try:
         with without_sync(accelerator, "model", is_deepspeed):
@@ -291,7 +411,7 @@ def test_ranks_exchange_gradients_once(is_deepspeed, last_of_its_accumulation):
         assert accelerator.sync_gradients == last_of_its_accumulation
     finally:
         accelerator.gradient_state._set_sync_gradients(True)
-    assert seen == (["model"] if last_of_its_accumulation and not is_deepspeed else [])
+    assert seen == (["model"] if last_of_its_accumulation and not (is_deepspeed or each_batch) else [])
 
 
 # -- two ranks --
@@ -320,15 +440,6 @@ def on_two_ranks(monkeypatch, function):
     monkeypatch.setattr(passes, "gather_object", lambda value: sum(gather(value), []))
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(run, range(2)))
-
-
-def rows_with(*lengths, prompt=None, trained=99):
-    """A row per number of completion tokens, at most `trained` of which are. Its prompt is one token, or `prompt`."""
-    return [TrainedRow({}, prompt or [100 + n], [5] * n, [k < trained for k in range(n)], number=n) for n in lengths]
-
-
-def numbers(bins):
-    return [[row.number for row in each] for each in bins]
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from test_distributed import run as run_worker
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from mt_grpo.base.ranks import RunError
-from mt_grpo.rollout import Context, Rollout, StopReason, Turn
+from mt_grpo.conversation.environments import PromptTooLong
+from mt_grpo.rollout import Context, Record, Rollout, StopReason, Turn
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.records import FURTHER_RECORDS, compare_ranks
+from mt_grpo.training.records import FURTHER_RECORDS, compare_ranks, trained_records
 from mt_grpo_trainer import MTGRPOConfig
 
 OUTCOMES = [], [golden.outcome_b]
@@ -136,6 +137,45 @@ def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
     batch = Batch([{}, {}], 2, rollouts=rollouts)
     batch.choose_records(args, 0)
     assert len(batch.records) == 2 + 3  # as many as on the other rank
+
+
+def test_a_record_without_a_trained_turn_is_none():
+    read, trained = Turn([5], None, "", "stop", trained=False), Turn([6], None, "", "stop", context=Context([], [2]))
+    rollout = Rollout([], [1], turns=[read, trained])
+    assert trained_records(rollout) == [Record([2], [trained], [1])]
+    trained.trained = False
+    assert trained_records(rollout) == [Record([], [])]
+    trained.trained, rollout.stop_reason = True, StopReason.AGENT_ERROR
+    assert trained_records(rollout) == [Record([], [])]
+
+
+def test_what_ranks_agree_on(monkeypatch):
+    """Further records of the rank that has most, failures and ends of all; a run ends where nothing can be trained."""
+    error, long = ValueError("no board."), PromptTooLong(9, 1, "max_model_len")
+    other = (0, [True], "KeyError: 'x'", [False], [True])
+    monkeypatch.setattr("mt_grpo.training.records.gather_object", lambda own: [*own, other])
+
+    def rollout(error=None, contexts=0, **settings):
+        turns = [Turn([k], None, "", "stop", context=Context([], [2])) for k in range(1 + contexts)]
+        return Rollout([], [1], turns=turns, error=error, **settings)
+
+    args = SimpleNamespace(top_entropy_quantile=1.0, entropy_coef=0.0, use_adaptive_entropy=False)
+    failed = rollout(error, stop_reason=StopReason.ENVIRONMENT_ERROR)
+    assert compare_ranks([rollout(), failed], args, 7) == (0, [False, True, True], [False, False, True])
+    cut = rollout(contexts=2, stop_reason=StopReason.MAX_TOKENS)
+    assert compare_ranks([cut, rollout(contexts=1)], args, 7) == (3, [False, False, True], [True, False, True])
+    with pytest.raises(RunError, match="in all 3 rollouts of step 7. The first error: ValueError: no board. Exp"):
+        compare_ranks([failed, failed], args, 7)
+    other = (0, [True], "PromptTooLong", [True], [True])
+    full = rollout(long, stop_reason=StopReason.ENVIRONMENT_ERROR)
+    with pytest.raises(RunError, match="In all 2 rollouts of step 7 the prompt fills the context."):
+        compare_ranks([full], args, 7)
+    with pytest.raises(RunError, match="failed in all 3 rollouts"):
+        compare_ranks([full, failed], args, 7)
+    args.use_adaptive_entropy = True
+    assert compare_ranks([rollout()], args, 7)[0] == 0
+    with pytest.raises(RunError, match="^use_adaptive_entropy=True compares the tokens of a whole batch"):
+        compare_ranks([cut], args, 7)
 
 
 # -- histories that were edited: values written by hand --
