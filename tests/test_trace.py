@@ -20,7 +20,7 @@ CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 LIMITS = {"_room", "_context", "cut_messages", "cut_far_beyond", "tokens", "new_tokens", "longest_turn"}
 LAYOUT = {  # which rows go together, what a segment reads, and the proof of it before the first pass
     "cost", "fill", "units_of", "skips_first_pass", "_tensor", "sizes", "num_before", "mask", "kernel_of", "__len__",
-    "common_length", "path", "forget_masks", "num_trained", "wanted", "prove", "prove_layout", "pass_of_two",
+    "common_length", "path", "forget_masks", "num_trained", "prove", "prove_layout", "pass_of_two",
     "to_pass", "fit",
 }  # fmt: skip
 LOGGING = {
@@ -37,7 +37,6 @@ LOGGING = {
     "versions_of",
     "_mode",
     "_note_end",
-    "metrics",
     "tokens_read_again",
 }
 ALTERED = {

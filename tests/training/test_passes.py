@@ -508,7 +508,7 @@ def test_two_ranks_have_trls_gradient(by_rank, name, layout):
         assert max(sums) < 1.35 * min(sums)
 
 
-@pytest.mark.parametrize("name", ["dapo", "observations"])
+@pytest.mark.parametrize("name", ["dapo", "further records"])
 def test_two_ranks_have_the_gradient_of_one(random_model, tmp_path, by_rank, name):
     """The same rows in one process."""
     one = batches.train(random_model, tmp_path, "shared", batches.ON_RANKS[name], per_device_train_batch_size=8)
