@@ -109,6 +109,9 @@ def test_what_a_turn_shows_of_its_results():
     assert (turn.observation, turn.observed) == ("a\n[1]", True)
     turn.results = [ToolResult("5", seconds=1.5), ToolResult("no", "tool", 2.0), ToolResult("late", "timeout")]
     assert (turn.observation, turn.error, turn.tool_seconds) == ("5\nno\nlate", "tool", 3.5)
+    turn.calls = [ToolCall("a", {"x": 1}), ToolCall("b", {}, "no argument x"), ToolCall(None, {}, "no JSON")]
+    assert turn.tool_calls == [{"type": "function", "function": {"name": "a", "arguments": {"x": 1}}}]
+    assert turn.tool_call == turn.calls[0]
     for change in ({"went_on": True}, {"results": turn.results}, {"messages": turn.messages}, {"continuation": "So"}):
         assert Turn([1], None, "", "stop", **change).observed
 
