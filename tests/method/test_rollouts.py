@@ -93,18 +93,16 @@ def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
         {"role": "user", "content": "On."},
         {"role": "assistant", "content": "d"},
     ]  # fmt: skip
+    first.calls = []
+    (call,) = second.tool_calls
+    message = Rollout([], [], turns=[first, second]).completion[0]
+    assert message == {"role": "assistant", "content": "abc", "tool_calls": [call]}
 
 
 def test_what_a_turn_shows_of_its_results():
     """Each call's text with the first call's error, or else the messages; None where nothing was read."""
     turn = Turn([1], None, "", "stop")
-    assert (turn.observation, turn.observed, turn.error, turn.tool_seconds, turn.tool_call) == (
-        None,
-        False,
-        None,
-        0,
-        None,
-    )
+    assert turn.observation is turn.error is turn.tool_call is None and not turn.observed and turn.tool_seconds == 0
     turn.messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [1]}]
     assert (turn.observation, turn.observed) == ("a\n[1]", True)
     turn.results = [ToolResult("5", seconds=1.5), ToolResult("no", "tool", 2.0), ToolResult("late", "timeout")]
