@@ -414,7 +414,8 @@ def test_ranks_exchange_gradients_once(monkeypatch, is_deepspeed, each_batch, la
     seen = []
     accelerator = Accelerator(cpu=True)
     accelerator.gradient_state._set_sync_gradients(last_of_its_accumulation)
-    monkeypatch.setitem(accelerator.gradient_state.plugin_kwargs, "sync_each_batch", each_batch)
+    if each_batch:
+        monkeypatch.setitem(accelerator.gradient_state.plugin_kwargs, "sync_each_batch", True)
     accelerator.no_sync = lambda model: contextlib.nullcontext(seen.append(model))
     try:
         with without_sync(accelerator, "model", is_deepspeed):
