@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.data import make_arithmetic, make_chain
 from mt_grpo.reports.metrics import EvaluationMetrics, credit_metrics
-from mt_grpo.rollout import Generation, StopReason, ToolCall, Turn
+from mt_grpo.rollout import Generation, Record, StopReason, ToolCall, Turn
 from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
@@ -251,6 +251,15 @@ def test_the_table_of_completions_has_the_advantages_that_are_trained(random_mod
         turns = golden.CONVERSATIONS[index]
         total = sum(golden.per_token(index, golden.MT_GRPO[index], 0.0))
         assert row["advantage"] == pytest.approx(total / sum(golden.per_token(index, [1] * len(turns), 0)), abs=1e-5)
+
+
+def test_logprobs_that_one_record_does_not_know_are_none_for_all():
+    turns = [Turn([5, 6], [-1.0, -2.0], "", "stop", observation_ids=[7]), Turn([8], [-3.0], "", "stop")]
+    batch = Batch([], 1, records=[*(Record([k], [turn]) for k, turn in enumerate(turns)), Record([], [])])
+    ids, masks = ([[0], [1], [9]], [[5, 6, 7], [8], [9]]), [[1, 1, 0], [1], [0]]
+    assert batch.loss_lists(9) == (*ids, masks, [[-1.0, -2.0, 0.0], [-3.0], [0.0]])
+    turns[1].logprobs = None
+    assert batch.loss_lists(9) == (*ids, masks, None)
 
 
 def test_a_replaced_rollout_has_its_row_and_no_column_of_the_one_before():

@@ -93,22 +93,23 @@ def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
         {"role": "user", "content": "On."},
         {"role": "assistant", "content": "d"},
     ]  # fmt: skip
+    first.calls = []
+    (call,) = second.tool_calls
+    message = Rollout([], [], turns=[first, second]).completion[0]
+    assert message == {"role": "assistant", "content": "abc", "tool_calls": [call]}
 
 
 def test_what_a_turn_shows_of_its_results():
     """Each call's text with the first call's error, or else the messages; None where nothing was read."""
     turn = Turn([1], None, "", "stop")
-    assert (turn.observation, turn.observed, turn.error, turn.tool_seconds, turn.tool_call) == (
-        None,
-        False,
-        None,
-        0,
-        None,
-    )
+    assert turn.observation is turn.error is turn.tool_call is None and not turn.observed and turn.tool_seconds == 0
     turn.messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [1]}]
     assert (turn.observation, turn.observed) == ("a\n[1]", True)
     turn.results = [ToolResult("5", seconds=1.5), ToolResult("no", "tool", 2.0), ToolResult("late", "timeout")]
     assert (turn.observation, turn.error, turn.tool_seconds) == ("5\nno\nlate", "tool", 3.5)
+    turn.calls = [ToolCall("a", {"x": 1}), ToolCall("b", {}, "no argument x"), ToolCall(None, {}, "no JSON")]
+    assert turn.tool_calls == [{"type": "function", "function": {"name": "a", "arguments": {"x": 1}}}]
+    assert turn.tool_call == turn.calls[0]
     for change in ({"went_on": True}, {"results": turn.results}, {"messages": turn.messages}, {"continuation": "So"}):
         assert Turn([1], None, "", "stop", **change).observed
 

@@ -32,6 +32,7 @@ from mt_grpo.training.passes import (
     shared_rows,
     trained_row,
     units_of,
+    weigh_tokens,
     without_sync,
 )
 
@@ -268,6 +269,17 @@ def test_a_loss_is_divided_as_without_passes(loss_type, divisor, weights):
     assert sum(each.weight for each in passes) == sum(w * n for w, n in zip(weights, (3, 2, 1)))
 
 
+def test_a_single_trained_token_weighs_as_a_whole_rollout():
+    """And a rollout without one as nothing."""
+
+    def rollouts(*masks):
+        return [[trained_row(row(1, 2, mask))] for mask in masks]
+
+    rows, divisor = weigh_tokens(rollouts([1, 0], [0, 0], [1, 1]), 3, "grpo", 30)
+    assert [each.values["tool_mask"].tolist() for each in rows] == [[30, 0], [0, 0], [15, 15]] and divisor == 3 * 30
+    assert [weigh_tokens(rollouts([n, 0]), 1, "bnpo", 30)[1] for n in (0, 1)] == [1, 1]
+
+
 @pytest.mark.parametrize("loss_type, divisor", [("grpo", 2 * 30), ("dr_grpo", 2 * 30), ("bnpo", 6), ("luspo", 2)])
 def test_an_evaluations_loss_is_divided_by_its_own_batch(loss_type, divisor):
     """An evaluation has one micro-batch, however many steps a batch of training has."""
@@ -403,7 +415,8 @@ def test_ranks_exchange_gradients_once(monkeypatch, is_deepspeed, each_batch, la
     seen = []
     accelerator = Accelerator(cpu=True)
     accelerator.gradient_state._set_sync_gradients(last_of_its_accumulation)
-    monkeypatch.setitem(accelerator.gradient_state.plugin_kwargs, "sync_each_batch", each_batch)
+    if each_batch:
+        monkeypatch.setitem(accelerator.gradient_state.plugin_kwargs, "sync_each_batch", True)
     accelerator.no_sync = lambda model: contextlib.nullcontext(seen.append(model))
     try:
         with without_sync(accelerator, "model", is_deepspeed):
