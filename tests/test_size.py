@@ -27,7 +27,7 @@ CEILINGS = {
     "scripts": 11310,
     "tools and rewards": 3173,
     "tests": 55917,
-    "docs": 5593,
+    "docs": 5587,
     "recipes": 3008,
     "root": 440,
     "results, bytes": 109422,
