@@ -158,6 +158,7 @@ def undocumented() -> list[str]:
     return names
 
 
+@cache
 def sizes() -> dict[str, int]:
     """Today's number for each ceiling."""
     loaded, ours = core(), files("script", "package")
