@@ -286,15 +286,21 @@ def test_an_evaluations_loss_is_divided_by_its_own_batch(loss_type, divisor):
     assert {each["num_items_in_batch"].item() for each in passes_of(loss_type, training=False)} == {divisor}
 
 
-def test_a_loss_in_passes_leaves_the_settings_as_they_were():
+def test_an_evaluations_loss_is_that_of_its_passes_and_leaves_the_settings():
     """The loss of a router is divided among the passes of a micro-batch. The next one begins with all of it."""
-    each, read = Pass(), []
-    each.loss_type, each.scale = "dapo", 1.0
+    passes, read = [Pass(value=torch.tensor(number)) for number in (1.0, 2.0, 4.0)], []
+    for each in passes:
+        each.loss_type, each.scale = "dapo", 1.0
     trainer = SimpleNamespace(loss_type="grpo", router_aux_loss_coef=0.75, model=SimpleNamespace(training=False))
     trainer.layout = SimpleNamespace(forget_masks=lambda: None)
-    trainer.compute_loss = lambda *_: read.append((trainer.loss_type, trainer.router_aux_loss_coef)) or 1.0
-    assert loss_in_passes(trainer, None, {PASSES: [each] * 3, "is_last": False}, None) == 3.0
-    assert read == [("dapo", 0.25)] * 3
+
+    def compute_loss(model, each):
+        read.append((model, trainer.loss_type, trainer.router_aux_loss_coef))
+        return each["value"]
+
+    trainer.compute_loss = compute_loss
+    assert loss_in_passes(trainer, "policy", {PASSES: passes, "is_last": False}, None) == 1 + 2 + 4
+    assert read == [("policy", "dapo", 0.25)] * 3
     assert (trainer.loss_type, trainer.router_aux_loss_coef) == ("grpo", 0.75)
 
 
