@@ -30,6 +30,7 @@ from mt_grpo.training.passes import (
     rows_of,
     rows_of_ids,
     shared_rows,
+    to_pass,
     trained_row,
     units_of,
     weigh_tokens,
@@ -236,6 +237,11 @@ def test_passes_have_no_column_that_is_padding():
     assert [each.scale for each in passes] == [1 / 3] * 3  # a mean over three records
     assert {(each.loss_type, each["num_items_in_batch"].item()) for each in passes} == {("sapo", 77)}
     assert [len(each["prompt_mask"]) for each in passes_of("sapo", training=False)] == [3]
+
+
+def test_a_pass_has_two_columns_at_least_and_keeps_the_pictures_of_other_ranks():
+    found = to_pass([replace(trained_row(row(1, 1, [1])), pictures=("picture",))], 1, False)
+    assert (found["completion_mask"].tolist(), found.pictures) == ([[1, 0]], ("picture",))
 
 
 def test_a_shared_pass_has_each_prompt_once():
