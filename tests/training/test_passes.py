@@ -247,12 +247,7 @@ def test_a_pass_has_two_columns_at_least_and_keeps_the_pictures_of_other_ranks()
 def test_a_shared_pass_has_each_prompt_once():
     """What no trained token needs is not read: nothing behind the first token of the first record."""
     (one,) = passes_of("dapo", training=False, layout="shared")
-    assert one.shared.sizes == [
-        1,
-        2,
-        1,
-        2,
-    ]  # 7, the first rollout's prompt, and 8 8; 7 again, the second one's, and 8 8
+    assert one.shared.sizes == [1, 2, 1, 2]  # of each rollout the prompt's 7, and 8 8
     assert one.num_tokens == 6
 
 
