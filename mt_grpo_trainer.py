@@ -948,7 +948,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         return ~moves.view(-1, batch.group_size * moves.shape[1]).any(1)
 
     def _calculate_rewards(self, inputs, prompts, completions, completion_ids_list) -> torch.Tensor:
-        """What `_score` has found, (N, F), for TRL's logs."""
+        """Return the rewards that `_score` computed, (N, F), for TRL's logs."""
         batch = self.batch
         for column, values in batch.extra.items():
             self._log_completion_extra(column, values)

@@ -253,7 +253,7 @@ class ServerConnection:
             return None
 
     def server_info(self) -> dict[str, Any]:
-        """What the server was started with, as its engine has it."""
+        """Return the arguments that the server was started with, by its engine's names."""
         return self.engine.info(self)
 
     def settings(self) -> dict[str, Any]:

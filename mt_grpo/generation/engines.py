@@ -44,7 +44,7 @@ class Engine(Protocol):
         """The engine's version."""
 
     def info(self, server: Any) -> dict[str, Any]:
-        """What it was started with, as the engine has it."""
+        """Return the arguments that the server was started with, by the engine's names."""
 
     def settings(self, server: Any) -> dict[str, Any]:
         """What determines its samples and their length, and how weights get there: the same for all servers of a run.

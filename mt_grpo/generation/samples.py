@@ -52,7 +52,7 @@ def not_an_id(value: Any, vocab_size: int | None) -> bool:
 
 
 def not_ids(values: list[Any], vocab_size: int | None) -> list[Any]:
-    """Those of a server's values that are `not_an_id`.
+    """Return the values of a server's answer that are no token ids.
 
     >>> not_ids([0, 7], 8), not_ids([0, 8, -1, True], 8)
     ([], [8, -1, True])

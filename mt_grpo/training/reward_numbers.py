@@ -248,7 +248,7 @@ def count_used_rewards(
     Args:
         scores: (N, F) numbers per rollout and (N, K, F_turn) numbers per turn, NaN for None; turn functions are first.
         weights: (F,), of the functions.
-        moves: Of `numbers_that_move`.
+        moves: Which numbers move an advantage, from `numbers_that_move`.
     """
     whole, per_turn = (~numbers.cpu().isnan() for numbers in scores[:2])
     num_turn = per_turn.shape[2]

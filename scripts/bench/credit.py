@@ -463,7 +463,7 @@ def aggregated(rows: list[dict[str, Any]], rates: dict[str, float]) -> list[dict
 
 def markdown(results: list[dict[str, Any]]) -> str:
     """One table per task that has results to quote."""
-    groups, lines = {(of["task"], of["method"]): of for of in results}, []
+    groups, lines = {(row["task"], row["method"]): row for row in results}, []
     for task, settings in TASKS.items():
         methods = [m for m in NAMES if (task, m) in groups]
         if not methods:
@@ -482,17 +482,17 @@ def markdown(results: list[dict[str, Any]]) -> str:
             f"|---|{'---|' * scaled}---|{'---|---|' * ways}---|---|---|---|---|---|---|",
         ]
         for method in methods:
-            of = groups[task, method]
-            cells = {key: spread(of[key]) for key in FIGURES if key != "steps_to_threshold"}
-            passed = median_steps(of["steps_to_threshold"], settings["steps"])
+            row = groups[task, method]
+            cells = {key: spread(row[key]) for key in FIGURES if key != "steps_to_threshold"}
+            passed = median_steps(row["steps_to_threshold"], settings["steps"])
             scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
-            each = " ".join(f"{value:.2f}" for value in of["exact_match"])
-            sampled = f"{mean(of['tokens']) / 1e3:.0f}k" if of["tokens"] else "-"  # prompts, and what was sampled
+            each = " ".join(f"{value:.2f}" for value in row["exact_match"])
+            sampled = f"{mean(row['tokens']) / 1e3:.0f}k" if row["tokens"] else "-"  # prompts, and what was sampled
             more = f" {each} | {sampled} |" if ways else ""
             lines.append(
                 f"| `{method}` |{scale} {cells['exact_match']} |{more} {cells['area']} | {passed} | "
                 f"{cells['result_found']} | {cells['tool_executed']} | {cells['mean_turns']} | "
-                f"{cells['without_signal']} | {of['learning_rate']:g} |"
+                f"{cells['without_signal']} | {row['learning_rate']:g} |"
             )
         lines.append("")
     return "\n".join(lines).rstrip("\n")
@@ -509,10 +509,10 @@ def game_table(task: str, groups: dict[str, dict[str, Any]]) -> list[str]:
         "| `credit_assignment` | scaled by | goal reached | each seed | area | steps to 0.8 | turns | no signal |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for method, of in groups.items():
-        cells = {key: spread(of[key]) for key in ("exact_match", "area", "mean_turns", "without_signal")}
-        cells["each"] = " ".join(f"{value:.2f}" for value in of["exact_match"])
-        passed = median_steps(of["steps_to_threshold"], settings["steps"])
+    for method, row in groups.items():
+        cells = {key: spread(row[key]) for key in ("exact_match", "area", "mean_turns", "without_signal")}
+        cells["each"] = " ".join(f"{value:.2f}" for value in row["exact_match"])
+        passed = median_steps(row["steps_to_threshold"], settings["steps"])
         lines.append(
             f"| `{method}` | `{settings['scale_rewards'][method]}` | {cells['exact_match']} | {cells['each']} | "
             f"{cells['area']} | {passed} | {cells['mean_turns']} | {cells['without_signal']} |"
@@ -523,7 +523,7 @@ def game_table(task: str, groups: dict[str, dict[str, Any]]) -> list[str]:
 def plot(results: list[dict[str, Any]], path: Path) -> None:
     """The training curves of all tasks: mean over seeds of the smoothed exact match, and its 95% interval."""
     pyplot = common.pyplot()
-    groups = {(of["task"], of["method"]): of for of in results}
+    groups = {(row["task"], row["method"]): row for row in results}
     tasks = [task for task in TASKS if any(key[0] == task for key in groups)]
     okabe_and_ito = (
         "#777777 #E69F00 #0072B2 #009E73 #CC79A7 #D55E00 #F0E442 #56B4E9 #000000 #882255 "
@@ -565,8 +565,8 @@ def report() -> None:
     )
     runs = finished()
     rates = {**old["learning_rates"], **best_learning_rates(runs)}
-    results = {(of["task"], of["method"]): of for of in [*old["results"], *aggregated(list(runs.values()), rates)]}
-    rows = sorted(results.values(), key=lambda of: (list(TASKS).index(of["task"]), NAMES.index(of["method"])))
+    results = {(row["task"], row["method"]): row for row in [*old["results"], *aggregated(list(runs.values()), rates)]}
+    rows = sorted(results.values(), key=lambda row: (list(TASKS).index(row["task"]), NAMES.index(row["method"])))
     if not runs and not rows:
         sys.exit("error: no finished runs in runs/credit, and no results of any. Run without --report first.")
     write_json(RESULTS, {"learning_rates": rates, "results": rows})
