@@ -25,7 +25,7 @@ WITHIN = ("zero_sum", "progress_credit")  # which compare the turns of one rollo
 SCALES = ["group", "batch", "none"]
 
 
-def numbers_that_count(rewards, name, group_size, coef, discount=1.0):
+def moving_numbers(rewards, name, group_size, coef, discount=1.0):
     """As the trainer asks: by an estimator's name, without scaling."""
     return numbers_that_move(rewards, lambda t: turn_advantages(t, name, group_size, coef, "none", discount))
 
@@ -786,7 +786,7 @@ def test_a_changed_number_changes_an_advantage_or_is_known_not_to(name, scale):
     for seed in range(6):
         rewards = random_table(seed, num_groups=2, group_size=4, num_turns=3)
         rewards.outcome[::5] = NAN
-        masks = numbers_that_count(rewards, name, 4, 0.7)
+        masks = moving_numbers(rewards, name, 4, 0.7)
         before = turn_advantages(rewards, name, 4, 0.7, scale)[rewards.sampled]
         for part in ("outcome", "rollout_turn", "turn"):
             for place in (~getattr(rewards, part).isnan()).nonzero().tolist():
@@ -805,31 +805,31 @@ def test_a_changed_number_changes_an_advantage_or_is_known_not_to(name, scale):
     assert counted > 30
 
 
-def test_numbers_that_count_by_hand():
+def test_numbers_that_move_by_hand():
     # Two groups of two. mt_grpo: turn 1 of the first group has one number. The second group's second rollout has no
     # outcome: nothing is compared there but a rollout with itself.
     rewards = table([1, 0, 1, None], [[1, 0], [1, 0], [1], [1]], turn=[[0.2, 5], [0.2, None], [3], [4]],
                     rollout_turn=[1, None, 1, 1])  # fmt: skip
-    masks = numbers_that_count(rewards, "mt_grpo", 2, 1.0)
+    masks = moving_numbers(rewards, "mt_grpo", 2, 1.0)
     assert masks["turn"].tolist() == [[True, False], [True, False], [False, False], [False, False]]
     assert masks["rollout_turn"].tolist() == [False, False, False, False]  # alone in the first group, too
     assert masks["outcome"].tolist() == [True, True, False, False]
-    assert not numbers_that_count(rewards, "mt_grpo", 2, 0.0)["turn"].any()  # turn_advantage_coef: 0
-    assert numbers_that_count(rewards, "merged", 2, 1.0)["turn"].tolist()[0] == [True, True]
-    assert numbers_that_count(rewards, "turn_return", 2, 1.0, 1.0)["turn"].tolist()[0] == [True, True]
-    assert numbers_that_count(rewards, "turn_return", 2, 1.0, 0.0)["turn"].tolist()[0] == [True, True]
+    assert not moving_numbers(rewards, "mt_grpo", 2, 0.0)["turn"].any()  # turn_advantage_coef: 0
+    assert moving_numbers(rewards, "merged", 2, 1.0)["turn"].tolist()[0] == [True, True]
+    assert moving_numbers(rewards, "turn_return", 2, 1.0, 1.0)["turn"].tolist()[0] == [True, True]
+    assert moving_numbers(rewards, "turn_return", 2, 1.0, 0.0)["turn"].tolist()[0] == [True, True]
 
 
-def test_numbers_that_count_in_the_doctests_batch():
-    masks = numbers_that_count(doctest_batch(), "mt_grpo", 2, 1.0)
+def test_numbers_that_move_in_the_doctests_batch():
+    masks = moving_numbers(doctest_batch(), "mt_grpo", 2, 1.0)
     assert masks["turn"].tolist() == [[True, False, False], [True, False, False]]  # A's 0.6 is alone at its turn
-    masks = numbers_that_count(doctest_batch(), "outcome", 2, 1.0)
+    masks = moving_numbers(doctest_batch(), "outcome", 2, 1.0)
     assert masks["outcome"].all() and not masks["turn"].any()
 
 
-def test_numbers_that_count_draw_no_random_number_of_the_run():
+def test_numbers_that_move_draw_no_random_number_of_the_run():
     state = torch.get_rng_state()
-    numbers_that_count(random_table(1), "gigpo", 6, 1.0)
+    moving_numbers(random_table(1), "gigpo", 6, 1.0)
     assert torch.equal(torch.get_rng_state(), state)
 
 
