@@ -54,7 +54,7 @@ class Stub:
 
     def __init__(self, number, log, version="v"):
         self.number, self.log, self.version = number, log, version
-        self.seconds = 0.0
+        self.seconds, self.asked = 0.0, 0
         self.error = None
 
     base_url = property(lambda self: f"http://server{self.number}")
@@ -67,6 +67,7 @@ class Stub:
         return Generation([self.number], [-1.0], "stop")
 
     async def held_version(self):
+        self.asked += 1
         return self.version
 
 
@@ -91,6 +92,13 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+async def proven(*servers):
+    """Wait until what these have sampled is proven: by their answers to questions that were asked from now on."""
+    enough = [server.asked + 3 for server in servers]  # one may be under way, and one is not read yet
+    while any(server.asked < n for server, n in zip(servers, enough)):
+        await asyncio.sleep(0.01)
 
 
 async def two_turns(route, index):
@@ -128,7 +136,8 @@ def test_what_a_lost_server_sampled_without_proof_starts_over():
     async def converse(route, index):
         turns = [(await route.generate([1], 8, None, index)).token_ids[0]]
         pool.servers[1].version = "default"
-        await asyncio.sleep(0.3)
+        while 1 in pool.joined:
+            await asyncio.sleep(0.01)
         return turns + await two_turns(route, index)
 
     assert run(pool, [0, 1, 1], converse) == [[0, 0, 0], None, None]
@@ -142,7 +151,7 @@ def test_what_was_proven_before_a_server_was_lost_goes_on():
 
     async def converse(route, index):
         first = (await route.generate([1], 8, None, index)).token_ids[0]
-        await asyncio.sleep(0.3)
+        await proven(pool.servers[1])
         pool.servers[1].version, pool.servers[1].seconds = None, 60.0
         return [first, (await route.generate([1], 8, None, index)).token_ids[0]]
 
@@ -206,12 +215,11 @@ def test_without_any_server_all_is_rolled_out_again():
         first = (await route.generate([1], 8, None, index)).token_ids[0]
         if index == 0:
             return first
-        await asyncio.sleep(0.3)
+        await proven(*pool.servers)  # and so what has ended
         for server in pool.servers:
             server.version = "default"
         return await two_turns(route, index)
 
-    # What had ended 0.3 s before was proven by then.
     assert run(pool, [0, 0, 1, 1], converse) == [0, None, None, None]
     assert pool.joined == []
 
@@ -331,14 +339,16 @@ def test_a_conversation_that_ignores_its_end_is_not_waited_for():
         await route.generate([1], 8, None, index)
         if index == 1:
             pool.servers[1].version = "default"
-            for _ in range(100):
+            while not over.is_set():
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.sleep(0.1)
         return index
 
-    began = time.monotonic()
-    assert run(pool, [0, 1], converse) == [0, None]
-    assert time.monotonic() - began < 5
+    over = threading.Event()
+    try:
+        assert run(pool, [0, 1], converse) == [0, None]
+    finally:
+        over.set()
 
 
 def test_an_earlier_cancel_that_was_ignored_does_not_end_a_conversation():
@@ -790,14 +800,13 @@ def test_a_server_is_asked_less_often_the_more_often_it_is_lost(pushing):
     push, pool, _ = pushing
     pool.RETRY_SECONDS = 30.0
     push("v-0")
-    waits = []
-    for pushes in (["v-1"], ["v-2", "v-3"], []):
+    for wait, pushes in ((30.0, ["v-1"]), (60.0, ["v-2", "v-3"]), (30.0, [])):
+        began = time.monotonic()
         pool.leave(1, "lost")
-        waits.append(round(pool._not_before[1] - time.monotonic()))
+        assert began <= pool._not_before[1] - wait <= time.monotonic()
         pool._not_before.clear()
         for version in pushes:
             push(version)
-    assert waits == [30, 60, 30]
 
 
 def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
@@ -809,70 +818,83 @@ def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
 
 
 class Versioned(Pushed):
-    """A server whose answers say which weights they are of. A push takes 0.3 s."""
+    """A server whose answers say which weights they are of. `meanwhile` is called in the middle of a push."""
+
+    unseen = None  # the version that it says where nobody has seen its restart
 
     async def generate(self, prompt_ids, max_tokens, sampling_params, index):
         version = self.version
         await asyncio.sleep(0.01)
         return Generation([self.number, version], [-1.0], "stop")
 
+    async def held_version(self):
+        self.asked += 1
+        return self.unseen or self.version
+
+    def meanwhile(self):
+        pass
+
     def update_weights(self, weights, version, expected, device, errors):
-        time.sleep(0.3)
+        self.meanwhile()
         for server in errors:
-            server.version = tagged(version, server.lineage)
+            server.version, server.unseen = tagged(version, server.lineage), None
         return {"load": 0.0}
 
 
 @pytest.fixture
 def in_flight(pushing):
-    """(push, pool, a future of what three conversations read, events: the second one goes on; all end)."""
+    """Three conversations that read who answers with which weights; the second waits after one turn for `goes_on`."""
     push, pool, _ = pushing
     pool.servers[:], pool.WATCH_SECONDS = [Versioned(n) for n in range(3)], 0.02
     push("v-0")
-    goes_on, over, routes = threading.Event(), threading.Event(), pool.routes([0, 1, 2])
+    goes_on, over, routes, read = threading.Event(), threading.Event(), pool.routes([0, 1, 2]), [[], [], []]
 
     async def converse(route, index):
-        read = []
         while not over.is_set():
-            if index != 1 or not read or goes_on.is_set():
-                read.append(tuple((await route.generate([1], 8, None, index)).token_ids))
+            if index != 1 or not read[1] or goes_on.is_set():
+                read[index].append(tuple((await route.generate([1], 8, None, index)).token_ids))
             await asyncio.sleep(0.01)
-        return read
+        return read[index]
 
     conversations = [converse(route, index) for index, route in enumerate(routes)]
-    yield push, pool, pool.start_conversations(conversations, "v-0", routes), goes_on, over
+    running = pool.start_conversations(conversations, "v-0", routes)
+    wait_until(lambda: all(read))
+    yield SimpleNamespace(push=push, pool=pool, running=running, read=read, goes_on=goes_on, over=over)
     over.set()
 
 
 def test_a_server_joins_again_while_conversations_run(in_flight):
     """Until the push is over it holds the weights of a new process. No watch leaves it out again for that."""
-    push, pool, running, goes_on, over = in_flight
-    goes_on.set()
-    time.sleep(0.2)
+    pool, read = in_flight.pool, in_flight.read
+    in_flight.goes_on.set()
+    pool.servers[0].meanwhile = lambda: run_async(proven(pool.servers[0]))
     pool.servers[1].version = "default"
     wait_until(lambda: pool.joined == [0, 2])
-    assert push("v-1")["sync/servers"] == 3
-    time.sleep(0.1)
+    assert in_flight.push("v-1")["sync/servers"] == 3
+    run_async(proven(*pool.servers))
+    wait_until(lambda: read[0][-1] == (0, "v-1") and read[2][-1] == (2, "v-1"))
     assert pool.joined == [0, 1, 2] and pool._losses[1] == 1
-    over.set()
-    read = [versions for versions in running.result(20) if versions is not None]
-    assert len(read) >= 2 and {version for versions in read for _, version in versions} == {"v-0", "v-1"}
+    in_flight.over.set()
+    ended = [versions for versions in in_flight.running.result(20) if versions is not None]
+    assert len(ended) >= 2 and {version for versions in ended for _, version in versions} == {"v-0", "v-1"}
 
 
 def test_a_server_that_restarted_gets_no_conversation_before_its_weights(in_flight):
     """The push finds the restart. A conversation whose turns there are proven goes on meanwhile, at another server."""
-    push, pool, running, goes_on, over = in_flight
-    time.sleep(0.3)  # the first turn of the second conversation is proven; it is in a slow tool
-    pool.WATCH_SECONDS = 60.0
-    time.sleep(0.1)  # from here on no watch sees a restart
-    pool.servers[1].version = "default"
-    threading.Timer(0.1, goes_on.set).start()  # in the middle of the push
-    assert push("v-1")["sync/servers"] == 3 and pool.joined == [0, 1, 2] and pool.servers[1].lineage == 1
-    time.sleep(0.1)
-    over.set()
-    read = running.result(20)
+    pool, read = in_flight.pool, in_flight.read
+    run_async(proven(*pool.servers))  # the first turn of the second conversation; it is in a slow tool
+    pool.servers[1].version, pool.servers[1].unseen = "default", "v-0"
+
+    def meanwhile():
+        in_flight.goes_on.set()
+        wait_until(lambda: len(read[1]) > 2)
+
+    pool.servers[0].meanwhile = meanwhile
+    assert in_flight.push("v-1")["sync/servers"] == 3 and pool.joined == [0, 1, 2] and pool.servers[1].lineage == 1
+    wait_until(lambda: {version for _, version in read[0] + read[1]} == {"v-0", "v-1"})
+    in_flight.over.set()
+    assert in_flight.running.result(20) == read
     assert read[1][0] == (1, "v-0") and {number for number, _ in read[1][1:]} <= {0, 2}
-    assert {version for versions in read for _, version in versions} == {"v-0", "v-1"}
 
 
 def test_an_error_of_a_push_is_of_the_server_that_has_it(pushing):
@@ -1076,8 +1098,7 @@ def test_a_server_that_is_frozen_gives_its_conversations_away(servers, tmp_path)
     with FaultProxy(servers[1].url) as proxy:
         trainer = make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, proxy.url], max_steps=2)
         proxy.faults = rule
-        for client in trainer.client.servers:
-            client.VERSION_SECONDS = 0.5
+        trainer.client.servers[1].VERSION_SECONDS = 0.5
         trainer.train()
         assert frozen and trainer.state.global_step == 2
         assert trainer.rows("rollout/restarted") == [0, 0] and trainer.rows("rollout/retries")[1] >= 8

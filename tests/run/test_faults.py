@@ -110,15 +110,10 @@ def no_leftovers():
     assert {s: signal.getsignal(s) for s in handlers} == handlers
 
 
-def replace_server(server, after=0.0):
+def replace_server(server):
     """Kill the server now, and have another one on its port in about half a minute; returns the thread."""
     server.kill()
-
-    def start():
-        time.sleep(after)
-        server.start().wait()
-
-    thread = threading.Thread(target=start, daemon=True)
+    thread = threading.Thread(target=lambda: server.start().wait(), daemon=True)
     thread.start()
     return thread
 
@@ -162,12 +157,14 @@ class Watched(MTGRPOEnvTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.batches, self.weights, self.set_off, self.synced_with_prefetched = [], {}, [], []
-        self.evaluated = []
+        self.evaluated, self.flights, self.numbers, self.env.trainer = [], [], {}, self
 
     def _start_rollouts(self, prompts, which):
         flight = super()._start_rollouts(prompts, which)
+        self.numbers |= {id(rollout): len(self.set_off) if self.model.training else -1 for rollout in flight.rollouts}
         if self.model.training:
             self.set_off.append((self.state.global_step, list(which)))
+            self.flights.append(flight.rollouts)
         return flight
 
     def _sync_weights(self):
@@ -184,6 +181,32 @@ class Watched(MTGRPOEnvTrainer):
 
     def rows(self, key):
         return [row[key] for row in self.state.log_history if key in row]
+
+    @property
+    def held_version(self):
+        """The version of the last push that has ended."""
+        return self.client.servers[0].policy_version
+
+
+def holding(is_held):
+    """Conversations wait after a turn while `is_held(trainer, rollout, number)`, whatever the policy says in them.
+
+    `number` is the place of their batch among those that were set off, and -1 in an evaluation.
+    """
+
+    class Holding(MultiTurnToolEnv):
+        async def take_turn(self, rollout, llm, sampling_params=None):
+            numbers, key = self.trainer.numbers, id(rollout)
+            while rollout.turns and (key not in numbers or is_held(self.trainer, rollout, numbers[key])):
+                await asyncio.sleep(0.02)
+            await super().take_turn(rollout, llm, sampling_params)
+
+    return Holding
+
+
+def first_number(rollout):
+    """Of its prompt, such as 12 of `What is 12 * 34?`."""
+    return int(re.search(r"\d+", rollout.row["prompt"][-1]["content"])[0])
 
 
 def make_trainer(
@@ -438,17 +461,21 @@ def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
 
     The weights were changed by two steps before, so a token of the new server's first weights would show.
     """
-    times, new = {}, []
+    new, proofs = [], []
 
-    def seconds(expression):
-        if trainer.state.global_step != 2:
-            return 0.0
-        if "began" not in times:
-            times["began"] = time.monotonic()
-            threading.Timer(2.5, lambda: new.append(replace_server(server))).start()
-        return 0.0 if times.setdefault(expression, len(times) % 2) else 4.0  # by problem, every other one waits
+    async def killed_after_three_proofs():
+        """The server dies when the first group has ended and what it says since then has been read."""
+        held = await ask()
+        if len(trainer.flights) == 3 and all(rollout.stop_reason for rollout in trainer.flights[2][:8]):
+            proofs.append(held)
+        if len(proofs) == 3:
+            new.append(replace_server(server))
+        return held
 
-    trainer = make_trainer(server.port, tmp_path, slow_calculator(seconds), max_steps=3)
+    env = holding(lambda trainer, rollout, number: number == 2 and rollout.index >= 8 and not new)
+    trainer = make_trainer(server.port, tmp_path, env_class=env, max_steps=3)
+    (client,) = trainer.client.servers
+    ask, client.held_version = client.held_version, killed_after_three_proofs
     trainer.train()
     new[0].join()
     assert trainer.state.global_step == 3 and len(trainer.batches) == 3
@@ -460,7 +487,6 @@ def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
     assert [r.index for r in trainer.batches[2]] == list(range(16))
     assert_whole(trainer.batches[2])
     assert_from_the_weights_of_its_version(trainer)
-    (client,) = trainer.client.servers
     assert client.weight_version() == tagged(trainer.weight_sync.pushed, client.lineage)
     assert client.lineage > 0 and not paused(server)
 
@@ -689,6 +715,8 @@ def calculator(expression: str) -> str:
         expression: Such as `6 * 7`.
     '''
     if os.environ.get("RANK") == "1":
+        if os.environ.pop("SIGNAL_IN_TOOL", None):
+            os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(float(os.environ.get("SLOW_RANK", 0)))
     left, _, right = expression.partition("*")
     return str(int(left) * int(right))
@@ -801,17 +829,10 @@ def test_a_run_that_waits_for_its_server_can_be_stopped(proxy, tmp_path, where):
 def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
     """The last batch leaves none in the air, and an evaluation pushes its weights to those that are."""
 
-    def seconds(expression):
-        if len(trainer.set_off) != 3:
-            return 0.0
-        deadline = time.monotonic() + 60  # the third batch is in the air until the first evaluation wants to push
-        while (False, True) not in trainer.synced_with_prefetched and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return 1.5
-
-    trainer = make_trainer(server.port, tmp_path, slow_calculator(seconds), evaluates=True, max_steps=6,
-                           max_staleness=1, eval_strategy="steps", eval_steps=2,
-                           per_device_eval_batch_size=16)  # fmt: skip
+    # The third batch is in the air until the first evaluation has pushed.
+    env = holding(lambda trainer, rollout, number: number == 2 and trainer.held_version < 3)
+    trainer = make_trainer(server.port, tmp_path, env_class=env, evaluates=True, max_steps=6, max_staleness=1,
+                           eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=16)  # fmt: skip
     trainer.train()
     assert trainer.rows("rollout/staleness_max") == [0, 1, 1, 1, 1, 1]
     assert trainer.rows("rollout/restarted") == [0, 0, 0, 0, 0, 0]
@@ -882,10 +903,13 @@ def test_staleness_is_of_all_turns_since_the_last_log(monkeypatch, num_ranks):
 def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
     """Batches are in flight while weights are pushed: none is thrown away, asked twice, or older than allowed."""
 
-    # The call ends in the step of the oldest batch in flight. Then a push is before the next turn.
-    tool = calculator_until(lambda: trainer, lambda trainer: len(trainer.set_off) - limit,
-                            lambda number: number % 2 == 0, then=1.0)  # fmt: skip
-    trainer = make_trainer(server.port, tmp_path, tool, max_steps=8, max_staleness=limit)
+    def is_held(trainer, rollout, number):
+        """Until the push of the step before its own, or where that began its batch (a bound of 1), until its own."""
+        last_pushed = min(number, 8 - limit)  # the last steps push nothing
+        is_early = trainer.held_version < last_pushed or trainer.state.global_step < number - limit + 1
+        return number > 0 and first_number(rollout) % 2 == 0 and is_early
+
+    trainer = make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=8, max_staleness=limit)
     trainer.train()
     # Batch b is asked for with the weights of step max(0, b - limit), and trained in step b.
     assert [{r.policy_version for r in batch} for batch in trainer.batches] == [
@@ -959,29 +983,14 @@ def test_a_push_in_the_middle_of_requests(server, tmp_path, monkeypatch):
 def test_the_log_says_which_weights_sampled_a_turn(server, tmp_path):
     """Two batches are in flight. Their later turns wait for the push of the step before theirs."""
 
-    class Noted(Watched):
-        def _start_rollouts(self, prompts, which):
-            flights.append(super()._start_rollouts(prompts, which))
-            return flights[-1]
+    def is_held(trainer, rollout, number):
+        if trainer.held_version < min(number, 4):  # the last two steps push nothing
+            return True
+        behind = trainer.flights[number + 1 : number + 2]  # its first turns must end before the next push
+        return number not in (0, 5) and not (behind and all(rollout.turns for rollout in behind[0]))
 
-    def may_go_on(rollout):
-        number = next((n for n, flight in enumerate(flights) if any(r is rollout for r in flight.rollouts)), None)
-        if number is None or trainer.client.servers[0].policy_version < min(
-            number, 4
-        ):  # the last two steps push nothing
-            return False
-        behind = flights[number + 1 : number + 2]  # its first turns must end before the next push
-        return number in (0, 5) or behind and all(r.turns for r in behind[0].rollouts)
-
-    async def take_turn(rollout, *args):
-        asked = time.monotonic()
-        while rollout.turns and not may_go_on(rollout) and time.monotonic() < asked + 60:
-            await asyncio.sleep(0.02)
-        await MultiTurnToolEnv.take_turn(trainer.env, rollout, *args)
-
-    flights = []
-    trainer = make_trainer(server.port, tmp_path, max_steps=6, max_staleness=2, trainer_class=Noted, logging_steps=3)
-    trainer.env.take_turn = take_turn
+    trainer = make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=6, max_staleness=2,
+                           logging_steps=3)  # fmt: skip
     trainer.train()
     rows = list(read_rollouts(tmp_path))
     assert [row["step"] for row in rows] == [step for step in range(6) for _ in range(16)]
@@ -1064,28 +1073,16 @@ def test_the_ratio_of_a_stale_batch(server, tmp_path):
 @needs_vllm
 def test_a_restart_just_before_a_push_is_noticed(proxy, tmp_path):
     """It held the right weights when it was asked, and others when it was paused: nobody knows what it sampled."""
-    restarts, happened, questions = [], threading.Event(), []
+    restarts = []
 
     def rule(request):
         if request.path == "/pause" and len(pushed_versions(proxy)) == 2 and not restarts:
             restarts.append(requests.post(f"{proxy.target}/update_weight_version", json={"new_version": "default"}))
-            happened.set()
         return None
 
-    class Kept(Watched):
-        def _start_rollouts(self, rows, which):
-            questions.append({row["prompt"][-1]["content"] for row in rows})
-            return super()._start_rollouts(rows, which)
-
-    def seconds(expression):  # the batch that is in flight is not over, however slow the machine is
-        if any(f"What is {expression}?" in batch for batch in questions[3:4]):
-            assert happened.wait(120)
-        return 0.0
-
     proxy.faults = rule
-    tool = slow_calculator(seconds)
-    trainer = make_trainer(proxy.port, tmp_path, tool, trainer_class=Kept, max_steps=6, max_staleness=2)
-    trainer.env.tool_timeout = 150.0
+    env = holding(lambda trainer, rollout, number: number == 3 and not restarts)  # the batch that is in flight
+    trainer = make_trainer(proxy.port, tmp_path, env_class=env, max_steps=6, max_staleness=2)
     trainer.train()
     (client,) = trainer.client.servers
     assert len(restarts) == 1 and client.lineage == 1
@@ -1177,8 +1174,8 @@ def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
             new.append(replace_server(server))
         return answered(completions, **kwargs)
 
-    trainer = make_trainer(server.port, tmp_path, slow_calculator(lambda expression: 0.5), reward, max_steps=5,
-                           max_staleness=1)  # fmt: skip
+    env = holding(lambda trainer, rollout, number: number == 3 and not new)
+    trainer = make_trainer(server.port, tmp_path, reward=reward, env_class=env, max_steps=5, max_staleness=1)
     trainer.train()
     new[0].join()
     assert trainer.state.global_step == 5 and not trainer.in_flight.groups
@@ -1195,21 +1192,6 @@ def prompts_of(trainer):
     return [[group[0].prompt_messages[-1]["content"] for group in batch] for batch in groups]
 
 
-def calculator_until(trainer_of, step_of, is_slow, then=0.0):
-    """The calculator that answers some calls only at the step `step_of(trainer)`, and `then` seconds later."""
-
-    def seconds(expression):
-        trainer, began = trainer_of(), time.monotonic()
-        wanted = step_of(trainer)
-        if len(trainer.set_off) == 1 or not is_slow(int(expression.partition("*")[0])):
-            return 0.0  # the first step itself waits for the calls of its batch
-        while trainer.state.global_step < wanted and time.monotonic() < began + 25:
-            time.sleep(0.05)
-        return then
-
-    return slow_calculator(seconds)
-
-
 def slow_for(*numbers, seconds=8.0):
     """The calculator that is slow for prompts that begin with one of these numbers."""
     return slow_calculator(lambda expression: seconds if int(expression.partition("*")[0]) in numbers else 0.0)
@@ -1219,9 +1201,13 @@ def slow_for(*numbers, seconds=8.0):
 @needs_vllm
 def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
     """`late_groups: admit`: a slow group is trained when it ends, later than the bound, and all are trained once."""
-    tool = calculator_until(lambda: trainer, lambda trainer: min(trainer.state.global_step + 4, 8),
-                            lambda number: number in (11, 18, 25), then=1.0)  # fmt: skip
-    trainer = make_trainer(server.port, tmp_path, tool, max_steps=11, max_staleness=2, late_groups="admit", prompts=22)
+
+    def is_held(trainer, rollout, number):  # for four steps, up to the last push
+        version = min(trainer.set_off[number][0] + 5, 9)
+        return first_number(rollout) in (11, 18, 25) and trainer.held_version < version
+
+    trainer = make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=11, max_staleness=2,
+                           late_groups="admit", prompts=22)  # fmt: skip
     trainer.train()  # an epoch: two prompts to a batch
     trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
     assert len(trained) == len(set(trained)) == 22 and not trainer.in_flight.groups
@@ -1289,7 +1275,7 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
 
 @needs_vllm
 def test_admitted_groups_whose_server_dies_start_over(server, tmp_path):
-    """Some calls are answered only after the server was killed, so that there are groups in flight."""
+    """Some conversations go on only after the server was killed, so that there are groups in flight."""
     new = []
 
     def reward(completions, trainer_state, **kwargs):
@@ -1297,9 +1283,9 @@ def test_admitted_groups_whose_server_dies_start_over(server, tmp_path):
             new.append(replace_server(server))
         return answered(completions, **kwargs)
 
-    tool = calculator_until(lambda: trainer, lambda trainer: 4, lambda number: number in range(11, 41, 4))
-    trainer = make_trainer(server.port, tmp_path, tool, reward, max_steps=8, max_staleness=2, late_groups="admit",
-                           prompts=16)  # fmt: skip
+    env = holding(lambda trainer, rollout, number: first_number(rollout) in range(11, 41, 4) and not new)
+    trainer = make_trainer(server.port, tmp_path, reward=reward, env_class=env, max_steps=8, max_staleness=2,
+                           late_groups="admit", prompts=16)  # fmt: skip
     trainer.train()
     new[0].join()
     trained = [prompt for batch in prompts_of(trainer) for prompt in batch]
@@ -1609,7 +1595,7 @@ def test_a_client_may_have_a_connection_for_each_conversation():
 # =====================================================================================================================
 
 TWO_RANKS = """
-import os, signal, sys, threading
+import os
 import mt_grpo_trainer as m
 
 original = m.MTGRPOEnvTrainer._start_rollouts
@@ -1620,7 +1606,7 @@ def set_off(self, prompts, which):
         if os.environ["FAULT"] == "dead port":
             self.client.servers[0].base_url = "http://127.0.0.1:9"
         else:
-            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            os.environ["SIGNAL_IN_TOOL"] = "1"
     return original(self, prompts, which)
 
 
@@ -1693,7 +1679,7 @@ def calculator(expression: str) -> str:
     worker, began = sys.modules["__main__"], time.monotonic()
     wanted = min(worker.STEPS + 4, 5)
     is_slow = int(re.findall(r"[0-9]+", expression)[0]) % 8 == 0
-    while is_slow and worker.STEPS < wanted and time.monotonic() < began + 20:
+    while is_slow and worker.STEPS < wanted and time.monotonic() < began + 60:
         time.sleep(0.05)
     return "1"
 
@@ -1711,7 +1697,7 @@ def test_two_ranks_take_the_same_groups(server, tmp_path):
         "calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port, "--weight_sync_dir", tmp_path,
         "--max_steps", "8", "--dataset_size", "24", "--per_device_train_batch_size", "6", "--num_generations", "4",
         "--max_staleness", "2", "--late_groups", "admit", "--tools_script", tmp_path / "tool.py", "--tool_timeout",
-        "30", "--credit_assignment", "gigpo", "--save_strategy", "no",
+        "90", "--credit_assignment", "gigpo", "--save_strategy", "no",
     )  # fmt: skip
     command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
                str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
