@@ -95,9 +95,9 @@ from mt_grpo.recipe.checks import (
     check_server,
     load_tokenizer,
     model_errors,
+    prepare_data,
     prepare_env,
     prompt_ids_of,
-    rows_of_environment,
     warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
@@ -731,7 +731,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     Args:
         model: Name, path, or model.
-        env: The conversations. Its `max_completion_length` is set from `args`; its other limits stay as they are.
+        env: The conversations. A limit that only it or only `args` was given holds for both.
         turn_reward_funcs, outcome_reward_funcs: TRL reward functions. They get `prompts`, `completions` (messages),
             `completion_ids`, `rollout_turns` (list of `Turn` per rollout), `environments` (instances or None), the
             data's columns, `trainer_state`, `log_extra`, `log_metric`. A turn function returns per rollout a number,
@@ -1013,7 +1013,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             outcome_reward_weights or args.outcome_reward_weights,
             args.environment_reward_weight,
         )
-        train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
+        train_dataset, eval_dataset = prepare_data(env, args, train_dataset, eval_dataset)
         funcs = self.reward_functions.functions
         tokenizer, model_config = prepare_env(
             env, args, model, train_dataset, eval_dataset, processing_class, funcs, peft_config

@@ -1,19 +1,21 @@
-"""What `mt_grpo_trainer.py` stands on. No module of this package imports that script.
+"""Everything that `mt_grpo_trainer.py` uses: server client, weight sync, logging, integrations. It never imports it.
 
-A wing imports from itself, from `rollout` and from the wings above it in this list, never from one below.
+A folder imports from itself, from `rollout` and from those above it in this list:
 
-    rollout         the nouns and protocols of a conversation: Turn, Reply, Rollout, Environment, ToolFormat, Backend
-    base/           what every wing stands on: event loop, ranks, files, errors
+    rollout         the types and protocols of a conversation: Turn, Reply, Rollout, Environment, ToolFormat, Backend
+    base/           event loop, ranks, files, errors
     conversation/   environments, tools, formats, sampling
-    generation/     servers and what they hold; the policy's weights on their way there
-    training/       what the loss sees: rewards, records, tensors, what is in flight
-    run/            a run loses nothing: checkpoints, resuming, stopping
-    recipe/         whether a recipe is right, and what it describes
-    reports/        what people see of a run
-    adapters/       other houses: agents, gym, mcp, openenv, verl, ms_swift
+    generation/     inference servers, and how the policy's weights get there
+    training/       rewards, records, tensors, passes of the loss
+    run/            checkpoints, resuming, stopping, rollouts in flight
+    recipe/         reading and checking a recipe
+    reports/        metrics, progress, the log of rollouts, preflight
+    adapters/       integrations: agents, gym, mcp, openenv, verl, ms_swift
 
-A plug-in finds what it needs here: `from mt_grpo import Reply, Turn`.
+What tools, environments and notebooks need is imported from here: `from mt_grpo import Reply, Turn, load_tools`.
 """
+
+import importlib
 
 from mt_grpo.rollout import (
     Context,
@@ -42,3 +44,18 @@ __all__ = [
     "ToolResult",
     "Turn",
 ]
+
+LOADED_BY_NAME = {
+    "ChatFormat": "mt_grpo.conversation.formats.base",
+    "load_environment": "mt_grpo.recipe.plugins",
+    "load_rewards": "mt_grpo.recipe.plugins",
+    "load_tools": "mt_grpo.recipe.plugins",
+    "read_rollouts": "mt_grpo.reports.rollout_log",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import what is not needed for a plug-in's types when it is asked for: `import mt_grpo` stays quick."""
+    if name in LOADED_BY_NAME:
+        return getattr(importlib.import_module(LOADED_BY_NAME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

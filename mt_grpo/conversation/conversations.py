@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 class Conversations(Limits):
     """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`."""
 
+    max_completion_length = 1024  # of an environment that is given none
+
     def __init__(
         self, max_steps: int, max_completion_length: int, prompt_examples: list[list[Message]] = (), **limits: Any
     ):

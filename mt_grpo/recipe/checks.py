@@ -50,7 +50,7 @@ from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.generation.adapters import slots_of, why_config_merges
 from mt_grpo.generation.nccl_groups import check_group_port
 from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.recipe.data import check_prompt, empty_prompts, not_here
+from mt_grpo.recipe.data import check_prompt, empty_prompts, not_here, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding, cuts_of
 from mt_grpo.rollout import ROLES
@@ -170,6 +170,13 @@ def rows_of_environment(env: Any, args: GRPOConfig) -> Any:
     return empty_prompts(args.generation_batch_size // args.num_generations)
 
 
+def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
+    """The data sets of a trainer, with prompts (`with_prompts`, `rows_of_environment`)."""
+    train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
+    named = (train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")
+    return tuple(with_prompts(data, name, env.environments is None) for data, name in named)
+
+
 def check_num_prompts(num_prompts: int, args: GRPOConfig) -> None:
     """Raise `ValueError` if the prompts do not fill one batch of rollouts: TRL's sampler would drop them all."""
     needed = args.generation_batch_size // args.num_generations
@@ -266,15 +273,25 @@ def model_error(name: str, error: Exception) -> str:
     return f"model_name_or_path: {name!r} cannot be loaded: {reason}{not_here(name)}"
 
 
-def check_env(args: GRPOConfig, env: Any) -> None:
-    """Raise `ValueError` if the environment, which may be made without the settings, contradicts them."""
-    for key in (*limits_of(args), "tool_format"):
-        attribute = "max_steps" if key == "max_env_steps" else key
-        if getattr(args, key) not in (default_of(key, (type(args),)), getattr(env, attribute)):
+def share_limits(args: GRPOConfig, env: Any) -> None:
+    """Give each limit that only the configuration or only the environment was given to the other one.
+
+    Raises `ValueError` for a limit that both were given, with different values.
+    """
+    defaults = {"max_completion_length": type(env).max_completion_length}
+    for key in (*limits_of(args), "max_completion_length", "tool_format"):
+        value, of_env, default = getattr(args, key), getattr(env, key), default_of(key, (type(args),))
+        if value == default and of_env != defaults.get(key, default):
+            setattr(args, key, of_env)
+        elif of_env == defaults.get(key, default) and key != "tool_format":  # its system prompt is made
+            setattr(env, key, value)
+        elif value != of_env:
+            name = "max_steps" if key == "max_env_steps" else key
             raise ValueError(
-                f"args.{key}={getattr(args, key)}, but the environment has {attribute}={getattr(env, attribute)}. "
-                f"Pass {attribute}={getattr(args, key)} to MultiTurnToolEnv, or use build_env."
+                f"{key}: {value} in the configuration, and {name}={of_env} in the environment. Give it to one of them."
             )
+    if env.environments is not None:
+        env.environments.timeout = env.environment_timeout
     if args.isolate_tools and not any(hasattr(tool, "prepare") for tool in env.tools.values()):
         raise ValueError(
             "isolate_tools: none of the environment's tools runs in a process. Expected functions without async, "
@@ -481,7 +498,7 @@ def prepare_env(
             "weight_sync: auto all weights are pushed instead."
         )
     check_num_prompts(len(train_dataset), args)
-    check_env(args, env)
+    share_limits(args, env)
     env.tokenizer = env.tokenizer or tokenizer
     model_config = load_model_config(name, args) if isinstance(model, str) else model.config
     revision = (args.model_init_kwargs or {}).get("revision")
@@ -494,7 +511,6 @@ def prepare_env(
     if reader_of(tokenizer) is not None and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True  # a pass of one rank has a picture, and that of another has none
     env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
-    env.max_completion_length = args.max_completion_length
     for split, where in named:
         check_images(split, where, env)
         context = check_context(env, model_config, split, args)

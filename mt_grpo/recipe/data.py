@@ -153,6 +153,28 @@ def accepted_answers(answer: Any) -> list[str]:
     return list(dict.fromkeys(str(each) for each in answers if each is not None))
 
 
+def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
+    """A data set that is made in Python as a recipe's: a list of rows is taken, and `question` becomes the prompt.
+
+    Args:
+        data: A list of dicts or a `Dataset`, or a dict of these. All else is returned as it is.
+        name: Names it in errors.
+        needs_prompt: False if an environment may bring the prompts.
+
+    Raises:
+        ValueError: A row has neither `prompt` nor `question` and `answer`.
+
+    >>> with_prompts([{"question": "2 + 2?", "answer": "4"}], "train_dataset")[0]["prompt"]
+    [{'role': 'user', 'content': '2 + 2?'}]
+    """
+    if isinstance(data, dict):
+        return {key: with_prompts(split, f"{name}[{key!r}]", needs_prompt) for key, split in data.items()}
+    has_questions = isinstance(data, Dataset) and "question" in data.column_names and "prompt" not in data.column_names
+    if isinstance(data, list) or has_questions:
+        return Rows(data, functools.partial(made_row, name=name, needs_prompt=needs_prompt))
+    return data
+
+
 MOST_GENERATED = 1_000_000  # rows; the generators have not many more without repeats
 GENERATED_DATASETS = {"arithmetic": make_arithmetic, "chain": make_chain, "seeds": make_seeds}
 HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test split)

@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import inspect
 import logging
+import os
 import sys
 import threading
 import types
@@ -51,10 +52,21 @@ def load_lists(path: str, key: str, names: list[str], of_lists: int = 2) -> list
     return lists
 
 
+def find_modules_next_to(path: str) -> None:
+    """Let a file that a recipe names import modules from its own folder and from the working directory.
+
+    Both go to the end of `sys.path`, so that they hide no module.
+    """
+    for folder in (str(Path(path).resolve().parent), os.getcwd()):
+        if folder not in sys.path:
+            sys.path.append(folder)
+
+
 def import_file(path: str, key: str) -> types.ModuleType:
     """Import a recipe's file anew, as a module. Raises `ValueError` with the recipe key if the import fails."""
     if not path.endswith(".py"):
         raise ValueError(f"{key}: {path!r} is no Python file. Expected one that ends in .py.")
+    find_modules_next_to(path)
     spec = importlib.util.spec_from_file_location(module_name(path, key), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

@@ -31,7 +31,7 @@ from mt_grpo.conversation.environments import EnvironmentFailure, Environments, 
 from mt_grpo.conversation.tools.arguments import readers_of
 from mt_grpo.conversation.tools.signature import as_tool, describe_tools, signature_of, tool_schema
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolTimeout, run_tool
-from mt_grpo.recipe.checks import check_env
+from mt_grpo.recipe.checks import share_limits
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.reports.rollout_log import Scored, rollout_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
@@ -275,9 +275,9 @@ def test_what_a_reply_says_stands_in_the_log():
 def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):
     env = MultiTurnToolEnv([], None, environment=Counter, environment_timeout=7)
     settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
-    check_env(MTGRPOConfig(**settings, environment_timeout=7), env)
-    with pytest.raises(ValueError, match="environment_timeout=5, but the environment has environment_timeout=7"):
-        check_env(MTGRPOConfig(**settings, environment_timeout=5), env)
+    share_limits(MTGRPOConfig(**settings, environment_timeout=7), env)
+    with pytest.raises(ValueError, match="environment_timeout: 5 in the configuration.*=7"):
+        share_limits(MTGRPOConfig(**settings, environment_timeout=5), env)
 
 
 def test_two_tools_of_one_name_are_refused():

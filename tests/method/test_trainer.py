@@ -27,6 +27,7 @@ from trl.trainer.utils import RepeatSampler
 from mt_grpo.base.files import output_lock
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.recipe.checks import share_limits
 from mt_grpo.recipe.keys import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.training.reward_calls import run_rewards
@@ -440,9 +441,56 @@ def test_turn_rewards_alone_train(random_model, tmp_path):
     assert trainer.state.log_history[0]["credit/mean_abs_advantage"] > 0.01
 
 
-def test_limits_that_args_and_environment_give_differently_are_refused(random_model, tmp_path):
-    with pytest.raises(ValueError, match="max_env_steps=5, but the environment has max_steps=2"):
-        make_trainer(random_model, tmp_path, max_env_steps=5)
+def test_a_limit_that_is_given_once_holds_for_both(tmp_path):
+    """For the configuration and the environment; two values are an error, and so is a format after its prompt."""
+    env = MultiTurnToolEnv([echo], max_steps=3, max_completion_length=700, tool_timeout=9.0)
+    args = MTGRPOConfig(**settings(tmp_path, max_turn_tokens=7, max_completion_length=512))
+    share_limits(args, env)
+    assert (args.max_env_steps, args.max_completion_length, args.tool_timeout, env.max_turn_tokens) == (3, 700, 9.0, 7)
+    env = MultiTurnToolEnv([echo])
+    share_limits(MTGRPOConfig(**settings(tmp_path, max_env_steps=5)), env)
+    assert (env.max_steps, env.max_completion_length) == (5, 24)
+    for key, value, given in (("max_env_steps", 5, {"max_steps": 3}), ("max_completion_length", 9, {}),
+                              ("tool_format", "hermes", {})):  # fmt: skip
+        args = MTGRPOConfig(**settings(tmp_path, **{key: value}))
+        with pytest.raises(ValueError, match=f"^{key}: {value} in the configuration"):
+            share_limits(args, MultiTurnToolEnv([echo], **{"max_completion_length": 24, **given}))
+
+
+def test_rows_with_questions_and_lists_of_rows_train(random_model, tmp_path):
+    """They become the prompts of a recipe's rows; other columns and an evaluation's rows too."""
+    rows = [{"question": text, "answer": "4"} for text in ("one", "two?", "three...")]
+    trainer = MTGRPOEnvTrainer(
+        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [length_reward],
+        args=MTGRPOConfig(**settings(tmp_path, max_steps=1)), train_dataset=rows,
+        eval_dataset={"of a table": Dataset.from_list(rows)},
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.global_step == 1 and trainer.batch.rows[0]["answer"] == "4"
+    assert trainer.eval_dataset["of a table"][1]["prompt"] == [{"role": "user", "content": "two?"}]
+    with pytest.raises(ValueError, match="train_dataset.*row 1 .*question"):
+        MTGRPOEnvTrainer(random_model, trainer.env, [turn_reward], train_dataset=[rows[0], {"text": "no prompt"}],
+                         args=trainer.args)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_package", [False, True])
+def test_a_folder_called_tools_in_a_users_project_is_found(tmp_path, is_package):
+    """A file that a recipe names imports from its project, whose folder has the name of one of this repository."""
+    (tmp_path / "tools").mkdir()
+    (tmp_path / "tools/helpers.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "tools/mine.py").write_text(
+        "from tools.helpers import double\nimport helpers\n\n\ndef twice(x: int) -> int:\n"
+        '    """Double a number."""\n    return double(x)\n\n\nTOOL_FUNCTIONS = [twice]\n'
+    )
+    if is_package:
+        (tmp_path / "tools/__init__.py").touch()
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from mt_grpo import load_tools\n"
+    code += "print(load_tools('tools/mine.py')[0](4))"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.stdout == "8\n", ended.stderr
+
+
+def test_isolated_tools_without_a_function_for_a_process_are_an_error(random_model, tmp_path):
     with pytest.raises(ValueError, match="isolate_tools: none of the environment's tools runs in a process"):
         make_trainer(random_model, tmp_path, isolate_tools=True)
 

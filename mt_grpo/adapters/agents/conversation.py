@@ -16,9 +16,7 @@ import inspect
 import os
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mt_grpo.adapters.agents.programs import (
@@ -34,7 +32,6 @@ from mt_grpo.adapters.agents.session import AgentSession
 from mt_grpo.adapters.house import check_settings_of
 from mt_grpo.adapters.prefixes import Newest, Tokenised
 from mt_grpo.base.event_loop import close_on
-from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import failures_end
 from mt_grpo.conversation.picture_parts import is_image_part
 from mt_grpo.recipe.plugins import load_named
@@ -220,9 +217,6 @@ def read_other_models(script_args: Any) -> dict[str, Any]:
 
 def load_function(reference: str) -> FunctionAgent:
     """The function that `path.py:function` names. Raises `ValueError` where there is none that takes a row."""
-    folder = str(Path(absolute(reference.rpartition(":")[0]) or ".").parent)
-    if folder not in sys.path:  # a program finds the modules beside it; behind all others
-        sys.path.append(folder)
     function, name, path = load_named(reference, "agent", "function")
     if not inspect.isfunction(function):
         raise ValueError(f"agent: {name!r} of {path!r} is {function!r}, expected a function of (row, client).")

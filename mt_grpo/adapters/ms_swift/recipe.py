@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from mt_grpo.adapters.house import check_settings_of
@@ -62,9 +60,6 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
 
 def load_plugin(path: str) -> None:
     """Import a plug-in, which may import files that stand beside it. Raises `ValueError`."""
-    folder = str(Path(path).resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: it hides nothing
     import_file(path, "external_plugins")
     check_plugin_imports(path, "external_plugins", "ms-swift", SwiftPaths, MODULES)
 

@@ -6,7 +6,6 @@ import importlib
 import inspect
 import logging
 import re
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from mt_grpo.adapters.verl.paths import MODULES, VerlPaths, install, tool_schema
 from mt_grpo.base.bounded_yaml import RecipeLoader
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import fits_type
-from mt_grpo.recipe.plugins import import_file, load_class
+from mt_grpo.recipe.plugins import find_modules_next_to, import_file, load_class
 
 logger = logging.getLogger(__name__)
 MCP_BASE = "verl.tools.mcp_base_tool"
@@ -194,8 +193,7 @@ def find_class(reference: str, path: str, key: str) -> type:
         found = load_class(reference, key)
         check_plugin_imports(reference.rpartition(":")[0], key, "verl", VerlPaths, MODULES)
         return found
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: it hides nothing
+    find_modules_next_to(path)
     try:
         imported = import_module(module, path) if module else None
         found = getattr(imported, name, None)
