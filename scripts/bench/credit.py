@@ -76,6 +76,7 @@ LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
 SEARCH_SEED = 100
 NUM_SEEDS = 5  # fewer are not quoted, but where a task says another number
 SMOOTHED_OVER = 5  # steps
+SEEDS_SHOWN = [("sparse", "outcome"), ("sparse", "merged"), ("sparse", "mt_grpo")]  # each seed a line
 THRESHOLD = 0.8
 NUM_PROBLEMS = 256  # held out
 TASKS: dict[str, dict[str, Any]] = {
@@ -443,7 +444,10 @@ def reported(rows: list[dict[str, Any]], rates: dict[str, float]) -> dict[tuple[
 
 
 def aggregated(rows: list[dict[str, Any]], rates: dict[str, float]) -> list[dict[str, Any]]:
-    """The results of each task and method: its figures by seed, and `curve`, (mean, half width) by step."""
+    """The results of each task and method: its figures by seed, and `curve`, (mean, half width) by step.
+
+    Those of SEEDS_SHOWN also have `curves`, the smoothed exact match of each seed by step.
+    """
     found = []
     for (task, method), runs in reported(rows, rates).items():
         runs = sorted(runs, key=lambda row: row["seed"])
@@ -455,7 +459,8 @@ def aggregated(rows: list[dict[str, Any]], rates: dict[str, float]) -> list[dict
                 "learning_rate": runs[0]["learning_rate"],
                 **{key: [row[key] for row in runs] for key in ("seed", *FIGURES)},
                 "tokens": [row["tokens"] for row in runs if "tokens" in row],
-                "curve": [[round(number, 3) for number in interval(list(values))] for values in zip(*curves)],
+                **({"curves": [[round(v, 3) for v in c] for c in curves]} if (task, method) in SEEDS_SHOWN else {}),
+                "curve": [[round(number, 2) for number in interval(list(values))] for values in zip(*curves)],
             }
         )
     return found
@@ -539,22 +544,29 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         for method in NAMES:
             if (task, method) not in groups:
                 continue
-            points = groups[task, method]["curve"]
-            steps = range(1, len(points) + 1)
-            axis.plot(steps, [m for m, _ in points], color=colours[method], label=method, linewidth=1.8)
-            axis.fill_between(
-                steps,
-                [max(0, m - h) for m, h in points],
-                [min(1, m + h) for m, h in points],
-                color=colours[method],
-                alpha=0.13,
-                linewidth=0,
-            )
+            means, half_widths = zip(*groups[task, method]["curve"])
+            low, high = zip(*((max(0, m - h), min(1, m + h)) for m, h in zip(means, half_widths)))
+            steps = range(1, len(means) + 1)
+            axis.plot(steps, means, color=colours[method], label=method, linewidth=1.8)
+            axis.fill_between(steps, low, high, color=colours[method], alpha=0.13, linewidth=0)
         axis.set(title=TASKS[task]["title"], xlabel="optimizer step", ylim=(0, 1), xlim=(1, TASKS[task]["steps"]))
         if axis is axes[0][0] or "ways" in TASKS[task]:  # the others have the methods of the first one
             axis.legend(frameon=False, fontsize=9)
     for row_of_axes in axes:
         row_of_axes[0].set_ylabel(f"exact match of the batch,\nmean over {SMOOTHED_OVER} steps")
+    common.save_picture(figure, path)
+
+
+def plot_seeds(results: list[dict[str, Any]], path: Path) -> None:
+    """One panel per method of SEEDS_SHOWN, one line per seed: the smoothed exact match of the training batches."""
+    rows = [row for shown in SEEDS_SHOWN for row in results if (row["task"], row["method"]) == shown]
+    figure, axes = common.pyplot().subplots(1, len(rows), figsize=(9, 2.7), sharey=True)
+    for axis, row, colour in zip(axes, rows, ("#777777", "#E69F00", "#0072B2")):
+        for curve in row["curves"]:
+            axis.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6)
+        learned = sum(value > 0.5 for value in row["exact_match"])
+        axis.set(title=f"{row['method']}: {learned} of {len(row['seed'])} seeds learn", xlabel="optimizer step")
+    axes[0].set(ylabel="exact match", ylim=(0, 1))
     common.save_picture(figure, path)
 
 
@@ -580,6 +592,7 @@ def report() -> None:
         return
     table = markdown(rows)
     plot(rows, PICTURE)
+    plot_seeds(rows, PICTURE.with_name("credit_seeds.png"))
     write_section("credit", table, PAGE)
     print(f"{PICTURE} and the tables in {PAGE}\n\n{table}")
 
