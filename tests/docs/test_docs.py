@@ -26,6 +26,7 @@ from datasets import Dataset
 from scripted import Scripted, call
 from test_agents import run as run_agent
 from test_formats import TOKENIZER
+from test_size import sizes
 from test_verl import build as verl_build, converse as verl_converse
 from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
@@ -166,13 +167,38 @@ def test_the_example_of_programs_runs(capsys):
 
 
 def test_the_reward_example_runs():
-    space = run(block(PAGES["README.md"], "python", "TURN_REWARD_FUNCS"))
+    space = run(block(RECIPES, "python", "def one_call_is_enough"))
     called, answered = (SimpleNamespace(observation=text, error=None) for text in ("4", None))
     (values,) = space["TURN_REWARD_FUNCS"][0](rollout_turns=[[called, called, answered]])
     assert values == [0.1, 0.0, None]
     right, wrong, none = (SimpleNamespace(answer=answer) for answer in ("4", "5", None))
     rollout_turns = [[called, right], [right, wrong], [none], []]
     assert space["OUTCOME_REWARD_FUNCS"][0](rollout_turns=rollout_turns, answer=["4"] * 4) == [1.0, 0.0, 0.0, 0.0]
+
+
+def test_the_example_of_readme_trains(tmp_path, monkeypatch):
+    """With three small steps in place of thirty."""
+    monkeypatch.chdir(tmp_path)
+    Path("hf_recipes").symlink_to(ROOT / "hf_recipes")
+    code = block(PAGES["README.md"], "python", "MTGRPOConfig")
+    assert len(code.splitlines()) <= 26
+    run(code.replace("max_steps=30, per_device_train_batch_size=64", "max_steps=3, per_device_train_batch_size=16"))
+    rows = [json.loads(line) for line in Path("runs/example/rollouts.rank0.jsonl").read_text().splitlines()]
+    assert rows[-1]["step"] == 2 and {*rows[0]["rewards"]} == {"call_works", "right_answer"}
+
+
+def test_readme_says_how_large_this_is():
+    """To two per cent of what tests/test_size.py counts: the script, and what else importing it loads."""
+    said = re.search(
+        r"in ([\d,]+) lines. Everything else that it imports\s+from this repo\D*? is ([\d,]+) lines",
+        PAGES["README.md"],
+    )
+    script, rest = (int(number.replace(",", "")) for number in said.groups())
+    real = sizes()
+    assert script == pytest.approx(real["script"], rel=0.02) and rest == pytest.approx(
+        real["core"] - real["script"], rel=0.02
+    )
+    assert len(PAGES["README.md"].splitlines()) <= 150
 
 
 def test_the_smallest_recipe_is_one(tmp_path, monkeypatch):
@@ -532,7 +558,7 @@ def test_vllm_takes_the_flags_of_the_server_by_hand():
     parser_of = pytest.importorskip("vllm.entrypoints.launchers.cli_args").make_arg_parser
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    (serve,) = [words for words in block_commands(PAGES["README.md"]) if words[:2] == ["vllm", "serve"]]
+    (serve,) = [words for words in block_commands(PAGES["docs/cluster.md"]) if words[2:3] == ["Qwen/Qwen3-1.7B"]]
     parsed = parser_of(FlexibleArgumentParser(exit_on_error=False)).parse_args(serve[2:])
     assert isinstance(parsed, argparse.Namespace)
     assert (parsed.model_tag, parsed.logprobs_mode) == ("Qwen/Qwen3-1.7B", "processed_logprobs")
@@ -577,7 +603,7 @@ def test_every_link_leads_somewhere(page):
 
 
 def test_a_broken_link_is_noticed():
-    text = "[a](credit.md#see-it) [b](credit.md#nowhere) [c](nowhere.md) [d](../README.md#the-idea) [e](https://x.org)"
+    text = "[a](credit.md#see-it) [b](credit.md#nowhere) [c](nowhere.md) [d](../README.md#gpus) [e](https://x.org)"
     assert broken_links("docs/speed.md", text) == ["credit.md#nowhere", "nowhere.md"]
 
 
@@ -600,11 +626,6 @@ def test_the_table_of_versions_is_that_of_its_results():
 
 
 def test_the_report_of_the_real_model_is_that_of_its_results():
-    """README shows rows of the report's first table, as they stand there."""
     results = json.loads((ROOT / "docs/results/real_model.json").read_text())
     made = importlib.import_module("bench.real_model").section(results)
     assert with_section(PAGES["docs/real_model.md"], "real_model", made) == PAGES["docs/real_model.md"]
-    first_table = made[: made.index("\n\n")].splitlines()
-    labels = ("| sampled |", "| tool executed |", "| answer among the results |", "| exact match |")
-    shown = [line for line in PAGES["README.md"].splitlines() if line.startswith(labels)]
-    assert shown == [line for line in first_table if line.startswith(labels)] and len(shown) == len(labels)

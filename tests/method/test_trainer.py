@@ -450,8 +450,11 @@ def test_a_limit_that_is_given_once_holds_for_both(tmp_path):
     env = MultiTurnToolEnv([echo])
     share_limits(MTGRPOConfig(**settings(tmp_path, max_env_steps=5)), env)
     assert (env.max_steps, env.max_completion_length) == (5, 24)
-    for key, value, given in (("max_env_steps", 5, {"max_steps": 3}), ("max_completion_length", 9, {}),
-                              ("tool_format", "hermes", {})):  # fmt: skip
+    for key, value, given in (
+        ("max_env_steps", 5, {"max_steps": 3}),
+        ("max_completion_length", 9, {}),
+        ("tool_format", "hermes", {}),
+    ):
         args = MTGRPOConfig(**settings(tmp_path, **{key: value}))
         with pytest.raises(ValueError, match=f"^{key}: {value} in the configuration"):
             share_limits(args, MultiTurnToolEnv([echo], **{"max_completion_length": 24, **given}))
@@ -461,16 +464,21 @@ def test_rows_with_questions_and_lists_of_rows_train(random_model, tmp_path):
     """They become the prompts of a recipe's rows; other columns and an evaluation's rows too."""
     rows = [{"question": text, "answer": "4"} for text in ("one", "two?", "three...")]
     trainer = MTGRPOEnvTrainer(
-        random_model, MultiTurnToolEnv([echo], system_prompt=None), [turn_reward], [length_reward],
-        args=MTGRPOConfig(**settings(tmp_path, max_steps=1)), train_dataset=rows,
+        random_model,
+        MultiTurnToolEnv([echo], system_prompt=None),
+        [turn_reward],
+        [length_reward],
+        args=MTGRPOConfig(**settings(tmp_path, max_steps=1)),
+        train_dataset=rows,
         eval_dataset={"of a table": Dataset.from_list(rows)},
-    )  # fmt: skip
+    )
     trainer.train()
     assert trainer.state.global_step == 1 and trainer.batch.rows[0]["answer"] == "4"
     assert trainer.eval_dataset["of a table"][1]["prompt"] == [{"role": "user", "content": "two?"}]
     with pytest.raises(ValueError, match="train_dataset.*row 1 .*question"):
-        MTGRPOEnvTrainer(random_model, trainer.env, [turn_reward], train_dataset=[rows[0], {"text": "no prompt"}],
-                         args=trainer.args)  # fmt: skip
+        MTGRPOEnvTrainer(
+            random_model, trainer.env, [turn_reward], train_dataset=[rows[0], {"text": "no prompt"}], args=trainer.args
+        )
 
 
 @pytest.mark.parametrize("is_package", [False, True])
