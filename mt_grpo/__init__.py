@@ -45,7 +45,7 @@ __all__ = [
     "Turn",
 ]
 
-LOADED_BY_NAME = {
+_MODULES = {
     "ChatFormat": "mt_grpo.conversation.formats.base",
     "load_environment": "mt_grpo.recipe.plugins",
     "load_rewards": "mt_grpo.recipe.plugins",
@@ -56,6 +56,6 @@ LOADED_BY_NAME = {
 
 def __getattr__(name: str) -> object:
     """Import what is not needed for a plug-in's types when it is asked for: `import mt_grpo` stays quick."""
-    if name in LOADED_BY_NAME:
-        return getattr(importlib.import_module(LOADED_BY_NAME[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -158,21 +158,17 @@ def check_speakers(prompt: list[dict[str, Any]], where: str, env: Any) -> None:
         raise ValueError(f"{where}: the prompt has a system message alone. Expected a user's message behind it.")
 
 
-def rows_of_environment(env: Any, args: GRPOConfig) -> Any:
-    """What a run without data steps through: empty prompts for one batch of rollouts, as in TRL.
+def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any = None) -> tuple[Any, Any]:
+    """The data sets of a trainer, with prompts. Without training rows: empty prompts for one batch, as in TRL.
 
-    Raises `ValueError` unless an environment brings the prompts and `max_steps` says where the run ends.
+    Raises `ValueError` if there are no rows and no environment brings the prompts, or no `max_steps` ends the run.
     """
-    if env.environments is None:
+    if train_dataset is None and env.environments is None:
         raise ValueError("train_dataset is None, and there is no environment whose reset brings the prompts.")
-    if args.max_steps <= 0:
+    if train_dataset is None and args.max_steps <= 0:
         raise ValueError(f"max_steps={args.max_steps}, expected at least 1: without a dataset it says where to end.")
-    return empty_prompts(args.generation_batch_size // args.num_generations)
-
-
-def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any) -> tuple[Any, Any]:
-    """The data sets of a trainer, with prompts (`with_prompts`, `rows_of_environment`)."""
-    train_dataset = rows_of_environment(env, args) if train_dataset is None else train_dataset
+    if train_dataset is None:
+        train_dataset = empty_prompts(args.generation_batch_size // args.num_generations)
     named = (train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")
     return tuple(with_prompts(data, name, env.environments is None) for data, name in named)
 

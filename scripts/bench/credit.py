@@ -560,7 +560,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 def plot_seeds(results: list[dict[str, Any]], path: Path) -> None:
     """One panel per method of SEEDS_SHOWN, one line per seed: the smoothed exact match of the training batches."""
     rows = [row for shown in SEEDS_SHOWN for row in results if (row["task"], row["method"]) == shown]
-    figure, axes = common.pyplot().subplots(1, len(rows), figsize=(9, 2.7), sharey=True)
+    figure, axes = common.pyplot().subplots(1, max(2, len(rows)), figsize=(9, 2.7), sharey=True)
     for axis, row, colour in zip(axes, rows, ("#777777", "#E69F00", "#0072B2")):
         for curve in row["curves"]:
             axis.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=1.6)

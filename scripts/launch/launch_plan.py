@@ -38,7 +38,7 @@ from mt_grpo.recipe.checks import (
     check_num_prompts,
     check_reward_columns,
     longest_prompt,
-    rows_of_environment,
+    prepare_data,
     why_text,
 )
 from mt_grpo.recipe.data import load_splits
@@ -162,7 +162,7 @@ def server_context(
     env = mt.build_env(script_args, args, tools, tokenizer)
     with_pictures(tokenizer, why_text(args) or PictureReader.of(name, config, tokenizer, revision))
     train, test = load_splits(script_args, whole.eval_strategy, env.environments)
-    train = rows_of_environment(env, whole) if train is None else train
+    train, _ = prepare_data(env, whole, train)
     needed = 0
     for split, rows in ((script_args.dataset_train_split, train), (script_args.dataset_test_split, test)):
         if rows is None:

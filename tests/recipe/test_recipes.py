@@ -1071,19 +1071,10 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
         mt.parse_arguments(["--config"])
 
 
-def bomb(lines: int) -> str:
-    """Each line stands ten times in the next one: ten to the power of `lines` values."""
-    rows = [", ".join([f"*a{k - 1}" if k else "1"] * 10) for k in range(lines)]
-    return "".join(f"a{k}: &a{k} [{row}]\n" for k, row in enumerate(rows))
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set on line 1 and again on line 3"),
-        (bomb(4), "line 4 has more than 10000 values or 50 levels, its aliases filled in"),
-        ("a: &a [*a]\n", "line 1 has an alias of what it stands in"),
-        ("lora_target_modules: " + "[" * 3000 + "]" * 3000, "line 1 has more than 50 levels"),
         ("use_liger_kernel: true\n", "use_liger_kernel needs a package that is not installed. Run `pip install"),
         ("env:\n  3: x\n", "env: 3 in .* is no name of an environment variable"),
         ("env:\n  A:\n", "env: A: None in .*, expected"),
