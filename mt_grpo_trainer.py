@@ -13,9 +13,9 @@ has several turns. A good search and the bad answer after it should not share on
     trained          1 1 1 1 1 1 1            0 0 0 0              1 1 1 1
     advantage        outcome + coef * turn    -                    outcome
 
-TRL's `GRPOTrainer` optimises, and vLLM (or the model itself) generates. This file is what lies between: the
-conversation, its tokens, its credit. The history is never rendered again, which would train on tokens that the policy
-never sampled. Where an environment edits it, a further record begins. Images are ids too (`mt_grpo/base/pictures.py`).
+TRL's `GRPOTrainer` optimises, and vLLM (or the model itself) generates. This file holds what lies between them: the
+conversation, its tokens and its credit. The history is never rendered again, since that would train on tokens that the
+policy never sampled. If an environment edits it, a new record begins. Images are ids too (`mt_grpo/base/pictures.py`).
 
     python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml      # on a CPU, 2 to 3 minutes
     bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml            # on GPUs, with the vLLM server it needs
@@ -26,8 +26,8 @@ A step starts in section 3 (`_generate_and_score_completions`). It runs conversa
     3. the step            `MTGRPOEnvTrainer`: roll out, score, credit; TRL's loss of rows that share prompts
     4. the server          `VLLMServerClient`: generate, chat, update_weights
     5. configuration       the two dataclasses, and how a recipe becomes a trainer
-What the method stands on is in the package `mt_grpo/`, which never imports this file. To try another method, copy
-this file, `cp mt_grpo_trainer.py my_idea.py`, and edit the copy: it imports the same package (docs/forking.md).
+Everything else is in the package `mt_grpo/`, which never imports this file. To try another method, copy this file,
+`cp mt_grpo_trainer.py my_idea.py`, and edit the copy: it imports the same package (docs/forking.md).
 
 Notation: `B` rollouts on this rank, `N` in the whole batch, `G` per prompt, `P` prompt tokens, `C` completion tokens
 (everything after the prompt, tool results included), `K` model turns. `completion_mask` = real token (attention),
@@ -185,27 +185,29 @@ Tools:
 
 
 class MultiTurnToolEnv(Conversations):
-    """The conversation between a model, its tools and, if there is one, an environment of its own.
+    """Runs conversations between a model, its tools and, optionally, an environment.
+
+    `generate(prompts, llm, sampling_params)` returns ids, messages and masks; a trainer runs the same conversations.
 
     Args:
         tools: Typed functions with docstrings, synchronous or async; or objects (`tools.signature.as_tool`).
-        system_prompt: `{tool_descriptions}` is filled in. None: no system message is added.
+        system_prompt: The system message, in which `{tool_descriptions}` is filled in. None: no system message.
         max_steps: Observations per conversation, error messages included; the model then gets one last turn.
-        tokenizer: Whose chat template renders the prompt. None: the backend's `tokenizer`.
+        tokenizer: The tokenizer whose chat template renders the prompt. None: the backend's `tokenizer`.
         max_completion_length: Tokens of the whole completion, tool results included.
         max_model_len: The model's context in tokens. None: the backend's `max_model_len`, if it has one.
-        chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
-        state_key: A function of the turns so far, for `credit_assignment: gigpo`. It names the state in which the next
+        chat_template_kwargs: Arguments of the chat template, such as `{"enable_thinking": False}`.
+        state_key: For `credit_assignment: gigpo`, a function of the turns so far. It names the state in which the next
             turn begins, by a string, a number or a tuple of them. It runs between a conversation's requests, so it
-            must be quick. None: each conversation so far is a state of its own.
+            must be quick. None: each history of turns is a state of its own.
         tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native`.
-        environment: A class with an instance per conversation (`mt_grpo.rollout.Environment`), or a dict of classes
-            by the dataset's column `environment`.
-        prompt_examples: Conversations, each a list of messages, which stand before each prompt's own messages.
-        limits: The other fields of `Limits`, by their names: `max_parallel_calls`, `tool_timeout`, ...
+        environment: A class of which each conversation gets an instance (`mt_grpo.Environment`), or a dict of classes
+            that the dataset's column `environment` selects from.
+        prompt_examples: Example conversations, each a list of messages, inserted before the messages of each prompt.
+        limits: The other fields of `Limits` by name, such as `tool_timeout`.
 
     Raises:
-        ValueError: a tool without name, type hints or docstring; a class that is no environment.
+        ValueError: a tool lacks a name, type hints or a docstring, or a class is not an environment.
     """
 
     MIN_ANSWER_TOKENS = 16  # a tool result is cut so that at least this much room is left to answer
@@ -252,7 +254,7 @@ class MultiTurnToolEnv(Conversations):
         Args:
             prompts: Messages, or strings (one user message).
             llm: The backend, for its tokenizer.
-            rows: Dataset rows, for environments, which get copies. They render their prompts later, behind `reset`.
+            rows: Dataset rows, for environments, which get copies. Their prompts are rendered later, after `reset`.
         """
         tokenizer, rendered = self._tokenizer(llm), PromptCache()
         prompts, shown = read_pictures(prompts, rows, tokenizer, self)
@@ -274,7 +276,7 @@ class MultiTurnToolEnv(Conversations):
         return states
 
     def with_system_prompt(self, messages: list, tools: dict | None = None, tokenizer: Any = None) -> list[Message]:
-        """The messages with the system prompt in front, unless they bring their own, and the examples behind it."""
+        """Return the messages after the system prompt, unless they have their own, and after the examples."""
         if self.prompt_examples:
             messages = behind_system(messages, self.examples_of(tokenizer or self.tokenizer))
         if messages and messages[0]["role"] == "system":
@@ -290,15 +292,15 @@ class MultiTurnToolEnv(Conversations):
         tools: dict[str, Callable] | None = None,
         rendered: PromptCache | None = None,
     ) -> list[int]:
-        """Token ids of a prompt, generation prompt included. Only here are messages rendered as a whole.
+        """Return the token ids of a prompt, generation prompt included. Only here are messages rendered as a whole.
 
-        What is in `rendered` is not rendered again.
+        Prompts that the cache `rendered` holds are not rendered again.
         """
         arguments = self.format_of(tokenizer).prompt(messages, self.tools if tools is None else tools)
         return tokenizer.apply_chat_template(**arguments) if rendered is None else rendered.ids(tokenizer, arguments)
 
     async def converse(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> Rollout:
-        """Turn after turn until the conversation has a stop reason."""
+        """Run a conversation, turn after turn, until it has a stop reason."""
         while rollout.stop_reason is None:
             await self.take_turn(rollout, llm, sampling_params)
         if self.environments is not None and rollout.error is None:
@@ -334,7 +336,7 @@ class MultiTurnToolEnv(Conversations):
                 turn.results, _ = self.result_messages(turn, tokenizer)
 
     async def open(self, rollout: Rollout, llm: Any) -> None:
-        """Give a conversation its environment; render what the model reads first."""
+        """Give a conversation its environment, and render the prompt that the model reads first."""
         tokenizer = self._tokenizer(llm)
         rollout.first_messages = await self.environments.open(rollout, self.format_of(tokenizer).clean, tokenizer)
         rollout.tools = tools_of(rollout.environment, self.tools)
@@ -345,7 +347,7 @@ class MultiTurnToolEnv(Conversations):
     async def sample_turn(
         self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
     ) -> Turn | None:
-        """The model's next turn, added to the rollout. None, and a stop reason, where there is no room for one."""
+        """Sample the model's next turn and add it to the rollout. None, with a stop reason, if no token is left."""
         room, started = self._room(rollout, llm), time.perf_counter()
         if room.tokens <= 0:
             rollout.stop_reason = StopReason.MAX_TOKENS if room.completion <= 0 else StopReason.CONTEXT_LENGTH
@@ -377,7 +379,7 @@ class MultiTurnToolEnv(Conversations):
         return turn
 
     async def run_calls(self, rollout: Rollout, calls: list[ToolCall], call_format: str) -> list[ToolResult]:
-        """The results of a turn's calls, in their order. The calls run at the same time."""
+        """Run the calls of a turn at the same time, and return their results in the order of the calls."""
         own = asyncio.Lock()  # the methods of one environment share its state, so they run one after another
 
         async def run(call: ToolCall) -> ToolResult:
@@ -396,7 +398,7 @@ class MultiTurnToolEnv(Conversations):
         return results + [ToolResult(text, "call") for _ in calls[self.max_parallel_calls :]]
 
     async def call_tool(self, call: ToolCall, tools: dict[str, Callable] | None = None) -> ToolResult:
-        """Run a call. The policy's mistake and a tool's failure become text for the model.
+        """Run one call. A mistake of the policy or a failure of the tool becomes text that the model reads.
 
         Raises:
             ToolsUnavailable: the machine cannot run tools.
@@ -419,7 +421,7 @@ class MultiTurnToolEnv(Conversations):
             return dataclasses.replace(result, seconds=time.perf_counter() - started)
 
     async def ask(self, rollout: Rollout, turn: Turn) -> Reply:
-        """The environment's reply to a turn; an empty one where it has nothing to say."""
+        """Ask the environment for its reply to a turn. The reply is empty if there is nothing to add."""
         if self.environments is None:
             return Reply()
         answer = await self.environments.call(rollout, "respond", rollout, turn)
@@ -429,7 +431,7 @@ class MultiTurnToolEnv(Conversations):
         return reply
 
     def end(self, rollout: Rollout, turn: Turn, reply: Reply, llm: Any) -> StopReason | None:
-        """Why the conversation ends with this turn, None if it goes on. FORK: change here when it ends.
+        """Return why the conversation ends with this turn, None if it goes on. FORK: change here when it ends.
 
         What a turn is followed by, the first line that fits:
 
@@ -453,9 +455,9 @@ class MultiTurnToolEnv(Conversations):
         return StopReason.MAX_TURNS if len(rollout.turns) > self.max_env_steps else None
 
     def append(self, rollout: Rollout, turn: Turn, further: list[Message], llm: Any) -> None:
-        """Append results and further messages. Results are cut so that an answer fits; if none fits, this is the end.
+        """Append results and further messages. Results are truncated so that an answer fits; if none fits, stop.
 
-        INVARIANT: what was sampled is never rendered or tokenised again. Ids are only put behind it.
+        INVARIANT: what was sampled is never rendered or tokenized again. Ids are only appended to it.
         """
         room, written = self._room(rollout, llm), self.format_of(self._tokenizer(llm))
         fitted = written.fit(turn, further, room.tokens - self.MIN_ANSWER_TOKENS, self.max_tool_response_tokens)
@@ -465,9 +467,9 @@ class MultiTurnToolEnv(Conversations):
             turn.messages, rollout.stop_reason = [], room.reason
 
     def continue_turn(self, rollout: Rollout, turn: Turn, text: str, llm: Any) -> None:
-        """Put a text behind the turn's own, which the model goes on with. An end of turn leaves the context for it.
+        """Append a text to a turn, from which the model continues. A sampled end of turn is left out of the context.
 
-        If no answer fits behind the text, this is the end.
+        If no answer fits after the text, the conversation ends.
         """
         written, room = self.format_of(self._tokenizer(llm)), self._room(rollout, llm)
         readable = cut_far_beyond(text, room.tokens, self._tokenizer(llm))
@@ -482,7 +484,7 @@ class MultiTurnToolEnv(Conversations):
             turn.observation_ids = ids
 
     def edit(self, rollout: Rollout, turn: Turn, history: list[Message], llm: Any) -> None:
-        """Have the model read another history: a further record begins with its next turn."""
+        """Let the model read another history from its next turn on, with which a new record begins."""
         tokenizer, read = self._tokenizer(llm), rollout.history  # its messages stay; the environment's are text
         clean = self.format_of(tokenizer).clean
         history = [m if m in read else clean([m], Origin.OUTSIDE)[0] for m in history]
@@ -491,7 +493,7 @@ class MultiTurnToolEnv(Conversations):
         rollout.edited = Context(history, self.prompt_ids(readable, tokenizer, rollout.tools))
 
     def result_messages(self, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[ToolResult], list]:
-        """A turn's results, each cut to `max_tool_response_tokens`, and the messages with them."""
+        """Return a turn's results, each truncated to `max_tool_response_tokens`, and the messages with them."""
         return self.format_of(tokenizer).fit(turn, [], float("inf"), self.max_tool_response_tokens)[:2]
 
 
@@ -566,7 +568,7 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
 
 @dataclass
 class RewardTable:
-    """The weighted rewards of a whole batch, NaN for None."""
+    """The weighted rewards of a whole batch of rollouts, with NaN where a function gave None."""
 
     outcome: torch.Tensor  # (N,) R^O
     rollout_turn: torch.Tensor  # (N,) turn rewards given as one number per rollout
@@ -694,7 +696,7 @@ def clipped_loss(
     importance_ratio: torch.Tensor | float = 1.0,
     epsilon: float = 0.2,
 ) -> torch.Tensor:
-    """What is optimised, to be read: TRL's loss runs, and by default (`loss_type: dapo`) it is this one.
+    """The loss, written out to be read. TRL's loss runs, which by default (`loss_type: dapo`) is this one.
 
     Args:
         logps, old_logps: (M, C) of the policy now, and of the policy before the step (or as sampled).
@@ -730,17 +732,19 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     """`GRPOTrainer` whose completions are conversations and whose advantages are per turn.
 
     Args:
-        model: Name, path, or model.
-        env: The conversations. A limit that only it or only `args` was given holds for both.
+        model: Name or path of a model, or the model itself.
+        env: Runs the conversations. A limit that only `env` or only `args` was given holds for both.
         turn_reward_funcs, outcome_reward_funcs: TRL reward functions. They get `prompts`, `completions` (messages),
             `completion_ids`, `rollout_turns` (list of `Turn` per rollout), `environments` (instances or None), the
             data's columns, `trainer_state`, `log_extra`, `log_metric`. A turn function returns per rollout a number,
             None, or a list of these per turn; an outcome function a number or None. They may be async.
-        turn_reward_weights, outcome_reward_weights: One per function. None: those of `args`, else 1 each.
+        turn_reward_weights, outcome_reward_weights: One weight per function. None: those of `args`, else 1 each.
         turn_advantage_coef: Weight of a turn's own advantage. None: that of `args`.
-        vllm_server_host, vllm_server_port: In place of those of `args`.
+        vllm_server_host, vllm_server_port: The server's address. None: that of `args`.
+        train_dataset, eval_dataset: Rows with `prompt` (messages), or with `question` and `answer`; a `Dataset` or a
+            list of dicts. None: an environment brings the prompts.
 
-    The others are as in `GRPOTrainer`. Raises `ValueError` or `ServerError` before weights are loaded.
+    All other arguments are those of `GRPOTrainer`. Raises `ValueError` or `ServerError` before weights are loaded.
     """
 
     _tag_names = ["trl", "grpo", "mt-grpo"]
@@ -1076,16 +1080,16 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
 
 class VLLMServerClient(ServerConnection):
-    """Client of a server (vLLM or SGLang): sends token ids, gets ids and logprobs as sampled; pushes weights.
+    """Client of a vLLM or SGLang server: sends token ids, gets sampled ids with logprobs, and pushes weights.
 
     Args:
         host, port: Where the server listens. 0.0.0.0, TRL's default, is reached as 127.0.0.1.
         tokenizer: Needed by `chat` and by `MultiTurnToolEnv`, not by `generate`.
-        base_url: In place of host and port, for example behind TLS. A user and password in it are sent, never shown.
+        base_url: URL instead of host and port, for example with TLS. A user and password in it are never logged.
         api_key: The server's `--api-key`, if it has one; default: the environment's VLLM_API_KEY.
         timeout: Seconds to wait for the server to come up, or to come back, before `ServerError`.
         request_timeout: Seconds that one request may take; then it is sent again, if `timeout` leaves room.
-        transport: `disk`, `nccl`, `adapter` (of a LoRA) or `auto` (nccl where this process and the server have CUDA).
+        transport: `disk`, `nccl`, `adapter` (for a LoRA) or `auto` (nccl if this process and the server have CUDA).
         sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
         group_port: Port of the NCCL weight group.
         engine: `vllm` or `sglang`.
@@ -1120,10 +1124,10 @@ class VLLMServerClient(ServerConnection):
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
     ) -> Generation:
-        """Sample one continuation of `prompt_ids`. Logprobs are of the distribution that was sampled from.
+        """Sample one continuation of `prompt_ids`, with logprobs of the distribution that was sampled from.
 
         Raises:
-            ServerError: no answer within the time limits, or one whose ids and logprobs do not match.
+            ServerError: no answer within the time limits, or an answer whose ids and logprobs do not match.
             ValueError: an unknown sampling parameter.
         """
         check_sampling_params(sampling_params)
@@ -1142,7 +1146,7 @@ class VLLMServerClient(ServerConnection):
         device: torch.device | str = "cpu",
         errors: dict[VLLMServerClient, ServerError | None] | None = None,
     ) -> dict[str, float]:
-        """Push all weights, drop the prefix cache, record `version`. The server samples nothing meanwhile.
+        """Push all weights, drop the prefix cache and record `version`. The server is paused meanwhile.
 
         Args:
             named_weights: (name, tensor) under the names of a checkpoint, tied copies included. Always exhausted, so
@@ -1171,7 +1175,7 @@ class VLLMServerClient(ServerConnection):
         return seconds
 
     def close(self) -> None:
-        """Close the connections and remove the folder of the weights; a later call makes new ones."""
+        """Close the connections and remove the folder of the weights. A later call opens new ones."""
         atexit.unregister(self.close)
         super().close()
         self.transfer.close()
