@@ -49,6 +49,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from mt_grpo.rollout import (
+    Context,
+    Generation,
+    Message,
+    Reply,
+    Rollout,
+    StopReason,
+    ToolCall,
+    ToolFormat,
+    ToolResult,
+    Turn,
+)
+
+# The package comes first: it sets what torch and TRL read when they are imported.
+# isort: split
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
@@ -116,18 +131,6 @@ from mt_grpo.reports.metrics import (
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
-from mt_grpo.rollout import (
-    Context,
-    Generation,
-    Message,
-    Reply,
-    Rollout,
-    StopReason,
-    ToolCall,
-    ToolFormat,
-    ToolResult,
-    Turn,
-)
 from mt_grpo.run.connect import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save

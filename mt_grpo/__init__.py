@@ -15,7 +15,14 @@ A wing imports from itself, from `rollout` and from the wings above it in this l
 A plug-in finds what it needs here: `from mt_grpo import Reply, Turn`.
 """
 
-from mt_grpo.rollout import (
+import os
+import warnings
+
+# INVARIANT: both are set before torch and TRL are imported, which read them then.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # waiting threads spin briefly: endless spinning slows busy cores
+warnings.filterwarnings("ignore", "TRL currently supports vLLM versions", module="trl")  # `outside` warns instead
+
+from mt_grpo.rollout import (  # noqa: E402
     Context,
     Environment,
     Generation,

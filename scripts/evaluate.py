@@ -9,6 +9,7 @@ Any further argument overrides the recipe, as in training: `--temperature 0.5 --
 With `TRAINER=my_idea.py` in the environment a copy of the trainer takes its place (scripts/recipes.py).
 """
 
+# ruff: noqa: E402
 import argparse
 import contextlib
 import json
@@ -18,6 +19,24 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("--config", required=True, help="recipe")
+PARSER.add_argument("--model", help="path or name; default: the recipe's (with --server: only its tokenizer)")
+PARSER.add_argument("--server", help="evaluate what this vLLM server serves, such as http://127.0.0.1:8000")
+PARSER.add_argument("--num_problems", type=int, default=512)
+PARSER.add_argument("--split", default="test", help="test (default) or train")
+PARSER.add_argument("--seed", type=int, default=0, help="of the sampling, without --server")
+PARSER.add_argument("--k", type=int, default=1, help="samples per problem; adds pass@k")
+PARSER.add_argument("--greedy", action="store_true", help="the most probable token each time, no sampling")
+PARSER.add_argument("--batch_size", type=int, default=128, help="conversations at a time")
+PARSER.add_argument("--show", type=int, default=0, help="print the first so many conversations, too")
+PARSER.add_argument("--json", help="write the numbers to this file")
+if __name__ == "__main__":  # --help is answered before what takes seconds to import
+    PARSER.parse_known_args()
+
+from mt_grpo.rollout import Rollout, Turn  # the package comes before torch (mt_grpo/__init__.py)
+
+# isort: split
 import torch
 from recipes import Recipe, load_recipe
 from tqdm import tqdm
@@ -43,7 +62,6 @@ from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.checks import check_context, check_images, model_error
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
 from mt_grpo.recipe.plugins import load_rewards, load_tools
-from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import ModelScores, ServerScores, asked_of
 from mt_grpo.training.rewards import RewardFunctions
@@ -450,19 +468,7 @@ def transcript(conversation: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="recipe")
-    parser.add_argument("--model", help="path or name; default: the recipe's (with --server: only its tokenizer)")
-    parser.add_argument("--server", help="evaluate what this vLLM server serves, such as http://127.0.0.1:8000")
-    parser.add_argument("--num_problems", type=int, default=512)
-    parser.add_argument("--split", default="test", help="test (default) or train")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling, without --server")
-    parser.add_argument("--k", type=int, default=1, help="samples per problem; adds pass@k")
-    parser.add_argument("--greedy", action="store_true", help="the most probable token each time, no sampling")
-    parser.add_argument("--batch_size", type=int, default=128, help="conversations at a time")
-    parser.add_argument("--show", type=int, default=0, help="print the first so many conversations, too")
-    parser.add_argument("--json", help="write the numbers to this file")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = PARSER.parse_known_args(argv)
     disable_progress_bar()  # of loading weights
     if min(options.num_problems, options.k, options.batch_size) < 1 or options.show < 0:
         sys.exit("error: --num_problems, --k and --batch_size must be 1 or more, --show 0 or more.")

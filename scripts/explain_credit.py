@@ -13,6 +13,7 @@ A recipe with `vllm_mode: server` needs its server, which then holds the recipe'
 server of a run that is training.
 """
 
+# ruff: noqa: E402
 import argparse
 import os
 import shutil
@@ -24,6 +25,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+PARSER = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+)
+PARSER.add_argument("--config", required=True, help="recipe")
+PARSER.add_argument("--output", default="runs/credit.html", help="the page (default: %(default)s)")
+PARSER.add_argument("--row", type=int, default=0, help="row of the training set, from 0 (default: %(default)s)")
+if __name__ == "__main__":  # --help is answered before what takes seconds to import
+    PARSER.parse_known_args()
 
 import torch
 import view_rollouts
@@ -390,13 +400,7 @@ def render_html(group: GroupCredit) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--config", required=True, help="recipe")
-    parser.add_argument("--output", default="runs/credit.html", help="the page (default: %(default)s)")
-    parser.add_argument("--row", type=int, default=0, help="row of the training set, from 0 (default: %(default)s)")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = PARSER.parse_known_args(argv)
     disable_progress_bar()  # of loading weights
     try:
         group = explain(options.config, options.row, overrides)

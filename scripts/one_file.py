@@ -87,4 +87,6 @@ def one_file() -> str:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        sys.exit(print(__doc__))
     sys.stdout.write(one_file())

@@ -447,7 +447,7 @@ def prepare_env(
         raise ValueError(f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings.")
     check_ddp_timeout(args, args.world_size)
     check_sharding(args)
-    if untested := outside(installed()):
+    if untested := outside(installed("vllm" if backend_of(args) == "colocate" else None)):
         logger.warning(f"Not tested: {'; '.join(untested)}. {TO_INSTALL}")
     name = model if isinstance(model, str) else model.config._name_or_path
     # A processor holds the tokenizer, and what reads images, which is read anew.

@@ -19,6 +19,8 @@ from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    if {"-h", "--help"} & {*sys.argv}:
+        sys.exit(print(__doc__))
 
 import torch
 from recipes import load_recipe, option

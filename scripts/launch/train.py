@@ -301,7 +301,7 @@ def make_plan(launch: "Launch", command: list[str]) -> dict[str, Any]:
     """What launch_plan.py found out. Its process imports the trainer and is gone before anything else is started."""
     checks = launch.start("checks", (command, package_path()), stdout=subprocess.PIPE, text=True)
     output, _ = checks.communicate()
-    if checks.returncode or not output.strip():  # it said what is wrong, or only --help was asked for
+    if checks.returncode or not output.strip():  # it said what is wrong
         raise SystemExit(exit_code(checks))
     return json.loads(output)
 
@@ -442,6 +442,8 @@ def exit_code(process: subprocess.Popen) -> int:
 
 def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
     """(recipe, further arguments). Names count from the caller's folder, then the root becomes the current one."""
+    if {"-h", "--help"} & {*argv}:
+        sys.exit(print(sys.modules["__main__"].__doc__))
     recipes = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("hf_recipes/[!a]*/*.yaml")))
     recipe = argv[0] if argv else ""
     if not recipe or recipe.startswith("-"):
