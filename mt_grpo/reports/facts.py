@@ -28,6 +28,9 @@ from mt_grpo.training.token_checks import squeezed
 MOST_SHOWN = 160  # characters of an error
 MOST_WEIGHTS = 2**16  # so many weights of a parameter are looked at, evenly spread
 WORD = r"[\w-]+"  # a tool's name is one
+# What the questions say that the models of hf_recipes/tiny were trained on, by the first word of their folders.
+TINY = {"calculator": r"What is \d", "chain": r"Start with \d", "search": "What is the", "zoom": "Which digit is",
+        "tools": r"What is \d|How many people|\w+ has \d", "gym": "^$"}  # fmt: skip
 
 
 def steps_of(num_rows: int, args: Any) -> tuple[int, int, int]:
@@ -54,10 +57,21 @@ def facts_of_settings(trainer: ResumableTrainer) -> Facts:
         "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
         "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
+        "model/other_task": is_other_task(trainer.model.config._name_or_path, str(messages[-1]["content"])),
         "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),
         "prompt/lacks_tools": ", ".join(lacking), "prompt/lacks_all_tools": len(lacking) == len(tools),
         "prompt/nearest": "".join(nearest(name, re.findall(WORD, read)) for name in lacking[:1]),
     }  # fmt: skip
+
+
+def is_other_task(model: str, question: str) -> bool:
+    """Whether a bundled tiny model is asked a question that it was not trained for.
+
+    >>> [is_other_task("hf_recipes/tiny/chain-model", question) for question in ("Start with 2.", "What is 2 + 3?")]
+    [False, True]
+    """
+    found = re.search(r"hf_recipes/tiny/([a-z]+)-", model)
+    return bool(found and question and not re.search(TINY.get(found[1], ""), question))
 
 
 def stands_in(name: str, text: str) -> bool:

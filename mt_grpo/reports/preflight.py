@@ -130,8 +130,8 @@ def epoch_line(num_rows: int, args: Any) -> str:
     """
     batches, steps, whole = steps_of(num_rows, args)
     rollouts = batches * args.generation_batch_size
-    counts = f"{batches} batch{'es' * (batches != 1)} = {rollouts} rollouts = {steps} optimizer steps"
-    return f"{counts}; the run: {whole} optimizer steps"
+    counts = f"{batches:,} batch{'es' * (batches != 1)} = {rollouts:,} rollouts = {steps:,} optimizer steps"
+    return f"{counts}; the run: {whole:,} optimizer steps"
 
 
 def context_line(env: Any, train: Any, args: Any) -> str:

@@ -92,6 +92,13 @@ def outcome_falls(facts: Facts) -> bool:
 
 READINGS = (
     Reading(
+        "bundled model", ("model/other_task",), lambda f: f["model/other_task"],
+        "This bundled tiny model was trained for the format and the task of its own recipe alone.",
+        "It can learn nothing else.",
+        "Take a model that can write, such as SmolLM2 (hf_recipes/SmolLM2) or Qwen3 (hf_recipes/Qwen).",
+        lambda f: True,
+    ),
+    Reading(
         "system prompt", ("prompt/lacks_system",), lambda f: f["prompt/lacks_system"],
         "The model does not read the system prompt: the chat template leaves it out.",
         "It says what tools there are and how to answer.",
@@ -227,8 +234,7 @@ READINGS = (
         "no calls", ("rollouts/called",), lambda f: f["has_tools"] and f["rollouts/called"] <= NEVER,
         "{rollouts/called:.0%} of the rollouts call a tool.",
         "What is never tried is never rewarded.",
-        "Show a whole call in system_prompt, set the model's own tool_format, or raise the temperature. The bundled "
-        "tiny models know their own tool alone: for yours take a model that writes.",
+        "Show a whole call in system_prompt, set the model's own tool_format, or raise the temperature.",
     ),
     Reading(
         "no answers", ("rollouts/ended",), lambda f: f["rollouts/ended"] <= NEVER,

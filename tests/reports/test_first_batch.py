@@ -107,7 +107,7 @@ def test_a_recipe_that_is_well(tmp_path, capsys):
     code, text, found = preflight(recipe_file(tmp_path), capsys)
     assert (code, found) == (0, [])
     assert "a batch  2 prompts x 8 rollouts = 16 = 16 per device x 1 rank x 1; 1 optimizer step from each" in text
-    assert "an epoch  1024 batches = 16384 rollouts = 1024 optimizer steps; the run: 75 optimizer steps" in text
+    assert "an epoch  1,024 batches = 16,384 rollouts = 1,024 optimizer steps; the run: 75 optimizer steps" in text
     assert "904,576 parameters, 904,576 of them trained, kept as float32, computed in float32" in text
     assert "tokens of 1024; a turn has at most 64, a result 48, a conversation 2 observations" in text
     assert "<|im_start|>system\nUse the calculator, then answer.<|im_end|>\n<|im_start|>user\nWhat is" in text
