@@ -1216,9 +1216,10 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     turn_discount: float = key(1.0, "Discount per turn, for turn_return, gigpo and progress_credit", within="[0, 1]")
     outcome_in_return: bool = key(False, "turn_return and gigpo: the outcome is also a reward of the last turn")
     state_baseline: str = key(
-        "mean", "gigpo: compare a turn with the mean of its state, or of the others there (leave_one_out)",
+        "mean",
+        "gigpo: compare a turn with the mean of its state, or of the others there (leave_one_out)",
         one_of=("mean", "leave_one_out"),
-    )  # fmt: skip
+    )
     turn_reward_weights: list[float] | None = key(
         None, "Weights of the turn rewards. None: all 1", within="(-inf, inf)"
     )

@@ -67,11 +67,7 @@ from mt_grpo.training.policy_scores import ModelScores, ServerScores, asked_of
 from mt_grpo.training.rewards import RewardFunctions
 
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
-RESULT_FOUND = (
-    "result_found",
-    "in_search_results",
-    "right_corner",
-)  # how reward functions for "a tool found the answer" are called
+RESULT_FOUND = ("result_found", "in_search_results", "right_corner")  # in names of rewards for a tool's right result
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Backends
@@ -322,19 +318,8 @@ def load_problems(
     if not name:
         check_no_data(script_args, "no", needs_prompt)
         return empty_prompts(num_problems)
-    return load_rows(
-        name,
-        split_name(script_args, split),
-        num_problems,
-        script_args.dataset_config,
-        needs_prompt,
-    )
-
-
-def split_name(script_args: mt.MTGRPOScriptArguments, split: str) -> str:
-    """What the recipe calls this split."""
     named = {"train": script_args.dataset_train_split, "test": script_args.dataset_test_split}
-    return named.get(split, split)
+    return load_rows(name, named.get(split, split), num_problems, script_args.dataset_config, needs_prompt)
 
 
 def roll_out(
@@ -365,8 +350,10 @@ def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[s
     if "policy" not in asked:
         return {}
     if isinstance(model, mt.VLLMServerClient):
-        return {"policy": ServerScores(model, written)}
-    return {"policy": ModelScores(model, written, contextlib.nullcontext, lambda: "evaluated")}
+        scores = ServerScores(model, written)
+    else:
+        scores = ModelScores(model, written, contextlib.nullcontext, lambda: "evaluated")
+    return {"policy": scores}
 
 
 def score(
@@ -473,9 +460,7 @@ def main(argv: list[str] | None = None) -> None:
     if min(options.num_problems, options.k, options.batch_size) < 1 or options.show < 0:
         sys.exit("error: --num_problems, --k and --batch_size must be 1 or more, --show 0 or more.")
     if options.greedy and options.k > 1:
-        sys.exit(
-            f"error: --greedy gives the same answer each time, so --k {options.k} adds none. Leave one of them out."
-        )
+        sys.exit(f"error: --greedy gives the same answer each time, so that --k {options.k} has no effect.")
     try:
         recipe = load_recipe(options.config, overrides)
         model, tokenizer = options.model or recipe[2].model_name_or_path, None
@@ -486,18 +471,8 @@ def main(argv: list[str] | None = None) -> None:
             engine = recipe[1].rollout_engine
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30, engine=engine)
             model.wait_until_healthy()
-        result = evaluate(
-            model,
-            recipe,
-            options.num_problems,
-            options.split,
-            options.seed,
-            options.k,
-            tokenizer,
-            options.batch_size,
-            greedy=options.greedy,
-            show=options.show,
-        )
+        further = ("num_problems", "split", "seed", "k", "batch_size", "greedy", "show")
+        result = evaluate(model, recipe, tokenizer=tokenizer, **{name: vars(options)[name] for name in further})
     except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
     result = {"config": options.config, **result}

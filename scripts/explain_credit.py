@@ -46,6 +46,8 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.recipe.data import accepted_answers
+from mt_grpo.recipe.keys import default_of
+from mt_grpo.recipe.parse import default_text
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo.training.batch import unused_rewards
 
@@ -162,12 +164,9 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         "turn_advantage_coef": f"{trainer.turn_advantage_coef:g}",
         "scale_rewards": str(trainer.args.scale_rewards),
     }
-    if args.turn_discount != 1.0:
-        credit["turn_discount"] = f"{args.turn_discount:g}"
-    if args.outcome_in_return:
-        credit["outcome_in_return"] = "true"
-    if args.state_baseline != "mean":
-        credit["state_baseline"] = args.state_baseline
+    for key in ("turn_discount", "outcome_in_return", "state_baseline"):
+        if getattr(args, key) != default_of(key, mt.RECIPE_CLASSES):
+            credit[key] = default_text(getattr(args, key))
     sampling = {
         "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"),
         "training row": str(number_of_row),

@@ -111,7 +111,7 @@ def report() -> None:
 
 
 if __name__ == "__main__":
-    if {"-h", "--help"} & {*sys.argv}:
+    if "--help" in sys.argv:
         sys.exit(print(__doc__))
     update_copy()
     named = [pattern for word in sys.argv[1:] for pattern in patterns(word)]

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__" and {"-h", "--help"} & {*sys.argv}:  # before what takes seconds to import
+if __name__ == "__main__" and "--help" in sys.argv:  # before what takes seconds to import
     sys.exit(print(__doc__))
 
 from evaluate import evaluate, mean, number

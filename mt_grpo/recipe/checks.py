@@ -255,12 +255,10 @@ def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
 
 def model_error(name: str, error: Exception) -> str:
     """The message for a model that does not exist or cannot be loaded."""
-    if name.startswith((".", "/", "~")) and not os.path.exists(name):
-        return f"model_name_or_path: {name!r} is no folder. Expected a model's folder or its name on the Hub."
-    if name.count("/") > 1 and not os.path.exists(name):
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not os.path.exists(name):
         return (
-            f"model_name_or_path: {name!r} is no folder as seen from {os.getcwd()}. Expected a model's folder, or its "
-            "name on the Hub, which has one slash."
+            f"model_name_or_path: {name!r} is no folder in {os.getcwd()}. Expected the folder of a model, or the name "
+            "of a model on the Hub, which has one slash."
         )
     reason = " ".join(error_text(error).split())
     return f"model_name_or_path: {name!r} cannot be loaded: {reason}{not_here(name)}"

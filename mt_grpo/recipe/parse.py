@@ -35,7 +35,7 @@ from mt_grpo.recipe.keys import (
     known_keys,
     make_absolute,
 )
-from mt_grpo.recipe.refusals import REFUSED_KEYS
+from mt_grpo.recipe.refusals import REFUSED_KEYS, check_supported
 from mt_grpo.rollout import join
 
 logger = logging.getLogger(__name__)
@@ -180,10 +180,10 @@ def check_known(keys: Iterable[str], known: Collection[str], where: str) -> None
 
 
 USAGE = """\
-usage: python {program} --config RECIPE [--key value ...]
+usage: python mt_grpo_trainer.py --config RECIPE [--key value ...]
 
-  python {program} --config hf_recipes/tiny/calculator.yaml    # train on a CPU, 2 to 3 minutes
-  python {program} --config RECIPE --preflight                 # check a recipe and sample a batch, without training
+  python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml  # train on a CPU, 2 to 3 minutes
+  python mt_grpo_trainer.py --config RECIPE --preflight               # check a recipe, sample a batch, do not train
   bash scripts/train.sh RECIPE                                        # train on GPUs, with the server that it needs
 
 `--key value` replaces the recipe's value, and `--key null` unsets it. The second column has the defaults."""
@@ -201,7 +201,7 @@ SHOWN = {  # the keys that `--help` shows, which are those that a user sets firs
 def help_text(classes: Classes, everything: bool = False) -> str:
     """What `--help` prints: the keys of `SHOWN` with a sentence of TRL's texts each, or all keys with their texts."""
     groups = {"All keys": " ".join(known_keys(classes))} if everything else SHOWN
-    lines = [USAGE.format(program=Path(sys.argv[0]).name)]
+    lines = [USAGE]
     for title, names in groups.items():
         lines += ["", title]
         for name in names.split():
@@ -212,7 +212,7 @@ def help_text(classes: Classes, everything: bool = False) -> str:
             line = f"  --{name:<28} {default_text(default_of(name, classes)):<9} {text}"
             lines += textwrap.wrap(line, 119, subsequent_indent=" " * 43, break_long_words=False)
     return "\n".join(
-        lines if everything else [*lines, "", "--help all prints all keys; docs/recipes.md explains them."]
+        [*lines, *([] if everything else ["", "--help all prints all keys; docs/recipes.md explains them."])]
     )
 
 
@@ -273,10 +273,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     for settings in (script_args, model_args):
         check_one_of(settings)
         check_ranges(settings)
-    for key, reason in REFUSED_KEYS.items():
-        for parsed in (script_args, model_args):
-            if getattr(parsed, key, default_of(key, classes)) != default_of(key, classes):
-                raise ValueError(f"{key}={getattr(parsed, key)!r} is not supported: {reason}.")
+        check_supported(settings)
     for key in (
         f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith(("lora_", "use_rslora", "use_dora"))
     ):

@@ -168,6 +168,14 @@ REFUSED_KEYS = {
 SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # transformers changes them: only a recipe's line is refused
 
 
+def check_supported(settings: Any) -> None:
+    """Raise `ValueError` for a setting of `REFUSED_KEYS` with another value than its default."""
+    for key, reason in REFUSED_KEYS.items():
+        value = getattr(settings, key, None)
+        if key in vars(settings).keys() - {*SET_BY_TRANSFORMERS} and value != default_of(key, (type(settings),)):
+            raise ValueError(f"{key}={value!r} is not supported: {reason}.")
+
+
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
 # Keys that are read only beside another one: (what must hold, in words, whether it holds, the keys).
 READ_BESIDE: tuple[tuple[str, Callable[[GRPOConfig], bool], tuple[str, ...]], ...] = (
@@ -268,9 +276,7 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
     kinds = (type(args),)
     check_one_of(args)
-    for key, reason in REFUSED_KEYS.items():
-        if hasattr(args, key) and key not in SET_BY_TRANSFORMERS and getattr(args, key) != default_of(key, kinds):
-            raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")
+    check_supported(args)
     backend = backend_of(args)
     readers = (None, backend) if backend == "transformers" else (None, backend, "vllm")
     for key in (each.name for each in dataclasses.fields(args) if fact_of(each, "backend") not in readers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -57,12 +58,9 @@ def recipe_of(argv: list[str]) -> str | None:
     >>> recipe_of(["--max_steps", "2", "--config=x.yaml"]), recipe_of(["--config", "x.yaml"]), recipe_of([])
     ('x.yaml', 'x.yaml', None)
     """
-    for flag, following in zip(argv, [*argv[1:], None]):
-        if flag == "--config":
-            return following
-        if flag.startswith("--config="):
-            return flag.partition("=")[2]
-    return None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    return parser.parse_known_args(argv)[0].config
 
 
 def overrides(argv: list[str], data_keys: set[str]) -> list[str]:

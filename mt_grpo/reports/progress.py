@@ -134,9 +134,8 @@ class ProgressLine(TrainerCallback):
             # Steps that train again on a batch are short: a mean is over whole batches, each with its rollouts.
             last = self.steps[-max(self.new_steps, steps_per_batch(args)) :]
             seconds = sum(last) / len(last) if last else None
-            self.say(
-                log_line(logs, state.global_step, state.max_steps, self.trainer.reward_functions.main_outcome, seconds)
-            )
+            outcome = self.trainer.reward_functions.main_outcome
+            self.say(log_line(logs, state.global_step, state.max_steps, outcome, seconds))
             self.new_steps = self.new_steps if any(key.startswith("eval_") for key in logs) else 0
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -195,7 +194,8 @@ def what_it_does(trainer: Any) -> str:
         calling = sum(bool(r.turns and r.turns[-1].calls and not r.turns[-1].results) for r in going)
         turns, finished = sum(len(r.turns) for r in batch.rollouts), len(batch.rollouts) - len(going)
         tools = f", {calling} waiting for tools" if calling else ""
-        return f"sampling, {turns} turn{'s' * (turns != 1)} done, {finished} of {len(batch.rollouts)} rollouts finished{tools}"
+        done = f"{turns} turn{'s' * (turns != 1)} done, {finished} of {len(batch.rollouts)} rollouts finished"
+        return f"sampling, {done}{tools}"
     return "training"
 
 

@@ -77,16 +77,9 @@ def turn_columns(
         rollouts: Those that are asked for, the first ones of the batch.
     """
     names = ("tool_mask", "advantages", "old_per_token_logps")
+    lengths = [[len(turn.token_ids) for turn in rollout.turns] for rollout in rollouts]
     found: list[list[dict[str, list | None]]] = [
-        [
-            {
-                "loss_mask": [0] * len(turn.token_ids),
-                "advantages": [0.0] * len(turn.token_ids),
-                "trainer_logprobs": None,
-            }
-            for turn in rollout.turns
-        ]
-        for rollout in rollouts
+        [dict(zip(TOKEN_COLUMNS, ([0] * length, [0.0] * length, None))) for length in row] for row in lengths
     ]
     for i, (record, owner) in enumerate(zip(records, owners, strict=True)):
         if owner >= len(rollouts):
@@ -363,10 +356,17 @@ class RolloutLog:
         tables = [batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages)]
         part = batch.own(outcome)[:count]
         scored = Scored(self.names, batch.weights, *tables, batch.group_size, part, len(advantages))
-        columns = turn_columns(output, batch.records, batch.owners, batch.rollouts[:count])
-        rows = rollout_rows(batch.rollouts[:count], batch.rows, scored, columns, self.tokenizer)
-        about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": batch.mode}
-        self._save_images(batch.rollouts[:count])
+        rollouts = batch.rollouts[:count]
+        columns = turn_columns(output, batch.records, batch.owners, rollouts)
+        self._write(rollouts, batch.rows, scored, columns, {"step": step, "mode": batch.mode}, fresh)
+
+    def _write(
+        self, rollouts: list[Rollout], inputs: list[dict], scored: Scored, columns: list, about: dict, fresh: bool
+    ) -> None:
+        """Write rollouts and their images. `about`: the columns `step` and `mode`."""
+        self._save_images(rollouts)
+        about = {"schema": SCHEMA, "rank": self.rank, **about}
+        rows = rollout_rows(rollouts, inputs, scored, columns, self.tokenizer)
         write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
 
     def _save_images(self, rollouts: list[Rollout]) -> None:
@@ -403,27 +403,13 @@ class RolloutLog:
         places = places[: self.most]
         if not places:
             return
-        fresh = self._begin(step)
-        rollouts, index = (
-            [batch.rollouts[i] for i in places],
-            torch.tensor([batch.first + i for i in places], dtype=torch.long),
-        )
-        nothing = torch.zeros(batch.rewards.turn.shape)[index]
-        scored = Scored(
-            self.names,
-            batch.weights,
-            batch.logged[index.to(batch.logged.device)],
-            batch.rewards.turn[index],
-            nothing,
-            batch.group_size,
-            torch.zeros(len(places)),
-            len(batch.rewards.outcome),
-        )
-        columns = turn_columns({}, [], [], rollouts)
-        rows = rollout_rows(rollouts, [batch.rows[i] for i in places], scored, columns, self.tokenizer)
-        self._save_images(rollouts)
-        about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": "dropped"}
-        write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
+        rollouts = [batch.rollouts[i] for i in places]
+        index = torch.tensor([batch.first + i for i in places], dtype=torch.long)
+        rewards = batch.logged[index.to(batch.logged.device)], batch.rewards.turn[index]
+        nothing = torch.zeros(batch.rewards.turn.shape)[index], batch.group_size, torch.zeros(len(places))
+        scored = Scored(self.names, batch.weights, *rewards, *nothing, len(batch.rewards.outcome))
+        inputs, about = [batch.rows[i] for i in places], {"step": step, "mode": "dropped"}
+        self._write(rollouts, inputs, scored, turn_columns({}, [], [], rollouts), about, self._begin(step))
 
 
 def delete_other_ranks(folder: Path, world_size: int) -> None:
@@ -443,11 +429,7 @@ def logged_ranks(folder: Path) -> list[int]:
 
 
 def segment_number(path: Path) -> int:
-    """Of a closed segment.
-
-    >>> segment_number(Path("rollouts.rank0.00012.jsonl.gz"))
-    12
-    """
+    """Number of a closed segment, parsed from its file name, such as 12 of `rollouts.rank0.00012.jsonl.gz`."""
     return int(LOG_FILES.fullmatch(path.name)[2][1:])
 
 
@@ -482,7 +464,7 @@ def close_segment(path: Path) -> None:
     closed = segments(path)
     sizes = [segment.stat().st_size for segment in closed]
     while len(closed) > 1 and sum(sizes) > MOST_BYTES:
-        logger.warning(f"{closed[0]} is deleted: the log of rollouts has {sum(sizes)} bytes, of {MOST_BYTES}.")
+        logger.warning(f"{closed[0]} is deleted: the log of rollouts may have {MOST_BYTES / 2**30:g} GiB at most.")
         closed.pop(0).unlink()
         sizes.pop(0)
 

@@ -234,7 +234,7 @@ FRAME.page = FRAME.page.with_name("versions.md")
 
 def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
-    if {"-h", "--help"} & {*words}:
+    if "--help" in words:
         sys.exit(print(__doc__))
     if "--report" in words:
         FRAME.report()

@@ -19,7 +19,7 @@ from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
-    if {"-h", "--help"} & {*sys.argv}:
+    if "--help" in sys.argv:
         sys.exit(print(__doc__))
 
 import torch
