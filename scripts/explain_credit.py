@@ -47,7 +47,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.recipe.data import accepted_answers
 from mt_grpo.recipe.keys import default_of
-from mt_grpo.recipe.parse import default_text
+from mt_grpo.recipe.parse import recipe_text
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo.training.batch import unused_rewards
 
@@ -166,7 +166,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
     }
     for key in ("turn_discount", "outcome_in_return", "state_baseline"):
         if getattr(args, key) != default_of(key, mt.RECIPE_CLASSES):
-            credit[key] = default_text(getattr(args, key))
+            credit[key] = recipe_text(getattr(args, key))
     sampling = {
         "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"),
         "training row": str(number_of_row),

@@ -122,7 +122,11 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
             continue
         if not fits_type(value, known[key], from_yaml=True):
             name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
-            hint = " YAML reads no, off, yes and on as such: quote them." if isinstance(value, bool) else ""
+            hint = (
+                " YAML reads no, off, yes and on as booleans. Put the word in quotes."
+                if isinstance(value, bool)
+                else ""
+            )
             raise ValueError(f"{key}: {value!r:.200} in {path} is {type(value).__name__}, expected {name}.{hint}")
         # transformers checks only the command line by its choices, not the recipe.
         allowed = fact_of(field_of(key, classes), "one_of") or field_of(key, classes).metadata.get("choices")
@@ -209,17 +213,17 @@ def help_text(classes: Classes, everything: bool = False) -> str:
             text = " ".join(about["help"].replace("%%", "%").split())
             if not everything and "within" not in about:  # not of ours
                 text = re.split(r"\. (?=[^a-z])", text)[0].rstrip(".")
-            line = f"  --{name:<28} {default_text(default_of(name, classes)):<9} {text}"
+            line = f"  --{name:<28} {recipe_text(default_of(name, classes)):<9} {text}"
             lines += textwrap.wrap(line, 119, subsequent_indent=" " * 43, break_long_words=False)
     return "\n".join(
         [*lines, *([] if everything else ["", "--help all prints all keys; docs/recipes.md explains them."])]
     )
 
 
-def default_text(value: Any) -> str:
-    """A default as a recipe has it.
+def recipe_text(value: Any) -> str:
+    """A value as a recipe has it.
 
-    >>> default_text(True), default_text(240.0), default_text(1e-6), default_text(None)
+    >>> recipe_text(True), recipe_text(240.0), recipe_text(1e-6), recipe_text(None)
     ('true', '240', '1e-06', 'null')
     """
     value = getattr(value, "value", value)  # of an Enum
@@ -244,7 +248,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     if "--config" in argv:
         position = argv.index("--config") + 1
         if argv.count("--config") > 1:
-            raise ValueError("--config is given twice. Expected one recipe: put the keys of both into it.")
+            raise ValueError("--config is given twice. Expected one recipe, with the keys of both files.")
         if position == len(argv) or argv[position].startswith("--") or not argv[position]:
             raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
         recipe = read_recipe(argv[position], classes)
@@ -253,7 +257,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     check_known([key for key in given if key.removeprefix("no_") not in options], options, "on the command line")
     for key, count in collections.Counter(key.removeprefix("no_") for key in given).items():
         if count > 1:
-            logger.warning(f"--{key} is given {count} times on the command line: the last one counts.")
+            logger.warning(f"--{key} is given {count} times on the command line. The last value is used.")
     if re.search(r"--vllm[_-]mode[ =]colocate", " ".join(argv)):  # then no server is used
         address = {"vllm_server_host", "vllm_server_port"} - set(given)
         argv += [f"--{key}={default_of(key, classes)}" for key in address]
@@ -269,7 +273,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     except (TypeError, AttributeError, LookupError, OSError, ImportError, NotImplementedError) as error:
         raise ValueError(f"The settings cannot be used: {error_line(error)}") from error
     if rest:
-        raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and the recipe behind --config.")
+        raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and a recipe after --config.")
     for settings in (script_args, model_args):
         check_one_of(settings)
         check_ranges(settings)

@@ -171,7 +171,7 @@ def memory_line(model: Any, args: Any, prompt: int, reference: bool, sharded: bo
     return (
         f"{size(weights + 3 * trained + copies)} per rank ({parts})"
         f"{', before it is divided among the ranks' if sharded else ''}, and activations of a pass of "
-        f"at most {tokens:,} tokens (max_tokens_per_pass): its logits alone are {size(logits)} at most"
+        f"at most {tokens:,} tokens (max_tokens_per_pass): the logits of one pass take up to {size(logits)}"
     )
 
 
@@ -261,7 +261,7 @@ class FirstBatch(TrainerCallback):
                 for trouble in troubles(self.facts):
                     logger.warning(f"{trouble.name}: {trouble.text}")
         except Exception as error:  # of a fork's environment or tokenizer: what only reports must not end a run
-            logger.warning(f"The first batch cannot be reported on: {error_line(error)}")
+            logger.warning(f"The report on the first batch failed: {error_line(error)}")
 
     def gather_facts(self) -> None:
         """Set `facts`. It calls no collective."""
@@ -296,7 +296,7 @@ def summary(facts: Facts) -> str:
         f"{facts['num_rollouts']} rollouts, {facts['turns/mean']:.1f} turns, {facts['rollouts/called']:.0%} call a "
         f"tool, {percent(facts['tools/failure_frequency'])} of the calls fail "
         f"({percent(facts['tools/malformed_frequency'])} cannot be run), {facts['rollouts/ended']:.0%} come to an "
-        f"end, {cut:.0%} are cut off; reward {facts['reward']:.2f} ({functions}); "
+        f"end, {cut:.0%} are truncated; reward {facts['reward']:.2f} ({functions}); "
         f"{facts['credit/frac_groups_without_signal']:.0%} of the groups without signal"
     )
 
@@ -309,7 +309,7 @@ def preflight_settings(args: Any) -> Iterator[None]:
     """A run that writes nothing, tracks nothing and does not wait for long for a server. Raises `ValueError`."""
     if args.resume_from_checkpoint:
         raise ValueError(
-            "--preflight looks at the model of model_name_or_path, and not at a checkpoint. Remove "
+            "--preflight checks the model of model_name_or_path and not a checkpoint. Remove "
             f"resume_from_checkpoint, or set model_name_or_path to {args.resume_from_checkpoint!r}."
         )
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
@@ -329,7 +329,7 @@ def run_preflight(trainer: ResumableTrainer) -> int:
     first_batch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstBatch))
     first_batch.ends_run = True
     rng, seconds = get_rng_state(), dict.fromkeys([*PHASES.values(), "batches"], 0.0)
-    say(trainer, *(f"{what:>9}  {text}" for what, text in plan(trainer)), "", "Rolling out the first batch ...")
+    say(trainer, *(f"{what:>9}  {text}" for what, text in plan(trainer)), "", "Sampling the first batch ...")
     found = troubles(facts_of_settings(trainer))
     try:
         with timed(trainer, seconds):
@@ -395,7 +395,7 @@ def facts_of_more_batches(trainer: ResumableTrainer, facts: Facts) -> Facts:
         rows = next(further, None)
         if rows is None:
             break
-        say(trainer, f"No group has signal. Rolling out batch {number} ...")
+        say(trainer, f"No group has signal. Sampling batch {number} ...")
         trainer._generate_and_score_completions(rows)
         batches.append(trainer.batch)
         facts = {**facts, **facts_so_far(trainer, batches)}
@@ -413,14 +413,14 @@ def phases(args: Any, steps: int, facts: Facts, seconds: dict[str, float], step_
         f"seconds: rollouts {seconds['rollouts'] - seconds['sync']:.1f} (tools {tools:.1f} in all, at the same time), "
         f"sync {seconds['sync']:.1f}, rewards {seconds['rewards']:.1f}, training {step_seconds:.1f} per optimizer "
         f"step; {facts['completions/mean_total_length']:.0f} tokens per rollout{memory}",
-        f"the run: about {whole}, where every batch takes as long as this first one",
+        f"the run: about {whole} if every batch takes as long as the first one",
     ]
 
 
 def trouble_lines(found: list[Trouble]) -> list[str]:
     """The lines of the screen about the troubles, causes first."""
     if not found:
-        return ["", "Nothing here means trouble."]
+        return ["", "No problem was found."]
     lines = [f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)]
     end = ["Training would be pointless."] if any(trouble.pointless for trouble in found) else []
-    return ["", "What means trouble, causes first:", *lines, *end]
+    return ["", "Problems, causes first:", *lines, *end]

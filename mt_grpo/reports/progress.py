@@ -51,7 +51,7 @@ class MetricsLog(TrainerCallback):
             write_rows(path, rows, fresh)
         except OSError as error:
             if not self.failed:
-                logger.warning(f"Metrics are not in {path}: {error}. Training goes on.")
+                logger.warning(f"The metrics could not be written to {path}: {error}. Training continues.")
             self.failed = True
 
 

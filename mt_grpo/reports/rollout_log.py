@@ -300,7 +300,9 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
         if path.stat().st_size >= SEGMENT_BYTES:
             close_segment(path)
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        logger.warning(f"Step {rows[0]['step']}: rollouts are not in {path}: {error}. Training goes on.")
+        logger.warning(
+            f"Step {rows[0]['step']}: the rollouts could not be written to {path}: {error}. Training continues."
+        )
 
 
 class RolloutLog:
@@ -385,12 +387,14 @@ class RolloutLog:
                 picture.image.save(partial, "PNG")
                 partial.rename(path)
             except OSError as error:
-                logger.warning(f"{path} cannot be written: {error}. The run goes on without it.")
+                logger.warning(f"{path} cannot be written: {error}. Training continues without this image.")
                 self.num_images = MOST_IMAGES
                 return
             self.num_images += 1
             if self.num_images == MOST_IMAGES:
-                logger.warning(f"{folder} got {MOST_IMAGES} images: of later rollouts the log names them alone.")
+                logger.warning(
+                    f"{folder} got {MOST_IMAGES} images. The log of later rollouts only names their images."
+                )
 
     def add_dropped(self, batch: Batch, places: list[int], step: int) -> None:
         """Write rollouts of a batch that are dropped, with the mode `dropped`: they train nothing.
@@ -419,7 +423,7 @@ def delete_other_ranks(folder: Path, world_size: int) -> None:
             try:
                 path.unlink()
             except OSError as error:
-                logger.warning(f"{path} is of an earlier run and cannot be deleted: {error}. Delete it by hand.")
+                logger.warning(f"{path} belongs to an earlier run and cannot be deleted: {error}. Delete it yourself.")
 
 
 def logged_ranks(folder: Path) -> list[int]:
@@ -529,8 +533,8 @@ def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
                         except json.JSONDecodeError:
                             lost += 1
             except (EOFError, gzip.BadGzipFile) as error:
-                logger.warning(f"{segment} is cut off, and what is behind is left out: {error}")
+                logger.warning(f"{segment} is truncated, and the rest of it is skipped: {error}")
     if lost:
         logger.warning(
-            f"{folder}: {lost} lines are no JSON, and left out. A run that was killed may have left half of one."
+            f"{folder}: {lost} lines are not JSON and are skipped. A killed run may have left an incomplete line."
         )

@@ -101,7 +101,7 @@ READINGS = (  # of the first rollouts
     Reading(
         "tools", ("prompt/lacks_tools",), lambda f: bool(f["prompt/lacks_tools"]),
         "The prompt does not mention the tool {prompt/lacks_tools}.{prompt/nearest} "
-        "A model calls no tool that it was not told of. "
+        "A model does not call a tool that its prompt does not mention. "
         "Write its name as it is, or {{tool_descriptions}}, into system_prompt, or set tool_format to hermes or "
         "native, which show the tools by the chat template.",
         lambda f: f["prompt/lacks_all_tools"] and f.get("rollouts/called", 0.0) <= NEVER,
@@ -109,8 +109,8 @@ READINGS = (  # of the first rollouts
     Reading(
         "last message", ("prompt/ends_with_assistant",), lambda f: f["prompt/ends_with_assistant"] > 0,
         "{prompt/ends_with_assistant:.0%} of the prompts end with a message of the assistant. "
-        "The model reads it as a turn of its own that is over, and begins another one. It may be the answer. "
-        "Remove this message from the column prompt, or put a message of the user behind it.",
+        "The model reads this message as its own finished turn and starts another one. It may contain the answer. "
+        "Remove this message from the column prompt, or add a user message after it.",
     ),
     Reading(
         "few rows", ("data/different", "data/passes"), lambda f: f["data/passes"] >= REPEATED,
@@ -123,7 +123,7 @@ READINGS = (  # of the first rollouts
         "learning rate", ("learning_rate", "optim"),
         lambda f: f["learning_rate"] >= LR and f["optim"].startswith("adam"),
         "learning_rate is {learning_rate:g}. "
-        "Adam moves every weight by about so much in one step: the model is gone after the first one. "
+        "Adam moves every weight by about the learning rate in one step, which destroys the model in the first step. "
         "Set learning_rate to 1e-6 (all weights of a pretrained model), 1e-5 to 1e-4 (LoRA), or 1e-3 at most (tiny).",
         lambda f: True,
     ),
@@ -137,10 +137,10 @@ READINGS = (  # of the first rollouts
     Reading(
         "rounding", ("weights/stuck",),
         lambda f: f["weights/stuck"] >= ROUNDED and f["learning_rate"] > 0 and f["optim"].startswith("adam"),
-        "A step of learning_rate={learning_rate:g} is lost in rounding for {weights/stuck:.0%} of the weights. "
-        "Adam moves a weight by about so much: what is kept in bfloat16 stays as it was, however many steps follow. "
-        "Set dtype: float32, with bf16: true to compute in bfloat16, or train by ZeRO-3 or FSDP2, which keep float32 "
-        "weights beside.",
+        "A step of learning_rate={learning_rate:g} is lost to rounding for {weights/stuck:.0%} of the weights. "
+        "Adam moves a weight by about the learning rate, so these bfloat16 weights never change. "
+        "Set dtype: float32, with bf16: true to compute in bfloat16, or train with ZeRO-3 or FSDP2, which keep "
+        "float32 weights, too.",
     ),
     Reading(
         "temperature", ("temperature",), lambda f: f["temperature"] >= HOT,
@@ -150,8 +150,8 @@ READINGS = (  # of the first rollouts
     ),
     Reading(
         "cut sampling", ("sampling/cuts", "sampling/token_ratio_mean"), lambda f: bool(f["sampling/cuts"]),
-        "{sampling/cuts} makes the distribution that is sampled from another one than the policy's. The importance "
-        "ratio of a token is {sampling/token_ratio_mean:.3f} in the mean, with the same weights on both sides. "
+        "{sampling/cuts} changes the distribution that is sampled from. The importance "
+        "ratio of a token is {sampling/token_ratio_mean:.3f} on average, with the same weights on both sides. "
         "It should be 1: the loss is biased, and scaled down where the ratio is below 1. "
         "Remove {sampling/cuts}, or set vllm_importance_sampling_correction: false where the weights are never older.",
     ),
@@ -159,7 +159,7 @@ READINGS = (  # of the first rollouts
         "environment errors", ("stop/environment_error",), lambda f: f["stop/environment_error"] >= ENV_ERRORS,
         "In {stop/environment_error:.0%} of the rollouts the environment failed: {frequent/environment_error} "
         "These rollouts are not trained on. "
-        "Mend the environment, or raise environment_timeout.",
+        "Fix the environment, or raise environment_timeout.",
         lambda f: f["stop/environment_error"] >= CUT_ALL,
     ),
     Reading(
@@ -174,13 +174,13 @@ READINGS = (  # of the first rollouts
         "failing tools", ("tools/broken",), lambda f: f["tools/broken"] >= FAILS_TOOL,
         "{tools/broken:.0%} of the calls that reach {tools/broken_name} fail: {frequent/tool_error} "
         "The model learns not to call it. "
-        "Mend the tool, or what it needs (a key, a server, a file); raise tool_timeout where it says so.",
+        "Fix the tool or what it needs (a key, a server, a file). If the error says so, raise tool_timeout.",
         lambda f: f["tools/all_broken"] >= FAILS_ALL,
     ),
     Reading(
         "cut off by max_turn_tokens", ("cut/by_turn",), lambda f: f["cut/by_turn"] >= CUT,
         "{cut/by_turn:.0%} of the rollouts have a turn that is cut off at max_turn_tokens={max_turn_tokens}. "
-        "What is cut off is neither a whole call nor an answer, so it gets no reward. "
+        "A truncated turn is neither a whole call nor an answer, so it gets no reward. "
         "Raise max_turn_tokens, or ask for shorter turns in system_prompt.",
         lambda f: f["cut/by_turn"] >= CUT_ALL,
     ),
@@ -202,16 +202,16 @@ READINGS = (  # of the first rollouts
     ),
     Reading(
         "malformed calls", ("calls/malformed",), lambda f: f["calls/malformed"] >= FAILS,
-        "{calls/malformed:.0%} of the calls in turns that were not cut off cannot be run: {frequent/call_error} "
+        "{calls/malformed:.0%} of the calls in complete turns cannot be run: {frequent/call_error} "
         "The model does not know this way of writing calls, or these tools. "
         "Set the tool_format that the model was trained on (native, hermes), show a whole call in system_prompt, or "
-        "lower the temperature ({temperature:g} now) where it is above 1.",
+        "lower the temperature ({temperature:g} now) if it is above 1.",
         lambda f: f["calls/failed"] >= FAILS_ALL,
     ),
     Reading(
         "no calls", ("rollouts/called",), lambda f: f["has_tools"] and f["rollouts/called"] <= NEVER,
         "{rollouts/called:.0%} of the rollouts call a tool. "
-        "What is never tried is never rewarded. "
+        "A call that is never tried is never rewarded. "
         "Show a whole call in system_prompt, set the model's own tool_format, or raise the temperature.",
     ),
     Reading(
@@ -236,8 +236,8 @@ READINGS = (  # of the first rollouts
     ),
     Reading(
         "no rewards", ("rewards/given",), lambda f: not f["rewards/given"],
-        "No reward function gave a number to any rollout: all gave None. " "There is nothing to compare. "
-        "A function gives None where it does not apply, as where a row lacks the answer that it compares with. Look "
+        "No reward function gave a number to any rollout. All of them gave None. " "There is nothing to compare. "
+        "A function gives None if it does not apply, for example if a row has no answer to compare with. Check "
         "whether the columns that the functions read are empty.",
         lambda f: True,
     ),
@@ -272,16 +272,16 @@ READINGS = (  # of the first rollouts
     ),
     Reading(
         "tokens", ("tokens/differ",), lambda f: f["tokens/differ"] > 0,
-        "{tokens/differ:.0%} of the records are not what the model read and wrote. A warning above says where. "
-        "Training then reads other tokens than inference did, and nothing else shows it. "
+        "{tokens/differ:.0%} of the records are not what the model read and wrote. A warning above shows where. "
+        "Training then reads other tokens than inference did, which no other metric shows. "
         "See docs/tokenization.md.",
     ),
     Reading(
         "logprobs", ("sampling/sampling_logp_difference/mean",),
         lambda f: f["sampling/sampling_logp_difference/mean"] > GAP,
-        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} in the mean. "
-        "The server samples from another distribution than the one that is trained. "
-        "Compare dtype, chat template and the model of the two; see docs/faults.md.",
+        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on average. "
+        "The server does not sample from the distribution that is trained. "
+        "Compare the dtype, the chat template and the model of both; see docs/faults.md.",
     ),
 )  # fmt: skip
 OF_LOGS = (  # readings of the last logs of a running job, whose facts are those of `facts_of_logs`
@@ -319,14 +319,14 @@ OF_LOGS = (  # readings of the last logs of a running job, whose facts are those
         "completions/clipped_ratio", ("completions/clipped_ratio", "before/completions/clipped_ratio"),
         lambda f: f["completions/clipped_ratio"] >= max(CLIPPED, f["before/completions/clipped_ratio"] + CLIPPED_UP),
         "More rollouts are cut off ({before/completions/clipped_ratio:.0%} before, {completions/clipped_ratio:.0%} "
-        "now): the policy writes ever more. "
+        "now): the policy writes longer and longer turns. "
         "Raise max_completion_length, set max_turn_tokens, or give a reward that falls with the length.",
     ),
     Reading(
         "entropy", ("entropy",),
         lambda f: f["entropy"] < ENTROPY and (f["outcome"] or 0.0) < UNSOLVED
         and (f.get("credit/frac_groups_without_signal") or 0.0) >= STUCK,
-        "The entropy is gone ({entropy:.2g}) though the task is not solved: all rollouts of a group are the same. "
+        "The entropy has collapsed ({entropy:.2g}) and the task is not solved: all rollouts of a group are the same. "
         "Go back to an earlier checkpoint, with a beta above 0, or a higher temperature. For a lower learning_rate: "
         "as model_name_or_path.",
     ),

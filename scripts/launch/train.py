@@ -115,7 +115,7 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
         if wanted := plan["wanted_group_port"]:
             group_port = lock_ports(wanted, len(servers))
             if group_port != wanted:
-                say(f"port {wanted} is taken: the weights travel by {group_port} (vllm_group_port)")
+                say(f"port {wanted} is taken: weights are sent through port {group_port} (vllm_group_port)")
             arguments += ["--vllm_group_port", str(group_port)]
         for server in servers:
             server.wait(limits["SERVER_TIMEOUT"])
@@ -139,7 +139,7 @@ def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[
     for number, gpus in enumerate(plan["server_gpus"]):
         port, _ = lock_port(wanted)  # the lock ends with this process
         if port != wanted:
-            say(f"port {wanted} is taken: using {port}")
+            say(f"port {wanted} is taken, using {port}")
         wanted = port + 1
         several = len(plan["server_gpus"]) > 1
         title = TITLES[plan["engine"]]
@@ -254,7 +254,7 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
     default = ("zero3" if plan["deepspeed"] and not plan.get("images") else "ddp") if gpus else "cpu"
     if gpus and plan["deepspeed"] and plan.get("images"):
         say(
-            "the model reads images: by DDP, since a sharded one is shown none. For ZeRO-3 with text alone: "
+            "training with DDP, since a sharded model cannot be given images. For ZeRO-3 with text only: "
             "ACCELERATE_CONFIG=hf_recipes/accelerate/zero3.yaml"
         )
     config = os.environ.get("ACCELERATE_CONFIG") or ""

@@ -14,10 +14,10 @@ from test_recipes import change_model
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.rows import Rows
-from mt_grpo.recipe.data import empty_prompts
+from mt_grpo.recipe.data import empty_prompts, load_rows
 from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports import preflight as first_batch
-from mt_grpo.reports.facts import facts_of_batches, facts_of_data, whole_groups
+from mt_grpo.reports.facts import facts_of_batches, facts_of_data, is_other_task, whole_groups
 from mt_grpo.reports.preflight import FirstBatch
 from mt_grpo.reports.troubles import (  # fmt: skip
     AT_LIMIT,
@@ -115,9 +115,7 @@ def test_a_recipe_that_is_well(tmp_path, capsys):
     assert re.search(
         r"^seconds: rollouts \d+\.\d \(tools .*, training \d+\.\d per optimizer step; \d+ tok", text, re.M
     )
-    assert re.search(r"^the run: about \d+ (s|min), where", text, re.M) and text.endswith(
-        "Nothing here means trouble.\n"
-    )
+    assert re.search(r"^the run: about \d+ (s|min) if", text, re.M) and text.endswith("No problem was found.\n")
     assert not (tmp_path / "out").exists()
 
 
@@ -300,7 +298,19 @@ def test_further_batches_have_other_prompts(tmp_path, capsys, monkeypatch):
     keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_iterations": 2}
     code, text, found = preflight(recipe_file(tmp_path, reward_fn=str(tmp_path / "constant.py"), **keys), capsys)
     assert (code, found) == (1, ["constant rewards"]) and len(seen) == len(set(seen)) == 4
-    assert [f"Rolling out batch {number} ..." in text for number in (2, 3, 4, 5)] == [True, True, True, False]
+    assert [f"Sampling batch {number} ..." in text for number in (2, 3, 4, 5)] == [True, True, True, False]
+
+
+def test_a_bundled_models_own_recipes_ask_what_it_was_trained_on():
+    models = set()
+    for path in CALCULATOR.parent.glob("*.yaml"):
+        recipe = yaml.safe_load(path.read_text())
+        model, name = recipe["model_name_or_path"], recipe.get("dataset_name", "seeds")
+        models.add(model)
+        for row in load_rows(name, "train", 20) if name != "seeds" else []:
+            assert not is_other_task(model, row["prompt"][-1]["content"])
+        assert is_other_task(model, "Who wrote Hamlet?") and not is_other_task(model, "")
+    assert len(models) == 8 and not is_other_task("Qwen/Qwen3-1.7B", "Who wrote Hamlet?")
 
 
 def test_a_report_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):
@@ -371,6 +381,8 @@ def broken(name, folder):
         "a learning rate of 1": ({"learning_rate": 1.0}, "learning rate", "learning_rate is 1. .*Set learn", 1),
         "no temperature": ({"temperature": 0.01}, "identical rollouts",
                            "at temperature=0.01. .*Set temperature: 1.0", 1),
+        "a bundled model of another task": ({"dataset_name": "chain"}, "bundled model",
+                                            "trained for the format and the task of its own recipe .*SmolLM2", 1),
         "one choice": ({"top_k": 1}, "identical rollouts", "look whether top_k, top_p or min_p leave one", 1),
     }[name]  # fmt: skip
 
@@ -378,7 +390,7 @@ def broken(name, folder):
 NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "another name",
          "a constant reward", "answers that are empty", "turn rewards that nothing uses", "a failing tool",
          "two of three calls fail", "no learning rate", "too hot",
-         "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
+         "a learning rate of 1", "no temperature", "a bundled model of another task", "one choice"]  # fmt: skip
 
 
 @pytest.mark.contract("preflight")
