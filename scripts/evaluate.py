@@ -471,7 +471,7 @@ def main(argv: list[str] | None = None) -> None:
             engine = recipe[1].rollout_engine
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30, engine=engine)
             model.wait_until_healthy()
-        further = ("num_problems", "split", "seed", "k", "batch_size", "greedy", "show")
+        further = "num_problems split seed k batch_size greedy show".split()
         result = evaluate(model, recipe, tokenizer=tokenizer, **{name: vars(options)[name] for name in further})
     except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")

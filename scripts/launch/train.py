@@ -178,13 +178,14 @@ def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
     """
     make = {"vllm": vllm_command, "sglang": sglang_command}[plan["engine"]]
     command, environment = make(python, plan, gpus)
-    command += ["--host", host, "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"]]
+    shared = ["--host", host, "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"]]
     if plan["trust_remote_code"]:
-        command.append("--trust-remote-code")
+        shared.append("--trust-remote-code")
     if plan["tensor_parallel"] > 1:
-        command += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
+        shared += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
     if gpus:
         environment["CUDA_VISIBLE_DEVICES"] = gpus
+    command[5:5] = shared  # after the program and its model
     return [*command, *os.environ.get("VLLM_ARGS", "").split()], environment
 
 

@@ -310,7 +310,7 @@ def test_a_bundled_models_own_recipes_ask_what_it_was_trained_on():
         for row in load_rows(name, "train", 20) if name != "seeds" else []:
             assert not is_other_task(model, row["prompt"][-1]["content"])
         assert is_other_task(model, "Who wrote Hamlet?") and not is_other_task(model, "")
-    assert len(models) == 8 and not is_other_task("Qwen/Qwen3-1.7B", "Who wrote Hamlet?")
+    assert len(models) == 9 and not is_other_task("Qwen/Qwen3-1.7B", "Who wrote Hamlet?")
 
 
 def test_a_report_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):

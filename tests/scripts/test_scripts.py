@@ -1141,7 +1141,7 @@ def test_the_commands_for_gpus(monkeypatch, capsys):
     command, environment = train.server_command("py", GPU_PLAN, 8001, "2")
     assert command == (
         "py -m vllm.entrypoints.openai.api_server --model m --host 127.0.0.1 --port 8001 --revision main --dtype "
-        "bfloat16 --max-model-len 99 --logprobs-mode processed_logprobs --generation-config vllm --trust-remote-code "
+        "bfloat16 --trust-remote-code --max-model-len 99 --logprobs-mode processed_logprobs --generation-config vllm "
         "--weight-transfer-config"
     ).split() + ['{"backend": "nccl"}', "--seed", "3"]
     assert environment == {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "CUDA_VISIBLE_DEVICES": "2"}
@@ -1317,8 +1317,6 @@ def test_the_quickstart_of_a_real_model(made, tmp_path):
         "scripts/bench/real_model.py --only_print --methods mt_grpo --seeds 1 --steps 3",
     ]  # fmt: skip
 
-
-# --- help ------------------------------------------------------------------------------------------------------------
 
 QUICK = ["evaluate", "explain_credit", "export_sft", "mutation", "one_file", "quickstart", "serve_search"]
 QUICK += [f"launch/{name}" for name in ("keeper", "launch_plan", "serve", "train")]
