@@ -366,7 +366,7 @@ def broken(name, folder):
                               "the same for all rollouts: constant 0.3. .*Look how the functions compare answers", 1),
         "answers that are empty": (
             {"reward_fn": "rewards/information_gain.py", "dataset_name": str(folder / "empty.jsonl"),
-             "dataset_size": None}, "no rewards", "any rollout: all gave None. .*columns that the functions read", 1),
+             "dataset_size": None}, "no rewards", "to any rollout. .*columns that the functions read", 1),
         "turn rewards that nothing uses": (
             {"reward_fn": str(folder / "of_turns.py"), "credit_assignment": "outcome"}, "unused rewards",
             "No number of lengths moves an advantage with credit_assignment=outcome. .*Choose another", 1),
