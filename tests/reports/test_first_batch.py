@@ -372,7 +372,7 @@ def broken(name, folder):
             "No number of lengths moves an advantage with credit_assignment=outcome. .*Choose another", 1),
         "a failing tool": ({"tools_script": str(folder / "failing.py")}, "failing tools",
                            "100% of the calls that reach the tool calculator fail: Error: no server at 127.0.0.1:9 "
-                           ".*Mend the", 1),
+                           ".*Fix the", 1),
         "two of three calls fail": ({"tools_script": str(folder / "unsure.py"), "per_device_train_batch_size": 64},
                                     "failing tools",
                                     "[67]\\d% of the calls that reach the tool calculator fail: Error: busy", 0),
