@@ -49,6 +49,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from mt_grpo.rollout import (
+    Context,
+    Generation,
+    Message,
+    Reply,
+    Rollout,
+    StopReason,
+    ToolCall,
+    ToolFormat,
+    ToolResult,
+    Turn,
+)
+
+# The package comes first: it sets what torch and TRL read when they are imported.
+# isort: split
 import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
@@ -116,18 +131,6 @@ from mt_grpo.reports.metrics import (
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
-from mt_grpo.rollout import (
-    Context,
-    Generation,
-    Message,
-    Reply,
-    Rollout,
-    StopReason,
-    ToolCall,
-    ToolFormat,
-    ToolResult,
-    Turn,
-)
 from mt_grpo.run.connect import connect_backend, pool_of
 from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
@@ -1195,13 +1198,13 @@ class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
     )
     reward_fn: str | None = key(None, "Python file with TURN_REWARD_FUNCS and OUTCOME_REWARD_FUNCS", path=True)
     environment: str | None = key(
-        None, "path.py:Class, also a subclass of MultiTurnToolEnv; openai_agent; gym; openenv", path=":", opens=True
+        None, "path.py:Class, or an integration: openai_agent, gym or openenv", path=":", opens=True
     )
-    system_prompt: str | None = key(None, "System message, with {tool_descriptions} filled in. None: the built-in one")
+    system_prompt: str | None = key(None, "System message; {tool_descriptions} is filled in. None: built in")
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
     eval_dataset_size: int | None = key(None, "Use the first n test rows. None: all", within="[1, inf)")
-    prompt_examples: str | None = key(None, "File of conversations that stand before each row's messages", path=True)
-    preflight: bool = key(False, "Say what the run will do, roll out once, and end")
+    prompt_examples: str | None = key(None, "File of example conversations, before each row's messages", path=True)
+    preflight: bool = key(False, "Print what the run will do, sample a batch, and end without training")
 
 
 @dataclass
@@ -1210,54 +1213,41 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
 
     credit_assignment: str = key(
         "mt_grpo",
-        "outcome (GRPO-OR), merged (GRPO-MR), mt_grpo, turn_return, gigpo, zero_sum or progress_credit",
+        "outcome, merged, mt_grpo, turn_return, gigpo, zero_sum or progress_credit",
         one_of=CREDIT_ASSIGNMENTS,
     )
-    turn_advantage_coef: float = key(
-        1.0, "Weight of a turn's own advantage beside the outcome's; 0 amounts to outcome", within="[0, inf)"
-    )
-    turn_discount: float = key(
-        1.0, "Discount per turn of turn_return, gigpo and progress_credit, from 0 to 1", within="[0, 1]"
-    )
+    turn_advantage_coef: float = key(1.0, "Weight of a turn's own advantage. 0: the outcome alone", within="[0, inf)")
+    turn_discount: float = key(1.0, "Discount per turn, for turn_return, gigpo and progress_credit", within="[0, 1]")
     outcome_in_return: bool = key(False, "turn_return and gigpo: the outcome is also a reward of the last turn")
     state_baseline: str = key(
-        "mean", "gigpo: a turn is compared with the mean of its state, or with that of the others (leave_one_out)",
+        "mean",
+        "gigpo: compare a turn with the mean of its state, or of the others there (leave_one_out)",
         one_of=("mean", "leave_one_out"),
-    )  # fmt: skip
+    )
     turn_reward_weights: list[float] | None = key(
-        None, "One weight per turn reward function. None: 1 each", within="(-inf, inf)"
+        None, "Weights of the turn rewards. None: all 1", within="(-inf, inf)"
     )
     outcome_reward_weights: list[float] | None = key(
-        None, "One weight per outcome reward function. None: 1 each", within="(-inf, inf)"
+        None, "Weights of the outcomes. None: all 1", within="(-inf, inf)"
     )
-    environment_reward_weight: float = key(
-        1.0, "Weight of the rewards that the environment and the tools give", within="(-inf, inf)"
-    )
+    environment_reward_weight: float = key(1.0, "Weight of rewards of environments and tools", within="(-inf, inf)")
     tool_format: str = key("xml", "How the model writes calls: xml, hermes, native", one_of=TOOL_FORMATS)
-    isolate_tools: bool = key(
-        False, "Run tools without async in processes, which are killed at tool_timeout", of_tools=True
-    )
-    reward_timeout: float = key(
-        600.0, "Seconds that one reward function may take for a rank's batch", within="(0, inf)", trained=False
-    )
-    max_staleness: int = key(
-        0, "Batches of rollouts in flight beside the one trained", within="[0, inf)", backend="server"
-    )
+    isolate_tools: bool = key(False, "Run synchronous tools in processes, killed at tool_timeout", of_tools=True)
+    reward_timeout: float = key(600.0, "Seconds of a reward function for one batch", within="(0, inf)", trained=False)
+    max_staleness: int = key(0, "Batches of rollouts sampled ahead of training", within="[0, inf)", backend="server")
     late_groups: str = key(
-        "wait", "With max_staleness: wait for the oldest, or admit those that are complete",
+        "wait", "With max_staleness: wait for the oldest group, or admit complete ones first",
         one_of=("wait", "admit"), backend="server",
     )  # fmt: skip
-    refill_groups: int = key(0, "Batches' worth of further groups for those without signal", within="[0, inf)")
-    freeze_vision_tower: bool | None = key(None, "What reads images is not trained. None: so it is with a LoRA")
-    share_prompts: bool = key(
-        True, "Compute each prompt once, in passes by tokens; false: TRL's rows and passes", trained=False
-    )
+    refill_groups: int = key(0, "Batches of further groups that may replace those without signal", within="[0, inf)")
+    freeze_vision_tower: bool | None = key(None, "Do not train the vision tower. None: true with a LoRA")
+    share_prompts: bool = key(True, "Compute each prompt once per pass. false: TRL's rows and passes", trained=False)
     max_tokens_per_pass: int | None = key(
-        None, "Tokens of a forward pass. None: as many as the device's batch size of the longest record",
+        None, "Tokens of a forward pass. None: per_device_train_batch_size times the longest record",
         within="[1, inf)", trained=False,
     )  # fmt: skip
     old_logps: str = key(
-        "policy", "What the loss clips around: the policy before the step, or as sampled",
+        "policy", "Logprobs that the loss clips around: of the policy before the step, or as sampled",
         one_of=("policy", "sampled"), backend="vllm",
     )  # fmt: skip
 

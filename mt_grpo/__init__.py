@@ -16,6 +16,8 @@ What tools, environments and notebooks need is imported from here: `from mt_grpo
 """
 
 import importlib
+import os
+import warnings
 
 from mt_grpo.rollout import (
     Context,
@@ -44,6 +46,10 @@ __all__ = [
     "ToolResult",
     "Turn",
 ]
+
+# INVARIANT: both are set before torch and TRL are imported, which read them then.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # waiting threads spin briefly: endless spinning slows busy cores
+warnings.filterwarnings("ignore", "TRL currently supports vLLM versions", module="trl")  # `outside` warns instead
 
 _MODULES = {
     "ChatFormat": "mt_grpo.conversation.formats.base",

@@ -9,6 +9,7 @@ Any further argument overrides the recipe, as in training: `--temperature 0.5 --
 With `TRAINER=my_idea.py` in the environment a copy of the trainer takes its place (scripts/recipes.py).
 """
 
+# ruff: noqa: E402
 import argparse
 import contextlib
 import json
@@ -18,6 +19,24 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("--config", required=True, help="recipe")
+PARSER.add_argument("--model", help="path or name; default: the recipe's (with --server: only its tokenizer)")
+PARSER.add_argument("--server", help="evaluate what this vLLM server serves, such as http://127.0.0.1:8000")
+PARSER.add_argument("--num_problems", type=int, default=512)
+PARSER.add_argument("--split", default="test", help="test (default) or train")
+PARSER.add_argument("--seed", type=int, default=0, help="of the sampling, without --server")
+PARSER.add_argument("--k", type=int, default=1, help="samples per problem; adds pass@k")
+PARSER.add_argument("--greedy", action="store_true", help="the most probable token each time, no sampling")
+PARSER.add_argument("--batch_size", type=int, default=128, help="conversations at a time")
+PARSER.add_argument("--show", type=int, default=0, help="print the first so many conversations, too")
+PARSER.add_argument("--json", help="write the numbers to this file")
+if __name__ == "__main__":  # --help is answered before what takes seconds to import
+    PARSER.parse_known_args()
+
+from mt_grpo.rollout import Rollout, Turn  # the package comes before torch (mt_grpo/__init__.py)
+
+# isort: split
 import torch
 from recipes import Recipe, load_recipe
 from tqdm import tqdm
@@ -43,17 +62,12 @@ from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.checks import check_context, check_images, model_error
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
 from mt_grpo.recipe.plugins import load_rewards, load_tools
-from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import ModelScores, ServerScores, asked_of
 from mt_grpo.training.rewards import RewardFunctions
 
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
-RESULT_FOUND = (
-    "result_found",
-    "in_search_results",
-    "right_corner",
-)  # how reward functions for "a tool found the answer" are called
+RESULT_FOUND = ("result_found", "in_search_results", "right_corner")  # in names of rewards for a tool's right result
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Backends
@@ -304,19 +318,8 @@ def load_problems(
     if not name:
         check_no_data(script_args, "no", needs_prompt)
         return empty_prompts(num_problems)
-    return load_rows(
-        name,
-        split_name(script_args, split),
-        num_problems,
-        script_args.dataset_config,
-        needs_prompt,
-    )
-
-
-def split_name(script_args: mt.MTGRPOScriptArguments, split: str) -> str:
-    """What the recipe calls this split."""
     named = {"train": script_args.dataset_train_split, "test": script_args.dataset_test_split}
-    return named.get(split, split)
+    return load_rows(name, named.get(split, split), num_problems, script_args.dataset_config, needs_prompt)
 
 
 def roll_out(
@@ -347,8 +350,10 @@ def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[s
     if "policy" not in asked:
         return {}
     if isinstance(model, mt.VLLMServerClient):
-        return {"policy": ServerScores(model, written)}
-    return {"policy": ModelScores(model, written, contextlib.nullcontext, lambda: "evaluated")}
+        scores = ServerScores(model, written)
+    else:
+        scores = ModelScores(model, written, contextlib.nullcontext, lambda: "evaluated")
+    return {"policy": scores}
 
 
 def score(
@@ -450,26 +455,12 @@ def transcript(conversation: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="recipe")
-    parser.add_argument("--model", help="path or name; default: the recipe's (with --server: only its tokenizer)")
-    parser.add_argument("--server", help="evaluate what this vLLM server serves, such as http://127.0.0.1:8000")
-    parser.add_argument("--num_problems", type=int, default=512)
-    parser.add_argument("--split", default="test", help="test (default) or train")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling, without --server")
-    parser.add_argument("--k", type=int, default=1, help="samples per problem; adds pass@k")
-    parser.add_argument("--greedy", action="store_true", help="the most probable token each time, no sampling")
-    parser.add_argument("--batch_size", type=int, default=128, help="conversations at a time")
-    parser.add_argument("--show", type=int, default=0, help="print the first so many conversations, too")
-    parser.add_argument("--json", help="write the numbers to this file")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = PARSER.parse_known_args(argv)
     disable_progress_bar()  # of loading weights
     if min(options.num_problems, options.k, options.batch_size) < 1 or options.show < 0:
         sys.exit("error: --num_problems, --k and --batch_size must be 1 or more, --show 0 or more.")
     if options.greedy and options.k > 1:
-        sys.exit(
-            f"error: --greedy gives the same answer each time, so --k {options.k} adds none. Leave one of them out."
-        )
+        sys.exit(f"error: --greedy gives the same answer each time, so that --k {options.k} has no effect.")
     try:
         recipe = load_recipe(options.config, overrides)
         model, tokenizer = options.model or recipe[2].model_name_or_path, None
@@ -480,18 +471,8 @@ def main(argv: list[str] | None = None) -> None:
             engine = recipe[1].rollout_engine
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30, engine=engine)
             model.wait_until_healthy()
-        result = evaluate(
-            model,
-            recipe,
-            options.num_problems,
-            options.split,
-            options.seed,
-            options.k,
-            tokenizer,
-            options.batch_size,
-            greedy=options.greedy,
-            show=options.show,
-        )
+        further = "num_problems split seed k batch_size greedy show".split()
+        result = evaluate(model, recipe, tokenizer=tokenizer, **{name: vars(options)[name] for name in further})
     except (ValueError, OSError, ServerError) as error:
         sys.exit(f"error: {error}")
     result = {"config": options.config, **result}

@@ -13,6 +13,7 @@ A recipe with `vllm_mode: server` needs its server, which then holds the recipe'
 server of a run that is training.
 """
 
+# ruff: noqa: E402
 import argparse
 import os
 import shutil
@@ -25,6 +26,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PARSER = argparse.ArgumentParser(
+    description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+)
+PARSER.add_argument("--config", required=True, help="recipe")
+PARSER.add_argument("--output", default="runs/credit.html", help="the page (default: %(default)s)")
+PARSER.add_argument("--row", type=int, default=0, help="row of the training set, from 0 (default: %(default)s)")
+if __name__ == "__main__":  # --help is answered before what takes seconds to import
+    PARSER.parse_known_args()
+
 import torch
 import view_rollouts
 from evaluate import number, without_unused
@@ -36,6 +46,8 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.recipe.data import accepted_answers
+from mt_grpo.recipe.keys import default_of
+from mt_grpo.recipe.parse import recipe_text
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo.training.batch import unused_rewards
 
@@ -152,12 +164,9 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         "turn_advantage_coef": f"{trainer.turn_advantage_coef:g}",
         "scale_rewards": str(trainer.args.scale_rewards),
     }
-    if args.turn_discount != 1.0:
-        credit["turn_discount"] = f"{args.turn_discount:g}"
-    if args.outcome_in_return:
-        credit["outcome_in_return"] = "true"
-    if args.state_baseline != "mean":
-        credit["state_baseline"] = args.state_baseline
+    for key in ("turn_discount", "outcome_in_return", "state_baseline"):
+        if getattr(args, key) != default_of(key, mt.RECIPE_CLASSES):
+            credit[key] = recipe_text(getattr(args, key))
     sampling = {
         "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"),
         "training row": str(number_of_row),
@@ -390,13 +399,7 @@ def render_html(group: GroupCredit) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--config", required=True, help="recipe")
-    parser.add_argument("--output", default="runs/credit.html", help="the page (default: %(default)s)")
-    parser.add_argument("--row", type=int, default=0, help="row of the training set, from 0 (default: %(default)s)")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = PARSER.parse_known_args(argv)
     disable_progress_bar()  # of loading weights
     try:
         group = explain(options.config, options.row, overrides)

@@ -19,6 +19,7 @@ Left out are rollouts that failed or were cut off by a budget, and those of an e
 first, then the latest; of equal conversations one stays.
 """
 
+# ruff: noqa: E402
 import argparse
 import itertools
 import json
@@ -28,6 +29,27 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+
+def minimum(text: str) -> tuple[str, float]:
+    """`name=number` of `--min`."""
+    name, equals, number = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected reward_function=number")
+    return name, float(number)
+
+
+PARSER = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+PARSER.add_argument("run", help="the output_dir of a run, with its rollouts.rank*.jsonl")
+PARSER.add_argument("output", type=Path, help="the file to write, JSON lines")
+PARSER.add_argument("--min_reward", type=float, help="of the weighted sum of all functions")
+PARSER.add_argument("--min", type=minimum, action="append", default=[], help="reward_function=number; may be repeated")
+PARSER.add_argument("--per_prompt", type=int, help="at most so many rollouts of one prompt")
+PARSER.add_argument("--form", choices=("ids", "messages"), default="ids")
+PARSER.add_argument("--config", help="the run's recipe: its tools, and its examples")
+PARSER.add_argument("--without_examples", action="store_true", help="leave the recipe's prompt_examples out")
+if __name__ == "__main__":  # --help is answered before what takes seconds to import
+    PARSER.parse_args()
 
 from recipes import load_recipe
 
@@ -156,27 +178,8 @@ def exported(rows: list[Row], form: str, recipe: RecipeOfRun | None, without_exa
             }
 
 
-def minimum(text: str) -> tuple[str, float]:
-    """`name=number` of `--min`."""
-    name, equals, number = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r}, expected reward_function=number")
-    return name, float(number)
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="the output_dir of a run, with its rollouts.rank*.jsonl")
-    parser.add_argument("output", type=Path, help="the file to write, JSON lines")
-    parser.add_argument("--min_reward", type=float, help="of the weighted sum of all functions")
-    parser.add_argument(
-        "--min", type=minimum, action="append", default=[], help="reward_function=number; may be repeated"
-    )
-    parser.add_argument("--per_prompt", type=int, help="at most so many rollouts of one prompt")
-    parser.add_argument("--form", choices=("ids", "messages"), default="ids")
-    parser.add_argument("--config", help="the run's recipe: its tools, and its examples")
-    parser.add_argument("--without_examples", action="store_true", help="leave the recipe's prompt_examples out")
-    args = parser.parse_args(argv)
+    args = PARSER.parse_args(argv)
     try:
         if args.without_examples and not args.config:
             raise ValueError("--without_examples needs --config, whose prompt_examples they are.")

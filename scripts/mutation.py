@@ -111,6 +111,8 @@ def report() -> None:
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        sys.exit(print(__doc__))
     update_copy()
     named = [pattern for word in sys.argv[1:] for pattern in patterns(word)]
     command = [MUTMUT, "run", "--max-children", str(max(1, (os.cpu_count() or 1) // 2)), *named]

@@ -8,6 +8,7 @@
 # mutmut makes the faults (mutants) in a copy of the project, runs/mutation. `cd runs/mutation` and
 # `../../.venv/bin/mutmut show NAME` prints one of them.
 set -euo pipefail
+[[ " $* " != *\ --help\ * && " $* " != *\ -h\ * ]] || exec sed -En '2,/^set/s/^# ?//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=.venv/bin/python
 [[ -x .venv/bin/mutmut ]] || "$python" -m pip install --quiet -e '.[mutation]'

@@ -87,4 +87,4 @@ def one_file() -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(one_file())
+    sys.stdout.write(__doc__ if "--help" in sys.argv else one_file())

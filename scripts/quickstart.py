@@ -16,6 +16,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+if __name__ == "__main__" and "--help" in sys.argv:  # before what takes seconds to import
+    sys.exit(print(__doc__))
+
 from evaluate import evaluate, mean, number
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar

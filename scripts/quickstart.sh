@@ -13,6 +13,7 @@
 # that SQUAD names, into runs/, unless they are there. It installs vLLM for CPU. Further arguments go to
 # scripts/bench/real_model.py (--steps 20). Stopped, it goes on from the run's last checkpoint.
 set -euo pipefail
+[[ " $* " != *\ --help\ * && " $* " != *\ -h\ * ]] || exec sed -En '2,/^set/s/^# ?//p' "${BASH_SOURCE[0]}"
 [[ -z "${SQUAD:-}" ]] || SQUAD="$(realpath -- "$SQUAD")"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -31,7 +32,4 @@ bash scripts/setup.sh
 if [[ "${1:-}" == zoom ]]; then
     .venv/bin/python -c 'import PIL' 2>/dev/null || .venv/bin/python -m pip install --quiet -e '.[vision]'
 fi
-# Threads that wait soon stop spinning: where others use the same cores, endless spinning makes a step ten times slower,
-# and none at all (OMP_WAIT_POLICY=PASSIVE) costs a third on free ones.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-20000}"
 exec .venv/bin/python scripts/quickstart.py "$@"

@@ -3,9 +3,10 @@
 #
 #   bash scripts/serve.sh RECIPE [--host ADDRESS] [--port PORT] [trainer arguments...]
 #
-# scripts/launch/serve.py does it, and says which environment variables count. PYTHON is the interpreter (default:
-# .venv/bin/python).
+# `python scripts/launch/serve.py --help` lists the environment variables that it reads. PYTHON is the interpreter
+# (default: .venv/bin/python).
 set -euo pipefail
+[[ " $* " != *\ --help\ * && " $* " != *\ -h\ * ]] || exec sed -En '2,/^set/s/^# ?//p' "${BASH_SOURCE[0]}"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PYTHON="${PYTHON:-$root/.venv/bin/python}"

@@ -101,7 +101,7 @@ class SearchServer:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", required=True, help="A JSONL file with id, title and text")
-    parser.add_argument("--index", help="The index file. Default: beside the corpus")
+    parser.add_argument("--index", help="The index file. Default: next to the corpus")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--workers", type=int, default=max(4, os.cpu_count() or 4), help="Queries at the same time")

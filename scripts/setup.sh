@@ -11,6 +11,7 @@
 #
 # PYTHON=/path/to/python chooses the interpreter of a new .venv.
 set -euo pipefail
+[[ " $* " != *\ --help\ * && " $* " != *\ -h\ * ]] || exec sed -En '2,/^set/s/^# ?//p' "${BASH_SOURCE[0]}"
 here="$PWD"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 

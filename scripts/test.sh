@@ -6,14 +6,11 @@
 #   bash scripts/test.sh --newest                   # in a copy with the newest versions: torch, TRL, transformers, vLLM
 #   bash scripts/test.sh --oldest                   # with the lowest versions of pyproject.toml (docs/versions.md)
 set -euo pipefail
+[[ " $* " != *\ --help\ * && " $* " != *\ -h\ * ]] || exec sed -En '2,/^set/s/^# ?//p' "${BASH_SOURCE[0]}"
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 bash scripts/setup.sh --test
 python=.venv/bin/python
-
-# Threads that wait soon stop spinning: where others use the same cores, endless spinning makes a step ten times slower,
-# and none at all (OMP_WAIT_POLICY=PASSIVE) costs a third on free ones.
-export GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-20000}"
 
 # The tests of pages drive a real Chromium: a system package, which root alone can install.
 chromium_is_here() {

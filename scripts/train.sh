@@ -4,9 +4,10 @@
 #   bash scripts/train.sh RECIPE [trainer arguments...]
 #   bash scripts/train.sh hf_recipes/tiny/calculator-vllm.yaml --max_steps 10
 #
-# scripts/launch/train.py does it, and says which environment variables count. PYTHON is the interpreter (default:
-# .venv/bin/python).
+# `python scripts/launch/train.py --help` lists the environment variables that it reads. PYTHON is the interpreter
+# (default: .venv/bin/python).
 set -euo pipefail
+[[ " $* " != *\ --help\ * && " $* " != *\ -h\ * ]] || exec sed -En '2,/^set/s/^# ?//p' "${BASH_SOURCE[0]}"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 export PYTHON="${PYTHON:-$root/.venv/bin/python}"

@@ -52,10 +52,10 @@ def outside(versions: dict[str, str]) -> list[str]:
 
 
 @functools.cache
-def installed() -> dict[str, str]:
-    """The versions of what the package depends on in this environment; the engine is a server's own matter."""
+def installed(engine: str | None = None) -> dict[str, str]:
+    """The versions of the package's dependencies in this environment, and of an engine that runs in this process."""
     found = {}
-    own = [name for name in known_ranges() if name not in SERVERS]
+    own = [name for name in known_ranges() if name not in SERVERS or name == engine]
     for name in own or ["torch", "trl", "transformers", "accelerate"]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

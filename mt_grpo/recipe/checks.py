@@ -59,7 +59,7 @@ from mt_grpo.training.reward_calls import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
 
-TO_INSTALL = f"Where something fails, install versions that were: {INSTALL}."
+TO_INSTALL = f"If something fails, install tested versions: {INSTALL}."
 
 
 def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], where: str) -> None:
@@ -155,7 +155,7 @@ def check_speakers(prompt: list[dict[str, Any]], where: str, env: Any) -> None:
             "that the model's chat template names."
         )
     if roles <= {"system", "developer"} and getattr(env, "environments", None) is None:
-        raise ValueError(f"{where}: the prompt has a system message alone. Expected a user's message behind it.")
+        raise ValueError(f"{where}: the prompt only has a system message. Expected a user message after it.")
 
 
 def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any = None) -> tuple[Any, Any]:
@@ -166,7 +166,7 @@ def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: A
     if train_dataset is None and env.environments is None:
         raise ValueError("train_dataset is None, and there is no environment whose reset brings the prompts.")
     if train_dataset is None and args.max_steps <= 0:
-        raise ValueError(f"max_steps={args.max_steps}, expected at least 1: without a dataset it says where to end.")
+        raise ValueError(f"max_steps={args.max_steps}, expected at least 1: without a dataset it sets the end.")
     if train_dataset is None:
         train_dataset = empty_prompts(args.generation_batch_size // args.num_generations)
     named = (train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")
@@ -226,7 +226,7 @@ def longest_prompt(env: Any, dataset: Any) -> int:
         return max(len(prompt_ids_of(env, row)) for row in rows)
     except jinja2.TemplateError as error:
         roles = sorted({message["role"] for row in rows for message in row["prompt"]})
-        raise ValueError(f"The model's chat template refuses a prompt ({error}). The roles are: {roles}.") from error
+        raise ValueError(f"The model's chat template rejects a prompt ({error}). The roles are: {roles}.") from error
 
 
 def num_example_tokens(env: Any) -> int:
@@ -258,12 +258,10 @@ def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
 
 def model_error(name: str, error: Exception) -> str:
     """The message for a model that does not exist or cannot be loaded."""
-    if name.startswith((".", "/", "~")) and not os.path.exists(name):
-        return f"model_name_or_path: {name!r} is no folder. Expected a model's folder or its name on the Hub."
-    if name.count("/") > 1 and not os.path.exists(name):
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not os.path.exists(name):
         return (
-            f"model_name_or_path: {name!r} is no folder as seen from {os.getcwd()}. Expected a model's folder, or its "
-            "name on the Hub, which has one slash."
+            f"model_name_or_path: {name!r} is no folder in {os.getcwd()}. Expected the folder of a model, or the name "
+            "of a model on the Hub, which has one slash."
         )
     reason = " ".join(error_text(error).split())
     return f"model_name_or_path: {name!r} cannot be loaded: {reason}{not_here(name)}"
@@ -302,7 +300,9 @@ def check_tower(args: GRPOConfig, model_config: Any, peft_config: Any, reader: A
     """
     if isinstance(reader, str):
         if args.freeze_vision_tower is not None and model_config.model_type not in FAMILIES:
-            raise ValueError(f"freeze_vision_tower={args.freeze_vision_tower}: the model reads text alone. Remove it.")
+            raise ValueError(
+                f"freeze_vision_tower={args.freeze_vision_tower}: the model only reads text. Remove this key."
+            )
         return
     if args.freeze_vision_tower is not False and getattr(peft_config, "exclude_modules", "") is None:
         peft_config.exclude_modules = rf".*{TOWER.pattern}.*"
@@ -381,7 +381,7 @@ def check_server(
     try:
         theirs = AutoConfig.from_pretrained(served["model"]).get_text_config()
     except (OSError, ValueError):  # a path on the server's machine; a wrong model then fails at the first push
-        logger.warning(f"{where} serves {served['model']!r}, whose configuration cannot be read here to compare it.")
+        logger.warning(f"{where} serves {served['model']!r}, whose configuration cannot be read and compared here.")
         theirs = ours
     for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
         if getattr(ours, key, None) != getattr(theirs, key, None):
@@ -408,7 +408,7 @@ def check_server(
         except ServerError as error:  # the same on all ranks
             if isinstance(error, ServerLost) or has_images(dataset):
                 raise
-            logger.warning(f"{error} No row has an image, so that the run goes on with text alone.")
+            logger.warning(f"{error} No row has an image, so the run continues with text only.")
             for tokenizer in (env.tokenizer, client.tokenizer):
                 with_pictures(tokenizer, f"the server takes no images: {error}".removesuffix("."))
     if args.weight_sync == "adapter":
@@ -460,8 +460,8 @@ def prepare_env(
         raise ValueError(f"args is {type(args).__name__}. Expected MTGRPOConfig, which takes GRPOConfig's settings.")
     check_ddp_timeout(args, args.world_size)
     check_sharding(args)
-    if untested := outside(installed()):
-        logger.warning(f"Not tested: {'; '.join(untested)}. {TO_INSTALL}")
+    if untested := outside(installed("vllm" if backend_of(args) == "colocate" else None)):
+        logger.warning(f"These versions were not tested: {'; '.join(untested)}. {TO_INSTALL}")
     name = model if isinstance(model, str) else model.config._name_or_path
     # A processor holds the tokenizer, and what reads images, which is read anew.
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
@@ -503,7 +503,7 @@ def prepare_env(
         with_pictures(each, reader)
     check_tower(args, model_config, peft_config, reader)
     if isinstance(reader, str) and model_config.model_type in FAMILIES:
-        logger.warning(f"The model reads images, and this run shows it none: {reader}.")
+        logger.warning(f"The model can read images, but this run gives it none: {reader}.")
     if reader_of(tokenizer) is not None and args.ddp_find_unused_parameters is None:
         args.ddp_find_unused_parameters = True  # a pass of one rank has a picture, and that of another has none
     env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
@@ -538,7 +538,7 @@ def model_errors(name: str, push_to_hub: bool) -> Iterator[None]:
         yield
     except Exception as error:
         if push_to_hub and type(error).__module__.startswith(("httpx", "huggingface_hub")):
-            raise ValueError(f"push_to_hub: the Hub cannot be reached or refuses: {error}") from error
+            raise ValueError(f"push_to_hub: the Hub cannot be reached or rejects the request: {error}") from error
         keys = "ignore_mismatched_sizes|unexpected keyword argument"
         of_weights = not isinstance(error, ValueError) and re.search(keys, str(error))  # ours says whose fault it is
         if not isinstance(error, (OSError, ImportError, SafetensorError)) and not of_weights:

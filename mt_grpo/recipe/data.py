@@ -34,12 +34,7 @@ def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict
         signs = [rng.choice("+-*") for _ in numbers[1:]]
         expression = str(numbers[0]) + "".join(f" {s} {n}" for s, n in zip(signs, numbers[1:], strict=True))
         if (zlib.crc32(expression.encode()) % 10 == 0) == (split == "test"):
-            total, term = 0, numbers[0]  # `term`: a product that is not yet added
-            for sign, number in zip(signs, numbers[1:], strict=True):
-                total, term = (
-                    (total, term * number) if sign == "*" else (total + term, {"+": 1, "-": -1}[sign] * number)
-                )
-            rows[expression] = {"question": f"What is {expression}?", "answer": str(total + term)}
+            rows[expression] = {"question": f"What is {expression}?", "answer": str(eval(expression))}
     return list(rows.values())
 
 

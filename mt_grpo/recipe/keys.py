@@ -28,10 +28,10 @@ class ServerAndLogKeys:
         "vllm", "What the server runs: vllm or sglang", one_of=("vllm", "sglang"), trained=False, backend="server"
     )
     vllm_server_base_url: list[str] | str | None = key(
-        None, "Address of the server; a list of several", trained=False, backend="server"
+        None, "Address of the server, or a list of several", trained=False, backend="server"
     )
     weight_sync: str = key(
-        "auto", "To the server by nccl (GPUs), disk (shared directory), adapter (LoRA alone) or auto",
+        "auto", "How weights reach the server: nccl (GPUs), disk (shared directory), adapter (LoRA) or auto",
         one_of=("auto", "nccl", "disk", "adapter"), trained=False, backend="server",
     )  # fmt: skip
     weight_sync_dir: str | None = key(
@@ -39,17 +39,21 @@ class ServerAndLogKeys:
         path=True, trained=False, backend="server",
     )  # fmt: skip
     weight_check_every: int = key(
-        10, "Compare logprobs at the first sync, after a restart and every n-th; 0: no n-th",
+        10, "Compare logprobs at the first sync, after a restart and at every n-th. 0: at no n-th",
         within="[0, inf)", trained=False, backend="server",
     )  # fmt: skip
     vllm_request_timeout: float = key(
         600.0, "Seconds that one generation request may take", within="(0, inf)", trained=False, backend="server"
     )
     tokenization_sanity_check_mode: str = key(
-        "strict", "strict, ignore_strippable, off", one_of=("strict", "ignore_strippable", "off", "disable")
+        "strict",
+        "How strictly tokens are compared with a whole rendering",
+        one_of=("strict", "ignore_strippable", "off", "disable"),
     )
-    log_rollouts: int = key(16, "Rollouts per rank and batch in rollouts.*.jsonl", within="[0, inf)", trained=False)
-    log_rollout_tokens: bool = key(False, "Every token of them, too", trained=False)
+    log_rollouts: int = key(
+        16, "Rollouts per rank and batch in the log rollouts.*.jsonl", within="[0, inf)", trained=False
+    )
+    log_rollout_tokens: bool = key(False, "Log every token of these rollouts, too", trained=False)
 
 
 # What is known of the keys of TRL and transformers, and of vLLM's in `generation_kwargs`: their fields do not say it.

@@ -5,10 +5,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import difflib
+import json
 import logging
 import os
 import re
 import sys
+import textwrap
 import typing
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -33,7 +35,7 @@ from mt_grpo.recipe.keys import (
     known_keys,
     make_absolute,
 )
-from mt_grpo.recipe.refusals import REFUSED_KEYS
+from mt_grpo.recipe.refusals import REFUSED_KEYS, check_supported
 from mt_grpo.rollout import join
 
 logger = logging.getLogger(__name__)
@@ -120,7 +122,11 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
             continue
         if not fits_type(value, known[key], from_yaml=True):
             name = getattr(known[key], "__name__", None) if isinstance(known[key], type) else str(known[key])
-            hint = " YAML reads no, off, yes and on as such: quote them." if isinstance(value, bool) else ""
+            hint = (
+                " YAML reads no, off, yes and on as booleans. Put the word in quotes."
+                if isinstance(value, bool)
+                else ""
+            )
             raise ValueError(f"{key}: {value!r:.200} in {path} is {type(value).__name__}, expected {name}.{hint}")
         # transformers checks only the command line by its choices, not the recipe.
         allowed = fact_of(field_of(key, classes), "one_of") or field_of(key, classes).metadata.get("choices")
@@ -177,6 +183,53 @@ def check_known(keys: Iterable[str], known: Collection[str], where: str) -> None
         )
 
 
+USAGE = """\
+usage: python mt_grpo_trainer.py --config RECIPE [--key value ...]
+
+  python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml  # train on a CPU, 2 to 3 minutes
+  python mt_grpo_trainer.py --config RECIPE --preflight               # check a recipe, sample a batch, do not train
+  bash scripts/train.sh RECIPE                                        # train on GPUs, with the server that it needs
+
+`--key value` replaces the recipe's value, and `--key null` unsets it. The second column has the defaults."""
+SHOWN = {  # the keys that `--help` shows, which are those that a user sets first
+    "Model, data and rewards": "model_name_or_path dataset_name dataset_size tools_script environment reward_fn",
+    "Conversation": "tool_format system_prompt max_env_steps max_completion_length temperature tool_timeout",
+    "Credit": "credit_assignment turn_advantage_coef turn_reward_weights outcome_reward_weights scale_rewards",
+    "Training": "num_generations per_device_train_batch_size learning_rate num_train_epochs max_steps beta",
+    "Server": "use_vllm vllm_mode vllm_server_host vllm_server_port max_staleness",
+    "LoRA": "use_peft lora_r lora_alpha",
+    "Output and checkpoints": "output_dir log_rollouts eval_strategy save_steps resume_from_checkpoint",
+}
+
+
+def help_text(classes: Classes, everything: bool = False) -> str:
+    """What `--help` prints: the keys of `SHOWN` with a sentence of TRL's texts each, or all keys with their texts."""
+    groups = {"All keys": " ".join(known_keys(classes))} if everything else SHOWN
+    lines = [USAGE]
+    for title, names in groups.items():
+        lines += ["", title]
+        for name in names.split():
+            about = field_of(name, classes).metadata
+            text = " ".join(about["help"].replace("%%", "%").split())
+            if not everything and "within" not in about:  # not of ours
+                text = re.split(r"\. (?=[^a-z])", text)[0].rstrip(".")
+            line = f"  --{name:<28} {recipe_text(default_of(name, classes)):<9} {text}"
+            lines += textwrap.wrap(line, 119, subsequent_indent=" " * 43, break_long_words=False)
+    return "\n".join(
+        [*lines, *([] if everything else ["", "--help all prints all keys; docs/recipes.md explains them."])]
+    )
+
+
+def recipe_text(value: Any) -> str:
+    """A value as a recipe has it.
+
+    >>> recipe_text(True), recipe_text(240.0), recipe_text(1e-6), recipe_text(None)
+    ('true', '240', '1e-06', 'null')
+    """
+    value = getattr(value, "value", value)  # of an Enum
+    return f"{value:g}" if isinstance(value, float) else value if isinstance(value, str) else json.dumps(value)
+
+
 def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     """(script_args, args, model_args) from a recipe (`--config x.yaml`) and the command line (`--max_steps 5`).
 
@@ -184,6 +237,9 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     (with the most similar known one), wrong types, unknown choices, and settings that do not fit each other.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    if {"-h", "--help"} & {*argv}:
+        print(help_text(classes, "all" in argv))
+        sys.exit()
     if not argv:
         raise ValueError("No recipe is given. Expected --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
     if not any(re.match(r"--config(=|$)", word) for word in argv) and re.search(r"\.ya?ml$", argv[0]):
@@ -192,16 +248,16 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     if "--config" in argv:
         position = argv.index("--config") + 1
         if argv.count("--config") > 1:
-            raise ValueError("--config is given twice. Expected one recipe: put the keys of both into it.")
+            raise ValueError("--config is given twice. Expected one recipe, with the keys of both files.")
         if position == len(argv) or argv[position].startswith("--") or not argv[position]:
             raise ValueError("--config needs a recipe, such as --config hf_recipes/tiny/calculator.yaml.")
         recipe = read_recipe(argv[position], classes)
     given = [a[2:].split("=")[0].replace("-", "_") for a in argv if a.startswith("--")]
-    options = {"config", "help", *known_keys(classes)}
+    options = {"config", *known_keys(classes)}
     check_known([key for key in given if key.removeprefix("no_") not in options], options, "on the command line")
     for key, count in collections.Counter(key.removeprefix("no_") for key in given).items():
         if count > 1:
-            logger.warning(f"--{key} is given {count} times on the command line: the last one counts.")
+            logger.warning(f"--{key} is given {count} times on the command line. The last value is used.")
     if re.search(r"--vllm[_-]mode[ =]colocate", " ".join(argv)):  # then no server is used
         address = {"vllm_server_host", "vllm_server_port"} - set(given)
         argv += [f"--{key}={default_of(key, classes)}" for key in address]
@@ -217,14 +273,11 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     except (TypeError, AttributeError, LookupError, OSError, ImportError, NotImplementedError) as error:
         raise ValueError(f"The settings cannot be used: {error_line(error)}") from error
     if rest:
-        raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and the recipe behind --config.")
+        raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and a recipe after --config.")
     for settings in (script_args, model_args):
         check_one_of(settings)
         check_ranges(settings)
-    for key, reason in REFUSED_KEYS.items():
-        for parsed in (script_args, model_args):
-            if getattr(parsed, key, default_of(key, classes)) != default_of(key, classes):
-                raise ValueError(f"{key}={getattr(parsed, key)!r} is not supported: {reason}.")
+        check_supported(settings)
     for key in (
         f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith(("lora_", "use_rslora", "use_dora"))
     ):

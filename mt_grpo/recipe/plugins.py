@@ -65,7 +65,7 @@ def find_modules_next_to(path: str) -> None:
 def import_file(path: str, key: str) -> types.ModuleType:
     """Import a recipe's file anew, as a module. Raises `ValueError` with the recipe key if the import fails."""
     if not path.endswith(".py"):
-        raise ValueError(f"{key}: {path!r} is no Python file. Expected one that ends in .py.")
+        raise ValueError(f"{key}: {path!r} is not a Python file. Expected a path that ends in .py.")
     find_modules_next_to(path)
     spec = importlib.util.spec_from_file_location(module_name(path, key), path)
     module = importlib.util.module_from_spec(spec)
@@ -203,7 +203,7 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
             run_async(processes.try_one())
         except (RuntimeError, OSError) as error:
             raise ValueError(
-                f"tools_script: {path!r} can be imported here, but not in a process beside this one (isolate_tools): "
+                f"tools_script: {path!r} can be imported here, but not in a separate process (isolate_tools): "
                 f"{sentence(error_text(error))} See above, or set isolate_tools: false."
             ) from error
         tools = [processes.isolated(index, tool) for index, tool in enumerate(tools)]

@@ -125,8 +125,8 @@ def check_passes(args: GRPOConfig) -> None:
     if limit <= args.max_completion_length:
         raise ValueError(
             f"max_tokens_per_pass={limit}: a single conversation can have max_completion_length="
-            f"{args.max_completion_length} tokens behind its prompt, and a pass has at least one. Expected more than "
-            "that and the longest prompt."
+            f"{args.max_completion_length} tokens after its prompt, and must fit into a pass. Expected more than this "
+            "and the longest prompt."
         )
 
 
@@ -138,7 +138,7 @@ REFUSED_KEYS = {
     "multi_objective_aggregation": "credit_assignment says how rewards become advantages: remove this key",
     "vllm_structured_outputs_regex": "one pattern cannot fit tool turns and answer turns alike: remove this key",
     "remove_unused_columns": "rewards, tools and environments read a row's columns: remove this key",
-    "log_multimodal": "images are kept beside the rollout log: remove this key",
+    "log_multimodal": "images are kept next to the rollout log: remove this key",
     "dataset_streaming": "prompts are checked before training starts, which needs them at hand: use dataset_size",
     "neftune_noise_alpha": "its noise is drawn anew in the loss, which takes it for the policy's: remove this key",
     "dataloader_in_order": "batches in the order of their readiness would put several prompts into one group: remove "
@@ -168,13 +168,21 @@ REFUSED_KEYS = {
 SET_BY_TRANSFORMERS = ("do_eval", "local_rank")  # transformers changes them: only a recipe's line is refused
 
 
+def check_supported(settings: Any) -> None:
+    """Raise `ValueError` for a setting of `REFUSED_KEYS` with another value than its default."""
+    for key, reason in REFUSED_KEYS.items():
+        value = getattr(settings, key, None)
+        if key in vars(settings).keys() - {*SET_BY_TRANSFORMERS} and value != default_of(key, (type(settings),)):
+            raise ValueError(f"{key}={value!r} is not supported: {reason}.")
+
+
 CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
 # Keys that are read only beside another one: (what must hold, in words, whether it holds, the keys).
 READ_BESIDE: tuple[tuple[str, Callable[[GRPOConfig], bool], tuple[str, ...]], ...] = (
     (f"a loss_type of {', '.join(CLIPPED_LOSSES)}", lambda args: args.loss_type in CLIPPED_LOSSES, ("delta",)),
     (f"a loss_type of {', '.join(CLIPPED_LOSSES)}, cispo", lambda args: args.loss_type in (*CLIPPED_LOSSES, "cispo"),
      ("epsilon", "epsilon_high")),
-    ("a clipped ratio (cispo has epsilon_high alone, where it is set)",
+    ("a clipped ratio (cispo only reads epsilon_high if it is set)",
      lambda args: args.loss_type != "cispo" or args.epsilon_high is None, ("epsilon",)),
     ("loss_type: sapo", lambda args: args.loss_type == "sapo", ("sapo_temperature_neg", "sapo_temperature_pos")),
     ("loss_type: vespo", lambda args: args.loss_type == "vespo",
@@ -268,9 +276,7 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     """Raise `ValueError` (got, expected, what to do) for settings that cannot work together."""
     kinds = (type(args),)
     check_one_of(args)
-    for key, reason in REFUSED_KEYS.items():
-        if hasattr(args, key) and key not in SET_BY_TRANSFORMERS and getattr(args, key) != default_of(key, kinds):
-            raise ValueError(f"{key}={getattr(args, key)!r} is not supported: {reason}.")
+    check_supported(args)
     backend = backend_of(args)
     readers = (None, backend) if backend == "transformers" else (None, backend, "vllm")
     for key in (each.name for each in dataclasses.fields(args) if fact_of(each, "backend") not in readers):
@@ -349,7 +355,7 @@ def check_ddp_timeout(args: GRPOConfig, num_processes: int) -> None:
     for what, seconds in waits.items():
         if num_processes > 1 and seconds >= args.ddp_timeout:
             raise ValueError(
-                f"{what} = {seconds:g} s: a rank that waits so long would be given up by the others after "
+                f"{what} = {seconds:g} s: the other ranks stop waiting for a rank after "
                 f"ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
             )
 

@@ -28,6 +28,11 @@ from mt_grpo.training.token_checks import squeezed
 MOST_SHOWN = 160  # characters of an error
 MOST_WEIGHTS = 2**16  # so many weights of a parameter are looked at, evenly spread
 WORD = r"[\w-]+"  # a tool's name is one
+# The questions that the models of hf_recipes/tiny were trained on, each after the first word of a model's folder.
+TINY = (
+    r"calculator: What is \d|chain: Start with \d|search: What is the|zoom: .*Which digit is|"
+    r"tools: (What is \d|How many people|\w+ has \d)"
+)
 
 
 def steps_of(num_rows: int, args: Any) -> tuple[int, int, int]:
@@ -54,10 +59,21 @@ def facts_of_settings(trainer: ResumableTrainer) -> Facts:
         "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
         "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
+        "model/other_task": is_other_task(trainer.model.config._name_or_path, str(messages[-1]["content"])),
         "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),
         "prompt/lacks_tools": ", ".join(lacking), "prompt/lacks_all_tools": len(lacking) == len(tools),
         "prompt/nearest": "".join(nearest(name, re.findall(WORD, read)) for name in lacking[:1]),
     }  # fmt: skip
+
+
+def is_other_task(model: str, question: str) -> bool:
+    """Whether a bundled tiny model is asked a question that it was not trained for.
+
+    >>> [is_other_task("hf_recipes/tiny/chain-model", question) for question in ("Start with 2.", "What is 2 + 3?")]
+    [False, True]
+    """
+    name = re.search(r"hf_recipes/tiny/([a-z]+)-", model)
+    return bool(name and question) and not re.match(TINY, f"{name[1]}: {question}")
 
 
 def stands_in(name: str, text: str) -> bool:
@@ -159,7 +175,9 @@ def facts_of_batches(
         **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
         "rollouts/ended": share(r.stop_reason in ends for r in rollouts),
-        "groups/identical": share(len({tuple(sampled_ids(r)) for r in group}) == 1 for group in groups)
+        "groups/identical": share(
+            len({str([turn.token_ids for turn in r.turns]) for r in group}) == 1 for group in groups
+        )
         if groups else None,
         "calls/malformed": share(result.error == "call" for result in uncut) if len(uncut) >= MIN_CALLS else None,
         "calls/failed": share(result.error is not None for result in uncut) if len(uncut) >= MIN_CALLS else None,
@@ -196,11 +214,6 @@ def whole_groups(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:
     for rollout in rollouts:
         groups.setdefault(rollout.index // size, []).append(rollout)
     return [group for group in groups.values() if len(group) == size]
-
-
-def sampled_ids(rollout: Rollout) -> list[int]:
-    """All ids that the model sampled."""
-    return [token for turn in rollout.turns for token in turn.token_ids]
 
 
 def share(flags: Any) -> float:

@@ -1,7 +1,8 @@
-"""The last lines of a run: whether it still learned, where its output is, and the commands that come next."""
+"""The last lines of a run: whether it still learned, where its output is, its curves, and the next command."""
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from mt_grpo.reports.troubles import troubles_at_end
 from mt_grpo.run.trainer import ResumableTrainer
 
-# What an evaluation takes from a run, beside what it was trained on.
+# What an evaluation takes from a run, next to what it was trained on.
 OF_A_CONVERSATION = frozenset(
     "max_env_steps max_completion_length max_turn_tokens max_tool_response_tokens tool_timeout tool_format "
     "isolate_tools max_parallel_calls environment_timeout temperature top_p top_k min_p repetition_penalty "
@@ -20,13 +21,7 @@ OF_A_CONVERSATION = frozenset(
 
 
 def say_last_lines(trainer: ResumableTrainer, script_args: Any, argv: list[str] | None) -> None:
-    """Print them on rank 0.
-
-    Args:
-        trainer: Behind its training.
-        script_args: Of the recipe.
-        argv: The arguments of the run. None: those of the process.
-    """
+    """Print the last lines on rank 0, after training. `argv`: the arguments of the run; None: of the process."""
     if not trainer.accelerator.is_main_process:
         return
     found = troubles_at_end(trainer.state.log_history, trainer.reward_functions.main_outcome)
@@ -36,26 +31,24 @@ def say_last_lines(trainer: ResumableTrainer, script_args: Any, argv: list[str] 
 
 
 def last_lines(args: Any, script_args: Any, argv: list[str]) -> list[str]:
-    """Where the output is, and the next commands, of the settings and the arguments of a run.
+    """The output folder of a run, the command that shows its curves, and the command that comes next.
 
     >>> from types import SimpleNamespace as S
-    >>> for line in last_lines(S(output_dir="/runs/a b", log_rollouts=16), S(dataset_name="chain"),
+    >>> for line in last_lines(S(output_dir="/runs/a b"), S(dataset_name="chain"),
     ...                        ["--config", "x.yaml", "--max_env_steps", "6", "--max_staleness", "1"]):
     ...     print(line)
-    model    /runs/a b
-    look     python scripts/view_rollouts.py '/runs/a b'
-    measure  python scripts/evaluate.py --config x.yaml --model '/runs/a b' --max_env_steps 6
+    output    /runs/a b
+    curves    python scripts/view_rollouts.py '/runs/a b'
+    evaluate  python scripts/evaluate.py --config x.yaml --model '/runs/a b' --max_env_steps 6
     """
     folder = str(args.output_dir).removeprefix(f"{Path.cwd()}/")
-    lines = [f"model    {folder}"]
-    if args.log_rollouts:
-        lines.append(f"look     python scripts/view_rollouts.py {shlex.quote(folder)}")
+    lines = [f"output    {folder}", f"curves    python scripts/view_rollouts.py {shlex.quote(folder)}"]
     recipe = recipe_of(argv)
     if recipe is not None and has_test_rows(script_args):
         command = f"python scripts/evaluate.py --config {shlex.quote(recipe)} --model {shlex.quote(folder)}"
         keys = vars(script_args).keys() - {"preflight"}
         command = " ".join([command, *map(shlex.quote, overrides(argv, keys))])
-        lines.append(f"measure  {command}")
+        lines.append(f"evaluate  {command}")
     return lines
 
 
@@ -65,12 +58,9 @@ def recipe_of(argv: list[str]) -> str | None:
     >>> recipe_of(["--max_steps", "2", "--config=x.yaml"]), recipe_of(["--config", "x.yaml"]), recipe_of([])
     ('x.yaml', 'x.yaml', None)
     """
-    for flag, following in zip(argv, [*argv[1:], None]):
-        if flag == "--config":
-            return following
-        if flag.startswith("--config="):
-            return flag.partition("=")[2]
-    return None
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    return parser.parse_known_args(argv)[0].config
 
 
 def overrides(argv: list[str], data_keys: set[str]) -> list[str]:

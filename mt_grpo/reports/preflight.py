@@ -8,7 +8,7 @@ import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,26 +63,29 @@ def plan(trainer: ResumableTrainer) -> list[tuple[str, str]]:
 
 def model_line(model: Any, args: Any) -> str:
     """Name, size and dtypes of the model."""
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad, p.dtype) for p in model.parameters()]
-    total, trained = sum(size for size, _, _ in sizes), sum(size for size, trains, _ in sizes if trains)
-    dtypes = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, _, dtype in sizes}))
+    total, trained = count(model.parameters())
+    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
     kind = "bfloat16" if args.bf16 else "float16" if args.fp16 else dtypes
     name = model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
     return f"{name}: {total:,} parameters, {trained:,} of them trained, kept as {dtypes}, computed in {kind}"
+
+
+def count(parameters: Iterable[torch.nn.Parameter], in_bytes: bool = False) -> tuple[int, int]:
+    """(all, those that are trained): how many numbers the parameters of a model hold, or bytes."""
+    sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size() ** in_bytes, p.requires_grad) for p in parameters]
+    return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
 
 
 def images_line(model: Any, env: Any) -> list[tuple[str, str]]:
     """What images cost, and whether what reads them is trained; nothing of a model that reads text alone."""
     if (reader := reader_of(env.tokenizer)) is None:
         return []
-    tower = [parameter for name, parameter in model.named_parameters() if TOWER.search(name)]
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in tower]
-    trained = sum(size for size, trains in sizes if trains)
+    total, trained = count(parameter for name, parameter in model.named_parameters() if TOWER.search(name))
     costs = [
         f"{side} x {side} pixels are {reader.read(drawn_image(side), 'a drawn image').num_tokens} tokens"
         for side in (224, 1024)
     ]
-    whole = f"{trained:,} of the {sum(size for size, _ in sizes):,} parameters that read them are trained"
+    whole = f"{trained:,} of the {total:,} parameters that read them are trained"
     return [("images", f"{' and '.join(costs)}; {whole}")]
 
 
@@ -130,8 +133,8 @@ def epoch_line(num_rows: int, args: Any) -> str:
     """
     batches, steps, whole = steps_of(num_rows, args)
     rollouts = batches * args.generation_batch_size
-    counts = f"{batches} batch{'es' * (batches != 1)} = {rollouts} rollouts = {steps} optimizer steps"
-    return f"{counts}; the run: {whole} optimizer steps"
+    counts = f"{batches:,} batch{'es' * (batches != 1)} = {rollouts:,} rollouts = {steps:,} optimizer steps"
+    return f"{counts}; the run: {whole:,} optimizer steps"
 
 
 def context_line(env: Any, train: Any, args: Any) -> str:
@@ -157,8 +160,7 @@ def memory_line(model: Any, args: Any, prompt: int, reference: bool, sharded: bo
         reference: Whether there is a reference model.
         sharded: Whether ranks divide the weights.
     """
-    sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p.requires_grad) for p in model.parameters()]
-    weights, trained = sum(n for n, _ in sizes), sum(n for n, trains in sizes if trains)
+    weights, trained = count(model.parameters(), in_bytes=True)
     copies = weights if reference else 0
     rows = args.per_device_train_batch_size
     tokens = args.max_tokens_per_pass or rows * (prompt + args.max_completion_length)
@@ -169,7 +171,7 @@ def memory_line(model: Any, args: Any, prompt: int, reference: bool, sharded: bo
     return (
         f"{size(weights + 3 * trained + copies)} per rank ({parts})"
         f"{', before it is divided among the ranks' if sharded else ''}, and activations of a pass of "
-        f"at most {tokens:,} tokens (max_tokens_per_pass): its logits alone are {size(logits)} at most"
+        f"at most {tokens:,} tokens (max_tokens_per_pass): the logits of one pass take up to {size(logits)}"
     )
 
 
@@ -211,19 +213,6 @@ def prompt_text(rollout: Any, tokenizer: Any) -> str:
     text = readable(tokenizer.decode(rollout.prompt_ids))
     half, left_out = PROMPT_SHOWN // 2, len(text) - PROMPT_SHOWN
     return text if left_out <= 0 else f"{text[:half]}\n... [{left_out} characters] ...\n{text[-half:]}"
-
-
-def seconds_of_run(args: Any, steps: int, batch_seconds: float, step_seconds: float) -> float:
-    """Seconds of a run of `steps`, where every batch and every optimizer step takes as long as the first."""
-    batches = steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
-    return batches * batch_seconds + steps * step_seconds
-
-
-def peak_memory() -> str | None:
-    """The largest memory that was allocated on the GPU, for people; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return size(torch.cuda.max_memory_allocated())
 
 
 # A preflight rolls out further batches until a group has signal: one rollout of a hundred may be rewarded.
@@ -272,7 +261,7 @@ class FirstBatch(TrainerCallback):
                 for trouble in troubles(self.facts):
                     logger.warning(f"{trouble.name}: {trouble.text}")
         except Exception as error:  # of a fork's environment or tokenizer: what only reports must not end a run
-            logger.warning(f"The first batch cannot be reported on: {error_line(error)}")
+            logger.warning(f"The report on the first batch failed: {error_line(error)}")
 
     def gather_facts(self) -> None:
         """Set `facts`. It calls no collective."""
@@ -307,7 +296,7 @@ def summary(facts: Facts) -> str:
         f"{facts['num_rollouts']} rollouts, {facts['turns/mean']:.1f} turns, {facts['rollouts/called']:.0%} call a "
         f"tool, {percent(facts['tools/failure_frequency'])} of the calls fail "
         f"({percent(facts['tools/malformed_frequency'])} cannot be run), {facts['rollouts/ended']:.0%} come to an "
-        f"end, {cut:.0%} are cut off; reward {facts['reward']:.2f} ({functions}); "
+        f"end, {cut:.0%} are truncated; reward {facts['reward']:.2f} ({functions}); "
         f"{facts['credit/frac_groups_without_signal']:.0%} of the groups without signal"
     )
 
@@ -320,18 +309,14 @@ def preflight_settings(args: Any) -> Iterator[None]:
     """A run that writes nothing, tracks nothing and does not wait for long for a server. Raises `ValueError`."""
     if args.resume_from_checkpoint:
         raise ValueError(
-            "--preflight looks at the model of model_name_or_path, and not at a checkpoint. Remove "
+            "--preflight checks the model of model_name_or_path and not a checkpoint. Remove "
             f"resume_from_checkpoint, or set model_name_or_path to {args.resume_from_checkpoint!r}."
         )
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         args.output_dir, args.report_to, args.disable_tqdm, args.save_strategy = folder, [], True, "no"
         args.log_rollouts, args.push_to_hub, args.load_best_model_at_end = 0, False, False
         args.save_on_each_node = None  # nothing is saved, and each node has this folder for itself
-        args.max_staleness, args.refill_groups, args.eval_on_start = (
-            0,
-            0,
-            False,
-        )  # nothing is rolled out that is not looked at
+        args.max_staleness, args.refill_groups, args.eval_on_start = 0, 0, False  # nothing else is sampled
         args.vllm_server_timeout = min(args.vllm_server_timeout, 20.0)
         yield
 
@@ -344,7 +329,7 @@ def run_preflight(trainer: ResumableTrainer) -> int:
     first_batch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstBatch))
     first_batch.ends_run = True
     rng, seconds = get_rng_state(), dict.fromkeys([*PHASES.values(), "batches"], 0.0)
-    say(trainer, *(f"{what:>9}  {text}" for what, text in plan(trainer)), "", "Rolling out the first batch ...")
+    say(trainer, *(f"{what:>9}  {text}" for what, text in plan(trainer)), "", "Sampling the first batch ...")
     found = troubles(facts_of_settings(trainer))
     try:
         with timed(trainer, seconds):
@@ -410,7 +395,7 @@ def facts_of_more_batches(trainer: ResumableTrainer, facts: Facts) -> Facts:
         rows = next(further, None)
         if rows is None:
             break
-        say(trainer, f"No group has signal. Rolling out batch {number} ...")
+        say(trainer, f"No group has signal. Sampling batch {number} ...")
         trainer._generate_and_score_completions(rows)
         batches.append(trainer.batch)
         facts = {**facts, **facts_so_far(trainer, batches)}
@@ -419,23 +404,23 @@ def facts_of_more_batches(trainer: ResumableTrainer, facts: Facts) -> Facts:
 
 def phases(args: Any, steps: int, facts: Facts, seconds: dict[str, float], step_seconds: float) -> list[str]:
     """Lines about the time of a batch, and of a run of so many optimizer steps."""
-    whole = duration(seconds_of_run(args, steps, seconds["batch"], step_seconds))
+    batches = steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
+    whole = duration(batches * seconds["batch"] + steps * step_seconds)
     num_calls = facts["tools/call_frequency"] * args.generation_batch_size
     tools = 0.0 if math.isnan(facts["tools/mean_seconds"]) else facts["tools/mean_seconds"] * num_calls
-    memory = peak_memory()
+    memory = f"; {size(torch.cuda.max_memory_allocated())} of GPU memory" if torch.cuda.is_available() else ""
     return [
         f"seconds: rollouts {seconds['rollouts'] - seconds['sync']:.1f} (tools {tools:.1f} in all, at the same time), "
         f"sync {seconds['sync']:.1f}, rewards {seconds['rewards']:.1f}, training {step_seconds:.1f} per optimizer "
-        f"step; {facts['completions/mean_total_length']:.0f} tokens per rollout"
-        + (f"; {memory} of GPU memory at most" if memory else ""),
-        f"the run: about {whole}, where every batch takes as long as this first one",
+        f"step; {facts['completions/mean_total_length']:.0f} tokens per rollout{memory}",
+        f"the run: about {whole} if every batch takes as long as the first one",
     ]
 
 
 def trouble_lines(found: list[Trouble]) -> list[str]:
     """The lines of the screen about the troubles, causes first."""
     if not found:
-        return ["", "Nothing here means trouble."]
+        return ["", "No problem was found."]
     lines = [f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)]
     end = ["Training would be pointless."] if any(trouble.pointless for trouble in found) else []
-    return ["", "What means trouble, causes first:", *lines, *end]
+    return ["", "Problems, causes first:", *lines, *end]

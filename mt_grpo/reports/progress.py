@@ -51,7 +51,7 @@ class MetricsLog(TrainerCallback):
             write_rows(path, rows, fresh)
         except OSError as error:
             if not self.failed:
-                logger.warning(f"Metrics are not in {path}: {error}. Training goes on.")
+                logger.warning(f"The metrics could not be written to {path}: {error}. Training continues.")
             self.failed = True
 
 
@@ -134,9 +134,8 @@ class ProgressLine(TrainerCallback):
             # Steps that train again on a batch are short: a mean is over whole batches, each with its rollouts.
             last = self.steps[-max(self.new_steps, steps_per_batch(args)) :]
             seconds = sum(last) / len(last) if last else None
-            self.say(
-                log_line(logs, state.global_step, state.max_steps, self.trainer.reward_functions.main_outcome, seconds)
-            )
+            outcome = self.trainer.reward_functions.main_outcome
+            self.say(log_line(logs, state.global_step, state.max_steps, outcome, seconds))
             self.new_steps = self.new_steps if any(key.startswith("eval_") for key in logs) else 0
 
     def on_train_end(self, args, state, control, **kwargs):
@@ -166,7 +165,7 @@ class ProgressLine(TrainerCallback):
                 began, before = time.monotonic(), doing.partition(" ")[0]
             step = self.trainer.state.global_step
             where = f"step {step + 1}" if self.trainer.model.training else f"evaluation at step {step}"
-            text = f"{where}: {doing}, for {time.monotonic() - began:.0f} s"
+            text = f"{where}: {doing} ({time.monotonic() - began:.0f} s)"
             if over.is_set():
                 return
             if terminal:
@@ -188,13 +187,15 @@ def steps_per_batch(args: Any) -> int:
 def what_it_does(trainer: Any) -> str:
     """What the run is doing, as far as rank 0 can tell."""
     if trainer.weight_sync is not None and trainer.weight_sync.pushed is None:
-        return "sync of the weights"
+        return "syncing the weights"
     batch = trainer.in_flight.current
     if batch is not None and not batch.over:
         going = [rollout for rollout in batch.rollouts if rollout.stop_reason is None]
         calling = sum(bool(r.turns and r.turns[-1].calls and not r.turns[-1].results) for r in going)
-        tools = f", {calling} in tools" if calling else ""
-        return f"rolling out {len(batch.rollouts) - len(going)}/{len(batch.rollouts)}{tools}"
+        turns, finished = sum(len(r.turns) for r in batch.rollouts), len(batch.rollouts) - len(going)
+        tools = f", {calling} waiting for tools" if calling else ""
+        done = f"{turns} turn{'s' * (turns != 1)} done, {finished} of {len(batch.rollouts)} rollouts finished"
+        return f"sampling, {done}{tools}"
     return "training"
 
 
@@ -221,10 +222,10 @@ def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, s
     >>> log_line({"eval_hard_reward": 0.5, "eval_hard_runtime": 3.0}, 12, 75, None, 2.1)
     'evaluation hard 12/75  reward 0.50  3.0 s'
     >>> log_line({"train_runtime": 140.2, "train_loss": 0.1}, 75, 75, None, None)
-    'trained 75 steps in 140 s'
+    'trained 75 steps in 2 min'
     """
     if "train_runtime" in logs:
-        return f"trained {step} steps in {logs['train_runtime']:.0f} s"
+        return f"trained {step:,} steps in {duration(logs['train_runtime'])}"
     evaluation, data = any(name.startswith("eval_") for name in logs), name_of_evaluation(logs)
     values = {name.removeprefix("eval_").removeprefix(f"{data}_"): value for name, value in logs.items()}
     what = " ".join(filter(None, ["evaluation", data, f"{step}/{steps}"]))

@@ -77,16 +77,9 @@ def turn_columns(
         rollouts: Those that are asked for, the first ones of the batch.
     """
     names = ("tool_mask", "advantages", "old_per_token_logps")
+    lengths = [[len(turn.token_ids) for turn in rollout.turns] for rollout in rollouts]
     found: list[list[dict[str, list | None]]] = [
-        [
-            {
-                "loss_mask": [0] * len(turn.token_ids),
-                "advantages": [0.0] * len(turn.token_ids),
-                "trainer_logprobs": None,
-            }
-            for turn in rollout.turns
-        ]
-        for rollout in rollouts
+        [dict(zip(TOKEN_COLUMNS, ([0] * length, [0.0] * length, None))) for length in row] for row in lengths
     ]
     for i, (record, owner) in enumerate(zip(records, owners, strict=True)):
         if owner >= len(rollouts):
@@ -307,7 +300,9 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
         if path.stat().st_size >= SEGMENT_BYTES:
             close_segment(path)
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        logger.warning(f"Step {rows[0]['step']}: rollouts are not in {path}: {error}. Training goes on.")
+        logger.warning(
+            f"Step {rows[0]['step']}: the rollouts could not be written to {path}: {error}. Training continues."
+        )
 
 
 class RolloutLog:
@@ -363,10 +358,17 @@ class RolloutLog:
         tables = [batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages)]
         part = batch.own(outcome)[:count]
         scored = Scored(self.names, batch.weights, *tables, batch.group_size, part, len(advantages))
-        columns = turn_columns(output, batch.records, batch.owners, batch.rollouts[:count])
-        rows = rollout_rows(batch.rollouts[:count], batch.rows, scored, columns, self.tokenizer)
-        about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": batch.mode}
-        self._save_images(batch.rollouts[:count])
+        rollouts = batch.rollouts[:count]
+        columns = turn_columns(output, batch.records, batch.owners, rollouts)
+        self._write(rollouts, batch.rows, scored, columns, {"step": step, "mode": batch.mode}, fresh)
+
+    def _write(
+        self, rollouts: list[Rollout], inputs: list[dict], scored: Scored, columns: list, about: dict, fresh: bool
+    ) -> None:
+        """Write rollouts and their images. `about`: the columns `step` and `mode`."""
+        self._save_images(rollouts)
+        about = {"schema": SCHEMA, "rank": self.rank, **about}
+        rows = rollout_rows(rollouts, inputs, scored, columns, self.tokenizer)
         write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
 
     def _save_images(self, rollouts: list[Rollout]) -> None:
@@ -385,12 +387,14 @@ class RolloutLog:
                 picture.image.save(partial, "PNG")
                 partial.rename(path)
             except OSError as error:
-                logger.warning(f"{path} cannot be written: {error}. The run goes on without it.")
+                logger.warning(f"{path} cannot be written: {error}. Training continues without this image.")
                 self.num_images = MOST_IMAGES
                 return
             self.num_images += 1
             if self.num_images == MOST_IMAGES:
-                logger.warning(f"{folder} got {MOST_IMAGES} images: of later rollouts the log names them alone.")
+                logger.warning(
+                    f"{folder} got {MOST_IMAGES} images. The log of later rollouts only names their images."
+                )
 
     def add_dropped(self, batch: Batch, places: list[int], step: int) -> None:
         """Write rollouts of a batch that are dropped, with the mode `dropped`: they train nothing.
@@ -403,27 +407,13 @@ class RolloutLog:
         places = places[: self.most]
         if not places:
             return
-        fresh = self._begin(step)
-        rollouts, index = (
-            [batch.rollouts[i] for i in places],
-            torch.tensor([batch.first + i for i in places], dtype=torch.long),
-        )
-        nothing = torch.zeros(batch.rewards.turn.shape)[index]
-        scored = Scored(
-            self.names,
-            batch.weights,
-            batch.logged[index.to(batch.logged.device)],
-            batch.rewards.turn[index],
-            nothing,
-            batch.group_size,
-            torch.zeros(len(places)),
-            len(batch.rewards.outcome),
-        )
-        columns = turn_columns({}, [], [], rollouts)
-        rows = rollout_rows(rollouts, [batch.rows[i] for i in places], scored, columns, self.tokenizer)
-        self._save_images(rollouts)
-        about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": "dropped"}
-        write_rollouts(self.path, [{**about, **row} for row in rows], fresh)
+        rollouts = [batch.rollouts[i] for i in places]
+        index = torch.tensor([batch.first + i for i in places], dtype=torch.long)
+        rewards = batch.logged[index.to(batch.logged.device)], batch.rewards.turn[index]
+        nothing = torch.zeros(batch.rewards.turn.shape)[index], batch.group_size, torch.zeros(len(places))
+        scored = Scored(self.names, batch.weights, *rewards, *nothing, len(batch.rewards.outcome))
+        inputs, about = [batch.rows[i] for i in places], {"step": step, "mode": "dropped"}
+        self._write(rollouts, inputs, scored, turn_columns({}, [], [], rollouts), about, self._begin(step))
 
 
 def delete_other_ranks(folder: Path, world_size: int) -> None:
@@ -433,7 +423,7 @@ def delete_other_ranks(folder: Path, world_size: int) -> None:
             try:
                 path.unlink()
             except OSError as error:
-                logger.warning(f"{path} is of an earlier run and cannot be deleted: {error}. Delete it by hand.")
+                logger.warning(f"{path} belongs to an earlier run and cannot be deleted: {error}. Delete it yourself.")
 
 
 def logged_ranks(folder: Path) -> list[int]:
@@ -443,11 +433,7 @@ def logged_ranks(folder: Path) -> list[int]:
 
 
 def segment_number(path: Path) -> int:
-    """Of a closed segment.
-
-    >>> segment_number(Path("rollouts.rank0.00012.jsonl.gz"))
-    12
-    """
+    """Number of a closed segment, parsed from its file name, such as 12 of `rollouts.rank0.00012.jsonl.gz`."""
     return int(LOG_FILES.fullmatch(path.name)[2][1:])
 
 
@@ -482,7 +468,7 @@ def close_segment(path: Path) -> None:
     closed = segments(path)
     sizes = [segment.stat().st_size for segment in closed]
     while len(closed) > 1 and sum(sizes) > MOST_BYTES:
-        logger.warning(f"{closed[0]} is deleted: the log of rollouts has {sum(sizes)} bytes, of {MOST_BYTES}.")
+        logger.warning(f"{closed[0]} is deleted: the log of rollouts may have {MOST_BYTES / 2**30:g} GiB at most.")
         closed.pop(0).unlink()
         sizes.pop(0)
 
@@ -547,8 +533,8 @@ def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
                         except json.JSONDecodeError:
                             lost += 1
             except (EOFError, gzip.BadGzipFile) as error:
-                logger.warning(f"{segment} is cut off, and what is behind is left out: {error}")
+                logger.warning(f"{segment} is truncated, and the rest of it is skipped: {error}")
     if lost:
         logger.warning(
-            f"{folder}: {lost} lines are no JSON, and left out. A run that was killed may have left half of one."
+            f"{folder}: {lost} lines are not JSON and are skipped. A killed run may have left an incomplete line."
         )

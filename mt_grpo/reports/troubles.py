@@ -26,21 +26,15 @@ class Reading:
         name: What a warning begins with, and what docs/preflight.md calls it; of a running job it is the metric.
         needs: Names of facts. Where one of them is not known, the reading says nothing.
         when: A function of the facts: whether they mean trouble.
-        says: A sentence that states the trouble and its numbers.
-        why: A sentence that says why it matters; empty where `says` does.
-        change: A sentence that says which setting to change.
+        text: The trouble with its numbers, why it matters, and which setting to change.
         ends: A function of the facts: whether training would be pointless.
-        of_logs: Whether it reads the last logs of a running job (`facts_of_logs`), and not the first rollouts.
     """
 
     name: str
     needs: tuple[str, ...]
     when: Callable[[Facts], bool]
-    says: str
-    why: str
-    change: str
+    text: str
     ends: Callable[[Facts], bool] = lambda facts: False
-    of_logs: bool = False
 
 
 @dataclass(frozen=True)
@@ -49,7 +43,7 @@ class Trouble:
 
     Attributes:
         name: The reading's.
-        text: Its three sentences, filled in.
+        text: The reading's, with the facts filled in.
         pointless: Whether training would be pointless.
     """
 
@@ -69,7 +63,6 @@ MIN_CALLS = 8  # fewer are no share to judge by: half of four calls fail by chan
 NEVER = 0.01  # one rollout of a hundred that calls, or answers, is what reinforcement learning can begin with
 SAME = 0.5  # of the groups; eight samples of one action of two are the same in one group of 128
 HOT = 1.5  # at such a temperature a model of 0.6B and more writes what is no language
-UNSURE = 0.7  # temperatures below it sharpen the distribution that is trained away from the one that is sampled
 ENV_ERRORS = 0.2  # rollouts that are not trained on
 AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
 REPEATED = 20  # times that a run goes through its data; epochs over a data set of its usual size are fewer
@@ -90,171 +83,151 @@ def outcome_falls(facts: Facts) -> bool:
     return rises and facts["outcome"] < outcome - max(DOWN * abs(outcome), FLOOR)
 
 
-READINGS = (
+READINGS = (  # of the first rollouts
+    Reading(
+        "bundled model", ("model/other_task",), lambda f: f["model/other_task"],
+        "This bundled tiny model was trained for the format and the task of its own recipe alone. It can learn "
+        "nothing else. Take a model that can write, such as SmolLM2 (hf_recipes/SmolLM2) or Qwen3 (hf_recipes/Qwen).",
+        lambda f: True,
+    ),
     Reading(
         "system prompt", ("prompt/lacks_system",), lambda f: f["prompt/lacks_system"],
-        "The model does not read the system prompt: the chat template leaves it out.",
-        "It says what tools there are and how to answer.",
-        "Use a chat template with a system role, or put the text into the prompts and set system_prompt: ''.",
+        "The model does not read the system prompt: the chat template leaves it out. It says what tools there are "
+        "and how to answer. Use a chat template with a system role, or put the text into the prompts and set "
+        "system_prompt: ''.",
         lambda f: f["has_tools"],
     ),
     Reading(
         "tools", ("prompt/lacks_tools",), lambda f: bool(f["prompt/lacks_tools"]),
-        "The prompt does not mention the tool {prompt/lacks_tools}.{prompt/nearest}",
-        "A model calls no tool that it was not told of.",
-        "Write its name as it is, or {{tool_descriptions}}, into system_prompt, or set tool_format to hermes or "
-        "native, which show the tools by the chat template.",
+        "The prompt does not mention the tool {prompt/lacks_tools}.{prompt/nearest} A model does not call a tool "
+        "that its prompt does not mention. Write its name as it is, or {{tool_descriptions}}, into system_prompt, or "
+        "set tool_format to hermes or native, which show the tools by the chat template.",
         lambda f: f["prompt/lacks_all_tools"] and f.get("rollouts/called", 0.0) <= NEVER,
     ),
     Reading(
         "last message", ("prompt/ends_with_assistant",), lambda f: f["prompt/ends_with_assistant"] > 0,
-        "{prompt/ends_with_assistant:.0%} of the prompts end with a message of the assistant.",
-        "The model reads it as a turn of its own that is over, and begins another one. It may be the answer.",
-        "Remove this message from the column prompt, or put a message of the user behind it.",
+        "{prompt/ends_with_assistant:.0%} of the prompts end with a message of the assistant. The model reads this "
+        "message as its own finished turn and starts another one. It may contain the answer. Remove this message "
+        "from the column prompt, or add a user message after it.",
     ),
     Reading(
         "few rows", ("data/different", "data/passes"), lambda f: f["data/passes"] >= REPEATED,
         "The training data has {data/different} different rows, and the run goes through them {data/passes:.0f} "
-        "times.",
-        "The policy can learn the answers by heart, and no reward of training shows it.",
-        "Take more rows, lower max_steps or num_train_epochs, or evaluate on other rows by eval_strategy.",
+        "times. The policy can learn the answers by heart, and no reward of training shows it. Take more rows, lower "
+        "max_steps or num_train_epochs, or evaluate on other rows by eval_strategy.",
     ),
     Reading(
         "learning rate", ("learning_rate", "optim"),
         lambda f: f["learning_rate"] >= LR and f["optim"].startswith("adam"),
-        "learning_rate is {learning_rate:g}.",
-        "Adam moves every weight by about so much in one step: the model is gone after the first one.",
-        "Set learning_rate to 1e-6 (all weights of a pretrained model), 1e-5 to 1e-4 (LoRA), or 1e-3 at most (tiny).",
+        "learning_rate is {learning_rate:g}. Adam moves every weight by about the learning rate in one step, which "
+        "destroys the model in the first step. Set learning_rate to 1e-6 (all weights of a pretrained model), 1e-5 "
+        "to 1e-4 (LoRA), or 1e-3 at most (tiny).",
         lambda f: True,
     ),
     Reading(
         "learning rate", ("learning_rate",), lambda f: f["learning_rate"] == 0,
-        "learning_rate is 0.",
-        "No weight changes.",
-        "Set learning_rate to 1e-6 (all weights of a pretrained model), or 1e-5 to 1e-4 (LoRA).",
+        "learning_rate is 0. No weight changes. Set learning_rate to 1e-6 (all weights of a pretrained model), or "
+        "1e-5 to 1e-4 (LoRA).",
         lambda f: True,
     ),
     Reading(
         "rounding", ("weights/stuck",),
         lambda f: f["weights/stuck"] >= ROUNDED and f["learning_rate"] > 0 and f["optim"].startswith("adam"),
-        "A step of learning_rate={learning_rate:g} is lost in rounding for {weights/stuck:.0%} of the weights.",
-        "Adam moves a weight by about so much: what is kept in bfloat16 stays as it was, however many steps follow.",
-        "Set dtype: float32, with bf16: true to compute in bfloat16, or train by ZeRO-3 or FSDP2, which keep float32 "
-        "weights beside.",
+        "A step of learning_rate={learning_rate:g} is lost to rounding for {weights/stuck:.0%} of the weights. Adam "
+        "moves a weight by about the learning rate, so these bfloat16 weights never change. Set dtype: float32, with "
+        "bf16: true to compute in bfloat16, or train with ZeRO-3 or FSDP2, which keep float32 weights, too.",
     ),
     Reading(
         "temperature", ("temperature",), lambda f: f["temperature"] >= HOT,
-        "temperature is {temperature:g}.",
-        "Above 1 unlikely tokens become likely: calls and answers break, and more so the longer they are.",
-        "Set temperature: 1.0.",
+        "temperature is {temperature:g}. Above 1 unlikely tokens become likely: calls and answers break, and more so "
+        "the longer they are. Set temperature: 1.0.",
     ),
     Reading(
         "cut sampling", ("sampling/cuts", "sampling/token_ratio_mean"), lambda f: bool(f["sampling/cuts"]),
-        "{sampling/cuts} makes the distribution that is sampled from another one than the policy's. The importance "
-        "ratio of a token is {sampling/token_ratio_mean:.3f} in the mean, with the same weights on both sides.",
-        "It should be 1: the loss is biased, and scaled down where the ratio is below 1.",
-        "Remove {sampling/cuts}, or set vllm_importance_sampling_correction: false where the weights are never older.",
+        "{sampling/cuts} changes the distribution that is sampled from. The importance ratio of a token is "
+        "{sampling/token_ratio_mean:.3f} on average, with the same weights on both sides. It should be 1: the loss "
+        "is biased, and scaled down where the ratio is below 1. Remove {sampling/cuts}, or set "
+        "vllm_importance_sampling_correction: false where the weights are never older.",
     ),
     Reading(
         "environment errors", ("stop/environment_error",), lambda f: f["stop/environment_error"] >= ENV_ERRORS,
-        "In {stop/environment_error:.0%} of the rollouts the environment failed: {frequent/environment_error}",
-        "These rollouts are not trained on.",
-        "Mend the environment, or raise environment_timeout.",
+        "In {stop/environment_error:.0%} of the rollouts the environment failed: {frequent/environment_error} These "
+        "rollouts are not trained on. Fix the environment, or raise environment_timeout.",
         lambda f: f["stop/environment_error"] >= CUT_ALL,
     ),
     Reading(
-        "identical rollouts", ("groups/identical",),
-        lambda f: f["groups/identical"] >= SAME and f["temperature"] < UNSURE,
-        "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}.",
-        "A group learns from the difference between its rollouts.",
-        "Set temperature: 1.0.",
-        lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
-    ),
-    Reading(
-        "identical rollouts", ("groups/identical",),
-        lambda f: f["groups/identical"] >= SAME and f["temperature"] >= UNSURE,
-        "In {groups/identical:.0%} of the groups all rollouts are the same.",
-        "A group learns from the difference between its rollouts.",
-        "Raise temperature where the model is sure of this task already; look whether top_k, top_p or min_p leave one "
-        "choice.",
+        "identical rollouts", ("groups/identical",), lambda f: f["groups/identical"] >= SAME,
+        "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}. A group "
+        "learns from the difference between its rollouts. Set temperature: 1.0 if it is lower. Otherwise look "
+        "whether top_k, top_p or min_p leave one choice, or raise the temperature if the model already solves this "
+        "task every time.",
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
     ),
     Reading(
         "failing tools", ("tools/broken",), lambda f: f["tools/broken"] >= FAILS_TOOL,
-        "{tools/broken:.0%} of the calls that reach {tools/broken_name} fail: {frequent/tool_error}",
-        "The model learns not to call it.",
-        "Mend the tool, or what it needs (a key, a server, a file); raise tool_timeout where it says so.",
+        "{tools/broken:.0%} of the calls that reach {tools/broken_name} fail: {frequent/tool_error} The model learns "
+        "not to call it. Fix the tool or what it needs (a key, a server, a file). If the error says so, raise "
+        "tool_timeout.",
         lambda f: f["tools/all_broken"] >= FAILS_ALL,
     ),
     Reading(
         "cut off by max_turn_tokens", ("cut/by_turn",), lambda f: f["cut/by_turn"] >= CUT,
-        "{cut/by_turn:.0%} of the rollouts have a turn that is cut off at max_turn_tokens={max_turn_tokens}.",
-        "What is cut off is neither a whole call nor an answer, so it gets no reward.",
-        "Raise max_turn_tokens, or ask for shorter turns in system_prompt.",
+        "{cut/by_turn:.0%} of the rollouts have a turn that is cut off at max_turn_tokens={max_turn_tokens}. A "
+        "truncated turn is neither a whole call nor an answer, so it gets no reward. Raise max_turn_tokens, or ask "
+        "for shorter turns in system_prompt.",
         lambda f: f["cut/by_turn"] >= CUT_ALL,
     ),
     Reading(
-        "cut off", ("cut/by_completion",), lambda f: f["cut/by_completion"] >= CUT and f["tokens/read"] >= 0.5,
+        "cut off", ("cut/by_completion",), lambda f: f["cut/by_completion"] >= CUT,
         "{cut/by_completion:.0%} of the rollouts are cut off at max_completion_length={max_completion_length}. "
-        "{tokens/read:.0%} of their tokens are what the model reads.",
-        "What is cut off has no answer, so it gets no reward for one.",
-        "Lower max_tool_response_tokens ({max_tool_response_tokens} now), or raise max_completion_length.",
-        lambda f: f["cut/by_completion"] >= CUT_ALL,
-    ),
-    Reading(
-        "cut off", ("cut/by_completion",), lambda f: f["cut/by_completion"] >= CUT and f["tokens/read"] < 0.5,
-        "{cut/by_completion:.0%} of the rollouts are cut off at max_completion_length={max_completion_length}.",
-        "What is cut off has no answer, so it gets no reward for one.",
-        "Raise max_completion_length, or set max_turn_tokens and ask for shorter turns.",
+        "{tokens/read:.0%} of their tokens are results and replies. What is cut off has no answer, so it gets no "
+        "reward for one. Raise max_completion_length. If most tokens are results, lower max_tool_response_tokens "
+        "({max_tool_response_tokens} now); otherwise set max_turn_tokens and ask for shorter turns.",
         lambda f: f["cut/by_completion"] >= CUT_ALL,
     ),
     Reading(
         "context", ("stop/context_length",), lambda f: f["stop/context_length"] >= CUT,
-        "{stop/context_length:.0%} of the rollouts fill the model's context.",
-        "What is cut off has no answer, so it gets no reward for one.",
-        "Lower max_completion_length or shorten the prompts; on a server raise --max-model-len.",
+        "{stop/context_length:.0%} of the rollouts fill the model's context. What is cut off has no answer, so it "
+        "gets no reward for one. Lower max_completion_length or shorten the prompts; on a server raise "
+        "--max-model-len.",
         lambda f: f["stop/context_length"] >= CUT_ALL,
     ),
     Reading(
         "malformed calls", ("calls/malformed",), lambda f: f["calls/malformed"] >= FAILS,
-        "{calls/malformed:.0%} of the calls in turns that were not cut off cannot be run: {frequent/call_error}",
-        "The model does not know this way of writing calls, or these tools.",
-        "Set the tool_format that the model was trained on (native, hermes), show a whole call in system_prompt, or "
-        "lower the temperature ({temperature:g} now) where it is above 1.",
+        "{calls/malformed:.0%} of the calls in complete turns cannot be run: {frequent/call_error} The model does "
+        "not know this way of writing calls, or these tools. Set the tool_format that the model was trained on "
+        "(native, hermes), show a whole call in system_prompt, or lower the temperature ({temperature:g} now) if it "
+        "is above 1.",
         lambda f: f["calls/failed"] >= FAILS_ALL,
     ),
     Reading(
         "no calls", ("rollouts/called",), lambda f: f["has_tools"] and f["rollouts/called"] <= NEVER,
-        "{rollouts/called:.0%} of the rollouts call a tool.",
-        "What is never tried is never rewarded.",
-        "Show a whole call in system_prompt, set the model's own tool_format, or raise the temperature. The bundled "
-        "tiny models know their own tool alone: for yours take a model that writes.",
+        "{rollouts/called:.0%} of the rollouts call a tool. A call that is never tried is never rewarded. Show a "
+        "whole call in system_prompt, set the model's own tool_format, or raise the temperature.",
     ),
     Reading(
         "no answers", ("rollouts/ended",), lambda f: f["rollouts/ended"] <= NEVER,
-        "{rollouts/ended:.0%} of the rollouts come to an end of their own, such as an answer.",
-        "A reward for the answer is then 0 for all.",
-        "Say in system_prompt how to answer, with an example; raise max_env_steps, max_completion_length.",
+        "{rollouts/ended:.0%} of the rollouts come to an end of their own, such as an answer. A reward for the "
+        "answer is then 0 for all. Say in system_prompt how to answer, with an example; raise max_env_steps, "
+        "max_completion_length.",
     ),
     Reading(
         "turns at the limit", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= AT_LIMIT,
         "{stop/max_turns:.0%} of the rollouts still call tools in the last turn that max_env_steps={max_env_steps} "
-        "allows.",
-        "They have no answer.",
-        "Raise max_env_steps, or tell the model how many calls it has.",
+        "allows. They have no answer. Raise max_env_steps, or tell the model how many calls it has.",
     ),
     Reading(
         "unused rewards", ("rewards/unused", "credit/frac_groups_without_signal"), lambda f: bool(f["rewards/unused"]),
-        "No number of {rewards/unused} moves an advantage with credit_assignment={credit_assignment}.",
-        "What it rewards is not trained.",
-        "Choose another credit_assignment, move it to OUTCOME_REWARD_FUNCS, or set its weight to 0.",
+        "No number of {rewards/unused} moves an advantage with credit_assignment={credit_assignment}. What it "
+        "rewards is not trained. Choose another credit_assignment, move it to OUTCOME_REWARD_FUNCS, or set its "
+        "weight to 0.",
         lambda f: not f["rewards/varied_and_used"] and f["credit/frac_groups_without_signal"] >= 1.0,
     ),
     Reading(
         "no rewards", ("rewards/given",), lambda f: not f["rewards/given"],
-        "No reward function gave a number to any rollout: all gave None.", "There is nothing to compare.",
-        "A function gives None where it does not apply, as where a row lacks the answer that it compares with. Look "
-        "whether the columns that the functions read are empty.",
+        "No reward function gave a number to any rollout. All of them gave None. There is nothing to compare. A "
+        "function gives None if it does not apply, for example if a row has no answer to compare with. Check whether "
+        "the columns that the functions read are empty.",
         lambda f: True,
     ),
     Reading(
@@ -262,112 +235,101 @@ READINGS = (
         lambda f: (
             f["rewards/given"] != [] and not f["rewards/varied"] and f["credit/frac_groups_without_signal"] >= 1.0
         ),
-        "The rewards are the same for all rollouts: {rewards/constant}.",
-        "Advantages are differences within a group: all of them are 0.",
-        "Read some conversations (scripts/evaluate.py --show 5): does each tool return what you expect? Look how the "
-        "functions compare answers: a turn's answer is text, and '952' is not 952. Then take an easier task, give a "
-        "part of the reward for a part of the way, or take another model.",
+        "The rewards are the same for all rollouts: {rewards/constant}. Advantages are differences within a group: "
+        "all of them are 0. Read some conversations (scripts/evaluate.py --show 5): does each tool return what you "
+        "expect? Look how the functions compare answers: a turn's answer is text, and '952' is not 952. Then take an "
+        "easier task, give a part of the reward for a part of the way, or take another model.",
         lambda f: True,
     ),
     Reading(
         "main outcome", ("outcome/constant", "outcome/mean"),
         lambda f: f["outcome/constant"] and bool(f["rewards/varied"]),
-        "The main outcome {outcome/name} is {outcome/mean:.3g} for all {num_rollouts} rollouts.",
-        "Only other rewards move the policy, and it may learn these alone.",
-        "Look whether the function can give anything else: how it compares answers, and what the data has as answer. "
-        "Then take an easier task, or a model that solves some of it.",
+        "The main outcome {outcome/name} is {outcome/mean:.3g} for all {num_rollouts} rollouts. Only other rewards "
+        "move the policy, and it may learn these alone. Look whether the function can give anything else: how it "
+        "compares answers, and what the data has as answer. Then take an easier task, or a model that solves some of "
+        "it.",
     ),
     Reading(
         "no signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f["rewards/varied_and_used"]),
         "No group of {num_generations} rollouts has rewards that differ, as credit_assignment={credit_assignment} "
-        "counts them.",
-        "Advantages are differences within a group: all of them are 0.",
-        "Raise num_generations or the temperature, or take prompts that are neither always nor never solved.",
+        "counts them. Advantages are differences within a group: all of them are 0. Raise num_generations or the "
+        "temperature, or take prompts that are neither always nor never solved.",
         lambda f: True,
     ),
     Reading(
         "tokens", ("tokens/differ",), lambda f: f["tokens/differ"] > 0,
-        "{tokens/differ:.0%} of the records are not what the model read and wrote. A warning above says where.",
-        "Training then reads other tokens than inference did, and nothing else shows it.",
-        "See docs/tokenization.md.",
+        "{tokens/differ:.0%} of the records are not what the model read and wrote. A warning above shows where. "
+        "Training then reads other tokens than inference did, which no other metric shows. See docs/tokenization.md.",
     ),
     Reading(
         "logprobs", ("sampling/sampling_logp_difference/mean",),
         lambda f: f["sampling/sampling_logp_difference/mean"] > GAP,
-        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} in the mean.",
-        "The server samples from another distribution than the one that is trained.",
-        "Compare dtype, chat template and the model of the two; see docs/faults.md.",
+        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on average. "
+        "The server does not sample from the distribution that is trained. Compare the dtype, the chat template and "
+        "the model of both; see docs/faults.md.",
     ),
-    # Of a running job. `says` has the reason, so `why` is empty.
+)  # fmt: skip
+OF_LOGS = (  # readings of the last logs of a running job, whose facts are those of `facts_of_logs`
     Reading(
         "kl", ("kl/first",), lambda f: f["kl/first"] >= FAR_REFERENCE,
-        "The policy is {kl/first:.2g} nats per token away from the reference model before its first step.", "",
-        "It should be 0. Look how the reference is loaded and sharded. A dropout, which the reference does not draw, "
-        "is left out by disable_dropout: true. Without a reference, set beta: 0.",
-        of_logs=True,
+        "The policy is {kl/first:.2g} nats per token away from the reference model before its first step. It should "
+        "be 0. Look how the reference is loaded and sharded. A dropout, which the reference does not draw, is left "
+        "out by disable_dropout: true. Without a reference, set beta: 0.",
     ),
     Reading(
         "credit/frac_groups_without_signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
-        "No group has had rewards that differ in the last {window} logs, so nothing is learned.", "",
-        "Look at rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or "
-        "the temperature.",
-        of_logs=True,
+        "No group has had rewards that differ in the last {window} logs, so nothing is learned. Look at "
+        "rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or the "
+        "temperature.",
     ),
     Reading(
         "reward", ("reward", "before/reward", "outcome", "before/outcome"), outcome_falls,
         "The reward rises ({before/reward:.2f} to {reward:.2f}) while its main outcome falls: the policy is paid for "
-        "something else.", "",
-        "Compare the reward functions in the metrics, and lower the weight of the one that rises.",
-        of_logs=True,
+        "something else. Compare the reward functions in the metrics, and lower the weight of the one that rises.",
     ),
     Reading(
         "outcome", ("outcome", "best/outcome"),  # the best is known at the end of a run alone
         lambda f: f["best/outcome"] - f["outcome"] >= max(LOST * abs(f["best/outcome"]), 0.1),
-        "The main outcome has fallen from {best/outcome:.2f} to {outcome:.2f}: what was learned is lost.", "",
-        "Go back to an earlier checkpoint, with a beta above 0. For a lower learning_rate: as model_name_or_path.",
-        of_logs=True,
+        "The main outcome has fallen from {best/outcome:.2f} to {outcome:.2f}: what was learned is lost. Go back to "
+        "an earlier checkpoint, with a beta above 0. For a lower learning_rate: as model_name_or_path.",
     ),
     Reading(
         "stop/max_turns", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= AT_LIMIT,
-        "{stop/max_turns:.0%} of the rollouts still call tools in their last turn and give no answer.", "",
-        "Raise max_env_steps, or tell the model how many calls it has.",
-        of_logs=True,
+        "{stop/max_turns:.0%} of the rollouts still call tools in their last turn and give no answer. Raise "
+        "max_env_steps, or tell the model how many calls it has.",
     ),
     Reading(
         "completions/clipped_ratio", ("completions/clipped_ratio", "before/completions/clipped_ratio"),
         lambda f: f["completions/clipped_ratio"] >= max(CLIPPED, f["before/completions/clipped_ratio"] + CLIPPED_UP),
         "More rollouts are cut off ({before/completions/clipped_ratio:.0%} before, {completions/clipped_ratio:.0%} "
-        "now): the policy writes ever more.", "",
-        "Raise max_completion_length, set max_turn_tokens, or give a reward that falls with the length.",
-        of_logs=True,
+        "now): the policy writes longer and longer turns. Raise max_completion_length, set max_turn_tokens, or give "
+        "a reward that falls with the length.",
     ),
     Reading(
         "entropy", ("entropy",),
         lambda f: f["entropy"] < ENTROPY and (f["outcome"] or 0.0) < UNSOLVED
         and (f.get("credit/frac_groups_without_signal") or 0.0) >= STUCK,
-        "The entropy is gone ({entropy:.2g}) though the task is not solved: all rollouts of a group are the same.", "",
+        "The entropy has collapsed ({entropy:.2g}) and the task is not solved: all rollouts of a group are the same. "
         "Go back to an earlier checkpoint, with a beta above 0, or a higher temperature. For a lower learning_rate: "
         "as model_name_or_path.",
-        of_logs=True,
     ),
 )  # fmt: skip
 
 
-def troubles(facts: Facts, of_logs: bool = False) -> list[Trouble]:
-    """The readings that mean trouble, causes first: of the first rollouts, or of the last logs of a running job.
+def troubles(facts: Facts, readings: tuple[Reading, ...] = READINGS) -> list[Trouble]:
+    """The readings that mean trouble, causes first.
 
     >>> facts = {"learning_rate": 1.0, "optim": "adamw_torch"}
     >>> [(trouble.name, trouble.pointless) for trouble in troubles(facts)]
     [('learning rate', True)]
     """
     found = []
-    for reading in READINGS:
+    for reading in readings:
         known = all(facts.get(name) is not None for name in reading.needs)
-        if reading.of_logs == of_logs and known and reading.when(facts):
-            text = " ".join(filter(None, (reading.says, reading.why, reading.change))).format_map(facts)
-            found.append(Trouble(reading.name, text, reading.ends(facts)))
+        if known and reading.when(facts):
+            found.append(Trouble(reading.name, reading.text.format_map(facts), reading.ends(facts)))
     return found
 
 
@@ -386,7 +348,7 @@ def troubles_at_end(logs: list[dict[str, Any]], outcome: str | None) -> list[Tro
     earlier = [logs[at : at + window] for at in range(len(logs) - window, -1, -window)][1:]
     means = [facts_of_logs(each, outcome, window)["outcome"] for each in earlier]
     facts["best/outcome"] = max(filter(is_shown, means), default=None)
-    return troubles(facts, of_logs=True)
+    return troubles(facts, OF_LOGS)
 
 
 def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None, window: int = WINDOW) -> Facts:
@@ -427,7 +389,7 @@ class Watch(TrainerCallback):
         facts = facts_of_logs(self.logs, self.outcome)
         if state.global_step == 1:  # computed before the first step of the optimizer
             facts["kl/first"] = logs.get("kl")
-        for trouble in troubles(facts, of_logs=True):
+        for trouble in troubles(facts, OF_LOGS):
             if trouble.name not in self.warned:
                 self.warned.add(trouble.name)
                 logger.warning(f"Step {state.global_step}, {trouble.name}: {trouble.text}")

@@ -234,6 +234,8 @@ FRAME.page = FRAME.page.with_name("versions.md")
 
 def main(argv: list[str] | None = None) -> None:
     words = sys.argv[1:] if argv is None else argv
+    if "--help" in words:
+        sys.exit(print(__doc__))
     if "--report" in words:
         FRAME.report()
         return

@@ -335,3 +335,16 @@ def print_table(title: str, sampled: dict[str, float], greedy: dict[str, float])
     print(f"\n| {title} | temperature 1 | greedy |\n|---|---|---|")
     for name, value in sampled.items():
         print(f"| {name} | {value:.3f} | {greedy[name]:.3f} |", flush=True)
+
+
+def train_and_evaluate(model: Any, tokenizer: Any, right: Callable, mixed: Callable, args: Any, recipe: str) -> None:
+    """The warm start on conversations without mistakes, then on mixed ones. Save it and print what it can do."""
+    from evaluate import evaluate, table  # which imports the trainer
+    from recipes import load_recipe
+
+    warm_start(model, tokenizer.pad_token_id, right, args.steps)
+    warm_start(model, tokenizer.pad_token_id, mixed, args.mixed_steps, peak_lr=1e-3)
+    save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size; measured as rounded
+    for greedy in (False, True):
+        result = evaluate(str(args.output_dir), load_recipe(recipe), greedy=greedy, progress=False)
+        print(f"\n{table(result)}", flush=True)

@@ -22,13 +22,10 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
-from evaluate import evaluate, table
-from recipes import load_recipe
 from transformers import PreTrainedTokenizerFast
 
 from build import common
-from build.common import CHAT_TEMPLATE, Example, build_model, draw, encode, opening, warm_start
+from build.common import CHAT_TEMPLATE, Example, build_model, draw, encode, opening
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.tools.signature import named_tools
@@ -285,12 +282,7 @@ def main() -> None:
     tool_format, model = make_format("xml", tokenizer), build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     right, mixed = (drawing(tool_format, *s, rng) for s in ((RIGHT, RIGHT), (CALL_SHARES, ANSWER_SHARES)))
-    warm_start(model, tokenizer.pad_token_id, right, args.steps)
-    warm_start(model, tokenizer.pad_token_id, mixed, args.mixed_steps, peak_lr=1e-3)
-    common.save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size; measured as rounded
-    for temperature in ("1", "0.01"):
-        result = evaluate(str(args.output_dir), load_recipe(RECIPE, ["--temperature", temperature]))
-        print(f"\n{table(result)}", flush=True)
+    common.train_and_evaluate(model, tokenizer, right, mixed, args, RECIPE)
 
 
 if __name__ == "__main__":

@@ -68,5 +68,7 @@ if __name__ == "__main__":
         print("\n".join(requirements()))
     elif sys.argv[1:] == ["kernels"]:
         install_kernels()
+    elif "--help" in sys.argv:
+        print(__doc__)
     else:
         sys.exit("error: expected `requirements` or `kernels`")

@@ -25,10 +25,7 @@ from typing import Any
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import torch
-from evaluate import evaluate, table
 from PIL import Image
-from recipes import load_recipe
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -38,7 +35,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from build import common
-from build.common import Example, draw, encode, opening, warm_start
+from build.common import Example, draw, encode, opening
 from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import make_format
@@ -274,14 +271,8 @@ def main() -> None:
     tool_format = make_format("xml", tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('top left'))}")
     rows = make_rows("warm start", 512)
-
-    warm_start(model, tokenizer.pad_token_id, drawing(rows, tool_format, *RIGHT, rng), args.steps)
-    mixed = drawing(rows, tool_format, CALL_SHARES, ANSWER_SHARES, rng)
-    warm_start(model, tokenizer.pad_token_id, mixed, args.mixed_steps, peak_lr=1e-3)
-    common.save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size; measured as rounded
-    for greedy in (False, True):
-        result = evaluate(str(args.output_dir), load_recipe(RECIPE), NUM_ROWS["test"], greedy=greedy, progress=False)
-        print(f"\n{table(result)}", flush=True)
+    right, mixed = (drawing(rows, tool_format, *shares, rng) for shares in (RIGHT, (CALL_SHARES, ANSWER_SHARES)))
+    common.train_and_evaluate(model, tokenizer, right, mixed, args, RECIPE)
 
 
 if __name__ == "__main__":

@@ -121,4 +121,6 @@ def clean_up(lines: Iterable[str], mark: str, seconds: float) -> None:
 
 
 if __name__ == "__main__":
+    if "--help" in sys.argv:
+        sys.exit(print(__doc__))
     clean_up(sys.stdin, sys.argv[1], float(sys.argv[2]))

@@ -19,6 +19,8 @@ from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
+    if "--help" in sys.argv:
+        sys.exit(print(__doc__))
 
 import torch
 from recipes import load_recipe, option
@@ -97,8 +99,8 @@ def share_gpus(gpus: list[str], servers: int, per_engine: int, engines: int = 1)
     taken = servers * per_server
     if len(gpus) <= taken and taken == 1:
         raise ValueError(
-            "The recipe trains beside a vLLM server (vllm_mode: server), which takes a GPU of its own, and one GPU is "
-            "visible. Expected two or more. With one, add: --vllm_mode colocate"
+            "The recipe needs a vLLM server (vllm_mode: server), which takes one GPU, and only one GPU is visible. "
+            "Expected two or more. With one GPU add: --vllm_mode colocate"
         )
     if len(gpus) <= taken:
         raise ValueError(

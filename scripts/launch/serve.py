@@ -50,7 +50,7 @@ from launch.train import (
 
 def read_arguments(argv: list[str]) -> tuple[str, argparse.Namespace, list[str]]:
     """(recipe, host and port, arguments of the trainer)."""
-    parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False, usage="bash scripts/serve.sh RECIPE [...]")
+    parser = argparse.ArgumentParser(prog="serve", allow_abbrev=False)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int)
     recipe, rest = read_command_line(argv)

@@ -115,7 +115,7 @@ def run(launch: "Launch", python: str, recipe: str, arguments: list[str], limits
         if wanted := plan["wanted_group_port"]:
             group_port = lock_ports(wanted, len(servers))
             if group_port != wanted:
-                say(f"port {wanted} is taken: the weights travel by {group_port} (vllm_group_port)")
+                say(f"port {wanted} is taken: weights are sent through port {group_port} (vllm_group_port)")
             arguments += ["--vllm_group_port", str(group_port)]
         for server in servers:
             server.wait(limits["SERVER_TIMEOUT"])
@@ -139,7 +139,7 @@ def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[
     for number, gpus in enumerate(plan["server_gpus"]):
         port, _ = lock_port(wanted)  # the lock ends with this process
         if port != wanted:
-            say(f"port {wanted} is taken: using {port}")
+            say(f"port {wanted} is taken, using {port}")
         wanted = port + 1
         several = len(plan["server_gpus"]) > 1
         title = TITLES[plan["engine"]]
@@ -177,14 +177,22 @@ def server_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
     `gpus` are its GPUs as in CUDA_VISIBLE_DEVICES; without any it runs on the CPU.
     """
     make = {"vllm": vllm_command, "sglang": sglang_command}[plan["engine"]]
-    return make(python, plan, port, gpus, host)
+    command, environment = make(python, plan, gpus)
+    shared = ["--host", host, "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"]]
+    if plan["trust_remote_code"]:
+        shared.append("--trust-remote-code")
+    if plan["tensor_parallel"] > 1:
+        shared += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
+    if gpus:
+        environment["CUDA_VISIBLE_DEVICES"] = gpus
+    command[5:5] = shared  # after the program and its model
+    return [*command, *os.environ.get("VLLM_ARGS", "").split()], environment
 
 
-def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host: str) -> Command:
-    """An SGLang server, by the interpreter of its own environment."""
+def sglang_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
+    """An SGLang server, by the interpreter of its own environment, without what servers have in common."""
     command = [
-        sglang_python(), "-m", "sglang.launch_server", "--model-path", plan["model"], "--host", host,
-        "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"],
+        sglang_python(), "-m", "sglang.launch_server", "--model-path", plan["model"],
         "--context-length", str(plan["max_model_len"] + 8), "--sampling-defaults", "openai",
     ]  # fmt: skip
     # What the vision tower made of images would outlive new weights. Ids beside images would be tokenised again. A
@@ -196,13 +204,7 @@ def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",  # it keeps a few tokens for itself, which nobody gets
     }
-    if plan["trust_remote_code"]:
-        command.append("--trust-remote-code")
-    if plan["tensor_parallel"] > 1:
-        command += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus
-    else:
+    if not gpus:
         environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or "1"}
         command += [
             "--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch",
@@ -218,7 +220,7 @@ def sglang_command(python: str, plan: dict[str, Any], port: int, gpus: str, host
             command += ["--mm-attention-backend", "sdpa"]
     if plan["images"]:  # the image of a warm-up may be of no size that a small model reads
         command += ["--enable-multimodal", "--skip-server-warmup"]
-    return [*command, *os.environ.get("VLLM_ARGS", "").split()], environment
+    return command, environment
 
 
 def sglang_python() -> str:
@@ -226,33 +228,25 @@ def sglang_python() -> str:
     return os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python")
 
 
-def vllm_command(python: str, plan: dict[str, Any], port: int, gpus: str, host: str) -> Command:
-    """A vLLM server."""
+def vllm_command(python: str, plan: dict[str, Any], gpus: str) -> Command:
+    """A vLLM server, without what servers have in common."""
     command = [  # not the `vllm` command: the CPU package has none
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", plan["model"], "--host", host,
-        "--port", str(port), "--revision", plan["revision"], "--dtype", plan["dtype"],
-        "--max-model-len", str(plan["max_model_len"]), "--logprobs-mode", "processed_logprobs",
-        "--generation-config", "vllm",
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", plan["model"], "--max-model-len",
+        str(plan["max_model_len"]), "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",
     ]  # fmt: skip
     environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
-    if plan["trust_remote_code"]:
-        command.append("--trust-remote-code")
-    if plan["tensor_parallel"] > 1:
-        command += ["--tensor-parallel-size", str(plan["tensor_parallel"])]
     if plan["adapters"]:  # the policy's adapter is pushed beside the model, and loaded while the server runs
         rank, slots = map(str, plan["adapters"])
         command += ["--enable-lora", "--max-loras", slots, "--max-lora-rank", rank]
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if plan["images"]:  # ids with images come by an address that is off otherwise; no video is kept room for
         command += ["--enable-scale-out", "--limit-mm-per-prompt", '{"video": 0}']
-    if gpus:
-        environment["CUDA_VISIBLE_DEVICES"] = gpus
-        if plan["weight_sync"] != "disk":
-            command += ["--weight-transfer-config", '{"backend": "nccl"}']
-    else:
+    if gpus and plan["weight_sync"] != "disk":
+        command += ["--weight-transfer-config", '{"backend": "nccl"}']
+    if not gpus:
         environment["VLLM_CPU_KVCACHE_SPACE"] = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or "1"
         command += ["--enforce-eager", "--max-num-seqs", "128"]
-    return [*command, *os.environ.get("VLLM_ARGS", "").split()], environment
+    return command, environment
 
 
 def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> Command:
@@ -261,7 +255,7 @@ def trainer_command(python: str, plan: dict[str, Any], arguments: list[str]) -> 
     default = ("zero3" if plan["deepspeed"] and not plan.get("images") else "ddp") if gpus else "cpu"
     if gpus and plan["deepspeed"] and plan.get("images"):
         say(
-            "the model reads images: by DDP, since a sharded one is shown none. For ZeRO-3 with text alone: "
+            "training with DDP, since a sharded model cannot be given images. For ZeRO-3 with text only: "
             "ACCELERATE_CONFIG=hf_recipes/accelerate/zero3.yaml"
         )
     config = os.environ.get("ACCELERATE_CONFIG") or ""
@@ -301,7 +295,7 @@ def make_plan(launch: "Launch", command: list[str]) -> dict[str, Any]:
     """What launch_plan.py found out. Its process imports the trainer and is gone before anything else is started."""
     checks = launch.start("checks", (command, package_path()), stdout=subprocess.PIPE, text=True)
     output, _ = checks.communicate()
-    if checks.returncode or not output.strip():  # it said what is wrong, or only --help was asked for
+    if checks.returncode or not output.strip():  # it said what is wrong
         raise SystemExit(exit_code(checks))
     return json.loads(output)
 
@@ -361,11 +355,7 @@ class Server:
         with open(self.log, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - 2**16))
             lines = log.read().decode(errors="replace").splitlines()[-30:]
-        print(
-            "\n".join([f"train: the last lines of {self.log}:", *(f"    {line}" for line in lines)]),
-            file=sys.stderr,
-            flush=True,
-        )
+        print(f"train: the last lines of {self.log}:", *lines, sep="\n    ", file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,6 +432,8 @@ def exit_code(process: subprocess.Popen) -> int:
 
 def read_command_line(argv: list[str]) -> tuple[str, list[str]]:
     """(recipe, further arguments). Names count from the caller's folder, then the root becomes the current one."""
+    if "--help" in argv:
+        sys.exit(print(sys.modules["__main__"].__doc__))
     recipes = " ".join(sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("hf_recipes/[!a]*/*.yaml")))
     recipe = argv[0] if argv else ""
     if not recipe or recipe.startswith("-"):

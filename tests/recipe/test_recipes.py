@@ -1615,3 +1615,15 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             made(**changes)
+
+
+def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
+    """In at most 60 lines, with numbers as people write them."""
+    for words, most in ((["--help"], 60), (["--config", "none.yaml", "--help", "all"], 1000)):
+        with pytest.raises(SystemExit) as ended:
+            mt.parse_arguments(words)
+        text = capsys.readouterr().out
+        shown = set(re.findall(r"^  --(\w+) ", text, re.M))
+        assert not ended.value.code and text.count("\n") <= most and not re.search(r"\d\.\d{6}", text)
+        assert {"credit_assignment", "learning_rate"} <= shown <= set(known_keys(mt.RECIPE_CLASSES))
+    assert shown == set(known_keys(mt.RECIPE_CLASSES))

@@ -14,10 +14,10 @@ from test_recipes import change_model
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.rows import Rows
-from mt_grpo.recipe.data import empty_prompts
+from mt_grpo.recipe.data import empty_prompts, load_rows
 from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports import preflight as first_batch
-from mt_grpo.reports.facts import facts_of_batches, facts_of_data, whole_groups
+from mt_grpo.reports.facts import facts_of_batches, facts_of_data, is_other_task, whole_groups
 from mt_grpo.reports.preflight import FirstBatch
 from mt_grpo.reports.troubles import (  # fmt: skip
     AT_LIMIT,
@@ -107,7 +107,7 @@ def test_a_recipe_that_is_well(tmp_path, capsys):
     code, text, found = preflight(recipe_file(tmp_path), capsys)
     assert (code, found) == (0, [])
     assert "a batch  2 prompts x 8 rollouts = 16 = 16 per device x 1 rank x 1; 1 optimizer step from each" in text
-    assert "an epoch  1024 batches = 16384 rollouts = 1024 optimizer steps; the run: 75 optimizer steps" in text
+    assert "an epoch  1,024 batches = 16,384 rollouts = 1,024 optimizer steps; the run: 75 optimizer steps" in text
     assert "904,576 parameters, 904,576 of them trained, kept as float32, computed in float32" in text
     assert "tokens of 1024; a turn has at most 64, a result 48, a conversation 2 observations" in text
     assert "<|im_start|>system\nUse the calculator, then answer.<|im_end|>\n<|im_start|>user\nWhat is" in text
@@ -115,9 +115,7 @@ def test_a_recipe_that_is_well(tmp_path, capsys):
     assert re.search(
         r"^seconds: rollouts \d+\.\d \(tools .*, training \d+\.\d per optimizer step; \d+ tok", text, re.M
     )
-    assert re.search(r"^the run: about \d+ (s|min), where", text, re.M) and text.endswith(
-        "Nothing here means trouble.\n"
-    )
+    assert re.search(r"^the run: about \d+ (s|min) if", text, re.M) and text.endswith("No problem was found.\n")
     assert not (tmp_path / "out").exists()
 
 
@@ -300,7 +298,19 @@ def test_further_batches_have_other_prompts(tmp_path, capsys, monkeypatch):
     keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_iterations": 2}
     code, text, found = preflight(recipe_file(tmp_path, reward_fn=str(tmp_path / "constant.py"), **keys), capsys)
     assert (code, found) == (1, ["constant rewards"]) and len(seen) == len(set(seen)) == 4
-    assert [f"Rolling out batch {number} ..." in text for number in (2, 3, 4, 5)] == [True, True, True, False]
+    assert [f"Sampling batch {number} ..." in text for number in (2, 3, 4, 5)] == [True, True, True, False]
+
+
+def test_a_bundled_models_own_recipes_ask_what_it_was_trained_on():
+    models = set()
+    for path in CALCULATOR.parent.glob("*.yaml"):
+        recipe = yaml.safe_load(path.read_text())
+        model, name = recipe["model_name_or_path"], recipe.get("dataset_name", "seeds")
+        models.add(model)
+        for row in load_rows(name, "train", 20) if name != "seeds" else []:
+            assert not is_other_task(model, row["prompt"][-1]["content"])
+        assert is_other_task(model, "Who wrote Hamlet?") and not is_other_task(model, "")
+    assert len(models) == 9 and not is_other_task("Qwen/Qwen3-1.7B", "Who wrote Hamlet?")
 
 
 def test_a_report_that_fails_ends_no_run(tmp_path, caplog, monkeypatch):
@@ -314,7 +324,7 @@ def test_the_page_has_the_table_of_readings():
     """Each name once, in the order of the code, with its thresholds."""
     page = (ROOT / "docs/preflight.md").read_text().partition("## Readings")[2]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
-    assert [row[0] for row in rows[1:]] == list(dict.fromkeys(each.name for each in READINGS if not each.of_logs))
+    assert [row[0] for row in rows[1:]] == list(dict.fromkeys(each.name for each in READINGS))
     values = {
         "learning rate": [LR, 0], "temperature": [HOT], "environment errors": [ENV_ERRORS, CUT_ALL],
         "identical rollouts": [SAME], "rounding": [ROUNDED],
@@ -356,13 +366,13 @@ def broken(name, folder):
                               "the same for all rollouts: constant 0.3. .*Look how the functions compare answers", 1),
         "answers that are empty": (
             {"reward_fn": "rewards/information_gain.py", "dataset_name": str(folder / "empty.jsonl"),
-             "dataset_size": None}, "no rewards", "any rollout: all gave None. .*columns that the functions read", 1),
+             "dataset_size": None}, "no rewards", "to any rollout. .*columns that the functions read", 1),
         "turn rewards that nothing uses": (
             {"reward_fn": str(folder / "of_turns.py"), "credit_assignment": "outcome"}, "unused rewards",
             "No number of lengths moves an advantage with credit_assignment=outcome. .*Choose another", 1),
         "a failing tool": ({"tools_script": str(folder / "failing.py")}, "failing tools",
                            "100% of the calls that reach the tool calculator fail: Error: no server at 127.0.0.1:9 "
-                           ".*Mend the", 1),
+                           ".*Fix the", 1),
         "two of three calls fail": ({"tools_script": str(folder / "unsure.py"), "per_device_train_batch_size": 64},
                                     "failing tools",
                                     "[67]\\d% of the calls that reach the tool calculator fail: Error: busy", 0),
@@ -371,6 +381,8 @@ def broken(name, folder):
         "a learning rate of 1": ({"learning_rate": 1.0}, "learning rate", "learning_rate is 1. .*Set learn", 1),
         "no temperature": ({"temperature": 0.01}, "identical rollouts",
                            "at temperature=0.01. .*Set temperature: 1.0", 1),
+        "a bundled model of another task": ({"dataset_name": "chain"}, "bundled model",
+                                            "trained for the format and the task of its own recipe .*SmolLM2", 1),
         "one choice": ({"top_k": 1}, "identical rollouts", "look whether top_k, top_p or min_p leave one", 1),
     }[name]  # fmt: skip
 
@@ -378,7 +390,7 @@ def broken(name, folder):
 NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "another name",
          "a constant reward", "answers that are empty", "turn rewards that nothing uses", "a failing tool",
          "two of three calls fail", "no learning rate", "too hot",
-         "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
+         "a learning rate of 1", "no temperature", "a bundled model of another task", "one choice"]  # fmt: skip
 
 
 @pytest.mark.contract("preflight")

@@ -43,8 +43,8 @@ def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
     mt.main(["--config", path])
     rows, *lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("first batch")]
     assert rows.startswith("rows: each prompt once")
-    assert lines[4:] == ["", f"model    {tmp_path}/out", f"look     python scripts/view_rollouts.py {tmp_path}/out",
-                         f"measure  python scripts/evaluate.py --config {path} --model {tmp_path}/out"]  # fmt: skip
+    assert lines[4:] == ["", f"output    {tmp_path}/out", f"curves    python scripts/view_rollouts.py {tmp_path}/out",
+                         f"evaluate  python scripts/evaluate.py --config {path} --model {tmp_path}/out"]  # fmt: skip
     number = r"-?\d+\.\d\d"
     step = rf"{{}}/2  reward {number}  exact_match {number}  turns [12]\.\d  calls ok \d+%  "
     assert re.fullmatch(step.format(1) + r"\d+\.\d s  \d+ s left", lines[0]), lines
@@ -73,8 +73,9 @@ def test_what_it_is_doing_is_said_where_nothing_else_is(tmp_path, capsys, monkey
     (tmp_path / "slow.py").write_text(SLOW)
     path = recipe_file(tmp_path, max_steps=1, save_strategy="no", tools_script=str(tmp_path / "slow.py"))
     mt.main(["--config", path])
-    said = re.findall(r"^step 1: rolling out (\d+)/16, (\d+) in tools, for \d+ s$", capsys.readouterr().out, re.M)
-    assert said and all(0 < int(calls) <= 16 - int(done) for done, calls in said)
+    line = r"^step 1: sampling, (\d+) turns? done, (\d+) of 16 rollouts finished, (\d+) waiting for tools \(\d+ s\)$"
+    said = [list(map(int, found)) for found in re.findall(line, capsys.readouterr().out, re.M)]
+    assert said and all(0 < calls <= 16 - done and turns >= done + calls for turns, done, calls in said)
 
 
 class Terminal(io.StringIO):
@@ -92,9 +93,9 @@ def test_a_terminals_line_is_written_again(monkeypatch):
         state=SimpleNamespace(global_step=4),
         model=SimpleNamespace(training=True),
     )
-    assert what_it_does(trainer) == "rolling out 1/2, 1 in tools"
+    assert what_it_does(trainer) == "sampling, 1 turn done, 1 of 2 rollouts finished, 1 waiting for tools"
     trainer.weight_sync = SimpleNamespace(pushed=None)
-    assert what_it_does(trainer) == "sync of the weights"
+    assert what_it_does(trainer) == "syncing the weights"
     trainer.weight_sync.pushed, batch.over = "v1", True
     assert what_it_does(trainer) == "training"
     monkeypatch.setattr(sys, "stdout", Terminal())
@@ -109,7 +110,7 @@ def test_a_terminals_line_is_written_again(monkeypatch):
     progress.end_of_run()
     watching.join()
     written = sys.stdout.getvalue()
-    assert written.startswith("\r\x1b[Kstep 5: training, for 0 s\r") and "\r\x1b[Kstep 4/9\n" in written
+    assert written.startswith("\r\x1b[Kstep 5: training (0 s)\r") and "\r\x1b[Kstep 4/9\n" in written
     assert written.endswith("\r\x1b[K")
 
 

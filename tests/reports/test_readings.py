@@ -5,6 +5,7 @@ import pytest
 from mt_grpo.reports.troubles import READINGS, troubles
 
 WELL = {
+    "model/other_task": False,
     "prompt/lacks_system": False, "prompt/lacks_tools": "", "prompt/nearest": "", "prompt/ends_with_assistant": 0.0,
     "data/different": 100, "data/passes": 1.0, "calls/failed": 0.5, "outcome/name": "right", "outcome/mean": 0.5,
     "outcome/constant": False, "num_rollouts": 64, "prompt/lacks_all_tools": False, "has_tools": True,
@@ -25,6 +26,7 @@ NO_SIGNAL = {"credit/frac_groups_without_signal": 1.0}
 # The name of a reading, facts in which it just does not speak, in which it just does, and in which it is pointless to
 # train (None: never).
 TABLE = [
+    ("bundled model", {}, None, {"model/other_task": True}),
     ("system prompt", {}, {"prompt/lacks_system": True, "has_tools": False}, {"prompt/lacks_system": True}),
     ("tools", {}, {"prompt/lacks_tools": "add", "prompt/lacks_all_tools": True, "rollouts/called": 0.02},
      {"prompt/lacks_tools": "add", "prompt/lacks_all_tools": True, "rollouts/called": 0.01, "has_tools": False}),
@@ -98,7 +100,7 @@ def test_each_reading_is_in_the_table_with_what_its_text_says():
     for name, _, at, pointless in TABLE:
         for facts in filter(None, (at, pointless)):
             seen |= {i for i, each in enumerate(READINGS) if each.name == name and each.when(WELL | facts)}
-    assert seen == {i for i, each in enumerate(READINGS) if not each.of_logs}
+    assert seen == set(range(len(READINGS)))
 
 
 def test_causes_stand_before_their_consequences():

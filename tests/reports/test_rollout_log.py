@@ -248,7 +248,7 @@ def test_it_is_bounded(tmp_path, monkeypatch, caplog):
     path = tmp_path / "rollouts.rank0.jsonl"
     fill(path, range(12))
     assert [p.name for p in segments(path)] == ["rollouts.rank0.00002.jsonl.gz"]
-    assert "rollouts.rank0.00001.jsonl.gz is deleted: the log of rollouts has" in caplog.text
+    assert "rollouts.rank0.00001.jsonl.gz is deleted: the log" in caplog.text
     write_rollouts(path, [{"step": 0}], fresh=True)  # another run
     assert segments(path) == [] and [row["step"] for row in read_rollouts(tmp_path)] == [0]
 

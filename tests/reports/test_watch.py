@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mt_grpo.reports.troubles import READINGS, WINDOW, Watch, troubles_at_end
+from mt_grpo.reports.troubles import OF_LOGS, WINDOW, Watch, troubles_at_end
 from mt_grpo.training.rewards import RewardFunctions
 
 
@@ -61,7 +61,7 @@ NO_TROUBLES = {
 def test_a_run_in_trouble_is_told_once(name, caplog):
     logs, told = TROUBLES[name]
     assert watched(logs * 3, caplog) == [told]
-    names = {reading.name for reading in READINGS if reading.of_logs}
+    names = {reading.name for reading in OF_LOGS}
     assert names == {told for _, told in TROUBLES.values()} | {"outcome"}
 
 

@@ -78,7 +78,7 @@ def test_the_preflight_names_it(tmp_path, capsys):
     """At 1e-6 in bfloat16; not in float32, nor with a learning rate that arrives."""
     code, text, found = preflight(recipe_file(tmp_path, dtype="bfloat16", bf16=True, learning_rate=1e-6), capsys)
     assert (code, found) == (0, ["rounding"])
-    assert re.search(r"A step of learning_rate=1e-06 is lost in rounding for 99% of the weights\.", text)
+    assert re.search(r"A step of learning_rate=1e-06 is lost to rounding for 99% of the weights\.", text)
     for changes, expected in (
         ({"dtype": "float32", "learning_rate": 1e-6}, []),
         ({"dtype": "bfloat16", "learning_rate": 1e-5}, ["rounding"]),
