@@ -1383,7 +1383,7 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
         (f"[\n{ROW}]", r"line 1 is not JSON: Expecting value"),
         (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: answer is nan, expected"),
         ('{"prompt": [{"role": "wizard", "content": "?"}]}', "row 0: .* role 'wizard'"),
-        ('{"prompt": [{"role": "system", "content": "?"}]}', "row 0: the prompt has a system message alone"),
+        ('{"prompt": [{"role": "system", "content": "?"}]}', "row 0: .*system message"),
         (ROW.encode("utf-16"), "data.jsonl, line 1 is not UTF-8 text"),
         (ROW + '{"question": null, "answer": "2"}', "row 1: question is None, expected"),
         (ROW + '{"question": "1+1?", "answer": null}', "row 1: answer is None, expected"),
