@@ -508,7 +508,8 @@ function turnParts(item, k, colour, scale) {
       : el("pre", { background: paint(colour, colour?.turn(row, k), scale) }, turn.text)),
     calls, results.slice(calls.length).map(result),
     turn.observation && part("result", "observation", [], readText(item, turn.observation)),
-    tokens && turn.read_texts?.length > 0 && folded(`${turn.read_texts.length} tokens that the model read after this turn`,
+    tokens && turn.read_texts?.length > 0 && el("details", { open: DATA.only },
+      el("summary", { class: "small soft" }, `${turn.read_texts.length} tokens that the model read after this turn`),
       el("div", { class: "mono" }, turn.read_texts.map((text, i) => el("span",
         { class: "t out", title: `id ${turn.read_ids?.[i] ?? "?"}, read by the model, not in the loss` }, visible(text))))));
 }
@@ -520,7 +521,7 @@ const goldAnswer = ({ answer }) => (answer === null || answer === undefined ? nu
 
 function countText(count, all) {
   const [logged, sampled] = [count, all].map((value) => Number(value).toLocaleString("en"));
-  return all > count ? `${logged} of ${sampled} rollouts were logged` : `${logged} rollouts`;
+  return all > count ? `${logged} of ${sampled} rollouts were logged` : `${logged} ${count === 1 ? "rollout" : "rollouts"}`;
 }
 
 function about(item, withPlace) {
@@ -608,7 +609,7 @@ function groupTable(items, run) {
     el("tbody", {}, turns.map((k) => row(`turn ${k}`, items.map((item) => turnCell(item, k))))),
     el("tfoot", {}, fact("stop reason", (item) => item.stop), fact("error", (item) => item.row.error),
       rewards.map((name) => fact(short(name), (item) => number(item.rewards[name]))),
-      fact("outcome advantage", (item) => signed(item.row.outcome_advantage)),
+      fact("outcome advantage", ({ row }) => typeof row.outcome_advantage === "number" && signed(row.outcome_advantage)),
       fact("turn rewards", (item) => item.row.turn_rewards?.map((value) => number(value)).join(", ")),
       fact("total reward", (item) => el("b", {}, number(item.reward)))));
   return [
