@@ -632,7 +632,8 @@ async function groupChoices(item, run) {
       [hashOf(`group/${run}`, { step, mode }), stepText(step, mode), step === item.step && mode === item.mode])),
     choice("prompt", rows.map((row, i) =>
       [conversationHash("group", run, row.id), `group ${groupName(row)}: ${row.prompt.slice(0, 120)}`, i === at])),
-    go(rows[at - 1], "previous", "p"), go(rows[at + 1], "next", "n"));
+    go(rows[at - 1], "previous", "p"), go(rows[at + 1], "next", "n"),
+    el("a", { href: lastTable(), "data-key": "Escape" }, "list"));
 }
 
 const byReward = (items) => [...items].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.number - b.number);
