@@ -495,7 +495,7 @@ function turnParts(item, k, colour, scale) {
       && `policy versions ${turn.policy_versions.join(" to ")}`,
     turn.num_trained === 0 && "not in the loss"];
   // The result of a call that cannot be run says why: an unknown tool, or a wrong argument.
-  const call = (each, i) => part(each.error || results[i]?.error === "call" ? "error" : "call", `call ${each.name ?? "without a name"}`,
+  const call = (each, i) => part(each.error || results[i]?.error === "call" ? "error" : "call", each.name ? `call ${each.name}` : "invalid call",
     [each.error ?? (results[i]?.error === "call" && "invalid call")],
     argumentsOf(each) ? definitions(argumentsOf(each).map(([name, value]) => [name, el("pre", {}, textOf(value))]))
       : el("pre", {}, textOf(each.arguments)));
@@ -579,7 +579,7 @@ async function showRollout(run, id) {
 function turnLines(turn) {
   const line = (text, kind = "") => el("span", { class: `line ${kind}` }, textOf(text).replace(/\s+/g, " ").trim().slice(0, 200));
   const [calls, results] = [turn.calls || [], turn.results || []];
-  const lines = calls.map((call, i) => [line(call.name ?? "call without a name", "call"),
+  const lines = calls.map((call, i) => [line(call.name ?? "invalid call", "call"),
     line(argumentsOf(call)?.map(([name, value]) => `${name}: ${textOf(value)}`).join(", ") ?? call.arguments),
     !results[i] && call.error && line(`✗ ${call.error}`)]);
   results.forEach((result, i) => { lines[i] = [lines[i], line(`${result.error ? "✗" : "→"} ${textOf(result.text)}`)]; });
