@@ -1,4 +1,4 @@
-"""Draw the curves of a run, or of several: rewards, how conversations end, tools, lengths, signal, seconds.
+"""Draw the curves of a run, or of several: rewards, stop reasons, tools, lengths, training signal, seconds.
 
     python scripts/plot_run.py runs/chain-sparse                    # writes runs/chain-sparse/curves.png
     python scripts/plot_run.py runs/a runs/b --output compared.png  # the second one dashed
@@ -19,19 +19,19 @@ from bench.common import pyplot, save_picture
 from mt_grpo.reports.progress import METRICS_FILE, read_metrics
 
 STYLES = ("-", "--", ":", "-.")  # of the runs
-WIDTHS = (3.2, 1.8, 1.2)  # of a panel's first lines, so that one with the same values is seen beneath the next
-SMALLEST = 0.01  # a share that never exceeds it is not drawn
-# Panels: title, then metrics with labels. Names with * stand for all that match, but for those already drawn.
+WIDTHS = (3.2, 1.8, 1.2)  # of a panel's first lines, so that one with the same values is seen under the next
+SMALLEST, ALWAYS_DRAWN = 0.01, "(eval_)?reward|sampling"  # other lines that never exceed SMALLEST are not drawn
+# Panels: title, then metrics with labels. Names with * stand for all that match.
 PANELS = (
-    ("Rewards", (("reward", "reward, weighted"), ("rewards/*/mean", "{}"))),
-    ("How conversations end", (("stop/*", "{}"),)),
-    ("Tools", (("tools/failure_frequency", "calls that fail"), ("tools/malformed_frequency", "that cannot be run"),
-               ("tools/timeout_frequency", "that run out of time"), ("tools/call_frequency", "calls per rollout"))),
+    ("Rewards", (("reward", "total reward"), ("rewards/*/mean", "{}"))),
+    ("Stop reasons", (("stop/*", "{}"),)),
+    ("Tools", (("tools/failure_frequency", "failed calls"), ("tools/malformed_frequency", "invalid calls"),
+               ("tools/timeout_frequency", "calls that timed out"), ("tools/call_frequency", "calls per rollout"))),
     ("Tokens per rollout", (("completions/mean_length", "sampled"),
-                            ("completions/mean_total_length", "with results"))),
-    ("Signal", (("credit/frac_groups_without_signal", "groups without signal"), ("entropy", "entropy"),
-                ("completions/clipped_ratio", "cut off"))),
-    ("Seconds", (("step_time", "step"), ("rollout/wait_seconds", "rollouts"), ("sync/seconds", "sync"))),
+                            ("completions/mean_total_length", "sampled and read"))),
+    ("Training signal", (("credit/frac_groups_without_signal", "groups without signal"), ("entropy", "entropy"),
+                         ("completions/clipped_ratio", "truncated"))),
+    ("Seconds", (("step_time", "step"), ("rollout/wait_seconds", "rollouts"), ("sync/seconds", "weight sync"))),
 )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def read_run(folder: Path) -> list[dict[str, Any]]:
 
 
 def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -> dict[str, tuple[list, list]]:
-    """Label -> (steps, values) of a panel, without what never has a value, or is a share that stays near 0.
+    """Label -> (steps, values) of a panel, without lines that have no value and shares that stay near 0.
 
     >>> logs = [{"step": 1, "stop/answered": 0.5, "stop/max_turns": 0.0}, {"step": 2, "stop/answered": 0.9}]
     >>> lines_of(logs, (("stop/*", "{}"),))
@@ -61,14 +61,14 @@ def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -
                 continue
             points = [(row["step"], row[key]) for row in logs if isinstance(row.get(key), (int, float))]
             points = [(step, value) for step, value in points if value == value]
-            if points and (name == "reward" or max(abs(value) for _, value in points) > SMALLEST):
+            if points and (re.match(ALWAYS_DRAWN, name) or max(abs(value) for _, value in points) > SMALLEST):
                 text = label.format(*found.groups()).removesuffix("_reward_func")
                 lines[text] = ([step for step, _ in points], [value for _, value in points])
     return lines
 
 
 def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
-    """One picture with six panels. A label has one colour in all runs, and a run one style of line."""
+    """Draw an image of six panels. A label has one colour in all runs, and a run one style of line."""
     plt = pyplot()
     figure, axes = plt.subplots(2, 3, figsize=(12, 6.4))
     for axis, (title, metrics) in zip(axes.flat, PANELS, strict=True):
@@ -93,7 +93,7 @@ def draw_runs(runs: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("runs", type=Path, nargs="+", help=f"output directories, at most {len(STYLES)}")
-    parser.add_argument("--output", type=Path, help="the picture; by default curves.png in the first run's folder")
+    parser.add_argument("--output", type=Path, help="the image; by default curves.png in the first run's folder")
     args = parser.parse_args(argv)
     if len(args.runs) > len(STYLES):
         sys.exit(f"error: got {len(args.runs)} runs, expected at most {len(STYLES)}, one style of line for each.")

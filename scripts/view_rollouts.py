@@ -1,13 +1,13 @@
-"""Look into the rollouts of a run, or of two: curves, a table with filters, conversations token by token.
+"""View the rollouts of a run, or of two: groups, curves, a list with filters, conversations token by token.
 
     python scripts/view_rollouts.py runs/chain-sparse             # serves it on http://127.0.0.1:8020
     python scripts/view_rollouts.py runs/a runs/b                 # the curves of the second one are dashed
     python scripts/view_rollouts.py runs/chain-sparse --html page.html
 
-It follows a running job, and shows the newest 200 MB of its log (docs/rollouts.md): `log_rollouts` says how many of a
-batch are in it, and `log_rollout_tokens: true` gives each token its own colour. `--html` writes one file of at most
-2,000 rollouts, which loads nothing from elsewhere. Everything that models, tools and data say is shown as text: the
-page has a policy by which a browser runs no script but its own.
+The page follows a running job, and shows the newest 200 MB of its log (docs/rollouts.md). `log_rollouts` sets how many
+rollouts of a batch are logged, and with `log_rollout_tokens: true` each token has its own colour. `--html` writes one
+file of at most 2,000 rollouts, which loads nothing from elsewhere. Everything that models, tools and data say is shown
+as text: the page has a policy by which a browser runs no script but its own.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file
 MOST_IMAGE_BYTES = 20 * 2**20  # of the images in one file
 MOST_POINTS = 400  # of a curve
-TURNS = ("Turns", (("turns/mean", "mean"), ("turns/max", "most")))
-EVALUATION = ("Evaluation", (("eval_reward", "reward, weighted"), ("eval_rewards/*/mean", "{}")))
+TURNS = ("Turns per rollout", (("turns/mean", "mean"), ("turns/max", "maximum")))
+EVALUATION = ("Evaluation", (("eval_reward", "total reward"), ("eval_rewards/*/mean", "{}")))
 WEIGHTS = ("Weights and logprobs", (("rollout/staleness", "staleness"), ("sampling/sampling_logp_difference/mean",
            "logprob difference")))  # fmt: skip
 
@@ -111,9 +111,10 @@ def panels_of(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 def thinned(lines: list[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[str, Any]]:
     """Lines of at most so many points: means over neighbouring steps, the same for all lines, at the last of them.
 
-    >>> lines = [{"label": "mean", "points": [(1, 0.0), (2, 1.0), (3, 4.0)]}, {"label": "most", "points": [(3, 5.0)]}]
+    >>> points = [(1, 0.0), (2, 1.0), (3, 4.0)]
+    >>> lines = [{"label": "mean", "points": points}, {"label": "maximum", "points": points[2:]}]
     >>> [line["points"] for line in thinned(lines, 2)]
-    [[[2, 0.5], [3, 4.0]], [[3, 5.0]]]
+    [[[2, 0.5], [3, 4.0]], [[3, 4.0]]]
     """
     steps = sorted({step for line in lines for step, _ in line["points"]})
     width = -(-len(steps) // most)
@@ -123,7 +124,7 @@ def thinned(lines: list[dict[str, Any]], most: int = MOST_POINTS) -> list[dict[s
         buckets: dict[int, list[float]] = {}
         for step, value in line["points"]:
             buckets.setdefault(last[step], []).append(value)
-        join = max if line["label"] == "most" else lambda values: sum(values) / len(values)
+        join = max if line["label"] == "maximum" else lambda values: sum(values) / len(values)
         found.append({**line, "points": [[step, float(f"{join(values):.6g}")] for step, values in buckets.items()]})
     return found
 
@@ -164,11 +165,8 @@ class Run:
         """Read the log for the first time, and print how much it is."""
         began = time.perf_counter()
         info = self.info()
-        seconds = time.perf_counter() - began
-        print(
-            "\n".join([f"{self.folder}: {info['count']:,} rollouts, read in {seconds:.1f} s", *info["notes"]]),
-            flush=True,
-        )
+        head = f"{self.folder}: {info['count']:,} rollouts, read in {time.perf_counter() - began:.1f} s"
+        print("\n".join([head, *info["notes"]]), flush=True)
 
 
 def open_runs(folders: list[Path]) -> list[Run]:
@@ -182,10 +180,10 @@ def open_runs(folders: list[Path]) -> list[Run]:
 
 def curves(runs: list[Run]) -> dict[str, Any]:
     """The panels of these runs."""
-    panels = panels_of([read_metrics(run.folder) for run in runs])
-    missing = [run.name for run in runs if not read_metrics(run.folder)]
-    note = f"{', '.join(missing)}: there is no {METRICS_FILE}, so there are no curves." if missing else None
-    return {"panels": panels, "note": note, "differences": differences(runs)}
+    logs = [read_metrics(run.folder) for run in runs]
+    missing = ", ".join(run.name for run, rows in zip(runs, logs) if not rows)
+    note = f"{missing}: there is no {METRICS_FILE}, so there are no curves." if missing else None
+    return {"panels": panels_of(logs), "note": note, "differences": differences(runs)}
 
 
 def differences(runs: list[Run]) -> list[list[str]] | None:
@@ -225,7 +223,7 @@ def write_page(folders: list[Path], path: Path) -> str:
         run.read()
         chosen, which = run.log.sample(MOST_ROLLOUTS // len(runs))
         data["runs"].append({**run.info(), "which": f"{run.name}: {which}", "folder": run.name})
-        rollouts = [{**run.log.rollout(each), "run": number} for each in chosen]
+        rollouts = [{**run.log.rollout(each), "run": number, "words": run.log.rollouts[each].words} for each in chosen]
         data["rollouts"] += rollouts
         data["images"] |= images_of_page(run, rollouts, MOST_IMAGE_BYTES // len(runs))
     data["panels"] = curves(runs)
@@ -270,10 +268,13 @@ class Viewer:
         app.router.add_get("/api/info", self.answer(lambda request: {"runs": [run.info() for run in self.runs]}))
         app.router.add_get(rf"/api/image/{{run:\d+}}/{{name:[0-9a-f]{{{ID_DIGITS}}}}}", self.image)
         app.router.add_get("/api/panels", self.answer(lambda request: curves(self.runs)))
-        app.router.add_get(r"/api/rollouts/{run:\d+}", self.answer(self.table))
+        table = self.answer(lambda request: self.log_of(request).table(dict(request.query)))
+        app.router.add_get(r"/api/rollouts/{run:\d+}", table)
         for kind in ("rollout", "group"):
-            route = rf"/api/{kind}/{{run:\d+}}/{{id:\d+}}"
-            app.router.add_get(route, self.answer(lambda request, kind=kind: self.conversations(kind, request)))
+            rows = self.answer(
+                lambda request, kind=kind: getattr(self.log_of(request), kind)(int(request.match_info["id"]))
+            )
+            app.router.add_get(rf"/api/{kind}/{{run:\d+}}/{{id:\d+}}", rows)
         app.on_cleanup.append(self._stop)
         return app
 
@@ -311,20 +312,12 @@ class Viewer:
 
         return handler
 
-    def table(self, request: web.Request) -> dict[str, Any]:
-        """A page of the table."""
-        return self.log_of(request).table(dict(request.query))
-
     def log_of(self, request: web.Request) -> LogReader:
         """The log of the run that is asked for. Raises `ValueError`."""
         number = int(request.match_info["run"])
         if number >= len(self.runs):
             raise ValueError(f"There is no run {number}. Expected 0 to {len(self.runs) - 1}.")
         return self.runs[number].log
-
-    def conversations(self, kind: str, request: web.Request) -> Any:
-        """One rollout, or those of its group."""
-        return getattr(self.log_of(request), kind)(int(request.match_info["id"]))
 
     async def _stop(self, app: web.Application) -> None:
         self.ask.shutdown()

@@ -20,7 +20,7 @@ CUT_OFF = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 def plain(text: str) -> str:
-    """The words of a text in lower case and without accents, a space before each. viewer.js has the same function.
+    """The words of a text in lower case, without accents, each after a space. viewer.js has the same function.
 
     >>> plain("Crème-brûlée: 19!")
     ' creme brulee 19'
@@ -37,19 +37,19 @@ def opened(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A logged rollout: its line of the table, its words as `plain` has them, and its compressed row of the log."""
+    """A logged rollout: its line of the list, its words as `plain` has them, and its compressed row of the log."""
 
     line: dict[str, Any]
     words: str
     row: bytes
 
     def item(self) -> dict[str, Any]:
-        """Return the line with its `row`: JSON as browsers know it, without NaN and infinities."""
+        """Return the line with its `row`, without the NaN and infinities that browsers cannot read in JSON."""
         row = json.loads(zlib.decompress(self.row), parse_constant=lambda name: None, parse_float=number_or_none)
         return {**self.line, "row": row}
 
     def matches(self, query: dict[str, str]) -> bool:
-        """Whether the filters of the page leave this rollout. viewer.js has the same function."""
+        """Whether this rollout matches the filters of the page. viewer.js has the same function."""
 
         def inside(value: float | None, low: str | None, high: str | None) -> bool:
             return not (low or high) or value is not None and float(low or "-inf") <= value <= float(high or "inf")
@@ -186,7 +186,6 @@ class LogReader:
     def info(self) -> dict[str, Any]:
         """Numbers, what can be chosen in the filters, and notes on what is not shown."""
         lines = [rollout.line for rollout in self.rollouts.values()]
-        steps = [line["step"] for line in lines]
         batches = {(line["mode"], line["step"], line["attempt"]): line["batch"] for line in lines}
         more = (
             f"The log has more than {self.most_bytes / 1e6:.0f} MB: only the newest {len(lines):,} rollouts are shown."
@@ -196,7 +195,7 @@ class LogReader:
         return {
             "generation": self.generation, "count": len(lines), "last": self.last,
             "sampled": sum(size for (mode, _, _), size in batches.items() if mode != "dropped"),
-            "steps": [min(steps, default=None), max(steps, default=None)],
+            "steps": sorted({(line["step"], line["mode"]) for line in lines}),
             "stops": sorted({line["stop"] for line in lines}),
             "modes": sorted({line["mode"] for line in lines}, reverse=True),
             **{key: sorted({name for line in lines for name in line[key]}) for key in ("rewards", "tools", "errors")},
@@ -205,16 +204,18 @@ class LogReader:
         }  # fmt: skip
 
     def table(self, query: dict[str, str]) -> dict[str, Any]:
-        """Return a page of rollouts: how many the filters leave in `total`, and `rows`. Raises `ValueError`."""
+        """Return a page of the list: `total` rollouts match the filters, and `rows`. Raises `ValueError`."""
         query = {name: value for name, value in query.items() if value != ""}
         key, down = query.get("sort", "step"), query.get("descending") == "true"
         lines = [rollout.line for rollout in self.rollouts.values() if rollout.matches(query)]
+        if "groups" in query:  # the first rollout of each
+            lines = list({line["team"]: line for line in reversed(lines)}.values())
         lines.sort(key=lambda line: (line[key] is not None, line[key] or 0, line["id"]), reverse=down)
         first, count = max(0, int(query.get("offset", 0))), int(query.get("limit", 50))
         return {"total": len(lines), "rows": lines[first : first + min(count, 500)]}
 
     def rollout(self, number: int) -> dict[str, Any]:
-        """Return one rollout: its line of the table and its `row` of the log. Raises `KeyError`."""
+        """Return one rollout: its line of the list and its `row` of the log. Raises `KeyError`."""
         if number not in self.rollouts:
             raise KeyError(f"There is no rollout {number}.")
         return self.rollouts[number].item()

@@ -1,8 +1,7 @@
-"""What a row of the log of rollouts says: its line of the table, and the text to search in."""
+"""What the viewer reads of a row of the rollout log: its line of the list, and the text to search in."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -10,22 +9,22 @@ from typing import Any
 
 
 def table_line(row: dict[str, Any]) -> dict[str, Any]:
-    """The line of the table, with the names that viewer.js reads. Raises `ValueError` where it is no rollout."""
+    """The line of the list, with the names that viewer.js reads. Raises `ValueError` if the row is no rollout."""
     turns, messages = (row.get("turns"), row.get("messages")) if isinstance(row, dict) else (None, None)
     if not isinstance(turns, list) or not isinstance(messages, list) or not all(isinstance(t, dict) for t in turns):
         raise ValueError("expected turns and messages")
     results = [result for turn in turns for result in turn.get("results") or []]
     errors = [result.get("error") for result in results] + (["rollout"] if row.get("error") else [])
-    rewards = {clean(k): v for k, v in (row.get("rewards") or {}).items() if v is None or is_number(v)}
+    rewards = {clean(name): number_or_none(value) for name, value in (row.get("rewards") or {}).items()}
     total = number_or_none(row.get("reward"))
     if row.get("reward") is None:  # logs from before there was this column
         numbers = [value for value in rewards.values() if value is not None]
         total = sum(numbers) if numbers else None
     prompt, mode = question(row), clean(row.get("mode") or "train")
-    # INVARIANT: one numbering of steps. What was sampled before the first step is of step 1, as in the metrics.
     return {
-        "rank": whole(row.get("rank")), "step": whole(row.get("step")) + (mode in ("train", "dropped")), "mode": mode,
-        "number": whole(row.get("index")), "team": team(row, prompt), "prompt": prompt[:2000],
+        "rank": whole(row.get("rank")), "step": whole(row.get("step")), "mode": mode,
+        "number": whole(row.get("index")), "prompt": prompt[:2000], "prompt_messages": prompt_length(row),
+        "team": clean(prompt if row.get("group") is None else row["group"]),  # logs from before there was this column
         "stop": clean(row.get("stop_reason")), "reward": total, "rewards": rewards, "turns": len(turns),
         "tokens": whole(row.get("num_tokens")),
         "seconds": sum(number_or_none(each.get("seconds")) or 0.0 for each in [*turns, *results]),
@@ -35,7 +34,7 @@ def table_line(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_item(row: dict[str, Any], number: int) -> dict[str, Any]:
-    """Return a row with its line of the table, for a page in one file. Raises `ValueError` where it is no rollout."""
+    """Return a row with its line of the list, for a page in one file. Raises `ValueError` if it is no rollout."""
     return {**table_line(row), "id": number, "attempt": 0, "row": row}
 
 
@@ -51,7 +50,7 @@ def text_to_search(row: dict[str, Any]) -> str:
 
 
 def clean(value: Any) -> str:
-    """Text that UTF-8 has: a model may write half of a character in JSON."""
+    """Text that can be encoded as UTF-8: a model may write half of a character in JSON."""
     return str(value).encode("utf-8", "replace").decode()
 
 
@@ -69,7 +68,7 @@ def text_of(content: Any) -> str:
 
 
 def number_or_none(value: Any) -> float | None:
-    """A number that JSON has; of text, where it spells one."""
+    """A finite number, also one that is written as text, or else None."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -77,13 +76,8 @@ def number_or_none(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number, or None."""
-    return value is None or not isinstance(value, (bool, str)) and number_or_none(value) is not None
-
-
 def whole(value: Any) -> int:
-    """A whole number; 0 where there is none.
+    """A whole number, or 0 if the value is none.
 
     >>> whole(3), whole(7.0), whole("12"), whole("x"), whole(2**70), whole(None)
     (3, 7, 12, 0, 0, 0)
@@ -101,12 +95,6 @@ def names(values: Any) -> list[str]:
     return [re.sub(r"\s+", " ", clean(value)) for value in dict.fromkeys(values) if value]
 
 
-def team(row: dict[str, Any], prompt: str) -> str:
-    """What tells a group from others of its batch: its number, or the prompt in logs that have none."""
-    group = row.get("group")
-    return str(group) if isinstance(group, int) else hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()[:12]
-
-
 def question(row: dict[str, Any]) -> str:
     """The last user message of a row's prompt.
 
@@ -120,12 +108,7 @@ def question(row: dict[str, Any]) -> str:
 
 
 def prompt_length(row: dict[str, Any]) -> int:
-    """How many of a row's messages stand before its first turn. INVARIANT: viewer.js counts the same way."""
-    messages, turns = row["messages"], row["turns"]
-    if isinstance(row.get("num_prompt_messages"), int):
-        return row["num_prompt_messages"]
-    said = [m for m, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "assistant"]
-    text = turns[0].get("text") if turns else None
-    if text is None:
-        return len(messages)
-    return next((m for m in said if messages[m].get("content") == text), said[0] if said else len(messages))
+    """How many of a row's messages stand before its first turn."""
+    count, messages = row.get("num_prompt_messages"), row["messages"]
+    said = (m for m, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "assistant")
+    return count if isinstance(count, int) else next(said, len(messages))

@@ -1,14 +1,12 @@
 "use strict";
-// The page of scripts/view_rollouts.py, served or in one file. It has five parts: elements, where rollouts come from,
-// curves, the table, conversations.
+// The page of scripts/view_rollouts.py, served or in one file. It has six parts: elements, where rollouts come from,
+// curves, the list of rollouts, groups and rollouts, the page around them.
 // INVARIANT: text of models, tools and data enters the page in `el` or `say` alone: as text, and through `seen`.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const SVG = new Set(["svg", "path", "line", "text", "g"]);
 
-// ---------------------------------------------------------------------------------------------------------------------
-// 1. Elements
-// ---------------------------------------------------------------------------------------------------------------------
+// -- 1. Elements --
 
 function el(name, attributes = {}, ...children) {
   const node = SVG.has(name) ? document.createElementNS("http://www.w3.org/2000/svg", name)
@@ -20,14 +18,12 @@ function el(name, attributes = {}, ...children) {
     else if (key === "title" || key === "aria-label") node.setAttribute(key, seen(value));
     else node.setAttribute(key, value === true ? "" : value);
   }
-  node.append(...children.flat(3).filter((child) => child !== null && child !== undefined && child !== false)
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false)
     .map((child) => (child instanceof Node ? child : seen(child))));
   return node;
 }
 
-function say(node, text) {
-  node.textContent = seen(text);
-}
+const say = (node, text) => { node.textContent = seen(text); };
 
 // A character that cannot be seen, or turns the direction of a line, as one that can be seen and does nothing.
 function seen(text) {
@@ -43,8 +39,18 @@ function visible(text) {
   return seen(text).replaceAll("\n", "↵\n").replaceAll("\t", "⇥");
 }
 
+// With so many decimals, unless they would show nothing but zeros, or the number is large.
 function number(value, digits = 2) {
-  return value === null || value === undefined || Number.isNaN(value) ? "-" : Number(value).toFixed(digits);
+  if (typeof value !== "number") return "-";
+  const size = Math.abs(value), fits = size === 0 || (size >= 0.5 * 10 ** -digits && size < 1e7);
+  return fits ? value.toFixed(digits) : brief(value, 2);
+}
+
+// To so many digits, as values of curves and of their axes are written.
+function brief(value, digits = Math.abs(value) < 1000 ? 4 : 6) {
+  const rounded = Number(value.toPrecision(digits)), size = Math.abs(rounded);
+  if (size >= 1e9 || (size > 0 && size < 1e-4)) return rounded.toExponential().replace("e+", "e");
+  return size >= 1e4 ? rounded.toLocaleString("en") : String(rounded);
 }
 
 function signed(value, digits = 2) {
@@ -64,14 +70,14 @@ function textOf(content) {
 
 const short = (name) => name.replace(/_reward_func$/, "");
 const definitions = (pairs) => el("dl", {}, pairs.map(([term, text]) => [el("dt", {}, term), el("dd", {}, text)]));
+const cells = (kind, texts, attributes = {}) => el("tr", {}, texts.map((text) => el(kind, attributes, text)));
 
-// ---------------------------------------------------------------------------------------------------------------------
-// 2. Where rollouts come from: a server, or this page
-// ---------------------------------------------------------------------------------------------------------------------
+// -- 2. Where rollouts come from: a server, or this page --
+
+const parameters = (query) => new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined));
 
 async function ask(path, query = {}) {
-  const used = Object.entries(query).filter(([, value]) => value !== "" && value !== undefined);
-  const response = await fetch(`${path}?${new URLSearchParams(used)}`);
+  const response = await fetch(`${path}?${parameters(query)}`);
   const answer = await response.json().catch(() => ({ error: `status ${response.status}` }));
   if (!response.ok) throw new Error(answer.error);
   return answer;
@@ -89,16 +95,6 @@ const SERVER = {
 const plain = (text) => ` ${text.normalize("NFD").replace(/\p{M}/gu, "").toLowerCase()
   .replace(/[^\p{L}\p{N}]+/gu, " ").trim()} `;
 
-function saidText(item) {
-  const row = item.row;
-  const calls = row.turns.flatMap((turn) => (turn.calls || []).map((call) => call.arguments));
-  const results = row.turns.flatMap((turn) => (turn.results || []).map((result) => result.text));
-  const read = row.turns.flatMap((turn) => (Array.isArray(turn.context) ? turn.context : []));
-  const said = [...row.messages, ...read].filter(Boolean).map((message) => message.content);
-  item.said ??= plain([...said, ...calls, ...results, row.answer, row.error].map(textOf).join("\n"));
-  return item.said;
-}
-
 function matches(item, query) {
   const reward = query.reward_name && query.reward_name !== "reward" ? item.rewards[query.reward_name] : item.reward;
   const given = (value) => value !== undefined && value !== "";
@@ -110,14 +106,15 @@ function matches(item, query) {
     && (!query.tool || item.tools.includes(query.tool))
     && (!query.error || (query.error === "any" ? item.errors.length > 0 : item.errors.includes(query.error)))
     && (query.text || "").split(/\s+/).map(plain).filter((word) => word.trim())
-      .every((word) => saidText(item).includes(word.trimEnd()));
+      .every((word) => item.words.includes(word.trimEnd()));
 }
 
 const PAGE = {
   info: async () => ({ runs: DATA.runs }),
   panels: async () => DATA.panels,
   table: async (query) => {
-    const found = DATA.rollouts.filter((item) => item.run === Number(query.run || 0) && matches(item, query));
+    let found = DATA.rollouts.filter((item) => item.run === Number(query.run || 0) && matches(item, query));
+    if (query.groups) found = found.filter((item, i) => found.findIndex((other) => other.team === item.team) === i);
     const key = query.sort || "step", sign = query.descending === "true" ? -1 : 1;
     found.sort((a, b) => sign * ((a[key] ?? -Infinity) - (b[key] ?? -Infinity) || a.id - b.id));
     const first = Number(query.offset || 0);
@@ -138,11 +135,9 @@ const source = DATA.served ? SERVER : PAGE;
 const state = { info: null, place: null, filters: undefined, shown: "", colour: "advantage", hiddenLines: new Set(), view: 0 };
 const main = el("main");
 
-// ---------------------------------------------------------------------------------------------------------------------
-// 3. Curves
-// ---------------------------------------------------------------------------------------------------------------------
+// -- 3. Curves --
 
-const BOX = { width: 380, height: 190, left: 40, right: 8, top: 8, bottom: 22 };
+const BOX = { width: 380, height: 190, right: 8, top: 8, bottom: 22 };
 
 function ticks(low, high, count, least = 0) {
   const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
@@ -152,114 +147,104 @@ function ticks(low, high, count, least = 0) {
 }
 
 const colourOf = (lines, line) => `var(--c${[...new Set(lines.map((each) => each.label))].indexOf(line.label) % 8})`;
-const dashOf = (line) => (line.run ? "5 3" : null);
 
 function chart(panel) {
   const lines = panel.lines.filter((line) => !state.hiddenLines.has(`${panel.title}/${line.label}`));
   const points = lines.flatMap((line) => line.points);
   const svg = el("svg", { viewBox: `0 0 ${BOX.width} ${BOX.height}`, tabindex: 0, role: "img",
     "aria-label": `${panel.title} over steps. Left and right read values; Enter shows the rollouts of a step.` });
-  if (!points.length) return svg;
+  if (!points.length) return { svg, steps: [] };
   const xs = points.map((point) => point[0]), ys = points.map((point) => point[1]);
   const [x0, x1] = [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))];
   let [y0, y1] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
   if (y0 > 0 && y0 < y1 / 2) y0 = 0;
-  if (y0 === y1) [y0, y1] = [y0 - 0.5, y1 + 0.5];
-  const x = (at) => BOX.left + (x1 === x0 ? 0.5 : (at - x0) / (x1 - x0)) * (BOX.width - BOX.left - BOX.right);
+  const size = Math.max(Math.abs(y0), Math.abs(y1));
+  if (y1 - y0 <= 1e-6 * size) [y0, y1] = size ? [y0 - size / 2, y1 + size / 2] : [0, 1];  // a constant, but for rounding
+  const labels = ticks(y0, y1, 5).map((at) => [at, brief(at, 12)]);
+  const left = Math.max(28, 10 + 6 * Math.max(...labels.map(([, text]) => text.length)));
+  const x = (at) => left + (x1 === x0 ? 0.5 : (at - x0) / (x1 - x0)) * (BOX.width - left - BOX.right);
   const y = (at) => BOX.height - BOX.bottom - ((at - y0) / (y1 - y0)) * (BOX.height - BOX.top - BOX.bottom);
-  for (const at of ticks(y0, y1, 4)) {
-    svg.append(el("line", { class: "grid", x1: BOX.left, x2: BOX.width - BOX.right, y1: y(at), y2: y(at) }),
-      el("text", { x: BOX.left - 4, y: y(at) + 3, "text-anchor": "end" }, String(at)));
+  for (const [at, text] of labels) {
+    svg.append(el("line", { class: "grid", x1: left, x2: BOX.width - BOX.right, y1: y(at), y2: y(at) }),
+      el("text", { x: left - 4, y: y(at) + 3, "text-anchor": "end" }, text));
   }
   for (const at of ticks(x0, x1, 5, 1)) {
-    svg.append(el("text", { x: x(at), y: BOX.height - 6, "text-anchor": "middle" }, String(at)));
+    svg.append(el("text", { x: x(at), y: BOX.height - 6, "text-anchor": "middle" }, brief(at, 12)));
   }
   for (const line of lines) {
     const path = line.points.map(([a, b], i) => `${i ? "L" : "M"}${x(a).toFixed(1)} ${y(b).toFixed(1)}`).join("");
     const dot = line.points.length === 1;  // a path of one point has no length, but a round end
-    svg.append(el("path", { class: "curve", d: dot ? `${path}h0` : path, "stroke-width": dot ? 5 : 1.6, stroke: colourOf(panel.lines, line), "stroke-dasharray": dashOf(line),
-      "stroke-linecap": "round" }));
+    svg.append(el("path", { class: "curve", d: dot ? `${path}h0` : path, "stroke-width": dot ? 5 : 1.6,
+      stroke: colourOf(panel.lines, line), "stroke-dasharray": line.run ? "5 3" : null, "stroke-linecap": "round" }));
   }
-  svg.at = { steps: [...new Set(xs)].sort((a, b) => a - b), x, lines };
-  return svg;
+  return { svg, steps: [...new Set(xs)].sort((a, b) => a - b), x, lines };
 }
 
 function panelOf(panel) {
-  let svg = chart(panel), chosen = -1;
+  const { svg, steps, x, lines } = chart(panel), runs = state.info.runs;
   const readout = el("div", { class: "readout", "aria-live": "polite" });
-  const runs = state.info.runs.length > 1;
+  let chosen = -1;
+  // Metrics of a training step are means over the rollouts that were sampled since the metrics before: `metrics.jsonl`
+  // counts the optimizer step that was just made, the log of rollouts those before it.
+  const sampled = () => (panel.mode === "eval_" ? [steps[chosen], steps[chosen]] : [chosen ? steps[chosen - 1] : 0, steps[chosen] - 1]);
   const read = (index) => {
-    if (!svg.at) return;
-    chosen = Math.max(0, Math.min(svg.at.steps.length - 1, index));
-    const step = svg.at.steps[chosen];
-    const values = svg.at.lines.flatMap((line) => line.points.filter((point) => point[0] === step)
-      .map((point) => `${runs ? `${state.info.runs[line.run].name} ` : ""}${line.label} ${Number(point[1].toPrecision(3))}`));
-    say(readout, `step ${step}: ${values.join(", ")}`);
+    if (!steps.length) return;
+    chosen = Math.max(0, Math.min(steps.length - 1, index));
+    const step = steps[chosen], [from, to] = sampled();
+    const values = lines.flatMap((line) => line.points.filter((point) => point[0] === step)
+      .map((point) => `${runs.length > 1 ? `${runs[line.run].name} ` : ""}${line.label} ${brief(point[1])}`));
+    say(readout, `step ${step} (rollouts of step ${from < to ? `${from} to ${to}` : to}): ${values.join(", ")}`);
     svg.querySelector(".cursor")?.remove();
-    svg.append(el("line", { class: "cursor", x1: svg.at.x(step), x2: svg.at.x(step), y1: BOX.top,
-      y2: BOX.height - BOX.bottom }));
+    svg.append(el("line", { class: "cursor", x1: x(step), x2: x(step), y1: BOX.top, y2: BOX.height - BOX.bottom }));
   };
-  const open = () => {  // a metric of step s is a mean over what was logged since the one before it
+  const open = () => {
     if (chosen < 0) return;
-    const steps = svg.at.steps;
-    const mode = panel.mode === "eval_" ? "eval" : "train";
-    const [from, to] = [mode === "train" && chosen ? steps[chosen - 1] + 1 : mode === "train" ? 0 : steps[chosen], steps[chosen]];
-    const run = svg.at.lines[0].run;
-    location.hash = hashOf("rollouts", { ...(run && { run }), step_from: from, step_to: to, mode });
+    const run = lines[0].run || undefined, mode = panel.mode === "eval_" ? "eval" : "train", [from, to] = sampled();
+    location.hash = hashOf("rollouts", { run, step_from: from, step_to: to, mode });
   };
-  const listen = () => {
-    svg.addEventListener("pointermove", (event) => {
-      if (!svg.at) return;
-      const box = svg.getBoundingClientRect(), place = ((event.clientX - box.left) / box.width) * BOX.width;
-      const near = svg.at.steps.map((step, i) => [Math.abs(svg.at.x(step) - place), i]).sort((a, b) => a[0] - b[0])[0];
-      read(near[1]);
-    });
-    svg.addEventListener("click", open);
-    svg.addEventListener("keydown", (event) => {
-      if (event.key === "ArrowRight") read(chosen + 1);
-      else if (event.key === "ArrowLeft") read(chosen - 1);
-      else if (event.key === "Enter") open();
-      else return;
-      event.preventDefault();
-      event.stopPropagation();
-    });
+  svg.addEventListener("pointermove", (event) => {
+    const box = svg.getBoundingClientRect(), place = ((event.clientX - box.left) / box.width) * BOX.width;
+    read(steps.reduce((best, step, i) => (Math.abs(x(step) - place) < Math.abs(x(steps[best]) - place) ? i : best), 0));
+  });
+  svg.addEventListener("click", open);
+  svg.addEventListener("keydown", (event) => {
+    if (event.key === "ArrowRight") read(chosen + 1);
+    else if (event.key === "ArrowLeft") read(chosen - 1);
+    else if (event.key === "Enter") open();
+    else return;
+    event.preventDefault();
+    event.stopPropagation();
+  });
+  const key = (label) => {
+    const name = `${panel.title}/${label}`;
+    const toggle = () => {
+      if (!state.hiddenLines.delete(name)) state.hiddenLines.add(name);
+      show();
+    };
+    return el("button", { type: "button", name, "aria-pressed": String(!state.hiddenLines.has(name)), onclick: toggle },
+      el("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
+        el("line", { x1: 0, x2: 22, y1: 5, y2: 5, "stroke-width": 3, stroke: colourOf(panel.lines, { label }) })), ` ${label}`);
   };
   const labels = [...new Set(panel.lines.map((line) => line.label))];
-  const key = (label) => el("button", {
-    type: "button", "aria-pressed": String(!state.hiddenLines.has(`${panel.title}/${label}`)),
-    onclick: (event) => {
-      const name = `${panel.title}/${label}`;
-      if (!state.hiddenLines.delete(name)) state.hiddenLines.add(name);
-      event.currentTarget.setAttribute("aria-pressed", String(!state.hiddenLines.has(name)));
-      const fresh = chart(panel);
-      svg.replaceWith(fresh);
-      svg = fresh;
-      chosen = -1;
-      listen();
-    } },
-  el("svg", { viewBox: "0 0 22 10", "aria-hidden": "true" },
-    el("line", { x1: 0, x2: 22, y1: 5, y2: 5, "stroke-width": 3, stroke: colourOf(panel.lines, { label }) })), ` ${label}`);
-  listen();
-  return el("section", { class: "panel" }, el("h2", {}, panel.title), svg, readout,
-    el("div", { class: "keys" }, labels.map(key)));
+  return el("section", { class: "panel" }, el("h2", {}, panel.title), svg, readout, el("div", { class: "keys" }, labels.map(key)));
 }
 
 // Two runs side by side: the last value of each curve, and the settings that differ.
 function compared({ panels, differences }, runs) {
   const last = (panel, label, run) => panel.lines.find((line) => line.label === label && line.run === run)?.points.at(-1);
-  const value = (point) => (point ? `${Number(point[1].toPrecision(3))} (step ${point[0]})` : "-");
+  const value = (point) => (point ? `${brief(point[1])} (step ${point[0]})` : "-");
   const rows = panels.flatMap((panel) => [...new Set(panel.lines.map((line) => line.label))]
     .map((label) => [`${panel.title}: ${label}`, ...runs.map((_, run) => value(last(panel, label, run)))]));
-  const table = (name, lines) => el("table", { "aria-label": name }, el("thead", {}, el("tr", {}, [name, ...runs.map((run) => run.name)].map((text) => el("th", {}, text)))),
-    el("tbody", {}, lines.map((line) => el("tr", {}, line.map((text) => el("td", {}, String(text)))))));
+  const table = (name, lines) => el("table", { "aria-label": name },
+    el("thead", {}, cells("th", [name, ...runs.map((run) => run.name)])), el("tbody", {}, lines.map((line) => cells("td", line))));
+  const unknown = "The settings of one run are not known: a run writes them with each checkpoint, and when it ends.";
   return el("details", { class: "compared", open: true }, el("summary", {}, "Side by side"), table("last values", rows),
-    differences === null ? el("p", { class: "soft" }, "The settings of one of them are not known: they are written with a checkpoint, and at the end of a run.")
-      : differences.length ? table("settings that differ", differences) : el("p", { class: "soft" }, "Their settings are the same."));
+    differences?.length ? table("settings that differ", differences)
+      : el("p", { class: "soft" }, differences ? "The settings of the two runs are the same." : unknown));
 }
 
 async function showCurves() {
-  const panels = await source.panels();
-  const runs = state.info.runs;
+  const panels = await source.panels(), { runs } = state.info;
   return [
     panels.note && el("p", { class: "note" }, panels.note),
     runs.length > 1 && el("p", { class: "soft" }, `solid: ${runs[0].name}, dashed: ${runs[1].name}`),
@@ -269,15 +254,14 @@ async function showCurves() {
   ];
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// 4. The table of rollouts
-// ---------------------------------------------------------------------------------------------------------------------
+// -- 4. The list of rollouts --
 
-const COLUMNS = [["step", "step", "number"], ["", "group", "number wide"], ["reward", "reward", "number"],
-  ["", "ended by", ""], ["turns", "turns", "number wide"], ["tokens", "tokens", "number wide"],
+const COLUMNS = [["step", "step", "number"], ["", "group", "number wide"], ["number", "rollout", "number wide"],
+  ["reward", "reward", "number"], ["", "stop reason", ""], ["turns", "turns", "number wide"], ["tokens", "tokens", "number wide"],
   ["seconds", "seconds", "number wide"], ["", "tools", "wide"], ["", "errors", ""], ["", "prompt", ""]];
-const conversationHash = (kind, run, id, colour = state.colour) => `#${kind}/${run}/${id}${colour === "advantage" ? "" : `?colour=${colour}`}`;
-const hashOf = (view, query) => `#${view}?${new URLSearchParams(Object.entries(query).filter(([, v]) => v !== "" && v !== undefined))}`;
+const conversationHash = (kind, run, id, { colour = state.colour, turn } = {}) =>
+  hashOf(`${kind}/${run}/${id}`, { turn, colour: colour === "advantage" ? undefined : colour });
+const hashOf = (view, query) => `#${view}?${parameters(query)}`.replace(/\?$/, "");
 
 function filters(query) {
   const info = state.info.runs[Number(query.run || 0)];
@@ -289,26 +273,24 @@ function filters(query) {
     el("input", { name, type, value: query[name] ?? "", step: "any", ...more }));
   const send = (event) => {
     event.preventDefault();
-    const form = event.currentTarget.closest("form");
-    const { run, sort, descending } = { ...query };
-    location.hash = hashOf("rollouts", { run, sort, descending, ...Object.fromEntries(new FormData(form)) });
+    const { run, sort, descending } = query, chosen = Object.fromEntries(new FormData(event.currentTarget));
+    location.hash = hashOf("rollouts", { run, sort, descending, ...chosen });
   };
   const form = el("form", { onsubmit: send, onchange: send, role: "search", "aria-label": "Filters" },
     state.info.runs.length > 1 && choice("run", "run", state.info.runs.map((run, i) => [i, run.name])),
-    field("text", "words in it", "search", { placeholder: "of messages, calls, results, answer" }),
+    field("text", "words", "search", { placeholder: "in messages, calls, results" }),
     field("prompt", "prompt", "search"),
-    field("step_from", "from step"), field("step_to", "to step"),
-    info.modes.length > 1 && choice("mode", "of", same(info.modes), "all"),
-    choice("reward_name", "reward", [["reward", "weighted sum"], ...info.rewards.map((name) => [name, short(name)])]),
-    field("reward_min", "from"), field("reward_max", "to"),
-    choice("stop", "ended by", same(info.stops), "all"), choice("tool", "tool", same(info.tools), "all"),
+    field("step_from", "first step"), field("step_to", "last step"),
+    info.modes.length > 1 && choice("mode", "mode", same(info.modes), "all"),
+    choice("reward_name", "reward", [["reward", "total"], ...info.rewards.map((name) => [name, short(name)])]),
+    field("reward_min", "lowest reward"), field("reward_max", "highest reward"),
+    choice("stop", "stop reason", same(info.stops), "all"), choice("tool", "tool", same(info.tools), "all"),
     choice("error", "error", [["any", "any"], ...same(info.errors)], "all"),
     el("button", {}, "Filter"), el("a", { href: hashOf("rollouts", { run: query.run }) }, "clear"));
   const used = Object.entries(query).filter(([name, value]) => value && !["sort", "descending", "offset", "run"].includes(name));
   const open = state.filters ?? (!matchMedia("(max-width: 45rem)").matches || used.length > 0);
-  const box = el("details", { class: "filters", open }, el("summary", {}, "Filters"), form);
-  box.addEventListener("toggle", () => { state.filters = box.open; });
-  return box;
+  return el("details", { class: "filters", open, ontoggle: (event) => { state.filters = event.target.open; } },
+    el("summary", {}, "Filters"), form);
 }
 
 function sortHeader([key, label, classes], query) {
@@ -323,18 +305,17 @@ function sortHeader([key, label, classes], query) {
 
 function line(item, run) {
   const href = conversationHash("rollout", run, item.id);
-  const cells = [
-    [el("a", { href }, String(item.step)), item.mode === "train" ? null : ` ${item.mode}`],
-    [item.team.split("/").pop().slice(0, 6)], [number(item.reward)], [item.stop], [item.turns], [item.tokens],
-    [number(item.seconds, 1)], [item.tools.join(", ")],
-    item.errors.map((error) => [el("span", { class: "tag error" }, error), " "]),
-    [el("span", { class: "prompt" }, item.prompt.slice(0, 160))],
+  const values = [
+    [el("a", { href }, item.step), item.mode !== "train" && ` ${item.mode}`],
+    groupName(item), item.number, number(item.reward), item.stop, item.turns, item.tokens,
+    brief(item.seconds, 3), item.tools.join(", "), item.errors.map((error) => [el("span", { class: "tag" }, error), " "]),
+    el("span", { class: "prompt" }, item.prompt.slice(0, 160)),
   ];
   return el("tr", { onclick: (event) => { if (!event.target.closest("a")) location.hash = href; } },
-    cells.map((cell, i) => el("td", { class: COLUMNS[i][2] }, cell.map((part) => (typeof part === "number" ? String(part) : part)))));
+    values.map((value, i) => el("td", { class: COLUMNS[i][2] }, value)));
 }
 
-// What "back", "next" and "previous" mean, also behind a reload. (Files may have no storage.)
+// What "back", "next" and "previous" mean, also after a reload. (Files may have no storage.)
 function remember(place) {
   state.place = place;
   try { sessionStorage.setItem("place", JSON.stringify(place)); } catch { /* without it a reload forgets */ }
@@ -344,31 +325,24 @@ async function showTable(query) {
   const run = state.info.runs[Number(query.run || 0)] ? Number(query.run || 0) : 0;
   query = { ...query, run: run || undefined };
   const first = Number(query.offset || 0), limit = 50;
-  let answer;
-  try {
-    answer = await source.table({ ...query, limit });
-  } catch (error) {
-    return [filters(query), el("p", { class: "note", role: "alert" }, error.message)];
-  }
-  const { total, rows } = answer;
+  const { total, rows } = await source.table({ ...query, limit });
   remember({ run, query, list: rows.map((item) => item.id), last: first + rows.length >= total });
   const page = (offset, label) => el("button", { type: "button", disabled: offset < 0 || offset >= total || null,
     onclick: () => { location.hash = hashOf("rollouts", { ...query, offset: String(offset) }); } }, label);
   return [
     filters(query),
-    el("div", { class: "bar" }, page(first - limit, "◂ before"), page(first + limit, "next ▸"),
-      el("span", { class: "soft", id: "count" },
-        rows.length ? `${first + 1} to ${first + rows.length} of ${total.toLocaleString("en")} rollouts` : "no rollout is like that")),
-    el("table", { "aria-label": "Rollouts" }, el("thead", {}, el("tr", {}, COLUMNS.map((column) => sortHeader(column, query)))),
+    el("div", { class: "bar" }, page(first - limit, "◂ previous"), page(first + limit, "next ▸"),
+      el("span", { class: "soft", id: "count" }, rows.length
+        ? `${first + 1} to ${first + rows.length} of ${total.toLocaleString("en")} rollouts` : "No rollout matches the filters.")),
+    el("table", { "aria-label": "Rollouts" },
+      el("thead", {}, el("tr", {}, COLUMNS.map((column) => sortHeader(column, query)))),
       el("tbody", {}, rows.map((item) => line(item, run)))),
   ];
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// 5. Conversations
-// ---------------------------------------------------------------------------------------------------------------------
+// -- 5. Groups and rollouts --
 
-// What tokens can be coloured by: the value of a token, and the one of a turn where the log has no tokens.
+// What tokens can be coloured by: the value of a token, and the value of a turn if the log has no tokens.
 const COLOURS = {
   none: null,
   advantage: { token: (turn, i) => turn.advantages?.[i], turn: (row, k) => row.turn_advantages?.[k],
@@ -378,20 +352,19 @@ const COLOURS = {
   difference: { token: (turn, i) => difference(turn, i), turn: () => null, plus: "0, 140, 110", minus: "220, 40, 90" },
 };
 
-// The logprob that the trainer computes minus the one it was sampled with.
+// The logprob that the trainer computes minus the one that the token was sampled with.
 function difference(turn, i) {
   const [sampled, computed] = [turn.logprobs?.[i], turn.trainer_logprobs?.[i]];
   return typeof sampled === "number" && typeof computed === "number" ? computed - sampled : null;
 }
 
 const hasTokens = (item) => item.row.turns.some((turn) => Array.isArray(turn.token_texts));
+const strongest = (values) => values.reduce((most, value) => (typeof value === "number" ? Math.max(most, Math.abs(value)) : most), 0);
 
 function scaleOf(items, colour) {
-  if (!colour) return 0;
-  const values = items.flatMap((item) => item.row.turns.flatMap((turn, k) => (turn.token_texts
+  return colour ? strongest(items.flatMap((item) => item.row.turns.flatMap((turn, k) => (turn.token_texts
     ? turn.token_texts.map((_, i) => (colour.trained && turn.loss_mask?.[i] === 0 ? null : colour.token(turn, i)))
-    : [colour.turn(item.row, k)])));
-  return values.reduce((most, value) => (typeof value === "number" ? Math.max(most, Math.abs(value)) : most), 0);
+    : [colour.turn(item.row, k)])))) : 0;
 }
 
 function paint(colour, value, scale) {
@@ -399,53 +372,65 @@ function paint(colour, value, scale) {
   return `rgba(${value > 0 ? colour.plus : colour.minus}, ${(0.65 * Math.abs(value) / scale).toFixed(3)})`;
 }
 
-function legend(colour, scale, name) {
+function legend(name, scale) {
+  const colour = COLOURS[name];
   if (!colour) return null;
-  if (!scale) return el("span", { class: "soft", id: "scale" }, name === "difference"
-    ? "No difference is known: it needs log_rollout_tokens, and a backend that gives logprobs." : `No ${name} is known, or all are 0.`);
+  if (!scale) return el("span", { class: "soft" }, `The log has no ${name} here, or all values are 0.`);
   const [low, high] = name === "logprob" ? [-scale, 0] : [-scale, scale];
-  return el("span", { class: "scale", id: "scale" }, el("i", { background:
-    `linear-gradient(90deg, ${[low, (low + high) / 2, high].map((at) => paint(colour, at, scale) || "transparent").join(", ")})` }),
-  [low, high].map((end) => el("b", {}, end && Math.abs(end) < 0.01 ? end.toExponential(1) : signed(end))));
+  const shades = [low, (low + high) / 2, high].map((at) => paint(colour, at, scale) || "transparent");
+  return el("span", { class: "scale" }, el("i", { background: `linear-gradient(90deg, ${shades.join(", ")})` }),
+    [low, high].map((end) => el("b", {}, signed(end))));
+}
+
+function colourBar(items, kind, run, id) {
+  const scales = Object.fromEntries(Object.keys(COLOURS).map((name) => [name, scaleOf(items, COLOURS[name])]));
+  const button = (name) => el("button", { type: "button", "aria-pressed": String(name === state.colour), "data-colour": name,
+    disabled: name !== "none" && !scales[name], title: name !== "none" && !scales[name] && "The log has no values here, or all are 0.",
+    onclick: () => { location.hash = conversationHash(kind, run, id, { colour: name }); } }, name);
+  return [el("span", { class: "soft" }, "colour by"), Object.keys(COLOURS).map(button), legend(state.colour, scales[state.colour])];
+}
+
+function hints(items) {
+  const text = items.some(hasTokens) ? "Grey text is not in the loss. Hold the pointer over a token, or tap it, to read its numbers."
+    : "The log has no tokens, so each turn has one colour. With log_rollout_tokens: true each token has its own.";
+  return [state.colour !== "none" && el("p", { class: "soft small" }, text), el("div", { class: "readout", "aria-live": "polite" })];
+}
+
+function pickToken(event) {  // a finger has no pointer that hovers
+  const token = event.target.closest(".t");
+  if (!token) return;
+  main.querySelector(".t.chosen")?.classList.remove("chosen");
+  token.classList.add("chosen");
+  say(main.querySelector(".readout"), `${token.textContent.slice(0, 40)}: ${token.title}`);
 }
 
 function tokenNumbers(turn, i) {
-  return [`token ${turn.token_ids?.[i] ?? "?"}`, turn.loss_mask?.[i] === 0 ? "out of the loss" : `advantage ${signed(turn.advantages?.[i], 4)}`,
-    `logprob ${number(turn.logprobs?.[i], 4)}`, `the trainer's ${number(turn.trainer_logprobs?.[i], 4)}`,
-    `difference ${number(difference(turn, i), 6)}`].join(", ");
+  return { id: turn.token_ids?.[i] ?? "?", "in the loss": turn.loss_mask?.[i] === 0 ? "no" : "yes",
+    advantage: signed(turn.advantages?.[i], 4), logprob: number(turn.logprobs?.[i], 4),
+    "trainer's logprob": number(turn.trainer_logprobs?.[i], 4), difference: number(difference(turn, i), 6) };
 }
 
-// INVARIANT: one span of class `t` per token, and of class `out` if and only if it is out of the loss.
+// INVARIANT: one span of class `t` per token, and of class `out` if and only if it is not in the loss.
 function tokenSpans(turn, colour, scale) {
   return turn.token_texts.map((text, i) => {
     const out = turn.loss_mask?.[i] === 0;
     const value = colour && !(colour.trained && out) ? colour.token(turn, i) : null;
-    return el("span", { class: out ? "t out" : "t", title: tokenNumbers(turn, i), background: paint(colour, value, scale) },
-      visible(text));
+    const title = Object.entries(tokenNumbers(turn, i)).map(([name, shown]) => `${name} ${shown}`).join(", ");
+    return el("span", { class: out ? "t out" : "t", title, background: paint(colour, value, scale) }, visible(text));
   });
-}
-
-function readSpans(turn) {
-  return turn.read_texts.map((text, i) => el("span",
-    { class: "t out", title: `token ${turn.read_ids?.[i] ?? "?"}, read, out of the loss` }, visible(text)));
 }
 
 function tokenTable(turn) {
-  const box = el("details", {}, el("summary", { class: "small soft" }, `${turn.token_texts.length} tokens as a table`));
-  box.addEventListener("toggle", () => {
-    if (!box.open || box.querySelector("table")) return;
-    const rows = turn.token_texts.map((text, i) => [visible(text), turn.token_ids?.[i] ?? "-", turn.loss_mask?.[i] === 0 ? "no" : "yes",
-      signed(turn.advantages?.[i], 4), number(turn.logprobs?.[i], 4), number(turn.trainer_logprobs?.[i], 4), number(difference(turn, i), 6)]);
-    box.append(el("div", { class: "tokens-table" }, el("table", {}, el("tr", {}, ["token", "id", "in the loss", "advantage", "logprob",
-      "the trainer's", "difference"].map((text) => el("th", {}, text))),
-    rows.map((row) => el("tr", {}, row.map((text) => el("td", { class: "mono" }, String(text))))))));
+  return folded(`${turn.token_texts.length} tokens as a table`, () => {
+    const rows = turn.token_texts.map((text, i) => ({ token: visible(text), ...tokenNumbers(turn, i) }));
+    return el("div", { class: "tokens-table" }, el("table", {}, cells("th", Object.keys(rows[0] ?? {})),
+      rows.map((row) => cells("td", Object.values(row), { class: "mono" }))));
   });
-  return box;
 }
 
-// An advantage, and what of it the outcome alone gives; the rest is the turn's.
+// An advantage, what the outcome alone gives of it, and what the turn adds.
 function advantageText(row, k) {
-  const whole = row.turn_advantages?.length > k ? row.turn_advantages[k] : null, outcome = row.outcome_advantage;
+  const whole = row.turn_advantages?.[k], outcome = row.outcome_advantage;
   if (typeof whole !== "number") return null;
   return `advantage ${signed(whole)}${typeof outcome === "number" ? ` = outcome ${signed(outcome)}, turn ${signed(whole - outcome)}` : ""}`;
 }
@@ -455,23 +440,33 @@ function part(kind, who, facts, ...inside) {
     facts.filter(Boolean).map((fact) => el("span", {}, fact))), inside);
 }
 
-const seconds = (value) => (value ? `${number(value, 2)} s` : null);
-
-// A text that the model read, with the images that it read there: the log names each by a digest, and has it in a file.
-// INVARIANT: what the policy wrote is shown as text alone, also where it is such a name.
-function readText(item, text) {
-  return [el("pre", {}, textOf(text)), readImages(item, text)];
+// What is inside, or the function that makes it when it is first opened.
+function folded(title, ...inside) {
+  const fill = ({ target }) => { if (target.children.length === 1) target.append(inside[0]()); };
+  const lazy = typeof inside[0] === "function";
+  return el("details", { ontoggle: lazy && fill }, el("summary", { class: "small soft" }, title), lazy ? [] : inside);
 }
 
-function readImages(item, text) {
+const seconds = (value) => (value ? `${brief(value, 3)} s` : null);
+
+// (name, value) of a call's arguments; null if they are no JSON object.
+function argumentsOf(call) {
+  let found = call.arguments;
+  try { found = typeof found === "string" ? JSON.parse(found) : found; } catch { /* what the model wrote is shown as text */ }
+  return found && typeof found === "object" && !Array.isArray(found) ? Object.entries(found) : null;
+}
+
+// A text that the model read, with the images that it read there: the log names each by a digest, and has it in a file.
+// INVARIANT: what the policy wrote is shown as text alone, also if it is the name of an image.
+function readText(item, text) {
   const known = new Map((item.row.images || []).map((image) => [image.name, image]));
   const shown = [...textOf(text).matchAll(/<image ([0-9a-f]{12})>/g)].map((found) => known.get(found[1])).filter(Boolean);
-  return shown.map(({ name, width, height, tokens }) => {
+  return [el("pre", {}, textOf(text)), shown.map(({ name, width, height, tokens }) => {
     const source = DATA.served ? `/api/image/${Number(item.run)}/${name}` : DATA.images?.[name];
     const words = `image ${name}, ${Number(width)} x ${Number(height)} pixels, ${Number(tokens)} tokens`;
     return source && el("figure", {}, el("img", { src: source, alt: words, width: Math.min(Number(width), 320), loading: "lazy",
       onerror: (event) => event.target.remove() }), el("figcaption", { class: "small soft" }, words));
-  });
+  })];
 }
 
 // What the model read before a turn that begins a further record of the loss: of a sub-agent, of a history that was edited.
@@ -480,193 +475,231 @@ function contextParts(item, turn) {
   const messages = read.map((message) => part("given", message.role, [],
     readText(item, message.content), message.more && el("pre", { class: "small soft" }, textOf(message.more))));
   const tools = turn.tools && part("given", "tools", [], el("pre", {}, textOf(turn.tools)));
-  if (!messages.length && !tools) return [];
-  const title = turn.context ? `record ${turn.record}: ${messages.length} messages that were read before this turn` : "the tools that were offered";
-  return [el("details", {}, el("summary", { class: "small soft" }, title), messages, tools)];
+  if (!messages.length && !tools) return null;
+  const title = `record ${turn.record}: ${messages.length} messages that the model read before this turn`;
+  return folded(turn.context ? title : "tools that were offered", messages, tools);
 }
 
 function turnParts(item, k, colour, scale) {
-  return [...contextParts(item, item.row.turns[k]), ...sampledParts(item, k, colour, scale)];
-}
-
-function sampledParts(item, k, colour, scale) {
-  const { row } = item, turn = row.turns[k];
-  // Behind a turn that was followed by another they were read, also where a further record begins with them.
-  const unread = k === row.turns.length - 1 && turn.results?.length > 0 && turn.num_read === 0 && !turn.observation && "never read: the rollout ended";
-  const results = (whole) => (turn.results || []).map((result) => part(result.error ? "error" : "result", "result",
-    [result.error && `error: ${result.error}`, seconds(result.seconds), unread,
-      typeof result.reward === "number" && `reward ${number(result.reward)}`], whole && readText(item, result.text)));
-  // A call of a tool that is not there, or with a wrong argument, has its error in its result.
-  const calls = (whole) => (turn.calls || []).map((call, i) => part(call.error || turn.results?.[i]?.error === "call" ? "error" : "call", `call ${call.name ?? "without a name"}`,
-    [call.error, !call.error && turn.results?.[i]?.error === "call" && "it cannot be run"], whole && el("pre", {}, textOf(call.arguments))));
+  const { row } = item, turn = row.turns[k], results = turn.results || [];
+  // If another turn followed, the results were read, also if a further record begins with them.
+  const unread = k === row.turns.length - 1 && turn.num_read === 0 && !turn.observation && "not read by the model: the rollout ended";
   const facts = [row.records > 1 && Number.isInteger(turn.record) && `record ${turn.record}`,
-    Number.isInteger(turn.after) && turn.after !== k - 1 && `goes on from turn ${turn.after}`,
-    `${turn.num_tokens ?? "?"} tokens`, seconds(turn.seconds), turn.finish_reason === "length" && "cut off",
+    Number.isInteger(turn.after) && turn.after !== k - 1 && `continues turn ${turn.after}`,
+    `${turn.num_tokens ?? "?"} tokens`, seconds(turn.seconds), turn.finish_reason === "length" && "truncated",
     advantageText(row, k),
     typeof row.turn_rewards?.[k] === "number" && `turn reward ${number(row.turn_rewards[k])}`,
-    typeof turn.reward === "number" && `the environment's ${number(turn.reward)}`,
-    typeof turn.mean_logprob === "number" && `logprob ${number(turn.mean_logprob)}, least ${number(turn.min_logprob)}`,
+    typeof turn.reward === "number" && `environment's reward ${number(turn.reward)}`,
+    typeof turn.mean_logprob === "number" && `mean logprob ${number(turn.mean_logprob)}, lowest ${number(turn.min_logprob)}`,
     turn.policy_versions?.length === 2 && turn.policy_versions[0] !== turn.policy_versions[1]
-      && `weights ${turn.policy_versions[0]} to ${turn.policy_versions[1]}`,
-    turn.num_trained === 0 && "out of the loss"];
-  if (colour && turn.token_texts) {
-    return [
-      part("policy", `policy, turn ${k}`, facts, el("div", { class: "mono" }, tokenSpans(turn, colour, scale)), tokenTable(turn)),
-      calls(false), results(false),
-      turn.read_texts?.length > 0 && part("result", "read", [`${turn.read_texts.length} tokens`, "out of the loss"],
-        el("div", { class: "mono" }, readSpans(turn)), (turn.results || []).map((result) => readImages(item, result.text))),
-    ];
-  }
-  const text = el("pre", { background: paint(colour, colour?.turn(row, k), scale) }, turn.text);
+      && `policy versions ${turn.policy_versions.join(" to ")}`,
+    turn.num_trained === 0 && "not in the loss"];
+  // The result of a call that cannot be run says why: an unknown tool, or a wrong argument.
+  const call = (each, i) => part(each.error || results[i]?.error === "call" ? "error" : "call", each.name ? `call ${each.name}` : "invalid call",
+    [each.error ?? (results[i]?.error === "call" && "invalid call")],
+    argumentsOf(each) ? definitions(argumentsOf(each).map(([name, value]) => [name, el("pre", {}, textOf(value))]))
+      : el("pre", {}, textOf(each.arguments)));
+  const result = (each) => part(each.error ? "error" : "result", "result", [each.error && `error: ${each.error}`, seconds(each.seconds), unread,
+    typeof each.reward === "number" && `reward ${number(each.reward)}`], readText(item, each.text));
+  const calls = (turn.calls || []).map((each, i) => [call(each, i), results[i] && result(results[i])]);
+  const tokens = colour && turn.token_texts;
+  return el("section", { id: `r${item.id}t${k}` }, contextParts(item, turn),
+    part("policy", `turn ${k}`, facts, tokens ? [el("div", { class: "mono" }, tokenSpans(turn, colour, scale)), tokenTable(turn)]
+      : el("pre", { background: paint(colour, colour?.turn(row, k), scale) }, turn.text)),
+    calls, results.slice(calls.length).map(result),
+    turn.observation && part("result", "observation", [], readText(item, turn.observation)),
+    tokens && turn.read_texts?.length > 0 && el("details", { open: DATA.only },
+      el("summary", { class: "small soft" }, `${turn.read_texts.length} tokens that the model read after this turn`),
+      el("div", { class: "mono" }, turn.read_texts.map((text, i) => el("span",
+        { class: "t out", title: `id ${turn.read_ids?.[i] ?? "?"}, read by the model, not in the loss` }, visible(text))))));
+}
+
+const groupName = ({ team, attempt }) => team.split("/").pop().slice(0, 6) + (attempt ? ` of batch ${attempt}` : "");
+const stepText = (step, mode) => (mode === "train" ? `step ${step}` : `step ${step}, ${mode}`);
+const goldAnswer = ({ answer }) => (answer === null || answer === undefined ? null
+  : ["gold answer", Array.isArray(answer) ? answer.map(textOf).join(" | ") : textOf(answer)]);
+
+function countText(count, all) {
+  const [logged, sampled] = [count, all].map((value) => Number(value).toLocaleString("en"));
+  return all > count ? `${logged} of ${sampled} rollouts were logged` : `${logged} ${count === 1 ? "rollout" : "rollouts"}`;
+}
+
+function about(item, withPlace) {
+  const { row } = item;
+  const given = ([name, value]) => value !== null || !["environment", "tool"].includes(name);  // which may give none
+  const rewards = Object.entries(row.rewards || {}).filter(given).map(([name, value]) => `${short(name)} ${number(value)}`).join(", ");
+  const place = `${stepText(item.step, item.mode)}, group ${groupName(item)}, rollout ${item.number}, rank ${item.rank}`;
+  const records = row.records > 1 ? `${row.records} records` : "one record";
+  const tokens = `${row.num_prompt_tokens ?? "?"} in the prompt, ${item.tokens} after it, in ${records} of the loss`;
+  const lines = [["total reward", number(item.reward)], rewards && ["reward functions", `${rewards} (before weights)`],
+    ["stop reason", item.stop], row.error && ["error", row.error]];
+  if (withPlace) lines.push(goldAnswer(row), ["logged as", place], ["tokens", tokens], ["policy version", item.version]);
+  return definitions(lines.filter(Boolean));
+}
+
+// Of a prompt of more than five messages, those before the question are folded: examples, or a history.
+function promptParts(item) {
+  const given = item.row.messages.slice(0, item.prompt_messages).filter(Boolean);
+  const parts = given.map((message) => part("given", message.role, [], message.role === "system"
+    ? folded(textOf(message.content).slice(0, 80), el("pre", {}, textOf(message.content)))
+    : message.role === "assistant" ? el("pre", {}, textOf(message.content)) : readText(item, message.content)));
+  const asked = given.findLastIndex((message) => message.role === "user");
+  const first = given.findIndex((message) => !["system", "developer"].includes(message.role));
+  if (parts.length <= 5 || asked <= first) return parts;
+  const title = `${asked - first} messages of the prompt before the question, such as examples`;
+  return [...parts.slice(0, first), folded(title, parts.slice(first, asked)), ...parts.slice(asked)];
+}
+
+function conversation(item, title, colour, scale, withPrompt) {
+  // Rewards are of 32 bits: 0.1 is logged as 0.10000000149011612.
+  const rounded = (_, value) => (typeof value === "number" && !Number.isInteger(value) ? Number(value.toPrecision(7)) : value);
+  return el("article", {}, el("h2", {}, title), about(item, withPrompt), withPrompt && promptParts(item),
+    item.row.turns.map((_, k) => turnParts(item, k, colour, scale)),
+    folded("all fields of the log", () => el("pre", {}, seen(JSON.stringify(item.row, rounded, 1)))));
+}
+
+async function showRollout(run, id) {
+  const item = { ...await source.rollout(run, id), run }, colour = COLOURS[state.colour], scale = scaleOf([item], colour);
+  const known = state.place?.run === run ? state.place : { list: [], query: { run: run || undefined }, last: true };
+  const at = known.list.indexOf(id);
+  const go = (to, label, key) => to !== undefined && el("a", { href: conversationHash("rollout", run, to), "data-key": key }, label);
   return [
-    part("policy", `policy, turn ${k}`, facts, text),
-    calls(true), results(true),
-    turn.observation && part("result", "read", [], readText(item, turn.observation)),
+    el("div", { class: "bar" }, el("a", { href: conversationHash("group", run, id), "data-key": "g" }, "◂ group"),
+      el("a", { href: hashOf("rollouts", known.query), "data-key": "Escape" }, "list"),
+      go(known.list[at - 1], "previous", "p"), at >= 0 && go(known.list[at + 1], "next", "n"),
+      at >= 0 && at === known.list.length - 1 && !known.last && el("span", { class: "soft" }, "end of this page of the list"),
+      colourBar([item], "rollout", run, id)),
+    hints([item]),
+    el("div", { onclick: pickToken },
+      conversation(item, `${stepText(item.step, item.mode)}, rollout ${item.number}`, colour, scale, true)),
   ];
 }
 
-function about(item, brief) {
-  const { row } = item;
-  const answer = Array.isArray(row.answer) ? row.answer.join(" | ") : row.answer;
-  const given = ([name, value]) => value !== null || !["environment", "tool"].includes(name);  // which may give none
-  const rewards = Object.entries(row.rewards || {}).filter(given).map(([name, value]) => `${short(name)} ${number(value)}`).join(", ");
-  return definitions([["reward", number(item.reward)],
-    rewards && ["functions", `${rewards} (without their weights)`], ["ended by", item.stop],
-    !brief && answer !== null && answer !== undefined && ["gold answer", typeof answer === "object" ? JSON.stringify(answer) : answer],
-    row.error && ["error", row.error],
-    !brief && ["place", `step ${item.step}, ${item.mode}, rollout ${item.number} of rank ${item.rank}${item.attempt ? `, attempt or batch ${item.attempt + 1}` : ""}`],
-    !brief && ["tokens", `${row.num_prompt_tokens ?? "?"} of the prompt, ${item.tokens} behind it, in ${row.records ?? 1} ${row.records > 1 ? "rows" : "row"} of the loss`],
-    !brief && ["weights", `version ${item.version}`]].filter(Boolean));
+// One turn in the table of a group: each call with its result, or the answer, or else what the model wrote.
+function turnLines(turn) {
+  const line = (text, kind = "") => el("span", { class: `line ${kind}` }, textOf(text).replace(/\s+/g, " ").trim().slice(0, 200));
+  const [calls, results] = [turn.calls || [], turn.results || []];
+  const lines = calls.map((call, i) => [line(call.name ?? "invalid call", "call"),
+    line(argumentsOf(call)?.map(([name, value]) => `${name}: ${textOf(value)}`).join(", ") ?? call.arguments),
+    !results[i] && call.error && line(`✗ ${call.error}`)]);
+  results.forEach((result, i) => { lines[i] = [lines[i], line(`${result.error ? "✗" : "→"} ${textOf(result.text)}`)]; });
+  if (typeof turn.answer === "string") lines.push(line(`answer: ${turn.answer}`, "call"));
+  return [lines.length ? lines : line(turn.text), turn.observation && line(`→ ${textOf(turn.observation)}`)];
 }
 
-// How many messages stand before the first turn, as scripts/viewer/rows.py counts them.
-function promptLength({ messages, turns, num_prompt_messages: logged }) {
-  if (Number.isInteger(logged)) return logged;
-  const said = messages.flatMap((message, m) => (message?.role === "assistant" ? [m] : []));
-  const text = turns[0]?.text;
-  if (text === undefined) return messages.length;
-  return said.find((m) => messages[m].content === text) ?? said[0] ?? messages.length;
+// The rollouts of a group as columns, their turns as cells, their rewards below.
+function groupTable(items, run) {
+  const scale = strongest(items.flatMap((item) => item.row.turn_advantages || []));
+  const link = (item, turn, ...inside) => el(DATA.only ? "div" : "a",
+    { href: conversationHash("rollout", run, item.id, { turn }), title: turn === undefined ? null : advantageText(item.row, turn) }, inside);
+  const row = (head, cells) => el("tr", {}, el("th", { scope: "row" }, head), cells);
+  const turnCell = (item, k) => {
+    const turn = item.row.turns[k], advantage = item.row.turn_advantages?.[k];
+    return el("td", { background: paint(COLOURS.advantage, advantage, scale) },
+      turn && link(item, k, turnLines(turn), el("span", { class: "number" }, signed(advantage))));
+  };
+  const fact = (head, textOfItem) => {
+    const texts = items.map(textOfItem);
+    return texts.some((text) => text) && row(head, texts.map((text) => el("td", {}, text)));
+  };
+  const turns = Array.from({ length: Math.max(...items.map((item) => item.row.turns.length)) }, (_, k) => k);
+  const rewards = [...new Set(items.flatMap((item) => Object.keys(item.rewards)))];
+  const table = el("table", { class: "group", "aria-label": "Group" },
+    el("thead", {}, row("", items.map((item) => el("th", { scope: "col" }, link(item, undefined, `rollout ${item.number}`))))),
+    el("tbody", {}, turns.map((k) => row(`turn ${k}`, items.map((item) => turnCell(item, k))))),
+    el("tfoot", {}, fact("stop reason", (item) => item.stop), fact("error", (item) => item.row.error),
+      rewards.map((name) => fact(short(name), (item) => number(item.rewards[name]))),
+      fact("outcome advantage", ({ row }) => typeof row.outcome_advantage === "number" && signed(row.outcome_advantage)),
+      fact("turn rewards", (item) => item.row.turn_rewards?.map((value) => number(value)).join(", ")),
+      fact("total reward", (item) => el("b", {}, number(item.reward)))));
+  return [
+    el("div", { class: "bar small soft" }, "A cell is a turn, coloured by its advantage.",
+      !DATA.only && " A click shows it token by token.", legend("advantage", scale)),
+    el("div", { class: "scrolled" }, table),
+  ];
 }
 
-const SHOWN_OF_A_PROMPT = 5;  // messages; of more, those before the question are folded: examples, or a history
-
-function promptParts(item) {
-  const given = item.row.messages.slice(0, promptLength(item.row)).filter(Boolean);
-  const parts = given.map((message) => part("given", message.role, [], message.role === "system"
-    ? el("details", {}, el("summary", { class: "small soft" }, textOf(message.content).slice(0, 80)), el("pre", {}, textOf(message.content)))
-    : message.role === "assistant" ? el("pre", {}, textOf(message.content)) : readText(item, message.content)));
-  const asked = given.findLastIndex((message) => message.role === "user");
-  const instructions = given.findIndex((message) => !["system", "developer"].includes(message.role));
-  if (parts.length <= SHOWN_OF_A_PROMPT || asked <= instructions) return parts;
-  const folded = parts.slice(instructions, asked);
-  return [...parts.slice(0, instructions), el("details", {}, el("summary", { class: "small soft" }, `${folded.length} messages of the prompt before the question, such as examples`), folded), ...parts.slice(asked)];
-}
-
-// A group on one screen: a line for each rollout, a cell for each turn with its advantage.
-function overview(items, colour) {
-  const most = Math.max(...items.map((item) => item.row.turns.length)), scale = scaleOf(items.map(withoutTokens), COLOURS.advantage);
-  const cell = (item, k) => el("td", { class: "number", title: advantageText(item.row, k),
-    background: colour && paint(COLOURS.advantage, item.row.turn_advantages?.[k], scale) }, item.row.turns[k] ? signed(item.row.turn_advantages?.[k]) : "");
-  const jump = (item) => el("button", { type: "button", class: "plain", onclick: () => document.getElementById(`r${item.id}`).scrollIntoView({ block: "start" }) }, String(item.number));
-  return el("table", { class: "overview", "aria-label": "The group" }, el("thead", {}, el("tr", {},
-    ["rollout", "reward", "ended by", ...Array.from({ length: Math.min(most, 12) }, (_, k) => `turn ${k}`), ...(most > 12 ? [`${most - 12} more`] : [])].map((text, i) => el("th", { class: i === 1 || i > 2 ? "number" : "" }, text)))),
-  el("tbody", {}, items.map((item) => el("tr", {}, el("td", {}, jump(item)), el("td", { class: "number" }, number(item.reward)), el("td", {}, item.stop),
-    Array.from({ length: Math.min(most, 12) }, (_, k) => cell(item, k))))));
-}
-
-const withoutTokens = (item) => ({ row: { ...item.row, turns: item.row.turns.map(() => ({})) } });
-
-// The rollouts of the same prompt in another run: of the group whose step is nearest.
-async function sameIn(run, item) {
-  // From its step on and back from it: a run may have more rollouts of a prompt than one answer has room for.
-  const wanted = { run, prompt: item.prompt.slice(0, 1000), mode: item.mode, limit: 200 };
-  const found = await Promise.all([{ step_from: item.step }, { step_to: item.step, descending: "true" }].map((part) => source.table({ ...wanted, ...part })));
-  const same = found.flatMap((each) => each.rows).filter((other) => other.prompt === item.prompt).sort((a, b) => Math.abs(a.step - item.step) - Math.abs(b.step - item.step));
-  return same.length ? byReward(await source.group(run, same[0].id)) : [];
+// The choice of run, step and prompt.
+async function groupChoices(item, run) {
+  const { rows } = await source.table({ run, step_from: item.step, step_to: item.step, mode: item.mode, groups: "true", limit: 500 });
+  const at = rows.findIndex((row) => row.team === item.team), { runs } = state.info;
+  const open = (event) => { location.hash = event.currentTarget.value; };
+  const choice = (name, options) => el("label", {}, name, el("select", { name, onchange: open }, options.map(([value, text, selected]) =>
+    el("option", { value, selected }, text))));
+  const go = (to, label, key) => to && el("a", { href: conversationHash("group", run, to.id), "data-key": key }, label);
+  return el("div", { class: "choices" }, runs.length > 1 && choice("run", runs.map(({ name }, i) => [`#group/${i}`, name, i === run])),
+    choice("step", runs[run].steps.map(([step, mode]) =>
+      [hashOf(`group/${run}`, { step, mode }), stepText(step, mode), step === item.step && mode === item.mode])),
+    choice("prompt", rows.map((row, i) =>
+      [conversationHash("group", run, row.id), `group ${groupName(row)}: ${row.prompt.slice(0, 120)}`, i === at])),
+    go(rows[at - 1], "previous", "p"), go(rows[at + 1], "next", "n"),
+    el("a", { href: lastTable(), "data-key": "Escape" }, "list"));
 }
 
 const byReward = (items) => [...items].sort((a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity) || a.number - b.number);
 
-function conversation(item, title, colour, scale, withPrompt) {
-  const fields = el("details", {}, el("summary", { class: "small soft" }, "all fields"));
-  fields.addEventListener("toggle", () => {
-    if (fields.open && !fields.querySelector("pre")) fields.append(el("pre", {}, JSON.stringify(item.row, null, 1)));
-  });
-  return el("article", { id: `r${item.id}` }, el("h2", {}, title), about(item, !withPrompt), withPrompt && promptParts(item),
-    item.row.turns.map((_, k) => turnParts(item, k, colour, scale)), fields);
+// The group of the same prompt in another run whose step is nearest.
+async function sameIn(run, item) {
+  const found = await source.table({ run, prompt: item.prompt.slice(0, 800), mode: item.mode, groups: "true", limit: 500 });
+  const same = found.rows.filter((other) => other.prompt === item.prompt);
+  same.sort((a, b) => Math.abs(a.step - item.step) - Math.abs(b.step - item.step));
+  return same.length ? byReward(await source.group(run, same[0].id)) : [];
 }
 
-async function showConversations(kind, run, id) {
-  const items = (kind === "rollout" ? [await source.rollout(run, id)] : byReward(await source.group(run, id)))
-    .map((item) => ({ ...item, run }));
-  const other = 1 - run, runs = state.info.runs;
-  const others = (kind === "both" ? await sameIn(other, items[0]) : []).map((item) => ({ ...item, run: other }));
-  const name = state.colour, colour = COLOURS[name], scale = scaleOf([...items, ...others], colour);
-  const known = state.place?.run === run ? state.place : { list: [], query: { run: run || undefined }, last: true };
-  const at = known.list.indexOf(Number(id));
-  const go = (to, label, key) => (to === undefined ? null : el("a", { href: conversationHash("rollout", run, to), "data-key": key }, label));
-  const end = at >= 0 && at === known.list.length - 1 && !known.last && el("span", { class: "soft" }, "the last of its page");
-  const chosen = el("div", { class: "readout", "aria-live": "polite" });
-  const buttons = Object.keys(COLOURS).map((each) => el("button", { type: "button", "aria-pressed": String(each === name),
-    disabled: each !== "none" && !scaleOf([...items, ...others], COLOURS[each]), "data-colour": each,
-    title: each !== "none" && !scaleOf([...items, ...others], COLOURS[each]) && "The log has none here, or all are 0.",
-    onclick: () => { location.hash = conversationHash(kind, run, id, each); } }, each));
-  const pick = (event) => {  // a finger has no pointer that hovers
-    const token = event.target.closest(".t");
-    if (!token) return;
-    main.querySelector(".t.chosen")?.classList.remove("chosen");
-    token.classList.add("chosen");
-    say(chosen, `${token.textContent.slice(0, 40)}: ${token.title}`);
-  };
-  const bar = el("div", { class: "bar" },
-    !DATA.only && el("a", { href: hashOf("rollouts", known.query), "data-key": "Escape" }, "◂ rollouts"),
-    kind === "rollout" && go(known.list[at - 1], "previous", "p"),
-    kind === "rollout" && go(at < 0 ? undefined : known.list[at + 1], "next", "n"), kind === "rollout" && end,
-    kind === "rollout" ? el("a", { href: conversationHash("group", run, id), "data-key": "g" }, "its group side by side")
-      : !DATA.only && el("a", { href: conversationHash("rollout", run, id), "data-key": "g" }, "one of them"),
-    runs.length > 1 && kind !== "both" && el("a", { href: conversationHash("both", run, id) }, `the same prompt in ${runs[other].name}`),
-    el("span", { class: "soft" }, "colour by"), buttons, legend(colour, scale, name));
-  const hint = colour && scale > 0 && !items.every(hasTokens) && el("p", { class: "soft small" },
-    "The log has no tokens, so a turn has one colour: log_rollout_tokens: true gives one to each token.");
-  const struck = colour && items.some(hasTokens) && el("p", { class: "soft small" },
-    "Grey text: not sampled by the policy, or masked, and so out of the loss. Hold the pointer over a token, or tap it, for its numbers.");
-  const title = (item) => (kind === "rollout" ? `step ${item.step}, rollout ${item.number}` : `rollout ${item.number}`);
-  const articles = (of) => el("div", { class: kind === "rollout" ? "" : "side", onclick: pick },
-    of.map((item) => conversation(item, title(item), colour, scale, kind === "rollout")));
-  if (kind === "rollout") return [bar, hint, struck, chosen, articles(items)];
-  const size = items[0].row.group_size;
-  const head = (of, name) => el("h2", {}, `${name}step ${of[0].step}: ${of.length}${size > of.length ? ` of ${size}` : ""} rollouts${size > of.length ? " were logged" : ""}, the best first`);
-  const gold = items[0].row.answer ?? null;
-  const shared = el("article", {}, promptParts(items[0]), gold !== null && definitions([["gold answer", textOf(Array.isArray(gold) ? gold.join(" | ") : gold)]]));
-  const group = (of, name) => [head(of, name), overview(of, colour), articles(of)];
-  return [bar, hint, struck, chosen, shared, ...group(items, kind === "both" ? `${runs[run].name}, ` : ""),
-    ...(kind !== "both" ? [] : others.length ? group(others, `${runs[other].name}, `)
-      : [el("p", { class: "note" }, `The log of ${runs[other].name} has no rollout of this prompt.`)])];
+// The group of rollout `id`; without it the first group of a step, which is the newest unless the address names one.
+async function showGroup(run, id, query) {
+  if (id === undefined) {
+    const { steps } = state.info.runs[run];
+    const newest = steps.findLast((each) => each[1] === "train") ?? steps.at(-1) ?? [];
+    const [step, mode] = query.step ? [query.step, query.mode] : newest;
+    const { rows } = await source.table({ run, step_from: step, step_to: step, mode, limit: 1 });
+    if (!rows.length) return [el("p", { class: "soft" }, "The log has no rollouts yet.")];
+    id = rows[0].id;
+  }
+  const items = byReward(await source.group(run, id)), { runs } = state.info, [first] = items, gold = goldAnswer(first.row);
+  const group = (of, number) => [
+    el("h2", {}, `${runs.length > 1 ? `${runs[number].name}, ` : ""}${stepText(of[0].step, of[0].mode)}: `,
+      `${countText(of.length, of[0].row.group_size)}, best reward first`),
+    groupTable(of, number)];
+  const others = runs.length > 1 ? await sameIn(1 - run, first) : [];
+  const colour = COLOURS[state.colour], scale = scaleOf(items, colour);
+  return [
+    DATA.only ? el("div", { class: "bar" }, colourBar(items, "group", run, id)) : await groupChoices(first, run),
+    DATA.only && hints(items),
+    el("article", {}, promptParts({ ...first, run }), gold && definitions([gold])),
+    group(items, run),
+    others.length ? group(others, 1 - run)
+      : runs.length > 1 && el("p", { class: "note" }, `The log of ${runs[1 - run].name} has no rollout of this prompt.`),
+    DATA.only && el("div", { class: "side", onclick: pickToken },
+      items.map((item) => conversation(item, `rollout ${item.number}`, colour, scale, false))),
+  ];
 }
 
-// ---------------------------------------------------------------------------------------------------------------------
-// The page
-// ---------------------------------------------------------------------------------------------------------------------
+// -- 6. The page --
 
-const KEYS = [["/", "search"], ["j, k", "down and up in the table"], ["Enter", "open"], ["n, p", "next and previous rollout"],
-  ["g", "its group, and back"], ["c", "the next colour"], ["Esc", "back to the table"], ["1, 2", "curves, rollouts"], ["?", "this list"]];
+const KEYS = [["/", "search"], ["j, k", "down and up in the list"], ["Enter", "open"],
+  ["n, p", "next and previous rollout or prompt"], ["g", "the group of this rollout"], ["c", "the next colour"],
+  ["Esc", "back to the list"], ["1, 2, 3", "group, curves, rollouts"], ["?", "this list of keys"]];
 const help = el("dialog", { "aria-label": "Keys" }, el("h2", {}, "Keys"),
   el("dl", {}, KEYS.map(([key, text]) => [el("dt", {}, el("kbd", {}, key)), el("dd", {}, text)])),
   el("form", { method: "dialog" }, el("button", {}, "Close")));
 const follow = el("input", { type: "checkbox", id: "follow", checked: true });
 const counts = el("span", { class: "soft", id: "total" });
 const problems = el("div", { id: "notes" });
-const links = [["curves", "Curves"], ["rollouts", "Rollouts"]].map(([view, text]) => el("a", { href: `#${view}`, "data-view": view }, text));
+const links = [["group", "Group"], ["curves", "Curves"], ["rollouts", "Rollouts"]].map(([view, text]) =>
+  el("a", { href: `#${view}`, "data-view": view }, text));
 
 function header() {
   const runs = state.info.runs;
-  say(counts, runs.map((run) => run.which || `${run.count.toLocaleString("en")}${run.sampled > run.count ? ` of ${run.sampled.toLocaleString("en")}` : ""} rollouts${run.sampled > run.count ? " were logged" : ""}, step ${run.steps[0] ?? "-"} to ${run.steps[1] ?? "-"}`).join("; "));
-  const notes = [...(DATA.notes || []), ...runs.flatMap((run) => run.notes.map((note) => (runs.length > 1 ? `${run.name}: ${note}` : note)))];
-  problems.replaceChildren(...notes.map((note) => el("p", { class: "note" }, note)));
+  const steps = (run) => (run.count ? `, step ${run.steps[0][0]} to ${run.steps.at(-1)[0]}` : "");
+  say(counts, runs.map((run) => run.which || countText(run.count, run.sampled) + steps(run)).join("; "));
+  const notes = runs.flatMap((run) => run.notes.map((note) => (runs.length > 1 ? `${run.name}: ${note}` : note)));
+  problems.replaceChildren(...[...(DATA.notes || []), ...notes].map((note) => el("p", { class: "note" }, note)));
 }
 
 function place() {
-  const [path, search] = (location.hash.slice(1) || DATA.start || "curves").split("?");
+  const start = DATA.start || (state.info.runs[0].count ? "group" : "curves");
+  const [path, search] = (location.hash.slice(1) || start).split("?");
   return { parts: path.split("/"), query: Object.fromEntries(new URLSearchParams(search || "")) };
 }
 
@@ -675,36 +708,37 @@ const lastTable = () => hashOf("rollouts", state.place?.query || {});
 // An element of a view as it is found again when the view is drawn anew, so that the keyboard stays where it was.
 function trace(node) {
   if (!main.contains(node)) return null;
-  const name = node.getAttribute("name"), href = node.getAttribute("href"), text = node.textContent;
-  return () => [...main.querySelectorAll(node.tagName)].find((other) => (name ? other.name === name
-    : href ? other.getAttribute("href") === href : other.textContent.replace(/ [▾▴]$/, "") === text.replace(/ [▾▴]$/, "")));
+  const key = (each) => each.getAttribute("name") ?? each.getAttribute("href") ?? each.textContent.replace(/ [▾▴]$/, "");
+  const before = key(node);
+  return () => [...main.querySelectorAll(node.tagName)].find((other) => key(other) === before);
 }
 
 async function show() {
-  const { parts: [view, run, id], query } = place();
-  if (["rollout", "group", "both"].includes(view)) state.colour = Object.hasOwn(COLOURS, query.colour ?? "") ? query.colour : "advantage";
+  const { parts: [view, run = 0, id], query } = place();
+  if (["rollout", "group"].includes(view)) {
+    state.colour = Object.hasOwn(COLOURS, query.colour ?? "") ? query.colour : "advantage";
+  }
   const mine = ++state.view, found = trace(document.activeElement);
   links.forEach((link) => {
-    const here = link.dataset.view === (view === "curves" ? "curves" : "rollouts");
-    if (here) link.setAttribute("aria-current", "page"); else link.removeAttribute("aria-current");
+    link.setAttribute("aria-current", link.dataset.view === (view === "rollout" ? "rollouts" : view) ? "page" : "false");
   });
   let content;
   try {
-    content = view === "rollouts" ? await showTable(query)
-      : ["rollout", "group", "both"].includes(view) ? await showConversations(view, Number(run), Number(id)) : await showCurves();
+    content = view === "rollouts" ? await showTable(query) : view === "rollout" ? await showRollout(Number(run), Number(id))
+      : view === "group" ? await showGroup(Number(run), id, query) : await showCurves();
   } catch (error) {
     content = [el("p", { class: "note", role: "alert" }, error.message)];
   }
   if (mine !== state.view) return;  // a later view is there
-  main.replaceChildren(...content.flat().filter(Boolean));
+  main.replaceChildren(...content.flat(Infinity).filter(Boolean));
   const kind = location.hash.split("?")[0];
   if (kind !== state.shown) scrollTo(0, 0);
   state.shown = kind;
-  links[1].href = lastTable();
+  if (view === "rollout") main.querySelector(`#r${Number(id)}t${Number(query.turn)}`)?.scrollIntoView();
+  links[2].href = lastTable();
   const again = state.search ? main.querySelector("input[name=text]") : found?.();
   state.search = false;
   again?.focus({ preventScroll: true });
-  again?.closest("tbody tr")?.setAttribute("aria-selected", "true");
 }
 
 async function look() {  // whether a running job has added rollouts
@@ -719,24 +753,14 @@ async function look() {  // whether a running job has added rollouts
     return;
   }
   header();
-  const { parts: [view], query } = place();
-  if (generations() !== generation && ["rollout", "group", "both"].includes(view)) {  // another run began in the folder
-    location.hash = "rollouts";
+  const { parts: [view, , id], query } = place();
+  if (generations() !== generation && id !== undefined) {  // another run began in the folder
+    location.hash = "group";
     return;
   }
   const busy = main.contains(document.activeElement) && document.activeElement.matches("input, select, svg");
-  if (follow.checked && !busy && now() !== before
-      && (view === "curves" || (view === "rollouts" && !query.offset))) await show();
-}
-
-function move(by) {
-  const rows = [...main.querySelectorAll("tbody tr")];
-  if (!rows.length) return;
-  const now = rows.findIndex((row) => row.getAttribute("aria-selected") === "true");
-  const next = Math.max(0, Math.min(rows.length - 1, now + by));
-  rows[now]?.removeAttribute("aria-selected");
-  rows[next].setAttribute("aria-selected", "true");
-  rows[next].querySelector("a").focus();
+  const follows = { curves: true, rollouts: !query.offset, group: id === undefined && query.step === undefined }[view];
+  if (follow.checked && !busy && now() !== before && follows) await show();
 }
 
 document.addEventListener("keydown", (event) => {
@@ -747,20 +771,19 @@ document.addEventListener("keydown", (event) => {
     event.target.blur();
     return;
   }
-  const names = Object.keys(COLOURS);
   const link = main.querySelector(`[data-key="${CSS.escape(event.key)}"]`);
   if (link) link.click();
   else if (event.key === "/" && !DATA.only) {
     state.search = true;
     state.filters = true;
     if (place().parts[0] === "rollouts") show(); else location.hash = lastTable();
-  } else if (event.key === "j") move(1);
-  else if (event.key === "k") move(-1);
-  else if (event.key === "c" && main.querySelector("article")) {
-    const usable = names.filter((name) => !main.querySelector(`[data-colour="${name}"]`).disabled);
-    main.querySelector(`[data-colour="${usable[(usable.indexOf(state.colour) + 1) % usable.length]}"]`).click();
-  } else if (event.key === "1" && !DATA.only) location.hash = "curves";
-  else if (event.key === "2" && !DATA.only) location.hash = lastTable();
+  } else if (["j", "k"].includes(event.key)) {
+    const places = [...main.querySelectorAll("tbody a")], at = places.indexOf(document.activeElement);
+    places[Math.max(0, Math.min(places.length - 1, at + (event.key === "j" ? 1 : -1)))]?.focus();
+  } else if (event.key === "c" && main.querySelector("[data-colour]")) {
+    const usable = [...main.querySelectorAll("[data-colour]:enabled")];
+    usable[(usable.findIndex((each) => each.dataset.colour === state.colour) + 1) % usable.length].click();
+  } else if (["1", "2", "3"].includes(event.key) && !DATA.only) links[event.key - 1].click();
   else if (event.key === "?") help.showModal();
   else return;
   event.preventDefault();

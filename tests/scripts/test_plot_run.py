@@ -64,8 +64,8 @@ def test_what_a_panel_shows(tmp_path):
     stops = {"stop/answered": 0.9, "stop/max_turns": 0.001, "rewards/calls/mean": 0.5, "rewards/calls/std": 0.1}
     logs = read_run(write_run(tmp_path, [1, 2], **stops))
     panels = {title: lines_of(logs, metrics) for title, metrics in PANELS}
-    assert panels["Rewards"] == {"reward, weighted": ([1, 2], [0.1, 0.2]), "calls": ([1, 2], [0.5, 0.5])}
-    assert panels["How conversations end"] == {"answered": ([1, 2], [0.9, 0.9])}
+    assert panels["Rewards"] == {"total reward": ([1, 2], [0.1, 0.2]), "calls": ([1, 2], [0.5, 0.5])}
+    assert panels["Stop reasons"] == {"answered": ([1, 2], [0.9, 0.9])}
     assert panels["Seconds"] == {}
 
 

@@ -49,7 +49,7 @@ def row(step, index, question, turns, reward=0.0, stop="answered", mode="train",
     return {
         "schema": 1, "rank": 0, "step": step, "mode": mode, "index": index, "group": index // 2, "messages": messages,
         "stop_reason": stop, "reward": reward, "rewards": {"exact_reward_func": reward, "style": None},
-        "turn_rewards": [0.1] * len(turns), "turn_advantages": [1.0 - 2.0 * (index % 2)] * len(turns),
+        "turn_rewards": [0.10000000149] * len(turns), "turn_advantages": [1.0 - 2.0 * (index % 2)] * len(turns),
         "answer": "Paris", "turns": turns, "num_prompt_tokens": 9, "num_tokens": 7 * len(turns), "records": 1,
         "policy_version": step, "error": None, "info": ["{}"] * len(turns), **more,
     }  # fmt: skip
@@ -71,8 +71,8 @@ def rows():
 
 CASES = [  # filters, and the rollouts that they leave, in order
     ({}, [1, 2, 3, 4, 5, 6]),
-    ({"step_from": "2"}, [5, 6]),
-    ({"step_to": "1"}, [1, 2, 3, 4]),
+    ({"step_from": "1"}, [5, 6]),
+    ({"step_to": "0"}, [1, 2, 3, 4]),
     ({"prompt": "louvre"}, [1, 2]),
     ({"stop": "max_turns"}, [4]),
     ({"tool": "search"}, [1, 4]),
@@ -96,6 +96,7 @@ CASES = [  # filters, and the rollouts that they leave, in order
     ({"sort": "reward"}, [6, 5, 2, 4, 3, 1]),
     ({"sort": "turns", "descending": "true"}, [3, 1, 6, 5, 4, 2]),
     ({"stop": "answered", "tool": "calculator", "text": "slow"}, [3]),
+    ({"groups": "true"}, [1, 3, 5]),  # the first rollout of each
 ]
 
 
@@ -127,14 +128,15 @@ def test_a_line_of_the_table_and_a_group(tmp_path):
     log = log_of(write_log(tmp_path, rows()))
     (line,) = log.table({"offset": "3", "limit": "1"})["rows"]
     assert line == {
-        "id": 4, "rank": 0, "step": 1, "mode": "train", "number": 3, "attempt": 0, "team": "train/1/0/1",
-        "prompt": "What is 19 - 3?", "stop": "max_turns", "reward": 0.25,
+        "id": 4, "rank": 0, "step": 0, "mode": "train", "number": 3, "attempt": 0, "team": "train/0/0/1",
+        "prompt": "What is 19 - 3?", "prompt_messages": 2, "stop": "max_turns", "reward": 0.25,
         "rewards": {"exact_reward_func": 0.25, "style": None}, "turns": 1, "tokens": 7, "seconds": 1.0,
         "tools": ["calculator", "search"], "errors": ["call"], "version": 0, "batch": 0, "schema": 1,
     }  # fmt: skip
     assert ids(log.group(4)) == [3, 4] and log.rollout(4)["row"] == rows()[3]
     info = log.info()
-    assert (info["count"], info["steps"], info["tools"]) == (6, [1, 2], ["calculator", "search"])
+    assert (info["count"], info["tools"]) == (6, ["calculator", "search"])
+    assert info["steps"] == [(0, "train"), (1, "train")]
     assert info["errors"] == ["call", "rollout", "timeout"] and info["modes"] == ["train"] and info["notes"] == []
     assert info["stops"] == ["answered", "environment_error", "max_turns", "no_tool_call"]
     assert info["rewards"] == ["exact_reward_func", "style"]
@@ -194,13 +196,13 @@ def test_the_newest_rows_of_a_large_log_are_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(viewer_log, "opened", lambda path: read.append(path.name) or opened(path))
     log = log_of(tmp_path, most_bytes=30 * size)
     kept = [[line["step"] for line in log.table({})["rows"] if line["rank"] == rank] for rank in (0, 1)]
-    assert kept == [list(range(36, 51))] * 2
+    assert kept == [list(range(35, 50))] * 2
     assert "rollouts.rank0.00004.jsonl.gz" in read and "rollouts.rank0.00001.jsonl.gz" not in read
     note = "only the newest 30 rollouts are shown"
     assert note in log.info()["notes"][0]
     write_log(tmp_path, [row(60, 0, "?", [turn("x")])], fresh=False)
     assert log.refresh() == 1 and log.info()["count"] == 30
-    assert [line["step"] for line in log.table({})["rows"] if line["rank"] == 0] == [*range(37, 51), 61]
+    assert [line["step"] for line in log.table({})["rows"] if line["rank"] == 0] == [*range(36, 50), 60]
     run = view_rollouts.Run(tmp_path)
     run.log.most_bytes = 30 * size
     run.read()
@@ -247,9 +249,9 @@ def test_a_sample_says_which(tmp_path):
     log = log_of(write_log(tmp_path, [row(step, i, "?", [turn("x")]) for step in range(10) for i in range(4)]))
     assert log.sample(40) == (list(range(1, 41)), "all 40 rollouts")
     chosen, which = log.sample(20)
-    assert [log.rollout(number)["step"] for number in chosen[::4]] == [2, 4, 6, 8, 10]
-    assert which == "20 of 40 rollouts: one step in 2 (2, 4, 6, 8, ...)"
-    assert log.sample(3) == ([37, 38, 39], "the first 3 of step 10, of 40 rollouts")
+    assert [log.rollout(number)["step"] for number in chosen[::4]] == [1, 3, 5, 7, 9]
+    assert which == "20 of 40 rollouts: one step in 2 (1, 3, 5, 7, ...)"
+    assert log.sample(3) == ([37, 38, 39], "the first 3 of step 9, of 40 rollouts")
 
 
 @pytest.mark.parametrize("query", [{"step_from": "one"}, {"offset": "x"}, {"sort": "body"}])
@@ -266,18 +268,19 @@ def changed(**columns):
 HOSTILE = {  # what a row has, and what the table makes of it: columns that it must have, or why it is left out
     "half a character as a tool": (changed(turns=[turn("x", [("\ud83d", {})])]), {"tools": ["?"]}),
     "half a character as a reason": (changed(stop_reason="\ud83d"), {"stop": "?"}),
-    "half a character as a field": (changed(**{"\ud83d": 1}), {"step": 1}),
+    "half a character as a field": (changed(**{"\ud83d": 1}), {"step": 0}),
     "half a character as a reward": (changed(rewards={"\ud83d": 1.0}), {"rewards": {"?": 1.0}}),
-    "a step that JavaScript does not have": (changed(step=2**70), {"step": 1}),
+    "a step that JavaScript does not have": (changed(step=2**70), {"step": 0}),
     "a number of 350 digits": (changed(turns=[turn("x", seconds=10**349)]), {"seconds": 0.0}),
     "an answer of many brackets": (
         json.dumps(changed(answer=0)).replace('"answer": 0', f'"answer": {"[" * 10**5}'), None,
     ),
     "rewards that JSON does not have": (
-        changed(reward=float("nan"), rewards={"a": float("inf"), "b": 0.5}), {"reward": None, "rewards": {"b": 0.5}},
+        changed(reward=float("nan"), rewards={"a": float("inf"), "b": 0.5}),
+        {"reward": None, "rewards": {"a": None, "b": 0.5}},
     ),
-    "numbers as text": (changed(step="7", reward="0.5", num_tokens=3.0), {"step": 8, "reward": 0.5, "tokens": 3}),
-    "numbers that are none": (changed(step="x", reward="y"), {"step": 1, "reward": None}),
+    "numbers as text": (changed(step="7", reward="0.5", num_tokens=3.0), {"step": 7, "reward": 0.5, "tokens": 3}),
+    "numbers that are none": (changed(step="x", reward="y"), {"step": 0, "reward": None}),
     "a message that is none": (changed(messages=[None, *rows()[0]["messages"]]), {"prompt": "Where is the Louvre?"}),
     "a message with an image": (
         changed(messages=[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Where?"}]}]),
@@ -323,7 +326,7 @@ def test_metrics_with_faults_hide_no_rollout(content, tmp_path):
         b'{"step": 1, "reward": Infinity}\n\xff\n[1]\n{"step": 2, "reward": 0.5}\n'
     )
     (panel,) = view_rollouts.curves([view_rollouts.Run(tmp_path)])["panels"]
-    assert panel["lines"] == [{"label": "reward, weighted", "run": 0, "points": [[2, 0.5]]}]
+    assert panel["lines"] == [{"label": "total reward", "run": 0, "points": [[2, 0.5]]}]
 
 
 def test_evaluations_have_a_panel(tmp_path):
@@ -332,7 +335,7 @@ def test_evaluations_have_a_panel(tmp_path):
     panels = view_rollouts.curves([view_rollouts.Run(tmp_path)])["panels"]
     assert [(panel["title"], panel["mode"]) for panel in panels] == [("Rewards", ""), ("Evaluation", "eval_")]
     assert [(line["label"], line["points"]) for line in panels[1]["lines"]] == [
-        ("reward, weighted", [[2, 0.25]]), ("a", [[2, 0.75]]),
+        ("total reward", [[2, 0.25]]), ("a", [[2, 0.75]]),
     ]  # fmt: skip
 
 
@@ -479,7 +482,7 @@ def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):
     page.click("th button:has-text('reward')")
     page.wait_for_selector("th[aria-sort=ascending]:has-text('reward')")
     assert table_ids(page) == [6, 5, 2, 4, 3, 1]
-    assert page.locator("button:has-text('before')").is_disabled()
+    assert page.locator("button:has-text('previous')").is_disabled()
 
 
 def test_pages_of_the_table(served, open_page, tmp_path):
@@ -506,7 +509,9 @@ def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):
         page = open_page(address)
         for place in ("curves", "rollouts", "rollout/0/1", "group/0/1"):
             go(page, place)
-            for colour in ("none", "advantage") if "/" in place else ():
+            if place == "group/0/1":
+                assert page.inner_text(".group").count("<script>window.hit = 1</script>") >= 5
+            for colour in ("none", "advantage") if place == "rollout/0/1" else ():
                 page.click(f"button:has-text('{colour}')")
                 page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
                 assert page.inner_text("main").count("<script>window.hit = 1</script>") >= 5
@@ -553,15 +558,16 @@ def test_tokens_are_coloured(open_page, tmp_path):
     found = spans("advantage")
     assert [each[:2] for each in found] == [["Pa", "t"], ["↵\n", "t"], ["ris", "t out"], ["··", "t out"]]
     assert [each[2] for each in found] == ["rgba(0, 110, 230, 0.65)", "rgba(235, 125, 0, 0.325)", "", ""]
-    assert found[0][3] == ("token 5, advantage +2.0000, logprob -0.5000, the trainer's -0.5000, difference 0.000000")
-    assert found[2][3].startswith("token 7, out of the loss, logprob 0.0000")
-    assert page.inner_text("#scale").split() == ["-2.00", "+2.00"]
+    numbers = "advantage +2.0000, logprob -0.5000, trainer's logprob -0.5000, difference 0.000000"
+    assert found[0][3] == f"id 5, in the loss yes, {numbers}"
+    assert found[2][3].startswith("id 7, in the loss no,") and "logprob 0.0000" in found[2][3]
+    assert page.inner_text(".scale").split() == ["-2.00", "+2.00"]
     assert [each[2] for each in spans("logprob")] == ["rgba(150, 70, 220, 0.165)", "rgba(150, 70, 220, 0.65)", "", ""]
-    assert page.inner_text("#scale").split() == ["-2.00", "0.00"]
+    assert page.inner_text(".scale").split() == ["-2.00", "0.00"]
     assert [each[2] for each in spans("difference")] == ["", "rgba(220, 40, 90, 0.65)", "", ""]
-    assert page.inner_text("#scale").split() == ["-0.25", "+0.25"]
+    assert page.inner_text(".scale").split() == ["-0.25", "+0.25"]
     page.click(".t >> nth=1")  # as with a finger
-    assert "token 6, advantage -1.0000" in page.inner_text(".readout")
+    assert "id 6, in the loss yes, advantage -1.0000" in page.inner_text(".readout")
     page.click("text=3 tokens as a table")
     cells = page.inner_text(".tokens-table tr >> nth=2").split()
     assert cells == ["↵", "6", "yes", "-1.0000", "-2.0000", "-2.2500", "-0.250000"]
@@ -569,32 +575,33 @@ def test_tokens_are_coloured(open_page, tmp_path):
 
 
 def test_without_tokens_a_turn_has_a_colour(open_page, tmp_path):
-    page = open_page(one_page(write_log(tmp_path, rows())) + "#group/0/4")
-    page.click("button:has-text('advantage')")
-    page.wait_for_selector("#scale")
+    page = open_page(one_page(write_log(tmp_path, rows())) + "#rollout/0/3")
+    page.wait_for_selector(".scale")
     painted = page.evaluate("[...document.querySelectorAll('.policy pre')].map(pre => pre.style.background)")
-    assert painted == ["rgba(0, 110, 230, 0.65)"] * 2 + ["rgba(235, 125, 0, 0.65)"]
+    assert painted == ["rgba(0, 110, 230, 0.65)"] * 2
     assert "log_rollout_tokens: true" in page.inner_text("main")
     off = page.evaluate("[...document.querySelectorAll('[data-colour]:disabled')].map(each => each.textContent)")
     assert off == ["difference"]  # there is nothing to show
     page.click("button:has-text('logprob')")
-    until(page, "location.hash === '#group/0/4?colour=logprob'")
+    until(page, "location.hash === '#rollout/0/3?colour=logprob'")
 
 
+@pytest.mark.contract("viewer")
 def test_a_conversation_tells_its_parts_apart(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, rows())) + "#rollout/0/4")
     parts = page.evaluate("[...document.querySelectorAll('.part')].map(part => [part.className, part.innerText])")
     kinds = [kind.split()[1] for kind, _ in parts]
-    assert kinds == ["given", "given", "policy", "call", "error", "result", "error"]
+    assert kinds == ["given", "given", "policy", "call", "result", "error", "error"]
     text = " ".join(text for _, text in parts)
-    for said in ("What is 19 - 3?", "policy, turn 0", "advantage -1.00", "turn reward 0.10", "call calculator",
-                 '{"expression": "19 - 3"}', "error: call", "logprob -0.50, least -1.00",
-                 "weights 3 to 4"):  # fmt: skip
+    for said in ("What is 19 - 3?", "turn 0", "advantage -1.00", "turn reward 0.10", "call calculator",
+                 "expression\n19 - 3", "error: call", "mean logprob -0.50, lowest -1.00",
+                 "policy versions 3 to 4"):  # fmt: skip
         assert said in text
-    assert "exact 0.25, style - (without their weights)" in page.inner_text("article")
+    assert "exact 0.25, style - (before weights)" in page.inner_text("article")
     page.click("text=all fields")
     page.wait_for_selector("article > details pre")
-    assert '"policy_version": 0' in page.inner_text("article > details pre")
+    fields = page.inner_text("article > details pre")
+    assert '"policy_version": 0' in fields and '"turn_rewards": [\n  0.1\n ]' in fields
 
 
 CONTEXT = [
@@ -621,10 +628,10 @@ def test_what_a_further_record_read_can_be_searched(tmp_path):
 def test_what_a_further_record_read_is_shown(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, [sub_agent()])) + "#rollout/0/1")
     read = page.evaluate("[...document.querySelectorAll('details')].map(each => each.textContent)")
-    assert "the tools that were offered" in read[1] and '[{"name": "add"}]' in read[1]
-    assert "record 1: 2 messages that were read before this turn" in read[2] and "Sum up the zebra." in read[2]
+    assert "tools that were offered" in read[1] and '[{"name": "add"}]' in read[1]
+    assert "record 1: 2 messages that the model read before this turn" in read[2] and "Sum up the zebra." in read[2]
     turns = page.evaluate("[...document.querySelectorAll('.part.policy .who')].map(each => each.innerText)")
-    assert ["record 0" in turns[0], "record 1" in turns[1], "goes on from turn 0" in turns[2]] == [True] * 3
+    assert ["record 0" in turns[0], "record 1" in turns[1], "continues turn 0" in turns[2]] == [True] * 3
 
 
 def test_the_keyboard_is_enough(open_page, tmp_path):
@@ -634,7 +641,7 @@ def test_the_keyboard_is_enough(open_page, tmp_path):
         until(page, f"location.hash.startsWith('{place}') && document.querySelector('main').children.length > 0")
         page.wait_for_timeout(100)
 
-    page.keyboard.press("2")
+    page.keyboard.press("3")
     here("#rollouts")
     page.keyboard.press("/")
     page.keyboard.type("19")
@@ -654,7 +661,7 @@ def test_the_keyboard_is_enough(open_page, tmp_path):
     page.wait_for_selector("button[aria-pressed=true]:has-text('logprob')")
     page.keyboard.press("g")
     here("#group/0/3")
-    assert page.locator(".side > article").count() == 2
+    assert page.locator(".group thead a").count() == 2
     page.keyboard.press("Escape")
     here("#rollouts?text=19")
     page.keyboard.press("?")
@@ -675,27 +682,47 @@ def test_what_is_odd_can_be_opened(open_page, tmp_path):
 
 
 def test_a_result_that_was_never_read_is_told(open_page, tmp_path):
-    unread = turn("Hm.", [("search", {})], [("down", "tool")], num_read=0, token_texts=["Hm."], token_ids=[1],
-                  loss_mask=[1], advantages=[0.5])  # fmt: skip
+    tokens = {"token_texts": ["Hm."], "token_ids": [1], "loss_mask": [1], "advantages": [0.5]}
+    unread = turn("Hm.", [("search", {"query": "a\nb"})], [("down", "tool")], num_read=0, **tokens)
     page = open_page(one_page(write_log(tmp_path, [row(0, 0, "?", [unread])])) + "#rollout/0/1")
     for colour in ("none", "advantage"):
         page.click(f"button:has-text('{colour}')")
         page.wait_for_selector(f"button[aria-pressed=true]:has-text('{colour}')")
-        assert "error: tool" in page.inner_text(".part.error") and "never read" in page.inner_text(".part.error")
-        assert page.locator(".part.call").count() == 1
+        assert "error: tool" in page.inner_text(".part.error") and "not read" in page.inner_text(".part.error")
+        assert page.inner_text(".part.call dl") == "query\na\nb" and page.inner_text(".part.error pre") == "down"
 
 
 def test_one_step_can_be_seen(open_page, tmp_path):
     """And its rollouts are those of the step that its curve is of."""
     folder = write_log(tmp_path, [row(3, 0, "?", [turn("x")]), row(3, 4, "?", [turn("x")], mode="eval")])
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "reward": 0.0}) + "\n")
-    page = open_page(one_page(folder))
+    page = open_page(one_page(folder) + "#curves")
     assert page.locator(".curve").first.get_attribute("d").endswith("h0")
     page.locator(".panel svg").first.focus()
     page.keyboard.press("ArrowRight")
+    assert page.locator(".readout").first.inner_text() == "step 4 (rollouts of step 0 to 3): total reward 0"
     page.keyboard.press("Enter")
     until(page, "document.querySelector('#count')?.textContent.includes('of 1 ')")
-    assert table_ids(page) == [1]
+    assert table_ids(page) == [1] and page.inner_text("tbody a") == "3"
+
+
+AXES = {  # values of a curve, and the labels of its axis
+    "a constant": ([0.10000000149, 0.1, 0.1], ["0.05", "0.1", "0.15"]),
+    "zeros": ([0.0, 0.0], ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
+    "no number between two": ([0.5, None, float("nan"), 1.0], ["0.5", "0.6", "0.7", "0.8", "0.9", "1"]),
+    "small": ([1e-7, 4e-7], ["0", "1e-7", "2e-7", "3e-7", "4e-7"]),
+    "large": ([2000000, 1999990], ["1,999,990", "1,999,992", "1,999,994", "1,999,996", "1,999,998", "2,000,000"]),
+}
+
+
+@pytest.mark.parametrize("name", AXES)
+def test_an_axis_has_labels_as_people_write_them(name, open_page, tmp_path):
+    values, labels = AXES[name]
+    logged = [{"step": step, "reward": value} for step, value in enumerate(values, 1)]
+    (write_log(tmp_path, rows()) / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in logged))
+    page = open_page(one_page(tmp_path) + "#curves")
+    assert page.locator(".panel text[text-anchor=end]").all_text_contents() == labels
+    assert "NaN" not in page.locator(".curve").get_attribute("d")
 
 
 def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):
@@ -712,7 +739,6 @@ def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):
     write_log(folder, [row(1, 0, "?", [turn("x")])], fresh=False)
     until(page, "document.querySelector('#count').textContent.includes('of 5 ')")
     assert page.evaluate("document.activeElement.getAttribute('href')") == "#rollout/0/3"
-    assert page.locator("tr[aria-selected=true]").count() == 1
     page.keyboard.press("Enter")
     page.wait_for_selector("article")
     page.reload()
@@ -727,7 +753,7 @@ def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):
     page.wait_for_selector("button[aria-pressed=true]:has-text('logprob')")
     until(page, "document.activeElement.textContent === 'logprob'")
     write_log(folder, [row(0, 0, "New?", [turn("x")])])  # another run
-    until(page, "location.hash.startsWith('#rollouts')")
+    until(page, "location.hash === '#group' && document.querySelector('main').textContent.includes('New?')")
 
 
 def test_it_is_readable_on_a_phone_and_in_the_dark(open_page, tmp_path):
@@ -766,15 +792,16 @@ def test_two_runs_are_overlaid(open_page, tmp_path):
         folder = write_log(tmp_path / name, rows()[: 2 * gain])
         metrics = [{"step": step, "reward": gain * step, "stop/answered": 0.5} for step in (1, 2, 3)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
-    page = open_page(one_page(tmp_path / "first", tmp_path / "second"))
+    page = open_page(one_page(tmp_path / "first", tmp_path / "second") + "#curves")
     curves = page.locator(".panel:has-text('Rewards') .curve")
     assert [curves.nth(i).get_attribute("stroke-dasharray") for i in range(curves.count())] == [None, "5 3"]
     page.locator(".panel svg").first.focus()
     for _ in range(2):
         page.keyboard.press("ArrowRight")
-    assert page.locator(".readout").first.inner_text() == "step 2: first reward, weighted 2, second reward, weighted 4"
+    shown = page.locator(".readout").first.inner_text()
+    assert shown == "step 2 (rollouts of step 1): first total reward 2, second total reward 4"
     page.keyboard.press("Enter")
-    until(page, "location.hash === '#rollouts?step_from=2&step_to=2&mode=train'")
+    until(page, "location.hash === '#rollouts?step_from=1&step_to=1&mode=train'")
     go(page, "rollouts?run=1")
     assert table_ids(page) == [1, 2, 3, 4]
     page.select_option("select[name=run]", "0")
@@ -791,38 +818,70 @@ def test_it_follows_a_running_job(served, open_page, tmp_path):
     logged = [json.loads(line) for line in (tmp_path / "out" / LOG).read_text().splitlines()]
     write_log(tmp_path / "out", [{**each, "step": 2} for each in logged[:16]], fresh=False)
     until(page, "document.querySelector('#count').textContent.includes('of 48 ')")
-    assert "48 rollouts, step 1 to 3" in page.inner_text("#total")
+    assert "48 rollouts, step 0 to 2" in page.inner_text("#total")
     go(page, "curves")
     titles = page.locator(".panel h2").all_inner_texts()
-    assert titles == ["Rewards", "How conversations end", "Tools", "Tokens per rollout", "Signal", "Seconds", "Turns",
-                      "Weights and logprobs"][: len(titles)] and len(titles) >= 7  # fmt: skip
-    go(page, "group/0/1")
-    page.click("button:has-text('advantage')")
-    page.wait_for_selector(".t")
-    assert page.locator(".side > article").count() == 8
-    shown = page.locator(".part.policy .t").count()
-    assert shown == sum(len(each["token_ids"]) for line in logged[:8] for each in line["turns"])
+    assert titles == ["Rewards", "Stop reasons", "Tools", "Tokens per rollout", "Training signal", "Seconds",
+                      "Turns per rollout", "Weights and logprobs"][: len(titles)] and len(titles) >= 7  # fmt: skip
+    go(page, "group")
+    assert page.locator(".group thead a").count() == 8 and page.inner_text("main > h2").startswith("step 2:")
+    write_log(tmp_path / "out", [{**each, "step": 3} for each in logged[:16]], fresh=False)
+    until(page, "document.querySelector('main > h2').textContent.startsWith('step 3:')")  # the newest group
+    go(page, "rollout/0/1")
+    assert page.locator(".part.policy .t").count() == sum(len(each["token_ids"]) for each in logged[0]["turns"])
 
 
 def split_rows():
-    """A group of 8, of 16, in a batch of 64, and one whose call is of no tool. Step 1 in the numbering of metrics."""
+    """A group of 8, of 16, in a batch of 64, whose calls are of no tool."""
     unknown = turn("Well.", [("serach", {})], [("Error: unknown tool 'serach'", "call")])
     sizes = {"group_size": 16, "batch_size": 64, "outcome_advantage": 0.75, "group": 0, "turn_advantages": [1.0]}
     return [row(0, i, "Who?", [unknown], reward=i % 3 / 2, **sizes) for i in range(8)]
 
 
 def test_a_group_is_on_one_screen_the_best_first(open_page, tmp_path):
-    """With its advantages split, the share that was logged, and calls of unknown tools in red."""
-    page = open_page(one_page(write_log(tmp_path, split_rows())) + "#group/0/1", width=1400)
-    rewards = page.evaluate("[...document.querySelectorAll('.overview tbody tr')].map(tr => tr.cells[1].textContent)")
-    assert rewards == ["1.00"] * 2 + ["0.50"] * 3 + ["0.00"] * 3
-    inside = "[...document.querySelectorAll('.side > article')].every(a => a.getBoundingClientRect().right <= 1400)"
-    assert page.evaluate(inside) and page.evaluate("document.scrollingElement.scrollWidth") == 1400
+    """With its advantages split, the share that was logged, and what calls of unknown tools were told."""
+    page = open_page(one_page(write_log(tmp_path, split_rows())), width=1400)
+    assert group_line(page, "total reward") == ["1.00"] * 2 + ["0.50"] * 3 + ["0.00"] * 3
+    assert page.evaluate("document.querySelector('.group').getBoundingClientRect().right") <= 1400
+    assert page.evaluate("document.scrollingElement.scrollWidth") == 1400
     text = page.inner_text("main")
-    assert "step 1: 8 of 16 rollouts were logged, the best first" in text and "gold answer" in text
-    assert "advantage +1.00 = outcome +0.75, turn +0.25" in text
-    assert page.locator(".part.error:has-text('call serach')").count() == 8
-    assert page.locator("button[aria-pressed=true]").inner_text() == "advantage"
+    assert "step 0: 8 of 16 rollouts were logged, best reward first" in text and "gold answer" in text
+    assert page.locator(".group tbody a").first.get_attribute("title") == "advantage +1.00 = outcome +0.75, turn +0.25"
+    assert group_line(page, "turn 0") == ["serach✗ Error: unknown tool 'serach'+1.00"] * 8
+    page.click(".group tbody a >> nth=1")
+    page.wait_for_selector(".part.error:has-text('call serach')")
+
+
+def group_line(page, head):
+    """The texts of a line of the table of a group."""
+    line = "[...document.querySelectorAll('.group tr')].find(tr => tr.cells[0].textContent === head)"
+    return page.evaluate(f"head => [...{line}.cells].slice(1).map(cell => cell.textContent)", head)
+
+
+@pytest.mark.contract("viewer")
+def test_the_page_opens_on_the_newest_group(served, open_page, tmp_path):
+    """Its turns are cells with calls, results and answers; one chooses step and prompt; a click opens a turn."""
+    called = [turn("I look.", [("search", {"query": "dish"})], [("A dish.", None)]), turn("Paris", answer="Paris")]
+    folder = write_log(tmp_path / "run", [*rows()[:4], row(0, 4, "Long?", [turn("w " * 999)] * 9), *rows()[4:]])
+    write_log(folder, [row(1, 2, "Where?", called, 1.0), row(1, 0, "Held out?", called, mode="eval")], fresh=False)
+    for address in (one_page(folder), served(folder)):
+        page = open_page(address)
+        page.wait_for_selector(".group")
+        assert "step 1: 2 rollouts" in page.inner_text("main") and group_line(page, "error") == ["", "it broke"]
+        page.select_option("select[name=prompt]", label="group 1: Where?")
+        until(page, "document.querySelector('.group thead a').textContent === 'rollout 2'")
+        assert group_line(page, "turn 0") == ["searchquery: dish→ A dish.+1.00"]
+        assert group_line(page, "turn 1") == ["answer: Paris+1.00"]
+        assert group_line(page, "exact") == group_line(page, "total reward") == ["1.00"]
+        assert group_line(page, "turn rewards") == ["0.10, 0.10"]
+        page.select_option("select[name=step]", label="step 1, eval")
+        until(page, "document.querySelector('main > h2').textContent.startsWith('step 1, eval: 1 rollout,')")
+        page.select_option("select[name=step]", label="step 0")
+        until(page, "document.querySelector('select[name=prompt]').options.length === 3")
+        page.select_option("select[name=prompt]", label="group 2: Long?")
+        page.click(".group tbody a >> nth=7")
+        page.wait_for_selector("article h2:has-text('step 0, rollout 4')")
+        until(page, "location.hash.endsWith('?turn=7') && scrollY > 900")
 
 
 def test_examples_before_the_question_are_folded(open_page, tmp_path):
@@ -835,7 +894,7 @@ def test_examples_before_the_question_are_folded(open_page, tmp_path):
     page = open_page(one_page(write_log(tmp_path, logged)) + "#group/0/1", width=1400)
     given = page.locator("main > article .part.given")
     assert [text.split("\n")[0] for text in given.all_inner_texts() if text] == ["system", "user"]
-    assert page.evaluate("document.querySelector('.overview').getBoundingClientRect().bottom") < 900
+    assert page.evaluate("document.querySelector('.group tbody').getBoundingClientRect().bottom") < 900
     page.click("summary:has-text('12 messages of the prompt before the question, such as examples')")
     assert "assistant 5" in page.inner_text("main") and given.count() == 14
 
@@ -868,7 +927,7 @@ def test_two_runs_fit_a_telephone(open_page, tmp_path):
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 1.0}) + "\n")
         settings = {"a_setting_with_a_name_that_is_long": f"hf_recipes/tiny/some/folder/with/a-long-name-{k}.yaml"}
         (folder / "mt_grpo_run.json").write_text(json.dumps(settings))
-    page = open_page(one_page(*folders), width=420)
+    page = open_page(one_page(*folders) + "#curves", width=420)
     assert page.inner_text("main").count("a-long-name-") == 2
     assert page.evaluate("document.scrollingElement.scrollWidth") == 420
 
@@ -884,16 +943,15 @@ def test_two_runs_are_side_by_side(open_page, tmp_path):
         folder = write_log(tmp_path / name, rows())
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 2, "reward": rate * 1e6}) + "\n")
         (folder / "mt_grpo_run.json").write_text(json.dumps({"learning_rate": rate, "seed": 1}))
-    page = open_page(one_page(tmp_path / "first", tmp_path / "second"))
+    page = open_page(one_page(tmp_path / "first", tmp_path / "second") + "#curves")
     cells = page.evaluate(
         "[...document.querySelectorAll('.compared tbody tr')].map(tr => [...tr.cells].map(c => c.textContent))"
     )
-    assert cells == [["Rewards: reward, weighted", "1 (step 2)", "2 (step 2)"], ["learning_rate", "1e-06", "2e-06"]]
-    go(page, "rollout/0/3")
-    page.click("text=the same prompt in second")
-    until(page, "document.querySelectorAll('.overview').length === 2")
+    assert cells == [["Rewards: total reward", "1 (step 2)", "2 (step 2)"], ["learning_rate", "1e-06", "2e-06"]]
+    go(page, "group/0/3")
+    until(page, "document.querySelectorAll('.group').length === 2")
     heads = page.evaluate("[...document.querySelectorAll('main > h2')].map(h => h.textContent)")
-    assert heads == ["first, step 1: 2 rollouts, the best first", "second, step 1: 2 rollouts, the best first"]
+    assert heads == [f"{name}, step 0: 2 rollouts, best reward first" for name in ("first", "second")]
     assert page.inner_text("main").count("too slow") == 2
 
 
