@@ -31,12 +31,12 @@ class BoundedLoader(yaml.SafeLoader):
         line, is_alias = self.peek_event().start_mark.line + 1, self.check_event(yaml.AliasEvent)
         self._open += 1
         if self._open > YAML_LEVELS:
-            raise yaml.YAMLError(f"line {line} has more than {YAML_LEVELS} levels. Expected fewer.")
+            raise yaml.YAMLError(f"line {line} is nested on more than {YAML_LEVELS} levels. Use fewer levels.")
         node = super().compose_node(parent, index)
         self._open -= 1
         if is_alias and id(node) not in self._sizes:
             raise yaml.YAMLError(
-                f"line {line} has an alias of what it stands in. Expected one of something before it."
+                f"line {line} has an alias of what it stands in. Use an alias of an earlier value."
             )
         if is_alias:
             return node
@@ -47,7 +47,7 @@ class BoundedLoader(yaml.SafeLoader):
         if values > YAML_VALUES or levels > YAML_LEVELS:
             raise yaml.YAMLError(
                 f"line {line} has more than {YAML_VALUES} values or {YAML_LEVELS} levels, its aliases filled in. "
-                "Expected fewer."
+                "Use fewer."
             )
         self._sizes[id(node)] = values, levels
         return node

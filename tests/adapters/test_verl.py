@@ -645,7 +645,7 @@ def test_bad_keys_are_refused(tmp_path, name):
 
 
 BAD_ROWS = {
-    "an unknown tool": ({"tools_kwargs": {"other": {}}}, "names the tool 'other', expected some of count"),
+    "an unknown tool": ({"tools_kwargs": {"other": {}}}, "names the unknown tool 'other'. Known tools: count"),
     "an unknown step": ({"tools_kwargs": {"count": {"make_kwargs": {}}}}, "has \\['make_kwargs'\\]"),
     "a selection that is none": ({"tool_selection": "count"}, "tool_selection is str, expected a list"),
     "an unknown interaction": ({"interaction_kwargs": {"name": "x"}}, "name='x', expected one of guess"),
@@ -724,7 +724,7 @@ def test_rows_select_function_tools_without_a_yaml(tmp_path):
     assert [rollout.turns[0].error for rollout in (first, second)] == ["call", None]
     # Nobody gives a reward, but what functions return.
     assert not hasattr(first.environment, "get_reward") and not hasattr(first.environment, "respond")
-    with pytest.raises(ValueError, match="Row 1: The row names the tool 'triple', expected"):
+    with pytest.raises(ValueError, match="Row 1: The row names the unknown tool 'triple'"):
         prompt = [{"role": "user", "content": "?"}]
         rows = [{"prompt": prompt, "tool_selection": [name]} for name in ("double", "triple")]
         check_dataset(Dataset.from_list(rows), "train_dataset", env)
