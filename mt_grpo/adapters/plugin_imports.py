@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class PlaceholderType(type):
-    """Of classes that may be imported and inherited from, and nothing else."""
+    """Metaclass of placeholders that can be imported and subclassed, and nothing else."""
 
     def __repr__(cls) -> str:
         return f"<{cls.__name__}, which is not offered here>"
@@ -51,7 +51,7 @@ class UnusedRegistry(dict):
 
 
 class Import(NamedTuple):
-    """One name that a file imports."""
+    """One name that a plug-in file imports, with its line."""
 
     line: int
     module: str

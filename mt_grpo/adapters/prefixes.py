@@ -58,7 +58,7 @@ class SharedPrefixes:
         self.kept: deque[Tokenised] = deque(maxlen=MOST_KEPT)  # the last one is the newest
 
     def ids(self, text: str) -> list[int]:
-        """What `tokenizer(text, add_special_tokens=False)` gives, (P,)."""
+        """The ids of `tokenizer(text, add_special_tokens=False)`, (P,)."""
         if not self.tokenizer.is_fast or id(self.tokenizer) in unfit:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         shared = [(self._shared(known, text), known) for known in self.kept]

@@ -35,9 +35,7 @@ class BoundedLoader(yaml.SafeLoader):
         node = super().compose_node(parent, index)
         self._open -= 1
         if is_alias and id(node) not in self._sizes:
-            raise yaml.YAMLError(
-                f"line {line} has an alias of what it stands in. Use an alias of an earlier value."
-            )
+            raise yaml.YAMLError(f"line {line} has an alias of what it stands in. Use an alias of an earlier value.")
         if is_alias:
             return node
         inner = node.value if isinstance(node, yaml.CollectionNode) else []

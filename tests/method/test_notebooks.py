@@ -83,8 +83,8 @@ MESSAGES = [{"role": "user", "content": "5?"}]
         ("2+3?", r"^prompts is '2\+3\?', expected"),
         (MESSAGES, "^prompts is a single conversation"),
         (None, "^prompts is None, expected"),
-        ([["2+3?"]], r"^prompts holds \['2\+3\?'\], expected"),
-        ([[{"role": "user"}]], "^prompts holds .*, with role and content"),
+        ([["2+3?"]], r"^prompts contains \['2\+3\?'\], expected"),
+        ([[{"role": "user"}]], "^prompts contains .*, with role and content"),
     ],
 )
 def test_prompts_that_are_no_list_of_conversations_are_refused(prompts, message):

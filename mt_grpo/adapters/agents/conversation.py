@@ -45,11 +45,11 @@ SECONDS_TO_RETURN = 5.0  # for the agent, once its budget is spent
 
 
 class Agent:
-    """What rewards see of an agent, as `environments`: the row, and what the agent returned.
+    """An agent's conversation, as reward functions get it in `environments`.
 
     Attributes:
-        row: Of the dataset.
-        result: A dict of what the agent returned; a number is under `reward`. Empty where its budget was spent first.
+        row: The row of the dataset.
+        result: The agent's return value as a dict; a number is under `reward`. Empty if its budget was used up first.
     """
 
     tools: list = []  # it has none of the trainer's; turns get rewards by `client.reward`
@@ -208,7 +208,7 @@ def check_agent_time(script_args: Any, args: Any) -> None:
 
 
 def read_other_models(script_args: Any) -> dict[str, Any]:
-    """What other models than the policy are, as attributes of the conversation. Raises `ValueError`."""
+    """The settings for models other than the policy, as attributes of the conversation. Raises `ValueError`."""
     others, text = script_args.agent_other_models, script_args.agent_other_text
     if (others == "text") != (text is not None):
         raise ValueError(

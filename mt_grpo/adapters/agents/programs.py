@@ -204,7 +204,7 @@ def pipe_with(key: str) -> int:
 
 
 def is_empty(pipe: int) -> bool:
-    """Whether all of a pipe was read."""
+    """Whether a pipe's contents were read completely."""
     return not int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
@@ -257,7 +257,7 @@ class AgentFailure(EnvironmentFailure):
 
 
 class Rewarding:
-    """What the clients of both kinds have beside OpenAI's methods."""
+    """Mixin of the synchronous and async clients: methods in addition to OpenAI's."""
 
     session: AgentSession | None = None
 
@@ -285,7 +285,7 @@ class Rewarding:
             raise ValueError(f"client.reward: {error}") from None
 
     def copy(self, **options: Any) -> Any:
-        """As OpenAI's, for the same rollout."""
+        """Copy the client as OpenAI's does, for the same rollout."""
         made = super().copy(**options)
         made.session = self.session
         return made
@@ -302,7 +302,7 @@ def id_of(answer: Any) -> str:
 
 
 class AgentClient(Rewarding, openai.OpenAI):
-    """OpenAI's client, for one rollout."""
+    """OpenAI's client for one rollout, whose model `policy` is the one in training."""
 
 
 class AsyncAgentClient(Rewarding, openai.AsyncOpenAI):
@@ -329,7 +329,7 @@ class FunctionAgent:
         return client
 
     async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
-        """What the function returns. Raises what the function raises."""
+        """Call the agent function and return its result. Raises its errors."""
         client = self.client(server, session)
         if inspect.iscoroutinefunction(self.function):
             return await self._run_on_agents_loop(row, client)
@@ -378,7 +378,7 @@ class FunctionAgent:
 
 
 def told_refusals(session: AgentSession) -> str:
-    """What the API refused last, behind the text of an error."""
+    """The last rejected request of a session, to append to an error message. Empty without one."""
     return f"; its last refused request: {session.refused[-1]}" if session.refused else ""
 
 

@@ -104,7 +104,7 @@ def conversation_of(body: dict[str, Any], stored: Responses, contents: Contents 
 
 
 def response(answer: Answer, body: dict[str, Any], items: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    """The object of a response."""
+    """The response object of /v1/responses."""
     total = answer.prompt_tokens + answer.completion_tokens
     tokens = {
         "input_tokens": answer.prompt_tokens,

@@ -156,7 +156,7 @@ class AgentServer:
 
     @property
     def address(self) -> str:
-        """What clients call their base URL."""
+        """The base URL of the server for clients."""
         return address_of(self.port)
 
     async def stop(self) -> None:
@@ -318,7 +318,7 @@ class AgentServer:
 
 
 def address_of(port: int) -> str:
-    """What clients call their base URL, of a port of the loopback address."""
+    """The base URL for clients of a port on the loopback address."""
     return f"http://127.0.0.1:{port}/v1"
 
 

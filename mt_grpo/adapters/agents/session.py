@@ -345,7 +345,7 @@ class AgentSession(RolloutSession):
 
     @property
     def got_an_answer(self) -> bool:
-        """Whether a client has got an answer of the policy."""
+        """Whether a client has received an answer of the policy."""
         return any(each.reached and each.sampled for each in self._asked)
 
     # -- the end --

@@ -30,12 +30,12 @@ def offered(name: str, entry: dict[str, Any], tools: list[Any], where: str) -> l
 
 
 def why_not(error: Exception, entry: dict[str, Any], seconds: str) -> str:
-    """What keeps a server from starting, and what to do.
+    """Why a server does not start, and what to do.
 
     Args:
-        error: What was raised.
-        entry: The server's.
-        seconds: The key that says how long it may take.
+        error: The error that was raised.
+        entry: The server's entry in the configuration.
+        seconds: The name of the key that limits the time of the start.
     """
     if isinstance(error, TimeoutError):
         return f"{str(error) or 'no answer to its list of tools'}. Raise {seconds} if it needs longer."
@@ -133,7 +133,7 @@ def mcp_tool(server: McpServer, tool: Any, finish: Callable[[str], str]) -> Call
 
 
 def schema_of(server: McpServer, tool: Any) -> dict[str, Any]:
-    """What the model reads of a tool."""
+    """The JSON schema of a tool, as the model reads it."""
     return {
         "name": tool.name,
         "description": tool.description or tool.title or f"{tool.name} of {server.name}.",
@@ -182,7 +182,7 @@ def image_data(part: Any) -> str | None:
 
 
 def content_text(part: Any) -> str:
-    """One part of a result."""
+    """Convert one content part of a result to text."""
     if part.type == "text":
         return part.text
     resource = getattr(part, "resource", None)

@@ -70,7 +70,7 @@ def load_plugin(path: str) -> None:
 
 
 def registered(kind: str, name: str, key: str) -> Any:
-    """What plug-ins have registered under a name. Raises `ValueError`."""
+    """The class or function that plug-ins have registered under a name. Raises `ValueError`."""
     found = registry(kind)
     if name not in found:
         raise ValueError(
@@ -163,7 +163,7 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def completions_of(environments: list[ScheduledConversation]) -> list[str]:
-    """What the assistant's last message of each conversation says."""
+    """The text of the assistant's last message of each conversation."""
     return [each.outputs[-1]["messages"][-1]["content"] if each.outputs else "" for each in environments]
 
 

@@ -236,7 +236,7 @@ def ask_for_places(servers: list[OpenEnvServer], conversations: int, timeout: fl
 
 
 async def ask_server(server: OpenEnvServer, most: int, seconds: float) -> Asked:
-    """What a server is. Raises `OpenEnvFailure`."""
+    """Ask one server for its description, tools and sessions. Raises `OpenEnvFailure`."""
     described = await server.describe()
     sessions: list[OpenEnvSession] = []
     try:
@@ -313,7 +313,7 @@ def check_same(found: list[Asked]) -> None:
 
 
 def few_sessions(found: list[Asked], conversations: int) -> str:
-    """What to do where conversations wait for one another."""
+    """The warning if servers have fewer sessions than conversations, with what to do."""
     places = sum(each.places for each in found)
     said = ", ".join(f"{each.url} opened {each.places}" for each in found)
     one = (

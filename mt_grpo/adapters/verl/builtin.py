@@ -51,7 +51,7 @@ def compute_score(
 
 
 def score_of(solution: str, truth: Any, method: str) -> float:
-    """What `verl.utils.reward_score.gsm8k.compute_score` gives. A plug-in may have replaced it there."""
+    """Call `verl.utils.reward_score.gsm8k.compute_score`, which a plug-in may have replaced."""
     if truth is None:
         warn_of_no_truth()
     if isinstance(truth, (int, float)):  # a row's own; verl's preprocessing writes text

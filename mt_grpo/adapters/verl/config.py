@@ -104,7 +104,7 @@ def default_name(cls: type) -> str:
 
 
 def load_function_tools(path: str) -> list[FunctionTool]:
-    """What a Python file declares with `@function_tool`. Raises `ValueError`."""
+    """Load the tools that a Python file declares with `@function_tool`. Raises `ValueError`."""
     install()
     try:
         function_tool = importlib.import_module("verl.tools.function_tool")

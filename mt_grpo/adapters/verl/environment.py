@@ -36,7 +36,7 @@ STEPS = ("create", "execute", "calc_reward", "release")
 
 @dataclass
 class AgentData:
-    """What verl's tools read of their conversation, and `extra_fields`, where they may keep what they like."""
+    """The conversation as verl's tools see it, with `extra_fields` for data of their own."""
 
     request_id: str
     tools_kwargs: dict[str, Any]
@@ -356,7 +356,7 @@ class VerlEnvironment:
 
 
 class AnsweringEnvironment(VerlEnvironment):
-    """One with interactions."""
+    """A verl environment with interactions, which answer the model's messages."""
 
     async def respond(self, rollout: Rollout, turn: Turn) -> Reply | None:
         """A turn with calls is answered by their results, another one by the interaction, if the row has one."""
@@ -377,7 +377,7 @@ class AnsweringEnvironment(VerlEnvironment):
 
 
 class ScoredEnvironment(VerlEnvironment):
-    """One whose tools or interactions give an outcome reward."""
+    """A verl environment whose tools or interactions return an outcome reward."""
 
     async def get_reward(self) -> float | None:
         """The sum of what the tools' `calc_reward` and the interaction's `calculate_score` give; None without them."""

@@ -45,7 +45,7 @@ class VerlHouse(House):
     keys = VerlKeys
 
     def runs(self, script_args: Any) -> bool:
-        """Also with functions and servers alone: a row's `tool_selection` chooses among their tools."""
+        """Whether the recipe has verl's tools, interactions, functions or MCP servers, chosen by `tool_selection`."""
         return any(getattr(script_args, name) for name in (*keys_that(VerlKeys, "opens"), "mcp_config_file"))
 
     def check(self, script_args: Any, runner: House | None) -> None:
@@ -81,7 +81,7 @@ class VerlHouse(House):
         return type("RenderedConversation", (RenderedConversation, conversation), {})
 
     def tools(self, script_args: Any) -> list[Callable]:
-        """Those of `function_tool_path`."""
+        """The tools of `function_tool_path`, as functions."""
         if script_args.function_tool_path is None:
             return []
         with imports("function_tool_path"):

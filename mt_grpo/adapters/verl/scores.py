@@ -48,7 +48,7 @@ def listed(answers: str | list[str]) -> list[str]:
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """What stands in the last `<answer>` of a text."""
+    """The contents of the last `<answer>` in a text."""
     found = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
     return found[-1].strip() if found else None
 

@@ -75,7 +75,7 @@ def call_search_api(
 
 
 def passages(found: list[dict[str, Any]]) -> str:
-    r"""What a query found, as text.
+    r"""Format the passages that a query found as text.
 
     >>> passages([{"document": {"contents": "Paris\nA city."}, "score": 1.0}, {"document": {"contents": "Rome"}}])
     'Doc 1 (Title: Paris)\nA city.\n\nDoc 2 (Title: Rome)'
