@@ -81,8 +81,8 @@ class SharedPrefixes:
                 if whole.ids != found.ids:
                     unfit[id(self.tokenizer)] = self.tokenizer
                     logger.warning(
-                        "This tokenizer does not split a text at its special tokens first: prompts that begin alike "
-                        "are tokenised whole, each time."
+                        "This tokenizer does not split texts at special tokens first, so prompts with a common prefix "
+                        "are tokenised completely each time."
                     )
                     return whole.ids
         self.kept.append(found)

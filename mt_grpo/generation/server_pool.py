@@ -459,7 +459,7 @@ class ServerPool:
             if others and before:
                 changed = "; ".join(f"{k}={settings[k]!r}, expected {expected[k]!r}" for k in others)
                 problems[number] = ServerError(
-                    f"The {self.title} server at {url} restarted with {changed}. Start it with the settings as before."
+                    f"The {self.title} server at {url} restarted with {changed}. Start it with its old settings."
                 )
             elif others:
                 key = others[0]

@@ -232,7 +232,7 @@ class SharedRow:
         self._masks.clear()
 
     def mask(self, segment: Segment, like: torch.Tensor) -> torch.Tensor | None:
-        """What a segment's tokens do not read, as numbers that are added: (its tokens, what it reads); None: nothing.
+        """The additive attention mask of a segment, (its tokens, tokens that it reads). None if it reads all of them.
 
         It is made once for all layers, in the layers' type: what SDPA makes of booleans is kept for each layer.
         """

@@ -385,7 +385,7 @@ def test_a_model_that_is_elsewhere_is_a_failure(random_model, tmp_path, monkeypa
     with pytest.raises(SaveError, match=f"could not be saved in output_dir: {tmp_path}/out: ") as raised:
         trainer.save_trained_model()
     (folder,) = (tmp_path / "temporary").iterdir()
-    assert f"It was saved in {folder}: move it" in str(raised.value)
+    assert f"It was saved in {folder}. Move it" in str(raised.value)
     saved = load_file(folder / "model.safetensors")
     assert all(torch.equal(p, saved[n]) for n, p in trainer.model.named_parameters())
 
@@ -571,7 +571,7 @@ def test_a_disk_that_is_full_costs_no_weights(random_model, tmp_path):
     assert "rollouts are not in" in said and "a log could not be written" in said, said[-4000:]
     (saved,) = other.glob("mt-grpo-out-*")
     assert f"error: The trained model could not be saved in output_dir: {disk}/out: " in result.stdout
-    assert f"It was saved in {saved}: move it" in result.stdout
+    assert f"It was saved in {saved}. Move it" in result.stdout
     assert "checkpoint-1" in result.stdout and "checkpoint-4" not in result.stdout
     assert load_file(saved / "model.safetensors") and json.loads((saved / "trainer_state.json").read_text())
     assert f"output_dir='{disk}' has 0.000 GiB free; a model needs 0.010 GiB." in result.stdout
@@ -803,7 +803,7 @@ REFUSED_BEFORE = {  # before a model is loaded
     "index": (edit("model.safetensors.index.json", weight_map=["a"]), "model.safetensors.index.json cannot be read"),
     "config": (put("config.json", b"none"), "config.json cannot be read"),
     "latest": (put("latest", b"\xff"), "has no states of the model and the optimizer"),
-    "schedule": (put("scheduler.pt", [1]), "scheduler.pt holds list, expected a dict"),
+    "schedule": (put("scheduler.pt", [1]), "scheduler.pt contains list, expected a dict"),
     "schedule of another": (put("scheduler.pt", {"a": 1}), "scheduler.pt has last_epoch: None"),
     "random": (put("rng_state.pth", {"python": ()}), "rng_state.pth lacks cpu, numpy"),
     "random, a class": (put("rng_state.pth", Path("x")), "rng_state.pth cannot be loaded: UnpicklingError"),

@@ -390,7 +390,7 @@ def test_a_server_that_only_answers_nonsense_is_broken(proxy, client, kind):
     """Three answers in a row that are no sample end the wait: the error has the URL and what came."""
     proxy.faults = first(99, NO_SAMPLES[kind], COMPLETIONS)
     prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    with pytest.raises(ServerError, match=f"{COMPLETIONS}: 3 answers in a row") as raised:
+    with pytest.raises(ServerError, match=f"{COMPLETIONS}: 3 invalid answers in a row") as raised:
         run_async(client.generate(prompt, 24))
     assert not isinstance(raised.value, ServerLost)
     assert sum(proxy.counts.values()) == 3
@@ -557,7 +557,7 @@ def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path, when):
     trainer = make_trainer(proxy.port, tmp_path)
     trainer.add_callback(Restart())
     proxy.faults = rule
-    with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', before 'processed_logprobs'"):
+    with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', expected 'processed_logprobs'"):
         trainer.train()
     assert trainer.state.global_step == 1 and not paused(proxy)
 

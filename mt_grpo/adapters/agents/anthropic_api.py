@@ -77,7 +77,7 @@ def read_anthropic_request(
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
         tell_once(
-            "An agent sent disable_parallel_tool_use. It is accepted and not enforced: an answer may have more calls."
+            "An agent sent disable_parallel_tool_use. It is accepted but not enforced: answers may have more calls."
         )
     for key in NOT_ENFORCED:
         if body.get(key):

@@ -185,7 +185,7 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
     check_agent_time(script_args, args)
     if (script_args.agent is None) == (script_args.agent_command is None):
         got = "neither" if script_args.agent is None else "both"
-        raise ValueError(f"environment: openai_agent with {got} of agent and agent_command. Expected one of them.")
+        raise ValueError(f"environment: openai_agent got {got} of agent and agent_command. Set exactly one of them.")
     if script_args.agent is not None and script_args.agent_key != "environment":
         raise ValueError("agent_key has no effect without agent_command: a function gets a client. Remove agent_key.")
     program = (
@@ -202,8 +202,8 @@ def check_agent_time(script_args: Any, args: Any) -> None:
     """Raise `ValueError` where other ranks would not wait for an agent."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and script_args.agent_timeout >= args.ddp_timeout:
         raise ValueError(
-            f"agent_timeout = {script_args.agent_timeout:g} s: a rank that waits so long would be given up by the "
-            f"others after ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
+            f"agent_timeout={script_args.agent_timeout:g} s: if a rank waits so long, the others time out after "
+            f"ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above agent_timeout."
         )
 
 
@@ -212,7 +212,7 @@ def read_other_models(script_args: Any) -> dict[str, Any]:
     others, text = script_args.agent_other_models, script_args.agent_other_text
     if (others == "text") != (text is not None):
         raise ValueError(
-            f"agent_other_models: {others} with agent_other_text: {text!r:.100}. Expected both `agent_other_models: "
+            f"got agent_other_models: {others} and agent_other_text: {text!r:.100}. Set both `agent_other_models: "
             "text` and the text that such a model answers, or neither."
         )
     return {"other_models": others, "other_text": text}

@@ -53,7 +53,7 @@ def tell_of_parallel_calls(body: dict[str, Any]) -> None:
     """Tell of a request of OpenAI's API that wants one call at a time."""
     if body.get("parallel_tool_calls") is False:
         tell_once(
-            "An agent sent parallel_tool_calls: false. It is accepted and not enforced: an answer may have more calls."
+            "An agent sent parallel_tool_calls: false. It is accepted but not enforced: answers may have more calls."
         )
 
 

@@ -150,7 +150,7 @@ class McpServer:
             self.owner = asyncio.create_task(self.own(self.ready, self.closing))
             self.deadline, self.starts = loop.time() + self.start_timeout, self.starts + 1
             if self.starts > 1:
-                logger.warning(f"The MCP server {self.name} had ended, and is started again.")
+                logger.warning(f"The MCP server {self.name} had ended and is restarted.")
         try:
             return await asyncio.wait_for(asyncio.shield(self.ready), max(0.0, self.deadline - loop.time()))
         except TimeoutError:

@@ -70,7 +70,7 @@ def public(*modules: types.ModuleType) -> dict[str, Any]:
 
 
 def absent(*names: str) -> dict[str, Any]:
-    """Placeholders of what is not offered."""
+    """Placeholders for names that are not supported."""
     return {name: not_offered(name, "ms-swift") for name in names}
 
 

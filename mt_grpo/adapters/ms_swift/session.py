@@ -144,8 +144,8 @@ def check_sampling(config: Any) -> None:
         value = getattr(config, name, None)
         if value is not None and value != getattr(RequestConfig, name, None):
             tell_once(
-                f"A scheduler's RequestConfig has {name}={value!r:.100}. It is not taken: responses are sampled as "
-                "the recipe says. Of a config only stop and max_tokens count.",
+                f"A scheduler's RequestConfig has {name}={value!r:.100}. It is ignored: the recipe sets the "
+                "sampling parameters. Only stop and max_tokens of a config are used.",
                 f"RequestConfig {name}",
             )
 

@@ -141,23 +141,23 @@ class OpenEnvServer:
         status, health = await self.get("/health")
         if status != 200 or not isinstance(health, dict) or "status" not in health:
             raise OpenEnvFailure(
-                f"{self.url} is no OpenEnv server: GET /health gave HTTP {status} and {brief(health)}, expected "
-                '{"status": "healthy"}'
+                f"{self.url} is not an OpenEnv server: GET /health returned HTTP {status} and {brief(health)}, "
+                'expected {"status": "healthy"}'
             )
         if health["status"] != "healthy":
-            raise OpenEnvFailure(f"{self.url} says that it is {health['status']!r:.50}, expected healthy")
+            raise OpenEnvFailure(f"{self.url} reports the status {health['status']!r:.50}, expected healthy")
         status, schema = await self.get("/schema")
         if status == 404:
             raise OpenEnvFailure(
-                f"{self.url} speaks OpenEnv 0.1: it has /health and no /schema, and one game for all. Expected 0.2 or "
+                f"{self.url} runs OpenEnv 0.1, with /health but no /schema, and one game for all. Expected 0.2 or "
                 "later: run it with openenv-core>=0.2"
             )
         schema = schema if isinstance(schema, dict) else {}
         found = [schema.get(key) for key in ("action", "observation")]
         if status != 200 or not all(isinstance(each, dict) for each in found):
             raise OpenEnvFailure(
-                f"{self.url} is no OpenEnv server: GET /schema gave HTTP {status} and {brief(schema)}, expected the "
-                "JSON schemas of action and observation"
+                f"{self.url} is not an OpenEnv server: GET /schema returned HTTP {status} and {brief(schema)}, "
+                "expected the JSON schemas of action and observation"
             )
         _, about = await self.get("/metadata")
         name = about.get("name") if isinstance(about, dict) else None
@@ -171,7 +171,7 @@ class OpenEnvServer:
             socket = await self.client().ws_connect(f"{self.url}/ws", max_msg_size=MOST_BYTES, heartbeat=None)
         except aiohttp.WSServerHandshakeError as error:
             raise OpenEnvFailure(
-                f"{self.url} has no sessions: its WebSocket /ws gave HTTP {error.status}. Expected openenv-core>=0.2"
+                f"{self.url} has no sessions: its WebSocket /ws returned HTTP {error.status}. Use openenv-core>=0.2"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise OpenEnvFailure(f"{self.url} does not answer ({error_line(error)})") from error
@@ -271,7 +271,7 @@ def http_address(url: str) -> str:
     except ValueError:  # a port that is no number
         fits = False
     if not fits:
-        raise ValueError(f"{url!r} is no address. Expected one such as http://127.0.0.1:8000.")
+        raise ValueError(f"{url!r} is not an address. Expected one such as http://127.0.0.1:8000.")
     return f"{scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/ws').rstrip('/')}"
 
 

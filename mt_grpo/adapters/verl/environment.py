@@ -333,7 +333,7 @@ class VerlEnvironment:
             self.outcome_rewards[name] = float(value)
         elif value is not None and name not in warned_of:
             warned_of.add(name)
-            logger.warning(f"calc_reward of {name} gave {value!r:.100}, which is no finite number: not counted.")
+            logger.warning(f"calc_reward of {name} returned {value!r:.100}, not a finite number: ignored.")
 
     async def close(self) -> None:
         """Every tool's `release` and the interaction's `finalize_interaction`, whatever one of them raises.

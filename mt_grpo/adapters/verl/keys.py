@@ -73,8 +73,7 @@ class VerlHouse(House):
             return conversation
         if not getattr(conversation, "renders_all", True):
             raise ValueError(
-                "use_inference_chat_template has no effect where an agent or a scheduler brings its messages. Remove "
-                "it."
+                "use_inference_chat_template has no effect if an agent or a scheduler brings its messages. Remove it."
             )
         with imports("use_inference_chat_template"):
             from mt_grpo.adapters.verl.inference_template import RenderedConversation
