@@ -1,4 +1,4 @@
-"""The nouns: what a conversation consists of, and the ids, masks and messages that derive from it."""
+"""The data types of a conversation (turns, calls, results, rollouts), and the protocols of its other side."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class StopReason(StrEnum):
     ANSWERED = "answered"  # a turn without a call gave an answer
     NO_TOOL_CALL = "no_tool_call"  # the model ended its turn with neither a call nor an answer
     MAX_TURNS = "max_turns"  # a further call after max_env_steps observations
-    MAX_TOKENS = "max_tokens"  # the tokens of the completion, or of a turn outside a call, are spent
+    MAX_TOKENS = "max_tokens"  # the token budget of the completion, or of a turn outside a call, is used up
     CONTEXT_LENGTH = "context_length"  # the model's context is full
-    ENVIRONMENT_STOP = "environment_stop"  # the environment said so
+    ENVIRONMENT_STOP = "environment_stop"  # the environment ended the conversation
     ENVIRONMENT_ERROR = "environment_error"  # the environment raised or hung; the rollout is not trained on
     AGENT_DONE = "agent_done"  # the agent returned
     AGENT_ERROR = "agent_error"  # the agent raised, or never called the model; the rollout is not trained on
@@ -34,7 +34,7 @@ FAILURES = (StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR, StopReason.AGE
 
 @dataclass(frozen=True)
 class ToolCall:
-    """What the model asked for. `error` says why it cannot be run: the policy's mistake, which it gets to read."""
+    """One tool call that the model wrote. `error` says why it cannot run, as the model reads it; None: it can run."""
 
     name: str | None
     arguments: dict[str, Any]
@@ -43,43 +43,43 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gave, as text that the model reads. A tool may return one, to give its turn a reward."""
+    """The result of a tool call, as the model reads it. A tool may return one to give the calling turn a reward."""
 
     text: str
     error: str | None = None  # "call" (the policy's mistake), "tool" (it raised), "timeout"
     seconds: float = 0.0
-    reward: float | None = None  # of the turn that called
-    pictures: tuple[Any, ...] = field(default=(), repr=False, compare=False)  # keeps those that `text` marks
+    reward: float | None = None  # added to the reward of the turn that called
+    pictures: tuple[Any, ...] = field(default=(), repr=False, compare=False)  # the images that `text` refers to
 
 
 @dataclass
 class Reply:
-    """What an environment says after a turn. At most one of the first four is set.
+    """The reply of an environment to a turn. At most one of the first four fields is set.
 
-    Nothing set: the results of the turn's calls are appended; without a call the conversation ends.
+    If none is set, the results of the turn's calls are appended; without a call the conversation ends.
     """
 
-    messages: list[Message] | None = None  # what the model reads next, behind the results
-    continuation: str | None = None  # put behind the turn's own text, which then goes on
-    history: list[Message] | None = None  # in place of all that was said: a new record begins
-    stop: bool = False
-    reward: float | None = None  # of this turn
+    messages: list[Message] | None = None  # what the model reads next, after the results
+    continuation: str | None = None  # appended to the turn's own text, which the model then continues
+    history: list[Message] | None = None  # replaces the whole conversation so far: a new record begins
+    stop: bool = False  # ends the conversation
+    reward: float | None = None  # the reward of this turn
     info: dict[str, Any] = field(default_factory=dict)  # for rewards and the log
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One sampled continuation: ids as sampled, their logprobs under the sampling distribution (None: not known)."""
+    """One sampled continuation: its token ids, and their logprobs under the sampling distribution (None: unknown)."""
 
     token_ids: list[int]
     logprobs: list[float] | None
     finish_reason: str  # "stop" (end-of-turn token or stop text) or "length"
-    saw: bytes | None = None  # `hash_of_ids` of what the backend says it read
-    policy_versions: tuple[int, int] | None = None  # of the oldest and newest weights it may be from
+    saw: bytes | None = None  # `hash_of_ids` of the prompt that the backend reports to have read
+    policy_versions: tuple[int, int] | None = None  # the oldest and the newest weights that may have sampled it
 
 
 class Parsed(typing.NamedTuple):
-    """What a tool format reads in a turn."""
+    """The text, calls and answer that a tool format reads in a turn."""
 
     text: str  # without the token that ended the turn
     calls: list[ToolCall] = []
@@ -88,7 +88,7 @@ class Parsed(typing.NamedTuple):
 
 
 class Context(typing.NamedTuple):
-    """What the model reads before a turn, where the history was edited before it."""
+    """The messages and ids that the model reads before a turn, if the history was edited before it."""
 
     messages: list[Message]
     ids: list[int]  # generation prompt included
@@ -97,45 +97,45 @@ class Context(typing.NamedTuple):
 
 @dataclass
 class Turn:
-    """One model turn and what the environment answered."""
+    """One turn of the model, with its calls and their results, and the environment's reply."""
 
-    token_ids: list[int]  # as sampled, cut after the token that completes the turn
+    token_ids: list[int]  # as sampled, truncated after the token that completes the turn
     logprobs: list[float] | None
     text: str
     finish_reason: str
     calls: list[ToolCall] = field(default_factory=list)
     results: list[ToolResult] = field(default_factory=list)  # one per call that was answered, as the model reads them
     answer: str | None = None
-    messages: list[Message] = field(default_factory=list)  # what was appended behind the turn
-    continuation: str | None = None  # the environment's text behind the turn's own, which the next turn goes on
+    messages: list[Message] = field(default_factory=list)  # what was appended after the turn
+    continuation: str | None = None  # text that the environment appended to the turn's own; the next turn continues it
     observation_ids: list[int] = field(default_factory=list)  # end of turn, messages, generation prompt
     context: Context | None = None  # None: the model read all that was before this turn, or up to the turn `after`
     after: int | None = None  # the turn that this one goes on from; None: the one before it
-    trained: bool = True  # False: its tokens are only read, as those of observations
+    trained: bool = True  # False: its tokens are only read, like those of observations
     mask: list[int] | None = None  # per token 1, or 0 for one that is only read; None: all ones
-    went_on: bool = False  # the other side replied to it, or went on from it, in whatever record
+    went_on: bool = False  # the other side replied to it or continued it, in any record
     reward: float | None = None  # from the environment's reply
     info: dict[str, Any] = field(default_factory=dict)  # from the environment's replies
     state_key: Any = None  # names the state in which the turn began (`gigpo`); None: the whole conversation so far
     open_thinking: bool = False
     seconds: float = 0.0  # of generation
-    generations: list[Generation] = field(default_factory=list, repr=False, compare=False)  # what it was made of
+    generations: list[Generation] = field(default_factory=list, repr=False, compare=False)  # its samples
     tools: list[dict[str, Any]] | None = None  # that an agent offered, as JSON schemas, where its record begins
 
     @property
     def tool_call(self) -> ToolCall | None:
-        """The first call."""
+        """The turn's first tool call, None without a call."""
         return self.calls[0] if self.calls else None
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The calls that could be read, as TRL and chat templates have them."""
+        """The valid calls in the form of TRL and of chat templates: dicts with `type` and `function`."""
         calls = [call for call in self.calls if call.name is not None and call.error is None]
         return [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls]
 
     @property
     def messages_with_results(self) -> list[Message]:
-        """`messages`, with the results that the format xml puts into messages of the user in messages of role tool."""
+        """The messages after the turn, with all results in messages of role `tool` (`xml` writes them as the user)."""
         shown = list(self.messages)
         for k, (message, call, result) in enumerate(zip(self.messages, self.calls, self.results)):
             if message["role"] == "user" and result.text in message["content"]:
@@ -144,7 +144,7 @@ class Turn:
 
     @property
     def observation(self) -> str | None:
-        """What the model got to read after this turn: the results without their tags, else the messages."""
+        """The text that the model reads after this turn: the results without tags, otherwise the messages."""
         if not self.messages:
             return None
         texts = [result.text for result in self.results] or [str(message["content"]) for message in self.messages]
@@ -152,17 +152,17 @@ class Turn:
 
     @property
     def observed(self) -> bool:
-        """Whether something came of this turn: a call was answered, or the other side replied or went on from it.
+        """Whether the turn has an observation: a call was answered, or the other side replied to it or continued it.
 
         It is a fact about the conversation and not about what the model read: the last turn of a game, whose move was
-        made, is observed though nobody reads its result. `mt_grpo` asks which rollouts have such a turn, and a turn
+        made, has one though nobody reads its result. `mt_grpo` asks which rollouts have such a turn, and a turn
         reward that is one number per rollout is credited up to the first one (`RewardTable`).
         """
         return self.went_on or bool(self.results or self.messages or self.continuation)
 
     @property
     def error(self) -> str | None:
-        """The first error of its results: "call" (the policy's mistake), "tool" (it raised), "timeout"."""
+        """The first error among the turn's results: "call" (the policy's mistake), "tool" (it raised), "timeout"."""
         return next((result.error for result in self.results if result.error), None)
 
     @property
@@ -170,24 +170,24 @@ class Turn:
         return sum(result.seconds for result in self.results)
 
     def per_token(self, value: int, masked: int) -> list[int]:
-        """For each sampled token `value`, or `masked` where its mask is 0."""
+        """A list with one number per sampled token: `value`, or `masked` if the token's mask is 0."""
         return [value] * len(self.token_ids) if self.mask is None else [value if one else masked for one in self.mask]
 
 
 def join(parts: typing.Iterable[list]) -> list:
-    """One list of them all."""
+    """Concatenate lists into one list."""
     return list(itertools.chain.from_iterable(parts))
 
 
 class TurnTokens:
-    """Lists over the tokens of turns, each C long: what was sampled, and what was only read."""
+    """Lists with one entry per token of the turns, (C,): sampled ids, and ids that were only read."""
 
     turns: list[Turn]
     numbers: list[int] | None = None  # of the turns in the rollout; None: 0, 1, ...
 
     @property
     def owners(self) -> list[int]:
-        """For each turn its index in the rollout, -1 for one that is not trained on."""
+        """One number per turn: its index in the rollout, or -1 if it is not trained on."""
         numbers = range(len(self.turns)) if self.numbers is None else self.numbers
         return [k if turn.trained else -1 for k, turn in zip(numbers, self.turns)]
 
@@ -220,10 +220,10 @@ class TurnTokens:
 
 
 def with_turns(messages: list[Message], turns: list[Turn], begun: bool = True) -> list[Message]:
-    """Messages, and behind them those of the turns. A turn that goes on where the last one ended is of its message.
+    """Append the messages of turns. A turn that continues the one before it is joined to the message of that one.
 
     `begun`: whether an assistant's message at the end of `messages` is the beginning of the first turn. At the end of
-    a prompt it is a message of its own: the generation prompt stands behind it.
+    a prompt it is a message of its own: the generation prompt follows it.
 
     >>> prompt = [{"role": "assistant", "content": "So"}]
     >>> [[m["content"] for m in with_turns(prompt, [Turn([1], None, " 4", "stop")], begun)] for begun in (True, False)]
@@ -241,7 +241,7 @@ def with_turns(messages: list[Message], turns: list[Turn], begun: bool = True) -
 
 @dataclass(frozen=True)
 class Record(TurnTokens):
-    """What one row of the loss is made of: turns of which each goes on from the one before it.
+    """One sequence of ids that the loss reads: turns that each go on from the one before.
 
     INVARIANT: `prompt_ids + completion_ids` is what the model saw and sampled. Every turn is in one record.
     """
@@ -272,46 +272,46 @@ class Rollout(TurnTokens):
 
     prompt_messages: list[Message]
     prompt_ids: list[int]
-    index: int = 0  # position in the whole batch: rank * B + i; only `place` changes it
+    index: int = 0  # position in the whole batch, rank * B + i; only `place` changes it
     turns: list[Turn] = field(default_factory=list)
     stop_reason: StopReason | None = None  # None: still open
-    policy_version: int = 0  # weight changes (optimizer steps, loads) before the weights that it began with
-    row: dict[str, Any] = field(default_factory=dict)  # of the dataset
-    environment: Any = None  # this conversation's own, if it has one
-    first_messages: list[Message] | None = None  # what the environment's `reset` made of the prompt
-    reward: float | None = None  # what the environment's `get_reward` gave
+    policy_version: int = 0  # number of weight changes (optimizer steps, loads) when it began
+    row: dict[str, Any] = field(default_factory=dict)  # the row of the dataset
+    environment: Any = None  # this conversation's own instance, if it has one
+    first_messages: list[Message] | None = None  # the prompt after the environment's `reset`
+    reward: float | None = None  # the return value of the environment's `get_reward`
     tools: dict[str, Any] | None = None  # name -> function, with those of its environment; None: the tools of all
-    edited: Context | None = None  # what the model reads next, where the history was edited after the last turn
-    error: Exception | None = None  # of its environment, with `environment_error`; of a prompt that fills the context
-    abandoned: bool = False  # a call into its environment was given up, and may still run
+    edited: Context | None = None  # what the model reads next, if the history was edited after the last turn
+    error: Exception | None = None  # from its environment, with `environment_error`, or from a too long prompt
+    abandoned: bool = False  # a call into its environment was abandoned, and may still run
     given_up: list[Any] = field(default_factory=list, repr=False)  # futures of such calls, done when a call is over
-    pictures: list[Any] = field(default_factory=list, repr=False, compare=False)  # keeps those of its messages
-    rendered: Any = field(default=None, repr=False, compare=False)  # `PromptCache` of its batch; None: no other's
+    pictures: list[Any] = field(default_factory=list, repr=False, compare=False)  # the images of its messages
+    rendered: Any = field(default=None, repr=False, compare=False)  # the `PromptCache` of its batch, None without one
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A rollout with another one's index would wait for ever where a process generates for all of them at once.
         if name == "index" and "index" in self.__dict__:
             raise AttributeError(
-                f"rollout.index is the trainer's: it is {self.index}, got {value!r:.100}. Expected that it stays. "
-                "Keep numbers of your own elsewhere, such as in the reply's `info`."
+                f"rollout.index is set by the trainer and cannot be changed from {self.index} to {value!r:.100}. Keep "
+                "numbers of your own elsewhere, such as in the reply's `info`."
             )
         super().__setattr__(name, value)
 
     def place(self, index: int) -> None:
-        """Give the rollout its position in the batch. Only the trainer does."""
+        """Set the rollout's position in the batch. Only the trainer calls this."""
         self.__dict__["index"] = index
 
     @property
     def failed(self) -> bool:
-        """Whether the other side failed, and not the policy: such a rollout is not trained on.
+        """Whether the environment or agent failed, and not the policy. Such a rollout is not trained on.
 
-        So it did where its prompt fills the context, and there was no turn.
+        A prompt that fills the context, so that there is no turn, counts as such a failure.
         """
         return self.stop_reason in FAILURES or (self.stop_reason == StopReason.CONTEXT_LENGTH and not self.turns)
 
     @property
     def records(self) -> list[Record]:
-        """At least one. A further one begins at each turn that reads a context of its own.
+        """The records of the rollout, at least one. Each turn with a context of its own begins another one.
 
         INVARIANT: of all turns that go on from the same one, at most one has no such context.
         """
@@ -329,14 +329,14 @@ class Rollout(TurnTokens):
 
     @property
     def messages(self) -> list[Message]:
-        """The completion as messages: assistant turns, and what was appended behind them, as the model saw it."""
+        """The completion as messages: assistant turns, and what was appended after them, as the model saw it."""
         return with_turns([], self.turns)
 
     @property
     def completion(self) -> list[Message]:
-        """`messages` as reward functions get them, in TRL's shape in every tool format.
+        """The completion as reward functions get it: messages in TRL's form, whatever the tool format.
 
-        A turn has its calls that could be read as `tool_calls`, beside its text as the model wrote it. Results are
+        A turn has its valid calls as `tool_calls`, next to its text as the model wrote it. Results are
         messages of role `tool`, with the tool's name.
 
         >>> turn = Turn([1], None, "<tool>...</tool>", "stop", [ToolCall("add", {"a": 2})], [ToolResult("5")])
@@ -360,9 +360,9 @@ class Rollout(TurnTokens):
 
     @property
     def begun(self) -> str:
-        """The beginning of the message that the next turn goes on with (`Reply.continuation`); empty: it begins one.
+        """The text that the next turn continues (`Reply.continuation`), empty if the turn begins a new message.
 
-        Calls that were read are not in it: they are their turn's.
+        It leaves out calls that were read: they belong to their turn.
 
         >>> turns = [Turn([1], None, "So <answer>", "stop", continuation="It"), Turn([2], None, " is", "length")]
         >>> turns[1].continuation = " not "
@@ -391,7 +391,7 @@ class Rollout(TurnTokens):
 
     @property
     def history_ids(self) -> list[int]:
-        """The ids that the model reads next."""
+        """The token ids that the model reads next: prompt and completion of the current record."""
         if self.edited is not None:
             return self.edited.ids
         record = self.records[-1]
@@ -399,13 +399,13 @@ class Rollout(TurnTokens):
 
     @property
     def new_tokens(self) -> int:
-        """What max_completion_length counts: sampled tokens and what was newly read, over all records."""
+        """The number of tokens that max_completion_length counts: sampled and newly read ones, over all records."""
         contexts = [*(turn.context for turn in self.turns), self.edited]
         own = sum(len(turn.token_ids) + len(turn.observation_ids) for turn in self.turns)
         return own + sum(context.new_tokens for context in contexts if context is not None)
 
 
-# What fits where: the shapes of an environment, a tool format and a backend. A class needs no import to have one.
+# The protocols of an environment, a tool format and a backend. A class implements one without importing it.
 
 
 class Environment(Protocol):
@@ -416,16 +416,16 @@ class Environment(Protocol):
     """
 
     def reset(self, **row: Any) -> str | list | None:
-        """Begin anew with a dataset row. Text is joined to the last message; messages replace the prompt."""
+        """Begin a conversation for a dataset row. Text extends the last message; messages replace the prompt."""
 
     def respond(self, rollout: Rollout, turn: Turn) -> Reply | None:
-        """What follows a turn, whose calls have run. None: the results are appended, or, without a call, the end."""
+        """Reply to a turn whose calls have run. None: append its results, or end the conversation without a call."""
 
     def get_reward(self) -> float:
-        """The outcome reward, asked for once, after the conversation."""
+        """Return the outcome reward. Called once, after the conversation."""
 
     def conversation_over(self) -> None:
-        """Called when the conversation is over, whatever ended it. Others of the batch may still go on.
+        """Called when the conversation is over, for whatever reason. Others of the batch may still go on.
 
         `most_conversations` of the class is how many of its conversations may be open at a time, in a process.
         """
@@ -435,7 +435,7 @@ class Environment(Protocol):
 
 
 class ToolFormat(Protocol):
-    """How a model writes calls and answers, and how it reads results: one object per tokenizer."""
+    """Reads calls and answers in a model's text, and writes results for it. One object per tokenizer."""
 
     call_format: str  # an example of a call, for a policy that wrote it wrong
     stops: tuple[str, ...]  # texts that may end a turn
@@ -448,7 +448,7 @@ class ToolFormat(Protocol):
         """The texts at which the next request of a turn stops, of which `ids` have been sampled so far."""
 
     def stopped_early(self, ids: list[int], prompt_ids: list[int]) -> bool:
-        """Whether a request that stopped did so inside thinking, or at its close, so that the turn goes on."""
+        """Whether a request stopped inside thinking, or at its end, so that the turn goes on."""
 
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
         """How many of the sampled ids make the turn, and whether something in them ends it."""
@@ -462,7 +462,7 @@ class ToolFormat(Protocol):
     ) -> Parsed:
         """The text, the calls and the answer of a whole turn. `tools` tell numbers from text, if a format must.
 
-        `lead` is the beginning of the message that the turn goes on with (`Rollout.begun`); empty: it begins one.
+        `lead` is the text that the turn continues (`Rollout.begun`), empty if it begins a new message.
         """
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
@@ -471,19 +471,19 @@ class ToolFormat(Protocol):
     def fit(
         self, turn: Turn, further: list[Message], most: float, limit: int
     ) -> tuple[list[ToolResult], list[Message], list[int]] | None:
-        """(results, messages, ids) behind a turn in at most `most` tokens, None if they do not fit."""
+        """(results, messages, ids) after a turn in at most `most` tokens, None if they do not fit."""
 
     def suffix_ids(self, calls: list[ToolCall], messages: list[Message], sampled: list[int]) -> list[int]:
-        """Ids from the end of a sampled turn, over the messages behind it, to the next generation prompt."""
+        """Ids from the end of a sampled turn, over the messages after it, to the next generation prompt."""
 
     def text_ids(self, suffix: str) -> list[int]:
-        """Ids of a text that stands behind other text."""
+        """Token ids of a text that follows other text."""
 
 
 class Backend(Protocol):
-    """Token ids in, sampled ids out."""
+    """A generation backend: token ids in, sampled ids out."""
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None, index: int
     ) -> Generation:
-        """Sample one continuation."""
+        """Sample one continuation of at most `max_tokens` tokens. `index` is the position of the rollout."""

@@ -1,4 +1,4 @@
-"""Rewards for arithmetic with a calculator tool: the smallest task that shows turn credit.
+"""Rewards for arithmetic with a calculator tool: the smallest task that shows credit per turn.
 
 Recipe: `reward_fn: rewards/calculator_reward.py`. Dataset column: `answer`, the result as a string like "1889", or a
 worked solution, whose result follows `####`.
@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", re.ASCII)  # no 
 
 
 def _answer(turns: list[Any]) -> str | None:
-    """Return what the last turn answers, None without an answer."""
+    """Return the answer of the last turn, None without an answer."""
     return turns[-1].answer if turns else None
 
 
@@ -61,7 +61,7 @@ def tool_execution_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) ->
 
 
 def result_found_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
-    """Reward the call that computes the answer: 0.5 if a successful result is the gold number, and nothing else.
+    """Reward the call that computes the answer: 0.5 if a successful result is exactly the gold number.
 
     Range: 0.0 or 0.5. None: the row's answer is not a number.
 
@@ -84,8 +84,8 @@ def result_found_reward_func(rollout_turns: list[list[Any]], answer: list[Any], 
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Reward the right answer: 1.0 if the last turn's answer is the gold number.
 
-    Thousands commas, surrounding white space and a trailing `.0` make no difference; a unit, a word, an exponent or a
-    sum does.
+    Thousands commas, surrounding white space and a trailing `.0` are ignored; a unit, a word, an exponent or a
+    sum is not.
 
     Range: 0.0 or 1.0. None: the row's answer is not a number.
 

@@ -1,7 +1,7 @@
 """Rewards for a chain of calculations, one operation per call (`dataset_name: chain`, `tools/step_calculator.py`).
 
-The turn rewards are lists, one entry per turn: a turn is judged by its own results. The rows have `steps`, the values
-after each operation as text, of which the last is `answer`; without them one call is expected to find the answer.
+The turn rewards are lists, one entry per turn: each turn is rewarded for its own results. The rows have `steps`, the
+values after each operation as text, the last of which is `answer`; without `steps` one call has to find the answer.
 
 Needs: nothing beyond Python's standard library.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def _answer(turns: list[Any]) -> str | None:
-    """Return what the last turn answers, None without an answer."""
+    """Return the answer of the last turn, None without an answer."""
     return turns[-1].answer if turns else None
 
 
@@ -27,8 +27,8 @@ def right_step_reward_func(
 ) -> list[list[float | None]]:
     """Reward each call that takes the chain one step further: 0.3 if its result is the value after the next operation.
 
-    The next operation is the one after the last right result, so a wrong step is not rewarded and not forgotten. 0.0
-    for other calls, failed ones included; None for a turn that got no result.
+    The next operation is the one after the last right result, so a wrong step has to be repeated. 0.0 for other calls,
+    failed ones included; None for a turn that got no result.
     """
     rewards = []
     for turns, values in zip(rollout_turns, steps or [[gold] for gold in answer], strict=True):

@@ -21,7 +21,7 @@ _NO_UNITS = {"and", "or", "plus", "minus", "k", "hundred", "thousand", "million"
 
 
 def _answer(turns: list[Any]) -> str | None:
-    """Return what the last turn answers, None without an answer."""
+    """Return the answer of the last turn, None without an answer."""
     return turns[-1].answer if turns else None
 
 
@@ -37,9 +37,9 @@ def _results(turns: list[Any]) -> list[str | None]:
 def _number(text: str) -> Decimal | None:
     r"""Return the number that the text gives as the answer, None if it gives none or several.
 
-    The text is the number alone, or `\boxed{}` holds it. A currency sign, a percent sign, a unit of up to four words,
-    thousands commas, a trailing `.0` and a final period make no difference. A word before the number, another number
-    and an expression do.
+    The text is only the number, or has it in `\boxed{}`. A currency sign, a percent sign, a unit of up to four words,
+    thousands commas, a trailing `.0` and a final period are ignored. A word before the number, another number and an
+    expression are not.
 
     >>> [str(_number(text)) for text in ["$1,800", "50%", "42 apples", r"That is 6*7 = \boxed{42}."]]
     ['1800', '50', '42', '42']
@@ -51,7 +51,7 @@ def _number(text: str) -> Decimal | None:
 
 
 def _plain(text: str) -> Decimal | None:
-    """Return the number of a text that holds nothing else but its sign and its unit."""
+    """Return the number of a text that contains nothing else but a sign and a unit."""
     match = _AMOUNT.fullmatch(_LATEX.sub("", text).strip())
     if match is None:
         return None

@@ -1,13 +1,13 @@
-"""A turn is worth what it found: how much likelier the right answer became by what the turn's calls brought.
+"""Information gain as turn reward: how much more likely a turn's results make the right answer.
 
 Recipe: `reward_fn: rewards/information_gain.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`,
-a list of accepted answers, or one. The turn reward asks the policy itself (its parameter `policy`), so nobody has to
-pay turns (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). A copy is edited at the four names below, and at the last
-lines: `reference_gain_reward_func` asks the reference model, whose measure stays the same while the policy learns.
+a list of accepted answers, or one. The turn reward is computed with the policy itself (parameter `policy`), so the
+task needs no turn rewards of its own (IGPO, arXiv 2510.14967; TRACE, arXiv 2607.13988). To adapt a copy, edit the four
+constants and the last lines: `reference_gain_reward_func` uses the reference model, which does not change.
 
-The results of a turn are compared with empty results, in the same context. Compared with the context before the turn,
-most searches of a weak policy would get a negative reward, since a useless passage is in the way: that pays for not
-searching. A gain may be negative, so `scale_rewards: mean` does not go with it.
+A turn's results are compared with empty results in the same context. Compared with the context before the turn, most
+searches of a weak policy would get a negative reward, since a useless passage distracts it, which would reward not
+searching. A gain may be negative, so `scale_rewards: mean` is not supported.
 
 Needs: nothing beyond Python's standard library.
 """
@@ -18,25 +18,25 @@ import re
 import string
 from typing import Any
 
-# What stands before the answer. It is given, and only the answer itself is scored: with the tag scored too any first
-# turn earns what it takes to begin an answer. A model that thinks first needs `</think>` in it.
+# The text before the answer. Only the answer itself is scored: if the tag were scored, too, any first turn would be
+# rewarded for making an answer more likely at all. A model that thinks first needs `</think>` in it.
 OPENING = "<answer>"
-# `logprob`: the difference of mean logprobs per token. `probability`: of geometric mean probabilities, as in IGPO.
+# `logprob`: difference of mean logprobs per token. `probability`: of geometric mean probabilities, as in IGPO.
 MEASURE = "logprob"
-# False: the turn's own text is left out of both contexts, so that only the result counts, whatever was said before it.
+# False: leave the turn's own text out of both contexts, so that only the result counts.
 OWN_TEXT = True
-SCALE = 0.1  # of the reward: good searches gain some nats per token
+SCALE = 0.1  # factor of the reward: good searches gain a few nats per token
 
 
 def _words(text: str) -> str:
-    """The words of a text without case and punctuation, with a space on either side; a number keeps its minus."""
+    """Return the words of a text without case and punctuation, with outer spaces; a number keeps its minus."""
     text = re.sub(r"(?<![\w.])-(?=\d)", "minus ", text.casefold())
     text = "".join(" " if c in string.punctuation else c for c in text)
     return f" {' '.join(word for word in text.split() if word not in ('a', 'an', 'the'))} "
 
 
 def _golds(answer: Any) -> list[str]:
-    """The accepted answers."""
+    """Return the accepted answers of a row, each once."""
     if isinstance(answer, dict):
         aliases = answer.get("aliases") or []
         answer = [answer.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
@@ -45,7 +45,7 @@ def _golds(answer: Any) -> list[str]:
 
 
 def _begs(turn: Any, golds: list[str]) -> bool:
-    """Whether a call of the turn names an accepted answer: its result may merely repeat it."""
+    """Return whether a call of the turn contains an accepted answer, which its result may merely repeat."""
     asked = _words(" ".join(str(value) for call in turn.calls for value in (call.arguments or {}).values()))
     return any(_words(gold) in asked for gold in golds if _words(gold).strip())
 
@@ -58,14 +58,14 @@ def _mean(logprobs: list[float]) -> float:
 def information_gain_reward_func(
     rollout_turns: list[list[Any]], turn_contexts: list[list[list[int]]], policy: Any, answer: list[Any], **kwargs: Any
 ) -> list[list[float | None]]:
-    """`SCALE` times what a turn's results gained; of several accepted answers the likeliest counts, on either side.
+    """Reward turns whose results make the answer more likely: `SCALE` times the gain over empty results.
 
-    None for a turn without results, for one whose call names the answer itself, where the row has no answer, where no
-    answer fits into the context, and for a turn behind which the environment wrote another history or went on in the
-    turn's own words. Results that the rollout had before cannot gain again: 0.0, or what they cost the first time.
+    With several accepted answers, the most likely one counts, in both contexts. None: the turn has no result, its call
+    contains the answer, the row has no answer, no answer fits into the context, or the environment replaced the
+    history after the turn or continued its text. Repeated results earn 0.0, or their first reward if it was negative.
 
-    What it costs is logged as `information_gain/tokens`: the ids that the policy was asked to read, a mean over ranks
-    and calls.
+    The cost is logged as `information_gain/tokens`: the ids that the policy had to read, averaged over ranks and
+    calls.
     """
     log_metric = kwargs.get("log_metric") or (lambda name, value: None)
     opening = policy.encode(OPENING)
@@ -113,7 +113,7 @@ def reference_gain_reward_func(
     answer: list[Any],
     **kwargs: Any,
 ) -> list[list[float | None]]:
-    """The same by the reference model, as in TRACE: `beta` above 0 loads it, or it is the base of a LoRA."""
+    """Reward information gain as measured by the reference model (TRACE): `beta` above 0, or the base of a LoRA."""
     return information_gain_reward_func(rollout_turns, turn_contexts, reference, answer, **kwargs)
 
 
@@ -128,7 +128,7 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
     rewards = []
     for turns, golds in zip(rollout_turns, map(_golds, answer), strict=True):
         text = (turns[-1].answer if turns else None) or ""
-        # An answer of no words, such as "A" or "+", is compared as it is written.
+        # An answer without words, such as "A" or "+", is compared as it is written.
         same = any(_words(text) == _words(g) if _words(g).strip() else text.strip() == g for g in golds)
         rewards.append(float(same) if golds else None)
     return rewards

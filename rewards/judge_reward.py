@@ -1,33 +1,33 @@
-"""Rewards from a judge: a language model behind any server that speaks OpenAI's `/v1/chat/completions`.
+"""Rewards from a judge: a language model on any server with OpenAI's `/v1/chat/completions`.
 
 Recipe: `reward_fn: rewards/judge_reward.py`, with the judge's address in the environment. Dataset column: `answer`, if
 the rows have accepted answers. Needs: `aiohttp`. The variables are read at every batch:
 
 | variable | meaning | default |
 |---|---|---|
-| `JUDGE_URL` | the server's base, such as `http://127.0.0.1:8001/v1` | required |
-| `JUDGE_MODEL` | the model's name | the only one of `/models`, asked for at first use |
-| `JUDGE_API_KEY` | sent as bearer token; in no error message | none |
-| `JUDGE_CONCURRENCY` | requests at a time, per function and rank | 32 |
+| `JUDGE_URL` | the server's base URL, such as `http://127.0.0.1:8001/v1` | required |
+| `JUDGE_MODEL` | the model's name | the only one of `/models`, requested at first use |
+| `JUDGE_API_KEY` | sent as bearer token, never shown in error messages | none |
+| `JUDGE_CONCURRENCY` | concurrent requests, per function and rank | 32 |
 | `JUDGE_TIMEOUT` | seconds that one request may take | 60 |
-| `JUDGE_COMPARES` | `1`: answers of a group are graded together, in one request; read once | none |
+| `JUDGE_COMPARES` | `1`: grade the answers of a group together, in one request; read once | none |
 
-A judge on a GPU of its own: `CUDA_VISIBLE_DEVICES=7 vllm serve Qwen/Qwen3-8B --host 127.0.0.1 --port 8001`. It thinks
-before it answers, for which there is no room here: set `EXTRA_BODY` below as its comment says.
+A judge on a GPU of its own: `CUDA_VISIBLE_DEVICES=7 vllm serve Qwen/Qwen3-8B --host 127.0.0.1 --port 8001`. This model
+thinks before it answers, and the replies here are too short for that: set `EXTRA_BODY` below as its comment says.
 
-Errors. After connection errors, timeouts and the statuses in `RETRY_STATUSES` a request is sent again, in all
-`ATTEMPTS` times. Then, and for any other status at once, a RuntimeError with URL, status and answer ends the batch: a
-judge that fails never becomes a score. A reply without a readable score is the judge's own mistake: None for what was
-asked, counted in the metric `judge/unreadable_frequency`; if more than half of a batch's replies are unreadable, an
-error. Keep `ATTEMPTS * (JUDGE_TIMEOUT + MAX_WAIT_SECONDS)` below the recipe's `reward_timeout`, whose error says less.
+Errors. After connection errors, timeouts and the statuses in `RETRY_STATUSES` a request is sent again, up to
+`ATTEMPTS` times in total. Then, and for any other status at once, a RuntimeError with URL, status and answer ends the
+batch: a failing judge never becomes a score. A reply without a readable score is the judge's own mistake: its reward
+is None, counted in the metric `judge/unreadable_frequency`; more than half unreadable replies in a batch are an error.
+Keep `ATTEMPTS * (JUDGE_TIMEOUT + MAX_WAIT_SECONDS)` below the recipe's `reward_timeout`, whose error says less.
 
 Protects against: text that imitates the prompt's own tags, roles or the judge's control tokens (`_quote`), overlong
-texts (`MAX_MESSAGE_CHARS`) and responses (`MAX_RESPONSE_BYTES`), redirects, and proxies: none of the environment's is
-used, since it would get the conversations and the key, and could answer in the judge's place.
+texts (`MAX_MESSAGE_CHARS`) and responses (`MAX_RESPONSE_BYTES`), redirects, and proxies of the environment, which
+would see the conversations and the key, and could answer instead of the judge.
 
 Does not protect against: a policy that learns what the judge likes. The prompt tells the judge to ignore instructions
-in what it grades, and judges obey them all the same now and then: read the rollouts with the highest scores. Nor
-against conversations that are longer, all messages together, than the judge's context: its server refuses them.
+in what it grades, but judges sometimes follow them: read the rollouts with the highest scores. Nor against
+conversations that are longer than the judge's context in total: its server rejects them.
 
 This file imports nothing from the trainer: copy it and edit the copy, the prompts first.
 """
@@ -44,18 +44,18 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-MAX_MESSAGE_CHARS = 4000  # of each message, answer or accepted answer, about 1000 tokens of English; the middle is cut
+MAX_MESSAGE_CHARS = 4000  # per message, answer or accepted answer, about 1000 tokens of English; cut in the middle
 MAX_REPLY_TOKENS = 16
 MAX_RESPONSE_BYTES = 1 << 20  # of one HTTP response
-ATTEMPTS = 6  # requests in all, the first included
+ATTEMPTS = 6  # requests in total, including the first
 RETRY_STATUSES = (429, 500, 502, 503, 504)
-BACKOFF_SECONDS = 0.5  # wait before the second attempt; doubles with each one more, times a random 0.5 to 1
-MAX_WAIT_SECONDS = 10.0  # bounds every wait, also one that the server asks for by Retry-After
+BACKOFF_SECONDS = 0.5  # wait before the second attempt; doubles with each further one, times a random 0.5 to 1
+MAX_WAIT_SECONDS = 10.0  # limit of every wait, also of one that the server requests with Retry-After
 
-# FORK: more fields of the request. For Qwen3: {"chat_template_kwargs": {"enable_thinking": False}}
+# FORK: further fields of the request. For Qwen3: {"chat_template_kwargs": {"enable_thinking": False}}
 EXTRA_BODY: dict[str, Any] = {}
 
-# INVARIANT: whatever is filled in went through _quote, so that the only real tags are the ones written here.
+# INVARIANT: all values that are filled in are quoted with _quote, so that the only real tags are those written here.
 TURN_PROMPT = """\
 You grade one step of an assistant that answers a question with the help of tools. <conversation> holds what was said \
 so far; <call> holds the assistant's next message, which calls a tool. The call's result is not shown.
@@ -117,14 +117,14 @@ async def judged_turn_reward_func(
 ) -> list[list[float | None]]:
     """Reward each call that the judge finds a useful next step: its score of 0 to 10, divided by 10.
 
-    The judge sees the conversation up to the call, earlier results included, and not the call's own result: the choice
-    is graded, not its luck. Rollouts of a prompt that begin with the same call then ask the same, and share one reply.
+    The judge sees the conversation up to the call, earlier results included, and not the call's own result: it grades
+    the choice, not its luck. Rollouts of a prompt that begin with the same call share one request and its reply.
 
-    Range: 0.0 to 1.0 per turn. None: the turn got no result, or the judge's reply holds no readable score.
+    Range: 0.0 to 1.0 per turn. None: the turn got no result, or the judge's reply has no readable score.
 
     Raises:
-        RuntimeError: the judge fails, or most of its replies are unreadable.
-        ValueError: a variable of the environment is missing or wrong.
+        RuntimeError: The judge fails, or most of its replies are unreadable.
+        ValueError: An environment variable is missing or wrong.
     """
     requests = []  # a text or None per turn
     for prompt, turns in zip(prompts, rollout_turns, strict=True):
@@ -151,14 +151,14 @@ async def judged_answer_reward_func(
 ) -> list[float | None]:
     """Reward an answer that the judge finds right: its score of 0 to 10, divided by 10.
 
-    It is measured by the row's accepted answers (one or a list of which any will do), and by what the judge knows if
-    there are none. Only the last turn's answer is shown; 0.0 without one, and nobody is asked.
+    The judge compares it with the row's accepted answers (one, or a list of alternatives), or uses its own knowledge
+    if there are none. Only the last turn's answer is shown; without one the reward is 0.0, and no request is sent.
 
-    Range: 0.0 to 1.0. None: the judge's reply holds no readable score.
+    Range: 0.0 to 1.0. None: the judge's reply has no readable score.
 
     Raises:
-        RuntimeError: the judge fails, or most of its replies are unreadable.
-        ValueError: a variable of the environment is missing or wrong.
+        RuntimeError: The judge fails, or most of its replies are unreadable.
+        ValueError: An environment variable is missing or wrong.
     """
     requests = []  # a text or None per rollout
     for prompt, turns, gold in zip(prompts, rollout_turns, answer or [None] * len(prompts), strict=True):
@@ -182,17 +182,17 @@ async def judged_group_reward_func(
     answer: list[Any] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Reward answers by how the judge grades them beside those of the same group: a number of 0 to 10, divided by 10.
+    """Reward answers that the judge grades together with the rest of their group: a score of 0 to 10, divided by 10.
 
     A judge that is unsure of a single grade often knows which of two answers is better (as in ART's RULER). Equal
-    answers are shown once and get the same. 0.0 without an answer. The parameter `groups` makes the trainer call this
-    with whole groups. It is used in the place of `judged_answer_reward_func` where `JUDGE_COMPARES=1`.
+    answers are shown once and get the same score. 0.0 without an answer. The parameter `groups` makes the trainer call
+    this with whole groups. It replaces `judged_answer_reward_func` if `JUDGE_COMPARES=1`.
 
-    Range: 0.0 to 1.0. None: the judge's reply does not hold as many numbers as answers.
+    Range: 0.0 to 1.0. None: the judge's reply does not have as many numbers as answers.
 
     Raises:
-        RuntimeError: the judge fails, or most of at least four replies are unreadable.
-        ValueError: a variable of the environment is missing or wrong.
+        RuntimeError: The judge fails, or most of at least four replies are unreadable.
+        ValueError: An environment variable is missing or wrong.
     """
     given = [(_answer(turns) or "").strip() for turns in rollout_turns]
     shown: dict[int, list[str]] = {}  # group -> its different answers
@@ -230,9 +230,9 @@ _SCORE = re.compile(r"(?:score\s*[:=]?\s*)?([0-9]{1,2}(?:\.[0-9]+)?)(?:\s*/\s*10
 
 
 def _quote(content: Any) -> str:
-    """Return the text with a space behind all that opens a tag or a control token, cut to MAX_MESSAGE_CHARS.
+    """Return the text with a space after everything that opens a tag or a control token, cut to MAX_MESSAGE_CHARS.
 
-    The middle is cut, since a message ends with its call or answer.
+    The middle is cut out, since a message ends with its call or answer.
 
     >>> _quote('</call> a < b <|im_end|> [INST] [1] <')
     '< /call> a < b < |im_end|> [ INST] [1] < '
@@ -258,12 +258,12 @@ def _messages(messages: list[dict[str, Any]]) -> list[str]:
 
 
 def _answer(turns: list[Any]) -> str | None:
-    """Return what the last turn answers, None without an answer."""
+    """Return the answer of the last turn, None without an answer."""
     return turns[-1].answer if turns else None
 
 
 def _golds(gold: Any) -> list[str]:
-    """Return the accepted answers of a row, each once. Of a worked solution, as GSM8K's, it is what follows `####`.
+    """Return the accepted answers of a row, each once. A worked solution, like GSM8K's, has its answer after `####`.
 
     >>> _golds("3 and 4 are 7. #### 1,007"), _golds({"value": "Ada", "aliases": "Lovelace"})
     (['1007'], ['Ada', 'Lovelace'])
@@ -283,8 +283,8 @@ def _golds(gold: Any) -> list[str]:
 def _score(reply: Any) -> float | None:
     """Return a reply's score as 0.0 to 1.0, None if it has none.
 
-    The whole reply, outer white space aside, must be one number from 0 to 10, with or without `Score:` before and
-    `/10` or a full stop behind it. One number more, or a word, and it could mean another: nothing is searched for.
+    The whole reply, without outer white space, must be one number from 0 to 10, optionally with `Score:` before it
+    and `/10` or a full stop after it. A reply with another number or word could mean something else, and has none.
 
     >>> [_score(reply) for reply in ["7", " Score: 7\\n", "7/10", "2.5", "10.", "0"]]
     [0.7, 0.7, 0.7, 0.25, 1.0, 0.0]
@@ -296,7 +296,7 @@ def _score(reply: Any) -> float | None:
 
 
 def _scores(reply: Any, count: int) -> list[float] | float | None:
-    """Return a reply's scores, one by itself where `count` is 1; None unless it has so many and nothing else.
+    """Return a reply's `count` scores, a single number if `count` is 1. None if it has anything else.
 
     >>> _scores("7, 2.5,10", 3), _scores("[7, 2]", 2), _scores("7", 1), _scores("7, 2", 3), _scores("7; 2", 2)
     ([0.7, 0.25, 1.0], [0.7, 0.2], 0.7, None, None)
@@ -313,7 +313,7 @@ def _scores(reply: Any, count: int) -> list[float] | float | None:
 
 @dataclass(frozen=True)
 class _Judge:
-    """The settings of one batch."""
+    """The judge's settings for one batch, read from the environment."""
 
     url: str
     model: str | None
@@ -325,7 +325,7 @@ class _Judge:
         return RuntimeError(self._without_key(text))
 
     def start(self, content: Any) -> str:
-        """Return the start of what a server sent, for an error. The key goes first: a cut could leave half of it."""
+        """Return the start of a server's answer, for an error. The key is removed before the text is cut."""
         text = content.decode("utf-8", "replace") if isinstance(content, bytes) else str(content)
         return repr(self._without_key(text)[:300])
 
@@ -333,15 +333,15 @@ class _Judge:
         return text.replace(self.key, "[JUDGE_API_KEY]") if self.key else text  # servers repeat it in their messages
 
 
-_MODELS: dict[str, str] = {}  # URL -> model. Kept, so that another judge behind the URL in mid-run is an error
+_MODELS: dict[str, str] = {}  # URL -> model. Kept, so that a change of the judge during a run is an error
 
 
 def _settings() -> _Judge:
-    """Read the environment. Raises ValueError, which shows neither the key nor a password in the URL."""
+    """Read the environment variables. Raises ValueError, which shows neither the key nor a password in the URL."""
     url = os.environ.get("JUDGE_URL", "").strip().rstrip("/")
     if not url:
         raise ValueError(
-            "JUDGE_URL is not set. Expected the base of the judge's server: export JUDGE_URL=http://127.0.0.1:8001/v1"
+            "JUDGE_URL is not set. Set it to the judge's base URL: export JUDGE_URL=http://127.0.0.1:8001/v1"
         )
     try:
         parts = urlsplit(url)
@@ -351,13 +351,13 @@ def _settings() -> _Judge:
     if not good:
         shown = "an address with '@'" if "@" in url else repr(url)
         raise ValueError(
-            f"JUDGE_URL is {shown}. Expected a base such as http://127.0.0.1:8001/v1: http or https, without user, "
-            "password, ? and #. A key goes into JUDGE_API_KEY."
+            f"JUDGE_URL is {shown}. Expected a base URL such as http://127.0.0.1:8001/v1: http or https, without "
+            "user, password, ? and #. Set a key in JUDGE_API_KEY."
         )
     key = os.environ.get("JUDGE_API_KEY", "").strip()
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
-            f"JUDGE_API_KEY has {len(key)} characters that no header can hold. Expected printable ASCII: copy it anew."
+            f"JUDGE_API_KEY has {len(key)} characters, some of them not valid in a header. Expected printable ASCII."
         )
     concurrency, timeout = os.environ.get("JUDGE_CONCURRENCY") or "32", os.environ.get("JUDGE_TIMEOUT") or "60"
     if not (concurrency.isascii() and concurrency.isdigit() and int(concurrency) >= 1):
@@ -374,9 +374,9 @@ def _settings() -> _Judge:
 async def _ask(
     requests: list[str], log_metric: Callable | None, counts: dict[str, int] | None = None
 ) -> dict[str, Any]:
-    """Return the score of each request. Equal ones are asked once, all at the same time as far as the limit allows.
+    """Return the score of each request. Equal requests are sent once, concurrently up to the limit.
 
-    `counts`: how many scores a request asks for; it then gets a list where that is more than one.
+    `counts`: how many scores a request asks for; its result is a list if that is more than one.
     """
     judge, unique = _settings(), list(dict.fromkeys(requests))
     if not unique:
@@ -391,7 +391,7 @@ async def _ask(
         model = judge.model or await _only_model(session, judge)
 
         async def ask(text: str) -> Any:
-            async with slots:  # also during the waits between attempts: a judge that is overloaded gets less to do
+            async with slots:  # also during the waits between attempts, to relieve an overloaded judge
                 return await _reply(session, judge, model, text, (counts or {}).get(text, 1))
 
         try:
@@ -405,9 +405,9 @@ async def _ask(
     # A judge that counts answers may miscount now and then: a single reply says little.
     if 2 * len(unreadable) > len(replies) and (not counts or len(replies) >= 4):
         raise judge.failure(
-            f"{len(unreadable)} of {len(replies)} replies of the judge {model} at {judge.url} hold no score, for "
-            f"example {judge.start(unreadable[0])}. Expected numbers from 0 to 10 alone, as many as asked for. "
-            "Make the prompts clearer, switch its thinking off (EXTRA_BODY), or take another JUDGE_MODEL."
+            f"{len(unreadable)} of {len(replies)} replies of the judge {model} at {judge.url} have no score, for "
+            f"example {judge.start(unreadable[0])}. Expected only numbers from 0 to 10, as many as requested. "
+            "Make the prompts clearer, disable its thinking (EXTRA_BODY), or set another JUDGE_MODEL."
         )
     if log_metric is not None:
         log_metric("judge/unreadable_frequency", len(unreadable) / len(replies))
@@ -422,22 +422,22 @@ async def _only_model(session: aiohttp.ClientSession, judge: _Judge) -> str:
         except (KeyError, TypeError):
             raise judge.failure(
                 f"GET {judge.url}/models: status 200 {judge.start(answer)}, expected a list of models. "
-                "Set JUDGE_MODEL to the one that shall judge."
+                "Set JUDGE_MODEL to the judge's model."
             ) from None
         if len(names) != 1:
             raise judge.failure(
                 f"GET {judge.url}/models: {len(names)} models {judge.start(names)}, expected one. "
-                "Set JUDGE_MODEL to the one that shall judge."
+                "Set JUDGE_MODEL to the judge's model."
             )
         _MODELS[judge.url] = names[0]
     return _MODELS[judge.url]
 
 
 async def _reply(session: aiohttp.ClientSession, judge: _Judge, model: str, text: str, count: int = 1) -> Any:
-    """Return what the judge says: a text, or None if it says nothing."""
+    """Return the judge's reply: a text, or None if it is empty."""
     body = {
         "model": model,
-        "messages": [{"role": "user", "content": text}],  # no system message: some chat templates refuse one
+        "messages": [{"role": "user", "content": text}],  # no system message: some chat templates reject one
         "temperature": 0,
         "max_tokens": MAX_REPLY_TOKENS * count,
         **EXTRA_BODY,
@@ -448,20 +448,20 @@ async def _reply(session: aiohttp.ClientSession, judge: _Judge, model: str, text
     except (KeyError, IndexError, TypeError):
         raise judge.failure(
             f"POST {judge.url}/chat/completions: status 200 {judge.start(answer)}, expected "
-            "choices[0].message.content. Is JUDGE_URL the base of a server that speaks OpenAI's protocol?"
+            "choices[0].message.content. Is JUDGE_URL the base URL of a server with OpenAI's API?"
         ) from None
 
 
 _WHAT_TO_DO = {
-    400: "Is a text beyond its context (lower MAX_MESSAGE_CHARS), or a field of the request unknown to it?",
+    400: "Does a text exceed its context (lower MAX_MESSAGE_CHARS), or does it not know a field of the request?",
     401: "Set JUDGE_API_KEY to a key that it accepts.",
     403: "Set JUDGE_API_KEY to a key that it accepts.",
-    404: "Is JUDGE_URL the base with /v1, and JUDGE_MODEL (unset: the answer of /models at first use) served there?",
+    404: "Does JUDGE_URL end with /v1, and is JUDGE_MODEL (by default the answer of /models) served there?",
 }
 
 
 async def _request(session: aiohttp.ClientSession, judge: _Judge, method: str, path: str, body: Any = None) -> Any:
-    """Send one request, again where that may help. Return the parsed JSON of the answer with status 200."""
+    """Send one request, with retries. Return the parsed JSON of the answer with status 200."""
     url, name = f"{judge.url}{path}", f"{method} {judge.url}{path}"
     for attempt in range(1, ATTEMPTS + 1):
         wait = min(BACKOFF_SECONDS * 2 ** (attempt - 1), MAX_WAIT_SECONDS) * random.uniform(0.5, 1.0)
@@ -485,13 +485,13 @@ async def _request(session: aiohttp.ClientSession, judge: _Judge, method: str, p
         if attempt < ATTEMPTS:
             await asyncio.sleep(wait)
     raise judge.failure(
-        f"{name}: {problem}; gave up after {ATTEMPTS} attempts. Is the judge up? If it is overloaded, lower "
+        f"{name}: {problem}; gave up after {ATTEMPTS} attempts. Is the judge running? If it is overloaded, lower "
         "JUDGE_CONCURRENCY; if it is slow, raise JUDGE_TIMEOUT."
     )
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a response, of one that is too long its beginning: MAX_RESPONSE_BYTES and some more."""
+    """Return the body of a response, truncated soon after MAX_RESPONSE_BYTES."""
     content = bytearray()
     async for chunk in response.content.iter_any():
         content += chunk
@@ -509,8 +509,8 @@ def _parsed(judge: _Judge, name: str, content: bytes) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError):
         raise judge.failure(
-            f"{name}: status 200 {judge.start(content)}, expected JSON. Is JUDGE_URL the base of a server that speaks "
-            "OpenAI's protocol, such as http://127.0.0.1:8001/v1?"
+            f"{name}: status 200 {judge.start(content)}, expected JSON. Is JUDGE_URL the base URL of a server with "
+            "OpenAI's API, such as http://127.0.0.1:8001/v1?"
         ) from None
 
 

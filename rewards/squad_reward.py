@@ -1,8 +1,8 @@
-"""Rewards for questions of SQuAD with a search tool: each search is judged by itself, the answer as SQuAD judges it.
+"""Rewards for SQuAD questions with a search tool: one reward per search, and SQuAD's own metrics for the answer.
 
 Recipe: `reward_fn: rewards/squad_reward.py`. Dataset column: `answer`, TriviaQA's dict with `value` and `aliases`, a
-list of accepted answers, or one. Answers are compared as in SQuAD's own evaluation (Rajpurkar et al. 2016): without
-case, punctuation and the words a, an and the; F1 is that of the words.
+list of accepted answers, or a single one. Answers are compared as in SQuAD's own evaluation (Rajpurkar et al. 2016):
+without case, punctuation and the words a, an and the; F1 is computed over words.
 
 The turn rewards are lists, one entry per turn. Needs: nothing beyond Python's standard library.
 """
@@ -14,13 +14,13 @@ from typing import Any
 
 
 def _words(text: str) -> list[str]:
-    """The words of a text as SQuAD compares them."""
+    """Return the words of a text as SQuAD compares them."""
     text = "".join(c for c in text.casefold() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 
 
 def _golds(answer: Any) -> list[list[str]]:
-    """The words of each accepted answer; one without words is left out."""
+    """Return the words of each accepted answer; an answer without words is left out."""
     if isinstance(answer, dict):
         aliases = answer.get("aliases") or []
         answer = [answer.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
@@ -29,18 +29,18 @@ def _golds(answer: Any) -> list[list[str]]:
 
 
 def _holds(text: str, golds: list[list[str]]) -> bool:
-    """Whether the words of an accepted answer stand in the text, one after another."""
+    """Return whether the text contains the words of an accepted answer, one after another."""
     spaced = f" {' '.join(_words(text))} "
     return any(f" {' '.join(gold)} " in spaced for gold in golds)
 
 
 def _answer(turns: list[Any]) -> str:
-    """What the last turn answers; empty without an answer."""
+    """Return the answer of the last turn, an empty text without an answer."""
     return (turns[-1].answer if turns else None) or ""
 
 
 def f1(words: list[str], gold: list[str]) -> float:
-    """The harmonic mean of precision and recall of the words, as SQuAD has it.
+    """Return SQuAD's F1: the harmonic mean of precision and recall of the words.
 
     >>> f1(["in", "northern", "france"], ["northern", "france"]), f1(["spain"], ["northern", "france"]), f1([], ["x"])
     (0.8, 0.0, 0.0)
@@ -70,9 +70,9 @@ def call_ran_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[
 def answer_in_search_results_reward_func(
     rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any
 ) -> list[list[float | None] | None]:
-    """Reward the first search whose result holds the answer: 0.5. None for a turn without a result.
+    """Reward the first search whose result contains the answer: 0.5. None for a turn without a result.
 
-    A search behind one that found it earns nothing more. None for all turns where the row has no answer.
+    Searches after it earn 0.0. None for all turns if the row has no answer.
 
     >>> from mt_grpo.rollout import ToolCall, ToolResult, Turn
     >>> texts = ("The Danube.", "Rollo, a Viking, led.", "Rollo was a Viking!")
@@ -109,8 +109,8 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
 def f1_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Reward an answer that has words of an accepted one: 0.5 times the best F1. None: the row has no accepted answer.
 
-    Long answers that hold the right one earn little, and surely: where the exact answer is rare, a model learns to
-    copy the passage (docs/real_model.md).
+    A long answer that contains the right one earns a small but certain reward. If the model rarely finds the exact
+    answer, it learns to copy the passage (docs/real_model.md).
 
     >>> from mt_grpo.rollout import Turn
     >>> turn = Turn([], None, "", "stop", answer="in northern France")
@@ -122,9 +122,9 @@ def f1_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: 
 
 
 def close_answer_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
-    """Reward an answer that is nearly an accepted one: `f1_reward_func` where the F1 is at least one half, else 0.0.
+    """Reward an answer close to an accepted one: `f1_reward_func` if the F1 is at least 0.5, else 0.0.
 
-    A copied sentence has an F1 of less, and earns nothing.
+    A copied sentence has a lower F1, and earns nothing.
 
     >>> from mt_grpo.rollout import Turn
     >>> turns = [[Turn([], None, "", "stop", answer=text)] for text in ("in northern France", "Rollo led in France")]

@@ -1,7 +1,7 @@
 """Rewards for question answering with a search tool, with the values of the MT-GRPO paper (arXiv 2505.11821).
 
 Recipe: `reward_fn: rewards/triviaqa_reward.py`. Dataset column: `answer`, the accepted answers of a row (a list of
-strings, TriviaQA's dict with `value` and `aliases`, or one string; of a worked solution what follows `####`).
+strings, TriviaQA's dict with `value` and `aliases`, or one string; for a worked solution, the text after `####`).
 
 Every function takes the parsed turns of each rollout, and returns one float per rollout, or None where it does not
 apply. This file imports nothing from the trainer: copy it and edit the copy.
@@ -13,7 +13,7 @@ from typing import Any
 
 
 def _answer(turns: list[Any]) -> str | None:
-    """Return what the last turn answers, None without an answer."""
+    """Return the answer of the last turn, None without an answer."""
     return turns[-1].answer if turns else None
 
 
@@ -37,14 +37,14 @@ def _aliases(gold: Any) -> list[str]:
         aliases = gold.get("aliases") or []
         gold = [gold.get("value"), *([aliases] if isinstance(aliases, str) else aliases)]
     elif gold is None or isinstance(gold, str):
-        gold = [gold and gold.rpartition("####")[2]]  # of a worked solution, as GSM8K's, what follows the mark
+        gold = [gold and gold.rpartition("####")[2]]  # a worked solution, like GSM8K's, ends with the answer
     return [folded for alias in gold if alias is not None and (folded := _fold(str(alias)))]
 
 
 def _mentions(text: str, aliases: list[str]) -> bool:
-    """Whether the text contains an accepted answer.
+    """Return whether the text contains an accepted answer as a substring.
 
-    Contains is meant literally, as in the paper: a substring, case-folded, word boundaries or not.
+    As in the paper, case is ignored, and so are word boundaries.
     """
     folded = _fold(text)
     return any(alias in folded for alias in aliases)
@@ -97,7 +97,7 @@ def exist_answer_in_search_results(
 
 
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
-    """Reward the right answer: 1.0 if that of the last turn is, but for case and outer white space, an accepted one.
+    """Reward the right answer: 1.0 if the last turn's answer is an accepted one, up to case and outer white space.
 
     Range: 0.0 or 1.0. None: the row has no accepted answer.
 
@@ -115,7 +115,7 @@ def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[Any], *
 def exist_answer_reward_func(rollout_turns: list[list[Any]], answer: list[Any], **kwargs: Any) -> list[float | None]:
     """Reward an answer that mentions the right one: 0.5 if the last turn's answer contains an accepted answer.
 
-    An exact match contains the answer too and earns both.
+    An exact match contains the answer, too, and earns both rewards.
 
     Range: 0.0 or 0.5. None: the row has no accepted answer.
 
@@ -130,7 +130,7 @@ def exist_answer_reward_func(rollout_turns: list[list[Any]], answer: list[Any], 
     return rewards
 
 
-# The form of the text, as the paper's format has it: `<reasoning>` and then the turn's block.
+# The format of the paper: `<reasoning>`, followed by the turn's block.
 
 
 def _block(turn: Any) -> str:
@@ -141,10 +141,10 @@ def _block(turn: Any) -> str:
 def format_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
     r"""Reward the expected format: 0.2 times the mean over the turns of a score from 0 to 1.
 
-    A turn's score is 0.4 times the share of the two fields that are complete, opened and then closed; plus 0.2 for the
-    spacing, nothing but white space between `</reasoning>` and the opening of the block; plus 0.2 if it starts with
-    `<reasoning>`; plus 0.2 if it ends with the closing tag of the block; outer white space aside. These are five
-    checks of equal weight, which is how they are counted, so that a perfect rollout earns exactly 0.2.
+    A turn's score is 0.4 times the share of its two fields that are opened and then closed; plus 0.2 if only white
+    space separates `</reasoning>` and the opening of the block; plus 0.2 if it starts with `<reasoning>`; plus 0.2 if
+    it ends with the closing tag of the block. Outer white space is ignored. These are five checks of equal weight, and
+    they are counted as such, so that a perfect rollout earns exactly 0.2.
 
     Range: 0.0 to 0.2; 0.0 without a turn. Never None.
 
@@ -168,7 +168,7 @@ def format_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[fl
 
 
 def xml_tag_reward_func(rollout_turns: list[list[Any]], **kwargs: Any) -> list[float]:
-    r"""Reward clean tags: 0.2 times the mean over the turns of the share of tags that occur once.
+    r"""Reward clean tags: 0.2 times the mean over the turns of the share of tags that occur exactly once.
 
     The four tags of a turn are `<reasoning>`, `</reasoning>` and the opening and closing tag of its block. A tag that
     is missing or repeated earns nothing.

@@ -1,7 +1,7 @@
-"""Rewards for reading a digit in a corner of a picture (`tools/zoom.py`).
+"""Rewards for reading a digit in a corner of an image (`tools/zoom.py`).
 
-The rows have `corner`, the corner that is asked for, and `answer`, the digit that stands there, as text. The turn
-rewards are lists, one entry per turn: a turn is judged by its own calls.
+The rows have `corner`, the corner in the question, and `answer`, the digit in that corner, as text. The turn
+rewards are lists, one entry per turn: each turn is rewarded for its own calls.
 
 Needs: nothing beyond Python's standard library.
 
@@ -18,7 +18,7 @@ from typing import Any
 
 
 def _answer(turns: list[Any]) -> str | None:
-    """Return what the last turn answers, None without an answer."""
+    """Return the answer of the last turn, None without an answer."""
     return turns[-1].answer if turns else None
 
 
@@ -28,10 +28,10 @@ def _answer(turns: list[Any]) -> str | None:
 def right_corner_reward_func(
     rollout_turns: list[list[Any]], corner: list[str], **kwargs: Any
 ) -> list[list[float | None]]:
-    """Reward the first turn that looks where it should: 0.5 if its calls run and all ask for the row's corner.
+    """Reward the first turn that zooms into the right corner: 0.5 if its calls run and all name the row's corner.
 
-    0.0 for another corner, for a call that fails, and for looking there again; None for a turn that got no result. A
-    turn that looks everywhere has not chosen.
+    0.0 for another corner, for a call that fails, and for the same corner again; None for a turn that got no result. A
+    turn that names several corners has not chosen, and earns 0.0.
     """
     rewards = []
     for turns, asked in zip(rollout_turns, corner, strict=True):
@@ -51,7 +51,7 @@ def right_corner_reward_func(
 
 
 def exact_match_reward_func(rollout_turns: list[list[Any]], answer: list[str], **kwargs: Any) -> list[float]:
-    """Reward the right digit: 1.0 if the last turn's answer is it, else 0.0."""
+    """Reward the right digit: 1.0 if the last turn answers with it, else 0.0."""
     return [float((_answer(turns) or "").strip() == gold) for turns, gold in zip(rollout_turns, answer, strict=True)]
 
 

@@ -12,7 +12,7 @@ integers are exact.
 >>> calculator("(48 + 24) * 2 / 3"), calculator("0.1 + 0.2"), calculator("2 ** 100")
 ('48', '0.3', '1267650600228229401496703205376')
 
-Errors: every expression that has no value here raises `ValueError` (`ZeroDivisionError` for a division by zero,
+Errors: every expression that cannot be computed raises `ValueError` (`ZeroDivisionError` for a division by zero,
 `TypeError` for an expression that is not a string) with a message for the model.
 """
 
@@ -23,8 +23,8 @@ import operator
 MAX_EXPRESSION_CHARS = 500
 MAX_DEPTH = 200  # levels of the syntax tree; a sum of n terms has n levels
 MAX_INT_BITS = 1024  # about 308 digits, the range of a float
-DIGITS = 12  # significant digits of a float's 15 to 17: hides 0.1 + 0.2 = 0.30000000000000004
-DIGITS_LARGE = 15  # from 10**9 on, where 12 would cut amounts of money
+DIGITS = 12  # significant digits, of a float's 15 to 17: hides 0.1 + 0.2 = 0.30000000000000004
+DIGITS_LARGE = 15  # from 10**9 on, where 12 digits would round amounts of money
 
 ALLOWED = "only numbers, + - * / // % ** and parentheses are allowed"
 TOO_LARGE = "number too large: at most about 300 digits are allowed"
@@ -54,7 +54,7 @@ def calculator(expression: str) -> str:
 
 
 def _parse(expression: str) -> ast.expr:
-    """Parses the expression; raises unless it is short and flat enough to be evaluated by recursion."""
+    """Parse the expression. Raises unless it is short and flat enough to be evaluated by recursion."""
     if not isinstance(expression, str):
         raise TypeError(f"expression must be a string, got {type(expression).__name__}")
     expression = expression.strip()
@@ -99,7 +99,7 @@ def _evaluate(node: ast.expr) -> float:
 
 
 def _refuse(op: ast.operator, left: float, right: float) -> None:
-    """Raises, before anything is computed, if the result would be too large or not a real number."""
+    """Raise, before anything is computed, if the result would be too large or not a real number."""
     if isinstance(op, ast.Pow) and left < 0 and right != int(right):
         raise ValueError("a negative number to a fractional power is not a real number")
     if isinstance(left, float) or isinstance(right, float):
@@ -114,7 +114,7 @@ def _refuse(op: ast.operator, left: float, right: float) -> None:
 
 
 def _checked(value: float) -> float:
-    """Returns the number if it is within the limits."""
+    """Return the number if it is within the limits."""
     small = math.isfinite(value) if isinstance(value, float) else value.bit_length() <= MAX_INT_BITS
     if not small:
         raise ValueError(TOO_LARGE)
@@ -122,7 +122,7 @@ def _checked(value: float) -> float:
 
 
 def _explain(node: ast.expr) -> str:
-    """Says what stands in the expression that cannot be computed."""
+    """Say which part of the expression cannot be computed."""
     if isinstance(node, ast.Name):
         return f"unknown name {node.id!r}: {ALLOWED}"
     if isinstance(node, ast.Call):

@@ -1,4 +1,4 @@
-"""Python programs that the model writes, each in a process of its own: `tools_script: tools/python_sandbox.py`.
+"""Runs Python programs that the model writes, each in its own process: `tools_script: tools/python_sandbox.py`.
 
 Needs: Linux with util-linux (`setpriv`, `prlimit`, `unshare`), and psutil. Environment variables are read when the
 file is loaded:
@@ -6,13 +6,13 @@ file is loaded:
 | variable | meaning | default |
 |---|---|---|
 | `PYTHON_SANDBOX_SECONDS` | seconds that a program may take | 10 |
-| `PYTHON_SANDBOX_CPU_SECONDS` | seconds of computing of each of its processes | 10 |
+| `PYTHON_SANDBOX_CPU_SECONDS` | CPU seconds of each of its processes | 10 |
 | `PYTHON_SANDBOX_MEMORY_MB` | memory that each of its processes may reserve (its address space) | 1024 |
-| `PYTHON_SANDBOX_OUTPUT` | characters of what it prints that the model reads: the first and the last ones | 4000 |
-| `PYTHON_SANDBOX_PYTHON` | the interpreter | this one; as root, where other users cannot run it, `/usr/bin/python3` |
-| `PYTHON_SANDBOX_REQUIRE` | what must be there, else the run does not start: some of `user,network,processes` | none |
+| `PYTHON_SANDBOX_OUTPUT` | characters of its output that the model reads: the first and the last ones | 4000 |
+| `PYTHON_SANDBOX_PYTHON` | the interpreter | this one; as root, if other users cannot run it, `/usr/bin/python3` |
+| `PYTHON_SANDBOX_REQUIRE` | required isolation, else the run does not start: some of `user,network,processes` | none |
 
-Every call is a new process in a new folder, which is deleted behind it. No variable is kept from call to call. The
+Every call is a new process in a new folder, which is deleted afterwards. No variable is kept from call to call. The
 value of a last line that is an expression is printed, as in a notebook. `max_concurrent_tools` of the recipe says how
 many programs run at the same time (about one per core; a program's wait for its turn is not counted). `tool_timeout`
 should be longer than `PYTHON_SANDBOX_SECONDS`, so that the model reads what was printed until then.
@@ -22,14 +22,14 @@ Protects against, always:
 - address space that one process reserves, open files, core dumps, setuid programs (no new privileges)
 - the trainer's environment variables, which it does not inherit
 
-Protects against, where it can be had. What cannot is said when the run starts:
-- `user`: the trainer runs as root, and each program as a user that no other program in this container is at the same
-  time. It can read and write what all users may. At most `PROCESSES` processes run, and all of them are killed behind
-  it. It never runs as root: the limit of processes (RLIMIT_NPROC) does not bind root.
-- `network`: it has no network, not even this machine's own (a network namespace).
-- `processes`: it sees no processes of others, and none of its own stays behind, also where the trainer is killed
-  (namespaces of processes, with a /proc of its own). With `user`, too, /tmp, /var/tmp, /dev/shm and /run/lock are its
-  own, `SHARED_MB` each, and empty in every call.
+Protects against, if the machine allows it. What is missing is logged when the run starts:
+- `user`: the trainer runs as root, and each program as a user of its own, which no other program in this container has
+  at the same time. It can read and write what all users may. At most `PROCESSES` processes run, and all of them are
+  killed afterwards. It never runs as root: the limit of processes (RLIMIT_NPROC) does not bind root.
+- `network`: it has no network, not even loopback (a network namespace).
+- `processes`: it sees no other processes, and none of its own stays behind, even if the trainer is killed (a PID
+  namespace, with a /proc of its own). With `user` as well, /tmp, /var/tmp, /dev/shm and /run/lock are its own,
+  `SHARED_MB` each, and empty in every call.
 
 Does not protect against:
 - reading files that all users may read, and devices and Unix sockets that all may use (on GPU machines /dev/nvidia*)
@@ -38,12 +38,12 @@ Does not protect against:
 - with `user`, without `processes` (Docker's default): programs that outlive a trainer which is killed, until the next
   program of that user number; what they write to /tmp and /dev/shm for a later program
 - many files in its folder, memory of several processes together (at most `PROCESSES` times the limit) and memory
-  that is no address space (memfd, SysV): give the container a limit. Where memory runs out, the kernel ends programs
+  outside of the address space (memfd, SysV): give the container a limit. If memory runs out, the kernel kills programs
   first.
-- two containers of one kernel whose user numbers are the same: the kernel counts their processes together
-- faults of the Linux kernel: programs that somebody means ill with belong in a virtual machine
+- two containers of one kernel with the same user ids: the kernel counts their processes together
+- vulnerabilities of the Linux kernel: run hostile programs in a virtual machine
 
-Errors: a program that fails raises `ProgramError` with what it printed, which the model reads.
+Errors: a program that fails raises `ProgramError` with its output, which the model reads.
 """
 
 import contextlib
@@ -66,15 +66,15 @@ from typing import BinaryIO
 
 import psutil
 
-FILE_BYTES = 2**20  # of each file that a program writes, what it prints too
-PROCESSES = 32  # of a program at the same time, threads too; not without both `user` and `processes`
+FILE_BYTES = 2**20  # limit of each file that a program writes, and of its output
+PROCESSES = 32  # of a program at the same time, including threads; not without both `user` and `processes`
 FILES = 64  # open at the same time
-FIRST_USER, USERS = 64000, 1000  # user numbers that Debian gives to no one by itself
+FIRST_USER, USERS = 64000, 1000  # user ids that Debian does not assign
 SHARED_MB = 64  # of each folder that all users may write to
-ATTEMPTS = 20  # to start a program where the system has no room for a process or a file, half a second apart
+ATTEMPTS = 20  # to start a program if the system is out of processes or files, half a second apart
 PROBE_SECONDS = 60.0  # for the first program, on a busy machine
-DELETE_SECONDS = 60.0  # for a program's folder; what is left then stays
-END_SECONDS = 5.0  # that what was killed may take to be gone
+DELETE_SECONDS = 60.0  # for a program's folder; files that are left then stay
+END_SECONDS = 5.0  # that killed processes may take to be gone
 
 # The first that this machine allows. The program cannot see, stop or trace the first process of the outer namespace.
 OWN_PROCESSES = ["--pid", "--fork", "--kill-child"]
@@ -88,9 +88,9 @@ OWN_FOLDERS = (
     'tmpfs $d || exit 1; done; exec "$@"'
 )
 WITHOUT = {
-    "user": "programs run as you, and can do to your files what you can",
-    "network": "programs reach the network",
-    "processes": "programs see which processes run; as you, they may start any number and leave some behind",
+    "user": "programs run as your user, and can read and change your files",
+    "network": "programs can use the network",
+    "processes": "programs see other processes; as your user, they may start any number and leave some behind",
 }
 # Makes the program `__main__`, and keeps its own lines out of tracebacks.
 RUNNER = """
@@ -121,11 +121,11 @@ logger = logging.getLogger(__name__)
 
 
 class ProgramError(Exception):
-    """A program failed, or was stopped. Its text is what the model reads."""
+    """A program failed, or was stopped. The model reads its text."""
 
 
 def setting(name: str, default: float) -> float:
-    """A number of the environment. Raises `ValueError`."""
+    """Read a number from an environment variable. Raises `ValueError` unless it is above 0."""
     text = os.environ.get(f"PYTHON_SANDBOX_{name}") or str(default)
     try:
         value = float(text)
@@ -183,12 +183,12 @@ class Users:
 
 
 def processes_of(user: int) -> list[psutil.Process]:
-    """The processes of a user, zombies too."""
+    """The processes of a user, including zombies."""
     return [p for p in psutil.process_iter(["uids"]) if p.info["uids"] and p.info["uids"].real == user]
 
 
 def is_over(process: psutil.Process) -> bool:
-    """Whether a process is gone, or a zombie, which its parent has not waited for."""
+    """Whether a process is gone or a zombie."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -196,7 +196,7 @@ def is_over(process: psutil.Process) -> bool:
 
 
 def own_folder() -> Path:
-    """Where programs have their folders; no program may write into it. Raises `RuntimeError` if it is another's."""
+    """The parent of the programs' folders, which no program may write to. Raises `RuntimeError` if it is unsafe."""
     root = os.geteuid() == 0
     base = "/run" if root and os.access("/run", os.W_OK) else tempfile.gettempdir()
     folder = Path(base) / f"python-sandbox-{os.geteuid()}"
@@ -204,14 +204,14 @@ def own_folder() -> Path:
         folder.mkdir(mode=0o711)
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise RuntimeError(f"the Python sandbox needs {folder} as a folder of its own: delete what is there")
+        raise RuntimeError(f"the Python sandbox needs {folder} as a folder that only it writes to. Delete it.")
     return folder
 
 
 class Sandbox:
-    """How programs are run on this machine.
+    """Runs programs with the isolation that this machine allows.
 
-    Raises `RuntimeError` where none can be, or where something that is required cannot be had.
+    Raises `RuntimeError` if programs cannot be run, or if a required isolation is not available.
     """
 
     def __init__(self):
@@ -222,12 +222,12 @@ class Sandbox:
         self.namespaces, self.has, why = [], set(), {}
         missing = [name for name in ("setpriv", "prlimit", "unshare") if not shutil.which(name)]
         if missing:
-            raise RuntimeError(f"the Python sandbox needs {', '.join(missing)} of util-linux on a Linux machine")
+            raise RuntimeError(f"the Python sandbox needs {', '.join(missing)} from util-linux on a Linux machine")
         if problem := self.problem():
-            user = " as another user, and it never does as root" if self.users else ""
+            user = " as another user, and never runs one as root" if self.users else ""
             raise RuntimeError(
-                f"the Python sandbox cannot run a program{user}: {problem}. PYTHON_SANDBOX_PYTHON may name an "
-                f"interpreter that all users can run; this was {self.interpreter()}."
+                f"the Python sandbox cannot run a program{user}: {problem}. Set PYTHON_SANDBOX_PYTHON to an "
+                f"interpreter that all users can run. This was {self.interpreter()}."
             )
         self.has |= {"user"} if self.users else set()
         for names, layers in NAMESPACES.items():
@@ -241,11 +241,11 @@ class Sandbox:
         self.tell(why)
 
     def tell(self, why: dict[str, str]) -> None:
-        """Say what cannot be had. Raises `RuntimeError` for what is required."""
+        """Log which isolation is missing. Raises `RuntimeError` if it is required."""
         if self.interpreter() != sys.executable and not os.environ.get("PYTHON_SANDBOX_PYTHON"):
             logger.warning(
-                f"Python sandbox: programs run by {self.interpreter()}, without the packages of {sys.executable}, "
-                "which other users cannot run. PYTHON_SANDBOX_PYTHON may name another one."
+                f"Python sandbox: programs run with {self.interpreter()}, without the packages of {sys.executable}, "
+                "which other users cannot run. Set PYTHON_SANDBOX_PYTHON to use another one."
             )
         required = {name.strip() for name in os.environ.get("PYTHON_SANDBOX_REQUIRE", "").split(",")} - {""}
         if unknown := required - set(WITHOUT):
@@ -254,11 +254,11 @@ class Sandbox:
             if name not in self.has:
                 reason = why.get(name, "this needs root")
                 if name in required:
-                    raise RuntimeError(f"PYTHON_SANDBOX_REQUIRE: {name} cannot be had ({reason}).")
-                logger.warning(f"Python sandbox without {name!r}: {text} ({reason}).")
+                    raise RuntimeError(f"PYTHON_SANDBOX_REQUIRE: {name} is not available ({reason}).")
+                logger.warning(f"The Python sandbox runs without {name!r}: {text} ({reason}).")
 
     def problem(self) -> str | None:
-        """What is wrong with running a program by the settings so far; None if nothing is."""
+        """The problem of running a program with the current settings. None if there is none."""
         try:
             code, printed = self.run("1 + 1", PROBE_SECONDS)
         except OSError as error:
@@ -266,7 +266,7 @@ class Sandbox:
         return None if (code, printed) == (0, "2\n") else f"exit code {code}: {' '.join(printed.split())[-200:]}"
 
     def interpreter(self) -> str:
-        """The Python that programs run by. A virtual environment of root's is often closed to other users."""
+        """The Python interpreter of programs. Other users can often not run one in root's virtual environment."""
         named = os.environ.get("PYTHON_SANDBOX_PYTHON")
         folders = {*Path(sys.executable).parents, *Path(sys.executable).resolve().parents}
         closed = any(not folder.stat().st_mode & 1 for folder in folders)
@@ -297,11 +297,11 @@ class Sandbox:
 
     @property
     def has_processes(self) -> bool:
-        """Whether programs have a namespace of processes."""
+        """Whether programs have a PID namespace."""
         return any("--pid" in layer for layer in self.namespaces)
 
     def run(self, code: str, seconds: float) -> tuple[int | None, str]:
-        """(exit code, what it printed) of a program. None: it was stopped at its time."""
+        """Run a program. Returns (exit code or None if it was stopped at its time limit, output)."""
         user = self.users.take() if self.users else None
         try:
             return self.run_as(user, code, seconds)
@@ -310,7 +310,7 @@ class Sandbox:
                 self.users.give_back(user, ended=self.has_processes)
 
     def run_as(self, user: int | None, code: str, seconds: float) -> tuple[int | None, str]:
-        """`run`, as a user."""
+        """Run a program as this user. Returns the same as `run`."""
         if user:
             folder = self.folder / str(user)
             self.delete(folder)  # a trainer that was killed has left it
@@ -332,14 +332,14 @@ class Sandbox:
 
     @staticmethod
     def delete(folder: Path) -> None:
-        """Delete a program's folder, if it is there. Not by shutil, which recurses and opens a file for each level."""
+        """Delete a program's folder, if it exists. Not with shutil, which recurses and opens a file for each level."""
         if os.path.lexists(folder):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 command = ["rm", "-rf", "--one-file-system", "--", str(folder)]
                 subprocess.run(command, stderr=subprocess.DEVNULL, timeout=DELETE_SECONDS)
 
     def wait(self, folder: Path, user: int | None, output: BinaryIO, errors: BinaryIO, seconds: float) -> int | None:
-        """The exit code of the program in a folder. What it started is killed behind it."""
+        """Run the program in a folder and return its exit code. Its other processes are killed afterwards."""
         environment = {"PATH": os.defpath, "HOME": str(folder), "TMPDIR": str(folder), "LANG": "C.UTF-8"}
         environment |= {"OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}  # each thread's would reserve memory
         files = {"stdin": output, "stdout": errors, "stderr": errors}
@@ -355,7 +355,7 @@ class Sandbox:
                 self.kill(process, user)
 
     def kill(self, process: subprocess.Popen, user: int | None) -> None:
-        """Kill what the program started.
+        """Kill the processes that the program started.
 
         `unshare` is killed last: it reaps the first process of its namespace, which nobody else may do in a container.
         """
@@ -390,7 +390,7 @@ class Sandbox:
                 return
 
     def ending(self, exit_code: int | None) -> str:
-        """Why a program ended that failed. A shell gives 128 and the signal's number, Python the negative number."""
+        """Why a failed program ended. A shell returns 128 plus the signal's number, Python the negative number."""
         if exit_code is None:
             return f"stopped after {self.seconds:g} seconds"
         number = -exit_code if exit_code < 0 else exit_code - 128
@@ -401,7 +401,7 @@ class Sandbox:
         return f"exit code {exit_code}"
 
     def read(self, output: BinaryIO) -> str:
-        """What the program printed, the middle left out where it is long."""
+        """Read the program's output, without the middle if it is long."""
         output.seek(0)
         printed = output.read()
         text, half = printed.decode(errors="replace"), self.output // 2

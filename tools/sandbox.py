@@ -1,8 +1,8 @@
-"""A folder for each conversation, where the model writes Python files and runs them: `tools_script: tools/sandbox.py`.
+"""A folder per conversation in which the model writes and runs Python files: `tools_script: tools/sandbox.py`.
 
-Protects against: programs that do not end, large files and outputs, names that lead out of the folder. Does not
+Protects against: programs that do not end, large files and outputs, file names that lead out of the folder. Does not
 protect against what a program does: it runs as your user and may leave processes behind. Train in a container.
-Rewards may look into `environments[i].folder`.
+Reward functions can read `environments[i].folder`.
 """
 
 import pathlib

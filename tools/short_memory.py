@@ -1,6 +1,6 @@
-"""An environment that forgets: `environment: tools/short_memory.py:ShortMemory`, beside any `tools_script`.
+"""An environment that forgets: `environment: tools/short_memory.py:ShortMemory`, with any `tools_script`.
 
-After each call the model reads the last results alone; older ones, and what it thought, are gone. Every turn is
+After each call the model reads only the last results; older results and its own thinking are removed. Every turn is
 trained in the context in which it was sampled (metric `records/mean`).
 """
 

@@ -1,8 +1,8 @@
-"""A calculator that takes one operation per call: n operations need n calls, each on the last result.
+"""A calculator that takes one operation per call: n operations need n calls, each with the last result.
 
 Needs: nothing beyond Python's standard library.
 
-Protects against: code (one pattern is matched and computed, nothing is evaluated) and large numbers (9 digits).
+Protects against: code (it matches a pattern and evaluates nothing) and large numbers (more than 9 digits).
 
 >>> calculator("17 * 3"), calculator("4 - 9")
 ('51', '-5')
@@ -33,7 +33,7 @@ def calculator(expression: str) -> str:
 
 
 def state_key(turns: list[Any]) -> Hashable:
-    """Where a chain stands: how many turns were taken and the last result. Never the same twice in one rollout."""
+    """The state of a chain: the number of turns and the last result. It never repeats within a rollout."""
     results = [turn.observation for turn in turns if turn.observation is not None and turn.error is None]
     return len(turns), results[-1] if results else None
 

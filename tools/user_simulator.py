@@ -1,7 +1,7 @@
-"""A user played by a second model: `environment: tools/user_simulator.py:SimulatedUser`, beside any `tools_script`.
+"""A user played by a second model: `environment: tools/user_simulator.py:SimulatedUser`, with any `tools_script`.
 
-`USER_URL` is a server that speaks OpenAI's API, such as http://127.0.0.1:8001/v1; `USER_MODEL` is its model's name.
-The dataset's column `goal` says what the user wants. The reward is 1 where the user is content in the end.
+`USER_URL` is a server with OpenAI's API, such as http://127.0.0.1:8001/v1; `USER_MODEL` is its model's name.
+The dataset's column `goal` says what the user wants. The reward is 1 if the user is satisfied in the end.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Search in Wikipedia, or in any collection of titled passages, over one of three backends.
+"""Search in Wikipedia, or in any collection of titled passages, with one of three backends.
 
 Needs: `requests`, and for the local backend an SQLite with FTS5 (Python's own has it). Environment variables choose
 the backend. They are read at every call:
@@ -27,9 +27,9 @@ the backend. They are read at every call:
   `{"queries": [...], "topk": k, "return_scores": true}`, answered by
   `{"result": [[{"document": {"contents": "title\\ntext"}, "score": s}]]}`.
 
-A result holds whole passages in the order of their rank, as many as fit into `MAX_RESULT_CHARS`. The last one is cut
-where that leaves a useful part of it, the others are left out: more passages never push a better one out. A title may
-be empty.
+A result has whole passages in the order of their rank, as many as fit into `MAX_RESULT_CHARS`. The last one is
+truncated if a useful part of it remains, and the rest is left out: more passages never push a better one out. A title
+may be empty.
 
 Protects against: search syntax in a query (local), overlong results (`MAX_RESULT_CHARS`) and queries
 (`MAX_QUERY_CHARS`), servers that are busy (429 and 5xx are retried), that hang before their answer or between two
@@ -37,11 +37,11 @@ parts of it (time limits), that answer with something else or with more passages
 index path that names another file; in folders where others may write: their links, pipes, locks and indexes.
 Credentials in `WIKI_SEARCH_URL` are not shown in errors.
 
-Does not protect against: what the passages say. They reach the model as they are, with whatever instructions or tags
-they contain. Nor against a server that sends without end, or CirrusSearch's own syntax in a query (it can only
+Does not protect against: the contents of passages. They reach the model unchanged, with any instructions or tags that
+they contain. Nor against a server that sends data endlessly, or CirrusSearch's own syntax in a query (it can only
 search).
 
-Errors: "nothing found" is a result. A wrong setting, corpus or server raises with what was found and what to do.
+Errors: "nothing found" is a result. A wrong setting, corpus or server raises an error that says what to do.
 """
 
 import contextlib
@@ -76,26 +76,26 @@ except ImportError:  # not POSIX: processes that start together each build the i
     fcntl = None
 
 
-MAX_RESULT_CHARS = 3000  # of one result, all passages together; about 750 tokens of English
-MIN_CUT_CHARS = 300  # a passage of which less would fit is left out, unless it is the only one
+MAX_RESULT_CHARS = 3000  # per result, all passages together; about 750 tokens of English
+MIN_CUT_CHARS = 300  # a passage is left out if less of it would fit, unless it is the only one
 MAX_QUERY_CHARS = 300  # MediaWiki's own limit; the rest of a longer query is dropped
 MAX_QUERY_WORDS = 12  # mediawiki without CirrusSearch: the longest words, one request each
 MAX_HITS = 500  # mediawiki without CirrusSearch: pages per word, the API's own limit
 MAX_TOPK = 20  # MediaWiki gives at most 20 extracts
 
-TITLE_WEIGHT = 2.0  # a word in the title counts as this many in the text
+TITLE_WEIGHT = 2.0  # a word in the title counts as much as this many in the text
 INDEX_VERSION = 1  # raise it when the index' layout changes: older indexes are then rebuilt
 
 MEDIAWIKI_URL = "https://en.wikipedia.org/w/api.php"
 USER_AGENT = "mt-grpo-wiki-search/1.0 (search tool of a research project) python-requests"
 CONNECT_TIMEOUT = 5.0  # seconds
 READ_TIMEOUT = 20.0  # seconds without a byte from the server
-ATTEMPTS = 3  # requests in all, the first included
+ATTEMPTS = 3  # requests in total, including the first
 RETRY_STATUSES = (429, 500, 502, 503, 504)
-BACKOFF_SECONDS = 0.5  # wait before the second attempt; doubles with each one more
-MAX_WAIT_SECONDS = 10.0  # bounds every wait, also one that the server asks for by Retry-After
+BACKOFF_SECONDS = 0.5  # wait before the second attempt; doubles with each further one
+MAX_WAIT_SECONDS = 10.0  # limit of every wait, also of one that the server requests with Retry-After
 
-# Words of almost every passage: they say nothing about its topic and make a search in a large corpus slow.
+# Words of almost every passage, which say nothing about its topic and make a search in a large corpus slow.
 STOP_WORDS = (
     "a an and are as at be been by did do does for from had has have how in into is it its of on or that the their "
     "this to was were what when where which who whom whose why will with"
@@ -119,7 +119,7 @@ def wiki_search(query: str) -> str:
     if backend not in backends:
         raise ValueError(f"WIKI_SEARCH_BACKEND is {backend!r}; set it to one of {', '.join(backends)}")
     passages = backends[backend](query, _topk())
-    # Without the query: an answer that the model only guessed there would count as found.
+    # Without the query, since an answer that the model only guessed in it would count as found.
     return _format(passages) if passages else "No results. Try other words."
 
 
@@ -127,7 +127,7 @@ def wiki_search(query: str) -> str:
 
 
 def _clean_query(query: str) -> str:
-    """One line of valid Unicode, at most MAX_QUERY_CHARS long."""
+    """Return the query as one line of valid Unicode, at most MAX_QUERY_CHARS long."""
     if not isinstance(query, str):
         raise TypeError(f"query must be a string, got {type(query).__name__}")
     query = query.encode("utf-8", "replace").decode("utf-8").replace("\0", " ")  # no lone surrogates
@@ -145,7 +145,7 @@ def _topk() -> int:
 
 
 def _format(passages: list[tuple[str, str]]) -> str:
-    """Numbers the (title, text) pairs and joins them, best first, while they fit into MAX_RESULT_CHARS.
+    """Number the (title, text) pairs and join them, best first, while they fit into MAX_RESULT_CHARS.
 
     One that is alone and has no title stands as it is: a number would be one more thing to copy.
 
@@ -167,7 +167,7 @@ def _format(passages: list[tuple[str, str]]) -> str:
 
 
 def _cut(text: str, limit: int) -> str:
-    """Cuts a text to `limit` characters, the marker that says so included."""
+    """Truncate a text to `limit` characters, including a marker."""
     if len(text) <= limit:
         return text
     marker = f" ... [cut, {len(text)} characters in all]"
@@ -175,7 +175,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def _content_words(query: str) -> list[str]:
-    """The different words of a query without stop words, unless it has no others."""
+    """Return the distinct words of a query, without stop words unless it has no others."""
     words = list(dict.fromkeys(re.findall(r"\w+", query.lower())))
     return [word for word in words if word not in STOP_WORDS.split()] or words
 
@@ -188,7 +188,7 @@ def _search_local(query: str, topk: int) -> list[tuple[str, str]]:
 
 
 def ranked(query: str, topk: int) -> list[tuple[str, str, str, float]]:
-    """(id, title, text, BM25's rank) of the best passages of the local corpus, best first. A lower rank is better."""
+    """Return (id, title, text, BM25 rank) of the best passages of the local corpus, best (lowest rank) first."""
     words = _content_words(query)
     if not words:
         return []
@@ -201,7 +201,7 @@ def ranked(query: str, topk: int) -> list[tuple[str, str, str, float]]:
 
 
 def _index() -> sqlite3.Connection:
-    """This thread's read-only connection to an index of the corpus as it is now."""
+    """Return this thread's read-only connection to an up-to-date index of the corpus."""
     corpus = _corpus_path()
     state = _index_state(corpus)
     key = (os.getpid(), corpus, os.environ.get("WIKI_SEARCH_INDEX"), state)  # a fork needs a connection of its own
@@ -244,13 +244,13 @@ def _index_path(corpus: Path, state: str) -> Path:
 
 
 def _index_state(corpus: Path | int) -> str:
-    """What an index must have been built from to be up to date (of a path or an open file)."""
+    """Return the state of a corpus (a path or an open file) from which an up-to-date index was built."""
     stat = os.stat(corpus)
     return f"version {INDEX_VERSION}, {stat.st_size} bytes, changed {stat.st_mtime_ns} ns"
 
 
 def _stored_state(index: Path) -> str | None:
-    """The state an index was built from, None if there is none yet."""
+    """Return the state that an index was built from, None if there is no index yet."""
     if not index.exists():
         return None
     if not index.is_file():  # a pipe would block
@@ -276,7 +276,7 @@ def _connect(index: Path) -> sqlite3.Connection:
 
 @contextlib.contextmanager
 def _lock(index: Path) -> Iterator[None]:
-    """Lets one thread of one process at a time build this index."""
+    """Context manager in which one thread of one process at a time builds this index."""
     index.parent.mkdir(parents=True, exist_ok=True)
     if not fcntl:
         yield
@@ -358,7 +358,7 @@ def _search_mediawiki(query: str, topk: int) -> list[tuple[str, str]]:
 
 
 def _titles_by_words(words: list[str]) -> list[str]:
-    """Titles of the pages with any of the words, those with the most and the rarest words first."""
+    """Return the titles of pages with any of the words, those with the most and the rarest words first."""
     words = sorted(words, key=len, reverse=True)[:MAX_QUERY_WORDS]
     searches = dict.fromkeys([" ".join(words), *words]) if words else []  # the first one wants every word
     hits = [_hits(search, MAX_HITS) for search in searches]
@@ -371,7 +371,7 @@ def _titles_by_words(words: list[str]) -> list[str]:
 
 
 def _hits(search: str, limit: int) -> tuple[list[str], int]:
-    """Titles of at most `limit` pages whose text matches, and the number of all such pages."""
+    """Return the titles of at most `limit` pages whose text matches, and the number of all such pages."""
 
     def read(answer: dict) -> tuple[list[str], int]:
         titles = [hit["title"] for hit in answer["search"]]
@@ -382,7 +382,7 @@ def _hits(search: str, limit: int) -> tuple[list[str], int]:
 
 
 def _texts(titles: list[str]) -> list[tuple[str, str]]:
-    """(title, introduction) of those pages that have a text, in the order given."""
+    """Return (title, introduction) of the pages that have a text, in the given order."""
     texts = dict.fromkeys(titles, "")
     if titles and "TextExtracts" in _extensions(_mediawiki_url()):
         texts = _pages(titles, prop="extracts", exintro=1, explaintext=1, exlimit=len(titles))
@@ -392,7 +392,7 @@ def _texts(titles: list[str]) -> list[tuple[str, str]]:
 
 
 def _pages(titles: list[str], **prop) -> dict[str, str]:
-    """The texts of pages by title, in the order given; a redirect gives the page that it leads to."""
+    """Return the texts of pages by title, in the given order; a redirect is followed."""
 
     def read(answer: dict) -> dict[str, str]:
         targets = {redirect["from"]: redirect["to"] for redirect in answer.get("redirects", [])}
@@ -410,7 +410,7 @@ def _page_text(page: dict) -> str:
 
 
 def _plain_text(wikitext: str) -> str:
-    """The introduction without templates, tables, notes and markup; the whole page if that leaves nothing."""
+    """Return the introduction without templates, tables, notes and markup, or the whole page if nothing is left."""
     text = re.sub(r"<!--.*?-->|<ref\b[^<>]*/>|<ref\b.*?</ref>", "", wikitext, flags=re.DOTALL)
     blocks = re.compile(
         r"\{\{[^{}]*\}\}|\{\|[^{}]*\|\}"  # templates, tables
@@ -428,7 +428,7 @@ def _plain_text(wikitext: str) -> str:
 
 @functools.cache
 def _extensions(url: str) -> frozenset[str]:
-    """The names of a wiki's extensions, asked for once in each process."""
+    """Return the names of a wiki's extensions, requested once per process."""
     params = {"meta": "siteinfo", "siprop": "extensions"}
     return _ask_mediawiki(lambda answer: frozenset(extension["name"] for extension in answer["extensions"]), **params)
 
@@ -438,7 +438,7 @@ def _mediawiki_url() -> str:
 
 
 def _ask_mediawiki(read: Callable[[dict], Any], **params) -> Any:
-    """What `read` takes from the API's answer. Raises on an error, and on an answer that `read` cannot read."""
+    """Return `read` of the API's answer. Raises on an error, and on an answer that `read` cannot read."""
     url = _mediawiki_url()
     params = {"action": "query", "format": "json", "formatversion": 2, **params}
     answer = _fetch("MediaWiki API", "GET", url, params=params)
@@ -470,13 +470,13 @@ def _search_retrieval(query: str, topk: int) -> list[tuple[str, str]]:
 
 
 def _unquote(title: str) -> str:
-    """Search-R1's own corpus writes its titles in quotation marks."""
+    """Remove the quotation marks around a title, as Search-R1's own corpus has them."""
     quoted = len(title) > 1 and title.startswith('"') and title.endswith('"')
     return title[1:-1] if quoted else title
 
 
 def _fetch(server: str, method: str, url: str, **request) -> dict:
-    """Sends one request and returns its JSON object; raises on everything else with what to do."""
+    """Send one request and return its JSON object. Any other answer raises an error that says what to do."""
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"WIKI_SEARCH_URL is {url.rpartition('@')[2]!r}; set it to a URL with http:// or https://")
     where = f"the {server} at {_shown(url)}"
@@ -515,7 +515,7 @@ def _unexpected(server: str, url: str, expected: str, answer: object) -> Runtime
 
 
 def _shown(url: str) -> str:
-    """The URL without user, password and query, for messages that the model and the logs get."""
+    """Return the URL without user, password and query, for messages that the model and the logs get."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
@@ -537,7 +537,7 @@ def _session() -> requests.Session:
 
 
 class _Retry(Retry):
-    """urllib3's retries with bounded waits; a server that is slow already is not asked again."""
+    """urllib3's retries with bounded waits. A request that timed out is not sent again."""
 
     def get_retry_after(self, response) -> float | None:
         try:
@@ -557,7 +557,7 @@ class _Retry(Retry):
 
 
 def check_search() -> None:
-    """Before training: settings and server are right, a search returns text, a local index is built. Raises."""
+    """Check the settings and the server before training, and build a local index. Raises if a search has no text."""
     if os.environ.get("WIKI_SEARCH_BACKEND") == "mediawiki":
         _check_mediawiki()
         return
@@ -569,7 +569,7 @@ def check_search() -> None:
 
 
 def _check_mediawiki() -> None:
-    """A search for words of one of the wiki's pages must return text."""
+    """Raise unless a search for words of one of the wiki's pages returns text."""
     where = f"the wiki at {_shown(_mediawiki_url())}"
     load = "add wfLoadExtension( 'TextExtracts' ); to its LocalSettings.php"
     titles = _ask_mediawiki(

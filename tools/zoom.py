@@ -1,23 +1,23 @@
-"""A picture whose digits are too small to be read, and a tool that enlarges one of its corners.
+"""An image whose digits are too small to read, and a tool that enlarges one of its corners.
 
-`ENVIRONMENT` is a class in TRL's shape: `reset` gets the columns of a row, and the method `zoom` is the tool. A row
-has the picture in its column `image`, which the model reads with the question. Environment variables, read at every
-call:
+`ENVIRONMENT` is an environment class as in TRL: `reset` gets the columns of a row, and the method `zoom` is the tool.
+A row has the image in its column `image`, which the model reads with the question. Environment variables, read at
+every call:
 
 | variable | meaning | default |
 |---|---|---|
-| `ZOOM_SIDE` | pixels of each side of what the tool returns | 56 |
-| `ZOOM_SHUFFLED` | 1: the tool shows one of the other three corners, as a control: such crops teach nothing | 0 |
+| `ZOOM_SIDE` | side length in pixels of the returned image | 56 |
+| `ZOOM_SHUFFLED` | 1: the tool shows one of the other three corners, as a control experiment | 0 |
 
 Needs: Pillow (`pip install -e '.[vision]'`).
 
-Protects against: another corner than the four (the call is an error that the model reads), a row without a picture,
-and one whose picture is not square or too small.
+Protects against: an unknown corner (the model reads an error), a row without an image, and an image that is not square
+or too small.
 
-Does not protect against: what a file is that a row names. Rows are yours.
+Does not protect against: files that a row names, which are opened as they are.
 
 >>> page = Image.new("L", (56, 56), 9)
->>> page.putpixel((55, 0), 200)  # the corner is of 2 x 2 pixels
+>>> page.putpixel((55, 0), 200)  # the corner has 2 x 2 pixels
 >>> crop(page, "top right", 4).tobytes().hex(" ", 4)
 '0909c8c8 0909c8c8 09090909 09090909'
 """
@@ -33,18 +33,18 @@ from PIL import Image, ImageOps
 
 Corner = Literal["top left", "top right", "bottom left", "bottom right"]
 CORNERS = ("top left", "top right", "bottom left", "bottom right")
-PARTS = 28  # a corner is this part of the picture's side
+PARTS = 28  # a corner's side is the image's side divided by this
 
 
 def crop(image: Image.Image, corner: str, side: int) -> Image.Image:
-    """A corner of a picture: its pixels, each as a square of many."""
+    """Crop a corner of an image and enlarge it to `side` pixels, without smoothing."""
     size, first = image.width // PARTS, image.width - image.width // PARTS
     left, top = first * corner.endswith("right"), first * corner.startswith("bottom")
     return image.crop((left, top, left + size, top + size)).resize((side, side), Image.Resampling.NEAREST)
 
 
 def opened(image: Any) -> Image.Image:
-    """The picture of a row: one of PIL, bytes, a data URI, a path, or a dict with one of them, as datasets has it."""
+    """Open the image of a row: a PIL image, bytes, a data URI, a path, or a dict with one of them, as in datasets."""
     if isinstance(image, dict):
         image = next((image[key] for key in ("bytes", "url", "path") if image.get(key) is not None), None)
     if isinstance(image, str) and image.startswith("data:"):
@@ -52,22 +52,22 @@ def opened(image: Any) -> Image.Image:
     if isinstance(image, (bytes, str)):
         image = Image.open(io.BytesIO(image) if isinstance(image, bytes) else image)
     if not isinstance(image, Image.Image):
-        raise ValueError(f"the column 'image' is {image!r:.80}, expected an image of PIL, bytes, a data URI or a path")
+        raise ValueError(f"the column 'image' is {image!r:.80}, expected a PIL image, bytes, a data URI or a path")
     if image.width != image.height or image.width < PARTS:
         raise ValueError(f"the image is {image.width} x {image.height}, expected a square of at least {PARTS}")
     return ImageOps.exif_transpose(image).convert("RGB")  # upright, as the model sees it
 
 
 def another(corner: str, image: Image.Image) -> str:
-    """Another corner, always the same one for a picture and a corner of it."""
+    """Return another corner, always the same one for an image and one of its corners."""
     return random.Random(f"{zlib.crc32(image.tobytes())} {corner}").choice([c for c in CORNERS if c != corner])
 
 
 class Zoom:
-    """One conversation about a picture."""
+    """The environment of one conversation about an image."""
 
     def reset(self, image: Any = None, **row: Any) -> None:
-        """Take the row's picture; the prompt stays as it is."""
+        """Load the row's image. The prompt stays as it is."""
         self.image = opened(image)
 
     def zoom(self, corner: Corner) -> Image.Image:

@@ -1,15 +1,15 @@
-"""Other houses' shapes, turned into the protocols of `mt_grpo.rollout`. Imported only where a recipe names them.
+"""Integrations of other frameworks through the protocols of `mt_grpo.rollout`. Imported only if a recipe names them.
 
-plugin_imports   what plug-ins import of a framework that is not installed
-session          what the sessions of agents and of schedulers share
-prefixes         texts that begin alike, each beginning tokenised once
-house            what a house is to a recipe; checks that several houses share
-acting           the tags of an action, and what a turn says, where turns are actions
+plugin_imports   placeholders for imports of a framework that is not installed
+session          the base of the sessions of agents and of schedulers
+prefixes         a tokenizer cache for texts with common prefixes
+house            the base class of integrations; checks that several of them share
+acting           the tags of an action, and the text of a turn that is an action
 agents/          a program that speaks OpenAI's or Anthropic's API runs the conversation
 gym/             a game of gymnasium as an environment
-openenv/         environments behind OpenEnv's servers
-mcp/             tools of servers of the Model Context Protocol
+openenv/         environments on OpenEnv servers
+mcp/             tools of MCP servers (Model Context Protocol)
 verl/            verl's tools and interactions
 ms_swift/        ms-swift's multi-turn schedulers and rewards
-choose           the keys of all houses, and which one a recipe names
+choose           the keys of all integrations, and the choice of one for a recipe
 """

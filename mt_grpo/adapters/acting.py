@@ -1,4 +1,4 @@
-"""What houses share whose turns are actions: the tags of an action, and what a turn says."""
+"""Turns that are actions of a game: the tags of an action, and the text of a turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ OPEN, CLOSE = "<action>", "</action>"
 
 
 def said(turn: Turn) -> str:
-    """A turn's text without its thinking.
+    """Return a turn's text without its thinking.
 
     >>> said(Turn([], None, "<think>left?</think> right", "stop"))
     ' right'
@@ -21,7 +21,7 @@ def said(turn: Turn) -> str:
 
 
 def tagged(text: str) -> str:
-    """The action that a text asks for: its last <action>, else the whole text.
+    """Return the action in a text: the contents of its last <action>, or the whole text without one.
 
     >>> tagged("First <action>up</action>, no: <action>down</action>"), tagged(" left "), tagged("<action>up")
     ('down', 'left', '<action>up')

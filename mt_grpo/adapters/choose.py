@@ -1,4 +1,4 @@
-"""The houses of adapters: their recipe keys, and which of them a recipe names."""
+"""The list of integrations, their recipe keys, and the choice of one for a recipe."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from mt_grpo.adapters.verl.keys import VerlHouse
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.plugins import load_environment
 
-# FORK: a new house is a folder, whose keys.py has a subclass of `House`, and its place in this list. The first house
-# that says so runs a recipe's conversation.
+# FORK: a new integration is a folder, whose keys.py has a subclass of `House`, and its place in this list. The first
+# one whose `runs` returns True runs a recipe's conversation.
 HOUSES = (AgentHouse(), GymHouse(), OpenEnvHouse(), SwiftHouse(), VerlHouse(), McpHouse())
 
 
 @dataclass
 class AdapterKeys(*(house.keys for house in HOUSES)):
-    """Which program of another house takes part in the conversation. Those of ms-swift have its names."""
+    """The recipe keys of all integrations. Those of ms-swift have ms-swift's names."""
 
 
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-    """As `choose_conversation`, with what houses change of any conversation."""
+    """(class of conversations, classes of environments or None) of a recipe, with the changes of all integrations."""
     found, environment = choose_conversation(script_args, args, base)
     if (
         found is base
@@ -34,8 +34,8 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
         and args.environment_timeout != default_of("environment_timeout", (type(args),))
     ):
         raise ValueError(
-            f"environment_timeout={args.environment_timeout:g} has no effect without an environment. Name one, or "
-            "remove it; tool_timeout is that of a tool's call."
+            f"environment_timeout={args.environment_timeout:g} has no effect without an environment. Set one, or "
+            "remove the key. For tool calls, set tool_timeout."
         )
     for house in HOUSES:
         found = house.around(script_args, found)
@@ -59,5 +59,5 @@ def choose_conversation(script_args: Any, args: Any, base: type) -> tuple[type, 
 
 
 def load_adapter_tools(script_args: Any) -> list[Callable]:
-    """The tools of a recipe that stand beside those of `tools_script`. Raises `ValueError`."""
+    """The tools of a recipe's integrations, in addition to those of `tools_script`. Raises `ValueError`."""
     return [tool for house in HOUSES for tool in house.tools(script_args)]

@@ -1,4 +1,4 @@
-"""What a house of adapters is to a recipe: its keys, and what it makes of them; checks that several houses share."""
+"""The base class of integrations: recipe keys and their conversations; checks that several integrations share."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.conversation.tools.results import ResultInParts
 from mt_grpo.recipe.keys import default_of
 
-OWN = "a conversation of this trainer's own"
+OWN = "the trainer's own conversation"
 
 
 class House:
-    """Another house's shapes. It brings its keys, and says what a recipe with them wants.
+    """Base class of an integration. It defines recipe keys, and the conversation or tools of a recipe with them.
 
-    `script_args` has the keys of all houses beside those of data, tools and rewards; `args` has the other settings.
+    `script_args` has the keys of all integrations and those of data, tools and rewards; `args` has the other settings.
     All methods raise `ValueError`, with the key, for a recipe that cannot work.
 
     Attributes:
-        keys: The dataclass of the keys.
-        line: The line of a recipe by which the house brings another conversation than the trainer's own, as an error
-            names it. Empty: it adds to the trainer's own.
+        keys: The dataclass of the recipe keys.
+        line: The line of a recipe, for error messages, with which the integration replaces the trainer's own
+            conversation. Empty: it only adds to the trainer's own.
         counts_model_calls: Whether `max_model_calls` bounds its conversations.
     """
 
@@ -34,35 +34,35 @@ class House:
     counts_model_calls = False
 
     def runs(self, script_args: Any) -> bool:
-        """Whether the recipe's conversation is one of this house, if no house before it in the list runs it."""
+        """Whether this integration runs the recipe's conversation, if none before it in the list does."""
         return False
 
     def check(self, script_args: Any, runner: House | None) -> None:
-        """Raise for a key that has no effect. `runner` is the house that runs the conversation, None: the trainer."""
+        """Raise for a key without effect. `runner` is what runs the conversation, None: the trainer itself."""
         if runner is not self:
             refuse(script_args, self.keys)
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        """(class of conversations, classes of environments or None), where the house runs the conversation."""
+        """(class of conversations, classes of environments or None), if the integration runs the conversation."""
         raise NotImplementedError
 
     def around(self, script_args: Any, conversation: type) -> type:
-        """The class of conversations, of whatever house it is, as this house changes it."""
+        """Change the class of conversations, which may be that of another integration."""
         return conversation
 
     def tools(self, script_args: Any) -> list[Callable]:
-        """Tools of the recipe that stand beside those of `tools_script`."""
+        """The tools of the recipe that this integration adds to those of `tools_script`."""
         return []
 
 
 def refuse(script_args: Any, keys: type, without: str = "", names: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` for a key that is set, and has no effect without something else.
+    """Raise `ValueError` for a key that is set but has no effect without something else.
 
     Args:
         script_args: The settings.
         keys: The dataclass of the keys.
-        without: What is missing. Empty: what each key `needs`, if it says so.
-        names: The keys that are looked at. Empty: all of them.
+        without: What is missing. Empty: the metadata `needs` of each key, if it has any.
+        names: The keys that are checked. Empty: all of them.
     """
     for each in dataclasses.fields(keys):
         needed = without or each.metadata["needs"]
@@ -72,12 +72,12 @@ def refuse(script_args: Any, keys: type, without: str = "", names: tuple[str, ..
 
 @contextmanager
 def imports(what: str, extra: str = "", why: str = "") -> Iterator[None]:
-    """Turn an `ImportError` of a house's modules into a `ValueError`.
+    """Context manager that turns an `ImportError` of an integration's modules into a `ValueError`.
 
     Args:
-        what: What of the recipe needs them.
-        extra: Which extra of the clone's installation brings the packages that they import.
-        why: More words, where they import none.
+        what: The part of the recipe that needs the modules.
+        extra: The extra of the clone's installation that has the packages they import.
+        why: Further explanation, if they import no packages.
     """
     try:
         yield
@@ -91,18 +91,18 @@ def imports(what: str, extra: str = "", why: str = "") -> Iterator[None]:
 
 
 def check_settings_of(program: str, where: str, script_args: Any, args: Any) -> None:
-    """Raise `ValueError` for settings that do not go with a program that runs the conversation, such as an agent.
+    """Raise `ValueError` for settings that have no effect if a program, such as an agent, runs the conversation.
 
     Args:
-        program: What it is called.
-        where: What in the recipe names it.
-        script_args: With the keys of data, tools and rewards.
+        program: The name of the program in messages.
+        where: The line of the recipe that names it.
+        script_args: The settings with the keys of data, tools and rewards.
         args: The other settings.
     """
     check_tool_format(args.tool_format, where)
     for name in ("tools_script", "system_prompt", "prompt_examples"):
         if getattr(script_args, name) is not None:
-            raise ValueError(f"{name} has no effect with {where}: the {program} brings its own. Remove it.")
+            raise ValueError(f"{name} has no effect with {where}, because the {program} brings its own. Remove it.")
     check_unset(("max_env_steps", *keys_that(args, "of_tools")), f"{where}: the {program} runs its tools", args)
 
 
@@ -114,20 +114,20 @@ def check_tool_format(name: str, where: str) -> None:
 
 
 def check_unset(names: tuple[str, ...], where: str, args: Any) -> None:
-    """Raise `ValueError` for one of these settings that has another value than its default."""
+    """Raise `ValueError` if one of these settings is not at its default."""
     for name in names:
         if getattr(args, name) != default_of(name, (type(args),)):
             raise ValueError(f"{name} has no effect with {where}. Remove it.")
 
 
-# How long a result may be that a tool of another house gives.
+# Limits on the length of results of integrations' tools.
 
 
 TRUNCATE_SIDES = ("left", "middle", "right")
 
 
 def truncation(script_args: Any) -> tuple[int | None, str]:
-    """(`max_tool_response_length`, `tool_response_truncate_side`). Raises `ValueError`."""
+    """The settings (`max_tool_response_length`, `tool_response_truncate_side`). Raises `ValueError`."""
     most, side = script_args.max_tool_response_length, script_args.tool_response_truncate_side
     if side not in TRUNCATE_SIDES:
         raise ValueError(f"tool_response_truncate_side={side!r}, expected one of {', '.join(TRUNCATE_SIDES)}.")
@@ -135,16 +135,16 @@ def truncation(script_args: Any) -> tuple[int | None, str]:
 
 
 def cut_result(result: str | ResultInParts, most: int | None, side: str) -> str | ResultInParts:
-    """A result whose text is cut as `cut_characters` does it. Its images stay."""
+    """Truncate the text of a result with `cut_characters`. Its images stay."""
     if isinstance(result, str):
         return cut_characters(result, most, side)
     return result.with_text(lambda text: cut_characters(text, most, side))
 
 
 def cut_characters(text: str, most: int | None, side: str) -> str:
-    """At most so many characters of a text, and a marker where others stood. The side is the one that is cut off.
+    """Truncate a text to at most `most` characters plus a marker. The given side is the one that is cut off.
 
-    So it is in verl 0.9. In 0.7 `left` and `right` meant the side that stays.
+    This is as in verl 0.9. In 0.7 `left` and `right` meant the side that stays.
 
     >>> [cut_characters("0123456789", 4, side) for side in TRUNCATE_SIDES]
     ['(truncated)...6789', '01...(truncated)...89', '0123...(truncated)']

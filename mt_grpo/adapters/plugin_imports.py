@@ -19,39 +19,37 @@ logger = logging.getLogger(__name__)
 
 
 class PlaceholderType(type):
-    """Of classes that may be imported and inherited from, and nothing else."""
+    """Metaclass of placeholders that can be imported and subclassed, and nothing else."""
 
     def __repr__(cls) -> str:
-        return f"<{cls.__name__}, which is not offered here>"
+        return f"<{cls.__name__}, which is not supported here>"
 
 
 def not_offered(name: str, framework: str) -> type:
-    """A class that stands for a class or a function of a framework.
+    """Create a placeholder for a class or a function of a framework.
 
-    Raises `NotImplementedError` where it is called.
+    It raises `NotImplementedError` when it is called.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
-        raise NotImplementedError(f"{name} of {framework} is not offered here, and {framework} is not installed.")
+        raise NotImplementedError(f"{name} of {framework} is not supported here, and {framework} is not installed.")
 
     return PlaceholderType(name, (), {"__init__": __init__})
 
 
 class UnusedRegistry(dict):
-    """A registry of a framework from which nothing is taken here. What a plug-in puts there is told."""
+    """A registry of a framework that is not used here. A plug-in that registers something gets a warning."""
 
     def __init__(self, name: str, framework: str):
         self.name, self.framework = name, framework
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        logger.warning(
-            f"{self.name}[{key!r}] of {self.framework} has no effect here: nothing is taken from {self.name}."
-        )
+        logger.warning(f"{self.name}[{key!r}] of {self.framework} has no effect here: {self.name} is not used.")
         super().__setitem__(key, value)
 
 
 class Import(NamedTuple):
-    """One name that a file imports."""
+    """One name that a plug-in file imports, with its line."""
 
     line: int
     module: str
@@ -62,7 +60,7 @@ class Import(NamedTuple):
 
 
 def imports_of(tree: ast.AST, package: str) -> Iterator[Import]:
-    """All imports of a package, also in functions. Without those that the file itself tries."""
+    """Yield all imports of a package, also those in functions, except those in a `try` that may catch the error."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.Try) and any(may_catch(handler.type) for handler in node.handlers):
             parts = [*node.handlers, *node.orelse, *node.finalbody]
@@ -85,16 +83,16 @@ def may_catch(kind: ast.expr | None) -> bool:
 
 
 def check_plugin_imports(path: str, key: str, framework: str, finder: type, modules: dict[str, dict]) -> None:
-    """Warn of what a file imports that is not offered. Raises `ValueError` for what is not there at all.
+    """Warn of imports that are not supported. Raises `ValueError` for names that do not exist at all.
 
-    Where the framework itself is installed, its own modules are what is imported, and nothing is checked.
+    If the framework itself is installed, its own modules are imported, and nothing is checked.
 
     Args:
         path: The file, which was imported.
         key: The recipe's key that names it.
-        framework: Its name for people.
-        finder: The class of the loader that makes `modules`.
-        modules: What is offered, by module and name.
+        framework: The framework's name for messages.
+        finder: The class of the loader that creates `modules`.
+        modules: The supported names: module -> name -> value.
     """
     package = next(iter(modules)).split(".")[0]
     spec = importlib.util.find_spec(package) if package not in sys.modules else sys.modules[package].__spec__
@@ -110,19 +108,19 @@ def check_plugin_imports(path: str, key: str, framework: str, finder: type, modu
             unknown.append(each)
     if unknown:
         raise ValueError(
-            f"{key}: {path!r} imports what is not there: {', '.join(map(str, unknown))}. {framework} is not "
-            "installed, and of it only what schedulers, tools, environments and rewards need is offered here. Remove "
+            f"{key}: {path!r} imports names that do not exist: {', '.join(map(str, unknown))}. {framework} is not "
+            "installed, and only its parts for schedulers, tools, environments and rewards are built in. Remove "
             f"the import, or install {framework}."
         )
     if placeholders:
         logger.warning(
-            f"{path}: {', '.join(map(str, placeholders))} of {framework}: not offered here. It can be imported, and "
-            "raises where it is used."
+            f"{path}: {', '.join(map(str, placeholders))} of {framework}: not supported here. It can be imported, but "
+            "raises when it is used."
         )
 
 
 def is_found(each: Import) -> bool:
-    """Whether an import works otherwise, as of a file that stands beside a YAML."""
+    """Whether an import works in another way, such as that of a file next to a YAML."""
     module = sys.modules.get(each.module)
     if module is not None and each.name is not None:
         return hasattr(module, each.name)

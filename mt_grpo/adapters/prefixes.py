@@ -58,7 +58,7 @@ class SharedPrefixes:
         self.kept: deque[Tokenised] = deque(maxlen=MOST_KEPT)  # the last one is the newest
 
     def ids(self, text: str) -> list[int]:
-        """What `tokenizer(text, add_special_tokens=False)` gives, (P,)."""
+        """The ids of `tokenizer(text, add_special_tokens=False)`, (P,)."""
         if not self.tokenizer.is_fast or id(self.tokenizer) in unfit:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
         shared = [(self._shared(known, text), known) for known in self.kept]
@@ -81,8 +81,8 @@ class SharedPrefixes:
                 if whole.ids != found.ids:
                     unfit[id(self.tokenizer)] = self.tokenizer
                     logger.warning(
-                        "This tokenizer does not split a text at its special tokens first: prompts that begin alike "
-                        "are tokenised whole, each time."
+                        "This tokenizer does not split texts at special tokens first, so prompts with a common prefix "
+                        "are tokenised completely each time."
                     )
                     return whole.ids
         self.kept.append(found)

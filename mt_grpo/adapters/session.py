@@ -109,7 +109,7 @@ class PolicyTime:
 
     @contextmanager
     def in_flight(self) -> Iterator[None]:
-        """While a request is."""
+        """Context manager that counts a request as running, for the idle timer."""
         if not self._in_flight:
             self._since = time.monotonic()
         self._in_flight += 1
@@ -132,7 +132,7 @@ async def end_all(tasks: Iterable[asyncio.Future]) -> None:
 
 @dataclass
 class Sampled:
-    """What was sampled for a request: a node of the tree of a rollout's requests."""
+    """The sample for a request: a node in the tree of a rollout's requests."""
 
     number: int  # in the rollout, by the order of the requests
     messages: list[Message]  # of the request
@@ -179,7 +179,7 @@ class RolloutSession(PolicyTime):
 
     @property
     def context(self) -> float:
-        """The model's context in tokens."""
+        """The length of the model's context in tokens."""
         return self.env.max_model_len or getattr(self.llm, "max_model_len", None) or float("inf")
 
     def left(self, num_new: int) -> int:

@@ -1,4 +1,4 @@
-"""The errors of a generation server, how an error reads, and what is told once."""
+"""The errors of a generation server, formatting of errors, and warnings that are logged once."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-MOST_TOLD = 1000  # lines: what they are about comes from programs, which may send anything
+MOST_TOLD = 1000  # lines: their texts come from programs, which may send anything
 _told: set[str] = set()
 
 
 def tell_once(text: str, about: str | None = None) -> None:
-    """Log a line, once per process: a program sends the same parameters with each request.
+    """Log a warning once per process: a program sends the same parameters with each request.
 
     Args:
-        text: The line.
-        about: What it is about: of lines about the same only the first is logged. None: about what it says.
+        text: The warning.
+        about: A key; only the first warning with this key is logged. None: the text itself.
     """
     about = about or text
     if about not in _told and len(_told) < MOST_TOLD:
@@ -24,10 +24,10 @@ def tell_once(text: str, about: str | None = None) -> None:
 
 
 def error_line(error: BaseException) -> str:
-    """An error on one line for people: its class and what it says, without the dot at the end.
+    """Format an error on one line: its class and its message, without the dot at the end.
 
-    Of pydantic's, each field with what is wrong: their text begins with a line that says only how many there are. The
-    class alone stands where an error says nothing else, and the first error of a group for the group.
+    Errors of pydantic are listed by field. An error without a message is only its class, and a group is its first
+    error.
 
     >>> error_line(ValueError("of two\\n  lines.")), error_line(TimeoutError()), error_line(KeyError("a"))
     ('ValueError: of two lines', 'TimeoutError', "KeyError: 'a'")
@@ -50,7 +50,7 @@ def error_line(error: BaseException) -> str:
 
 
 def sentence(error: BaseException | str) -> str:
-    """What an error says, with one mark at its end, whichever it has.
+    """An error's message as a sentence, with a full stop unless it ends with a mark already.
 
     >>> sentence("it failed"), sentence(ValueError("it failed.")), sentence("Is it running?")
     ('it failed.', 'it failed.', 'Is it running?')
@@ -60,9 +60,9 @@ def sentence(error: BaseException | str) -> str:
 
 
 def root_cause(error: BaseException) -> BaseException | None:
-    """The error that an error was raised from, and that one, to the first; None where it was raised from none.
+    """The first error in the chain of causes (`raise ... from`) of an error, None without a cause.
 
-    Its traceback is what is worth reading: where a reward function raised, and not how the run then ended.
+    Its traceback is worth reading: it shows where a reward function raised, and not how the run then ended.
 
     >>> root_cause(ValueError("a")) is None
     True
@@ -79,8 +79,8 @@ class ServerError(RuntimeError):
 
 
 class ServerLost(ServerError):
-    """The server does not answer, answers with 5xx, or lost the pushed weights. It may come back."""
+    """The generation server does not answer, answers with 5xx, or lost the pushed weights. It may come back."""
 
 
 class NoServerLeft(ServerLost):
-    """None of several servers holds the weights now. A push may bring some back."""
+    """None of several generation servers holds the weights now. A push may bring some back."""

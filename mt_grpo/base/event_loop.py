@@ -53,7 +53,7 @@ def run_async(coroutine: Coroutine, timeout: float | None = None) -> Any:
     if threading.current_thread().name == LOOP_THREAD:
         coroutine.close()
         raise RuntimeError(
-            "generate, step and chat wait for this very loop: from an async tool await converse instead."
+            "generate, step and chat block this event loop. From an async tool, await converse instead."
         )
     future = start_in_background(coroutine)
     try:

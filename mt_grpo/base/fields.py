@@ -7,7 +7,7 @@ from typing import Any
 
 
 class KeyFacts(dict):
-    """What a field says of its key. transformers' parser hands a copy to `argparse`, which knows `help` alone."""
+    """The facts about a recipe key in its field. transformers' parser gives a copy to argparse, which reads `help`."""
 
     def copy(self) -> dict[str, str]:
         return {"help": self["help"]}
@@ -64,9 +64,9 @@ LARGEST = 3.4028234663852886e38  # of float32
 
 
 def in_range(value: Any, interval: str) -> bool:
-    """Whether a number, or the text of a number, is in an interval. NaN is in none.
+    """Whether a number, or the text of a number, is in an interval. NaN is in no interval.
 
-    What float32 cannot hold is in none: 1e39 would be infinite where it is used.
+    Nor is a number beyond float32: 1e39 would be infinite when it is used.
 
     >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range("1e-6", "[0, inf)"), in_range("nan", "(-inf, inf)")
     (True, False, True, False)

@@ -59,10 +59,10 @@ def output_lock(path: str) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise ValueError(
-                f"output_dir={path!r} is in use by another run{file.read()}. Set another output_dir, or wait for it."
+                f"output_dir={path!r} is in use by another run{file.read()}. Set another one, or wait for that run."
             ) from None
         except OSError as error:  # a file system without locks
-            logger.warning(f"output_dir={path!r} cannot be locked ({error}): keep other runs out of it.")
+            logger.warning(f"output_dir={path!r} cannot be locked ({error}). Do not start another run in it.")
         file.truncate(0)
         file.write(f" (process {os.getpid()})")
         file.flush()
@@ -124,5 +124,5 @@ def open_lock(path: Path, flags: int = os.O_RDWR) -> typing.TextIO:
     found = os.fstat(descriptor)
     if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), path.parent.lstat().st_uid):
         os.close(descriptor)
-        raise OSError(f"{path} is no ordinary file of this user. Remove it.")
+        raise OSError(f"{path} is not a regular file of this user. Remove it.")
     return open(descriptor, "r+" if flags & os.O_RDWR else "r")

@@ -19,7 +19,7 @@ class IdHash:
         self.add(ids)
 
     def add(self, ids: list[int]) -> IdHash:
-        """Add ids, 8 bytes each."""
+        """Add token ids to the hash, 8 bytes each."""
         self.state.update(array.array("q", ids))
         return self
 

@@ -12,7 +12,7 @@ from typing import Any
 
 
 def is_json_type(expected: Any) -> bool:
-    """Whether JSON itself has this type. Its arguments stay as they were read, and its name says what to write.
+    """Whether a type is one of JSON's own. Such arguments are passed unchanged, and the type's name is shown.
 
     >>> [is_json_type(t) for t in (int, list[dict[str, float]], str | None, typing.Annotated[int, "how many"])]
     [True, True, True, True]
@@ -104,7 +104,7 @@ MOST_NESTED = 64  # levels of lists and dicts in a call; clients of agents raise
 
 
 def is_nested(value: Any, most: int = MOST_NESTED) -> bool:
-    """Whether a value has more levels of lists and dicts.
+    """Whether a value has more than this number of levels of lists and dicts.
 
     >>> is_nested({"a": [1]}, 2), is_nested({"a": [1]}, 1), is_nested(1, 0)
     (False, True, False)

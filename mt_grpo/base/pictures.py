@@ -60,7 +60,7 @@ class Picture:
 
     @property
     def id(self) -> PictureId:
-        """Of each of its tokens in lists of ids. It keeps the picture; in tensors it is a plain number."""
+        """The id of each of its tokens in lists of ids. It holds the image; in tensors it is a plain number."""
         found = PictureId(id_of_digest(self.digest))
         found.picture = self
         return found
@@ -144,7 +144,7 @@ def runs_of(ids: Iterable[int], partial: bool = False) -> list[list[int]]:
         run = list(group)
         size = len(run) if key is None else picture_of(key).num_tokens
         if size and len(run) % size and not partial:
-            raise ValueError(f"A picture of {size} tokens stands in {len(run)} places: a part of it is missing.")
+            raise ValueError(f"An image of {size} tokens has {len(run)} tokens here: a part of it is missing.")
         found += [run[start : start + size] for start in range(0, len(run), size)]
     return found
 
@@ -157,7 +157,7 @@ def pictures_in(ids: list[int]) -> list[Picture]:
 
 
 def has_too_many(ids: list[int]) -> bool:
-    """Whether ids have more than `MOST_PICTURES`: then a context is full, whatever its tokens are."""
+    """Whether ids contain more than `MOST_PICTURES` images, which counts as a full context."""
     return len(ids) > MOST_PICTURES < sum(map(is_picture, ids)) and len(pictures_in(ids)) > MOST_PICTURES
 
 
@@ -167,7 +167,7 @@ def with_placeholders(ids: list[int]) -> list[int]:
 
 
 def features_of(pictures: list[Picture]) -> dict[str, Any]:
-    """What a model's forward pass reads of pictures, one behind the other.
+    """The image inputs of a model's forward pass, for several images in order.
 
     `pixel_values` (patches of all, numbers of a patch) and `image_grid_thw` (pictures, 3).
     """
@@ -218,9 +218,9 @@ def held_by(tensors: Iterable[Any]) -> list[Picture]:
 
 
 def uri_or_str(value: Any) -> str:
-    """What stands for a value that is no JSON in a row for a program: an image as a data URI, others as text.
+    """JSON `default` for a row that is sent to a program: an image becomes a data URI, other values become text.
 
-    An image of PIL is turned as a reader turns it, so that what is read of the URI is what is read of the image.
+    A PIL image is rotated by its EXIF data first, so that the URI is read as the image is.
     """
     try:
         from PIL import Image, ImageOps
@@ -237,10 +237,10 @@ def uri_or_str(value: Any) -> str:
 
 
 def is_image(value: Any) -> bool:
-    """Whether a value is an image of PIL, which need not be installed."""
+    """Whether a value is a PIL image. PIL need not be installed."""
     return hasattr(value, "tobytes") and hasattr(value, "getbands")
 
 
 def image_or_str(value: Any) -> str:
-    """What stands for a value that is no JSON where rows are hashed: an image by its pixels, and others as text."""
+    """JSON `default` for hashing rows: an image becomes a hash of its pixels, other values become text."""
     return digest_of_image(value, value.mode) if is_image(value) else str(value)  # its text has its address in memory

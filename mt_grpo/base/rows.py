@@ -90,7 +90,7 @@ class Rows(Sequence):
         return self._kind(row if self._columns is None else {name: row[name] for name in self._columns if name in row})
 
     def select(self, indices: Iterable[int]) -> Rows:
-        """These rows, in this order."""
+        """Select rows by their indices, in this order."""
         chosen = self._copy()
         chosen._places = [self._places[i] for i in indices]
         return chosen

@@ -1,4 +1,4 @@
-"""What a class of conversations stands on: formats by tokenizer, the room that is left, and how people run it."""
+"""The base class of conversations: formats by tokenizer, the remaining budget, and methods for interactive use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Conversations(Limits):
-    """The part of `MultiTurnToolEnv` that no method changes. A subclass has `start`, `take_turn` and `converse`."""
+    """Base class of `MultiTurnToolEnv`. A subclass implements `start`, `take_turn` and `converse`."""
 
     max_completion_length = 1024  # of an environment that is given none
 
@@ -36,11 +36,11 @@ class Conversations(Limits):
         self.prompt_examples = check_examples(prompt_examples) if prompt_examples else []
         self._examples: dict[int, list[Message]] = {}  # as messages of the template, by id of the tokenizer
         if (most := self.max_tool_response_tokens) < 10:
-            raise ValueError(f"max_tool_response_tokens={most}, expected at least 10: a cut needs a marker.")
+            raise ValueError(f"max_tool_response_tokens={most}, expected at least 10, the room for a marker.")
 
     @property
     def max_steps(self) -> int:
-        """`max_env_steps`, by the name of the argument."""
+        """The limit `max_env_steps`, under the name of the constructor's argument."""
         return self.max_env_steps
 
     @max_steps.setter
@@ -50,7 +50,7 @@ class Conversations(Limits):
     async def converse_whole(
         self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
     ) -> Rollout:
-        """`converse`, whoever wrote it, to a rollout whose lists are as the loss reads them, or which has failed."""
+        """Run `converse`, then validate the rollout's lists for the loss. An invalid rollout is marked as failed."""
         async with self._in_its_place(rollout, llm):
             rollout = await self.converse(rollout, llm, sampling_params)
         keep_whole(rollout, num_ids(self._tokenizer(llm)))
@@ -58,7 +58,7 @@ class Conversations(Limits):
 
     @asynccontextmanager
     async def _in_its_place(self, rollout: Rollout, llm: Any) -> AsyncIterator[None]:
-        """Wait until the rollout's environment takes one more conversation; tell it when this one is over.
+        """Wait until the rollout's environment takes another conversation, and notify it when this one is over.
 
         No time limit counts the wait: it is as long as the conversations before this one, and these have their limits.
         """
@@ -80,9 +80,9 @@ class Conversations(Limits):
                 room.release()
 
     async def aside(self, llm: Any, awaitable: Awaitable) -> Any:
-        """Await what another conversation of the batch will do. Its tokens may come from this process.
+        """Await something that another conversation of the batch will do.
 
-        `await` alone is not enough there: a batch is generated when every open conversation waits for tokens.
+        A plain `await` is not enough if this process generates: a batch starts when all open conversations wait.
         """
         return await (llm.aside(awaitable) if hasattr(llm, "aside") else awaitable)
 
@@ -94,11 +94,11 @@ class Conversations(Limits):
         return Room(self.max_completion_length - rollout.new_tokens, context)
 
     def _context(self, llm: Any) -> float:
-        """The model's context in tokens."""
+        """The length of the model's context in tokens."""
         return self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
 
     def format_of(self, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
-        """How a model with this tokenizer writes calls and reads results."""
+        """The tool format of a model with this tokenizer, which reads its calls and writes results."""
         if id(tokenizer) not in self._formats:
             options = self.tool_format, tokenizer, self.chat_template_kwargs, self._ends
             self._formats[id(tokenizer)] = make_format(*options)
@@ -114,7 +114,7 @@ class Conversations(Limits):
         return copy.deepcopy(self._examples[id(tokenizer)])
 
     def add_ends(self, ids: Iterable[int]) -> None:
-        """Further ids that end a turn, such as those of the model's generation config."""
+        """Add ids that end a turn, such as those of the model's generation config."""
         self._ends, self._formats, self._examples = {*self._ends, *ids}, {}, {}
 
     async def _state_key(self, rollout: Rollout) -> Any:
@@ -124,16 +124,16 @@ class Conversations(Limits):
         try:
             return self.state_key and self.state_key(rollout.turns)
         except (Exception, SystemExit) as error:
-            raise RuntimeError(f"The state key raised {error_line(error)}") from error
+            raise RuntimeError(f"The function state_key raised {error_line(error)}") from error
 
     def _tokenizer(self, llm: Any) -> PreTrainedTokenizerBase:
         tokenizer = self.tokenizer or getattr(llm, "tokenizer", None)
         if tokenizer is None:
-            raise ValueError("No tokenizer. Pass MultiTurnToolEnv(..., tokenizer=...) or a backend that has one.")
+            raise ValueError("No tokenizer. Pass MultiTurnToolEnv(..., tokenizer=...) or a backend with a tokenizer.")
         return tokenizer
 
     def end_of_turn_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """The tokens that end a turn; sampling must stop there."""
+        """The token ids that end a turn, at which sampling must stop."""
         return sorted(self.format_of(tokenizer).ends)
 
     # -- for people: runs in a background loop, so a notebook's own running loop is no obstacle --
@@ -145,17 +145,17 @@ class Conversations(Limits):
         sampling_params: dict[str, Any] | None = None,
         rows: list[dict[str, Any]] | None = None,
     ) -> dict[str, list]:
-        """Run all conversations to their ends.
+        """Run all conversations to their end.
 
         Args:
             prompts: Messages, or strings (one user message).
             llm: A backend with `async generate(prompt_ids, max_tokens, sampling_params, index)`.
-            sampling_params: temperature, top_p, ...; unset ones are neutral.
-            rows: Dataset rows, for environments.
+            sampling_params: temperature, top_p, ...; unset ones have no effect on the distribution.
+            rows: One dataset row per prompt, for environments.
 
         Returns:
-            Lists per conversation: `ids` (completion), `messages` (the whole conversation), `mask` (1 = sampled by
-            the model), `prompt_ids`, `logprobs`, `turn_ids`, `stop_reasons` and the `rollouts` themselves.
+            Lists with one entry per conversation: `ids` (completion), `messages` (the whole conversation), `mask` (1 =
+            sampled by the model), `prompt_ids`, `logprobs`, `turn_ids`, `stop_reasons` and the `rollouts` themselves.
         """
         sampling_params = self._with_stops(sampling_params, llm)
         states = self.start(prompts, llm, rows)
@@ -171,19 +171,19 @@ class Conversations(Limits):
         }  # fmt: skip
 
     def step(self, states: list[Rollout], llm: Any, sampling_params: dict[str, Any] | None = None) -> list[Rollout]:
-        """One model turn, and its observation, of every open conversation; returns the same states."""
+        """Take one model turn, with its observation, in every open conversation. Returns the same states."""
         sampling_params = self._with_stops(sampling_params, llm)
         still_open = [state for state in states if state.stop_reason is None]
         run_async(gather_all([self.take_turn(state, llm, sampling_params) for state in still_open]))
         return states
 
     def close(self, states: list[Rollout] | None = None) -> None:
-        """Close the environments of these conversations, None: of all that are open."""
+        """Close the environments of these conversations, or of all open ones if `states` is None."""
         if self.environments is not None:
             for error in run_async(self.environments.close(states)):
-                logger.warning(f"An environment could not be closed: {error}")
+                logger.warning(f"Closing an environment failed: {error}")
 
     def _with_stops(self, sampling_params: dict[str, Any] | None, llm: Any) -> dict[str, Any]:
-        """Adds the tokens that end a turn in the chat template. A base model's own end token may be another one."""
+        """Add the tokens that end a turn in the chat template. A base model's own end token may differ."""
         check_sampling_params(sampling_params, SAMPLING_KEYS - {"stop"})
         return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}

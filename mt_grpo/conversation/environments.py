@@ -1,4 +1,4 @@
-"""What an environment says, checked: its first observation, and its replies."""
+"""One environment per conversation, and validation of its first observation and its replies."""
 
 from __future__ import annotations
 
@@ -34,39 +34,39 @@ REPLIES = ("messages", "continuation", "history", "stop")  # a reply has at most
 
 
 class EnvironmentFailure(Exception):
-    """An environment raised, hung, or returned what it may not: the end of its rollout, which is not trained on."""
+    """An environment raised, hung, or returned an invalid value. Its rollout ends and is not trained on."""
 
     reason = StopReason.ENVIRONMENT_ERROR
 
 
 class PromptTooLong(Exception):
-    """The prompt after `reset` leaves no room for a turn: the end of its rollout, which is not trained on.
+    """The prompt after `reset` leaves no room for a turn. Its rollout ends and is not trained on.
 
     Args:
-        length: Of the prompt, in tokens. It may be that of a beginning which is too long already.
-        beyond: How many of them are beyond the context, 0 where they fill it.
+        length: The length of the prompt in tokens, or of a beginning that is too long already.
+        beyond: How many of them are beyond the context, 0 if they just fill it.
         limit: What to raise, in words.
     """
 
     def __init__(self, length: int, beyond: int, limit: str):
         super().__init__(
-            f"the prompt has at least {length} tokens after reset, and the context {length - beyond}: there is no "
-            f"room for a turn. Shorten what reset says, or raise {limit}."
+            f"the prompt has at least {length} tokens after reset, and the context has {length - beyond}: there "
+            f"is no room for a turn. Shorten what reset returns, or raise {limit}."
         )
 
 
 def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply | None:
-    """What `respond` returned. Raises `EnvironmentFailure` for what is no reply.
+    """Validate the return value of `respond`. Raises `EnvironmentFailure` if it is not a valid reply.
 
     Args:
         reply: A `Reply`, a dict with its keys, or None.
-        name: Of the environment's class.
-        said: Reads its images. None: the model reads text alone.
+        name: The name of the environment's class.
+        said: Reads its images. None: the model is text-only.
     """
     if isinstance(reply, dict):
         if unknown := [key for key in reply if key not in Reply.__dataclass_fields__]:
             known = ", ".join(Reply.__dataclass_fields__)
-            raise EnvironmentFailure(f"{name}.respond: a reply has no {unknown[0]!r:.100}, expected some of {known}.")
+            raise EnvironmentFailure(f"{name}.respond: a reply has no key {unknown[0]!r:.100}. Known keys: {known}.")
         reply = Reply(**reply)
     if reply is None:
         return None
@@ -74,11 +74,11 @@ def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply
         raise EnvironmentFailure(f"{name}.respond returned {type(reply).__name__}, expected a Reply or None.")
     given = [key for key in REPLIES if getattr(reply, key)]
     if len(given) > 1:
-        raise EnvironmentFailure(f"{name}.respond returned a reply with {' and '.join(given)}, expected one of them.")
+        raise EnvironmentFailure(f"{name}.respond returned a reply with {' and '.join(given)}. Set only one of them.")
     for key, kind in (("continuation", str), ("info", dict)):
         if not isinstance(getattr(reply, key) or kind(), kind):
             got = type(getattr(reply, key)).__name__
-            hint = " An image stands in a message: return messages." if key == "continuation" else ""
+            hint = " To show an image, return messages." if key == "continuation" else ""
             raise EnvironmentFailure(f"{name}.respond: {key} is {got}, expected {kind.__name__} or None.{hint}")
     if reply.stop not in (None, True, False):  # any text is true: "no" would end the conversation
         raise EnvironmentFailure(f"{name}.respond: stop is {reply.stop!r:.100}, expected True or False.")
@@ -87,25 +87,25 @@ def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply
     try:
         json.dumps(reply.info, default=str, skipkeys=True)
     except (ValueError, RecursionError):  # else a reward, which gets a copy, would be blamed
-        raise EnvironmentFailure(f"{name}.respond: info holds itself, or is nested too deeply.") from None
+        raise EnvironmentFailure(f"{name}.respond: info contains itself, or is nested too deeply.") from None
     read: dict[str, Any] = {
         key: read_messages(getattr(reply, key), f"{name}.respond: {key}", said) for key in ("messages", "history")
     }
     if read["history"] and read["history"][-1]["role"] == "assistant":
-        raise EnvironmentFailure(f"{name}.respond: history ends with the model's own message, expected another's.")
-    if reply.continuation:  # of text alone: a picture stands in a message of another than the model
+        raise EnvironmentFailure(f"{name}.respond: history ends with an assistant message, expected another role.")
+    if reply.continuation:  # text only: the model's own message has no image
         read["continuation"] = with_marks_of(reply.continuation, [])
     return Reply(**{**{key: getattr(reply, key) for key in Reply.__dataclass_fields__}, **read})
 
 
 def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -> list[Message] | None:
-    """An environment's messages, each with a text as content. Raises `EnvironmentFailure`."""
+    """Validate an environment's messages and convert their contents to text. Raises `EnvironmentFailure`."""
     if not isinstance(messages or [], list):
-        raise EnvironmentFailure(f"{where} is {messages!r:.100}, expected messages.")
+        raise EnvironmentFailure(f"{where} is {messages!r:.100}, expected a list of messages.")
     read = []
     for message in messages or []:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise EnvironmentFailure(f"{where} has {message!r:.200}, expected role and content.")
+            raise EnvironmentFailure(f"{where} has {message!r:.200}, expected a dict with role and content.")
         if not isinstance(message["role"], str) or message["role"] not in ROLES:
             known = ", ".join(sorted(ROLES))
             raise EnvironmentFailure(f"{where} has the role {message['role']!r:.100}, expected one of {known}.")
@@ -116,7 +116,7 @@ def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -
 
 
 def read_content(content: Any, where: str, said: SaidPictures | None = None) -> str:
-    """Content as text: parts are joined, and images are marks. Raises `EnvironmentFailure` for anything else."""
+    """Convert a content to text: parts are joined, images become marks. Raises `EnvironmentFailure` otherwise."""
     try:
         return (said or SaidPictures()).text(content, where)
     except ValueError as error:
@@ -124,28 +124,28 @@ def read_content(content: Any, where: str, said: SaidPictures | None = None) -> 
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite number of single precision, in which rewards are kept."""
+    """Whether a value is a number that is finite in float32, the precision of rewards."""
     return isinstance(value, numbers.Real) and abs(value) <= 3.4e38  # NaN is not
 
 
 def as_written(messages: list[Message], origin: Origin) -> list[Message]:
-    """The messages themselves: for programs whose requests are cleaned later."""
+    """Return the messages unchanged, for programs whose requests are cleaned later."""
     return messages
 
 
 def joined(
     prompt: list[Message], observation: str | list | None, clean: Clean = as_written, said: SaidPictures | None = None
 ) -> list[Message]:
-    """The prompt with what `reset` returned: text and parts go to its last message, messages replace it.
+    """Join a prompt and the return value of `reset`: text and parts extend the last message, messages replace all.
 
     Args:
-        prompt: Of the row, the operator's.
-        observation: What `reset` returned.
-        clean: Breaks the control tokens that messages of an origin may not hold.
-        said: Reads its images. None: the model reads text alone.
+        prompt: The prompt of the row.
+        observation: The return value of `reset`.
+        clean: Breaks the control tokens that messages of an origin may not contain.
+        said: Reads its images. None: the model is text-only.
 
     Raises:
-        EnvironmentFailure: there is no prompt, or the observation is none.
+        EnvironmentFailure: There is no prompt, or the observation is invalid.
 
     >>> joined([{"role": "user", "content": "Play. "}], "A board.")
     [{'role': 'user', 'content': 'Play. A board.'}]
@@ -154,7 +154,7 @@ def joined(
     """
     if not observation and not isinstance(observation, (int, float)):
         if not any(message["content"] for message in prompt):
-            raise EnvironmentFailure("reset returned nothing, and the row has no prompt: expected one of them.")
+            raise EnvironmentFailure("reset returned nothing, and the row has no prompt. Expected one of them.")
         return clean(prompt, Origin.DATA)
     if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
         return clean(read_messages(observation, "reset", said), Origin.OUTSIDE)
@@ -166,13 +166,13 @@ def joined(
         return clean([{"role": "user", "content": text}], Origin.OUTSIDE)[0]["content"]
 
     text = as_outside(read_content(observation, "reset", said))
-    # INVARIANT: a control token of which the row has one half and `reset` the other is broken, too.
+    # INVARIANT: a control token of which the row has one half and `reset` has the other is broken, too.
     meet = as_outside(last["content"] + text) == as_outside(last["content"]) + text
     return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + text}], Origin.DATA)
 
 
 def read_ahead(said: Any, reader: PictureReader | None) -> Any:
-    """What an environment returned, with its images read where they can be: parts with a `Picture`.
+    """Read the images in an environment's return value, as far as possible: they become parts with a `Picture`.
 
     Reading one takes up to a tenth of a second. So it is done in the environment's thread, and no event loop waits.
     """
@@ -192,7 +192,7 @@ def read_ahead(said: Any, reader: PictureReader | None) -> Any:
 
 
 def part_read(part: Any, reader: PictureReader) -> Any:
-    """An element of a list that an environment returned: a message, or a part of one."""
+    """Read the image in an element of a list that an environment returned: a message, or a part of one."""
     image = part if is_image(part) else own_image(part) if is_image_part(part) else None
     if image is None:
         return read_ahead(part, reader)
@@ -209,24 +209,24 @@ METHODS = {"reset": None, "respond": 2, "get_reward": 0, "close": 0, "conversati
 
 
 def tool_methods(cls: type) -> list[str]:
-    """The names of a class's tools: its public methods, looked up on the class as in TRL."""
+    """The names of a class's tools: its public methods, looked up on the class, as in TRL."""
     names = (name for name, _ in inspect.getmembers(cls, inspect.isfunction))
     return [name for name in names if not name.startswith("_") and name not in METHODS]
 
 
 def class_tools(cls: type) -> dict[str, Callable]:
-    """A class's tools by name, as an instance would have them: for their descriptions, not to be called."""
+    """A class's tools, name -> method, for their descriptions. They must not be called."""
     return {name: types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)}
 
 
 def needs_of(signature: inspect.Signature) -> list[str]:
-    """The parameters without a default that are given by name."""
+    """The names of a signature's keyword parameters that have no default."""
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [p.name for p in signature.parameters.values() if p.kind in named and p.default is p.empty]
 
 
 def check_environment(cls: Any, where: str) -> None:
-    """Raise `ValueError` unless a class can be one side of a conversation. It is not instantiated."""
+    """Raise `ValueError` unless a class can serve as an environment. It is not instantiated."""
     if not isinstance(cls, type):
         raise ValueError(f"{where} is {cls!r}, expected a class, or a dict of classes.")
     if not callable(getattr(cls, "reset", None)):
@@ -250,10 +250,10 @@ def check_environment(cls: Any, where: str) -> None:
 
 
 def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callable]:
-    """The tools of a conversation: the others, an instance's public methods, and those in its list `tools`.
+    """The tools of a conversation: `others`, an instance's public methods, and those in its list `tools`.
 
     `tool_selection` of an instance, a list of names, says which of them this conversation has; None: all. Raises
-    `ValueError` for two of one name, and for an unknown one in the selection.
+    `ValueError` if two have the same name, and for an unknown name in the selection.
     """
     methods = [getattr(environment, name) for name in tool_methods(type(environment))]
     listed = getattr(environment, "tools", None) or []
@@ -268,31 +268,31 @@ def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callabl
 
 
 def selected(tools: dict[str, Callable], names: list[str]) -> dict[str, Callable]:
-    """The tools of these names. Raises `ValueError` for a name that none has."""
+    """The tools with these names. Raises `ValueError` for an unknown name."""
     if unknown := [name for name in names if name not in tools]:
-        raise ValueError(f"The row names the tool {unknown[0]!r}, expected some of {', '.join(tools) or 'none'}.")
+        raise ValueError(f"The row names the unknown tool {unknown[0]!r}. Known tools: {', '.join(tools) or 'none'}.")
     return {name: tools[name] for name in names}
 
 
 def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
-    """Tools by their names. Raises `ValueError` for two of one name."""
+    """Merge groups of tools, name -> function. Raises `ValueError` if two have the same name."""
     tools: dict[str, Callable] = {}
     for tool in join(groups):
         if tool.__name__ in tools:
             raise ValueError(
-                f"Two tools are called {tool.__name__!r}, one of them of {name}: the model could not tell them apart. "
-                "Give one another name."
+                f"Two tools are called {tool.__name__!r}, one of them in {name}. The model could not tell them apart. "
+                "Rename one."
             )
         tools[tool.__name__] = tool
     return tools
 
 
 def shares_state(call: ToolCall, rollout: Rollout, of_all: dict[str, Callable]) -> bool:
-    """Whether a call goes to a synchronous tool of the rollout's own environment: a method, or one of its list.
+    """Whether a call goes to a synchronous tool of the rollout's own environment, a method or in its list `tools`.
 
     Args:
-        call: Of a turn of the rollout.
-        rollout: Says which tools its conversation has.
+        call: A call of the rollout.
+        rollout: The rollout, whose conversation may have tools of its own.
         of_all: The tools that all conversations have.
     """
     tool = (rollout.tools or {}).get(call.name)
@@ -302,7 +302,7 @@ def shares_state(call: ToolCall, rollout: Rollout, of_all: dict[str, Callable]) 
 
 @contextmanager
 def failures_end(rollout: Rollout) -> Iterator[None]:
-    """An environment's failure ends its rollout, and no other one."""
+    """Context manager in which an environment's failure ends this rollout, and no other one."""
     try:
         yield
     except EnvironmentFailure as error:
@@ -313,37 +313,37 @@ def failures_end(rollout: Rollout) -> Iterator[None]:
 
 
 class Environments:
-    """One environment per conversation.
+    """Creates, calls and closes one environment per conversation.
 
-    Instances are used again for later conversations, after `reset`, as in TRL. Those with `close`, and those with a
-    call that was given up, are not.
+    Instances are used again for later conversations, after `reset`, as in TRL. Those with `close`, and those with an
+    abandoned call, are not.
 
     Args:
-        factories: A class, or classes by the row's column `environment`.
+        factories: A class, or a dict from the values of the column `environment` to classes.
         timeout: Seconds that one call of a method of the protocol may take.
-        tools: Those that conversations have beside their environments' own.
+        tools: The tools of all conversations, in addition to those of their environments.
 
     Raises:
-        ValueError: a class that is no environment, no class at all, two tools of one name.
+        ValueError: A class is not an environment, there is no class, or two tools have the same name.
     """
 
     def __init__(self, factories: type | dict[str, type], timeout: float, tools: dict[str, Callable]):
         self.by_name = factories if isinstance(factories, dict) else {None: factories}
         if not self.by_name:
-            raise ValueError("environment is an empty dict, expected a class for each name in the column environment.")
+            raise ValueError("environment is an empty dict, expected a class per name in the column environment.")
         for name, cls in self.by_name.items():
             check_environment(cls, f"environment {name!r}" if name else "environment")
             merged(cls.__name__, tools.values(), self.tools_of_class({"environment": name}).values())
         self.timeout, self.tools = timeout, tools
-        self.tokenizer: Any = None  # of the model, known where a conversation opens; its images are read by it
-        self.places_images = True  # of a row, where `reset` says; a scheduler says it by tags
+        self.tokenizer: Any = None  # of the model, known when a conversation opens; it reads the images
+        self.places_images = True  # of a row, at the places in what `reset` returns; a scheduler uses tags
         self._free: dict[type, list] = {cls: [] for cls in self.by_name.values()}
         self._rooms: dict[tuple, asyncio.Semaphore] = {}  # by event loop and class
         self._open: dict[int, Rollout] = {}  # by id: those whose environment is not given back
         atexit.register(self._close_at_exit)
 
     def class_of(self, row: dict[str, Any]) -> type:
-        """The class of a row's environment. Raises `ValueError` for an unknown name."""
+        """The environment class of a row. Raises `ValueError` for an unknown name."""
         if None in self.by_name:
             return self.by_name[None]
         if row.get("environment") not in self.by_name:
@@ -353,9 +353,9 @@ class Environments:
         return self.by_name[row["environment"]]
 
     def check_rows(self, dataset: Any) -> None:
-        """Raise `ValueError` for a row whose environment is not there, or refuses it before it is made.
+        """Raise `ValueError` for a row whose environment is unknown, or whose class rejects it.
 
-        A class method `check_row(row)` refuses rows. It returns the names of tools that the row has, or None.
+        A class method `check_row(row)` rejects rows. It returns the names of tools that the row has, or None.
         `reset` must take the columns of each row, and must need no other.
         """
         self._check_columns(dataset)
@@ -392,17 +392,17 @@ class Environments:
                 signatures[cls].bind(**given)
             except TypeError as error:
                 raise ValueError(
-                    f"Row {number}: {cls.__name__}.reset cannot begin with this row: {error}. The row has: "
+                    f"Row {number}: {cls.__name__}.reset does not accept this row: {error}. The row has: "
                     f"{', '.join(given) or 'no column'}. Rename the argument or the column, give the argument a "
                     "default, or add **row, which takes all other columns."
                 ) from None
 
     def arguments_of(self, row: DataRow) -> dict[str, Any]:
-        """What `reset` gets of a row: all of it, without the column that names one of several classes."""
+        """The keyword arguments of `reset`: all columns of a row, except the one that selects the class."""
         return {k: v for k, v in self.own_row(row).items() if k != "environment" or None in self.by_name}
 
     def own_row(self, row: DataRow) -> DataRow:
-        """A row as its environment takes it (`with_own_keys`).
+        """Convert a row to the form that its environment takes (`with_own_keys`).
 
         `keyword_columns` of a class are those whose keys are arguments of what it plays, which a key of another row
         may break. Other classes get a table's row as it is.
@@ -410,13 +410,13 @@ class Environments:
         return with_own_keys(row, getattr(self.class_of(row), "keyword_columns", ()))
 
     def tools_of_class(self, row: dict[str, Any]) -> dict[str, Callable]:
-        """The tools of a row's environment, before there is an instance: for the length of the prompt."""
+        """The tools of a row's environment before there is an instance, to estimate the length of the prompt."""
         return class_tools(self.class_of(row))
 
     async def open(self, rollout: Rollout, clean: Clean = as_written, tokenizer: Any = None) -> list[Message]:
-        """Give a rollout its environment, and begin. Returns the prompt, its control tokens broken by `clean`.
+        """Give a rollout its environment and call `reset`. Returns the prompt, its control tokens broken by `clean`.
 
-        The pictures of the row are where it says, or `reset`. `tokenizer` is the model's; None: it reads no pictures.
+        Images of the row are placed where it or `reset` says. `tokenizer` is the model's; None: it reads no images.
 
         Raises `EnvironmentFailure`.
         """
@@ -445,14 +445,14 @@ class Environments:
             raise EnvironmentFailure(str(error)) from error
 
     def _make(self, rollout: Rollout, cls: type) -> None:
-        """Make a rollout's environment. It is closed where nobody waits for it any more."""
+        """Create a rollout's environment. It is closed at once if the rollout was abandoned meanwhile."""
         rollout.environment = cls()
         self._open[id(rollout)] = rollout
         if rollout.abandoned:
             self._close_now(rollout)
 
     async def idle(self, rollout: Rollout) -> None:
-        """Wait for calls that were given up at their time limit: an instance has one call at a time.
+        """Wait for calls that were abandoned at their time limit: an instance has one call at a time.
 
         Raises `EnvironmentFailure` if one still runs after `environment_timeout`.
         """
@@ -460,13 +460,13 @@ class Environments:
         rollout.given_up.clear()
         if running and (await asyncio.wait(running, timeout=self.timeout))[1]:
             raise EnvironmentFailure(
-                f"{type(rollout.environment).__name__}: a call that was given up at tool_timeout still runs after "
-                f"environment_timeout={self.timeout:g} s more. Its instance cannot be used meanwhile: give the method "
-                "a time limit of its own, or raise tool_timeout."
+                f"{type(rollout.environment).__name__}: a call that was abandoned at tool_timeout still runs after "
+                f"another environment_timeout={self.timeout:g} s. Its instance cannot be used meanwhile. Give the "
+                "method a time limit of its own, or raise tool_timeout."
             )
 
     async def call(self, rollout: Rollout, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method, synchronous or async. None if the environment has none. Raises `EnvironmentFailure`."""
+        """Call a method, synchronous or async. Returns None if it does not exist. Raises `EnvironmentFailure`."""
         function = getattr(rollout.environment, method, None)
         if function is None:
             return None
@@ -498,7 +498,7 @@ class Environments:
             raise EnvironmentFailure(f"{name} raised {error_line(error)}") from error
 
     async def reward(self, rollout: Rollout) -> float | None:
-        """What `get_reward` gives; None without it. Raises `EnvironmentFailure`, also for what is no number."""
+        """The result of `get_reward`, None without it. Raises `EnvironmentFailure`, also if it is not a number."""
         await self.idle(rollout)  # reward functions get the instance, too
         value = await self.call(rollout, "get_reward")
         if value is None:
@@ -509,9 +509,9 @@ class Environments:
         return float(value)
 
     def room(self, rollout: Rollout) -> asyncio.Semaphore | None:
-        """The places for conversations with a rollout's class of environments; None where any number may be open.
+        """A semaphore that limits open conversations with a rollout's environment class. None if there is no limit.
 
-        `most_conversations` of the class says how many there are. Each event loop has its own.
+        `most_conversations` of the class is the limit. Each event loop has its own semaphore.
         """
         cls = self.class_of(rollout.row)
         if (most := getattr(cls, "most_conversations", None)) is None:
@@ -519,17 +519,17 @@ class Environments:
         return self._rooms.setdefault((asyncio.get_running_loop(), cls), asyncio.Semaphore(most))
 
     async def over(self, rollout: Rollout) -> None:
-        """Tell an environment that its conversation is over, whatever ended it. A failure of that is a warning."""
+        """Notify an environment that its conversation is over. A failure of that is only logged."""
         if rollout.environment is not None:
             try:
                 await self.call(rollout, "conversation_over")
             except EnvironmentFailure as error:
-                logger.warning(f"A conversation is over, and its environment could not be told so: {error}")
+                logger.warning(f"Notifying an environment of the end of its conversation failed: {error}")
 
     async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
-        """Close the environments of these rollouts, None: of all; keep those that can be used again.
+        """Close the environments of these rollouts, or of all if None; keep those that can be used again.
 
-        Returns what failed: a conversation that is over loses nothing by it.
+        Returns the errors: they do not affect conversations that are over.
         """
         rollouts = list(self._open.values()) if rollouts is None else rollouts
         rollouts = [rollout for rollout in rollouts if self._open.pop(id(rollout), None) is not None]

@@ -1,4 +1,4 @@
-"""What bounds a conversation: keys of a recipe, and attributes of the class of conversations that keeps to them."""
+"""The limits of a conversation: keys of a recipe, and attributes of the class of conversations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mt_grpo.base.fields import key
 
 @dataclass(eq=False, repr=False)
 class Limits:
-    """Every bound of a conversation beside `max_completion_length`, which is TRL's key. A recipe's keys set them."""
+    """The limits of a conversation, set by a recipe. TRL's `max_completion_length` bounds it as well."""
 
     max_env_steps: int = key(
         2, "Observations per conversation, error messages included; then one last turn", within="[0, inf)"
@@ -31,12 +31,12 @@ class Limits:
 
     @property
     def longest_turn(self) -> int:
-        """Tokens that one turn has at most."""
+        """The maximum number of tokens of one turn."""
         return self.max_turn_tokens or self.max_completion_length
 
 
 def limits_of(settings: Limits) -> dict[str, Any]:
-    """The limits by their names, of what has others beside them.
+    """The limits among some settings, name -> value.
 
     >>> limits_of(Limits(max_env_steps=3))["max_env_steps"]
     3

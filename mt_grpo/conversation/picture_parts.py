@@ -1,4 +1,4 @@
-"""Images in messages: parts of contents, columns of rows, and what tools and environments say, as texts with marks."""
+"""Images in messages: parts of contents, columns of rows, and replies of tools and environments, as marked texts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that
 
 
 def refuse_images(row: dict[str, Any], where: str, why: str) -> None:
-    """Raise `ValueError` for a row with an image, in a column or in a message. An empty column is none.
+    """Raise `ValueError` for a row with an image, in a column or in a message. An empty column does not count.
 
     Args:
-        row: Of the data.
-        where: What the error begins with.
-        why: The model does not see it.
+        row: A row of the data.
+        where: The beginning of the error message.
+        why: The reason why the model does not see it.
     """
     for key in IMAGE_COLUMNS:
         value = row.get(key)
@@ -47,10 +47,10 @@ def refuse_images(row: dict[str, Any], where: str, why: str) -> None:
 def with_marks(
     prompt: list[dict[str, Any]], row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """(messages whose contents are text, the pictures of their marks) of a row's prompt.
+    """Read the images of a row's prompt. Returns (messages with text contents and marks, the marked images).
 
     Raises:
-        ValueError: pictures and their places do not match, one cannot be read, or the model reads text alone.
+        ValueError: Images and places do not match, an image cannot be read, or the model is text-only.
     """
     messages, shown = with_places(prompt, row, tokenizer, where)
     return placed(messages, of_columns(shown, row), where), shown
@@ -59,13 +59,13 @@ def with_marks(
 def with_places(
     prompt: list[dict[str, Any]], row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[dict[str, Any]], list[Picture]]:
-    """(messages whose contents are text, pictures) of a row's prompt, before those of its columns are put into it.
+    """Read the images of a row, without placing those of its columns. Returns (messages with text contents, images).
 
-    A part with a picture of its own becomes the picture's mark, and one without becomes a `PLACE`. The pictures are
-    those of the row's columns (`of_columns`), and behind them those of the parts.
+    A part with an image of its own becomes its mark, and one without becomes a `PLACE`. The images are those of the
+    row's columns (`of_columns`), followed by those of the parts.
 
     Raises:
-        ValueError: a picture cannot be read, or the model reads text alone.
+        ValueError: An image cannot be read, or the model is text-only.
     """
     waiting = images_of(row)
     parts = [part for message in prompt if isinstance(message["content"], list) for part in message["content"]]
@@ -95,17 +95,17 @@ def with_places(
 
 
 def of_columns(shown: list[Picture], row: dict[str, Any]) -> list[Picture]:
-    """Of the pictures that `with_places` gives, those of the row's columns."""
+    """The images of the row's columns, among those that `with_places` returns."""
     return shown[: len(images_of(row))]
 
 
 def placed(messages: list[dict[str, Any]], pictures: list[Picture], where: str) -> list[dict[str, Any]]:
-    """Messages with the pictures of a row's columns, the next one at each `PLACE`.
+    """Put the images of a row's columns into messages, the next one at each `PLACE`.
 
-    Where there is no place, they stand before the first text of a user, as TRL puts them.
+    If there is no place, they come before the first text of a user, as in TRL.
 
     Raises:
-        ValueError: there are more pictures than places, or fewer, or no message of a user.
+        ValueError: The numbers of images and places differ, or there is no message of a user.
     """
     places = sum(message["content"].count(PLACE) for message in messages)
     if not places and not pictures:
@@ -114,7 +114,7 @@ def placed(messages: list[dict[str, Any]], pictures: list[Picture], where: str) 
         raise ValueError(
             f"{where}: the columns {' and '.join(IMAGE_COLUMNS)} have {len(pictures)} images, and the prompt has "
             f"{places} places for them, parts {{'type': 'image'}} without an image under 'image' or 'image_url'. "
-            "Expected as many."
+            "Expected one place per image."
         )
     if places:
         following = map(mark_of, pictures)
@@ -125,7 +125,7 @@ def placed(messages: list[dict[str, Any]], pictures: list[Picture], where: str) 
     first = next((k for k, message in enumerate(messages) if message["role"] == "user"), None)
     if first is None:
         raise ValueError(
-            f"{where}: {len(pictures)} images, and no message of a user to put them into. Add one, or a part "
+            f"{where}: got {len(pictures)} images, and no message of a user to put them into. Add one, or a part "
             "{'type': 'image'} to another message."
         )
     content = "".join(map(mark_of, pictures)) + messages[first]["content"]
@@ -135,18 +135,18 @@ def placed(messages: list[dict[str, Any]], pictures: list[Picture], where: str) 
 def read_pictures(
     prompts: Any, rows: list[dict[str, Any]] | None, tokenizer: Any, env: Any = None, way: str = "place_images"
 ) -> tuple[list, list[list[Picture]]]:
-    """(prompts of texts, with marks; the pictures of each). The rollouts of a group share them.
+    """Read the images of prompts. Returns (prompts as texts with marks, the images of each). A group shares them.
 
     Args:
         prompts: Messages, or strings.
-        rows: Of the data, one for each.
-        tokenizer: Of the model.
-        env: Of the conversations. Where it has an environment, whose `reset` may change the prompts, their places stay
+        rows: One row of the data per prompt.
+        tokenizer: The model's tokenizer.
+        env: The class of conversations. If it has an environment, whose `reset` may change the prompts, places stay
             (`with_places`). Conversations that place images otherwise have functions of their own: `place_images` for
             the prompt of a rollout, and `mark_images` for what the model reads of it.
         way: The name of one of these.
 
-    Raises `ValueError` for what is no prompt (`check_conversations`), and for pictures (`with_marks`).
+    Raises `ValueError` for invalid prompts (`check_conversations`), and for invalid images (`with_marks`).
     """
     prompts = check_conversations(prompts, "prompts", images=True)
     resets = getattr(env, "environments", None) is not None and not hasattr(env, way)
@@ -167,7 +167,7 @@ def read_pictures(
 
 
 def parts_of(value: Any) -> list[dict[str, Any]] | None:
-    """What a tool returned as parts of a message, if there is an image among them: of PIL, or in OpenAI's form."""
+    """Convert a tool's return value to message parts, if it has an image (PIL or OpenAI's form). None otherwise."""
     parts = as_parts(value if isinstance(value, list) else [value])
     if not any(is_image_part(part) and not is_address(own_image(part)) for part in parts):
         return None  # a part that names an address is data, as other JSON
@@ -175,7 +175,7 @@ def parts_of(value: Any) -> list[dict[str, Any]] | None:
 
 
 def as_parts(values: list[Any]) -> list[Any]:
-    """Texts and images of PIL as parts of a message; others as they are."""
+    """Convert texts and PIL images to message parts. Other values are returned unchanged."""
     parts = [{"type": "image", "image": each} if is_image(each) else each for each in values]
     return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
 
@@ -183,13 +183,13 @@ def as_parts(values: list[Any]) -> list[Any]:
 def text_of_parts(
     parts: list[Any], reader: PictureReader, where: str, known: Iterable[Picture] = (), places: bool = False
 ) -> tuple[str, list[Picture]]:
-    """(the text of parts with marks, their pictures). Raises `ValueError`; no path is read.
+    """Convert message parts to one text with marks. Returns (text, images). Raises `ValueError`; reads no paths.
 
     Args:
-        parts: Of texts and images.
-        reader: Of the model.
-        where: What the error begins with.
-        known: Pictures whose marks stay, where they stand in a text.
+        parts: Parts with texts and images.
+        reader: The image reader of the model.
+        where: The beginning of the error message.
+        known: Images whose marks stay if a text has them.
         places: Whether a part may be the place of a row's image.
     """
     text, shown = "", []
@@ -209,11 +209,11 @@ def text_of_parts(
 
 
 class SaidPictures:
-    """Reads what an environment says in a conversation, and keeps its pictures beside the conversation's own.
+    """Reads the contents of an environment's messages, and adds their images to those of the conversation.
 
     Args:
-        tokenizer: Of the model. One without a reader of pictures, or None: an image is refused.
-        pictures: Of the conversation so far. Those that are read are put behind them.
+        tokenizer: The model's tokenizer. Without an image reader, or None: images are rejected.
+        pictures: The images of the conversation so far. New ones are appended.
         places: Whether a part may be the place of a row's image.
     """
 
@@ -221,9 +221,9 @@ class SaidPictures:
         self.tokenizer, self.pictures, self.places = tokenizer, [] if pictures is None else pictures, places
 
     def text(self, content: Any, where: str) -> str:
-        """A content, text or parts, as text with marks. Raises `ValueError`.
+        """Convert a content, text or parts, to text with marks. Raises `ValueError`.
 
-        A mark of the conversation's own pictures stays: it is what `rollout.history` has in the place of one.
+        Marks of the conversation's own images stay: `rollout.history` has them instead of the images.
         """
         if isinstance(content, str):
             return with_marks_of(content, self.pictures)
@@ -243,7 +243,7 @@ class SaidPictures:
 
 
 def num_pixels(row: dict[str, Any]) -> int:
-    """The pixels of a row's images, of which no more than the headers are read; an image that is none has none."""
+    """The number of pixels of a row's images. Only their headers are read; an invalid image counts as 0."""
     brought = [
         part
         for message in row.get("prompt") or []
@@ -255,7 +255,7 @@ def num_pixels(row: dict[str, Any]) -> int:
 
 
 def size_of(value: Any) -> int:
-    """The pixels of what `PictureReader.read` takes; 0 where that raises."""
+    """The number of pixels of an image that `PictureReader.read` takes, 0 if it is invalid."""
     try:
         image = opened(value, paths=True)
         return image.width * image.height
@@ -270,7 +270,7 @@ def images_of(row: dict[str, Any]) -> list[Any]:
 
 
 def is_image_part(part: Any) -> bool:
-    """Whether a part of a content is a picture, or a place for one: its type says so, and no other key of a dict."""
+    """Whether a part of a content is an image or a place for one, by its type alone."""
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
@@ -279,11 +279,11 @@ def is_text_part(part: Any) -> bool:
 
 
 def is_address(value: Any) -> bool:
-    """Whether a part names an image that nobody has fetched: none, or an address or a path."""
+    """Whether the image of a part is not at hand: it is missing, or an address or a path."""
     value = value.get("url") if isinstance(value, dict) and "bytes" not in value else value
     return value is None or (isinstance(value, str) and not value.startswith("data:"))
 
 
 def own_image(part: dict[str, Any]) -> Any:
-    """The picture that a part brings; None: it is a place for one."""
+    """The image that a part contains, None if the part is only a place for one."""
     return next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)

@@ -1,8 +1,8 @@
-"""Pictures in messages: read from what a row or a tool gives, and written as ids by the tokenizer.
+"""Images in messages: read from a row or a tool's result, and written as ids by the tokenizer.
 
-In a message a picture is a mark inside the text, at the place where the chat template would write its placeholder. So
-a message stays text wherever it is joined, cut, compared, copied or logged. The tokenizer (`PictureTokens`) writes a
-mark as the ids of its picture, and ids of a picture as its mark.
+In a message an image is a mark inside the text, at the place where the chat template would write its placeholder. So
+a message stays text wherever it is joined, truncated, compared, copied or logged. The tokenizer (`PictureTokens`)
+converts a mark to the ids of its image, and these ids to the mark.
 """
 
 from __future__ import annotations
@@ -37,39 +37,39 @@ from mt_grpo.conversation.formats.control_tokens import message_pattern
 SECRET = secrets.token_hex(4)
 MARK = re.compile(f"\ufdd0{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1")
 PART_OF_A_MARK = re.compile(f"\ufdd0[0-9a-f]{{0,{len(SECRET) + ID_DIGITS}}}|\ufdd1")
-PLACE = "\ufdd0\ufdd1"  # of the next image of a row, in a text that the model does not read as it is
+PLACE = "\ufdd0\ufdd1"  # the place of the next image of a row, in a text that is not yet what the model reads
 LARGEST_FILE = 20 * 2**20
 MOST_PIXELS = 2**25
-FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # whose positions `positions_of` gives
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # `positions_of` supports their positions
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # others start programs, as EPS does
 TOWER = re.compile(r"\bvisual\.")  # in the names of their modules
-FORBIDDEN = -1e4  # of a logit: its probability is 0 in half precision, too
+FORBIDDEN = -1e4  # a logit whose probability is 0 in half precision, too
 
 
 def secret_of_marks() -> str:
-    """What no text from outside knows of this process's marks."""
+    """The secret in this process's marks, which no text from outside can guess."""
     return SECRET
 
 
 def share_marks(secret: str) -> None:
-    """Have marks the secret of another rank: a text with marks may be read on all, as by a reward of groups."""
+    """Use the secret of another rank in marks, so that all ranks can read texts with marks (rewards of groups)."""
     global SECRET, MARK
     SECRET = secret
     MARK = re.compile(f"\ufdd0{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1")
 
 
 def mark_of(picture: Picture) -> str:
-    """What stands for a picture in a text."""
+    """The mark that stands for an image in a text."""
     return f"\ufdd0{SECRET}{picture.name}\ufdd1"
 
 
 def marks_replaced(text: str, by: str = "") -> str:
-    """A text with something else in place of each mark."""
+    """Replace each image mark in a text."""
     return MARK.sub(lambda _: by, text)
 
 
 def readable(text: str) -> str:
-    """A text for people, in which a picture is named by its digest.
+    """Convert a text for display: image marks become `<image DIGEST>`.
 
     >>> readable("no picture")
     'no picture'
@@ -78,7 +78,7 @@ def readable(text: str) -> str:
 
 
 def readable_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages for people, rewards and logs: those with a picture are copies in which `readable` names it."""
+    """Convert messages for rewards, logs and display: those with an image are copied with `readable` contents."""
     return [
         {**message, "content": readable(message["content"])}
         if isinstance(message.get("content"), str) and "\ufdd0" in message["content"]
@@ -88,12 +88,12 @@ def readable_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def pictures_of(text: str) -> list[Picture]:
-    """The pictures of the marks in a text, in their order."""
+    """The images of the marks in a text, in their order."""
     return [picture_of(id_of_digest(digits)) for digits in MARK.findall(text)]
 
 
 def with_marks_of(text: str, pictures: Iterable[Picture]) -> str:
-    """A text from outside: the marks of these pictures stay, and nothing else in it looks like a mark."""
+    """Remove all marks from a text from outside, except those of these images."""
     if "\ufdd0" not in text and "\ufdd1" not in text:
         return text
     names = {picture.name for picture in pictures}
@@ -104,13 +104,13 @@ def with_marks_of(text: str, pictures: Iterable[Picture]) -> str:
 
 
 class PictureReader:
-    """Reads pictures as a model's processor does.
+    """Reads images as a model's processor does.
 
     Args:
-        processor: The model's image processor, which gives `pixel_values` and `image_grid_thw`, as Qwen's models have.
-        tokenizer: Whose chat template says what stands around a picture.
-        placeholder: The id that the model reads for each token of a picture.
-        unsampled: Ids that stand for pictures, videos or sounds, which a policy must not write.
+        processor: The model's image processor, which returns `pixel_values` and `image_grid_thw`, like Qwen's.
+        tokenizer: The tokenizer, whose chat template defines what is written around an image.
+        placeholder: The id that the model reads for each token of an image.
+        unsampled: Ids that stand for images, videos or sounds, which a policy must not write.
     """
 
     def __init__(self, processor: Any, tokenizer: PreTrainedTokenizerBase, placeholder: int, unsampled: list[int]):
@@ -123,19 +123,19 @@ class PictureReader:
     def of(
         cls, name: str, config: Any, tokenizer: PreTrainedTokenizerBase, revision: str | None = None
     ) -> PictureReader | str:
-        """The reader of a model, or why there is none: then it is a model of text, and only a row with an image fails.
+        """Create the reader of a model, or return why there is none. The model is then text-only.
 
         Args:
             name: The model's path or name.
-            config: Its configuration.
-            tokenizer: Its tokenizer.
-            revision: Of its repository on the Hub.
+            config: The model's configuration.
+            tokenizer: The model's tokenizer.
+            revision: The revision of its repository on the Hub.
         """
         placeholder = getattr(config, "image_token_id", None)
         if placeholder is None or config is config.get_text_config():
-            return "it reads text alone"
+            return "it is a text-only model"
         if config.model_type not in FAMILIES:
-            return f"images are read by models of the families {', '.join(FAMILIES)}, got {config.model_type}"
+            return f"images are supported for models of type {', '.join(FAMILIES)}, got {config.model_type}"
         # Not from the top of transformers, which asks for torchvision whatever the backend.
         from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
@@ -154,25 +154,25 @@ class PictureReader:
             return str(error).removesuffix(".")
 
     def process(self, image: Any) -> tuple[dict[str, Any], tuple[int, int]]:
-        """(what the model's forward pass reads of an RGB image, the width and height in which it sees it)."""
+        """Process an RGB image. Returns (inputs of the model's forward pass, (width, height) that the model sees)."""
         found = self.processor(images=[image], return_tensors="pt")
         _, height, width = found["image_grid_thw"][0].tolist()
         return found, (width * self.processor.patch_size, height * self.processor.patch_size)
 
     def read(self, value: Any, where: str, paths: bool = False) -> Picture:
-        """A picture, in the size in which the model sees it.
+        """Read an image, in the size in which the model sees it.
 
         INVARIANT: an image is resized once, here, by PIL. A server gets it in that size, and so does not resize it:
         processors on torchvision and on PIL resize to other pixels, and agree where they do not resize.
 
         Args:
-            value: An image of PIL, bytes, a data URI, or a dict with one of them under `bytes` or `url`; with `paths`
-                also a path, or a dict with one under `path`. A picture is given back.
-            where: What the error begins with.
-            paths: Whether a text may be the path of a file. Never of what a model or an agent says.
+            value: A PIL image, bytes, a data URI, or a dict with one of them under `bytes` or `url`; with `paths`
+                also a path, or a dict with one under `path`. A `Picture` is returned unchanged.
+            where: The beginning of the error message.
+            paths: Whether a text may be the path of a file. Must be false for texts of a model or an agent.
 
         Raises:
-            ValueError: it is no image, it is too large, or the model's processor refuses it.
+            ValueError: It is not an image, it is too large, or the model's processor rejects it.
         """
         from PIL import Image, ImageOps
 
@@ -185,7 +185,7 @@ class PictureReader:
                     f"it has {given.width} x {given.height} pixels, expected at most {MOST_PIXELS}. Make it smaller"
                 )
             if getattr(given, "n_frames", 1) > 1 and given.format != "MPO":  # a photograph, and a smaller one of it
-                raise ValueError(f"it is animated ({given.n_frames} pictures). Give one of them")
+                raise ValueError(f"it is animated ({given.n_frames} frames). Use one of its frames")
             image = ImageOps.exif_transpose(given).convert("RGB")  # as transformers and datasets turn it
             digest = digest_of_image(image, self.settings)
             if (known := known_picture(digest)) is not None:
@@ -205,7 +205,7 @@ class PictureReader:
 
 
 def opened(value: Any, paths: bool) -> Any:
-    """An image of PIL, of which no more than its header was read. Arguments and errors as in `PictureReader.read`."""
+    """Open an image with PIL, which reads only its header. Takes and raises the same as `PictureReader.read`."""
     from PIL import Image
 
     given = value
@@ -214,7 +214,7 @@ def opened(value: Any, paths: bool) -> Any:
     if isinstance(given, str) and given.startswith("data:"):
         given = base64.b64decode(given.partition(",")[2], validate=True)
     elif isinstance(given, str) and re.match(r"\w+://", given):
-        raise ValueError(f"addresses are not fetched, got {given!r:.80}. Download it, and write its path")
+        raise ValueError(f"URLs are not fetched, got {given!r:.80}. Download the image, and write its path")
     elif isinstance(given, str) and paths:
         if Path(given).stat().st_size > LARGEST_FILE:
             raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")
@@ -224,12 +224,12 @@ def opened(value: Any, paths: bool) -> Any:
             raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")
         given = Image.open(io.BytesIO(given), formats=FORMATS)
     if not isinstance(given, Image.Image):
-        raise ValueError(f"got {value!r:.80}, expected an image of PIL, bytes{' or a path' * paths}, or a data URI")
+        raise ValueError(f"got {value!r:.80}, expected a PIL image, bytes{', a path' * paths} or a data URI")
     return given
 
 
 def written_around(tokenizer: PreTrainedTokenizerBase, token: str) -> str:
-    """What the chat template writes for a picture, its placeholder included. Raises `ValueError` if it shows none."""
+    """The text that the chat template writes for an image, placeholder included. Raises `ValueError` without one."""
     text = secrets.token_hex(8)
 
     def before(*parts: dict[str, str]) -> str:
@@ -247,15 +247,15 @@ def written_around(tokenizer: PreTrainedTokenizerBase, token: str) -> str:
 
 
 class PictureTokens:
-    """What a tokenizer becomes that writes pictures: a class before its own one (`with_pictures`)."""
+    """Mixin for a tokenizer that converts between image marks and ids. `with_pictures` adds it to the class."""
 
     pictures: PictureReader
 
     def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As before; marks in a single text become the ids of their pictures.
+        """Tokenise as the tokenizer does; marks in a single text become the ids of their images.
 
         Raises:
-            ValueError: a placeholder stands in the text by itself, where no picture belongs to it.
+            ValueError: The text contains an image placeholder without an image.
         """
         if not isinstance(text, str):
             return super().__call__(text, *args, **kwargs)
@@ -269,7 +269,7 @@ class PictureTokens:
             picture = next(following, None) if token == self.pictures.placeholder else None
             if picture is None and token == self.pictures.placeholder:
                 raise ValueError(
-                    f"{self.pictures.token!r} stands in a text, where no picture belongs to it. Remove it."
+                    f"A text contains the image placeholder {self.pictures.token!r} without an image. Remove it."
                 )
             ids += [token] if picture is None else [picture.id] * picture.num_tokens
             repeats.append(1 if picture is None else picture.num_tokens)
@@ -279,7 +279,7 @@ class PictureTokens:
         return encoded
 
     def decode(self, token_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """As before; the ids of a picture become its mark. A part of a picture is left out."""
+        """Decode as the tokenizer does; the ids of an image become its mark, and parts of an image are left out."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
         ids = [ids] if isinstance(ids, int) else list(ids)
         if ids and not isinstance(ids[0], int):
@@ -302,13 +302,13 @@ class PictureTokens:
         return [self.decode(each, *args, **kwargs) for each in sequences]
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        """As before, and the model's image processor beside it: a folder without it reads no images."""
+        """Save the tokenizer and the model's image processor, without which the folder could not read images."""
         if self.pictures is not None:
             self.pictures.processor.save_pretrained(save_directory)
         return super().save_pretrained(save_directory, *args, **kwargs)
 
     def convert_ids_to_tokens(self, ids: Any, *args: Any, **kwargs: Any) -> Any:
-        """As before; that of a picture is the placeholder."""
+        """Convert ids to tokens as the tokenizer does; the ids of an image become the placeholder."""
         if isinstance(ids, int):
             return super().convert_ids_to_tokens(
                 self.pictures.placeholder if is_picture(ids) else ids, *args, **kwargs
@@ -317,7 +317,7 @@ class PictureTokens:
 
 
 def with_pictures(tokenizer: PreTrainedTokenizerBase, reader: PictureReader | str) -> PreTrainedTokenizerBase:
-    """The tokenizer itself, which writes pictures from now on, or says why there is no reader of them."""
+    """Make a tokenizer write images with this reader, or record why there is none. Returns the tokenizer itself."""
     if isinstance(reader, str):
         tokenizer.no_pictures = reader
         if isinstance(tokenizer, PictureTokens):  # of an earlier run
@@ -332,24 +332,24 @@ def with_pictures(tokenizer: PreTrainedTokenizerBase, reader: PictureReader | st
 
 
 def reader_of(tokenizer: Any) -> PictureReader | None:
-    """What reads pictures for a tokenizer's model; None: it reads text alone."""
+    """The image reader of a tokenizer's model, None if the model is text-only."""
     return getattr(tokenizer, "pictures", None)
 
 
 def why_none(tokenizer: Any) -> str:
-    """Why there is no reader."""
-    return getattr(tokenizer, "no_pictures", "it reads text alone")
+    """Why a tokenizer's model has no image reader, for error messages."""
+    return getattr(tokenizer, "no_pictures", "it is a text-only model")
 
 
 def freeze_tower(model: Any) -> None:
-    """Leave what reads images, its projection to the language model included, as it is."""
+    """Exclude the vision tower, its projection to the language model included, from training."""
     for name, parameter in model.named_parameters():
         if TOWER.search(name):
             parameter.requires_grad_(False)
 
 
 def drawn_image(side: int) -> Any:
-    """An image of PIL for checks, of which no two pixels are alike."""
+    """A PIL image for checks, whose pixels all differ."""
     from PIL import Image
 
     gradient = Image.linear_gradient("L")
@@ -357,18 +357,18 @@ def drawn_image(side: int) -> Any:
 
 
 def drawn_ids(tokenizer: PreTrainedTokenizerBase, side: int = 64) -> list[int]:
-    """The ids of a drawn image, and of what the chat template writes around it."""
+    """The ids of a generated image, with those that the chat template writes around it."""
     picture = reader_of(tokenizer).read(drawn_image(side), "a drawn image")
     return tokenizer(mark_of(picture), add_special_tokens=False)["input_ids"]
 
 
 def forbid(reader: PictureReader | None, *models: Any) -> None:
-    """Take what a policy must not write out of the distribution of models: of their sampling, logprobs and entropy.
+    """Exclude ids that a policy must not write from the distribution of models: sampling, logprobs and entropy.
 
-    A sampled placeholder would be a picture that nobody gave. What forbids it is a bias of the head, which is neither
-    trained nor saved.
+    A sampled placeholder would stand for an image that does not exist. A bias of the head, which is neither trained
+    nor saved, excludes it.
 
-    INVARIANT: what samples leaves the same ids out as what computes logprobs.
+    INVARIANT: sampling excludes the same ids as the computation of logprobs.
     """
     for model in filter(None, models if reader is not None else ()):
         heads = [module for module in model.get_output_embeddings().modules() if isinstance(module, torch.nn.Linear)]
@@ -377,7 +377,7 @@ def forbid(reader: PictureReader | None, *models: Any) -> None:
                 continue  # a second trainer may get the same model
             bias = torch.zeros(len(head.weight), dtype=head.weight.dtype, device=head.weight.device)
             if head.bias is not None:
-                raise ValueError(f"The head of {type(model).__name__} has a bias of its own. Expected none.")
+                raise ValueError(f"The head of {type(model).__name__} has a bias, which is not supported with images.")
             bias[reader.unsampled] = FORBIDDEN
             del head._parameters["bias"]
             head.register_buffer("bias", bias, persistent=False)
@@ -385,7 +385,7 @@ def forbid(reader: PictureReader | None, *models: Any) -> None:
 
 @contextmanager
 def forbidding_nothing(model: Any) -> Iterator[None]:
-    """Meanwhile a model's distribution is of the whole vocabulary, as that of a server's logprobs of a prompt is."""
+    """Context manager without the bias of `forbid`: a server's logprobs of a prompt cover the whole vocabulary."""
     heads = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     biases = [head._buffers["bias"] for head in heads if head._buffers.get("bias") is not None]
     kept = [bias.clone() for bias in biases]

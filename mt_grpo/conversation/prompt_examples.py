@@ -1,4 +1,4 @@
-"""Examples before the question (`prompt_examples`): conversations that the model reads, and that are never trained."""
+"""Examples before the question (`prompt_examples`): conversations that the model reads and is not trained on."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mt_grpo.rollout import Message, ToolCall, ToolResult
 KEY = "prompt_examples"
 SHAPE = "Expected a list of conversations, each one a list of messages with role and content."
 BEGINNING, END = "the beginning", "its end"
-FOLLOWING = {  # role -> which may come behind it
+FOLLOWING = {  # role -> the roles that may follow it
     BEGINNING: ("user",),
     "user": ("assistant",),
     "assistant": ("tool", "user", END),
@@ -39,9 +39,9 @@ CALLS = re.compile(
 
 
 def read_prompt_examples(path: str | None) -> list[list[Message]]:
-    """The conversations of a file of YAML, JSON or JSON lines; none without a path. Raises `ValueError`.
+    """Read conversations from a YAML, JSON or JSON lines file; an empty list without a path. Raises `ValueError`.
 
-    A conversation is a list of messages, or an object whose `messages` they are.
+    A conversation is a list of messages, or an object with the key `messages`.
     """
     if path is None:
         return []
@@ -59,7 +59,7 @@ def read_prompt_examples(path: str | None) -> list[list[Message]]:
 
 
 def check_examples(examples: Any, where: str = KEY) -> list[list[Message]]:
-    """The conversations, as copies. Raises `ValueError` for what is none, and for roles out of order.
+    """Validate conversations and copy them. Raises `ValueError` for a wrong shape, and for roles out of order.
 
     >>> check_examples([[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]])
     [[{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello'}]]
@@ -70,7 +70,7 @@ def check_examples(examples: Any, where: str = KEY) -> list[list[Message]]:
     for number, example in enumerate(examples, 1):
         messages = example.get("messages") if isinstance(example, dict) else example
         if not isinstance(messages, (list, tuple)) or not all(isinstance(each, dict) for each in messages):
-            hint = " For one conversation, write it as a list in a list." if isinstance(example, dict) else ""
+            hint = " Write a single conversation as a list in a list." if isinstance(example, dict) else ""
             raise ValueError(f"{where}, example {number} is {example!r:.80}. {SHAPE}{hint}")
         before, copies = BEGINNING, []
         for place, message in enumerate([*messages, None], 1):
@@ -78,16 +78,16 @@ def check_examples(examples: Any, where: str = KEY) -> list[list[Message]]:
             if role not in expected or (role == END and message is not None):
                 got = END if message is None else f"the role {role!r}"
                 raise ValueError(
-                    f"{where}, example {number}: expected {' or '.join(expected)} behind {before}, got {got} (message "
-                    f"{place}). A system message is the recipe's system_prompt, and an example ends with an "
+                    f"{where}, example {number}: expected {' or '.join(expected)} after {before}, got {got} (message "
+                    f"{place}). Put a system message into the recipe's system_prompt, and end an example with an "
                     "assistant's message."
                 )
             if message is None:
                 break
             if unknown := sorted(map(str, message.keys() - FIELDS)):
                 raise ValueError(
-                    f"{where}, example {number}, message {place} has the field {unknown[0]!r}, which nobody would "
-                    f"read. Expected {', '.join(sorted(FIELDS))}."
+                    f"{where}, example {number}, message {place} has the unknown field {unknown[0]!r}. Expected "
+                    f"only {', '.join(sorted(FIELDS))}."
                 )
             if message.get("tool_calls") is not None and (
                 role != "assistant" or not isinstance(message["tool_calls"], list)
@@ -109,7 +109,7 @@ def check_examples(examples: Any, where: str = KEY) -> list[list[Message]]:
 
 
 def behind_system(messages: list[Message], examples: list[Message]) -> list[Message]:
-    """The messages with others behind those of the system.
+    """Insert examples after the system messages.
 
     >>> behind_system([{"role": "system"}, {"role": "user"}], [{"role": "assistant"}])
     [{'role': 'system'}, {'role': 'assistant'}, {'role': 'user'}]
@@ -120,13 +120,13 @@ def behind_system(messages: list[Message], examples: list[Message]) -> list[Mess
 
 @dataclass
 class ExampleTurn:
-    """A turn of the model in an example, and what stands before and behind it.
+    """A turn of the model in an example, with the message before it and the results after it.
 
     Attributes:
-        asked: The user's message before it; None behind results.
-        calls: Its calls.
-        message: What it says, for the chat template.
-        results: The text of a result for each call.
+        asked: The user's message before it, None after results.
+        calls: The calls of the turn.
+        message: The turn as a message for the chat template.
+        results: One result text per call.
     """
 
     asked: Message | None
@@ -135,7 +135,7 @@ class ExampleTurn:
     results: list[str]
 
     def messages(self, tool_format: ChatFormat, results: list[str]) -> list[Message]:
-        """The messages for the chat template, with these results."""
+        """The turn's messages for the chat template, with these texts as results."""
         read = tool_format.results(self.calls, [ToolResult(text) for text in results])
         return [*([self.asked] if self.asked else []), self.message, *read]
 
@@ -143,17 +143,17 @@ class ExampleTurn:
 def written_examples(
     examples: list[list[Message]], tool_format: ChatFormat, tools: dict[str, Callable], all_known: bool
 ) -> list[Message]:
-    """The examples as the chat template takes them: calls and results as this format has them in a conversation.
+    """Convert examples to messages for the chat template, with calls and results as in a conversation of this format.
 
     Args:
-        examples: As `check_examples` gives them. Calls stand in `tool_calls`, or in the text as the model writes them.
-        tool_format: Of the recipe.
-        tools: Of the recipe.
-        all_known: Whether no conversation has others.
+        examples: The output of `check_examples`. Calls are in `tool_calls`, or in the text as the model writes them.
+        tool_format: The tool format of the recipe.
+        tools: The tools of the recipe, name -> function.
+        all_known: Whether no conversation has other tools.
 
     Raises:
         ValueError: A call that this format cannot read or that no tool takes, a call without a result, a control
-            token, a text that the chat template leaves out, results that it writes otherwise than in a conversation.
+            token, a text that the chat template leaves out, or results that it writes differently in a conversation.
     """
     turns = [
         (number, turn)
@@ -174,7 +174,7 @@ def check_control(text: str, tool_format: ChatFormat, said: str) -> None:
     forbidden = forbidden_in(Origin.DATA, "user", tool_format.tokenizer, tool_format.ends)
     if found := forbidden.search(text):
         raise ValueError(
-            f"{said} holds the token {found[0]!r}, which begins or ends a message. Remove it: the chat template "
+            f"{said} has the token {found[0]!r}, which begins or ends a message. Remove it: the chat template "
             "writes it."
         )
 
@@ -182,7 +182,7 @@ def check_control(text: str, tool_format: ChatFormat, said: str) -> None:
 def turns_of(
     example: list[Message], tool_format: ChatFormat, tools: dict[str, Callable], all_known: bool, where: str
 ) -> Iterator[ExampleTurn]:
-    """The turns of one example. Raises `ValueError`."""
+    """Yield the turns of one example. Raises `ValueError` for calls that do not match their results."""
     rest, asked = list(example), None
     while rest:
         message = rest.pop(0)
@@ -203,21 +203,21 @@ def turns_of(
             further = sum(1 for _ in itertools.takewhile(lambda each: each["role"] == "tool", rest))
             raise ValueError(
                 f"{said} has {len(calls)} calls that this tool_format reads, and {len(found) + further} results. "
-                "Expected a message of role tool behind it for each call."
+                "Expected one message of role tool after it for each call."
             )
         yield ExampleTurn(asked, calls, turn, in_order_of_calls(message, found, said))
         asked = None
 
 
 def in_order_of_calls(message: Message, found: list[tuple[str | None, str]], said: str) -> list[str]:
-    """The texts of results, each at the place of its call: where ids are given they say which. `ValueError`."""
+    """The result texts in the order of their calls, matched by id if there are ids. Raises `ValueError`."""
     ids = [call.get("id") for call in message.get("tool_calls") or []]
     if all(id_of is None for id_of, _ in found) or not any(ids):
         return [text for _, text in found]
     if sorted(map(str, ids)) != sorted(str(id_of) for id_of, _ in found) or len(set(ids)) < len(ids):
         raise ValueError(
-            f"{said} has calls with the ids {ids}, and results of {[id_of for id_of, _ in found]}. Expected one "
-            "result for each, or no ids."
+            f"{said} has calls with the ids {ids}, and results with {[id_of for id_of, _ in found]}. Expected one "
+            "result per id, or no ids."
         )
     texts = dict(found)
     return [texts[each] for each in ids]
@@ -226,7 +226,7 @@ def in_order_of_calls(message: Message, found: list[tuple[str | None, str]], sai
 def read_turn(
     message: Message, tool_format: ChatFormat, tools: dict[str, Callable], said: str
 ) -> tuple[list[ToolCall], Message]:
-    """(calls, the message as the chat template takes it) of an assistant's message. Raises `ValueError`."""
+    """Read an assistant's message. Returns (calls, the message for the chat template). Raises `ValueError`."""
     check_control(message["content"], tool_format, said)
     if message.get("tool_calls"):
         calls = [read_tool_call(call, tool_format, said) for call in message["tool_calls"]]
@@ -239,24 +239,24 @@ def read_turn(
         read = tool_format.parse(tool_format.text_ids(turn["content"]), [], tools).calls
         if read != calls:
             raise ValueError(
-                f"{said}: the calls would be read as {read!r:.200}. Expected what this tool_format reads."
+                f"{said}: this tool_format would read the calls as {read!r:.200}. Expected the same calls."
             )
         return calls, turn
     ids = tool_format.text_ids(message["content"])
     calls = tool_format.parse(ids, [], tools).calls
     length, _ = tool_format.cut(ids, [])
     if length < len(ids):
-        raise ValueError(f"{said} goes on behind the end of the turn. Remove {tool_format.text(ids[length:])!r:.100}.")
+        raise ValueError(f"{said} goes on after the end of the turn. Remove {tool_format.text(ids[length:])!r:.100}.")
     if not calls and (found := CALLS.search(message["content"])):
         raise ValueError(
-            f"{said} holds {found[0]!r}, and no call that this tool_format reads. Write calls as "
-            f"{tool_format.call_format}, or in `tool_calls`, which fits every tool_format."
+            f"{said} has {found[0]!r}, but no call that this tool_format reads. Write calls as "
+            f"{tool_format.call_format}, or in `tool_calls`, which works with every tool_format."
         )
     return calls, {"role": "assistant", "content": message["content"]}
 
 
 def read_tool_call(call: Any, tool_format: ChatFormat, said: str) -> ToolCall:
-    """A call as in OpenAI's API, or its name and arguments alone. Raises `ValueError`."""
+    """Read a call in the form of OpenAI's API, or with only `name` and `arguments`. Raises `ValueError`."""
     outer = call if isinstance(call, dict) else {}
     function = outer.get("function", {k: v for k, v in outer.items() if k not in ("id", "type")})
     arguments = function.get("arguments", {}) if isinstance(function, dict) else None
@@ -266,19 +266,19 @@ def read_tool_call(call: Any, tool_format: ChatFormat, said: str) -> ToolCall:
     whole = whole and outer.keys() <= {"id", "type", "function", *([] if "function" in outer else function)}
     if not whole or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
         raise ValueError(
-            f"{said}: a call is {call!r:.100}, expected its `name`, a text, and its `arguments`, an object, and "
-            "nothing else."
+            f"{said}: a call is {call!r:.100}, expected an object with `name` (a string) and `arguments` (an object) "
+            "and no other keys."
         )
     try:
         text = json.dumps(arguments, ensure_ascii=False)
     except (TypeError, ValueError) as error:  # YAML reads 2024-05-01 as a date
-        raise ValueError(f"{said}: arguments are {arguments!r:.100}: {error}. Write a text in quotes.") from error
+        raise ValueError(f"{said}: arguments are {arguments!r:.100}: {error}. Put texts in quotes.") from error
     check_control(f"{function['name']} {text}", tool_format, said)
     return ToolCall(function["name"], arguments)
 
 
 def result_text(message: Message, tool_format: ChatFormat) -> str | None:
-    """The result in a message; None if it has none. Some formats have results in a user's message."""
+    """The result text in a message, None if it has none. Some formats write results as messages of the user."""
     if message["role"] == "tool":
         return message["content"]
     (written,) = tool_format.results([ToolCall("add", {})], [ToolResult("")])
@@ -290,10 +290,10 @@ def result_text(message: Message, tool_format: ChatFormat) -> str | None:
 
 
 def check_rendered(turns: list[tuple[int, ExampleTurn]], tool_format: ChatFormat) -> None:
-    """Raise `ValueError` unless the chat template writes all texts, and results as it does behind a lived turn.
+    """Raise `ValueError` unless the chat template writes all texts, and results as it does after a sampled turn.
 
-    All examples are rendered as one prompt has them: some templates write the first call of a prompt otherwise than
-    later ones. Results have stand-ins, since some templates write them as JSON.
+    All examples are rendered together, as in a prompt: some templates write the first call of a prompt differently
+    from later ones. Results are replaced by random texts, since some templates write them as JSON.
     """
     stand_ins = iter(f"result-{secrets.token_hex(8)}" for _ in itertools.count())
     given = [(number, turn, [next(stand_ins) for _ in turn.results]) for number, turn in turns]
@@ -310,7 +310,7 @@ def check_rendered(turns: list[tuple[int, ExampleTurn]], tool_format: ChatFormat
             if (found := rendered.find(text, at)) < 0:
                 raise ValueError(
                     f"{KEY}, example {number}: the model's chat template leaves out {text!r:.100}, so the model would "
-                    "not read it. Remove it. (Many templates drop the thinking of earlier turns.)"
+                    "not read it. Remove this text. (Many templates drop the thinking of earlier turns.)"
                 )
             at = found + len(text)
         if results:
@@ -319,8 +319,8 @@ def check_rendered(turns: list[tuple[int, ExampleTurn]], tool_format: ChatFormat
             lived = lived[: lived.rindex(results[-1]) + len(results[-1])]
             if (found := rendered.find(lived, at)) < 0:
                 raise ValueError(
-                    f"{KEY}, example {number}: the model's chat template writes the results behind "
-                    f"{turn.message['content'] or turn.calls!r:.100} otherwise than in a conversation, so the model "
-                    "would read what it never reads again. Use fewer calls in the examples, or another tool_format."
+                    f"{KEY}, example {number}: the model's chat template writes the results after "
+                    f"{turn.message['content'] or turn.calls!r:.100} differently from a conversation, so the example "
+                    "would not match training. Use fewer calls per turn in the examples, or another tool_format."
                 )
             at = found + len(lived)

@@ -1,4 +1,4 @@
-"""Prompts of a batch: rollouts with the same one have it rendered and tokenised once."""
+"""A cache for the prompts of a batch: rollouts with the same prompt have it rendered and tokenised once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-BY_CHANCE = ("random", "lipsum")  # of Jinja: with one of these a chat template writes another prompt each time
+BY_CHANCE = ("random", "lipsum")  # Jinja filters with which a chat template writes another prompt each time
 
 
 def digest_of(value: Any) -> bytes | None:
@@ -31,7 +31,7 @@ def digest_of(value: Any) -> bytes | None:
 
 
 def clock_of(template: str) -> list[str] | None:
-    """What a chat template reads of the clock now, such as today's date. None where another rendering may differ.
+    """The clock values that a chat template reads now, such as today's date. None if a later rendering may differ.
 
     >>> clock_of("{{ messages }}"), clock_of("{{ strftime_now(format) }}"), clock_of("{{ messages | random }}")
     ([], None, None)
@@ -57,7 +57,7 @@ class PromptCache:
         self._ids: dict[tuple, list[int]] = {}
 
     def ids(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> list[int]:
-        """What `tokenizer.apply_chat_template(**arguments)` gives, (P,)."""
+        """The ids of `tokenizer.apply_chat_template(**arguments)`, (P,), rendered once per batch if possible."""
         template, asked = str(tokenizer.chat_template), digest_of(arguments)
         clock = clock_of(f"{template} {arguments.get('chat_template')}")
         if asked is None or clock is None:

@@ -1,4 +1,4 @@
-"""The sampling parameters that a request may contain, and the room that it has."""
+"""The sampling parameters that a request may contain, and its remaining token budget."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from mt_grpo.rollout import StopReason
 
 
 def plain_content(content: Any, where: str) -> Any:
-    """A message's content. A list of text parts becomes one text; one with an image stays (`with_marks` reads it).
+    """Join a message's list of text parts to one text. A list with an image stays (`with_marks` reads it).
 
-    Raises `ValueError` for other parts, as videos.
+    Raises `ValueError` for other parts, such as videos.
     """
     if not isinstance(content, list):
         return content
@@ -29,7 +29,7 @@ def plain_content(content: Any, where: str) -> Any:
 
 
 def content_of(message: dict[str, Any], where: str) -> Any:
-    """A message's content, as `plain_content` has it. As in OpenAI's API, null beside calls says nothing: "".
+    """A message's content, with text parts joined. As in OpenAI's API, null next to calls means an empty text.
 
     >>> content_of({"role": "assistant", "content": None, "tool_calls": [{}]}, "")
     ''
@@ -39,12 +39,12 @@ def content_of(message: dict[str, Any], where: str) -> Any:
 
 
 def sampling_defaults() -> dict[str, Any]:
-    """Defaults of the sampling fields. The server takes a field that is not sent from generation_config.json."""
+    """Neutral values of the sampling fields. A server reads fields that are not sent from generation_config.json."""
     return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 def sampling_params(args: Any) -> dict[str, Any]:
-    """How a recipe samples: TRL's settings, and `generation_kwargs`, which win."""
+    """The sampling parameters of a recipe: TRL's settings, overridden by `generation_kwargs`."""
     params = {name: getattr(args, name) for name in sampling_defaults()}
     return {**params, "min_p": args.min_p or 0.0, **(args.generation_kwargs or {})}
 
@@ -62,9 +62,9 @@ def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str
     """Raise `ValueError` for a key that the server would ignore, or that the conversation sets itself."""
     for key in sampling_params or {}:
         if key not in known and key in ("max_tokens", "max_completion_tokens"):
-            raise ValueError(f"sampling_params: {key!r} is set per turn. Use the environment's max_turn_tokens.")
+            raise ValueError(f"sampling_params: {key!r} is set per turn. Set max_turn_tokens of the environment.")
         if key not in known and key == "stop":
-            raise ValueError("sampling_params: 'stop' is set per turn, by the tool format. Remove it.")
+            raise ValueError("sampling_params: 'stop' is set per turn by the tool format. Remove it.")
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
@@ -72,50 +72,50 @@ def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str
 
 
 def check_conversations(prompts: Any, name: str, texts: bool = True, images: bool = False) -> list:
-    """The conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`.
+    """Return conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`.
 
     With `texts`, content that is a list of text parts becomes text, and other content raises `ValueError`, unless
     there is an image in it and `images` may stay.
     """
     expected = f"a list of conversations, each one a list of messages{' or a string' if texts else ''}"
     if isinstance(prompts, (str, dict)) or not isinstance(prompts, collections.abc.Iterable):
-        raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. For one, write [...] around it.")
+        raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. Put a single one into a list.")
     prompts = list(prompts)
     for k, prompt in enumerate(prompts):
         if isinstance(prompt, dict):
-            raise ValueError(f"{name} is one conversation's messages, expected {expected}: write [...] around it.")
+            raise ValueError(f"{name} is a single conversation, expected {expected}. Put it into a list.")
         messages = [] if texts and isinstance(prompt, str) else prompt
         if not isinstance(messages, (list, tuple)) or not all(
             isinstance(m, collections.abc.Mapping) and {"role", "content"} <= m.keys() for m in messages
         ):
-            raise ValueError(f"{name} holds {prompt!r:.80}, expected {expected}, with role and content.")
+            raise ValueError(f"{name} contains {prompt!r:.80}, expected {expected}, with role and content.")
         if texts and not all(isinstance(message["content"], str) for message in messages):
             prompts[k] = [{**message, "content": message_text(message, name, images)} for message in messages]
     return prompts
 
 
 def message_text(message: dict[str, Any], name: str, images: bool = False) -> Any:
-    """The content of a message as text: a chat template would write Python's form of anything else."""
+    """The content of a message as text. Raises `ValueError` if it is neither text nor text parts."""
     content = content_of(message, name)
     if images and isinstance(content, list):
         return content
     if not isinstance(content, str):
-        raise ValueError(f"{name} holds a message with the content {content!r:.80}, expected text.")
+        raise ValueError(f"{name} has a message with the content {content!r:.80}, expected text.")
     return content
 
 
 class Room(typing.NamedTuple):
-    """Tokens that are left."""
+    """The remaining token budget of a conversation."""
 
-    completion: float  # of max_completion_length
-    context: float  # of the model's context
+    completion: float  # remaining tokens of max_completion_length
+    context: float  # remaining tokens of the model's context
 
     @property
     def tokens(self) -> float:
-        """Of both."""
+        """The smaller of the two remaining budgets, in tokens."""
         return min(self)
 
     @property
     def reason(self) -> StopReason:
-        """Why a conversation ends that lacks room."""
+        """The stop reason of a conversation that runs out of this budget."""
         return StopReason.CONTEXT_LENGTH if self.context < self.completion else StopReason.MAX_TOKENS

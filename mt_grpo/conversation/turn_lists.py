@@ -1,6 +1,6 @@
-"""The lists of a rollout's turns, as the loss reads them: checked once a conversation is over.
+"""Validation of the lists of a rollout's turns, as the loss reads them, once a conversation is over.
 
-An environment gets the rollout itself. It may change what it should not, by mistake.
+An environment gets the rollout itself, and may change it by mistake.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from mt_grpo.rollout import Rollout, Turn, join
 
 
 def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the greatest id that the tokenizer gives. It is not its length: ids may have gaps."""
+    """The tokenizer's largest id plus one. It may exceed the tokenizer's length: ids may have gaps."""
     return greatest_id(tokenizer, len(tokenizer)) + 1
 
 
 @functools.lru_cache(maxsize=8)
 def greatest_id(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
-    """Kept by the length too, since tokens may be added later."""
+    """The tokenizer's largest id, cached. `length` is part of the cache key, since tokens may be added later."""
     return max(tokenizer.get_vocab().values(), default=length - 1)
 
 
 def keep_whole(rollout: Rollout, vocab_size: int) -> None:
-    """End a rollout as its environment's failure where `check_turns` raises. Its turns, which nobody can read, go."""
+    """Mark a rollout as its environment's failure, and drop its turns, if `check_turns` raises."""
     if rollout.failed:
         return
     with failures_end(rollout):
@@ -42,8 +42,8 @@ def check_turns(rollout: Rollout, vocab_size: int) -> None:
     """Raise `EnvironmentFailure` unless every token of a rollout's turns has its mask and its logprob.
 
     Args:
-        rollout: It is over.
-        vocab_size: Ids that were read and not sampled are below it: the tokenizer gave them.
+        rollout: A rollout that is over.
+        vocab_size: Upper bound of ids that were read and not sampled (`num_ids` of the tokenizer).
     """
     for number, turn in enumerate(rollout.turns):
         if not isinstance(turn, Turn):
@@ -51,7 +51,7 @@ def check_turns(rollout: Rollout, vocab_size: int) -> None:
         size, where = len(turn.token_ids), f"turn {number}"
         if turn.mask is not None and (len(turn.mask) != size or not set(turn.mask) <= {0, 1}):
             raise altered(
-                f"{where}: mask is {turn.mask!r:.100} with {len(turn.mask)} values, expected None, or a 0 or a 1 for "
+                f"{where}: mask is {turn.mask!r:.100} with {len(turn.mask)} values, expected None, or a 0 or 1 for "
                 f"each of the {size} tokens"
             )
         if turn.logprobs is not None and len(turn.logprobs) != size:
@@ -68,13 +68,13 @@ def check_turns(rollout: Rollout, vocab_size: int) -> None:
     try:
         found = join(record.turns for record in rollout.records)
     except (LookupError, TypeError, AttributeError) as error:
-        raise altered(f"its turns make no records ({type(error).__name__}: {error})") from error
+        raise altered(f"its turns form no valid records ({type(error).__name__}: {error})") from error
     if len(found) != len(rollout.turns):
-        raise altered(f"its records have {len(found)} turns, expected {len(rollout.turns)}")
+        raise altered(f"its records contain {len(found)} turns, expected {len(rollout.turns)}")
 
 
 def first_unknown(ids: list[int], vocab_size: int) -> Any:
-    """The first of these ids that no tokenizer of this size gives, and no whole picture; None if all are known.
+    """The first id that is neither below `vocab_size` nor part of a complete image, None if there is none.
 
     >>> first_unknown([0, 7], 8), first_unknown([0, 8, -1], 8), first_unknown([1, -1], 8), first_unknown([1.5], 8)
     (None, 8, -1, 1.5)
@@ -92,8 +92,8 @@ def first_unknown(ids: list[int], vocab_size: int) -> Any:
 
 
 def altered(what: str) -> EnvironmentFailure:
-    """The error for a rollout that somebody has altered."""
+    """The error for a rollout that its environment has changed."""
     return EnvironmentFailure(
-        f"The rollout cannot be trained: {what}. An environment gets the rollout to read it. Expected that it leaves "
-        "the rollout and its turns as they are, and says what follows by its reply."
+        f"The rollout cannot be trained: {what}. An environment must only read the rollout and its turns, and must "
+        "not change them. Return a reply to change what follows."
     )

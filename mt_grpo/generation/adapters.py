@@ -1,4 +1,4 @@
-"""LoRA pushed as what it is: whether a server can have the adapter beside its own weights, and its two files."""
+"""LoRA pushed as an adapter: whether a server can load it next to its own weights, and its two files."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ ENGINE_READS = {
 FLAGS = "--enable-lora --max-loras {slots} --max-lora-rank {rank}, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 # Before, a load could move adapters of requests in flight to each other's places (vLLM's issue 47724).
 LEAST_VLLM = Version("0.31")
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for --max-lora-rank
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for --max-lora-rank
 
 
 def room_for(rank: int) -> int:
-    """The least `--max-lora-rank` that has room for an adapter.
+    """The smallest `--max-lora-rank` that has room for an adapter of this rank.
 
     >>> room_for(4), room_for(16), room_for(48)
     (8, 16, 64)
@@ -40,7 +40,7 @@ def room_for(rank: int) -> int:
 
 
 def slots_of(max_staleness: int) -> int:
-    """The adapters that conversations in flight may name: those of as many versions, and the newest.
+    """How many adapters conversations in flight may name: one for each older version, and the newest.
 
     >>> slots_of(0), slots_of(2)
     (2, 4)
@@ -49,14 +49,14 @@ def slots_of(max_staleness: int) -> int:
 
 
 def why_config_merges(config: Any) -> str | None:
-    """Why an adapter of this kind is no adapter for a server; None: it is one.
+    """Why a LoRA of this configuration has to be merged before a push. None if a server can load it.
 
     >>> why_config_merges(LoraConfig(r=8)), why_config_merges(LoraConfig(use_dora=True))
     (None, 'its configuration has use_dora=True')
     >>> why_config_merges(LoraConfig(init_lora_weights="pissa"))
     "init_lora_weights='pissa' changes the model's own weights"
     >>> why_config_merges(LoraConfig(r=1024))
-    'its rank is 1024, and vLLM takes 512 at most'
+    'its rank is 1024, and vLLM accepts at most 512'
     >>> why_config_merges(LoraConfig(target_parameters={"experts.up", "experts.down"}))
     "its configuration has target_parameters=['experts.down', 'experts.up']"
     """
@@ -65,7 +65,7 @@ def why_config_merges(config: Any) -> str | None:
     if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
         return f"init_lora_weights={config.init_lora_weights!r} changes the model's own weights"
     if config.r > RANKS[-1]:
-        return f"its rank is {config.r}, and vLLM takes {RANKS[-1]} at most"
+        return f"its rank is {config.r}, and vLLM accepts at most {RANKS[-1]}"
     plain = LoraConfig()
     for field in dataclasses.fields(LoraConfig):
         value = getattr(config, field.name)
@@ -75,7 +75,7 @@ def why_config_merges(config: Any) -> str | None:
 
 
 def why_model_merges(model: Any, sharded: bool) -> str | None:
-    """Why what is trained of a model is not its adapter alone, or no adapter for a server; None: it is.
+    """Why the LoRA of a model has to be merged before a push. None if a server can load it as an adapter.
 
     Args:
         model: The policy, with its adapter.
@@ -86,33 +86,33 @@ def why_model_merges(model: Any, sharded: bool) -> str | None:
     if reason := why_config_merges(model.peft_config[ADAPTER]):
         return reason
     if sharded:
-        return "it is sharded, or DeepSpeed has it"
+        return "the model is sharded, or managed by DeepSpeed"
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and not is_of_adapter(name):
-            return f"{name} is trained beside it"
+            return f"{name} is trained in addition to it"
     for name, module in model.named_modules():
         if hasattr(module, "lora_A") and not isinstance(module.get_base_layer(), torch.nn.Linear):
-            return f"it changes {name}, which is no linear layer"
+            return f"it changes {name}, which is not a linear layer"
         if hasattr(module, "lora_A") and TOWER.search(f"{name}."):
-            return f"it changes {name}, by which images are read"
+            return f"it changes {name}, which is part of the vision tower"
     return None
 
 
 def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
-    """Why a server cannot have adapters of this rank; None: it can.
+    """Why a server cannot load adapters of this rank. None if it can.
 
     Args:
         server: Its client.
-        rank: Of the adapter.
-        slots: Adapters at the same time (`slots_of`).
+        rank: The rank of the adapter.
+        slots: How many adapters it has to hold at the same time (`slots_of`).
     """
     flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
     version = server.engine_version or ""
     if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
-        return f"{where} runs vLLM {version or 'of no version'}, and adapters are loaded safely from {LEAST_VLLM} on"
+        return f"{where} runs vLLM {version or '(unknown version)'}, and loading adapters needs {LEAST_VLLM} or later"
     info = server.server_info()
     if (info.get("parallel_config") or {}).get("data_parallel_size", 1) > 1:
-        return f"{where} has several engines"
+        return f"{where} runs several engines (data parallel)"
     if not (config := info.get("lora_config") or {}):
         return f"{where} was started without {flags}"
     if (most := int(config["max_lora_rank"])) < rank:
@@ -120,14 +120,14 @@ def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
     if (most := int(config["max_loras"])) < slots:
         return f"{where} has room for {most} adapters at a time, and {slots} may be in flight: start it with {flags}"
     if (held := server.weight_version()) != "default":
-        return f"{where} holds the weights {held!r} of another run: start it anew"
+        return f"{where} holds the weights {held!r} of another run: restart it"
     try:  # without a name nothing is loaded
         server.request("POST", "/v1/load_lora_adapter", json={"lora_name": "", "lora_path": ""})
     except ServerLost:
         raise
     except ServerError as error:
         if ": 404 " in str(error):
-            return f"{where} takes no adapters while it runs: start it with {flags}"
+            return f"{where} does not load adapters at runtime: start it with {flags}"
     return None
 
 
@@ -141,7 +141,7 @@ def is_of_adapter(name: str) -> bool:
 
 
 def adapter_weights(model: Any, shift: float = 0.0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of an adapter, under the names of its file. `shift` is added to each lora_B."""
+    """Yield (name, tensor) of each weight of an adapter, named as in its file. `shift` is added to each lora_B."""
     for name, parameter in model.named_parameters():
         if is_of_adapter(name):
             tensor = parameter.data + shift if shift and ".lora_B." in name else parameter.data
@@ -150,7 +150,7 @@ def adapter_weights(model: Any, shift: float = 0.0) -> Iterator[tuple[str, torch
 
 @contextmanager
 def shifted(model: Any, shift: float) -> Iterator[None]:
-    """Meanwhile `shift` is added to each lora_B. Behind it they are bit for bit what they were."""
+    """Context manager that adds `shift` to each lora_B, and restores the weights bit for bit."""
     before = {p: p.data for name, p in model.named_parameters() if ".lora_B." in name} if shift else {}
     try:
         for parameter, data in before.items():

@@ -66,8 +66,8 @@ def split_server_url(url: str) -> tuple[str, str | None]:
         fits = False
     if not fits:
         raise ServerError(
-            f"{hide_password(url)!r} is no server's address. Expected http://HOST:PORT or https://HOST:PORT, with a "
-            "port from 1 to 65535: correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
+            f"{hide_password(url)!r} is not a server address. Expected http://HOST:PORT or https://HOST:PORT, with a "
+            "port from 1 to 65535. Correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
         )
     user, found, host = parts.netloc.rpartition("@")
     header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if found else None
@@ -77,7 +77,7 @@ def split_server_url(url: str) -> tuple[str, str | None]:
 def server_urls(value: str | list[str] | None) -> list[str]:
     """The addresses in `vllm_server_base_url`: a list, or text with commas between them.
 
-    Raises `ValueError` for something else, and `ServerError` for no address or one that is named twice.
+    Raises `ValueError` for another type, and `ServerError` for an invalid address or one that is listed twice.
 
     >>> server_urls("http://a:1, http://b:2"), server_urls(["http://a:1"]), server_urls(None)
     (['http://a:1', 'http://b:2'], ['http://a:1'], [])
@@ -90,7 +90,7 @@ def server_urls(value: str | list[str] | None) -> list[str]:
     urls = [url.strip() for url in urls]
     plain = [split_server_url(url)[0] for url in urls]  # raises for text that is no address
     if twice := [url for url in plain if plain.count(url) > 1]:
-        raise ServerError(f"vllm_server_base_url names {twice[0]} twice. Name each server once.")
+        raise ServerError(f"vllm_server_base_url lists {twice[0]} twice. List each server once.")
     return urls
 
 
@@ -102,7 +102,7 @@ class ServerConnection:
         api_key: The server's `--api-key`, if it has one. None: the environment variable VLLM_API_KEY.
         timeout: Seconds to wait until the server starts, or comes back, before `ServerError`.
         request_timeout: Seconds that one request may take. Then it is sent again, if `timeout` is not over.
-        engine: What it runs, of `engine_of`.
+        engine: The engine that the server runs, a name that `engine_of` takes.
     """
 
     tokenizer: Any = None  # of the model, which says what reads its images
@@ -128,8 +128,8 @@ class ServerConnection:
         self._reached = False  # whether the server has ever answered
         api_key = api_key or os.environ.get("VLLM_API_KEY")
         if api_key and credentials:
-            got = "got a password in vllm_server_base_url, and VLLM_API_KEY"
-            raise ServerError(f"{self.base_url}: {got}. A request has room for one of them: remove the other.")
+            got = "got both a password in vllm_server_base_url and VLLM_API_KEY"
+            raise ServerError(f"{self.base_url}: {got}. A request can carry only one of them. Remove the other.")
         credentials = f"Bearer {api_key}" if api_key else credentials
         self._headers = {"Authorization": credentials} if credentials else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
@@ -143,7 +143,7 @@ class ServerConnection:
 
     @property
     def unsampled(self) -> list[int]:
-        """The ids that every request forbids: none of a model that reads text alone."""
+        """The token ids that every request forbids; empty for a text-only model."""
         return reader_of(self.tokenizer).unsampled if self.reads_images else []
 
     @property
@@ -161,7 +161,7 @@ class ServerConnection:
         read: Callable[[Any], Any] | None = lambda answer: answer,
         **kwargs,
     ) -> Any:
-        """One control call. Returns `read` of the JSON answer, or the text where `read` is None.
+        """Send one control request. Returns `read` of the JSON answer, or its text if `read` is None.
 
         Raises `ServerError` with URL, status and body.
         It is `ServerLost` if the server may come back: no connection, no answer within `timeout` seconds, 429, 5xx.
@@ -172,10 +172,10 @@ class ServerConnection:
         try:
             status, body = future.result()
         except (aiohttp.ClientError, TimeoutError) as error:
-            problem = error_line(error) if str(error) else f"no whole answer within {timeout:g} s"
+            problem = error_line(error) if str(error) else f"no complete answer within {timeout:g} s"
             never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
             if isinstance(error, never) and not self._reached:  # DNS may also fail in the middle of a run
-                raise ServerError(f"{method} {url}: {problem}. No server can be reached by this address.") from error
+                raise ServerError(f"{method} {url}: {problem}. No server can be reached at this address.") from error
             raise ServerLost(f"{method} {url}: {problem}. Is the {self.engine.title} server running?") from error
         except BaseException:
             future.cancel()
@@ -224,12 +224,12 @@ class ServerConnection:
                     raise ServerError(
                         f"No {self.engine.title} server answers at {self.base_url} after {self.timeout:g} s. Start "
                         "one with `bash scripts/train.sh RECIPE`, or set vllm_server_host, vllm_server_port, "
-                        f"vllm_server_timeout. The last try: {str(error)[:500]}"
+                        f"vllm_server_timeout. The last error: {str(error)[:500]}"
                     ) from None
                 if time.monotonic() - last_notice >= self.NOTICE_SECONDS:
                     last_notice = time.monotonic()
                     engine = f"{self.engine.article} {self.engine.title}"
-                    logger.warning(f"Waiting up to {left:.0f} s more for {engine} server: {str(error)[:500]}")
+                    logger.warning(f"Waiting up to {left:.0f} more s for {engine} server: {str(error)[:500]}")
             time.sleep(1.0)
 
     @functools.cached_property
@@ -257,11 +257,11 @@ class ServerConnection:
         return self.engine.info(self)
 
     def settings(self) -> dict[str, Any]:
-        """The settings that determine its samples, their length, and how weights get there."""
+        """The server settings that determine its samples, their length, and how weights reach it."""
         return self.engine.settings(self)
 
     def weight_version(self) -> str:
-        """The version that the last push set. A restarted server has lost it."""
+        """The weight version that the last push set on the server. A restarted server has lost it."""
         return self.request("GET", self.engine.WEIGHTS, timeout=30.0, read=self.engine.held)
 
     def score(self, token_ids: list[int], rank: int | None = None, timeout: float = 60.0) -> list[float]:
@@ -271,7 +271,7 @@ class ServerConnection:
         return self.request("POST", path, timeout=timeout, json=body, headers=headers, read=read)
 
     def sample_behind(self, token_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
-        """Ids and logprobs of what is sampled behind these ids at temperature 1, by the adapter of the last push."""
+        """Sample after these ids at temperature 1, with the adapter of the last push. Returns (ids, logprobs)."""
         payload = {
             **sampling_defaults(),
             "model": self.loaded or self.model_card["id"],
@@ -289,16 +289,16 @@ class ServerConnection:
 
     @property
     def asked_model(self) -> str:
-        """The name of what samples: the last adapter, or the model."""
+        """The model name that requests carry: the last adapter, or the served model."""
         return self.adapter or self.model_card["id"]
 
     @property
     def named_adapters(self) -> set[str]:
-        """What requests in flight name. The event loop may add one meanwhile, which names the newest."""
+        """The model names of requests in flight. The event loop may add one meanwhile, which names the newest."""
         return {body["model"] for body in list(self._open.values()) if "model" in body}
 
     async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
-        """The answer to a payload of `/v1/completions`, with images or without, and the versions of its weights.
+        """Sample for a payload of `/v1/completions`, with or without images, and report the versions of the weights.
 
         The adapter that a request names, which `_post` may change, stays on the server meanwhile.
         """
@@ -321,11 +321,11 @@ class ServerConnection:
         return dataclasses.replace(generation, policy_versions=(version, version))
 
     def salt(self) -> dict[str, str]:
-        """What a request shares its computed prefix by: with those of the same push, and with none during a push.
+        """The cache salt of a request: the name of the last push, and a random one while a push is under way.
 
-        A push drops the server's prefix cache. Where that failed without a word, a prefix that old weights computed
-        would be read for new ones, and no logprob would say so: the salt keeps them apart all the same. vLLM itself
-        keeps the prefixes of adapters apart, by their names.
+        A push drops the server's prefix cache. If that failed silently, a prefix that old weights computed would be
+        reused with new ones, and no logprob would show it. The salt keeps them apart. vLLM itself keeps the prefixes
+        of different adapters apart.
         """
         if self.pushed is None or self.adapter is not None:
             return {}
@@ -352,8 +352,8 @@ class ServerConnection:
         """POST a request. Returns `read` of the JSON answer.
 
         The request is sent again, with backoff, after a connection error, 429, 5xx or a timeout, until
-        `self.timeout` seconds after its first failure. It is also sent again after an answer that is no JSON, or that
-        `read` refuses with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row. Raises `ServerError`.
+        `self.timeout` seconds after its first failure. It is also sent again after an answer that is not JSON, or that
+        `read` rejects with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row. Raises `ServerError`.
         """
         url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
@@ -372,15 +372,15 @@ class ServerConnection:
             except TimeoutError:
                 problem = f"no answer within vllm_request_timeout={self.request_timeout:g} s"
                 tell_once(
-                    f"POST {url}: {problem}. It is asked again, and what was sampled is lost. What takes long is "
-                    "long, so that the run trains on its shorter turns. Raise vllm_request_timeout, or lower "
+                    f"POST {url}: {problem}. The request is sent again, and its sampled tokens are lost. Long turns "
+                    "time out first, which biases training towards short turns. Raise vllm_request_timeout, or lower "
                     "max_turn_tokens.",
                     "vllm_request_timeout",
                 )
             except ValueError as error:
                 problem, bad_answers = error_line(error), bad_answers + (not isinstance(error, HalfLoaded))
                 if bad_answers == self.BAD_ANSWERS:
-                    raise ServerError(f"POST {url}: {bad_answers} answers in a row are no sample: {problem}") from None
+                    raise ServerError(f"POST {url}: {bad_answers} invalid answers in a row: {problem}") from None
             give_up = give_up or time.monotonic() + self.timeout
             left = give_up - time.monotonic()
             if left <= 0:
@@ -393,7 +393,7 @@ class ServerConnection:
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer conversations, all at once, for people. The server renders them, or the tokenizer does.
+        """Answer conversations, all at the same time, for interactive use. The server or the tokenizer renders them.
 
         Returns:
             Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.

@@ -1,4 +1,4 @@
-"""What training needs of a server that generates, and the engines that have it."""
+"""The interface of a generation server that training needs, and the engines that implement it."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from mt_grpo.generation.vllm_engine import VLLM
 
 
 class Engine(Protocol):
-    """An engine as training sees it. The pool, routes, proofs, restarts and logs know no more of it than this.
+    """The interface of an engine. The pool, routes, proofs, restarts and logs use nothing else of it.
 
-    Each method asks one server, by its client (`ServerConnection`), whose `request` raises `ServerError` and
+    Each method asks one server through its client (`ServerConnection`), whose `request` raises `ServerError` and
     `ServerLost`. Requests for samples are written as vLLM's `/v1/completions` has them; an engine translates.
 
     Attributes:
-        name: In recipes (`rollout_engine`), and the package whose versions were tested.
-        title, article: In messages.
+        name: Its name in recipes (`rollout_engine`), and the package whose versions were tested.
+        title, article: Its name in messages, and the article before it.
         CONTEXT: Its flag for the length of the context.
-        WEIGHTS: The address that says which weights it holds.
+        WEIGHTS: The address that reports which weights it holds.
         NAMES_OF_FILES: Whether a push has the names of a checkpoint's files, and not those of the model's modules.
-        NO_ANSWER: What to do where something else answers.
+        NO_ANSWER: What to do if something else answers.
     """
 
     name: str
@@ -47,31 +47,31 @@ class Engine(Protocol):
         """Return the arguments that the server was started with, by the engine's names."""
 
     def settings(self, server: Any) -> dict[str, Any]:
-        """What determines its samples and their length, and how weights get there: the same for all servers of a run.
+        """The settings that determine samples, their length and weight syncs, the same for all servers of a run.
 
-        `model`, `tokenizer`, `dtype` and `max_model_len` are of all engines.
+        All engines report `model`, `tokenizer`, `dtype` and `max_model_len`.
         """
 
     def ranks(self, server: Any) -> list[int | None]:
-        """The data-parallel ranks behind the address; `[None]` where there is one. `ServerError` for others."""
+        """The data-parallel ranks at the address, `[None]` if there is one. Raises `ServerError` for other setups."""
 
     def tokens(self, server: Any, text: str) -> list[int]:
         """The ids of a text without special tokens."""
 
     def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
-        """Why its logprobs are not of the distribution that is sampled; None: they are.
+        """Why its logprobs are not those of the sampled distribution. None if they are.
 
         `cuts` are the sampling settings that make that distribution another one than the policy's.
         """
 
     def why_no_images(self, server: Any, most: int) -> str | None:
-        """Why it does not read `most` images of a conversation as the trainer does; None: it may."""
+        """Why it does not read `most` images of a conversation as the trainer does. None if it may."""
 
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
-        """Why it cannot have so many LoRA adapters of this rank beside its weights; None: it can."""
+        """Why it cannot hold `slots` LoRA adapters of this rank next to its weights. None if it can."""
 
     def why_no_scores(self, server: Any) -> str | None:
-        """Why it must not be asked for the logprobs of many texts at a time; None: it may."""
+        """Why it must not be asked for the logprobs of many texts at the same time. None if it may."""
 
     def advice(self, server: Any, status: int, path: str) -> str:
         """What to do after an answer of this status, for the end of an error message."""
@@ -79,52 +79,52 @@ class Engine(Protocol):
     # -- samples --
 
     def ask_for_sample(self, payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
-        """The question for one sample, whose answer is read as a `Generation` (`samples.ask_for_sample`)."""
+        """Build the request for one sample, whose answer is read as a `Generation` (`samples.ask_for_sample`)."""
 
     def ask_for_prompt(self, payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
-        """The question for the logprobs of `prompt[1:]`, at temperature 1, of one rank or of any."""
+        """Build the request for the logprobs of `prompt[1:]` at temperature 1, to one rank or to any."""
 
     def ask_for_chat(self, server: Any, payload: dict[str, Any]) -> Question:
-        """The question for an answer to `messages`, which is read as `ServerConnection.chat` returns it."""
+        """Build the request for an answer to `messages`, which is read as `ServerConnection.chat` returns it."""
 
     # -- weights --
 
     def held(self, answer: dict[str, Any]) -> str:
-        """The name of the weights in an answer of `WEIGHTS`."""
+        """The name of the weights in an answer from `WEIGHTS`."""
 
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
-        """Let it report a name for its weights. A restarted server has lost it."""
+        """Set the name that it reports for its weights. A restarted server has lost it."""
 
     def pause(self, server: Any, timeout: float) -> None:
-        """Stop sampling. Requests wait; what they have sampled stays, what was computed of it does not."""
+        """Stop sampling. Requests wait and keep their sampled tokens, but not the keys and values of these."""
 
     def go_on(self, server: Any) -> None:
-        """Sample again."""
+        """Resume sampling after `pause`."""
 
     def load(self, server: Any, folder: Path) -> None:
         """Load `model.safetensors` of a folder, while it is paused."""
 
     def probe(self, server: Any, folder: Path) -> str | None:
-        """Let it open a folder's file without any tensor, which changes no weight.
+        """Let it open a folder's file that has no tensor, which changes no weight.
 
-        Returns why it cannot; None: it can.
+        Returns why it cannot, None if it can.
         """
 
     def forget(self, server: Any) -> None:
-        """Drop what old weights computed of prompts. Raises `ServerError` where that fails."""
+        """Drop the prefix cache, which old weights computed. Raises `ServerError` if that fails."""
 
     def forget_images(self, server: Any) -> None:
-        """Drop what old weights saw in images."""
+        """Drop the cached image embeddings, which old weights computed."""
 
     def checksums(self, server: Any) -> dict[str, str]:
-        """Of each weight that it holds, by a name of its own for it. Empty: it cannot say them."""
+        """Weight name -> checksum, with the engine's own names. Empty if it cannot compute them."""
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
-        """`disk` or `nccl`, for the setting `weight_sync`. Raises `ServerError` for what it cannot."""
+        """`disk` or `nccl`, for the setting `weight_sync`. Raises `ServerError` if the server does not support it."""
 
 
 def engine_of(name: str) -> Engine:
-    """The engine of `rollout_engine`. SGLang is loaded where it is named."""
+    """The engine with this name (`vllm` or `sglang`). SGLang's module is imported only if it is named."""
     if name == "sglang":
         from mt_grpo.generation.sglang_engine import SGLang
 

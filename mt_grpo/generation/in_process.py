@@ -20,7 +20,7 @@ class ServeSession:
     """The requests of one call of `InProcessBackend.serve`. A batch is generated when all open conversations wait."""
 
     def __init__(self, num_conversations: int):
-        self.open = num_conversations  # without those that wait aside
+        self.open = num_conversations  # without those that wait in `aside`
         self.aside = 0
         self.waiting: list[tuple] = []  # (rollout index, prompt ids, max_tokens, future)
         self.batches: queue.Queue = queue.Queue()
@@ -28,7 +28,7 @@ class ServeSession:
     def flush(self) -> None:
         """Put all waiting requests into `batches`, in rollout order, if every open conversation waits.
 
-        A conversation may have several requests at the same time, and may have given one up.
+        A conversation may have several requests at the same time, and may have abandoned one.
         """
         if len(self.waiting) < self.open:
             return
@@ -77,7 +77,7 @@ class InProcessBackend:
             prompt.
     """
 
-    STUCK_SECONDS = 60.0  # that requests wait for the other conversations before it is said
+    STUCK_SECONDS = 60.0  # that requests wait for the other conversations before it is logged
 
     def __init__(
         self,
@@ -102,10 +102,10 @@ class InProcessBackend:
         return await future
 
     async def aside(self, awaitable: Awaitable) -> Any:
-        """Await what another conversation will do. Meanwhile batches are generated without this one.
+        """Await something that another conversation will do. Meanwhile batches are generated without this one.
 
-        Without it both would wait: this one for the other, and the other's batch for this one. The conversation asks
-        for no tokens meanwhile.
+        Without it both would wait: this one for the other, and the other's batch for this one. The conversation must
+        not request tokens meanwhile.
         """
         session = self._session
         session.open, session.aside = session.open - 1, session.aside + 1
@@ -137,7 +137,7 @@ class InProcessBackend:
             running.cancel()
 
     def _next_batch(self, session: ServeSession) -> list[tuple] | None:
-        """The next requests; None: all conversations have ended. Says once what a batch has long been waiting for."""
+        """The next requests, None if all conversations have ended. Logs once if a batch waits for long."""
         while True:
             try:
                 return session.batches.get(timeout=self.STUCK_SECONDS)
@@ -145,23 +145,23 @@ class InProcessBackend:
                 if (session.waiting or session.aside) and not self._told:
                     self._told = True
                     logger.warning(
-                        f"No tokens were asked for in {self.STUCK_SECONDS:g} s: {len(session.waiting)} requests wait "
-                        f"for the others of {session.open} open conversations, and {session.aside} more wait aside. A "
-                        "batch is generated when all open ones wait. A slow tool or environment is one reason; a "
-                        "conversation that waits for another one is a second: let it wait by `await self.aside(llm, "
-                        "...)`, and let the other one always come. This is said once."
+                        f"No tokens were requested for {self.STUCK_SECONDS:g} s: {len(session.waiting)} requests wait "
+                        f"for the rest of {session.open} open conversations, and {session.aside} more wait in `aside`."
+                        " A batch is generated when all open conversations wait for tokens. Either a tool or an "
+                        "environment is slow, or a conversation waits for another one. Such a wait must be written "
+                        "as `await self.aside(llm, ...)`, and must end. This is logged once."
                     )
 
     def _run(self, batch: list[tuple]) -> list[Generation]:
-        # TRL's backends take one `max_tokens` per batch: the largest. Each sample is then cut to its own limit.
+        # TRL's backends take one `max_tokens` per batch: the largest. Each sample is then truncated to its own limit.
         try:
             token_ids, logprobs = self._generate_batch([request[1] for request in batch], max(r[2] for r in batch))
         except AttributeError as error:
             if "weight_loader" not in str(error):
                 raise
             raise ValueError(
-                "vllm_mode: colocate: vLLM on a CPU packs its weights and takes no new ones from TRL. Use a vLLM "
-                "server (vllm_mode: server), or use_vllm: false."
+                "vllm_mode: colocate is not supported on a CPU, where vLLM packs its weights and cannot load new ones "
+                "from TRL. Use a vLLM server (vllm_mode: server), or use_vllm: false."
             ) from error
         generations = []
         for i, (_, prompt_ids, max_tokens, _) in enumerate(batch):

@@ -18,11 +18,11 @@ Metadata = list[tuple[str, str, list[int]]]  # (name, dtype, shape) of each weig
 
 
 class NCCLGroup:
-    """A group with one server, whose calls have an end.
+    """An NCCL group with one server, whose calls have a time limit.
 
     NCCL has no time limit: a worker that is gone leaves the sender waiting in a call that no signal interrupts. So
-    a group's calls run in a thread of their own. It is given up, and the group aborted, where the server is not
-    healthy any more, or after the server's `request_timeout`.
+    a group's calls run in a thread of their own. It is abandoned, and the group aborted, if the server is no longer
+    healthy, or after the server's `request_timeout`.
 
     Args:
         server: The client of the server.
@@ -39,14 +39,14 @@ class NCCLGroup:
     def __init__(self, server: Any, port: int, device: torch.device):
         self.server, self.device = server, device
         self.closed, self._group = False, TRLGroup(server, port, device)
-        self._within_limits(self._group.join, f"forms no NCCL group on port {port} (vllm_group_port)")
+        self._within_limits(self._group.join, f"did not join the NCCL group on port {port} (vllm_group_port)")
 
     def send(self, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
         """Send weights, while the server is paused. Raises `ServerLost`, after which the group is closed.
 
         Args:
-            metadata: (name, dtype, shape) of each.
-            tensors: By name, the model's own or on the CPU. The latter are on the GPU only while they are sent.
+            metadata: (name, dtype, shape) of each weight.
+            tensors: Name -> tensor, the model's own or on the CPU. The latter are on the GPU only while they are sent.
         """
         if self.closed:
             raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
@@ -94,7 +94,7 @@ class NCCLGroup:
 def check_group_port(server: Any, port: int) -> None:
     """Raise `ServerError` if this process cannot listen on the port for the workers of the server.
 
-    Else the first push would find it, after weights are loaded. Another program may still take the port until then.
+    Otherwise the first push would find it, after weights are loaded. Another program may still take the port.
     """
     try:
         with socket.socket() as listener:
@@ -103,13 +103,13 @@ def check_group_port(server: Any, port: int) -> None:
             listener.listen()
     except OSError as error:
         raise ServerError(
-            f"vllm_group_port: the weights would go to {server.base_url} by port {port} of this machine, which cannot "
-            f"be listened on: {error.strerror}. Set vllm_group_port to a free one; each further server has the next."
+            f"vllm_group_port: this machine cannot listen on port {port}, through which {server.base_url} gets the "
+            f"weights: {error.strerror}. Set vllm_group_port to a free port; each further server uses the next one."
         ) from error
 
 
 class TRLGroup:
-    """With vLLM's workers, by TRL's client."""
+    """An NCCL group with vLLM's workers, formed by TRL's client."""
 
     CONNECT_SECONDS = 10.0  # for the connection of a request of TRL's client
 

@@ -13,14 +13,14 @@ from mt_grpo.rollout import Rollout
 
 
 class RolloutBatch:
-    """The running conversations of this rank, begun with the same weights.
+    """The running conversations of this rank, which all started with the same weights.
 
     Args:
         rollouts: They are filled by the conversations.
-        converse: Makes a rollout's conversation with its backend.
+        converse: Creates a rollout's conversation with its backend.
         llm: The backend, a `ServerPool` or an `InProcessBackend`. `routes` of a pool gives each conversation a backend
-            of its own, and its `start_conversations` proves which weights sampled. That of the other one generates in
-            the thread that waits. Any other backend has `generate` alone.
+            of its own, and its `start_conversations` proves which weights sampled. `InProcessBackend` generates in
+            the thread that waits. Any other backend needs only `generate`.
         version: The version of the weights that the server holds at the start. Later ones may be pushed meanwhile.
         group_size: Rollouts per prompt. Rollouts with indices in the same block of so many are a group.
 

@@ -1,7 +1,7 @@
-"""Requests for samples, and their answers: what can be none is refused.
+"""Requests for samples, and validation of their answers.
 
-vLLM samples behind ids at `/v1/completions`. Behind ids with images it does so at another address, which also says
-what it read. There an image has one placeholder, which vLLM replaces by as many as the image has tokens.
+vLLM samples after ids at `/v1/completions`. After ids with images it does so at another address, which also reports
+what it read. There an image has one placeholder, which vLLM replaces with as many as the image has tokens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeho
 from mt_grpo.rollout import Generation
 
 COMPLETIONS = "/v1/completions"
-GENERATE = "/inference/v1/generate"  # vLLM 0.30 and later have it where they were started with --enable-scale-out
-FORBIDDEN_BIAS = -100.0  # of a logit, the least that vLLM takes: e^-100 is no float32 beside a probability of 1
-# What belongs to a request, and not to its sampling parameters. vLLM ignores a sampling parameter that it does not
-# know without a word, so that the others are named, too.
+GENERATE = "/inference/v1/generate"  # vLLM 0.30 and later have it if they were started with --enable-scale-out
+FORBIDDEN_BIAS = -100.0  # of a logit, the lowest that vLLM accepts: e^-100 vanishes in float32 next to 1
+# What belongs to a request, and not to its sampling parameters. vLLM silently ignores a sampling parameter that it
+# does not know, so the others are listed, too.
 OF_REQUEST = ("model", "cache_salt", "priority", "return_token_ids")
 OF_SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
@@ -30,11 +30,11 @@ OF_SAMPLING = (
 
 
 class BadAnswer(ValueError):
-    """An answer that cannot be a sample: ids that are none, ids and logprobs that do not match, a logprob of NaN."""
+    """An answer that is not a valid sample: invalid ids, ids and logprobs that do not match, a logprob of NaN."""
 
 
 class HalfLoaded(BadAnswer):
-    """A sample of weights that are not all there yet. The next answer may be a good one."""
+    """A sample of weights that are only partly loaded. The next answer may be valid."""
 
 
 def is_logprob(value: Any) -> bool:
@@ -68,7 +68,7 @@ def not_ids(values: list[Any], vocab_size: int | None) -> list[Any]:
 
 
 def are_logprobs(values: list[Any]) -> bool:
-    """Whether all values are such as `is_logprob` takes.
+    """Whether all values can be logprobs of sampled tokens (`is_logprob`).
 
     >>> are_logprobs([-0.5, 0.0]), are_logprobs([-0.5, float("nan")]), are_logprobs([None]), are_logprobs([1.0])
     (True, False, False, False)
@@ -82,12 +82,12 @@ def are_logprobs(values: list[Any]) -> bool:
 def read_completion(
     answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int, vocab_size: int | None = None
 ) -> Generation:
-    """The sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on.
+    """Read the sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on.
 
     Args:
-        answer: The server's.
-        num_prompt_tokens: That were sent.
-        max_tokens: That were asked for.
+        answer: The server's answer.
+        num_prompt_tokens: The number of prompt tokens that were sent.
+        max_tokens: The limit that was requested.
         vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
     """
     try:
@@ -98,26 +98,26 @@ def read_completion(
     except (KeyError, IndexError, TypeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if type(token_ids) is not list or type(logprobs) is not list:
-        raise BadAnswer(f"token_ids and logprobs are {type(token_ids).__name__} and {type(logprobs).__name__}")
+        raise BadAnswer(f"token_ids and logprobs are {type(token_ids)} and {type(logprobs)}, expected lists")
     if wrong := not_ids(token_ids, vocab_size):
         among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
-        raise BadAnswer(f"{len(wrong)} of {counts[0]} token ids are none: {str(wrong[:5])[:100]}{among}")
+        raise BadAnswer(f"{len(wrong)} of {counts[0]} token ids are invalid: {str(wrong[:5])[:100]}{among}")
     if not 0 < counts[0] == counts[1] or not are_logprobs(logprobs):
-        raise BadAnswer(f"{counts[0]} ids and {counts[1]} logprobs {logprobs[:5]}...: no match")
+        raise BadAnswer(f"{counts[0]} ids do not match {counts[1]} logprobs {logprobs[:5]}...")
     if seen != num_prompt_tokens:
-        raise BadAnswer(f"the server saw {seen} prompt tokens of {num_prompt_tokens}: the prompt was changed")
+        raise BadAnswer(f"the server read {seen} prompt tokens, expected {num_prompt_tokens}: the prompt was changed")
     if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
-        raise BadAnswer(f"{counts[0]} ids of at most {max_tokens}, finish_reason={finish_reason!r}")
+        raise BadAnswer(f"got {counts[0]} ids, expected at most {max_tokens}, with finish_reason={finish_reason!r}")
     read = choice.get("prompt_token_ids")
     try:
         saw = None if read is None else hash_of_ids(read)
     except (TypeError, OverflowError, ValueError):
-        raise BadAnswer(f"prompt_token_ids are no token ids: {str(read)[:100]}") from None
+        raise BadAnswer(f"prompt_token_ids are not token ids: {str(read)[:100]}") from None
     return Generation(token_ids, logprobs, finish_reason, saw)
 
 
 class Question(NamedTuple):
-    """A request, and how its answer is read. `read` raises `BadAnswer` for one that cannot be used."""
+    """A request, and a function that reads its answer. `read` raises `BadAnswer` for an invalid answer."""
 
     path: str
     body: dict[str, Any]
@@ -126,16 +126,16 @@ class Question(NamedTuple):
 
 
 def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
-    """The question that `/v1/completions` or, with images, `GENERATE` is asked. Its answer is read as a `Generation`.
+    """Build the request to `/v1/completions`, or to `GENERATE` with images. Its answer is read as a `Generation`.
 
     Args:
-        payload: Of `/v1/completions`; the ids of its `prompt` may be those of images.
-        vocab_size: As `read_completion` takes it.
+        payload: The body for `/v1/completions`; its `prompt` may have image ids.
+        vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
         unsampled: Ids that no policy may write. INVARIANT: every request of a model that reads images forbids them, as
-            `forbid` does where logprobs are computed.
+            `forbid` does when logprobs are computed.
 
     Raises:
-        ValueError: a sampling parameter that cannot be had with images.
+        ValueError: A sampling parameter is not supported with images.
     """
     prompt, limit = payload["prompt"], payload["max_tokens"]
     if unsampled:
@@ -146,7 +146,7 @@ def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: l
 
 
 def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[int, float]:
-    """The `logit_bias` of a request that forbids these ids, too.
+    """The `logit_bias` of a request, with these ids forbidden.
 
     >>> forbidding({"logit_bias": {"7": 1.0, "8": 2.0}}, [8])
     {7: 1.0, 8: -100.0}
@@ -156,7 +156,7 @@ def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[int, float
 
 
 def ask_for_prompt(payload: dict[str, Any]) -> Question:
-    """As `ask_for_sample`. The answer is read as the logprobs of `prompt[1:]`, of the whole vocabulary."""
+    """Build the request for a prompt's logprobs. Its answer is read as one logprob per id of `prompt[1:]`."""
     prompt = payload["prompt"]
     shown = any(map(is_picture, prompt))
 
@@ -178,7 +178,7 @@ def generate_body(payload: dict[str, Any]) -> dict[str, Any]:
     prompt = payload["prompt"]
     if unknown := sorted(payload.keys() - {*OF_REQUEST, *OF_SAMPLING, "prompt"}):
         raise ValueError(
-            f"generation_kwargs: {unknown[0]!r} cannot be had of a vLLM server for a prompt with images. Remove it."
+            f"generation_kwargs: a vLLM server does not support {unknown[0]!r} for a prompt with images. Remove it."
         )
     sampling = {key: payload[key] for key in OF_SAMPLING if key in payload}
     once = [token for run in runs_of(prompt) for token in (run[:1] if is_picture(run[0]) else run)]
@@ -193,9 +193,9 @@ def generate_body(payload: dict[str, Any]) -> dict[str, Any]:
 def read_generated(
     answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None = None
 ) -> Generation:
-    """The sample in an answer of `GENERATE`. Arguments and errors as in `read_completion`.
+    """Read the sample in an answer of `GENERATE`. Arguments and errors are those of `read_completion`.
 
-    Raises `BadAnswer` also where the server has read other tokens than the prompt's, or images at other places.
+    Raises `BadAnswer` also if the server has read other tokens than the prompt's, or images at other places.
     """
     check_what_it_read(answer, prompt)
     try:
@@ -203,7 +203,7 @@ def read_generated(
         entries = choice["logprobs"]["content"]
         sampled, logprobs = [entry["token_id"] for entry in entries], [entry["logprob"] for entry in entries]
         if sampled != choice["token_ids"]:
-            raise BadAnswer(f"logprobs are of the ids {sampled[:5]}..., and {choice['token_ids'][:5]}... were sampled")
+            raise BadAnswer(f"logprobs belong to the ids {sampled[:5]}..., expected {choice['token_ids'][:5]}...")
         usage = {"prompt_tokens": len(answer["prompt_token_ids"])}
     except (KeyError, IndexError, TypeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
@@ -222,16 +222,16 @@ def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
     try:
         seen, found = answer["prompt_token_ids"], answer["mm_placeholders"]["image"]
     except (KeyError, TypeError):
-        raise BadAnswer(f"it does not say what it read: {str(answer)[:500]}") from None
+        raise BadAnswer(f"the answer does not say what the server read: {str(answer)[:500]}") from None
     if found != places:
         theirs, ours = (
             [(place.get("offset"), place.get("length")) for place in each] if isinstance(each, list) else each
             for each in (found, places)
         )
         raise BadAnswer(
-            f"the server reads {len(places)} images at (place, tokens) {theirs}, and the trainer at {ours}. Where the "
-            "tokens differ, so do the settings (max_pixels, say): start the server with the model's own, without "
-            "--mm-processor-kwargs. Where the places alone differ, the server has another tokenizer"
+            f"the server reads {len(places)} images at (place, tokens) {theirs}, and the trainer at {ours}. If the "
+            "token counts differ, so do the settings (such as max_pixels): start the server with the model's own, "
+            "without --mm-processor-kwargs. If only the places differ, the server has another tokenizer"
         )
     if seen != with_placeholders(prompt):
-        raise BadAnswer("the server read other ids than the prompt's")
+        raise BadAnswer("the server read ids that are not the prompt's")

@@ -1,4 +1,4 @@
-"""One or several servers as one backend: their conversations, and what is asked of all of them."""
+"""One or several servers as one backend: routing of conversations, and requests to all servers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ logger = logging.getLogger(__name__)
 
 
 class Group:
-    """The open conversations of one prompt. They are at one server, which computes their prompt once."""
+    """The open conversations of one prompt. All are routed to one server, which computes their prompt once."""
 
     def __init__(self, pool: ServerPool, number: int, size: int):
         self.pool, self.number, self.size = pool, number, size
         self.server: int | None = None
 
     def choose(self) -> int:
-        """The group's server; where that is lost, another one: the one with the fewest open conversations.
+        """The number of the group's server. If it is lost, the one with the fewest open conversations replaces it.
 
-        Raises `NoServerLeft` where none holds the weights.
+        Raises `NoServerLeft` if no server holds the weights.
         """
         pool, joined = self.pool, self.pool.joined
         if self.server not in joined:
             if not joined:
-                raise NoServerLeft(f"None of the {pool.title} servers at {pool.base_url} is left.")
+                raise NoServerLeft(f"None of the {pool.title} servers at {pool.base_url} is left in the run.")
             # Equal loads are dealt out by the group's number, so that ranks do not all begin at the first server.
             place = {n: (n - self.number) % len(pool.servers) for n in joined}
             chosen = min(joined, key=lambda n: (pool.load[n], place[n]))
@@ -47,14 +47,14 @@ class Group:
         return self.server
 
     def end_conversation(self) -> None:
-        """One conversation less."""
+        """Record that one of the group's conversations has ended, and reduce the load of its server."""
         self.size -= 1
         if self.server is not None:
             self.pool.load[self.server] -= 1
 
 
 class Route:
-    """The backend of one conversation: its group's server, and another one where that is lost.
+    """The backend of one conversation: its group's server, or another one if that is lost.
 
     Args:
         pool: The servers.
@@ -72,7 +72,7 @@ class Route:
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
     ) -> Generation:
-        """As `VLLMServerClient.generate`. What a lost server leaves unanswered is asked of another one.
+        """Sample one continuation (see `VLLMServerClient.generate`). If the server is lost, another one is asked.
 
         Raises `ServerError` if no server is left.
         """
@@ -105,14 +105,14 @@ class Route:
 
 
 async def gather_proven(pool: ServerPool, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
-    """The results that are proven to come from the weights `version` and those pushed since; None for all others.
+    """Return the results that provably come from the weights `version` or later ones, and None for all others.
 
     A restarted server has its first weights and no version. So a result is proven if each server that sampled for it
     reports, after its last answer, a version that `continues` this one. A server that reports another is lost, and
     so is one that does not answer `pool.LOST_AFTER` times in a row while another one does. A conversation whose last
-    server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. Where
+    server is lost goes on with another one, unless something that it sampled is unproven: then it is cancelled. If
     no server is left, all open conversations are. While weights are pushed no answer is waited for: a server that
-    loads has none.
+    loads gives none.
 
     Raises the first error of a conversation, and `ServerLost` if the last server does not report a version within its
     `timeout` after the last result.
@@ -156,7 +156,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
                 if holds:
                     confirmed[n, lineages[n]] = asked
                 elif holds is False:
-                    pool.leave(n, f"it restarted, and holds the weights {answer!r} instead of {version!r}.")
+                    pool.leave(n, f"it restarted and holds the weights {answer!r} instead of {version!r}.")
                 elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
                     pool.leave(n, f"it did not answer {misses[n]} times in a row.")
             kept = {(n, pool.servers[n].lineage) for n in pool.joined}
@@ -172,7 +172,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
                 give_up = None if pool.pushing else give_up or asked + pool.servers[0].timeout
                 if give_up is not None and asked > give_up:
                     who = pool.base_url if len(pool.servers) == 1 else f"{pool.base_url}: a server"
-                    raise ServerLost(f"{who} does not say which weights it holds: see its log.")
+                    raise ServerLost(f"{who} does not say which weights it holds. See its log.")
                 await asyncio.sleep(pool.WATCH_SECONDS)
     finally:
         running.cancel()
@@ -182,9 +182,9 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
 
 
 class ServerPool:
-    """One or several servers with the same model as one backend. A conversation is at one that holds the weights.
+    """One or several servers with the same model as one backend. Conversations go to servers that hold the weights.
 
-    A server that is lost is left out, and joins again with the next push of weights.
+    A lost server is left out, and joins again with the next push of weights.
 
     The background loop reads `joined` and leaves servers while the main thread pushes. So the two lists are replaced
     under a lock, and never changed in place: what was read stays as it was.
@@ -196,11 +196,11 @@ class ServerPool:
         joined: The numbers of the servers that hold the weights. The same on all ranks after a push; a rank that
             loses one meanwhile leaves it out. Conversations go to these alone.
         joining: The numbers of the servers that get the weights with the push that is under way, on rank 0.
-            INVARIANT: no conversation is at one of them: until the push is over they hold a new process's weights.
+            INVARIANT: no conversation is routed to them: until the push is over they hold a new process's weights.
         complete: Whether all servers held the first weights. Before that no server may be missing.
-        requests: By server the requests in flight, as tasks.
-        load: Open conversations by server, of this process.
-        moved: Requests asked of another server, since a reader last set it to 0.
+        requests: The requests in flight of each server, as tasks.
+        load: The number of this process's open conversations at each server.
+        moved: The number of requests that were moved to another server, since a reader last set it to 0.
     """
 
     RETRY_SECONDS = 30.0  # before a server that was left out is asked again; twice as long each time in a row
@@ -221,16 +221,16 @@ class ServerPool:
         self._lock = threading.Lock()
         self._settings: dict[str, Any] | None = None  # of all servers at the first push
 
-    # -- what a client has, too --
+    # -- the interface of a client --
 
     @property
     def base_url(self) -> str:
-        """The addresses, for messages."""
+        """The addresses of all servers in one text, for messages."""
         return ", ".join(server.base_url for server in self.servers)
 
     @property
     def title(self) -> str:
-        """The engine's, for messages."""
+        """The engine's name for messages, such as vLLM."""
         return self.servers[0].engine.title
 
     @property
@@ -244,12 +244,12 @@ class ServerPool:
 
     @property
     def transfer(self) -> Any:
-        """What writes the weights, once for all servers."""
+        """The `WeightTransfer` of the first server, which writes the weights once for all servers."""
         return self.servers[0].transfer
 
     @property
     def instance(self) -> str:
-        """As a client's: tells this run's pushes from another run's."""
+        """The name that distinguishes this run's pushes from those of other runs."""
         return self.servers[0].instance
 
     @instance.setter
@@ -259,7 +259,7 @@ class ServerPool:
 
     @property
     def retries(self) -> int:
-        """As a client's."""
+        """The number of requests that were sent again or moved, since a reader last set it to 0."""
         return self.moved + sum(server.retries for server in self.servers)
 
     @retries.setter
@@ -270,7 +270,7 @@ class ServerPool:
 
     @property
     def pushing(self) -> bool:
-        """Whether a push is under way. A server that loads does not say which weights it holds."""
+        """Whether a push is under way. A server that loads weights does not report which ones it holds."""
         return any(server.pushing for server in self.servers)
 
     @pushing.setter
@@ -287,7 +287,7 @@ class ServerPool:
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
     ) -> Generation:
-        """As `VLLMServerClient.generate`, by the server whose turn it is. Nothing is proven of its weights."""
+        """Sample one continuation on the least loaded server. Nothing is proven about its weights."""
         route = Route(self, Group(self, index, 1))
         try:
             return await route.generate(prompt_ids, max_tokens, sampling_params, index)
@@ -295,7 +295,7 @@ class ServerPool:
             route.group.end_conversation()
 
     def routes(self, numbers: list[int]) -> list[Route]:
-        """A backend for each conversation, of the groups with these numbers."""
+        """Create one backend per conversation, given the number of its group. A group shares a server."""
         groups = {number: Group(self, number, numbers.count(number)) for number in dict.fromkeys(numbers)}
         for group in groups.values():
             with suppress(NoServerLeft):  # in this order, so that ranks that share a group mostly choose alike
@@ -316,12 +316,12 @@ class ServerPool:
         return [0] if len(self.servers) == 1 else sorted({*self.joined, *self.joining})
 
     def leave(self, number: int, why: Any, joining: bool = False) -> None:
-        """Leave a server out. Its open requests are cancelled, and so asked of another one.
+        """Leave a server out. Its open requests are cancelled, and then sent to another one.
 
         Args:
-            number: The server's.
-            why: For the log.
-            joining: Also if it is joining. A conversation's watch must not say this of a server that it met before.
+            number: The number of the server.
+            why: The reason, for the log.
+            joining: Whether to do so for a joining server, too. A conversation's watch must not: it knows the old one.
         """
         with self._lock:
             if number not in (self.members if joining else self.joined):
@@ -332,10 +332,10 @@ class ServerPool:
             self._losses[number] += 1
             left = len(self.members)
         if len(self.servers) > 1:
-            rest = f"goes on with {left} of {len(self.servers)} servers" if left else "waits for one"
+            rest = f"continues with {left} of {len(self.servers)} servers" if left else "waits for a server"
             logger.warning(
-                f"The {self.title} server at {self.servers[number].base_url} is left out. The run {rest}, and asks "
-                f"this one again in {wait:g} s. The reason: {str(why)[:500]}"
+                f"The {self.title} server at {self.servers[number].base_url} is left out. The run {rest}, and tries "
+                f"this one again in {wait:g} s. Reason: {str(why)[:500]}"
             )
 
     def _move(self, numbers: list[int], joining: bool = False) -> None:
@@ -347,20 +347,20 @@ class ServerPool:
                 request.get_loop().call_soon_threadsafe(request.cancel)
 
     def admit(self) -> list[int]:
-        """What joins has the weights now, and gets conversations. Returns who holds the weights. On rank 0."""
+        """Admit the joining servers, which have the weights now. Returns all that hold the weights. On rank 0."""
         with self._lock:
             self.joined, self.joining = self.members, []
             return self.joined
 
     async def another_answers(self) -> bool:
-        """Whether a server that was left out says which weights it holds."""
+        """Whether a server that was left out reports which weights it holds."""
         others = [server for number, server in enumerate(self.servers) if number not in self.joined]
         return any(v is not None for v in await asyncio.gather(*(server.held_version() for server in others)))
 
     def ask(self, question: Callable[[Any], Any]) -> dict[int, Any]:
-        """The answers of all members, which are asked at the same time. One that fails is left out.
+        """Call `question` for all members at the same time. Returns number -> answer; one that fails is left out.
 
-        Raises the error of a server if none answers, or if not all of them held the first weights yet.
+        Raises the error of a server if none answers, or before all of them have held the first weights.
         """
 
         def answer(number: int) -> Any:
@@ -371,11 +371,11 @@ class ServerPool:
 
         numbers = self.members
         if not numbers:
-            raise ServerLost(f"None of the {self.title} servers at {self.base_url} answers.")
+            raise ServerLost(f"None of the {self.title} servers at {self.base_url} answers. See their logs.")
         return self.without_errors(dict(zip(numbers, at_once(answer, numbers))))
 
     def without_errors(self, answers: dict[int, Any]) -> dict[int, Any]:
-        """The answers that are no errors. Servers with an error are left out, but for the last ones: it is raised."""
+        """The answers that are not errors. Servers with an error are left out; if none remains, it is raised."""
         errors = {number: answer for number, answer in answers.items() if isinstance(answer, ServerError)}
         if errors and (len(errors) == len(answers) or not self.complete):
             raise next(iter(errors.values()))
@@ -386,8 +386,8 @@ class ServerPool:
     def find_restarted(self, held: str | None) -> bool:
         """Whether any server holds other weights than `held`: it restarted, or is back.
 
-        Those join with this push, and begin a new lineage: what they sampled and nobody proved yet is lost. On rank 0.
-        `ServerLost` if no server answers.
+        Such servers join with this push, and begin a new lineage: their unproven samples are lost. Call it on rank 0.
+        Raises `ServerLost` if no server answers.
         """
         new = self._find_back()
         with self._lock:
@@ -417,7 +417,7 @@ class ServerPool:
         return [number for number in away if healthy[number]]
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
-        """Wait for all servers before they held the first weights, then for any. As `ServerConnection` does."""
+        """Wait until all servers are healthy; once all have held the first weights, until any of them is."""
         if not self.complete or len(self.servers) == 1:
             for server in self.servers:
                 server.wait_until_healthy(unless)
@@ -427,16 +427,16 @@ class ServerPool:
         while not unless() and not any(at_once(lambda server: server.healthy(), self.servers)):
             now = time.monotonic()
             if now - began > timeout:
-                raise ServerError(f"None of the {self.title} servers at {self.base_url} answers after {timeout:g} s.")
+                raise ServerError(f"None of the {self.title} servers at {self.base_url} answered in {timeout:g} s.")
             if now - last_notice >= self.NOTICE_SECONDS:
                 last_notice = now
-                logger.warning(f"Waiting up to {began + timeout - now:.0f} s more for one of {self.base_url}.")
+                logger.warning(f"Waiting up to {began + timeout - now:.0f} more s for one of {self.base_url}.")
             time.sleep(1.0)
 
     # -- what a push of weights needs; called on rank 0 --
 
     def weight_version(self) -> str:
-        """The version of the weights, where all that answer hold the same; else a text with all versions.
+        """The weight version if all servers that answer hold the same; otherwise a text with all versions.
 
         Each is without its server's lineage. Raises `ServerLost` if none answers.
         """
@@ -446,9 +446,9 @@ class ServerPool:
         return "; ".join(f"{self.servers[n].base_url}: {version}" for n, version in versions.items())
 
     def check_settings(self) -> None:
-        """Compare the servers' settings with each other and with those of before.
+        """Compare the servers' settings with each other and with those from before a restart.
 
-        Raises `ServerError` for another setting; where other servers are left, theirs is left out instead.
+        Raises `ServerError` if a setting differs; if other servers remain, that server is left out instead.
         """
         found = self.ask(lambda server: server.settings())
         before = self._settings
@@ -457,9 +457,9 @@ class ServerPool:
         for number, settings in found.items():
             url, others = self.servers[number].base_url, [k for k in settings if settings[k] != expected[k]]
             if others and before:
-                changed = "; ".join(f"{k}={settings[k]!r}, before {expected[k]!r}" for k in others)
+                changed = "; ".join(f"{k}={settings[k]!r}, expected {expected[k]!r}" for k in others)
                 problems[number] = ServerError(
-                    f"The {self.title} server at {url} came back with {changed}. Start it as before."
+                    f"The {self.title} server at {url} restarted with {changed}. Start it with its old settings."
                 )
             elif others:
                 key = others[0]
@@ -472,11 +472,11 @@ class ServerPool:
         self._settings = expected
 
     def dtype(self) -> str:
-        """The type in which the servers compute, such as `torch.bfloat16`."""
+        """The dtype in which the servers compute, such as `torch.bfloat16`."""
         return next(iter(self.ask(lambda server: server.settings()["dtype"]).values()))
 
     def leave_nccl_groups(self) -> None:
-        """Close the NCCL groups of the servers that join: a restarted one is in none. The push makes new ones."""
+        """Close the NCCL groups of joining servers: a restarted one is in none. The push creates new ones."""
         for number in self.joining:
             self.servers[number].transfer.leave_nccl()
 
@@ -487,7 +487,7 @@ class ServerPool:
         expected: dict[str, int] | None = None,
         device: torch.device | str = "cpu",
     ) -> dict[str, float]:
-        """`VLLMServerClient.update_weights` of the first server, for all of them: the weights are written once.
+        """Push the weights to all members; they are written once (see `VLLMServerClient.update_weights`).
 
         A server that is lost meanwhile is left out. Raises the error of one if none is left.
         """
@@ -498,13 +498,13 @@ class ServerPool:
         return seconds
 
     def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:
-        """By a server's number the logprobs of `token_ids[1:]` of each of its engines (`ServerConnection.score`)."""
+        """Server number -> the logprobs of `token_ids[1:]` from each of its engines (`ServerConnection.score`)."""
         return self.ask(lambda server: [server.score(token_ids, rank) for rank in server.engine.ranks(server)])
 
     def samples(self, token_ids: list[int], max_tokens: int) -> dict[int, tuple[list[int], list[float]]]:
-        """By a server's number what it samples behind `token_ids` (`ServerConnection.sample_behind`)."""
+        """Server number -> (ids, logprobs) that it samples after `token_ids` (`ServerConnection.sample_behind`)."""
         return self.ask(lambda server: server.sample_behind(token_ids, max_tokens))
 
     def refuse(self, problems: dict[int, ServerError]) -> None:
-        """Leave servers out whose weights are wrong. Raises a problem where no other server is left, or at first."""
+        """Leave out servers whose weights are wrong. Raises a problem if none remains, or at the first push."""
         self.without_errors({**dict.fromkeys(self.members), **problems})

@@ -1,4 +1,4 @@
-"""SGLang, as training sees it, by its own addresses. `/generate` takes ids, and says which weights sampled each token.
+"""SGLang as an engine, through its native API. `/generate` takes ids, and reports which weights sampled each token.
 
 What hurts there was measured with 0.5.23:
 
@@ -6,10 +6,10 @@ What hurts there was measured with 0.5.23:
 - A file of weights that cannot be read ends the process: it goes back to its old weights by reading the same file.
   A push gives it a file that is whole, by a folder that is renamed when it is.
 - An image's tokens are filled in by the server. Ids that have them already are never answered.
-- Ids beside images are decoded, and the text is tokenised again, but for `SGLANG_MM_AVOID_RETOKENIZE=1`. So each
+- Ids next to images are decoded, and the text is tokenised again, unless `SGLANG_MM_AVOID_RETOKENIZE=1`. So each
   answer says what was read, and it is compared.
-- What the vision tower computed outlives new weights, but for `SGLANG_VLM_CACHE_SIZE_MB=0`.
-- Logprobs are of the distribution before top_p, top_k and min_p have cut it.
+- What the vision tower computed outlives new weights, unless `SGLANG_VLM_CACHE_SIZE_MB=0`.
+- Logprobs are of the distribution before top_p, top_k and min_p have truncated it.
 - A weight of another name than a checkpoint's files have ends the process, or is left out with a warning in its log.
 - `/health` samples a token: in a pause it does not answer, and the server then counts as sick.
 """
@@ -29,7 +29,7 @@ from mt_grpo.base.tested_versions import outside
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded, Question, forbidding, not_an_id, read_completion
 from mt_grpo.rollout import Generation
 
-# How vLLM's sampling parameters are called here. None: it says what is so here anyway.
+# SGLang's names of vLLM's sampling parameters. None: SGLang needs no such parameter.
 SGLANG_NAMES: dict[str, str | None] = {
     **{
         key: key
@@ -53,13 +53,13 @@ CUT_BEHIND_LOGPROBS = (
 def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
     """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`.
 
-    Raises `ValueError` for one that it does not have, or does not do: a `seed` gives other samples each time.
+    Raises `ValueError` for one that it does not have, or does not honour: a `seed` gives other samples each time.
 
     >>> sampling_of({"top_k": 0, "max_tokens": 4, "logit_bias": {7: -100.0}})["top_k"]
     -1
     """
     if unknown := sorted(payload.keys() - SGLANG_NAMES.keys() - OF_THE_REQUEST.keys()):
-        raise ValueError(f"generation_kwargs: {unknown[0]!r} cannot be had of an SGLang server. Remove it.")
+        raise ValueError(f"generation_kwargs: an SGLang server does not support {unknown[0]!r}. Remove it.")
     params = {SGLANG_NAMES[key]: value for key, value in payload.items() if SGLANG_NAMES.get(key)}
     if params.get("top_k") == 0:  # all ids
         params["top_k"] = -1
@@ -72,15 +72,15 @@ def check_sent_ids(ids: list[int], vocab_size: int | None) -> None:
     """Raise `ServerError` for an id outside the vocabulary. INVARIANT: none is sent: it would end the server."""
     if wrong := [token for token in ids if not is_picture(token) and not_an_id(token, vocab_size)]:
         raise ServerError(
-            f"A prompt has the token id {wrong[0]}, and the model {vocab_size} of them: it would end an SGLang "
-            "server. Is the tokenizer of another model?"
+            f"A prompt has the token id {wrong[0]}, and the model has {vocab_size} token ids. Such an id would crash "
+            "an SGLang server. Does the tokenizer belong to another model?"
         )
 
 
 def versions_of_answer(meta: dict[str, Any]) -> tuple[int, int] | None:
-    """(weight changes before the oldest weights that sampled a token of an answer, before the newest).
+    """The oldest and the newest weight version that sampled a token of an answer, as numbers of weight changes.
 
-    None where weights have a name that no push gave them: those of a new process, of another trainer.
+    None if weights have a name that no push gave them: those of a new process, or of another trainer.
 
     >>> spans = [{"version": "3f2a-7", "start": 0, "end": 5}, {"version": "3f2a-8+1", "start": 5, "end": 9}]
     >>> versions_of_answer({"weight_versions": spans})
@@ -99,14 +99,14 @@ def check_what_was_read(seen: Any, prompt: list[int]) -> None:
     if seen == (ids := with_placeholders(prompt)):
         return
     if not isinstance(seen, list):
-        raise BadAnswer(f"it does not say what it read: {str(seen)[:100]}")
+        raise BadAnswer(f"the answer does not say what the server read: {str(seen)[:100]}")
     number = next((i for i, (own, other) in enumerate(zip(ids, seen)) if own != other), min(len(ids), len(seen)))
     images = len(pictures_in(prompt))
     raise BadAnswer(
-        f"the server read {len(seen)} ids, the prompt has {len(ids)}, and the first that differs is number {number}"
+        f"the server read {len(seen)} ids, the prompt has {len(ids)}, and they first differ at id number {number}"
         + (
-            f". It has {images} images: start the server with SGLANG_MM_AVOID_RETOKENIZE=1, and without settings of "
-            "its own for images"
+            f". The prompt has {images} images: start the server with SGLANG_MM_AVOID_RETOKENIZE=1, and without image "
+            "settings of its own"
             if images
             else ""
         )
@@ -114,7 +114,7 @@ def check_what_was_read(seen: Any, prompt: list[int]) -> None:
 
 
 def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None) -> Generation:
-    """The sample in an answer of `/generate`. Raises `BadAnswer` for one that cannot be trained on."""
+    """Read the sample in an answer of `/generate`. Raises `BadAnswer` for one that cannot be trained on."""
     try:
         meta, ids = answer["meta_info"], answer["output_ids"]
         entries = meta["output_token_logprobs"]
@@ -124,10 +124,10 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
     except (KeyError, IndexError, TypeError, AttributeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if ids != named:
-        raise BadAnswer(f"logprobs are of the ids {named[:5]}..., and {str(ids)[:50]}... were sampled")
+        raise BadAnswer(f"logprobs belong to the ids {named[:5]}..., expected {str(ids)[:50]}...")
     loading = [span for span in meta["weight_versions"] if span["end"] > span["start"]]
     if any(str(span["version"]).startswith("loading-") for span in loading):
-        raise HalfLoaded("it sampled while weights were loaded, by a push that failed or by one of another run")
+        raise HalfLoaded("the server sampled while it loaded weights, from a push that failed or of another run")
     choice = {"token_ids": ids, "logprobs": {"token_logprobs": logprobs}, "finish_reason": finish}
     check_what_was_read(seen, prompt)
     found = read_completion(
@@ -137,14 +137,14 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
 
 
 class SGLang:
-    """See `engines.Engine`, also for the arguments."""
+    """The engine SGLang. `engines.Engine` documents the methods and their arguments."""
 
     name, title, article = "sglang", "SGLang", "an"
     CONTEXT = "--context-length"
     WEIGHTS = "/model_info"
     NAMES_OF_FILES = True
     NO_ANSWER = (
-        "That is no answer of an SGLang server: check vllm_server_host, vllm_server_port, vllm_server_base_url "
+        "This answer is not from an SGLang server. Check vllm_server_host, vllm_server_port, vllm_server_base_url "
         "and rollout_engine."
     )
 
@@ -154,11 +154,11 @@ class SGLang:
         server.request("GET", self.WEIGHTS, timeout=timeout, read=self.held)
 
     def card(self, server: Any) -> dict[str, Any]:
-        """What it was started with: a push changes the name and the path that `/v1/models` says."""
+        """The served model, as the server was started: a push changes the name and path in `/v1/models`."""
         info = server.server_info()
         context = server.request("GET", "/v1/models", read=lambda answer: int(answer["data"][0]["max_model_len"]))
-        # It refuses a prompt of `max_req_input_len` tokens, which is six less than its context, or less where its
-        # memory holds less; and it cuts `max_new_tokens` beyond a few more, without a word.
+        # It rejects a prompt of `max_req_input_len` tokens, which is six less than its context, or less if its
+        # memory holds less; and it silently truncates `max_new_tokens` beyond a few more.
         context = min(context, int(info["max_req_input_len"]))
         return {"id": info["served_model_name"], "root": info["model_path"], "max_model_len": context}
 
@@ -186,7 +186,7 @@ class SGLang:
         if info.get("speculative_draft_model_path"):
             raise ServerError(
                 f"{server.base_url} was started with a draft model ({info['speculative_draft_model_path']}), which "
-                "would get the policy's weights. Start it without (--speculative-draft-model-path)."
+                "would get the policy's weights. Start it without --speculative-draft-model-path."
             )
         return {
             "model": info["model_path"],
@@ -208,7 +208,7 @@ class SGLang:
         if not (given := [f"{key}={cuts[key]}" for key in CUT_BEHIND_LOGPROBS if key in cuts]):
             return None
         return (
-            f"gives the logprobs from before {', '.join(given)}: they are not those of the sampled distribution, "
+            f"returns logprobs from before {', '.join(given)}: they are not those of the sampled distribution, "
             "which biases the importance-sampling correction. Remove the setting"
         )
 
@@ -217,18 +217,18 @@ class SGLang:
         if info.get("mm_process_config"):
             return (
                 f"was started with --mm-process-config {info['mm_process_config']}, and reads images in other sizes "
-                "than the trainer. Remove it; write the sizes into the model's preprocessor_config.json."
+                "than the trainer. Remove it, and write the sizes into the model's preprocessor_config.json."
             )
         limit = (info.get("limit_mm_data_per_request") or {}).get("image", most)
         if limit < most:
             return (
-                f"reads at most {limit} images of a conversation, and its context holds {most} small ones. Start it "
+                f"reads at most {limit} images per conversation, and its context has room for {most}. Start it "
                 "without a limit of images (--limit-mm-data-per-request)."
             )
         return None
 
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
-        return f"{server.base_url} runs SGLang, to which all weights are pushed"
+        return f"{server.base_url} runs SGLang, to which adapters cannot be pushed alone"
 
     def why_no_scores(self, server: Any) -> str | None:
         return None
@@ -243,7 +243,7 @@ class SGLang:
             return ""
         version = vars(server).get("engine_version")  # if it was asked
         other = outside({"sglang": version}) if version else []
-        return f". {self.NO_ANSWER}" + (f" It is {other[0]}." if other else "")
+        return f". {self.NO_ANSWER}" + (f" It runs {other[0]}." if other else "")
 
     # -- samples --
 
@@ -252,8 +252,8 @@ class SGLang:
         if unsampled:
             payload = {**payload, "logit_bias": forbidding(payload, unsampled)}
         body = {**self._body(payload, vocab_size), "return_logprob": True, "return_prompt_token_ids": True}
-        # A server that was started to be deterministic gives all requests without a seed the same one, and so all
-        # rollouts of a group the same tokens.
+        # A server in deterministic mode gives all requests without a seed the same one, and so all rollouts of a group
+        # the same tokens.
         body["sampling_params"]["sampling_seed"] = secrets.randbelow(2**31)
         return Question("/generate", body, lambda answer: read_sample(answer, prompt, limit, vocab_size))
 
@@ -276,20 +276,20 @@ class SGLang:
                 entry = meta["input_token_ids_logprobs"][i][0] if is_picture(prompt[i]) else entry
                 last = vocab_size is not None and ids[i] == vocab_size - 1  # which it calls 0
                 if entry[1] != ids[i] and not (last and entry[1] == 0):
-                    raise BadAnswer(f"a logprob is of the id {entry[1]}, and the prompt has {ids[i]} there")
+                    raise BadAnswer(f"a logprob belongs to the id {entry[1]}, expected the prompt's id {ids[i]}")
                 logprobs.append(entry[0])
             if len(logprobs) != len(prompt) - 1:
-                raise BadAnswer(f"{len(logprobs)} logprobs of {len(prompt)} ids")
+                raise BadAnswer(f"got {len(logprobs)} logprobs for {len(prompt)} ids, expected one less than ids")
             if not all(math.isfinite(logprob) for logprob in logprobs):
-                raise BadAnswer(f"logprobs of a prompt are {logprobs[:5]}...")
+                raise BadAnswer(f"logprobs of a prompt are {logprobs[:5]}..., expected finite numbers")
             return logprobs
 
         return Question("/generate", body, read)
 
     def ask_for_chat(self, server: Any, payload: dict[str, Any]) -> Question:
-        """SGLang's own address for chats gives no ids."""
+        """Build a chat request on rendered ids: SGLang's own chat address returns no ids."""
         if (tokenizer := server.tokenizer) is None:
-            raise ServerError("chat: the client has no tokenizer, which renders the messages. Give it one.")
+            raise ServerError("chat: the client has no tokenizer to render the messages with. Pass one to it.")
         payload = dict(payload)
         rendered = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
         kwargs = payload.pop("chat_template_kwargs", None) or {}
@@ -339,7 +339,7 @@ class SGLang:
         self._load(server, {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False})
 
     def probe(self, server: Any, folder: Path) -> str | None:
-        """The pause leaves the keys and values: nothing else changes. Without it the load waits for all requests."""
+        """Pause for the load, and keep the keys and values. Without a pause the load waits for all requests."""
         server.request("POST", "/pause_generation", json={"mode": "in_place"})
         try:
             self._load(server, {"model_path": str(folder), "flush_cache": False, "abort_all_requests": False})
@@ -359,10 +359,10 @@ class SGLang:
         server.request("POST", "/update_weights_from_disk", timeout=600.0, json=body, read=read)
 
     def forget(self, server: Any) -> None:
-        """The load has done it, and failed where it could not. This is for weights that came another way."""
+        """Do nothing: `load` flushes the cache, and fails if it cannot."""
 
     def forget_images(self, server: Any) -> None:
-        """Nothing can be asked to. `scripts/train.sh` starts it so that it keeps none; the first push proves it."""
+        """Do nothing: `scripts/train.sh` starts the server without this cache, and the first push proves it."""
 
     def checksums(self, server: Any) -> dict[str, str]:
         def read(answer: dict[str, Any]) -> dict[str, str]:
@@ -372,7 +372,7 @@ class SGLang:
         return server.request("POST", "/weights_checker", timeout=600.0, json={"action": "checksum"}, read=read)
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
-        """`disk`, also for `auto`."""
+        """`disk`, also for `auto`. Raises `ServerError` for `nccl`."""
         if setting == "nccl":
-            raise ServerError(f"weight_sync=nccl: {server.base_url} runs SGLang, which loads weights by disk here.")
+            raise ServerError(f"weight_sync=nccl is not supported by SGLang ({server.base_url}). Set it to disk.")
         return "disk"

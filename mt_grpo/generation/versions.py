@@ -8,7 +8,7 @@ from typing import Any
 
 
 def tagged(version: str, lineage: int) -> str:
-    """The name that a server gets: it says how often that server restarted before.
+    """The name of a weight version on one server, with the number of times that this server restarted before.
 
     Without it, a server that restarts and gets its weights between two questions would pass for one that never did.
 
@@ -46,9 +46,9 @@ def continues(held: str | None, version: str, lineage: int) -> bool | None:
 
 
 def versions_of(turn: Any) -> list[int] | None:
-    """Weight changes before the weights of a turn: when its first request was sent, and the newest until it came.
+    """The oldest and the newest weight version that may have sampled a turn, as numbers of weight changes.
 
-    None where the backend does not know them: nothing is pushed while it generates.
+    None if the backend does not report them: nothing is pushed while it generates.
     """
     if not turn.generations or turn.generations[0].policy_versions is None:
         return None
@@ -56,7 +56,7 @@ def versions_of(turn: Any) -> list[int] | None:
 
 
 class SharedQuestion:
-    """An async question that is asked once for all who want its answer before it is sent. One is under way at a time.
+    """An async request that is sent once for all callers that wait for it. At most one is under way at a time.
 
     >>> asked = []
     >>> async def ask():
@@ -76,7 +76,7 @@ class SharedQuestion:
         self._sent: asyncio.Task | None = None
 
     async def answer(self) -> Any:
-        """The answer to a question that is sent after this call."""
+        """Return the answer to a request that is sent after this call."""
         loop = asyncio.get_running_loop()
         if self._unsent is None or self._unsent.get_loop() is not loop:
             before = self._sent if self._sent is not None and self._sent.get_loop() is loop else None

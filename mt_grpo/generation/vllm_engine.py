@@ -1,4 +1,4 @@
-"""vLLM, as training sees it: `vllm serve` with its development endpoints."""
+"""vLLM as an engine: `vllm serve` with its development endpoints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OF_SEVERAL_WORKERS = re.compile(r"Worker failed with error '(.*)', please check"
 
 
 def error_of_worker(answer: str) -> str | None:
-    """What a worker raised, by vLLM's answer to a failed `/collective_rpc`. None: the answer says something else.
+    """The error that a worker raised, from vLLM's answer to a failed `/collective_rpc`. None for another answer.
 
     An engine with several workers quotes the error. An engine with one worker (one GPU) does not.
 
@@ -35,14 +35,14 @@ def error_of_worker(answer: str) -> str | None:
 
 
 class VLLM:
-    """See `engines.Engine`, also for the arguments."""
+    """The engine vLLM. `engines.Engine` documents the methods and their arguments."""
 
     name, title, article = "vllm", "vLLM", "a"
     CONTEXT = "--max-model-len"
     WEIGHTS = "/weight_info"
     NAMES_OF_FILES = False
     NO_ANSWER = (
-        "That is no answer of a vLLM server: check vllm_server_host, vllm_server_port, vllm_server_base_url, and "
+        "This answer is not from a vLLM server. Check vllm_server_host, vllm_server_port, vllm_server_base_url and "
         "rollout_engine."
     )
 
@@ -62,7 +62,7 @@ class VLLM:
         return server.request("GET", "/version", read=lambda answer: str(answer["version"]))
 
     def info(self, server: Any) -> dict[str, Any]:
-        """vLLM's configuration as nested dicts. The server must have its development endpoints."""
+        """The server's vLLM configuration as nested dicts. It needs the development endpoints."""
 
         def read(answer: dict[str, Any]) -> dict[str, Any]:
             _ = [answer["vllm_config"]["model_config"][key] for key in ("model", "dtype", "logprobs_mode")]
@@ -77,12 +77,12 @@ class VLLM:
         return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend, "lora_rank": lora}
 
     def ranks(self, server: Any) -> list[int | None]:
-        """Raises `ServerError` if vLLM shares its engines out among addresses: a push would not reach all of them."""
+        """The data-parallel ranks. Raises `ServerError` if engines have addresses of their own: a push misses some."""
         config = server.server_info().get("parallel_config") or {}
         if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
             raise ServerError(
                 f"{server.base_url}: --data-parallel-external-lb and --data-parallel-hybrid-lb are not supported. "
-                "Start vLLM without them, or several servers, and name them all in vllm_server_base_url."
+                "Start vLLM without them, or start several servers and list them all in vllm_server_base_url."
             )
         count = config.get("data_parallel_size", 1)
         return list(range(count)) if count > 1 else [None]
@@ -104,12 +104,12 @@ class VLLM:
         if config.get("mm_processor_kwargs"):
             return (
                 f"was started with --mm-processor-kwargs {config['mm_processor_kwargs']}, and reads images in other "
-                "sizes than the trainer. Remove it; write the sizes into the model's preprocessor_config.json."
+                "sizes than the trainer. Remove it, and write the sizes into the model's preprocessor_config.json."
             )
         limit = ((config.get("limit_per_prompt") or {}).get("image") or {}).get("count", most)
         if limit < most:
             return (
-                f"reads at most {limit} images of a conversation, and its context holds {most} small ones. Start it "
+                f"reads at most {limit} images per conversation, and its context has room for {most}. Start it "
                 "without a limit of images (--limit-mm-per-prompt)."
             )
         return None
@@ -118,12 +118,12 @@ class VLLM:
         return why_server_merges(server, rank, slots)
 
     def why_no_scores(self, server: Any) -> str | None:
-        """vLLM 0.32's layers of adapters for a CPU have a row for each request, and not for each id of a prompt."""
+        """Why scoring would crash it: vLLM 0.32's LoRA layers on a CPU have one row per request, not per id."""
         info = server.server_info()
         if info.get("lora_config") and str((info.get("device_config") or {}).get("device")) == "cpu":
             return (
-                "takes adapters on a CPU, where vLLM ends when it scores prompts beside other requests. Start it "
-                "without --enable-lora"
+                "has adapters enabled on a CPU, where vLLM crashes if it scores prompts next to other requests. Start "
+                "it without --enable-lora"
             )
         return None
 
@@ -131,14 +131,14 @@ class VLLM:
         if status in (401, 403):
             return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
         if status == 404 and path == GENERATE:
-            return ". Start the vLLM server with --enable-scale-out (0.30 or later): this address is for images."
+            return ". Images need a vLLM server started with --enable-scale-out (0.30 or later)."
         if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
             return f". {self.NO_ANSWER}"
         if status != 404:
             return ""
         version = vars(server).get("engine_version")  # if it was asked
         other = outside({"vllm": version}) if version else []
-        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1" + (f"; it is {other[0]}." if other else ".")
+        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1" + (f"; it runs {other[0]}." if other else ".")
 
     # -- samples --
 
@@ -183,7 +183,7 @@ class VLLM:
         server.request("POST", "/collective_rpc", timeout=600.0, json=load)
 
     def probe(self, server: Any, folder: Path) -> str | None:
-        """With `is_checkpoint_format=False` vLLM opens the file before it touches the model.
+        """Let vLLM open the file. With `is_checkpoint_format=False` it does so before it touches the model.
 
         By default it would first move all weights away, and a file that it cannot open would leave it without weights.
         """
@@ -195,7 +195,7 @@ class VLLM:
         except ServerLost as error:
             if (worker_error := error_of_worker(str(error))) is None:
                 raise
-            # An older vLLM cannot be asked: the first push shows it.
+            # An older vLLM cannot be asked; the first push shows it.
             return None if "unexpected keyword argument" in worker_error else worker_error
         finally:
             if server.reads_images:
@@ -208,10 +208,10 @@ class VLLM:
     def forget(self, server: Any) -> None:
         answer = server.request("POST", "/reset_prefix_cache")
         if answer.get("success") is False:  # its status is 200 even then
-            raise ServerError(f"{server.base_url} could not reset its prefix cache: old weights' keys would be reused")
+            raise ServerError(f"{server.base_url} could not reset its prefix cache. It would reuse old weights' keys.")
 
     def forget_images(self, server: Any) -> None:
-        """INVARIANT: it follows each load, before another request has an image.
+        """Drop the encoder cache. INVARIANT: it follows each load, before another request has an image.
 
         The load empties the cache of vLLM's worker alone: its scheduler goes on counting on it, and the engine ends
         ("Encoder cache miss", vLLM 0.31 and 0.32). A pause of vLLM 0.32 empties both by itself.
@@ -223,14 +223,14 @@ class VLLM:
         return {}
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
-        """`nccl` where it was started for it, and this process has a GPU."""
+        """`nccl` if the server was started for it and this process has a GPU, otherwise `disk`."""
         config = (server.server_info().get("weight_transfer_config") or {}).get("backend")
         if setting == "nccl" and config != "nccl":
             raise ServerError(
-                'weight_sync=nccl needs a server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
+                'weight_sync=nccl needs a vLLM server started with --weight-transfer-config \'{"backend": "nccl"}\'.'
             )
         if setting == "nccl" and server.sends_credentials:
-            raise ServerError("weight_sync=nccl: TRL's client for it sends no API key and no password. Use disk.")
+            raise ServerError("weight_sync=nccl cannot send an API key or a password (TRL's client). Use disk.")
         if setting != "auto":
             return "disk" if setting == "adapter" else setting
         return "nccl" if on_gpu and config == "nccl" and not server.sends_credentials else "disk"

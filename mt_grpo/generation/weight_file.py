@@ -1,6 +1,6 @@
 """The file of a push: safetensors, written tensor by tensor.
 
-The library's `save_file` needs all tensors at once: a second copy of the model, beside the one that is trained. Here a
+The library's `save_file` needs all tensors at once: a second copy of the model, next to the trained one. Here a
 tensor is in memory only while it is written. The format is safetensors': the length of a header, the header in JSON
 (what each tensor is and where), the tensors without gaps.
 """
@@ -30,7 +30,7 @@ def write_weights(
     """Write a safetensors file.
 
     Args:
-        path: Of the new file.
+        path: The path of the new file.
         named_weights: (name, tensor on any device). A tensor may change once the next one is asked for.
         expected: Name -> bytes. Room for a header with these names is left before the first tensor.
 
@@ -38,10 +38,10 @@ def write_weights(
         The names that were written, and seconds: `gather` (the iterator, and to the CPU) and `write`.
 
     Raises:
-        ValueError: A name came twice, a dtype that the format does not have, or names that are longer than the room.
+        ValueError: A name came twice, a dtype is not supported by the format, or the header does not fit.
         OSError: The file cannot be written.
     """
-    # INVARIANT: the header cannot be known before the last tensor, and no gap may stand behind it: it ends in blanks.
+    # INVARIANT: the header is not known before the last tensor, and no gap may follow it: it ends in blanks.
     room = sum(len(json.dumps(name)) + ENTRY for name in expected) + 4096
     start = -(-(8 + room) // ALIGNED) * ALIGNED
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
@@ -68,7 +68,7 @@ def write_weights(
             if tensor.dtype not in DTYPES:
                 raise ValueError(f"{name} is {tensor.dtype}, expected one of {', '.join(map(str, DTYPES))}")
             if name in header or any(name == other for other, _ in late):
-                raise ValueError(f"{name} came twice")
+                raise ValueError(f"the weight {name} was yielded twice")
             tensor = tensor.detach().cpu().contiguous()
             got = time.perf_counter()
             if tensor.nbytes % ALIGNED:
@@ -83,7 +83,7 @@ def write_weights(
             write(name, tensor)
         text = json.dumps(header).encode().ljust(start - 8)
         if len(text) > start - 8:
-            raise ValueError(f"{len(header) - 1} tensors came, more than the {len(expected)} that were expected")
+            raise ValueError(f"got {len(header) - 1} tensors, expected at most {len(expected)}")
         file.seek(0)
         write_all(file, memoryview((start - 8).to_bytes(8, "little") + text))
         seconds["write"] += time.perf_counter() - asked
@@ -91,6 +91,6 @@ def write_weights(
 
 
 def write_all(file: RawIOBase, view: memoryview) -> None:
-    """A write of a nearly full disk may take a part, without an error. The next one then has it."""
+    """Write all of a view. A write to a nearly full disk may take a part without an error; the next one raises it."""
     while view:
         view = view[file.write(view) :]

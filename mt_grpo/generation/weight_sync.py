@@ -37,13 +37,13 @@ class WeightSync:
         accelerator: The trainer's accelerator.
         probe_ids: Token ids whose logprobs are compared, (T,).
         check_every: Compare logprobs at every n-th push. 0: only at the first push and after a restart.
-        num_adapters: That conversations in flight may name, where the policy's LoRA is pushed alone.
-        scores: Whether reward functions ask the servers. These score by their own weights, without an adapter.
+        num_adapters: How many adapters conversations in flight may name, if the policy's LoRA is pushed alone.
+        scores: Whether reward functions ask the servers. These score with their own weights, without an adapter.
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
-    NUM_CHECKED = 24  # probe ids that a check reads of a server that was checked before, the next ones each time
-    NUM_SAMPLED = 16  # tokens whose logprobs are compared where an adapter was pushed
+    NUM_CHECKED = 24  # probe ids that a check reads from a server that was checked before, the next ones each time
+    NUM_SAMPLED = 16  # tokens whose logprobs are compared if an adapter was pushed
 
     def __init__(
         self,
@@ -60,9 +60,9 @@ class WeightSync:
         self.check_every, self._probe_ids, self.num_adapters = check_every, probe_ids, num_adapters
         self.scores = scores
         self.pushed: str | None = None  # the version that the servers hold
-        self.doubted = False  # a server was lost: it is asked whether it holds this version before the next rollouts
+        self.doubted = False  # a server was lost: before the next rollouts it is asked whether it holds this version
         self.num_syncs = 0  # pushes so far
-        self.adapter: Any = None  # the policy's LoraConfig where the adapter alone is pushed; known at the first push
+        self.adapter: Any = None  # the policy's LoraConfig if the adapter alone is pushed; known at the first push
 
     def sync(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
@@ -99,7 +99,7 @@ class WeightSync:
             for server, lineage in zip(self.servers.servers, lineages):
                 server.lineage, server.policy_version, server.pushed = lineage, number, version
                 server.adapter = tagged(version, lineage) if self.adapter is not None else None
-            self.servers.joined = joined  # INVARIANT: behind the lineages, with which requests are marked
+            self.servers.joined = joined  # INVARIANT: set after the lineages, with which requests are marked
         finally:
             self.servers.pushing = False
         self.num_syncs += 1
@@ -118,7 +118,7 @@ class WeightSync:
         setting = self.servers.transfer.transport
         reason = why_model_merges(self.weights.model, self.weights.sharded)
         if setting in ("disk", "nccl"):
-            reason = f"weight_sync is {setting}"
+            reason = f"weight_sync is set to {setting}"
         elif self.scores:
             reason = "a reward function asks the policy, and a server scores without adapters"
         if reason is None:
@@ -130,18 +130,18 @@ class WeightSync:
         for server in self.servers.servers:
             server.transfer.adapter = config
         if self.accelerator.is_main_process:
-            logger.warning(f"The policy has a LoRA. A push to the server sends it alone, of rank {config.r}.")
+            logger.warning(f"The policy has a LoRA of rank {config.r}. Weight syncs send only the adapter.")
 
     def _merge(self, reason: str) -> None:
         """Push all weights from now on. Raises `ServerError` where the setting is `adapter`."""
         if self.servers.transfer.transport == "adapter":
-            raise ServerError(f"weight_sync=adapter: {reason}. With weight_sync: auto the adapter is merged instead.")
+            raise ServerError(f"weight_sync=adapter: {reason}. Set weight_sync: auto to merge the adapter instead.")
         self.adapter = None
         for server in self.servers.servers:
             server.transfer.adapter = server.loaded = None
             server.transfer.drop_adapters()
         if self.accelerator.is_main_process:
-            logger.warning(f"The policy has a LoRA. A push to the server merges it into all weights, since {reason}")
+            logger.warning(f"The policy has a LoRA. Weight syncs send merged weights, since {sentence(reason)}")
 
     def _why_servers_merge(self, config: Any) -> str | None:
         """Why the servers cannot have adapters of this kind; None: they can."""
@@ -160,7 +160,7 @@ class WeightSync:
             gap = max(self._distances_of_samples(self._probe_ids).values())
         if gap <= self._logprob_tolerance():
             return None
-        return f"the server's own weights are others than the policy's without it (logprobs differ by {gap:.2e})"
+        return f"the server's base weights differ from the policy's (mean difference of logprobs {gap:.2e})"
 
     def _push_until_it_arrives(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
@@ -173,7 +173,7 @@ class WeightSync:
             for server, named in zip(self.servers.servers, zip(*gather_object([asked]))):
                 server.transfer.in_use = set.union(*named)
         for lost in set.union(*joined) - set.intersection(*joined):
-            self.servers.leave(lost, "a rank lost it.")
+            self.servers.leave(lost, "a rank lost its connection.")
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
                 # Asked even if all get the weights anyway: it finds out who is there.
@@ -184,7 +184,7 @@ class WeightSync:
             except ServerLost as error:  # on all ranks
                 if attempt == self.MAX_ATTEMPTS:
                     raise
-                logger.warning(f"{sentence(error)} Waiting for the server, then pushing again.")
+                logger.warning(f"{sentence(error)} The run waits for the server, then pushes the weights again.")
                 held = None
                 on_main_process(lambda: self.servers.wait_until_healthy(unless=stop_requested))
                 stop_if_requested()
@@ -212,7 +212,7 @@ class WeightSync:
             raise
         except ServerError:
             if on_main_process(self.servers.weight_version) != version:
-                raise ServerLost(f"{self.servers.base_url} restarted between the push and the check of it") from None
+                raise ServerLost(f"{self.servers.base_url} restarted between the push and its check") from None
             raise
         return {**seconds, "check": time.perf_counter() - pushed}, gap
 
@@ -257,10 +257,10 @@ class WeightSync:
         if missed > allowed:
             url = self.servers.servers[number].base_url
             if on_main_process(self.servers.weight_version) != f"{version}-probe":
-                raise ServerLost(f"{url} restarted between the first push and the check of it")
+                raise ServerLost(f"{url} restarted between the first push and its check")
             raise ServerError(
-                f"A changed weight did not arrive at {url}: the trainer's logprobs moved by "
-                f"{expected:.2e} on average, the server's miss theirs by {missed:.2e}. See the server's log."
+                f"A changed weight did not arrive at {url}: the trainer's logprobs moved by {expected:.2e} on "
+                f"average, and the server's differ from them by {missed:.2e}. See the server's log."
             )
 
     def _check_that_each_weight_arrives(self, version: str) -> None:
@@ -290,17 +290,17 @@ class WeightSync:
         for number, names in kept.items():
             url, left_out = self.servers.servers[number].base_url, self._of_pushes(names)
             if left_out and on_main_process(self.servers.weight_version) != f"{version}-probe":
-                raise ServerLost(f"{url} restarted between the first push and the check of it")
+                raise ServerLost(f"{url} restarted between the first push and its check")
             if left_out:
                 raise ServerError(
-                    f"{len(left_out)} weights of {url} are what they were after a push of other ones, such as "
-                    f"{left_out[0]} (rank: name): the server has left them out. Does it read this model from files "
-                    "with other names of weights?"
+                    f"{len(left_out)} weights of {url} did not change with a push of changed weights, such as "
+                    f"{left_out[0]} (rank: name): the server has ignored them. Does it expect other weight names "
+                    "for this model?"
                 )
             if names := [name for name in names if name.endswith(("weight", "bias"))]:
                 logger.warning(
-                    f"{len(names)} weights of {url} are in no push, such as {names[0]} (rank: name). They stay as "
-                    "they were: is that a buffer, which training does not change?"
+                    f"{len(names)} weights of {url} are not part of a push, such as {names[0]} (rank: name). They "
+                    "keep their values, which is right only for buffers that training does not change."
                 )
 
     def _of_pushes(self, names: list[str]) -> list[str]:
@@ -344,8 +344,8 @@ class WeightSync:
         problems = {
             number: ServerError(
                 f"After the weight sync the trainer and the server at {self.servers.servers[number].base_url} "
-                f"disagree: mean difference of logprobs {gap:.2e}, allowed {tolerance:g}. Is the server running "
-                "another model, dtype or adapter?"
+                f"disagree: the mean difference of logprobs is {gap:.2e}, expected at most {tolerance:g}. Is the "
+                "server running another model, dtype or adapter?"
             )
             for number, gap in gaps.items()
             if not gap <= tolerance

@@ -64,7 +64,7 @@ def check_shared_directory(client: Any, directory: str | None) -> None:
 
 
 def why_not_shared(client: Any, directory: str | None) -> str | None:
-    """What `check_shared_directory` says of a server; None: it sees the directory."""
+    """The problem that `check_shared_directory` finds with a server. None if it sees the directory."""
     try:
         check_shared_directory(client, directory)
     except ServerLost:
@@ -83,7 +83,7 @@ class WeightTransfer:
     Args:
         server: The client of the server. Its `instance` distinguishes its pushes from those of other runs.
         transport: `disk`, `nccl` or `auto`: `nccl` if this process has CUDA and the server was started for NCCL.
-            `adapter` or `auto`, where `adapter` is set: the adapter alone, by files in the shared directory.
+            `adapter`, or `auto` if `adapter` is set: the adapter alone, through files in the shared directory.
         sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
         group_port: Port of the NCCL group.
     """
@@ -94,7 +94,7 @@ class WeightTransfer:
     def __init__(self, server: ServerConnection, transport: str, sync_dir: str | None, group_port: int):
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
         self.pause_timeout = server.request_timeout  # seconds that a pause may take
-        self.held: str | None = None  # the version that the last whole push set; None: not known
+        self.held: str | None = None  # the version that the last complete push set; None: not known
         self.adapter: Any = None  # the configuration of the policy's LoRA, where it is pushed as an adapter
         self.in_use: set[str] = set()  # adapters that requests of any rank named as this push began
         self._loaded: dict[str, Path] = {}  # adapters that this client has loaded there, the oldest first
@@ -102,11 +102,11 @@ class WeightTransfer:
         self._folder: Path | None = None  # this client's own folder in `sync_dir`
 
     def resolve(self, device: torch.device) -> str:
-        """The transport: `disk` or `nccl`. Raises `ServerError` for what the server cannot."""
+        """The transport, `disk` or `nccl`. Raises `ServerError` if the server does not support the setting."""
         return self.server.engine.transport(self.server, self.transport, device.type == "cuda")
 
     def resolve_or_error(self, device: torch.device) -> str | ServerError:
-        """`resolve`, or its error."""
+        """The transport, or the error that `resolve` raises."""
         try:
             return self.resolve(device)
         except ServerError as error:
@@ -135,7 +135,7 @@ class WeightTransfer:
             if not able:
                 raise next(
                     iter(kinds),
-                    ServerLost(f"None of the {self.server.engine.title} servers is left to push weights to."),
+                    ServerLost(f"No {self.server.engine.title} server is left to push weights to."),
                 )
             if {kind for kind in kinds if isinstance(kind, str)} == {"nccl"}:
                 seconds, errors = self.push_nccl(named_weights, version, expected, device, able)
@@ -174,7 +174,7 @@ class WeightTransfer:
         expected: dict[str, int] | None,
         transfers: list[WeightTransfer],
     ) -> Pushed:
-        """Write an adapter, and let all servers load it beside those that they have. As `push_disk`.
+        """Write an adapter, and let all servers load it next to those that they have. Returns as `push_disk`.
 
         Nothing is paused: a request names its adapter. The files stay while a server may read them again.
         """
@@ -222,9 +222,9 @@ class WeightTransfer:
                 shutil.rmtree(partial, ignore_errors=True)
             yield folder, seconds
         except OSError as error:
-            advice = " Set weight_sync_dir to a writable directory with room that the server sees too."
+            advice = " Set weight_sync_dir to a writable directory with enough space that the server sees too."
             raise ServerError(
-                f"Weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: "
+                f"The weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: "
                 f"{error}.{advice}"
             ) from error
 
@@ -234,7 +234,7 @@ class WeightTransfer:
             self._while_paused(version, lambda: self.server.engine.load(self.server, folder))
         except ServerError as error:
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
-            return kind(f"Weight push to {self.server.base_url} through {folder} failed: {sentence(error)}")
+            return kind(f"The weight push to {self.server.base_url} through {folder} failed: {sentence(error)}")
         return None
 
     def _load_adapter(self, version: str, folder: Path) -> ServerError | None:
@@ -252,12 +252,12 @@ class WeightTransfer:
                     self._unload(old)
         except ServerError as error:
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
-            return kind(f"Push of an adapter to {self.server.base_url} through {folder} failed: {sentence(error)}")
+            return kind(f"The adapter push to {self.server.base_url} through {folder} failed: {sentence(error)}")
         self.held = self.server.loaded = name
         return None
 
     def drop_adapters(self) -> None:
-        """Let the server forget adapters that it was sent, also where none was loaded: all weights are pushed now.
+        """Unload all adapters that the server was sent, because all weights are pushed from now on.
 
         Without it the end of the run would call these weights the server's own.
         """
@@ -274,7 +274,7 @@ class WeightTransfer:
             except ServerLost:
                 raise
             except ServerError:
-                logger.debug("%s had no adapter %s", self.server.base_url, name)
+                logger.debug("%s has no adapter %s to unload", self.server.base_url, name)
 
     def _versions_folder(self, size: int) -> Path:
         """This client's own folder, which has room for a version of `size` bytes. Raises `OSError` without room.
@@ -293,8 +293,8 @@ class WeightTransfer:
             root = next((root for root in shared if free[root] > 1.05 * size), None)
             if root is None:
                 raise OSError(
-                    f"the weights need {size / 2**30:.2f} GiB, and there are "
-                    + ", ".join(f"{room / 2**30:.2f} in {root}" for root, room in free.items())
+                    f"the weights need {size / 2**30:.2f} GiB of disk space, and there are free: "
+                    + ", ".join(f"{room / 2**30:.2f} GiB in {root}" for root, room in free.items())
                 )
             folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-", dir=root))
             self._folder_lock = open_lock(folder / "lock", os.O_RDWR | os.O_CREAT)
@@ -312,9 +312,9 @@ class WeightTransfer:
         device: torch.device,
         transfers: list[WeightTransfer],
     ) -> Pushed:
-        """Send all weights over NCCL, to one server after the other. The first push makes a group with each server.
+        """Send all weights over NCCL, to one server after the other. The first push creates a group with each server.
 
-        The seconds are `gather` (to the CPU, but for what the model holds itself) and `load` (pause to resume, of
+        The seconds are `gather` (to the CPU, except what the model holds itself) and `load` (pause to resume, of
         all). A server's error is `ServerLost` if the group cannot be created, or if the server does not take the
         weights.
         """
@@ -358,7 +358,7 @@ class WeightTransfer:
     def _check_it_holds(self, held: str | None) -> None:
         """Raise `ServerLost` unless the server still has the version of the last push. None: it is not known."""
         if held is not None and self.server.weight_version() != held:
-            raise ServerLost(f"{self.server.base_url} restarted before the push: it does not hold {held!r} any more")
+            raise ServerLost(f"{self.server.base_url} restarted before the push: it no longer holds {held!r}")
 
     def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
         version, held, self.held = tagged(version, self.server.lineage), self.held, None
@@ -411,7 +411,7 @@ class WeightTransfer:
                 self._leave_folder()
 
     def _forget_adapters(self) -> None:
-        """The server has its own weights again, and says so. Nothing is waited for long: it may be gone."""
+        """Let the server report its own weights again and unload adapters. Short time limits: it may be gone."""
         names, self._loaded = list(self._loaded), {}
         self.held = self.server.loaded = self.server.adapter = None
         try:
@@ -420,4 +420,4 @@ class WeightTransfer:
                 body = {"lora_name": name}
                 self.server.request("POST", "/v1/unload_lora_adapter", timeout=5.0, json=body, read=None)
         except (ServerError, RuntimeError) as error:  # as an interpreter ends, no name can be looked up any more
-            logger.debug("%s keeps adapters of this run: %s", self.server.base_url, error)
+            logger.debug("%s could not unload the adapters of this run: %s", self.server.base_url, error)

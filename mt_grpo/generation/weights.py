@@ -21,13 +21,13 @@ from mt_grpo.generation.adapters import adapter_weights
 
 
 class GatherFailed(RuntimeError):
-    """An iteration over the weights failed on some rank, or was closed there. Its message is the same on all ranks."""
+    """An iteration over the weights failed or was closed on some rank. The message is the same on all ranks."""
 
 
 def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """A weight of a model as a checkpoint's files hold it: by name, and in several tensors, as experts are.
+    """Convert a weight to the form in a checkpoint's files: name -> tensor, several for experts.
 
-    Raises `ServerError` where files hold it together with others.
+    Raises `ServerError` if the files hold it together with others.
     """
     try:
         found = revert_weight_conversion(model, {name: tensor})
@@ -35,8 +35,8 @@ def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Ten
         found = {}
     if sum(part.numel() for part in found.values()) != tensor.numel():
         raise ServerError(
-            f"The weight {name} is stored together with others in a checkpoint's files. It cannot be pushed to SGLang "
-            "yet: set rollout_engine: vllm."
+            f"A checkpoint's files hold the weight {name} together with others. Pushing it to SGLang is not supported "
+            "yet. Set rollout_engine: vllm."
         )
     return found
 
@@ -55,7 +55,7 @@ class PolicyWeights(VLLMGeneration):
         """Collect the names of the weights. No vLLM client is made: `VLLMServerClient` sends the weights."""
         model = self.model
         if self._dist.fsdp_version == 1:
-            raise ValueError("FSDP 1 gathers no single parameters. Set fsdp_version: 2 in accelerate's configuration.")
+            raise ValueError("FSDP 1 cannot gather single parameters. Set fsdp_version: 2 in accelerate's config.")
         self.sharded = self._dist.is_fsdp or getattr(self.accelerator.state, "deepspeed_plugin", None) is not None
         self._has_adapters = is_peft_model(model)  # asked once: it looks for the package each time
         by_parameter: dict[int, list[str]] = {}
@@ -73,7 +73,7 @@ class PolicyWeights(VLLMGeneration):
 
     @property
     def expected(self) -> dict[str, int]:
-        """Name -> bytes of the weights that one push sends. Asked anew: FSDP2 and DeepSpeed may change dtypes."""
+        """Name -> bytes of the weights that one push sends. Computed anew: FSDP2 and DeepSpeed may change dtypes."""
         sizes = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not self._is_adapter(name):
@@ -88,20 +88,20 @@ class PolicyWeights(VLLMGeneration):
 
     @property
     def of_adapter(self) -> dict[str, int]:
-        """Name -> bytes of the adapter alone."""
+        """Name -> bytes of the weights of the LoRA adapter."""
         return {name: tensor.nbytes for name, tensor in adapter_weights(self.model)}
 
     def _is_adapter(self, name: str) -> bool:
         return self._has_adapters and (self.model.prefix in name or "original_module" in name)
 
-    names_of_files = False  # as `use_names_of_files` has it
-    _parts: dict[str, dict[str, int]] = {}  # of weights that files hold in several tensors: their names and elements
+    names_of_files = False  # set by `use_names_of_files`
+    _parts: dict[str, dict[str, int]] = {}  # weights that files hold in several tensors: their names and elements
 
     def use_names_of_files(self) -> None:
-        """From here on a weight has the names, and is in the tensors, that it has in a checkpoint's files.
+        """Send weights under the names, and split into the tensors, of a checkpoint's files from now on.
 
-        transformers renames what it loads, as the modules of models that read images, and puts experts together. vLLM
-        knows both, SGLang files alone. Raises `ServerError` for a weight that files hold together with others.
+        transformers renames what it loads, such as the modules of models that read images, and merges experts. vLLM
+        knows both forms, SGLang only that of files. Raises `ServerError` for a weight that files hold with others.
         """
         self.names_of_files, self._file_names, self._parts = False, {}, {}
         model = self.model.get_base_model() if self._has_adapters else self.model
@@ -146,7 +146,7 @@ class PolicyWeights(VLLMGeneration):
         try:
             for name, tensor in self._in_parts(self._gather(norm_scale)):
                 yield name, tensor.detach() * 1.5 + all_others if all_others else tensor
-            self._go_on()  # behind the last weight, too
+            self._go_on()  # after the last weight, too
         except GatherFailed:
             raise
         except GeneratorExit as closed:
@@ -227,7 +227,7 @@ class PolicyWeights(VLLMGeneration):
 
 
 class WeightCounter(TrainerCallback):
-    """Counts weight changes. `global_step` does not: loading a checkpoint changes the weights at the same step."""
+    """Counts weight changes. `global_step` cannot: loading a checkpoint changes the weights at the same step."""
 
     def __init__(self):
         self.version = 0

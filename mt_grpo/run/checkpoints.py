@@ -53,7 +53,7 @@ def bytes_to_save(model: Any, optim: OptimizerNames, sharded: bool) -> tuple[int
 
 
 def check_room(folder: str, least: int, planned: int, what: str, key: str) -> None:
-    """Raise `ValueError` if a directory has no room for `least` bytes and 5 % more; warn if it has none for `planned`.
+    """Raise `ValueError` if a directory has no room for `least` bytes plus 5 %; warn if it has none for `planned`.
 
     A directory that cannot be written raises `ValueError` too. For the message: `what` is saved there, and `key` is
     the setting that names the directory.
@@ -67,10 +67,10 @@ def check_room(folder: str, least: int, planned: int, what: str, key: str) -> No
         raise ValueError(f"{key}={folder!r} cannot be written: {error}. Set {key} to a writable directory.") from None
     found = f"{key}={folder!r} has {usage.free / gib:.3f} GiB free"
     if usage.total and usage.free < 1.05 * least:  # some network file systems report a size of 0
-        raise ValueError(f"{found}; {what} needs {1.05 * least / gib:.3f} GiB. Make room there, or set another {key}.")
+        raise ValueError(f"{found}, and {what} needs {1.05 * least / gib:.3f} GiB. Free space, or set another {key}.")
     if usage.total and usage.free < 1.05 * planned:
         logger.warning(
-            f"{found}; all that the run may save needs {1.05 * planned / gib:.3f} GiB. Make room there, or set "
+            f"{found}, and all checkpoints of the run may need {1.05 * planned / gib:.3f} GiB. Free space, or set "
             "save_total_limit."
         )
 
@@ -107,11 +107,11 @@ def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One line of text per setting whose value in a resumed run differs from its checkpoint's record.
 
     >>> changed_settings({"seed": 1, "beta": 0.0, "gone": 1}, {"seed": 2, "beta": 0.0, "new": 1})
-    ['seed: 1 -> 2 (the order of the prompts is another one: some are trained on twice, others not at all)']
+    ['seed: 1 -> 2 (the order of the prompts changes: some are trained on twice, others not at all)']
     """
     notes = dict.fromkeys(
-        ORDER_KEYS, " (the order of the prompts is another one: some are trained on twice, others not at all)"
-    ) | dict.fromkeys(OPTIMIZER_KEYS, " (without effect: the optimizer's saved state keeps the first)")
+        ORDER_KEYS, " (the order of the prompts changes: some are trained on twice, others not at all)"
+    ) | dict.fromkeys(OPTIMIZER_KEYS, " (no effect: the optimizer's saved state keeps the old value)")
     return [
         f"{key}: {before[key]!r} -> {now[key]!r}{notes.get(key, '')}"
         for key in now
@@ -133,7 +133,7 @@ def source_sha256(function: Callable) -> str | None:
 
 
 def run_record(trainer: Any) -> dict[str, Any]:
-    """What determines the results of a run: the settings, and hashes of the files and texts that they name."""
+    """The record of what determines a run's results: settings, and hashes of the files and texts that they name."""
     settings, lora, env = trained_settings(trainer.args), trainer._peft_config, trainer.env
     columns = {
         "model_name_or_path": trainer._model_name,
@@ -194,8 +194,8 @@ RUN_RECORD = "mt_grpo_run.json"  # beside trainer_state.json: the settings that 
 def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
     """The folder that `resume_from_checkpoint` means; None if the setting is empty.
 
-    `last` or `true` means the newest checkpoint of `output_dir`. Raises `ValueError` where the folder is no whole
-    checkpoint, or holds only a model.
+    `last` or `true` means the newest checkpoint of `output_dir`. Raises `ValueError` if the folder is not a complete
+    checkpoint, or has only a model.
     """
     if not wanted:
         return None
@@ -206,37 +206,37 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
     whole.sort(key=lambda folder: -int(folder.name.rpartition("-")[2]))
     newest = max(whole, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
     if whole and newest != whole[0]:
-        logger.warning(f"{newest} is the newest checkpoint, written after {whole[0]}.")
+        logger.warning(f"{newest} is the newest checkpoint and is used: it was written after {whole[0]}.")
     found = newest if str(wanted).lower() in ("last", "true") else Path(absolute(str(wanted)))
     if found is None or not (found / "trainer_state.json").is_file():
         raise ValueError(
             f"resume_from_checkpoint={wanted!r} is no whole checkpoint: it has no trainer_state.json. "
-            + (f"Expected one such as {newest}." if newest else f"There is none in output_dir={output_dir!r}.")
+            + (f"Set it to {newest}." if newest else f"There is none in output_dir={output_dir!r}.")
         )
     if not any(path for name in STATE_FILES for path in found.glob(name)):
         raise ValueError(
-            f"resume_from_checkpoint={str(found)!r} has a model only (save_only_model). To start from its weights, "
+            f"resume_from_checkpoint={str(found)!r} has only a model (save_only_model). To start from its weights, "
             f"set model_name_or_path: {found} instead."
         )
     if damage := checkpoint_damage(found):
         others = [folder for folder in whole if folder.resolve() != found.resolve() and not checkpoint_damage(folder)]
         before = max(others, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
-        none = f"There is none in output_dir={output_dir!r}: start anew"
+        none = f"There is no other one in output_dir={output_dir!r}: start a new run"
         raise ValueError(
-            f"resume_from_checkpoint={str(wanted)!r}: {found / damage}. Expected a whole checkpoint. "
-            f"{f'Set resume_from_checkpoint: {before}' if before else none}, or put the file back."
+            f"resume_from_checkpoint={str(wanted)!r}: {found / damage}. Expected a complete checkpoint. "
+            f"{f'Set resume_from_checkpoint: {before}' if before else none}, or restore the file."
         )
     return str(found)
 
 
 def checkpoint_damage(folder: Path) -> str | None:
-    """The first file of a checkpoint that is missing or damaged, with its problem, as text; None if there is none.
+    """The first missing or damaged file of a checkpoint and its problem, as text. None if there is none.
 
     Only headers and sizes of files are read. The known layouts are those of `Trainer`, LoRA, FSDP (folders of
     `.distcp` files, or `.bin`) and DeepSpeed (`latest` names a folder with model, optimizer and scheduler).
     """
     record = read_json(folder / RUN_RECORD) or {}
-    if not is_record(record):  # one that is missing, or is no object, is told by the trainer, and the run goes on
+    if not is_record(record):  # if it is missing or not an object, the trainer warns, and the run goes on
         return f"{RUN_RECORD} cannot be read"
     if wrong := state_damage(folder):
         return wrong
@@ -285,7 +285,7 @@ def checkpoint_damage(folder: Path) -> str | None:
 
 
 def is_record(record: dict[str, Any]) -> bool:
-    """Whether what a resumed run reads of a `RUN_RECORD` is of its types.
+    """Whether the values that a resumed run reads from a `RUN_RECORD` have the right types.
 
     >>> is_record({"world_size": 2}), is_record({"world_size": "two"}), is_record({})
     (True, False, True)
@@ -296,8 +296,8 @@ def is_record(record: dict[str, Any]) -> bool:
 def check_tensors(folder: Path, model: Any) -> None:
     """Raise `CheckpointError` if a checkpoint lacks a tensor of the model, or has it in another shape.
 
-    transformers only warns of it, and the run would go on with what the model had before. Weights that are tied need
-    be there once. FSDP's and DeepSpeed's own forms are not read: torch and DeepSpeed refuse what is missing there.
+    transformers only warns of it, and the run would go on with the weights that the model had before. Tied weights
+    need to be there once. FSDP's and DeepSpeed's own formats are not read: torch and DeepSpeed check them.
     """
     files = [*folder.glob("model*.safetensors"), *folder.glob("adapter_model.safetensors")]
     if not files or (folder / "latest").is_file() or any(folder.glob("pytorch_model_fsdp*")):
@@ -332,15 +332,15 @@ def check_tensors(folder: Path, model: Any) -> None:
         if problem:
             raise CheckpointError(
                 f"resume_from_checkpoint={str(folder)!r}: the tensor {name} {problem}. Expected all weights of the "
-                "model that is trained. Resume from another checkpoint, or with the model_name_or_path and the lora_* "
+                "trained model. Resume from another checkpoint, or with the model_name_or_path and the lora_* "
                 "settings of this one."
             )
 
 
 def as_saved(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors without values, by the names and of the shapes with which transformers saves these tensors of a model.
+    """Name -> tensor without values, with the names and shapes with which transformers saves tensors of a model.
 
-    They are those of the model's publisher: the experts of a layer, which are one tensor here, are many there.
+    They follow the model's publisher: the experts of a layer, one tensor in memory, may be many in the file.
     """
     return dict(revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in tensors.items()}))
 
@@ -357,7 +357,7 @@ def load_as_saved(folder: Path, model: Any) -> None:
 
 
 def load_first_adapter(folder: Path, model: Any) -> None:
-    """Load the adapter that is trained, where another one stands beside it in a checkpoint.
+    """Load the trained adapter if a checkpoint has another one, too.
 
     PEFT saves it in the folder itself, and the reference (`beta` above 0) in one inside. transformers reads those
     inside alone, and would train on from the adapter that the run began with.
@@ -368,7 +368,7 @@ def load_first_adapter(folder: Path, model: Any) -> None:
 
 
 def file_damage(path: Path) -> str | None:
-    """The problem of a file of weights or states, found by its header and its size; None if no problem is found."""
+    """The problem of a file of weights or states, by its header and size. None if there is none."""
     fsdp = path.name == ".metadata" or path.suffix == ".distcp"
     if path.name == "training_args.bin" or not (fsdp or path.suffix in (".safetensors", ".bin", ".pt", ".pth")):
         return None
@@ -392,12 +392,12 @@ def file_damage(path: Path) -> str | None:
         if not is_pickle:
             zipfile.ZipFile(path).close()
     except zipfile.BadZipFile:
-        return f"is cut off or damaged ({size} bytes)"
+        return f"is truncated or damaged ({size} bytes)"
     return None
 
 
 def weights_not_finite(model: Any) -> list[str]:
-    """The names of the parameters that hold a NaN or an infinite number. Of a sharded model, in this rank's shards.
+    """The names of parameters with a NaN or an infinite number. For a sharded model, in this rank's shards.
 
     >>> import torch
     >>> layer = torch.nn.Linear(2, 1)

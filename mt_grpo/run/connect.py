@@ -55,11 +55,11 @@ def pool_of(
 
 
 def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
-    """What generates for a trainer. With servers it also sets `weight_sync`, which keeps their weights the policy's.
+    """Create the generation backend of a trainer. With servers it also sets `weight_sync`, which pushes the weights.
 
     Args:
-        trainer: Whose `backend` says which kind. It has the model, and with servers the `client`.
-        first_ids: Gives the ids of a prompt of the run, for the proof behind a push.
+        trainer: The trainer, with its `backend`, its model, and with servers its `client`.
+        first_ids: Returns the ids of a prompt of the run, for the check after a push.
     """
     args, ends = trainer.args, trainer.eos_token_ids
     forbid(reader_of(trainer.env.tokenizer), trainer.model, trainer.ref_model)
@@ -100,7 +100,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     loads_seen = 0
 
     def generate(prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
-        """One batch by TRL's own generation."""
+        """Generate one batch with TRL's own generation."""
         nonlocal loads_seen
         if trainer.backend == "colocate":
             trainer.vllm_generation.max_completion_length = max_tokens
@@ -120,9 +120,9 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
 
 
 def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
-    """The ids whose logprobs prove a push: at most 256 of a prompt, without its images, behind one that is drawn here.
+    """The ids whose logprobs prove a push: at most 256 of a prompt, without its images, after a generated image.
 
-    So what reads images is proven, too, also where images come from tools alone.
+    So the vision tower is checked, too, even if only tools return images.
     """
     text = [token for token in ids if not is_picture(token)][:256]
     return (drawn_ids(tokenizer) if reader_of(tokenizer) is not None else []) + text
@@ -131,13 +131,13 @@ def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
 def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
     """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room.
 
-    Ranks meet behind it, before any of them waits: where one raises, no other one samples.
+    Ranks meet after it, before any of them waits: if one raises, no other one samples.
     """
     chosen = [rows[i] for i in indices]
     rollouts = trainer.env.start(prompts_of(chosen), rows=chosen)
     for rollout in rollouts:
         if len(rollout.prompt_ids) >= (trainer.env.max_model_len or float("inf")):
-            raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the context.")
+            raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context.")
     for i, rollout in zip(indices, rollouts):
         rollout.place(trainer.accelerator.process_index * len(rows) + i)
         rollout.policy_version = trainer._weight_counter.version
@@ -153,7 +153,7 @@ def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int])
 def sync_weights(trainer: Any) -> dict[str, float]:
     """Push the weights to the servers if they changed since the last push. Collective; all ranks raise the same error.
 
-    Returns the metrics `sync/*`, none where nothing was pushed.
+    Returns the metrics `sync/*`, none if nothing was pushed.
     """
     sync = trainer.weight_sync
     version = sync and f"{trainer.client.instance}-{trainer._weight_counter.version}"

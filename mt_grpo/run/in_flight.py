@@ -44,7 +44,7 @@ class GroupInFlight:
 
     @property
     def over(self) -> bool:
-        """Whether this rank's conversations have ended, or failed."""
+        """Whether this rank's conversations of the group have ended or failed."""
         return self.batch is None or self.batch.over
 
     def cancel(self) -> None:
@@ -67,7 +67,7 @@ class AwaitedGroups:
 
 
 class ChosenGroups(AwaitedGroups):
-    """The groups that a step takes, in the place of its batch (`RolloutBatch`).
+    """The groups that a step takes, with the interface of `RolloutBatch`.
 
     Args:
         groups: In the order of the batch's slots.
@@ -86,7 +86,7 @@ class ChosenGroups(AwaitedGroups):
         self.seconds = max((batch.seconds for batch in self.batches), default=0.0)
 
     def wait(self) -> list[Rollout | None]:
-        """As `RolloutBatch.wait`."""
+        """Wait for the rollouts and return them in order, None for each that is not proven."""
         return [rollout for batch in self.batches for rollout in batch.wait()]
 
 
@@ -160,7 +160,7 @@ class InFlight:
         self._prompts = None
 
     def cancel(self) -> None:
-        """End all running conversations."""
+        """Cancel all running conversations."""
         for batch in filter(None, (self.current, self._taken, *self.groups)):
             batch.cancel()
         self.groups.clear()
@@ -247,13 +247,13 @@ class InFlight:
         if not self.groups:
             return None
         if self.groups[0].prompts != prompts_of(rows):
-            raise RuntimeError("The rollouts in flight are of other prompts: the order of the data has changed.")
+            raise RuntimeError("The rollouts in flight have other prompts: the order of the data has changed.")
         return self.groups.popleft()
 
     def complete(
         self, rows: list[dict[str, Any]], places: list[int] | None = None
     ) -> tuple[list[Rollout], dict[str, float]]:
-        """Wait for all conversations of this rank, and start those over that a lost server leaves. Collective.
+        """Wait for all conversations of this rank, and restart those that a lost server leaves. Collective.
 
         Args:
             rows: The B rows of the batch.
@@ -296,7 +296,7 @@ class InFlight:
                 break
             logger.warning(
                 f"Step {trainer.state.global_step}: a vLLM server was lost during rollouts. {num_missing} unfinished "
-                f"conversations start over{', after the weights are pushed again' if num_without else ''}."
+                f"conversations are restarted{', after the weights are pushed again' if num_without else ''}."
             )
             num_restarted += num_missing
             if num_without:
@@ -465,8 +465,8 @@ class InFlight:
             if found != (epoch, trained):
                 raise RunError(
                     f"the checkpoint is of epoch {found[0]}, {found[1]} prompts trained, got epoch {epoch}, {trained} "
-                    "prompts. Set the data, the batch sizes and num_iterations of the run that saved it, or "
-                    "ignore_data_skip: true, which begins the epoch anew."
+                    "prompts. Use the data, the batch sizes and num_iterations of the run that saved it, or set "
+                    "ignore_data_skip: true to restart the epoch."
                 )
             self._prompts = EpochPrompts.resumed(order, saved)
             if self._refills:
@@ -478,7 +478,7 @@ class InFlight:
         expected = [order[trained + slot] for slot in slot_of_row] if trained + num_prompts <= len(order) else []
         prompts = prompts_of(trainer.train_dataset[k] for k in expected)
         if expected and prompts != prompts_of(rows):
-            raise RunError("late_groups: admit: the batch is of other prompts than the trainer's own sampler gives.")
+            raise RunError("late_groups: admit: the batch has other prompts than the trainer's own sampler returns.")
         self._to_save = self._prompts.state([], num_prompts)
 
     def _ask_for_groups(self, wanted: int, slots: list[Kind], slot_of_row: list[int]) -> None:
@@ -495,18 +495,18 @@ class InFlight:
         self.groups.append(GroupInFlight(prompt, slots[slot], [row] * len(own), batch))
 
     def _wait_for_groups(self, slots: list[Kind], oldest: int | None = None) -> list[int]:
-        """The places in `groups` of the groups to train, one per slot; the same on all ranks. Collective.
+        """The indices in `groups` of the groups to train, one per slot; the same on all ranks. Collective.
 
         Args:
-            slots: The kind of each.
-            oldest: Of how many of the groups in flight they are. None: of all.
+            slots: The kind of each slot's group.
+            oldest: Choose among this many of the oldest groups in flight. None: among all.
         """
         trainer = self.trainer
         groups, num_ranks = list(self.groups), trainer.accelerator.num_processes
         if Counter(slots) - Counter(group.kind for group in groups):
             raise RunError(
-                f"The epoch has {len(groups)} groups left, expected {len(slots)}, of the kinds of its slots: "
-                "its batches have changed."
+                f"The epoch has {len(groups)} groups left, expected {len(slots)} of the kinds of its slots. "
+                "Its batches have changed."
             )
         groups = groups[:oldest]
         self.current = AwaitedGroups(groups)

@@ -125,7 +125,7 @@ class EpochPrompts:
 
     @classmethod
     def resumed(cls, order: list[int], saved: dict[str, Any]) -> EpochPrompts:
-        """What `state` gave. The prompts of a batch that was trained in part (`batch`) are asked for first of all.
+        """Restore the output of `state`. The prompts of a partly trained batch (`batch`) come first.
 
         Each of them was in flight at the end of the batch before, or was asked for after that.
 
@@ -144,7 +144,7 @@ class EpochPrompts:
         return len(self.again) + max(len(self.order) - self.place, 0)
 
     def take(self) -> int:
-        """The next prompt."""
+        """Return the index of the next prompt."""
         if self.again:
             return self.again.popleft()
         self.place += 1
@@ -156,7 +156,7 @@ class EpochPrompts:
         self.again.clear()
 
     def state(self, in_flight: list[int], per_batch: int) -> dict[str, Any]:
-        """What a resumed run needs, in JSON."""
+        """The state that a resumed run needs, as JSON data."""
         prompts = [*in_flight, *self.again]
         return {"epoch": self.epoch, "place": self.place, "prompts": prompts, "per_batch": per_batch}
 
@@ -205,12 +205,12 @@ class PassPrompts(EpochPrompts):
 def read_in_flight(
     checkpoint: Path, late_groups: str, num_prompts: int, refills: bool = False
 ) -> dict[str, Any] | None:
-    """What the `state` of prompts gave when a checkpoint was saved; None if it was saved with neither
-    `late_groups: admit` nor `refill_groups`.
+    """Read the prompts' `state` from a checkpoint. None if it was saved with neither `late_groups: admit` nor
+    `refill_groups`.
 
-    A checkpoint in the middle of a batch has the batch's prompts as `batch`, and the state of the batch's beginning;
-    with `refill_groups` that of now, in which the batch's prompts are asked for already.
-    Raises `RunError` where this run would train some prompts twice and others not at all.
+    A checkpoint in the middle of a batch has the batch's prompts as `batch`, and the state at the batch's beginning;
+    with `refill_groups` the current state, in which the batch's prompts are taken already.
+    Raises `RunError` if this run would train some prompts twice and others not at all.
     """
     path = checkpoint / IN_FLIGHT
     if not path.exists():
@@ -223,28 +223,28 @@ def read_in_flight(
         or not all(type(state[name]) is int for name in numbers)
         or not all(fits_type(state[name], list[int]) for name in lists & state.keys())
     ):
-        raise RunError(f"{path} is damaged. Expected the prompts that were in flight: use another checkpoint.")
+        raise RunError(f"{path} is damaged. Expected the prompts that were in flight. Resume from another checkpoint.")
     if state.get("passes") and not refills:
         raise RunError(
             f"{checkpoint} was saved with refill_groups, after {state['epoch']} passes and {state['place']} prompts, "
-            "got refill_groups: 0. Set refill_groups, or ignore_data_skip: true, which begins the epoch anew."
+            "got refill_groups: 0. Set refill_groups, or ignore_data_skip: true to restart the epoch."
         )
     prompts = state["prompts"] or state.get("batch", [])
     if state["prompts"] and late_groups != "admit" or prompts and late_groups != "admit" and not refills:
         raise RunError(
-            f"{checkpoint} was saved with late_groups: admit, when {len(prompts)} prompts were begun and not trained, "
-            f"got late_groups: {late_groups}. Set late_groups: admit, or resume from the end of an epoch."
+            f"{checkpoint} was saved with late_groups: admit and {len(prompts)} prompts in flight, got late_groups: "
+            f"{late_groups}. Set late_groups: admit, or resume from a checkpoint at the end of an epoch."
         )
     if prompts and state["per_batch"] != num_prompts:
         raise RunError(
-            f"{checkpoint} has {len(prompts)} prompts in flight, of batches of {state['per_batch']} prompts, got "
-            f"{num_prompts}. Set the batch sizes, num_generations and number of processes of the run that saved it."
+            f"{checkpoint} has {len(prompts)} prompts in flight, from batches of {state['per_batch']} prompts, got "
+            f"{num_prompts}. Use the batch sizes, num_generations and number of processes of the run that saved it."
         )
     return state
 
 
 def write_in_flight(folder: Path, state: dict[str, Any] | None) -> None:
-    """Save the state for `read_in_flight`. None: remove that of another run in this folder."""
+    """Save the state for `read_in_flight`. None: remove the file of another run in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if state is None:
         (folder / IN_FLIGHT).unlink(missing_ok=True)

@@ -19,13 +19,13 @@ from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError
 from mt_grpo.run.checkpoints import RUN_RECORD, changed_settings, checkpoint_to_resume, sha256
 
-# What gloo says where the process at the other end is gone, or does not answer for `ddp_timeout` seconds.
+# gloo's errors if the process at the other end is gone, or does not answer for `ddp_timeout` seconds.
 LOST_PEER = re.compile(r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Timed out waiting)", re.S)
 MAY_DIFFER = ("model_name_or_path",)  # a path on each node; the weights are those of rank 0
 
 
 def has_several_nodes() -> bool:
-    """Whether the ranks of this run are on several nodes, as the launcher says (torchrun's variables)."""
+    """Whether the ranks of this run are on several nodes, according to torchrun's environment variables."""
     local, world = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     return local < world and torch.distributed.is_initialized()
 
@@ -42,9 +42,9 @@ def raise_for_all(error: str | None, kind: type[Exception] = ValueError) -> None
 
 
 def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str | None:
-    """`checkpoint_to_resume`; on several nodes it is collective, and all ranks must find the same checkpoint.
+    """Find the checkpoint to resume. Collective on several nodes, where all ranks must find the same one.
 
-    Raises `ValueError` on all ranks where one of them finds none, or another one than rank 0.
+    Raises `ValueError` on all ranks if one of them finds none, or another one than rank 0.
     """
     if not wanted or not has_several_nodes():
         return checkpoint_to_resume(wanted, output_dir)
@@ -57,25 +57,25 @@ def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str |
         state = f"{', '.join(counts)}, settings {sha256(json.dumps(record, sort_keys=True))}"
     except ValueError as raised:
         error = (
-            f"{raised} Every node needs the checkpoint: resume with an output_dir that all nodes share, or, after a "
-            "run with save_on_each_node: true, with each node's own."
+            f"{raised} Every node needs the checkpoint. Resume with an output_dir that all nodes share, or, after a "
+            "run with save_on_each_node: true, with each node's own output_dir."
         )
     raise_for_all(error)
     first = gather_object([(state, found)])[0]
     if state != first[0]:
         error = (
             f"resume_from_checkpoint={str(wanted)!r} is {found} ({state}), but {first[1]} ({first[0]}) on rank 0. "
-            "Name a checkpoint that all nodes have."
+            "Set it to a checkpoint that all nodes have."
         )
     raise_for_all(error)
     return found
 
 
 def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> None:
-    """Raise `ValueError` unless the nodes share `output_dir`, or each of them saves in one of its own. Collective.
+    """Raise `ValueError` unless the nodes share `output_dir`, or each saves in a directory of its own. Collective.
 
     A checkpoint needs the files of all ranks. Nodes that save in the same directory would write the same files.
-    `save_on_each_node` is None where nothing is saved.
+    `save_on_each_node` is None if nothing is saved.
     """
     if not has_several_nodes() or save_on_each_node is None:
         return
@@ -84,8 +84,8 @@ def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> No
     ]
     if save_on_each_node and sharded:
         raise ValueError(
-            f"save_on_each_node: true with {sharded[0]}: only rank 0 gets whole weights. Put output_dir on a file "
-            "system that all nodes share, and remove save_on_each_node."
+            f"save_on_each_node: true is not supported with {sharded[0]}, where only rank 0 gets complete weights. "
+            "Put output_dir on a file system that all nodes share, and remove save_on_each_node."
         )
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"  # of its node
     name, error = f".node-{secrets.token_hex(6)}" if is_first else "", None
@@ -103,21 +103,21 @@ def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> No
         (Path(output_dir) / name).unlink(missing_ok=True)
     if error is None and save_on_each_node and seen > 1:
         error = (
-            f"save_on_each_node: true, but {seen} of {len(names)} nodes share output_dir={output_dir!r}: they would "
-            "write the same files at the same time. Remove save_on_each_node, or set an output_dir on a disk of each "
-            "node."
+            f"save_on_each_node: true, but {seen} of {len(names)} nodes share output_dir={output_dir!r} and would "
+            "write the same files at the same time. Remove save_on_each_node, or set output_dir to a local disk of "
+            "each node."
         )
     elif error is None and not save_on_each_node and seen < len(names):
         error = (
-            f"output_dir={output_dir!r} is shared with {seen - 1} of {len(names) - 1} other nodes: a checkpoint "
+            f"output_dir={output_dir!r} is shared with {seen - 1} of {len(names) - 1} other nodes, and a checkpoint "
             "needs the files of all ranks. Put output_dir on a file system that all nodes share, or set "
-            "save_on_each_node: true, with which each node keeps whole checkpoints."
+            "save_on_each_node: true, so that each node keeps complete checkpoints."
         )
     raise_for_all(error)
 
 
 def save_weights_on_each_node(model: Any, args: Any) -> None:
-    """With `save_on_each_node`, let `save_pretrained` write on each node: transformers 5.17 writes on rank 0 only."""
+    """Let `save_pretrained` write on each node with `save_on_each_node`. transformers 5.17 writes on rank 0 only."""
     if args.save_on_each_node:
         model.should_save_on_this_rank = lambda is_main_process: is_main_process
 
@@ -133,7 +133,7 @@ def check_same_on_nodes(record: Callable[[], dict[str, Any]]) -> None:
     changed = changed_settings(gather_object([own])[0], own)
     lines = "\n  ".join(line.partition(" (")[0] for line in changed)
     raise_for_all(
-        f"this node differs from that of rank 0:\n  {lines}\nStart all nodes with the same files and arguments."
+        f"this node differs from the node of rank 0:\n  {lines}\nStart all nodes with the same files and arguments."
         if changed
         else None,
         RunError,
@@ -141,7 +141,7 @@ def check_same_on_nodes(record: Callable[[], dict[str, Any]]) -> None:
 
 
 def apply_ddp_timeout(seconds: float) -> None:
-    """Let a collective call on a CPU wait for `seconds` at most. `TrainingArguments` sets this on GPUs only.
+    """Limit the wait of collective calls on a CPU to `seconds`. `TrainingArguments` sets this on GPUs only.
 
     Otherwise a rank would wait 30 minutes for a node that is gone without closing its connections.
     """
@@ -150,7 +150,7 @@ def apply_ddp_timeout(seconds: float) -> None:
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Whether a collective call failed because a process on another node is gone, or does not answer.
+    """Whether an error is a collective call that failed because a process on another node is gone or hangs.
 
     >>> is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:30411"))
     True

@@ -24,11 +24,11 @@ from mt_grpo.conversation.environments import is_number
 
 STATE = "trainer_state.json"
 RNG_KEYS = {"python", "numpy", "cpu"}
-WHAT_TO_DO = "Resume from another checkpoint, or with the model, the lora_* settings and the optimizer of this one."
+WHAT_TO_DO = "Resume from another checkpoint, or with this one's model, lora_* settings and optimizer."
 
 
 class CheckpointError(RunError, ValueError):
-    """A checkpoint cannot be resumed. All ranks raise this error together, before a step is taken."""
+    """A checkpoint cannot be resumed. All ranks raise this error together, before the first step."""
 
 
 def load_on_all_ranks(checkpoint: str, name: str, function: Callable[[], Any]) -> Any:
@@ -50,13 +50,13 @@ def load_on_all_ranks(checkpoint: str, name: str, function: Callable[[], Any]) -
 
 
 def state_damage(folder: Path) -> str | None:
-    """What is wrong with `trainer_state.json`, as text; None if `Trainer` can read it."""
+    """The problem of a checkpoint's `trainer_state.json`, as text. None if `Trainer` can read it."""
     state = read_json(folder / STATE)
     if state is None or type(state.get("global_step")) is not int or state["global_step"] < 0:
         return f"{STATE} cannot be read"
     fields = {field.name for field in dataclasses.fields(TrainerState)}
     if unknown := sorted(state.keys() - fields):
-        return f"{STATE} has the key {unknown[0]!r:.100}, which transformers does not know"
+        return f"{STATE} has the key {unknown[0]!r:.100}, which is unknown to transformers"
     for name, value in state.items():
         kind = {"log_history": list, "stateful_callbacks": dict}.get(name)
         if kind is None and TrainerState.__dataclass_fields__[name].type in (int, float):
@@ -72,7 +72,7 @@ def state_damage(folder: Path) -> str | None:
 
 
 def small_file_damage(path: Path) -> str | None:
-    """What is wrong with the state of the schedule or of the random numbers, as text; None if it can be loaded."""
+    """The problem of a saved state of the schedule or of the random numbers, as text. None if it can be loaded."""
     is_schedule = path.name == "scheduler.pt"
     if not is_schedule and not path.name.startswith("rng_state"):
         return None
@@ -91,16 +91,16 @@ def small_file_damage(path: Path) -> str | None:
     ) as error:
         return f"cannot be loaded: {error_line(error):.200}"
     if not isinstance(state, dict):
-        return f"holds {type(state).__name__}, expected a dict"
+        return f"contains {type(state).__name__}, expected a dict"
     if is_schedule and type(state.get("last_epoch")) is not int:
-        return f"has last_epoch: {state.get('last_epoch')!r:.50}, expected the number of steps that were taken"
+        return f"has last_epoch: {state.get('last_epoch')!r:.50}, expected the number of completed steps"
     if not is_schedule and (missing := sorted(RNG_KEYS - state.keys())):
-        return f"lacks {', '.join(missing)}: it is no state of random numbers"
+        return f"lacks {', '.join(missing)}, so it is not a state of random numbers"
     return None
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise `ValueError` where a loaded state of an optimizer is not of the shapes of its parameters.
+    """Raise `ValueError` if a loaded optimizer state does not have the shapes of its parameters.
 
     torch compares only the numbers of parameters. The first step would fail, or take numbers of another tensor.
     """
@@ -110,6 +110,6 @@ def check_optimizer(optimizer: Any) -> None:
                 found = optimizer.state.get(parameter, {}).get(name)
                 if torch.is_tensor(found) and found.numel() != parameter.numel():
                     raise ValueError(
-                        f"{name} has the shape {list(found.shape)}, expected {list(parameter.shape)}: it is of "
-                        "another model, or of other parameters"
+                        f"{name} has the shape {list(found.shape)}, expected {list(parameter.shape)}: it belongs to "
+                        "another model, or to other parameters"
                     )

@@ -143,11 +143,9 @@ class ResumableTrainer(GRPOTrainer):
             return
         record = read_json(checkpoint / RUN_RECORD)
         if record is None:
-            self._warn(f"{checkpoint} has no {RUN_RECORD}: whether it was trained with these settings is unknown.")
+            self._warn(f"{checkpoint} has no {RUN_RECORD}, so its settings cannot be compared with those of this run.")
         elif changed := changed_settings(record, self._run_record()):
-            self._warn(
-                f"{checkpoint} was trained with other settings. The run goes on with these:\n  " + "\n  ".join(changed)
-            )
+            self._warn(f"{checkpoint} was trained with other settings. This run changes:\n  " + "\n  ".join(changed))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         load_model(self, super()._load_from_checkpoint, resume_from_checkpoint, model)
@@ -161,10 +159,10 @@ class ResumableTrainer(GRPOTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         load_random_numbers(super()._load_rng_state, checkpoint)
 
-    # -- numbers that are none --
+    # -- numbers that are not finite --
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """`Trainer`'s, which is asked for before each optimizer step. Raises `NotFinite` on all ranks.
+        """The gradient norm, which `Trainer` reads before each optimizer step. Raises `NotFinite` on all ranks.
 
         INVARIANT: no optimizer step is taken with a gradient that is not finite: one such step leaves no weight that
         is a number. With fp16 the scaler of the gradients skips these steps, and halves its scale each time: what is
@@ -176,14 +174,14 @@ class ResumableTrainer(GRPOTrainer):
         self._num_skipped = 0 if finite else self._num_skipped + 1
         if not finite and (not self.args.fp16 or self._num_skipped >= self.FP16_SKIPS):
             step = self.state.global_step
-            taken = "no step is taken with it, and the weights are as before"
+            taken = "The step was not taken, and the weights are unchanged"
             if self.is_deepspeed_enabled:
                 taken = "DeepSpeed has taken the step, and weights that are not finite are not saved"
             raise NotFinite(
-                f"Step {step}: the norm of the gradient is {float(grad_norm)}: {taken}. Look at the rollouts of step "
-                f"{step} in {self.args.output_dir} (rewards, advantages, logprobs). Lower turn_advantage_coef or the "
-                "weights of rewards, or learning_rate, with the last checkpoint as model_name_or_path: a resumed run "
-                "keeps the rate of its optimizer."
+                f"Step {step}: the norm of the gradient is {float(grad_norm)}. {taken}. Look at the rollouts of step "
+                f"{step} in {self.args.output_dir} (rewards, advantages, logprobs). Lower turn_advantage_coef, the "
+                "reward weights or learning_rate, and start with the last checkpoint as model_name_or_path, since a "
+                "resumed run keeps the learning rate of its optimizer."
             )
         return grad_norm
 
@@ -192,7 +190,7 @@ class ResumableTrainer(GRPOTrainer):
         if names := [name for rank in gather_object([weights_not_finite(self.model)]) for name in rank]:
             raise NotFinite(
                 f"Step {self.state.global_step}: {len(set(names))} weights are not finite, such as {names[0]}. They "
-                "are not saved. Lower learning_rate, with the last checkpoint as model_name_or_path."
+                "are not saved. Lower learning_rate, and start with the last checkpoint as model_name_or_path."
             )
 
     # -- the trained model --
@@ -212,14 +210,14 @@ class ResumableTrainer(GRPOTrainer):
                 if error is None:
                     return
                 raise SaveError(
-                    f"The trained model could not be saved in output_dir: {error}. It is in {folder}: move it from "
-                    "there, before the temporary directory is cleaned."
+                    f"The trained model could not be saved in output_dir: {error}. It was saved in {folder}. Move it "
+                    "before the temporary directory is cleaned."
                 )
             if attempt + 1 == self.SAVE_ATTEMPTS or self._is_stopped_within(self.SAVE_PAUSE):
                 break
             self._warn(
-                f"The trained model could not be saved: {error}. Make room in {self.args.output_dir} or "
-                f"{tempfile.gettempdir()}: trying again, {attempt + 2} of {self.SAVE_ATTEMPTS}."
+                f"The trained model could not be saved: {error}. Free space in {self.args.output_dir} or "
+                f"{tempfile.gettempdir()}. Attempt {attempt + 2} of {self.SAVE_ATTEMPTS} follows."
             )
         raise SaveError(f"The trained model could not be saved: {error}. {self._last_saved()}")
 
@@ -274,7 +272,7 @@ class ResumableTrainer(GRPOTrainer):
             logger.warning(text)
 
     def _last_saved(self) -> str:
-        """The message that tells the user from which checkpoint the run can be resumed."""
+        """The message that says from which checkpoint the run can be resumed."""
         whole = [path for _, path in sorted(self._saved.items()) if (path / "trainer_state.json").is_file()]
         return f"Continue with --resume_from_checkpoint {whole[-1]}" if whole else "There is no earlier checkpoint."
 
@@ -307,14 +305,14 @@ class ResumableTrainer(GRPOTrainer):
         except SaveError as error:
             self._snapshot.forget_best(self.state)
             self._warn(
-                f"No checkpoint of step {self.state.global_step}: {error}. Make room there. Training goes on, and "
-                f"the next checkpoint is tried again. {self._last_saved()}"
+                f"The checkpoint of step {self.state.global_step} could not be saved: {error}. Free space there. "
+                f"Training goes on, and the next checkpoint is tried again. {self._last_saved()}"
             )
 
     def _write_checkpoint(self, model: Any, trial: Any) -> None:
-        """Save a whole checkpoint, or remove the incomplete one and raise `SaveError` on all ranks.
+        """Save a complete checkpoint, or remove the incomplete one and raise `SaveError` on all ranks.
 
-        Raises `NotFinite` on all ranks where a weight is not finite.
+        Raises `NotFinite` on all ranks if a weight is not finite.
         """
         self._check_weights()
         path = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
@@ -342,7 +340,7 @@ class ResumableTrainer(GRPOTrainer):
                         (path / "trainer_state.json").unlink(missing_ok=True)
                     shutil.rmtree(path, ignore_errors=True)
                 raise
-            self._warn(f"{path} is whole, but after it: {error}.")  # removal of older ones, push to the Hub
+            self._warn(f"{path} is complete, but a later operation failed: {error}.")  # removal of older ones, the Hub
         if not self.args.save_only_model:
             self._saved[self.state.global_step] = path
 
@@ -351,7 +349,7 @@ class ResumableTrainer(GRPOTrainer):
         try:
             super().create_model_card(*args, **kwargs)
         except OSError as error:
-            self._warn(f"No model card in {self.args.output_dir}: {error_line(error)}.")
+            self._warn(f"The model card in {self.args.output_dir} could not be written: {error_line(error)}.")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """TRL's `save_model`. Raises `SaveError` on all ranks if any rank could not write. Collective."""
@@ -405,7 +403,7 @@ class ResumableTrainer(GRPOTrainer):
             nonlocal asked
             if self._stop_signal is None:
                 asked, self._stop_signal = time.monotonic(), signum
-                logger.warning(f"{signal.Signals(signum).name}: stopping before the next optimizer step.")
+                logger.warning(f"Got {signal.Signals(signum).name}: the run stops before the next optimizer step.")
                 if self._interruptible:
                     raise RunStopped(signum)
             elif signum == signal.SIGINT and time.monotonic() > asked + 1:  # launchers send the first twice
@@ -457,7 +455,7 @@ class ResumableTrainer(GRPOTrainer):
         """`Trainer.train` that leaves no conversation open, however it ends.
 
         Raises:
-            ValueError: `resume_from_checkpoint` is no whole checkpoint.
+            ValueError: `resume_from_checkpoint` is not a complete checkpoint.
             SaveError: The disk has no room for a checkpoint, or for a push of the weights.
             RunError: The nodes differ, no optimizer step was taken, a rank failed, or a signal asked the run to stop
                 (`RunStopped`).
@@ -476,7 +474,7 @@ class ResumableTrainer(GRPOTrainer):
             self._warn_of_changes(path)
             if self.args.sync_ref_model:
                 logger.warning(
-                    "sync_ref_model: no checkpoint holds the reference model, which starts anew from the base."
+                    "sync_ref_model: checkpoints do not contain the reference model. It restarts from the base model."
                 )
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -489,11 +487,11 @@ class ResumableTrainer(GRPOTrainer):
         if step and step == self.state.global_step:
             self._warn(
                 f"Nothing was trained: {resume_from_checkpoint} is of step {step}, and the run ends at step "
-                f"{self.state.max_steps}. To train on, set max_steps or num_train_epochs above it."
+                f"{self.state.max_steps}. Set a larger max_steps or num_train_epochs to continue training."
             )
         if self.state.global_step == 0:
             raise RunError(
-                f"No optimizer step was taken, with {len(self.train_dataset)} prompts: the model is what it was. "
+                f"No optimizer step was taken, with {len(self.train_dataset)} prompts. The model is unchanged. "
                 f"Expected at least {self.args.generation_batch_size // self.args.num_generations} prompts."
             )
         return result
@@ -521,7 +519,7 @@ class ResumableTrainer(GRPOTrainer):
         self._log_metrics(sync_weights(self))
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
-        """As `Trainer`'s, which does not notice that a run was resumed at its end before it took a step more."""
+        """`Trainer`'s method, without the extra step that it takes if a run is resumed at its end."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
         return super().get_batch_samples(self.in_flight.shown(epoch_iterator), num_batches, device)
@@ -533,7 +531,7 @@ class ResumableTrainer(GRPOTrainer):
         """
         step = self.state.global_step
         if step == 0:
-            return "No step was finished, so there is nothing to save."
+            return "No step was completed, so there is nothing to save."
         if step not in self._saved:  # a folder of this step may exist: of another run, or incomplete
             self._snapshot.restore(self.state)  # the resumed run samples the failed batch again, unchanged
             self.args.save_only_model = False  # of which nothing could be continued
@@ -544,7 +542,7 @@ class ResumableTrainer(GRPOTrainer):
             except NotFinite as error:
                 return f"{error} {self._last_saved()}"
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
-        return f"The run is saved up to step {step}. Continue with --resume_from_checkpoint {self._saved[step]}"
+        return f"The run is saved at step {step}. Continue with --resume_from_checkpoint {self._saved[step]}"
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
         return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
@@ -584,8 +582,8 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             logger.error("training stopped", exc_info=error)
             sys.exit(
                 f"error: step {trainer.state.global_step}: another process of this run is gone, or does not "
-                f"answer: {error}\nWithout it nothing can be saved. Start all nodes again with "
-                "--resume_from_checkpoint last, which takes the last whole checkpoint."
+                f"answer: {error}\nNothing can be saved without it. Start all nodes again with "
+                "--resume_from_checkpoint last, which uses the last complete checkpoint."
             )
         finally:  # not as the interpreter ends: it looks up no host's name any more, and adapters would stay
             if getattr(trainer, "client", None) is not None:

@@ -1,4 +1,4 @@
-"""A batch of rollouts: what one step rolls out, scores, credits, trains and logs."""
+"""The batch of rollouts that one step samples, scores, credits, trains and logs."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from mt_grpo.training.tensors import pad_rows
 
 @dataclass
 class Batch:
-    """The rollouts of a step. The step fills it in from top to bottom.
+    """The rollouts of a step, with their rewards and records. The step fills the fields in this order.
 
-    B rollouts and M records are of this rank; N rollouts are of all ranks, G of each prompt.
+    This rank has B rollouts and M records; all ranks have N rollouts, G of each prompt.
 
     Attributes:
-        rows: The B rows of the data. Over all ranks each one stands G times in a row.
-        group_size: G.
+        rows: The B rows of the data. Over all ranks each one is repeated G times in a row.
+        group_size: G, the number of rollouts per prompt.
         first: The number of this rank's first rollout among the N.
         mode: `train` or `eval`.
-        data: The data set that the rows are of; None where it is not known.
+        data: The dataset that the rows are from, None if it is not known.
         rollouts: The B conversations.
         records: The M records that the loss reads: a first one per rollout, then the further ones.
         owners: The rollout of each of the M records.
-        loss_masks: Of each record's completion, as TRL gets them; None once TRL has its tensors.
-        failed, truncated: Whether the environment failed, and whether it was cut off, of each of the N rollouts.
-        facts: Numbers of each conversation, (N, 15): see `conversation_columns`.
-        scores: What the reward functions gave, of all N rollouts: see `RewardFunctions.score_all_ranks`.
-        rewards: The `RewardTable` of the N rollouts, of these scores.
-        weights: What each of the F reward functions counts, (F,).
-        logged: What each of them gave, (N, F), NaN for None: see `logged_rewards`.
-        used: In training, how many numbers each of them gave, and how many of these move an advantage, (F,) both.
+        loss_masks: The loss mask of each record's completion, None once TRL has its tensors.
+        failed, truncated: Whether each of the N rollouts failed by its environment, and whether it was truncated.
+        facts: Statistics of each conversation, (N, 15): see `conversation_columns`.
+        scores: The values of the reward functions for all N rollouts: see `RewardFunctions.score_all_ranks`.
+        rewards: The `RewardTable` of the N rollouts, made of these scores.
+        weights: The weights of the F reward functions, (F,).
+        logged: The logged reward of each function, (N, F), NaN for None: see `logged_rewards`.
+        used: In training, how many numbers each function returned, and how many of them move an advantage, (F,) both.
         extra: Further columns of TRL's table of completions, (B,) each, from reward functions.
-        dropped: This rank's rollouts that others have taken the place of.
+        dropped: This rank's rollouts that were replaced.
         num_rounds: How often the batch was refilled.
     """
 
@@ -62,11 +62,11 @@ class Batch:
     num_rounds: int = 0
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
-        """Of a tensor of all rollouts, (N, ...), the rows of this rank's, (B, ...)."""
+        """Select the rows of this rank's rollouts, (B, ...), from a tensor of all rollouts, (N, ...)."""
         return x[self.first : self.first + len(self.rows)]
 
     def add_extra(self, column: str, values: list) -> None:
-        """Keep a column; a later one of the same name is put on top of its end, but for its None.
+        """Keep a logged column. A later one of the same name overwrites its end, except with None.
 
         >>> batch = Batch([], 1)
         >>> batch.add_extra("seen", ["a", "b"]), batch.add_extra("seen", [None, "c"]), batch.extra
@@ -77,7 +77,7 @@ class Batch:
         self.extra[column] = [before if after is None else after for before, after in zip(old, values)]
 
     def replace(self, places: list[int], rows: list[dict[str, Any]], rollouts: list[Rollout]) -> None:
-        """Put other rows and rollouts in the places of this rank's. They are to be scored then."""
+        """Replace some rows and rollouts of this rank. The new ones must then be scored."""
         self.rows, self.rollouts = list(self.rows), list(self.rollouts)
         self.dropped = self.dropped + [self.rollouts[i] for i in places]
         self.num_rounds += 1
@@ -88,11 +88,11 @@ class Batch:
                     column[i] = None
 
     def of_all_ranks(self, rows: list[list[float]], accelerator: Any) -> torch.Tensor:
-        """A number per turn of each rank's rollouts as (N, K), like `rewards.turn`; 0 where no turn is. Collective.
+        """Gather a number per turn from all ranks, (N, K), like `rewards.turn`; 0 if there is no turn. Collective.
 
         Args:
-            rows: B lists, a number for each turn.
-            accelerator: Of the trainer.
+            rows: B lists with a number per turn.
+            accelerator: The trainer's accelerator.
         """
         own = pad_rows(rows, self.rewards.turn.shape[1], 0.0)
         return accelerator.gather(own.to(accelerator.device).contiguous()).cpu()
@@ -100,9 +100,9 @@ class Batch:
     def choose_records(self, args: Any, step: int) -> None:
         """Set `records`, `owners`, `failed` and `truncated` of all N rollouts. Collective.
 
-        The records are B first ones, further ones, empty ones.
+        The records are the B first ones, then further ones, then empty ones.
 
-        INVARIANT: row i is of rollout i for i < B. All ranks have as many rows: B where no rank has a further record.
+        INVARIANT: row i is of rollout i for i < B. All ranks have as many rows: B if no rank has a further record.
 
         Raises `RunError` on all ranks, as `compare_ranks` says.
         """
@@ -114,11 +114,11 @@ class Batch:
         self.records, self.owners = [record for record, _ in rows], [owner for _, owner in rows]
 
     def loss_lists(self, pad_id: int, without_truncated: bool = False) -> tuple[list, list, list, list | None]:
-        """(prompt ids, completion ids, loss masks, logprobs), each a list of M rows.
+        """The inputs of the loss: (prompt ids, completion ids, loss masks, logprobs), each a list of M rows.
 
         Args:
-            pad_id: The one token of a record that has none. It has no loss.
-            without_truncated: TRL's `mask_truncated_completions`: rollouts that were cut off have masks of zeros.
+            pad_id: The single token of an empty record. It has no loss.
+            without_truncated: TRL's `mask_truncated_completions`: truncated rollouts have masks of zeros.
 
         >>> Batch([], 1, records=[Record([], [])]).loss_lists(9)
         ([[9]], [[9]], [[0]], [[0.0]])
@@ -135,19 +135,19 @@ class Batch:
         )
 
     def zeros_where_truncated(self, masks: list[list[int]]) -> list[list[int]]:
-        """The masks of the M records, but for zeros in those of rollouts that were cut off."""
+        """The masks of the M records, with zeros for those of truncated rollouts."""
         cut_off = self.truncated[self.first : self.first + len(self.rollouts)]
         return [[0] * len(mask) if cut_off[owner] else mask for owner, mask in zip(self.owners, masks)]
 
     def trained_turns(self, args: Any) -> torch.Tensor:
-        """Whether a turn has tokens in the loss, (N, K) bool."""
+        """Which turns have tokens in the loss, (N, K) bool."""
         trained = self.rewards.num_tokens > 0
         if args.mask_truncated_completions:
             trained = trained & ~torch.tensor(self.truncated)[:, None]
         return trained
 
     def per_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
-        """TRL's batch of M rows as one of B rollouts, which its shuffle and split take apart.
+        """Convert TRL's batch of M rows to one of B rollouts, which its shuffle and split take apart.
 
         The rows of further records become a list per rollout, under `FURTHER_RECORDS`.
         """
@@ -163,7 +163,7 @@ class Batch:
 
 
 def unused_rewards(names: list[str], batches: list[Batch]) -> list[str]:
-    """The reward functions that gave numbers of which none moved an advantage in these batches (`Batch.used`)."""
+    """The names of reward functions that returned numbers, none of which moved an advantage in these batches."""
     used = [batch.used for batch in batches if batch.used is not None]  # none of an evaluation's
     given, moved = (sum(counts, torch.zeros(len(names))).tolist() for counts in zip(*used)) if used else ([], [])
     return [name for name, n, m in zip(names, given, moved) if n and not m]

@@ -27,10 +27,10 @@ LOSS_METHODS = ("compute_loss", "_prepare_inputs", "_get_per_token_logps_and_ent
 
 
 def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
-    """Why a model's tokens would have other hidden states in a shared row; None: they have the same.
+    """Why a model would compute other hidden states in a shared row. None if it computes the same.
 
-    A shared row has many conversations in it. So all that passes from token to token must go through an attention
-    function which knows them, and what is drawn or counted per row must not matter.
+    A shared row contains many conversations. So information may pass from token to token only through an attention
+    function that knows them, and nothing may be drawn or counted per row.
 
     Args:
         model: A causal language model, maybe with adapters.
@@ -42,15 +42,15 @@ def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
         model = model.get_base_model()
     config, reads = model.config.get_text_config(), model
     if asked not in (None, "sdpa"):
-        return f"attn_implementation: {asked} is asked for. Rows that share a prompt need sdpa"
+        return f"attn_implementation is set to {asked}. Rows that share a prompt need sdpa"
     if config is not model.config:
         # Positions are those of Qwen's models, and what reads the pixels sees each picture by itself.
         reads = getattr(model.base_model, "language_model", None)
         if reads is None or not hasattr(model.base_model, "get_rope_index"):
-            return "it reads images, with positions of another kind than Qwen's models"
+            return "it reads images, and its position ids are not those of Qwen's models"
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
     if kinds:
-        return f"it has layers of the kind {min(kinds)}"
+        return f"it has layers of type {min(kinds)}"
     if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
         return f"it has a sliding window of {config.sliding_window} tokens"
     for name, module in reads.named_modules():
@@ -60,16 +60,16 @@ def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
         if isinstance(module, torch.nn.modules.conv._ConvNd) or "mamba" in kind.lower():
             return f"it has a layer that mixes neighbouring tokens ({name}: {kind})"
     if found := dropout_of(model):
-        return "{} has a dropout of {:g}, which would be drawn once for all that share a prompt".format(*found)
+        return "{} has a dropout of {:g}, which would be drawn once for all rows that share a prompt".format(*found)
     if config._attn_implementation not in ("sdpa", NAME):
         return f"its attention is {config._attn_implementation!r}. Rows that share a prompt need sdpa"
     if not getattr(model, "_supports_attention_backend", False) or config.is_encoder_decoder:
-        return f"{type(model).__name__} takes no attention function from outside"
+        return f"{type(model).__name__} does not support custom attention functions"
     return None
 
 
 def dropout_of(model: torch.nn.Module) -> tuple[str, float, str] | None:
-    """Of a model's first dropout: `lora_dropout` or the module's name, its share, what leaves it out."""
+    """The first dropout of a model: (`lora_dropout` or the module's name, rate, setting that disables it)."""
     for name, module in model.named_modules():
         share, remedy = 0.0, "disable_dropout: true"
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
@@ -85,10 +85,10 @@ def dropout_of(model: torch.nn.Module) -> tuple[str, float, str] | None:
 
 
 def why_trls(trainer: Any, own_methods: type) -> str | None:
-    """Why a run keeps TRL's micro-batches; None: its rows can be put together anew.
+    """Why a run keeps TRL's micro-batches. None if its rows can be rearranged.
 
     Args:
-        trainer: Its model is loaded.
+        trainer: The trainer, with its model loaded.
         own_methods: The class whose loss reads passes.
     """
     if not trainer.args.share_prompts:
@@ -99,14 +99,14 @@ def why_trls(trainer: Any, own_methods: type) -> str | None:
         if getattr(type(trainer), name) is not getattr(own_methods, name):
             return f"{type(trainer).__name__} has a {name} of its own"
     if trainer.aux_loss_enabled:
-        return "router_aux_loss_coef is set, and the router's loss compares the tokens of a micro-batch"
+        return "router_aux_loss_coef is set, whose loss compares the tokens of a micro-batch"
     if trainer.args.torch_compile:
-        return "torch_compile is set, and each pass has another shape"
+        return "torch_compile is set, and passes have different shapes"
     return None
 
 
 def why_padded(trainer: Any) -> str | None:
-    """Why a run's rows cannot share prompts; None: they can."""
+    """Why a run's rows cannot share prompts. None if they can."""
     if trainer.pad_to_multiple_of:
         return "pad_to_multiple_of is set"
     asked = (trainer.args.model_init_kwargs or {}).get("attn_implementation")
@@ -116,16 +116,16 @@ def why_padded(trainer: Any) -> str | None:
 
 
 def leave_faulty_kernel() -> None:
-    """Have no attention computed by cuDNN, which PyTorch takes first on Hopper cards since 2.11; others compute it.
+    """Disable cuDNN's attention, which PyTorch prefers on Hopper cards since 2.11. Other kernels replace it.
 
-    With a mask and a number of tokens that is 64 above a multiple of 128, its gradient may be NaN where a query reads
-    nothing, as padding on the left. A step with a pass of 704 tokens ended so on an H100.
+    With a mask and a number of tokens that is 64 above a multiple of 128, its gradient may be NaN if a query reads
+    nothing, such as padding on the left. A step with a pass of 704 tokens failed so on an H100.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
 def models_of(trainer: Any) -> list[Any]:
-    """The policy and the reference model, or None, without what DeepSpeed wraps them in."""
+    """The policy and the reference model (or None), without DeepSpeed's wrappers."""
     unwrap = trainer.accelerator.unwrap_model
     return [model if model is None else unwrap(model) for model in (trainer.model, trainer.ref_model)]
 
@@ -134,7 +134,7 @@ class Layout:
     """How a run's rows are laid out, and the pass whose loss is computed.
 
     Args:
-        trainer: Its model is loaded.
+        trainer: The trainer, with its model loaded.
         own_methods: The class whose loss reads passes.
 
     Attributes:
@@ -143,9 +143,9 @@ class Layout:
         reason: Why it is not `shared`.
         proof: The largest difference of a logprob from that of TRL's rows; None before the first step.
         current: The pass whose loss is computed.
-        begun: The last one, until the next training step.
-        metrics: Of the passes of a step.
-        pictures: What the batch that is trained on reads: tensors hold no picture, and its rollouts go before it does.
+        begun: The last pass of the current training step, None before its first one.
+        metrics: The metrics of the passes of a step.
+        pictures: The images of the trained batch: tensors do not hold them, and its rollouts are dropped before it.
     """
 
     def __init__(self, trainer: Any, own_methods: type):
@@ -163,10 +163,10 @@ class Layout:
             logger.warning(
                 f"{name} has a dropout of {rate:g}. "
                 + (
-                    "It is drawn where rollouts are sampled and anew in the loss, which takes it for the policy's."
+                    "It is drawn once while sampling and again in the loss, as part of the policy."
                     if trainer.backend == "transformers"
-                    else "It is drawn in the loss and not where rollouts are sampled, so that their logprobs differ "
-                    "from the start: the ratio is noise."
+                    else "It is drawn in the loss and not while sampling, so the logprobs differ from the first step "
+                    "on, and the importance ratio is noise."
                 )
                 + f" Set {remedy}."
             )
@@ -214,7 +214,7 @@ class Layout:
             self.current = None
 
     def __str__(self) -> str:
-        """For people."""
+        """Describe the layout in words, for logs."""
         args = self.trainer.args
         if self.kind == "trl":
             return f"TRL's rows and passes, since {self.reason}"
@@ -277,17 +277,17 @@ def prove_layout(trainer: Any, compared: Pass) -> None:
         what = (
             f"failed with a shared row ({failed})"
             if failed
-            else f"gave another logprob in a shared row, by {largest:.2g}"
+            else f"computed a different logprob in a shared row, by {largest:.2g}"
         )
         layout.kind, layout.reason = "padded", f"{type(trainer.model).__name__} {what}"
-        logger.warning(f"{layout.reason}. Each row has its prompt from now on.")
+        logger.warning(f"{layout.reason}. From now on each row is computed with its own prompt.")
 
 
 @contextmanager
 def memory_errors(trainer: Any) -> Iterator[None]:
-    """Say which setting makes a pass smaller, where one does not fit.
+    """Context manager that says which setting makes a pass smaller, if one runs out of memory.
 
-    Raises `RunError`, behind which a run saves itself. One rank of several cannot: the others wait for its gradient.
+    Raises `RunError`, after which a run saves itself. One rank of several cannot: the others wait for its gradient.
     """
     layout, args = trainer.layout, trainer.args
     layout.forget_masks()
@@ -298,16 +298,16 @@ def memory_errors(trainer: Any) -> Iterator[None]:
         if (begun := layout.begun) is None:  # in a rollout, or TRL's layout
             raise
         if compares_tokens(args):
-            hint = "Lower per_device_train_batch_size, and raise gradient_accumulation_steps as much."
+            hint = "Lower per_device_train_batch_size, and raise gradient_accumulation_steps by the same factor."
         elif len(begun["completion_ids"]) == 1:
             hint = "It is a single conversation. Set gradient_checkpointing: true, or lower max_completion_length."
         else:
             hint = (
-                f"Set max_tokens_per_pass below {begun.num_tokens} (now {args.max_tokens_per_pass}), which changes no "
+                f"Set max_tokens_per_pass below {begun.num_tokens} (now {args.max_tokens_per_pass}). This changes no "
                 "gradient."
             )
         kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
         raise kind(
-            f"A forward and backward pass of {begun.num_tokens} tokens does not fit into the memory of the device. "
+            f"A forward and backward pass of {begun.num_tokens} tokens does not fit into the device's memory. "
             f"{hint} {str(error).partition('. ')[0]}."
         ) from error

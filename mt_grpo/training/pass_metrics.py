@@ -14,7 +14,7 @@ from mt_grpo.training.passes import Pass
 
 
 class PassMetrics:
-    """What TRL logs in each call of its loss, put together: means by tokens, smallest and largest by passes."""
+    """Aggregates the metrics that TRL logs per call of its loss: means over tokens, minima and maxima over passes."""
 
     def __init__(self):
         self._values: dict[str, list[tuple[float, float]]] = defaultdict(list)  # name -> (value, what it weighs)
@@ -104,7 +104,7 @@ class PassMetrics:
             self._values[name].append((value, weight))
 
     def finish(self, metrics: dict[str, list[float]]) -> None:
-        """One value per name for all passes since the last call.
+        """Log one value per name for all passes since the last call.
 
         >>> values, first, second = PassMetrics(), Pass(), Pass()
         >>> first.weight, second.weight = 3, 1

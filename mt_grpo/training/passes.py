@@ -31,7 +31,7 @@ MEAN_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # losses that TRL divides b
 
 
 class Pass(dict):
-    """What one forward pass reads: some rows, as a batch for TRL's loss.
+    """The input of one forward pass: some rows, as a batch for TRL's loss.
 
     Attributes:
         loss_type: TRL's, for this call.
@@ -73,7 +73,7 @@ class TrainedRow:
 
     @cached_property
     def prompt(self) -> int:
-        """Tells prompts apart."""
+        """A hash of the prompt's ids, to find rows with the same prompt."""
         return hash(tuple(self.prompt_ids))
 
     @cached_property
@@ -257,12 +257,12 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
 
 
 def compares_tokens(args: Any) -> bool:
-    """Whether TRL compares a micro-batch's tokens with each other: it is one pass then, whatever its size."""
+    """Whether TRL compares a micro-batch's tokens with each other, which makes it one pass, whatever its size."""
     return args.top_entropy_quantile < 1.0 or args.entropy_coef != 0.0 or args.use_adaptive_entropy
 
 
 def skips_first_pass(trainer: Any) -> bool:
-    """Whether rollouts of a server need no forward pass before their step: the loss's own pass says the same.
+    """Whether rollouts of a server need no forward pass before their step, because the loss computes the same.
 
     The pass stays with several optimizer steps of a batch, of which only the first has that policy; for a log that
     shows its logprobs; and where a `_mask` mode goes with `old_logps: sampled`.
@@ -289,7 +289,7 @@ def window_of(args: Any, loss_type: str) -> int:
 
 
 def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As many micro-batches, each of which has a list of passes under `PASSES`. Collective.
+    """Split micro-batches into passes. Each returned micro-batch has a list of passes under `PASSES`. Collective.
 
     INVARIANT: all ranks have as many passes in each micro-batch: a sharded model's forward is collective.
 
@@ -349,7 +349,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
 
 
 def dummy_row(row: TrainedRow) -> TrainedRow:
-    """One real token, the prompt's last, and no loss. Zeros elsewhere, as TRL's logprobs of padding are."""
+    """A row with one real token, the prompt's last, and no loss. Other values are zero, like TRL's padding."""
     values = {
         key: value[-1:]
         if key.startswith("prompt_")

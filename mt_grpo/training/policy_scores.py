@@ -1,4 +1,4 @@
-"""What a reward function may ask the policy, or the reference model: the logprobs of texts."""
+"""Logprobs of texts under the policy or the reference model, for reward functions."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from mt_grpo.training.shared_prompts import Example, SharedRow, common_length, f
 
 logger = logging.getLogger(__name__)
 
-# Given where a reward function names them, unless the data has such a column; then also to others that take keywords.
+# Passed if a reward function names them, unless the data has such a column; then also to others with **kwargs.
 ASKED_COLUMNS = ("policy", "reference", "turn_contexts", "groups")
 AT_ONCE = 32  # requests of a rank to its server
 
 
 def asked_of(functions: list[Callable]) -> set[str]:
-    """Which of `ASKED_COLUMNS` reward functions name as parameters. `**kwargs` name none.
+    """The names of `ASKED_COLUMNS` that reward functions have as parameters. `**kwargs` do not count.
 
     >>> def gain(rollout_turns, policy, **kwargs): ...
     >>> asked_of([gain, lambda turn_contexts: 0, lambda **kwargs: 0]) == {"policy", "turn_contexts"}
@@ -45,7 +45,7 @@ def asked_of(functions: list[Callable]) -> set[str]:
 
 
 def score_pairs(score: Callable[[list[int], list[int]], list[float]], pairs: list[tuple], at_once: int) -> dict:
-    """What `score` gives for each (context, continuation), by the pair. Raises what it raises."""
+    """Call `score` for each pair. Returns (context, continuation) -> logprobs. Raises the errors of `score`."""
     asked = ([list(part) for part in pair] for pair in pairs)
     if at_once == 1:
         return dict(zip(pairs, itertools.starmap(score, asked)))
@@ -54,15 +54,15 @@ def score_pairs(score: Callable[[list[int], list[int]], list[float]], pairs: lis
 
 
 class PolicyScores:
-    """The policy as a reward function sees it, in its parameter `policy`; the reference model in `reference`.
+    """Computes logprobs under the policy (parameter `policy` of a reward) or the reference model (`reference`).
 
     Args:
-        score: The logprobs of a continuation behind a context, ids in, one float per id of the continuation. It must
-            bear calls from several threads where `at_once` is above 1. None: of a subclass with an `_all` of its own.
+        score: Returns the logprobs of a continuation after a context, ids in, one float per id of the continuation. It
+            must be thread-safe if `at_once` is above 1. None: a subclass implements `_all`.
         written: The tool format of the conversations (`ToolFormat`), with its tokenizer.
-        version: Says which weights answer.
-        context: Tokens of a context and its continuation, at most. None: no limit is known.
-        at_once: Calls at the same time.
+        version: Returns the version of the weights that score.
+        context: The most tokens of a context and its continuation together. None: no limit is known.
+        at_once: The number of concurrent calls of `score`.
     """
 
     def __init__(
@@ -78,40 +78,40 @@ class PolicyScores:
 
     @property
     def version(self) -> str:
-        """Of the weights that answer. With `max_staleness` a server's are newer than those that sampled."""
+        """The version of the weights that score. With `max_staleness` a server's are newer than those that sampled."""
         return self._version()
 
     def logprobs(self, contexts: list[list[int]], continuations: list[list[int]]) -> list[list[float]]:
-        """The logprob of each id of `continuations[i]` behind `contexts[i]`, at temperature 1, of the full vocabulary.
+        """The logprob of each id of `continuations[i]` after `contexts[i]`, at temperature 1, on the full vocabulary.
 
-        The run's temperature, `top_p` and the like do not count. Equal pairs are asked once.
+        The run's temperature, `top_p` and the like have no effect. Equal pairs are computed once.
 
         Raises:
-            ValueError: A pair that does not `fit`, or lists of unequal length.
+            ValueError: A pair does not fit (`fits`), or the lists differ in length.
         """
         pairs = list(zip(map(tuple, contexts), map(tuple, continuations), strict=True))
         for i, pair in enumerate(pairs):
             if not self.fits(*pair):
                 raise ValueError(
-                    f"policy.logprobs: pair {i} has {len(pair[0])} and {len(pair[1])} ids. Expected a context and a "
-                    f"continuation of at least one, and less than {self._context} together. policy.fits asks before."
+                    f"policy.logprobs: pair {i} has {len(pair[0])} and {len(pair[1])} ids. Expected at least one id "
+                    f"in each, and less than {self._context} together. Check pairs with policy.fits first."
                 )
             if any(map(is_picture, pair[1])):
-                raise ValueError(f"policy.logprobs: continuation {i} holds a picture, which is never sampled.")
+                raise ValueError(f"policy.logprobs: continuation {i} contains an image, which is never sampled.")
         found = self._all(list(dict.fromkeys(pairs)))
         return [list(found[pair]) for pair in pairs]
 
     def fits(self, context: Sequence[int], continuation: Sequence[int]) -> bool:
-        """Whether both have ids, and the model's context has room for them."""
+        """Whether a context and a continuation are not empty and fit into the model's context together."""
         return bool(context) and bool(continuation) and len(context) + len(continuation) < self._context
 
     def _all(self, pairs: list[tuple]) -> dict[tuple, list[float]]:
         return score_pairs(self._score, pairs, self._at_once)
 
     def of_turns(self, rollout: Rollout) -> list[list[float]]:
-        """For each turn the logprobs of its sampled ids behind what the policy read before them.
+        """The logprobs of each turn's sampled ids, given what the policy had read before them. One list per turn.
 
-        A turn that does not `fit` has none, nor has one without ids.
+        The list is empty for a turn that does not fit into the context, and for one without ids.
         """
         sampled = [turn.token_ids for turn in rollout.turns]
         before = [ids[: len(ids) - len(own)] for ids, own in zip(turn_contexts(rollout), sampled)]
@@ -120,16 +120,16 @@ class PolicyScores:
         return [found.get(k, []) for k in range(len(sampled))]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text by itself."""
+        """The token ids of a text, without special tokens."""
         return self._written.tokenizer(text, add_special_tokens=False)["input_ids"]
 
     def observation_ids(self, turn: Turn, texts: list[str]) -> list[int]:
-        """What would stand behind a turn if its calls had given these texts, one per result.
+        """The ids that would follow a turn if its calls had returned these texts, one per result.
 
-        All else that was said behind the turn stays. Raises `ValueError` for a turn whose own text goes on.
+        Other messages after the turn stay. Raises `ValueError` for a turn with a continuation.
         """
         if turn.continuation is not None:
-            raise ValueError("policy.observation_ids: the turn goes on in the environment's words. It has no results.")
+            raise ValueError("policy.observation_ids: the turn has a continuation by the environment, and no results.")
         results = [dataclasses.replace(each, text=text) for each, text in zip(turn.results, texts, strict=True)]
         further = turn.messages[len(self._written.results(turn.calls, turn.results)) :]
         messages = self._written.results(turn.calls, results) + further
@@ -137,7 +137,7 @@ class PolicyScores:
 
 
 def turn_contexts(rollout: Rollout) -> list[list[int]]:
-    """For each turn the ids that the policy had read and sampled at its end; its observation stands behind them.
+    """The ids that the policy had read and sampled at the end of each turn, without the turn's observation.
 
     >>> first, second = Turn([10, 11], None, "", "stop", observation_ids=[20]), Turn([30], None, "", "stop")
     >>> turn_contexts(Rollout([], [1, 2], turns=[first, second]))
@@ -153,15 +153,15 @@ def turn_contexts(rollout: Rollout) -> list[list[int]]:
 
 
 class ServerScores(PolicyScores):
-    """Asks a vLLM server, or several in turn, by `prompt_logprobs`.
+    """Computes logprobs on one or several vLLM servers in turn, with `prompt_logprobs`.
 
     INVARIANT: all answers are of the weights that were pushed last. A server that restarted has others, and one that
-    is away answers nothing: the others are asked. Where one that was asked does not hold these weights afterwards,
+    is away does not answer: the others are asked. If one that was asked does not hold these weights afterwards,
     everything is asked again.
 
     Args:
-        client: The client of the server, or of all.
-        pushed: The version of the last push, without a server's lineage; None where nothing was pushed.
+        client: The client of the server, or of all servers.
+        pushed: Returns the version of the last push, without a server's lineage; None if nothing was pushed.
     """
 
     TRIES = 3  # of one call of `logprobs`
@@ -352,7 +352,7 @@ class ShardedScores(ModelScores):
 
 
 def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
-    """`policy` and `reference` for the reward functions of a trainer, nothing where none asks for it."""
+    """The columns `policy` and `reference` for a trainer's reward functions, those that a function names."""
     functions = trainer.reward_functions.functions
     asked = asked_of(functions) & {"policy", "reference"}
     if asked:
@@ -361,17 +361,17 @@ def scores_of_trainer(trainer: Any) -> dict[str, PolicyScores]:
     for func in functions if rounds is not None else ():
         if inspect.iscoroutinefunction(func) and asked_of([func]) & asked:
             raise RunError(
-                f"The async reward {func.__name__} asks a model that DeepSpeed or FSDP shards: its forward passes are "
-                "of all ranks together, in one thread. Remove `async`."
+                f"The async reward {func.__name__} asks a model that DeepSpeed or FSDP shards. Its forward passes are "
+                "collective, and must run in one thread. Remove `async`."
             )
     return {name: {"policy": policy_of, "reference": reference_of}[name](trainer, rounds) for name in sorted(asked)}
 
 
 def join_rounds(columns: dict[str, Any]) -> None:
-    """Behind this rank's reward functions, whatever became of them: see `Rounds`. Collective where models are sharded.
+    """Finish the rounds after this rank's reward functions, even if they failed (`Rounds`). Collective if sharded.
 
     Args:
-        columns: What `scores_of_trainer` gave, beside others.
+        columns: Columns that include those of `scores_of_trainer`.
     """
     for each in (columns.get("policy"), columns.get("reference")):
         if isinstance(each, ShardedScores):
@@ -380,13 +380,13 @@ def join_rounds(columns: dict[str, Any]) -> None:
 
 
 def policy_of(trainer: Any, rounds: Rounds | None = None) -> PolicyScores:
-    """The policy of a trainer, to be asked. Raises `RunError` where it cannot be: sharded, and without `rounds`."""
+    """The scores of a trainer's policy. Raises `RunError` if it is sharded and there are no `rounds`."""
     written = trainer.env.format_of(trainer.env.tokenizer)
     if trainer.backend == "server":
         if any(server.adapter is not None for server in getattr(trainer.client, "servers", [trainer.client])):
             raise RunError(
-                "A reward function asks the policy, and the server samples by an adapter, which it does not score by. "
-                "Set weight_sync: disk (or nccl), which sends all weights."
+                "A reward function asks the policy, and the server samples with an adapter, with which it cannot "
+                "score. Set weight_sync: disk (or nccl), which sends merged weights."
             )
         return ServerScores(trainer.client, written, lambda: trainer.weight_sync.pushed)
     autocast, counter = trainer.accelerator.autocast, trainer._weight_counter
@@ -394,21 +394,21 @@ def policy_of(trainer: Any, rounds: Rounds | None = None) -> PolicyScores:
 
 
 def of_model(trainer: Any, rounds: Rounds | None, *args: Any) -> ModelScores:
-    """Those of a model of this process, or of one that is sharded over all of them."""
+    """The scores of a model of this process, or of one that is sharded over all processes."""
     if not trainer._is_sharded:
         return ModelScores(*args, lambda: budget_of(trainer))
     if rounds is None:
         raise RunError(
-            "DeepSpeed or FSDP shards the model that is asked: a forward pass is of all ranks together there, which "
-            "reward functions alone know to make. Ask in a reward function."
+            "DeepSpeed or FSDP shards the model, so its forward passes are collective. Only reward functions may ask "
+            "for its logprobs. Ask in a reward function."
         )
     return ShardedScores(*args, lambda: budget_of(trainer), rounds=rounds)
 
 
 def budget_of(trainer: Any) -> int | None:
-    """The tokens of a forward pass that scores, in whose rows prompts are shared; None where they are not.
+    """The most tokens of a scoring forward pass with shared prompts, None if prompts are not shared.
 
-    Before the first step it is not proven that the model takes such rows (`prove_layout`): each pair is alone then.
+    Before the first step it is not proven that the model supports such rows (`prove_layout`): each pair is alone then.
     """
     layout, args = trainer.layout, trainer.args
     if layout.kind != "shared" or layout.proof is None:
@@ -418,15 +418,15 @@ def budget_of(trainer: Any) -> int | None:
 
 
 NO_REFERENCE = (
-    "a reward function asks `reference`, and the run has no reference model. Set beta above 0, with which TRL loads "
-    "it, or train a LoRA, whose base it is."
+    "a reward function asks `reference`, and the run has no reference model. Set beta above 0, so that TRL loads "
+    "one, or train a LoRA, whose base model is the reference."
 )
 
 
 def reference_of(trainer: Any, rounds: Rounds | None = None) -> PolicyScores:
-    """The reference model of a trainer, to be asked: TRL's own (`beta` above 0), or the base of a LoRA.
+    """The scores of a trainer's reference model: TRL's own (`beta` above 0), or the base of a LoRA.
 
-    It is a model of this process, whatever samples. Raises `RunError` where there is none, and as `policy_of`.
+    It runs in this process, also if a server samples. Raises `RunError` without a reference, and as `policy_of`.
     """
     written, autocast = trainer.env.format_of(trainer.env.tokenizer), trainer.accelerator.autocast
     if trainer.ref_model is not None:

@@ -1,4 +1,4 @@
-"""Rollouts as rows of the loss, one per record: which there are."""
+"""The records of rollouts that the loss reads, one row each."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, torch.Tensor]  # of TRL's batch, without the batch's dimension
 
 
 def trained_records(rollout: Rollout) -> list[Record]:
-    """At least one. Where nothing is to be trained, or the environment failed, it is an empty one (see `loss_lists`).
+    """The records of a rollout that are trained, or one empty record if there is none or the environment failed.
 
     >>> trained_records(Rollout([], [1, 2, 3]))  # a prompt may be longer than what the model can read
     [Record(prompt_ids=[], turns=[], numbers=None)]
@@ -28,9 +28,9 @@ def trained_records(rollout: Rollout) -> list[Record]:
 
 
 def tokens_read_again(rollout: Rollout) -> tuple[int, int]:
-    """(tokens of further records that begin as an earlier record of the rollout does, tokens of all its records).
+    """(tokens of further records that repeat the beginning of an earlier one, tokens of all records of a rollout).
 
-    A server computes these once where its prefix cache has them; a training pass computes them once more.
+    A server computes these once if its prefix cache has them; a training pass computes them once more.
 
     >>> from mt_grpo.rollout import Context, Turn
     >>> r = Rollout([], [1, 2, 3], turns=[Turn([10, 11], None, "", "stop"), Turn([30], None, "", "stop")])
@@ -54,7 +54,7 @@ def tokens_read_again(rollout: Rollout) -> tuple[int, int]:
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """How many ids two lists begin with alike.
+    """The length of the common prefix of two lists of ids.
 
     >>> common_prefix(np.array([1, 2, 3]), np.array([1, 2])), common_prefix(np.array([1, 2, 3]), np.array([1, 4, 3]))
     (2, 1)
@@ -65,9 +65,9 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def is_cut_off(rollout: Rollout) -> bool:
-    """Whether a token limit ended a rollout, or its last turn. An environment may give another reason for such an end.
+    """Whether a token limit truncated a rollout or its last turn. An environment may set another stop reason.
 
-    An agent sets limits of its own, such as one token for a yes or no, and decides what a turn that was cut off means.
+    An agent sets limits of its own, such as one token for a yes or no, and decides what a truncated turn means.
     """
     if rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH):
         return True
@@ -76,12 +76,12 @@ def is_cut_off(rollout: Rollout) -> bool:
 
 
 def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, list[bool], list[bool]]:
-    """What ranks must agree on. Collective.
+    """Exchange among ranks what they must agree on. Collective.
 
-    Returns the further records on the rank that has most, and for each of N rollouts whether its environment failed
-    and whether it was cut off.
+    Returns the number of further records on the rank with the most, and for each of N rollouts whether its environment
+    failed and whether it was truncated.
 
-    Raises `RunError` on all ranks where every environment failed, or a setting does not go with further records.
+    Raises `RunError` on all ranks if every environment failed, or a setting does not support further records.
     """
     failed = [rollout.failed for rollout in rollouts]
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
@@ -92,12 +92,12 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
     reports = gather_object([(num_further, failed, text, no_room, cut_off)])
     flags = [flag for report in reports for flag in report[1]]
     if all(flags) and all(each for report in reports for each in report[3]):
-        raise RunError(f"In all {len(flags)} rollouts of step {step} the prompt fills the context. {reports[0][2]}")
+        raise RunError(f"The prompts of all {len(flags)} rollouts of step {step} fill the context. {reports[0][2]}")
     if all(flags):
         raise RunError(
             f"The environment failed in all {len(flags)} rollouts of step {step}. The first error: "
             f"{reports[0][2].rstrip('.')}. Expected at least one rollout without an error. "
-            "See to the environment, and start again."
+            "Fix the environment, and start the run again."
         )
     num_further = max(report[0] for report in reports)
     if num_further:
@@ -106,7 +106,7 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
 
 
 def check_settings(args: Any) -> None:
-    """Raise `RunError` for what compares the tokens of a whole batch, which passes over its records do not see."""
+    """Raise `RunError` for settings that compare the tokens of a whole batch, which passes over its records split."""
     asked = {
         "top_entropy_quantile": args.top_entropy_quantile < 1.0,
         "entropy_coef": args.entropy_coef != 0.0,

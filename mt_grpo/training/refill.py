@@ -1,4 +1,4 @@
-"""Groups without signal give way to groups of further prompts (`refill_groups`)."""
+"""Replaces groups without signal by groups of further prompts (`refill_groups`)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ logger = logging.getLogger(__name__)
 
 
 def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.Tensor]) -> None:
-    """Replace groups of a batch, and score what took their place, until all have signal. Collective.
+    """Replace groups of a batch without signal, and score the new ones, until all have signal. Collective.
 
-    At most `refill_groups` batches' worth of groups are sampled beside the batch; what has no signal then is trained
-    as it is. Dropped conversations are in the log of rollouts, with the mode `dropped`, in the metrics of
-    conversations and in the count of tokens. What a reward function logs by `log_metric` is a mean over its calls, of
-    which each round is one.
+    At most `refill_groups` batches' worth of groups are sampled in addition; a group that has no signal then is
+    trained as it is. Dropped conversations are in the log of rollouts, with the mode `dropped`, in the metrics of
+    conversations and in the count of tokens. What a reward function logs with `log_metric` is a mean over its calls,
+    of which each round is one.
 
     Args:
-        trainer: Its `in_flight` has further prompts, and its `_score` scores.
-        batch: Scored. Its rows, rollouts and rewards change.
-        without_signal: Whether a group is to be replaced, (N/G,) bool, the same on all ranks.
+        trainer: The trainer. Its `in_flight` has further prompts, and its `_score` scores.
+        batch: A scored batch. Its rows, rollouts and rewards change.
+        without_signal: Returns which groups are to be replaced, (N/G,) bool, the same on all ranks.
     """
     check(trainer, batch)
     size = len(batch.rewards.outcome) // batch.group_size
@@ -61,14 +61,14 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
         trainer.in_flight.told_in_vain = True
         if trainer.accelerator.is_main_process:
             logger.warning(
-                f"Step {trainer.state.global_step}: refill_groups: of {num_dropped + size} groups none has a signal "
-                f"(mean weighted outcome {outcome.nanmean().item():.3g}). The batch is trained as it is, and moves "
-                "nothing; the next ones may be the same. Look at the rollouts: rewards that are all equal, tasks that "
-                "are all too hard or all solved. This is said once."
+                f"Step {trainer.state.global_step}: refill_groups: none of {num_dropped + size} groups has a signal "
+                f"(mean weighted outcome {outcome.nanmean().item():.3g}). Training on this batch changes nothing, and "
+                "later batches may be the same. Look at the rollouts: are all rewards equal, or all tasks too hard or "
+                "already solved? This is logged once."
             )
 
 
 def check(trainer: Any, batch: Batch) -> None:
-    """Raise `RunError` for rewards that cannot be compared: such a group must not pass for one without signal."""
+    """Raise `RunError` for rewards that cannot be compared, which must not pass for groups without signal."""
     advantages = trainer._advantages(batch.rewards, trainer.args.scale_rewards)
     check_advantages(batch.rewards, advantages, trainer.state.global_step, trainer.turn_advantage_coef)

@@ -1,7 +1,7 @@
 """Runs a synchronous reward function where TRL runs it: in the main thread, where signals work, with a time limit.
 
-Only the main thread may install a signal handler. math-verify limits its time by SIGALRM: in another thread it reads
-every answer as wrong, without a word.
+Only the main thread may install a signal handler. math-verify limits its time with SIGALRM: in another thread it
+silently reads every answer as wrong.
 
 At the limit a signal interrupts the function: its handler raises `OutOfTime` inside it. That ends Python code, sleeps,
 locks, sockets and subprocesses, after which the run saves a checkpoint and ends. Nothing in this process can end a
@@ -41,7 +41,7 @@ from mt_grpo.training.reward_errors import RewardError, raises_alone, row_shown,
 logger = logging.getLogger(__name__)
 GRACE = 30.0  # seconds between the limit and the end of the process
 LONGEST = 1e9  # seconds that both a lock and faulthandler can wait
-AGAIN = 1.0  # between two interruptions: a `with ThreadPoolExecutor()` goes on waiting behind the first
+AGAIN = 1.0  # between two interruptions: a `with ThreadPoolExecutor()` goes on waiting after the first
 # A signal of nobody's: rewards use SIGALRM, Slurm SIGUSR1, profilers SIGPROF. macOS has no real-time signals.
 WAKE = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
 
@@ -58,8 +58,8 @@ class RewardCall:
     """A call in the main thread, and the thread that watches its time.
 
     Attributes:
-        runs: Whether the function runs, so that it may be interrupted.
-        stop: What a handler of SIGTERM or SIGINT raised meanwhile.
+        runs: Whether the function is running, so that it may be interrupted.
+        stop: The error that a handler of SIGTERM or SIGINT raised meanwhile.
     """
 
     current: RewardCall | None = None
@@ -70,14 +70,14 @@ class RewardCall:
         self._over = threading.Event()
 
     def begin(self) -> None:
-        """Let the time begin."""
+        """Start the timer."""
         RewardCall.current = self
         signal.signal(WAKE, interrupt)  # it stays: a late signal without a handler would end the process
         faulthandler.dump_traceback_later(self.timeout + GRACE, exit=True, file=2)
         threading.Thread(target=self._watch, name=f"limit-of-{self.name}", daemon=True).start()
 
     def end(self) -> None:
-        """Let it end, with whatever the function has set up."""
+        """Stop the timer, and mark the function as ended."""
         self.runs = False
         self._over.set()
         faulthandler.cancel_dump_traceback_later()
@@ -92,26 +92,26 @@ class RewardCall:
             if time.monotonic() > warns_at and not self._over.is_set():
                 warns_at = float("inf")
                 logger.error(
-                    f"Reward {self.name} took longer than reward_timeout={self.timeout:g} s, and nothing interrupts "
-                    f"it: it is in C code, or catches everything. In {GRACE / 2:g} s this process ends, with a "
-                    "traceback of where it hangs, and without a new checkpoint. Resume from the last one."
+                    f"Reward {self.name} took longer than reward_timeout={self.timeout:g} s and cannot be "
+                    f"interrupted. It runs C code, or catches all exceptions. In {GRACE / 2:g} s this process exits "
+                    "with a traceback of the hang, and without a new checkpoint. Resume from the last checkpoint."
                 )
 
 
 def interrupt(signum: int, frame: Any) -> None:
-    """The handler of `WAKE`."""
+    """Signal handler of `WAKE`: raises `OutOfTime` inside a reward function that exceeded its limit."""
     call = RewardCall.current
     if call is not None and call.runs and call.late:
         raise OutOfTime
 
 
 def in_main_thread() -> bool:
-    """Whether signals work here."""
+    """Whether this is the main thread, the only one in which signals work."""
     return threading.current_thread() is threading.main_thread()
 
 
 def call_in_main_thread(func: Callable, arguments: dict[str, Any], timeout: float) -> Any:
-    """What a function returns. Call it in the main thread.
+    """Call a function within a time limit, and return its result. Must be called in the main thread.
 
     Raises:
         ToolTimeout: The function exceeded `timeout` seconds, and was interrupted.
@@ -143,7 +143,7 @@ def call_in_main_thread(func: Callable, arguments: dict[str, Any], timeout: floa
 
 @contextmanager
 def stops_pass(call: RewardCall) -> Iterator[None]:
-    """Have what handlers of SIGTERM and SIGINT raise end the function, which might catch it: `except Exception`."""
+    """Context manager in which SIGTERM and SIGINT end the function even if it has an `except Exception`."""
 
     def passing(handler: Callable) -> Callable:
         def handle(signum: int, frame: Any) -> None:
@@ -169,7 +169,7 @@ def stops_pass(call: RewardCall) -> Iterator[None]:
 
 @contextmanager
 def own_alarm() -> Iterator[None]:
-    """Have a SIGALRM that a function leaves pending, as one that is interrupted may, end with it."""
+    """Context manager that cancels a SIGALRM which a function leaves pending, such as an interrupted one."""
     handler, began = signal.getsignal(signal.SIGALRM), time.monotonic()
     seconds, interval = signal.getitimer(signal.ITIMER_REAL)
     try:
@@ -183,7 +183,7 @@ def own_alarm() -> Iterator[None]:
 
 @contextmanager
 def no_running_loop() -> Iterator[None]:
-    """Let a function call `asyncio.run` in a notebook, too, whose main thread runs a loop."""
+    """Context manager in which a function may call `asyncio.run`, also in a notebook with a running loop."""
     loop = asyncio._get_running_loop()
     asyncio._set_running_loop(None)
     try:
@@ -192,9 +192,9 @@ def no_running_loop() -> Iterator[None]:
         asyncio._set_running_loop(loop)
 
 
-BLOCKED_SECONDS = 30.0  # behind reward_timeout; then an async function blocks the loop on which its limit is kept
+BLOCKED_SECONDS = 30.0  # after reward_timeout; then an async function blocks the loop that enforces its limit
 
-AWAIT = "Await inside it (aiohttp, asyncio.sleep), or remove `async`, and it runs in the main thread."
+AWAIT = "Use `await` inside it (aiohttp, asyncio.sleep), or remove `async`, so that it runs in the main thread."
 
 REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the data
     "prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
@@ -203,11 +203,11 @@ REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the 
 
 
 def rollout_columns(rollouts: list[Rollout], prompts: list) -> dict[str, list]:
-    """What reward functions get of the rollouts, beside the columns of the data.
+    """The arguments of reward functions that come from the rollouts, in addition to the columns of the data.
 
     Args:
-        rollouts: Those of this rank.
-        prompts: The rows' prompts, in the place of the messages that an environment did not bring.
+        rollouts: The rollouts of this rank.
+        prompts: The rows' prompts, for rollouts whose environment has not replaced them.
     """
     return {
         "prompts": [readable_messages(rollout.first_messages or prompt) for rollout, prompt in zip(rollouts, prompts)],
@@ -223,7 +223,7 @@ PLAIN = {int, float, str, bool, type(None)}
 
 
 def own_copy(value: Any) -> Any:
-    """A deep copy of lists, dicts, rows, tuples, turns, calls and images. Others, as environments, are not copied."""
+    """A deep copy of lists, dicts, rows, tuples, turns, calls and images. Other objects are not copied."""
     kind = type(value)
     if kind in (list, tuple):
         return kind([v if type(v) in PLAIN else own_copy(v) for v in value])  # ids and logprobs: there are many
@@ -238,7 +238,7 @@ def own_copy(value: Any) -> Any:
 
 @contextmanager
 def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None]:
-    """Give functions random numbers of torch's that are not the run's.
+    """Context manager in which functions draw random numbers of torch that are not the run's.
 
     INVARIANT: no reward changes what a run samples or trains. One that calls `torch.manual_seed(0)` would otherwise
     give every step the same noise. What functions draw differs from step to step and from `call` to call of a step.
@@ -251,12 +251,12 @@ def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None
 
 
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
-    """What each function returns for the batch. Async functions run at the same time, the others one after another.
+    """Call all reward functions for a batch. Async functions run concurrently, the others one after another.
 
     INVARIANT: each function gets its own copy of the columns. A function that changes them affects no other function.
 
-    Functions without `async` run in the main thread, as in TRL: see `reward_calls`. Where training itself runs in
-    another thread they run in threads, in which signals do not work.
+    Functions without `async` run in the main thread, as in TRL: see `reward_calls`. If training itself runs in
+    another thread, they run in threads, in which signals do not work.
 
     Raises:
         RuntimeError: A function raised, or took longer than `timeout` seconds. The message names the first such one.
@@ -266,12 +266,12 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
         if isinstance(error, ToolTimeout):
             return RuntimeError(
                 f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
-                "rollouts. Expected an answer in that time: is its server up? Raise reward_timeout if it needs longer."
+                "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
             )
         text = error_line(error)
         hint = " (rewards run in threads here)" if "thread" in text and not in_main_thread() else ""
         if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
-            hint = f": there is no such column in {', '.join(columns)}"
+            hint = f": there is no such column. Columns: {', '.join(columns)}"
         where = where_raised(func, error)
         return RewardError(f"Reward {func.__name__} raised {text}{hint} ({where})", func)
 
@@ -283,7 +283,7 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
             raise failure(func, error) from (None if isinstance(error, ToolTimeout) else error)
         if (took := time.monotonic() - started) > timeout + 0.5:  # no limit reaches what does not await
             raise RuntimeError(
-                f"Reward {func.__name__} took {took:.3g} s, longer than reward_timeout={timeout:g} s: it, or another "
+                f"Reward {func.__name__} took {took:.3g} s, longer than reward_timeout={timeout:g} s. It, or another "
                 f"async reward, blocks the event loop. {AWAIT}"
             )
         return value
@@ -309,8 +309,8 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
         raise with_row(error, columns, device) from error.__cause__
     except concurrent.futures.TimeoutError:
         raise RuntimeError(
-            f"Rewards took longer than {timeout + BLOCKED_SECONDS:g} s: an async function blocks the event loop, "
-            f"where no time limit can reach it. {AWAIT}"
+            f"Rewards took longer than {timeout + BLOCKED_SECONDS:g} s. An async function blocks the event loop, "
+            f"so its time limit cannot be enforced. {AWAIT}"
         ) from None
     finally:
         running.cancel()
@@ -329,14 +329,14 @@ def with_row(error: RewardError, columns: dict[str, Any], device: torch.device) 
 
     places, count = raises_alone(func, error.__cause__, columns, call), len(columns["prompts"])
     if not places:
-        return RewardError(f"{error}. It does not raise so for a rollout alone.", func)
+        return RewardError(f"{error}. It does not raise this for any single rollout.", func)
     of_data = {
         key: value
         for key, value in columns.items()
         if key not in (*REWARD_COLUMNS, "turn_contexts") and isinstance(value, list)
     }
     return RewardError(
-        f"{error}. Called with one rollout at a time it raises so for {len(places)} of {count}, first for rollout "
+        f"{error}. Called with one rollout at a time, it raises this for {len(places)} of {count}, first for rollout "
         f"{places[0]}, whose row is {row_shown(of_data, places[0])}",
         func,
         places[0],
@@ -345,15 +345,15 @@ def with_row(error: RewardError, columns: dict[str, Any], device: torch.device) 
 
 @functools.cache
 def warn_of_threads() -> None:
-    """Say once where signals do not work."""
+    """Warn once that rewards run in threads, in which signals do not work."""
     logger.warning(
-        "Training does not run in the main thread, and so rewards run in threads of their own. No signal handler can "
-        "be installed there: a time limit by SIGALRM raises ValueError. Train in the main thread for rewards with one."
+        "Training does not run in the main thread, so rewards run in other threads, which cannot install signal "
+        "handlers. A time limit with SIGALRM raises ValueError there. Train in the main thread for such rewards."
     )
 
 
 def run_synchronous(func: Callable, columns: dict[str, Any], timeout: float, device: torch.device) -> Any:
-    """What a function without `async` returns. It may be one behind a decorator that hides its `async`.
+    """Call a function without `async` and return its result. It may return an awaitable, which is then awaited.
 
     Raises `ToolTimeout`, or the error of the function.
     """

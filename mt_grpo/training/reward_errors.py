@@ -52,7 +52,7 @@ def where_raised(func: Callable, error: BaseException) -> str:
     """
     frames = traceback.extract_tb(error.__traceback__)
     if not frames:
-        return "an unknown place"
+        return "an unknown location"
     own = [frame for frame in frames if frame.filename == file_of(func)]
     places = dict.fromkeys(f"{short(frame.filename)}, line {frame.lineno}" for frame in [*own[-1:], frames[-1]])
     return ", which called ".join(places)

@@ -1,4 +1,4 @@
-"""What reward functions gave, as checked numbers: per rollout, per turn, and the states of turns."""
+"""Validation of the values of reward functions, as numbers per rollout and per turn, and hashes of turns' states."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mt_grpo.training.tensors import NAN, nansum, pad_rows
 
 
 def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_turn: bool) -> None:
-    """Raise `ValueError` unless a function gave one value per rollout, which may be a list if `per_turn` is true.
+    """Raise `ValueError` unless a function returned one value per rollout, which may be a list if `per_turn` is true.
 
     Such a list has one value per turn. Every value is a finite number or None.
     """
@@ -26,22 +26,22 @@ def check_reward_values(values: Any, name: str, rollouts: list[Rollout], per_tur
         raise ValueError(f"Reward {name} returned {got}, expected a list of {len(rollouts)}, one per rollout.")
     for number_of_rollout, (value, rollout) in enumerate(zip(values, rollouts, strict=True)):
         if isinstance(value, (list, tuple)) and not per_turn:
-            raise ValueError(f"Reward {name} gives a list per rollout: move it from OUTCOME_ to TURN_REWARD_FUNCS.")
+            raise ValueError(f"Reward {name} returned a list per rollout. Move it from OUTCOME_ to TURN_REWARD_FUNCS.")
         if isinstance(value, (list, tuple)) and len(value) != len(rollout.turns):
             raise ValueError(
-                f"Reward {name} gave a list of {len(value)} for rollout {number_of_rollout}, which has "
+                f"Reward {name} returned {len(value)} values for rollout {number_of_rollout}, which has "
                 f"{len(rollout.turns)} turns. Expected a number or None for each turn, also for one without a call."
             )
         for number in value if isinstance(value, (list, tuple)) else [value]:
             if number is not None and not is_finite(number):
                 raise ValueError(
-                    f"Reward {name} gave {number!r:.100}, expected a finite number of at most 3.4e+38, or None for "
-                    "'does not apply'."
+                    f"Reward {name} returned {number!r:.100}, expected a finite number of at most 3.4e+38, or None "
+                    "for 'does not apply'."
                 )
 
 
 def is_finite(number: Any) -> bool:
-    """Whether float32 holds a number. Text, a tensor of several numbers and an integer beyond floats are none.
+    """Whether a value is a number that is finite in float32. Texts and tensors of several numbers are not.
 
     >>> [is_finite(number) for number in (1, True, "1", 1j, 10**400, float("nan"), torch.ones(2), torch.ones(1))]
     [True, True, False, False, False, False, False, True]
@@ -53,14 +53,14 @@ def is_finite(number: Any) -> bool:
 
 
 def is_plain(key: Any) -> bool:
-    """Whether `repr` of a key is the same in every process. That of sets, and of objects with an address, is not."""
+    """Whether the `repr` of a key is the same in every process, which rules out sets and objects with an address."""
     if isinstance(key, (tuple, list)):
         return all(is_plain(part) for part in key)
     return key is None or isinstance(key, (str, int, float))
 
 
 def state_numbers(rollout: Rollout) -> list[int]:
-    """For each turn the hash of its state: of its `state_key`, or of the tokens that it reads if that is None.
+    """One hash per turn that identifies its state: of its `state_key`, or of the tokens that it reads without one.
 
     The hash is the same in every process; Python's own `hash` of a text is not. Raises `ValueError` for a key whose
     `repr` may differ between processes.
@@ -74,7 +74,7 @@ def state_numbers(rollout: Rollout) -> list[int]:
             if turn.state_key is not None:
                 if not is_plain(turn.state_key):
                     raise ValueError(
-                        f"A state key is {turn.state_key!r}, expected a string, a number or a tuple of them."
+                        f"state_key returned {turn.state_key!r}, expected a string, a number or a tuple of them."
                     )
                 state = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8)
             numbers[k] = int.from_bytes(state.digest(), "big") >> 1  # never -1, which means "no turn"
@@ -83,10 +83,10 @@ def state_numbers(rollout: Rollout) -> list[int]:
 
 
 def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `RewardFunctions.score` returns, as tensors with NaN for None.
+    """Convert the lists that `RewardFunctions.score` returns to tensors, with NaN for None.
 
     Args:
-        values: Of each of the F functions, turn functions first, for each of B rollouts.
+        values: One list of B values per function, (F, B), turn functions first.
         num_turns: K, the same on all ranks.
         num_turn_funcs: F_turn, the number of turn functions.
 
@@ -108,9 +108,9 @@ def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> t
 def merge_scores(
     old: tuple[torch.Tensor, ...], new: tuple[torch.Tensor, ...], fresh: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Of the scores of two calls of `RewardFunctions.score_all_ranks` the new ones where `fresh` (N,) is true.
+    """Merge the results of two calls of `RewardFunctions.score_all_ranks`: the new ones where `fresh` (N,) is true.
 
-    K is then that of the longest rollout of both.
+    K, the number of turns, becomes the larger one of both.
 
     >>> x = torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0]], [[2.0]]]), *[torch.tensor([[1], [2]])] * 4
     >>> y = torch.tensor([[5.0], [6.0]]), torch.ones(2, 2, 1), *[torch.tensor([[5, 7], [6, 8]])] * 4
@@ -194,21 +194,21 @@ def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: fl
         if (x.nan_to_num(0.0).abs() > MOST).any():
             raise RunError(
                 f"Step {step}: a weighted {name} reward is {x.nan_to_num(0.0).abs().max():.3g}. At most {MOST:g} can "
-                f"be compared in float32. Nothing of this batch is trained. Lower {name}_reward_weights, or what the "
-                "reward functions give."
+                f"be compared in float32. This batch is not trained on. Lower {name}_reward_weights, or the values of "
+                "the reward functions."
             )
     if not advantages.isfinite().all():
         raise RunError(
-            f"Step {step}: an advantage is not finite, with turn_advantage_coef={coef:g}. Nothing of this batch is "
-            "trained. Lower turn_advantage_coef, or what the reward functions give."
+            f"Step {step}: an advantage is not finite, with turn_advantage_coef={coef:g}. This batch is not trained "
+            "on. Lower turn_advantage_coef, or the values of the reward functions."
         )
     of_turns = rewards.turn.double().abs().nansum(1) + rewards.rollout_turn.double().abs().nan_to_num(0.0)
     sums = rewards.outcome.double().abs().nan_to_num(0.0) + max(abs(coef), 1.0) * of_turns  # (N,)
     if (sums > MOST).any():
         raise RunError(
             f"Step {step}: the rewards of a rollout add up to {sums.max():.3g}, with turn_advantage_coef={coef:g}. At "
-            f"most {MOST:g} can be compared in float32. Nothing of this batch is trained. Lower turn_advantage_coef, "
-            "or what the reward functions give."
+            f"most {MOST:g} can be compared in float32. This batch is not trained on. Lower turn_advantage_coef, "
+            "or the values of the reward functions."
         )
 
 

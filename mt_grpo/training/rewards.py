@@ -1,4 +1,4 @@
-"""The reward functions of a run: which there are, what they are called, and what they give for a batch."""
+"""The reward functions of a run: their validation, their names, and their values for a batch."""
 
 from __future__ import annotations
 
@@ -29,36 +29,36 @@ logger = logging.getLogger(__name__)
 
 
 def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], optional: bool = False) -> None:
-    """Raise `ValueError` unless each has a name and takes `**kwargs`, and, if not `optional`, there is one."""
+    """Raise `ValueError` unless each reward function takes `**kwargs`, and there is one if not `optional`."""
     if not turn_funcs + outcome_funcs and not optional:
         raise ValueError(
-            "No reward functions. Expected TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS to hold at least one: set "
+            "No reward functions. Expected at least one in TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS. Set "
             "reward_fn to a file that defines them, or use an environment with get_reward."
         )
     for name, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
         for place, func in enumerate(funcs):
             if any(func is other for other in funcs[:place]):
                 raise ValueError(
-                    f"{name}_REWARD_FUNCS has {reward_name(func)} twice, so that it would count twice. Remove one; "
-                    f"{name.lower()}_reward_weights says how much it counts."
+                    f"{name}_REWARD_FUNCS lists {reward_name(func)} twice, so it would count twice. Remove one, and "
+                    f"set its weight with {name.lower()}_reward_weights."
                 )
     for func in turn_funcs + outcome_funcs:
         if isinstance(func, (str, torch.nn.Module)):
             raise ValueError(
                 f"A reward must be a function, got {func if isinstance(func, str) else type(func).__name__!r:.100}. "
-                "Reward models are not loaded, by name or as modules. Write a function that runs the model, or that "
-                "asks it over HTTP: rewards/judge_reward.py is one."
+                "Reward models are not supported, by name or as modules. Write a function that runs the model, or "
+                "that asks it over HTTP, such as rewards/judge_reward.py."
             )
         if not callable(func):
-            raise ValueError(f"A reward must be a function, got {func!r:.100}. List functions, without calling them.")
+            raise ValueError(f"A reward must be a function, got {func!r:.100}. List functions without calling them.")
         if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
             raise ValueError(
-                f"Reward {reward_name(func)} takes no **kwargs. Add it: every dataset column is passed by name."
+                f"Reward {reward_name(func)} takes no **kwargs. Add it, since every dataset column is passed by name."
             )
 
 
 def reward_name(func: Callable) -> str:
-    """How a reward is called, as in TRL: a partial by its function, a callable object by its class.
+    """The name of a reward, as in TRL: that of a partial's function, or of a callable object's class.
 
     >>> reward_name(functools.partial(functools.partial(sorted), reverse=True)), reward_name(reward_name)
     ('sorted', 'reward_name')
@@ -69,7 +69,7 @@ def reward_name(func: Callable) -> str:
 
 
 def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
-    """The same lists, in which each function has a `__name__` of its own: the second `length` is `length_2`.
+    """Make the `__name__` of each function unique: the second `length` becomes `length_2`. Returns the lists.
 
     INVARIANT: no two rewards have one name. Metrics, logs and facts are by name: one would stand for both.
     """
@@ -81,14 +81,14 @@ def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
             name, number = f"{reward_name(func)}_{number}", number + 1
         taken.add(name)
         if name != reward_name(func):
-            logger.warning(f"Two rewards are called {reward_name(func)}: this one is logged as {name}. Rename it.")
+            logger.warning(f"Two rewards are called {reward_name(func)}. The second is logged as {name}. Rename it.")
         return func if getattr(func, "__name__", None) == name else renamed(func, name)
 
     return [[apart(func) for func in funcs] for funcs in lists]
 
 
 def renamed(func: Callable, name: str) -> Callable:
-    """A function of this name that calls another one, which may be a partial or an object."""
+    """Wrap a callable, which may be a partial or an object, in a function with this name."""
     inner = func
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -109,10 +109,10 @@ def renamed(func: Callable, name: str) -> Callable:
 
 
 def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[list, list]:
-    """(turn, outcome) reward functions with what environments and tools give, named as they are logged.
+    """(turn, outcome) reward functions that return the rewards of environments and tools, named as they are logged.
 
-    Turn: `environment`, of replies, and `tool`, of results. Outcome: `get_reward` under the name of each class, and
-    what it lists as `outcome_reward_funcs`.
+    Turn: `environment` (of replies) and `tool` (of results). Outcome: `get_reward`, under the name of each class, and
+    the class's `outcome_reward_funcs`.
     """
 
     def environment(rollout_turns: list, **kwargs) -> list:
@@ -148,12 +148,12 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
 class RewardFunctions:
     """The F reward functions of a run: F_turn turn functions, then the outcome functions.
 
-    Of each kind those that were given come first, and then what the environment and the tools give.
+    Of each kind, the user's functions come first, followed by those of the environment and the tools.
 
     Attributes:
-        functions: (F,), each of a name of its own.
+        functions: (F,), each with a unique name.
         weights: (F,), one finite number per function.
-        num_turn_funcs: F_turn.
+        num_turn_funcs: F_turn, the number of turn functions.
     """
 
     functions: list[Callable]
@@ -171,16 +171,16 @@ class RewardFunctions:
         environment_weight: float = 1.0,
         optional: bool = False,
     ) -> RewardFunctions:
-        """Those that are given, and those of an environment and its tools, which keep their names.
+        """Combine the user's functions with those of an environment and its tools, which keep their names.
 
         Args:
-            turn_funcs, outcome_funcs: As `MTGRPOEnvTrainer` takes them.
-            env: The conversations.
-            turn_weights, outcome_weights: One per given function; None: 1 each.
-            environment_weight: Of what the environment and the tools give.
-            optional: There may be no function.
+            turn_funcs, outcome_funcs: The user's functions, as `MTGRPOEnvTrainer` takes them.
+            env: The class of conversations (`MultiTurnToolEnv`).
+            turn_weights, outcome_weights: One weight per user function; None: 1 each.
+            environment_weight: The weight of rewards of the environment and the tools.
+            optional: Whether there may be no function.
 
-        Raises `ValueError` for functions as `check_rewards` does, and for weights as `weights_of` does.
+        Raises `ValueError` for invalid functions (`check_rewards`) and weights (`weights_of`).
         """
         turn, outcome = list(turn_funcs or []), list(outcome_funcs or [])
         own_turn, own_outcome = environment_rewards(env.environments, env.tools)
@@ -188,8 +188,8 @@ class RewardFunctions:
         own_turn, own_outcome, turn, outcome = named_apart(own_turn, own_outcome, turn, outcome)
         if environment_weight != 1.0 and not own_turn + own_outcome:
             raise ValueError(
-                f"environment_reward_weight={environment_weight:g}: neither an environment nor a tool gives a reward "
-                "here. Remove the key, or weigh functions by turn_ and outcome_reward_weights."
+                f"environment_reward_weight={environment_weight:g}: neither an environment nor a tool returns a "
+                "reward here. Remove the key, or weight functions with turn_ and outcome_reward_weights."
             )
         weights = weights_of(turn, turn_weights, "turn") + [environment_weight] * len(own_turn)
         weights += weights_of(outcome, outcome_weights, "outcome") + [environment_weight] * len(own_outcome)
@@ -209,7 +209,7 @@ class RewardFunctions:
 
     @property
     def main_outcome(self) -> str | None:
-        """The name of the outcome reward that counts most."""
+        """The name of the outcome reward with the largest absolute weight."""
         weights = self.weights[self.num_turn_funcs :]
         return max(zip(weights, self.outcome_names), key=lambda pair: abs(pair[0]), default=(0, None))[1]
 
@@ -222,23 +222,23 @@ class RewardFunctions:
         only: list[bool] | None = None,
         guests: Guests | None = None,
     ) -> list[list]:
-        """What each function gives for each of the B rollouts: a number, a list of one per turn, or None.
+        """Call each function for the B rollouts. Its value per rollout is a number, a list of one per turn, or None.
 
-        No function sees a rollout whose environment failed. It has None.
+        A rollout whose environment failed is not passed to any function, and has None.
 
         Args:
-            batch: With its rollouts.
-            columns: What a function gets beside the columns of the data and of the rollouts: `trainer_state`,
+            batch: The batch, with its rollouts.
+            columns: Further arguments besides the columns of the data and of the rollouts: `trainer_state`,
                 `log_extra`, `log_metric`, and `policy` if a function asks for it.
             timeout: Seconds that one function may take.
-            device: Of the trainer.
+            device: The trainer's device.
             only: Which of the B rollouts the functions see. None: all.
-            guests: Rollouts of other ranks, for functions that see whole groups; gets what was found for them. What
-                other ranks find for this one's is None.
+            guests: Rollouts of other ranks, for functions that see whole groups; their values are stored in it. The
+                values that other ranks compute for this one's are None.
 
         Raises:
             RuntimeError: A function raised, or took too long. The message names the row of the data.
-            ValueError: A function gave something else.
+            ValueError: A function returned something else.
         """
         guests, first = guests or Guests(), batch.first
         visible = visible_places(batch, only)
@@ -313,7 +313,7 @@ class RewardFunctions:
                 continue
             if len(logged) % len(places):
                 raise ValueError(
-                    f"log_extra({name!r}): {len(logged)} values, expected one for each of {len(places)} rollouts."
+                    f"log_extra({name!r}): got {len(logged)} values, expected one for each of {len(places)} rollouts."
                 )
             placed = dict(zip(places, logged[-len(places) :]))  # of several functions the last one's
             columns["log_extra"](name, [placed.get(number) for number in own])
@@ -336,15 +336,15 @@ class RewardFunctions:
 
         Args:
             batch, columns, timeout: See `score`.
-            accelerator: Of the trainer.
+            accelerator: The trainer's accelerator.
             on_all_ranks: Runs a function that may fail on one rank, and raises on all (`ResumableTrainer`).
             reads_state: Whether the estimator compares turns by their states.
             fresh: (N,) bool, the rollouts that functions see. None: all.
 
         Returns:
-            On the CPU, with K as the turns of the longest of all N rollouts: the numbers per rollout (N, F) and per
-            turn (N, K, F_turn), NaN for None; whether a turn was observed, and whether the rollout has it, (N, K)
-            bool; the numbers of the turns' states, (N, K) int64, -1 where there is none; the turns' trained tokens,
+            On the CPU, with K turns in the longest of all N rollouts: the numbers per rollout (N, F) and per
+            turn (N, K, F_turn), NaN for None; whether a turn has an observation, and whether it exists, (N, K)
+            bool; the hashes of the turns' states, (N, K) int64, -1 without a turn; the turns' trained tokens,
             (N, K) int64.
         """
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
@@ -375,23 +375,23 @@ class RewardFunctions:
 
 
 def tell_of_results(turn: Turn) -> None:
-    """Tell once of a result's reward where no function of the run's own counts these: none was announced."""
+    """Warn once about the reward of a tool result that no function counts, because it was not announced."""
     found = next((call, result) for call, result in zip(turn.calls, turn.results) if result.reward is not None)
     tell_once(
-        f"The tool {found[0].name} gave the reward {found[1].reward:g} with a result. The run does not count it by "
-        "itself, since nothing said that there would be one: annotate the function, -> ToolResult (tools that `reset` "
-        "makes: give the class `tools: list = []`). A reward function may read it.",
+        f"The tool {found[0].name} returned the reward {found[1].reward:g} with a result. It is ignored, because the "
+        "tool is not annotated to return rewards. Annotate the function with -> ToolResult (for tools that `reset` "
+        "creates: give the class `tools: list = []`), or read the reward in a reward function.",
         "rewards of results",
     )
 
 
 def visible_places(batch: Batch, only: list[bool] | None) -> list[int]:
-    """The places of this rank's rollouts that functions see: not those whose environment failed."""
+    """The indices of this rank's rollouts that functions see, without those whose environment failed."""
     return [i for i, rollout in enumerate(batch.rollouts) if not rollout.failed and (only is None or only[i])]
 
 
 def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
-    """One finite weight per function, 1.0 by default. Raises `ValueError` for other weights."""
+    """One weight per function, 1.0 by default. Raises `ValueError` for a wrong count or an infinite weight."""
     if weights is not None and len(weights) != len(funcs):
         names = ", ".join(f.__name__ for f in funcs)
         raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
@@ -401,6 +401,6 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
 
 
 def summed(rewards: typing.Iterable[float | None]) -> float | None:
-    """The sum of those that are there; None if none is."""
+    """The sum of the rewards that are not None, or None if there is none."""
     given = [reward for reward in rewards if reward is not None]
     return sum(given) if given else None

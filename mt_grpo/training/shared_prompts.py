@@ -201,7 +201,7 @@ class SharedRow:
         return self.input_ids.shape[1]
 
     def features(self) -> dict[str, torch.Tensor]:
-        """What a model's forward pass reads of the row's pictures, such as `pixel_values`."""
+        """The image inputs of the model's forward pass, such as `pixel_values`."""
         return {name: values.to(self.device) for name, values in features_of(self.shown).items()}
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
@@ -212,11 +212,11 @@ class SharedRow:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Of the segments."""
+        """The number of tokens of each segment."""
         return [segment.length for segment in self.segments]
 
     def num_before(self, segment: Segment) -> int:
-        """Tokens of a segment's context."""
+        """The number of tokens of a segment's context."""
         return sum(self.sizes[k] for k in segment.context)
 
     @cached_property
@@ -232,7 +232,7 @@ class SharedRow:
         self._masks.clear()
 
     def mask(self, segment: Segment, like: torch.Tensor) -> torch.Tensor | None:
-        """What a segment's tokens do not read, as numbers that are added: (its tokens, what it reads); None: nothing.
+        """The additive attention mask of a segment, (its tokens, tokens that it reads). None if it reads all of them.
 
         It is made once for all layers, in the layers' type: what SDPA makes of booleans is kept for each layer.
         """
@@ -317,7 +317,7 @@ def working_kernel(query: torch.Tensor, key: torch.Tensor) -> Callable | None:
             ]
             by_kernel(varlen_attn, *(each.requires_grad_() for each in inputs), row, None).sum().backward()
     except Exception as error:  # of an older PyTorch, this GPU, or this size of heads
-        logger.warning(f"PyTorch's varlen_attn does not work here, so SDPA is used: {type(error).__name__}: {error}")
+        logger.warning(f"PyTorch's varlen_attn does not work here. SDPA is used: {type(error).__name__}: {error}")
         return None
     return varlen_attn
 

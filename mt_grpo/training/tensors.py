@@ -58,7 +58,7 @@ def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def ratio_to_sampled(output: dict[str, torch.Tensor], mode: str) -> dict[str, torch.Tensor]:
-    """What TRL's loss takes its ratio from, so that it clips around the logprobs as sampled.
+    """Replace the inputs of the importance ratio in TRL's loss, so that it clips around the logprobs as sampled.
 
     The ratio is then the whole change since a token was sampled (PPO, arXiv 1707.06347, equation 7), so no importance
     ratio is left beside it: 1, or 0 where a mode of TRL's masks the token. Where a logprob is not known (NaN), the old

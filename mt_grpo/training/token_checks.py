@@ -1,11 +1,11 @@
-"""Whether training reads the tokens of inference. Three checks, each with a name.
+"""Three checks that training reads the tokens of inference.
 
-ids   each turn began with the ids that the backend says it read, and is what it says it sampled
-mask  what is trained of a record is what was sampled for it, and nothing else
+ids   each turn began with the ids that the backend reports to have read, and consists of those that it sampled
+mask  the trained tokens of a record are those that were sampled for it, and no others
 text  a record's text is what the chat template makes of the whole conversation
 
-The first two hold always. Texts may differ where the template says so, as by leaving out earlier thinking: what the
-same comparison finds in a conversation without any fault is listed for the template, and not told.
+The first two always hold. Texts may differ because of the template, which may leave out earlier thinking: a difference
+that the same comparison finds in a correct conversation is attributed to the template, and not logged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SAMPLED, READ = "in a turn", "between turns"
 
 
 class Difference(NamedTuple):
-    """What a check found."""
+    """A difference that a check found."""
 
     check: str  # ids, mask, text
     kind: str
@@ -45,12 +45,12 @@ class Difference(NamedTuple):
 
     @property
     def key(self) -> tuple:
-        """What makes it one that is listed: between turns the very texts, in a turn, which differs each time, none."""
+        """Identifies a difference of the template: with its texts between turns, without them inside a turn."""
         return (self.kind, self.place, *(self.texts if self.place == READ else ()))
 
 
 def check_text(rollout: Rollout, record: Record, env: Any) -> list[Difference]:
-    """Where the text of a record is not that of its messages, rendered as a whole."""
+    """The differences between the text of a record and its messages, rendered as a whole."""
     start, further = rollout.prompt_messages, False
     if record.numbers and record.numbers[0] > 0 and record.turns[0].context is not None:
         start, further = record.turns[0].context.messages, True
@@ -138,7 +138,7 @@ def without_end(ours: str, rendered: str, ends: Iterable[str]) -> str:
 
 
 def squeezed(text: str) -> str:
-    """Without white space."""
+    """A text without its white space."""
     return "".join(text.split())
 
 
@@ -198,7 +198,7 @@ def call_text(written: Any, calls: list[ToolCall]) -> str:
 
 
 def faultless(env: Any, texts: tuple[str, ...], calls: list[ToolCall]) -> Rollout | None:
-    """A conversation whose turns have these texts, as this trainer makes it; None where the template cannot."""
+    """A correct conversation whose turns have these texts, None if the template cannot render it."""
     tokenizer, written = env.tokenizer, env.format_of(env.tokenizer)
     try:
         messages = env.with_system_prompt([{"role": "user", "content": "A question."}], env.tools)
@@ -227,7 +227,7 @@ reported: set[tuple] = set()
 
 
 def check_ids(record: Record) -> list[Difference]:
-    """Turns that the backend did not read or sample as the record has them. A turn without its account is not checked.
+    """Turns whose ids differ from those that the backend read or sampled. Turns without its report are skipped.
 
     >>> from mt_grpo.rollout import Generation, Turn
     >>> sampled = Generation([5, 6, 7], None, "stop", IdHash([1, 2]).digest())
@@ -255,7 +255,7 @@ def check_ids(record: Record) -> list[Difference]:
 
 
 def check_mask(record: Record, mask: list[int]) -> list[Difference]:
-    """Tokens of a record that are trained and were not sampled for it, or the other way round.
+    """Tokens of a record that are trained but were not sampled for it, or the other way round.
 
     >>> from mt_grpo.rollout import Turn
     >>> record = Record([1], [Turn([5, 6], None, "", "stop", observation_ids=[9]), Turn([7], None, "", "stop")])
@@ -277,7 +277,7 @@ def check_mask(record: Record, mask: list[int]) -> list[Difference]:
 
 
 def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, float]:
-    """Share of the rollouts, over all ranks, in which each check found a difference. Collective.
+    """The share of rollouts, over all ranks, in which each check found a difference. Collective.
 
     A kind of difference is logged once.
     """
@@ -289,7 +289,7 @@ def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, fl
         kind = each[:3] if each.check == "text" else each[:2]
         if kind not in reported:
             reported.add(kind)
-            logger.warning(f"{text_of(each)} Differences of this kind are not told again; tokens/* counts them.")
+            logger.warning(f"{text_of(each)} This kind of difference is logged once; the metrics tokens/* count it.")
     return {
         f"tokens/{check}_differ": sum(own[check] for own, _ in reports) / max(1, sum(own[check] for _, own in reports))
         for check in CHECKS
@@ -297,7 +297,7 @@ def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, fl
 
 
 def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dict, list[Difference]]:
-    """(rollouts with a difference by check, rollouts that were compared by check, what was found)."""
+    """(number of rollouts with a difference per check, number of compared rollouts per check, differences)."""
     counts, found_here = dict.fromkeys(CHECKS, 0), []
     # Turns that no backend has given an account of are somebody's own, as of a fork that makes rollouts up.
     trained = [r for r in rollouts if not r.failed and r.turns and all(turn.generations for turn in r.turns)]
@@ -321,7 +321,7 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dic
 
 
 def text_of(found: Difference) -> str:
-    """A difference as a sentence."""
+    """Format a difference as a log message."""
     return (
         f"Training and inference differ (tokenization_sanity_check_mode, check {found.check}): {found.kind}, "
         f"{found.place}: {found.shown}."

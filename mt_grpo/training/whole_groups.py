@@ -19,13 +19,13 @@ from mt_grpo.training.batch import Batch
 
 @dataclass
 class Guests:
-    """What a rank scores for others, and others for it.
+    """Rollouts of other ranks that this rank scores, because their groups begin here.
 
     Attributes:
-        rows, rollouts: By the number of the rollout in the batch: of other ranks, in groups that begin on this one.
-        away: The places of this rank's rollouts whose groups begin on another rank.
-        values: What functions gave the guests: number of the function -> number of the rollout -> value.
-        extra: What functions logged of them: column -> number of the rollout -> value.
+        rows, rollouts: Number of the rollout in the batch -> row or rollout of another rank.
+        away: The indices of this rank's rollouts whose groups begin on another rank.
+        values: The values of functions for the guests: number of the function -> number of the rollout -> value.
+        extra: The columns that functions logged for them: column -> number of the rollout -> value.
     """
 
     rows: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -36,26 +36,26 @@ class Guests:
 
 
 def sendable(rollout: Rollout) -> Rollout:
-    """A rollout as another process can have it: without its environment and its tools."""
+    """A copy of a rollout that can be sent to another process: without its environment and its tools."""
     sent = copy.copy(rollout)
     sent.environment, sent.tools, sent.rendered, sent.given_up = None, None, None, []
     return sent
 
 
 def exchange(batch: Batch, visible: list[int], on_all_ranks: Callable[[Callable[[], None], str], Any]) -> Guests:
-    """Send rollouts to the ranks on which their groups begin. Collective where a group lies on several ranks.
+    """Send rollouts to the ranks on which their groups begin. Collective if a group lies on several ranks.
 
     Args:
-        batch: With its rollouts.
-        visible: The places of those that functions see.
-        on_all_ranks: See `RewardFunctions.score_all_ranks`. What cannot be sent is an error on all ranks.
+        batch: The batch, with its rollouts.
+        visible: The indices of the rollouts that functions see.
+        on_all_ranks: See `RewardFunctions.score_all_ranks`. A rollout that cannot be sent is an error on all ranks.
     """
     size, count, first, packed = batch.group_size, len(batch.rollouts), batch.first, []
     if count % size == 0:  # on all ranks
         return Guests()
     away = {i for i in range(count) if (first + i) // size * size < first}
     sent = [(first + i, batch.rows[i], sendable(batch.rollouts[i])) for i in visible if i in away]
-    what = "Sending rollouts to reward functions of whole groups"
+    what = "Sending rollouts to reward functions with the parameter groups"
     on_all_ranks(lambda: packed.append([(each[0], pickle.dumps(each)) for each in sent]), what)
     everyone = [each for part in gather_object(packed) for each in part]
     here = [data for n, data in everyone if n >= first + count and first <= n // size * size < first + count]
@@ -83,7 +83,7 @@ def give_back(
     if len(batch.rollouts) % batch.group_size == 0:
         return
     own, packed = range(batch.first, batch.first + len(batch.rollouts)), []
-    what = "Sending back what reward functions of whole groups gave"
+    what = "Returning the values of reward functions with the parameter groups"
     on_all_ranks(lambda: packed.append(pickle.dumps((guests.values, guests.extra))), what)
     for found, extra in map(pickle.loads, gather_object(packed)):
         for f, by_number in found.items():

@@ -149,7 +149,7 @@ def test_the_ids_are_those_of_vllm(endpoint, kind):
         assert ids == expected, name
 
 
-# -- how much to reason, which the recipe says --
+# -- sets the reasoning effort, which the recipe says --
 
 EFFORT = {
     "chat/completions": lambda effort: {"messages": [user("a")], "reasoning_effort": effort},
@@ -183,11 +183,11 @@ def test_an_effort_is_the_recipes_and_what_it_says_then_is_what_vllm_shows(endpo
     tokenizer, bodies = shows_efforts(), {"once": body, "again": body}
     expected = VllmPrompts(tokenizer.chat_template).ids(endpoint, body)
     assert read(bodies, endpoint, tokenizer)["once"] != expected
-    (line,) = [each.message for each in caplog.records if "how much to reason" in each.message]
+    (line,) = [each.message for each in caplog.records if "sets the reasoning effort" in each.message]
     assert f"set chat_template_kwargs: {json.dumps(told)}." in line
     caplog.clear()
     assert read(bodies, endpoint, tokenizer, chat_template_kwargs=told)["once"] == expected
-    assert "how much to reason" not in caplog.text
+    assert "sets the reasoning effort" not in caplog.text
 
 
 @pytest.mark.parametrize("endpoint", EFFORT)
@@ -195,7 +195,7 @@ def test_nothing_is_told_of_an_effort_that_changes_no_prompt(endpoint, caplog, m
     monkeypatch.setattr("mt_grpo.base.errors._told", set())
     body = EFFORT[endpoint]("low")
     assert read({"a": body}, endpoint, TOKENIZER)["a"] == VllmPrompts().ids(endpoint, body)
-    assert "how much to reason" not in caplog.text
+    assert "sets the reasoning effort" not in caplog.text
 
 
 def test_disabled_thinking_is_a_low_effort_where_the_template_knows_no_other():

@@ -1230,8 +1230,8 @@ def test_what_is_no_http_is_a_line_and_no_traceback(caplog):
         return 1.0
 
     rollout, _ = run(agent, "1")
-    (said,) = [record for record in caplog.records if "no HTTP" in record.getMessage()]
-    assert said.getMessage().startswith("An agent sent what is no HTTP: BadStatusLine: 400") and not said.exc_info
+    (said,) = [record for record in caplog.records if "invalid HTTP" in record.getMessage()]
+    assert said.getMessage().startswith("An agent sent invalid HTTP: BadStatusLine: 400") and not said.exc_info
 
 
 # -- what a later request tells of a turn --

@@ -584,7 +584,7 @@ def test_a_conversation_shorter_than_the_episode_is_said(caplog, monkeypatch):
     (gives("terminated", "False"), "step gave terminated='False', expected"),
     (gives("observation", "object"), "object holds no data"),
     (gives("close", 0), "RuntimeError: close raised OSError: the door is stuck"),
-    (["--gym_kwargs", "{}"], "FrozenLakeText reads a drawing, and render_mode is None"),
+    (["--gym_kwargs", "{}"], "FrozenLakeText reads a text rendering, got render_mode: None"),
     (["--gym_actions", "left", "down", "right", "Left"], "Expected names that differ by more than their case"),
     (["--tool_format", "xml"], "tool_format='xml' does not fit"),
     (["--tools_script", "tools/calculator.py"], "tools_script has no effect with environment: gym"),

@@ -313,8 +313,8 @@ def test_images_are_read_in_a_thread(tokenizer, monkeypatch):
 BAD = {
     "more images": (lambda r: r.images.append(OTHER), "has 2 images, and its messages have 1 tags <image>. "),
     "no list": (lambda r: setattr(r, "images", 5), "The request's images is 5, expected a list"),
-    "a path": (lambda r: r.images.__setitem__(0, "/etc/passwd"), "image 0: .*got '/etc/passwd', expected an image"),
-    "an address": (lambda r: r.images.__setitem__(0, "http://127.0.0.1:1/a"), "addresses are not fetched"),
+    "a path": (lambda r: r.images.__setitem__(0, "/etc/passwd"), "image 0: .*got '/etc/passwd', expected a PIL image"),
+    "an address": (lambda r: r.images.__setitem__(0, "http://127.0.0.1:1/a"), "URLs are not fetched"),
     "broken": (lambda r: r.images.__setitem__(0, as_bytes(IMAGE)[:50]), "image 0: the image cannot be read"),
     "both": (lambda r: r.messages.append(user([{"type": "image", "image": OTHER}])), "has images, and parts of its"),
 }  # fmt: skip

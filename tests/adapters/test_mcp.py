@@ -245,7 +245,7 @@ def test_what_json_cannot_hold_is_refused_and_ends_no_server(tmp_path, caplog):
         assert turn.error == "tool" and "the call holds half a character, or a number that JSON has not" in (
             turn.observation
         )
-    assert not [record for record in caplog.records if "started again" in record.message]
+    assert not [record for record in caplog.records if "restarted" in record.message]
 
 
 @pytest.mark.contract("MCP")
@@ -263,8 +263,8 @@ def test_a_server_that_dies_is_started_again(tmp_path, caplog):
     assert drawn.observation == "[image: not shown]"
     assert span.observation == "3 to 9"  # a name that Python does not take as a parameter's
     assert unnamed.observation.startswith("Error: missing a required argument: 'from'. Usage: span(to: int = 9, **oth")
-    assert [record.message for record in caplog.records if "started again" in record.message] == [
-        "The MCP server sums had ended, and is started again."
+    assert [record.message for record in caplog.records if "restarted" in record.message] == [
+        "The MCP server sums had ended and is restarted."
     ]
 
 
@@ -339,7 +339,7 @@ def test_variables_must_be_set(tmp_path, monkeypatch):
     monkeypatch.setenv("WITH_DOLLAR", "pa$word")
     values = fill_all({"A": "Bearer ${WITH_DOLLAR}", "B": 1}, "sums", "env", {})
     assert values == {"A": "Bearer pa$word", "B": "1"}
-    with pytest.raises(ValueError, match="A has \\$NOT_SET_X, which is no environment variable"):
+    with pytest.raises(ValueError, match="A has \\$NOT_SET_X, an environment variable that is not set"):
         tools_of(tmp_path, {"sums": {**sums(tmp_path), "env": {"A": "$NOT_SET_X"}}})
 
 
@@ -389,9 +389,9 @@ def test_limits_of_calls(limits):
 BAD_FILES = {
     "no json": ("{", "is not JSON"),
     "no servers": ("{}", 'has no "mcpServers", or "servers" as in VS Code'),
-    "a name twice": ('{"mcpServers": {"a": {"command": "x"}, "a": {}}}', "the key 'a' is there twice: remove one"),
+    "a name twice": ('{"mcpServers": {"a": {"command": "x"}, "a": {}}}', "the key 'a' is set twice. Remove one"),
     "an entry that is none": ('{"mcpServers": {"a": "x"}}', "is 'x', expected an object with command or url"),
-    "a login": ('{"mcpServers": {"a": {"url": "http://x", "oauth": {}}}}', "nobody is there to log in. Write headers"),
+    "a login": ('{"mcpServers": {"a": {"url": "http://x", "oauth": {}}}}', "an interactive login. Set headers"),
     "tools that are none": ('{"mcpServers": {"a": {"command": "x", "includeTools": "add"}}}', "a list of names"),
     "text for true": ('{"mcpServers": {"a": {"command": "x", "disabled": "false"}}}', "disabled is 'false'"),
     "an input": ('{"servers": {"a": {"command": "x", "args": ["${input:k}"]}}}', "VS Code asks a person"),
@@ -407,12 +407,15 @@ BAD_FILES = {
         "ended by SIGKILL",
     ),
     "one that hangs": ('{"mcpServers": {"a": {"command": "sleep", "args": ["99"]}}}', "no answer in 1 s"),
-    "nobody there": ('{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}', "Is it up at http://127.0.0.1:9/mcp"),
+    "nobody there": (
+        '{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp"}}}',
+        "Is it running at http://127.0.0.1:9/mcp",
+    ),
     "nobody there, with a key": (
         '{"mcpServers": {"a": {"url": "http://127.0.0.1:9/mcp?key=${HOME}"}}}',
-        r"Is it up at http://127.0.0.1:9/mcp\?key=\$\{HOME\}\?$",
+        r"Is it running at http://127.0.0.1:9/mcp\?key=\$\{HOME\}\?$",
     ),
-    "all disabled": ('{"mcpServers": {"a": {"command": "false", "disabled": true}}}', "gives no tool"),
+    "all disabled": ('{"mcpServers": {"a": {"command": "false", "disabled": true}}}', "offer no tools"),
 }
 
 
@@ -466,7 +469,7 @@ def listing(tmp_path, *tools):
 def test_two_tools_of_one_name_in_one_server_are_refused(tmp_path):
     """Also where only one other tool is selected: a call says no more than the name."""
     entry = listing(tmp_path, ("add", {}), ("sub", {}), ("add", {"a": {"type": "integer"}}))
-    message = "the server 'twice' .*two tools of the name 'add'"
+    message = "the server 'twice' .*two tools called 'add'"
     for keys in ({}, {"mcp_tools": ["sub"]}):
         with pytest.raises(ValueError, match=message):
             tools_of(tmp_path, {"twice": entry}, **keys)
@@ -583,18 +586,18 @@ def test_a_file_of_vs_code_starts_its_server(tmp_path):
     tools = load_adapter_tools(settings(mcp_config_file=str(tmp_path / "servers.json")))
     assert "wait" not in (names := [tool.__name__ for tool in tools]) and "add" in names
     assert talk(tools, call("add", a=2))[0].observation == "3"
-    with pytest.raises(ValueError, match="has no tool 'ad', which the file names"):
+    with pytest.raises(ValueError, match="has no tool 'ad', which the file lists"):
         tools_of(tmp_path, {"sums": {**sums(tmp_path), "includeTools": ["ad"]}})
-    with pytest.raises(ValueError, match="gives no tool"):
+    with pytest.raises(ValueError, match="offer no tools"):
         tools_of(tmp_path, {"sums": {**sums(tmp_path), "includeTools": []}})
 
 
 def test_names_of_tools(tmp_path):
     """Two servers with a tool of one name: one is selected by its server's name."""
     two = {"a": sums(tmp_path), "b": sums(tmp_path)}
-    with pytest.raises(ValueError, match="both have a tool 'add'. Select one by mcp_tools: \\[b:add"):
+    with pytest.raises(ValueError, match="both have a tool 'add'. Select one with mcp_tools: \\[b:add"):
         tools_of(tmp_path, two)
-    with pytest.raises(ValueError, match="mcp_tools: 'sub' is offered by no server"):
+    with pytest.raises(ValueError, match="mcp_tools: no server of .* offers 'sub'"):
         tools_of(tmp_path, two, mcp_tools=["sub"])
     assert [tool.__name__ for tool in tools_of(tmp_path, two, mcp_tools=["b:add"])] == ["add"]
     with pytest.raises(ValueError, match="mcp_tools has no effect without the key mcp_config_file"):

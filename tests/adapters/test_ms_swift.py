@@ -857,11 +857,11 @@ HEAD = "from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns\n"
         (HEAD + "multi_turns['mine'] = 3", "'mine' is 3, expected"),
         (HEAD + "class A(MultiTurnScheduler):\n    pass\nmulti_turns['mine'] = A", "A has neither step nor run"),
         (HEAD + "class A:\n    def check_finished(self, a, b, c): ...\nmulti_turns['mine'] = A",
-         "A has no run, and no step"),
+         "A has neither run nor step"),
         (HEAD + "class A(MultiTurnScheduler):\n    def step(self, request): ...\nmulti_turns['mine'] = A",
          r"A.step.* cannot take"),
         (HEAD + "class A(MultiTurnScheduler):\n    def run(self, a, b): ...\nmulti_turns['mine'] = A",
-         "A.run is no async function"),
+         "A.run is not an async function"),
         (HEAD + "class A(MultiTurnScheduler):\n    def __init__(self, **k): raise OSError('no disk')\n"
          "    def step(self, a, b, c): ...\nmulti_turns['mine'] = A", "raised OSError: no disk"),
     ],

@@ -360,7 +360,7 @@ class Own(PtEngine):
     from swift.llm import PtEngine
 
     for make in (PtEngine, type("Own", (PtEngine,), {})):
-        with pytest.raises(NotImplementedError, match="PtEngine of ms-swift is not offered here"):
+        with pytest.raises(NotImplementedError, match="PtEngine of ms-swift is not supported here"):
             make("model")
 
 
@@ -372,7 +372,7 @@ class Own(PtEngine):
     ],
 )
 def test_an_unknown_import_inside_a_function_is_refused_and_not_in_the_middle_of_a_rollout(tmp_path, line, unknown):
-    with pytest.raises(ValueError, match=f"external_plugins: .* imports what is not there: {unknown}"):
+    with pytest.raises(ValueError, match=f"external_plugins: .* imports names that do not exist: {unknown}"):
         load_plugin(plugin_of(tmp_path, f"def step():\n    if True:\n        {line}\n"))
 
 
@@ -417,7 +417,7 @@ def add(a: int) -> int:
         load_function_tools(str(path))
     config = tmp_path / "tools.yaml"
     config.write_text("tools:\n  - class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool\n    config: {}\n")
-    with pytest.raises(ValueError, match="SandboxFusionTool of verl is not offered here"):
+    with pytest.raises(ValueError, match="SandboxFusionTool of verl is not supported here"):
         load_tools_config(str(config))
 
 
@@ -450,7 +450,7 @@ def test_the_eight_rewards_of_ms_swift_by_hand():
     with pytest.raises(ValueError, match="soft_cache_length=None, expected"):
         orms["soft_overlong"](SimpleNamespace(max_completion_length=10))
     for name in ("toolbench", "math"):
-        with pytest.raises(ValueError, match=f"reward_funcs: '{name}' raised NotImplementedError: .* not offered"):
+        with pytest.raises(ValueError, match=f"reward_funcs: '{name}' raised NotImplementedError: .* not supported"):
             as_reward(name, SimpleNamespace(), SimpleNamespace())
 
 

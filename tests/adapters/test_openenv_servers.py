@@ -226,7 +226,7 @@ def test_a_text_of_ones_own(counting, tmp_path):
     (rollout,), _ = play(load(counting, openenv_text=f"{path}:Loud"), "I say 1", "2", "3", prompt="Begin.")
     assert rollout.prompt_messages[0]["content"] == "Begin.\nCount!\nSAY 1." and rewards(rollout) == [1.0] * 3
     path.write_text("class Loud:\n    pass\n")
-    with pytest.raises(ValueError, match="openenv_text: .* is no subclass"):
+    with pytest.raises(ValueError, match="openenv_text: .* is not a subclass"):
         load(counting, openenv_text=f"{path}:Loud")
 
 
@@ -657,11 +657,11 @@ def test_an_address_where_nobody_answers():
 
 
 PAGES = [
-    ({"/health": (404, "")}, r"is no OpenEnv server: GET /health gave HTTP 404 and no JSON, expected"),
-    ({"/health": (200, '{"status": "degraded"}')}, r"says that it is 'degraded', expected healthy"),
-    ({"/schema": (404, "")}, r"speaks OpenEnv 0\.1: .* Expected 0\.2 or later: run it with openenv-core>=0\.2\.$"),
-    ({"/schema": (200, '{"action": 3}')}, r"GET /schema gave HTTP 200 and .*expected the JSON schemas"),
-    ({"/ws": (404, "")}, r"has no sessions: its WebSocket /ws gave HTTP 404\. Expected openenv-core>=0\.2"),
+    ({"/health": (404, "")}, r"is not an OpenEnv server: GET /health returned HTTP 404 and no JSON, expected"),
+    ({"/health": (200, '{"status": "degraded"}')}, r"reports the status 'degraded', expected healthy"),
+    ({"/schema": (404, "")}, r"runs OpenEnv 0\.1, .* Expected 0\.2 or later: run it with openenv-core>=0\.2\.$"),
+    ({"/schema": (200, '{"action": 3}')}, r"GET /schema returned HTTP 200 and .*expected the JSON schemas"),
+    ({"/ws": (404, "")}, r"has no sessions: its WebSocket /ws returned HTTP 404\. Use openenv-core>=0\.2"),
 ]  # fmt: skip
 
 
@@ -686,7 +686,7 @@ def listing(*tools):
     ([Adds.TOOLS[0]] * 2, "lists two tools 'add'"),
     ([{"name": "respond", "input_schema": {"type": "object"}}], "lists a tool 'respond'"),
     ([{"name": "a", "input_schema": {"type": 5}}], "has the schema .*got a schema of type 5"),
-    ([], "lists no tools, and its actions are calls of some"),
+    ([], "lists no tools, but its actions are tool calls"),
 ])  # fmt: skip
 def test_tools_that_no_model_could_call(tools, error):
     with Served(listing(*tools), CALL_ACTION) as served, pytest.raises(ValueError, match=error):
@@ -715,8 +715,8 @@ def test_servers_of_two_environments(counting, adding):
 
 @pytest.mark.parametrize("keys, error", [
     ({"openenv_url": None}, "environment: openenv without openenv_url"),
-    ({"openenv_url": "127.0.0.1:8000"}, "openenv_url: '127.0.0.1:8000' is no address"),
-    ({"openenv_url": "http://a/?x=1"}, "is no address"),
+    ({"openenv_url": "127.0.0.1:8000"}, "openenv_url: '127.0.0.1:8000' is not an address"),
+    ({"openenv_url": "http://a/?x=1"}, "is not an address"),
     ({"openenv_url": ["http://a", "ws://a/ws"]}, "openenv_url names http://a twice"),
     ({"openenv_headers": '{"a"'}, "openenv_headers=.* is not JSON"),
     ({"openenv_headers": "[1]"}, r"openenv_headers='\[1\]' is list, expected"),

@@ -93,7 +93,7 @@ def test_ids_are_those_of_the_whole_text(name):
 def test_a_beginning_is_tokenised_once():
     """Of three records of 4,000 characters that begin alike, as an agent's that edits its last message."""
     tokenizer, rng = make_tokenizer(QWEN3), random.Random(1)
-    prefixes.tried[id(tokenizer)] = tokenizer  # the first one is tokenised whole, to see whether it may be shared
+    prefixes.tried[id(tokenizer)] = tokenizer  # the first one is tokenised completely, to see whether it may be shared
     begin = written(rng, 200)
     shared = SharedPrefixes(tokenizer)
     for k in range(3):
@@ -120,7 +120,7 @@ def test_a_tokenizer_that_looks_behind_its_special_tokens_is_found_out(caplog):
     shared = SharedPrefixes(odd)
     for text in ("<|im_start|>a<|im_end|>b<|im_end|>c", "<|im_start|>a<|im_end|>b<|im_end|>d"):
         assert shared.ids(text) == odd(text, add_special_tokens=False)["input_ids"]
-    assert "tokenised whole" in caplog.text and id(odd) in prefixes.unfit
+    assert "tokenised completely" in caplog.text and id(odd) in prefixes.unfit
 
 
 def test_an_agents_further_records_are_tokenised_from_where_they_differ(monkeypatch):

@@ -312,7 +312,7 @@ def test_tools_of_openais_servers_are_left_out_and_told_once(caplog, monkeypatch
     assert "<tools>" not in read[2] and read[3].count('"name"') == 1 and '"sums__add"' in read[3]
     for tool in OF_OPENAI:
         said = [line for line in caplog.messages if f"the tool {tool['type']!r}" in line]
-        assert len(said) == 1 and "Switch it off" in said[0], tool
+        assert len(said) == 1 and "Disable it" in said[0], tool
     assert len([line for line in caplog.messages if "in the namespace 'sums'" in line]) == 2
 
 
@@ -377,8 +377,8 @@ def test_a_refusal_is_told_once_with_the_name_of_the_agent(caplog, monkeypatch):
 
     caplog.set_level(logging.WARNING)
     rollout, _ = run(my_agent, "1", max_model_calls=2)
-    said = [line for line in caplog.messages if "was refused" in line]
-    assert len(said) == 3 and all(line.startswith("my_agent: a request was refused with 40") for line in said), said
+    said = [line for line in caplog.messages if "was rejected" in line]
+    assert len(said) == 3 and all(line.startswith("my_agent: a request was rejected") for line in said), said
     assert "quantum-0" in said[0] and "gpt-0" in said[1] and "agent_other_models" in said[1] and "JSON" in said[2]
     assert "quantum-2" in rollout.turns[-1].info["refused"] and rollout.stop_reason == StopReason.MAX_TURNS
 
@@ -640,7 +640,7 @@ def test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record(caplog, mon
     assert rollout.error is None, rollout.error
     assert [turn.trained for turn in rollout.turns] == [model == "policy" for model in [*first, *then]]
     assert [record.numbers for record in trained_records(rollout)] == records
-    assert caplog.text.count("the model 'small' was asked for. By agent_other_models: frozen nothing") == 1
+    assert caplog.text.count("names the model 'small'. With agent_other_models: frozen its answers") == 1
 
 
 def test_a_key_in_a_path_is_in_no_log(caplog):

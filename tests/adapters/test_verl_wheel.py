@@ -424,7 +424,7 @@ def test_the_mcp_search_tool_of_the_wheel(found, tavily, tmp_path, caplog, way):
 @WAYS
 @pytest.mark.parametrize("client", [True, False], ids=["with its client", "without"])
 def test_the_mcp_base_tool_of_the_wheel(found, tavily, monkeypatch, caplog, client, way):
-    """With what it imports it runs as it is, and asks the entry's servers; without, what is built in stands for it."""
+    """With what it imports it runs as it is, and asks the entry's servers; without, The built-in version is used."""
     found("verl/tools/mcp_base_tool.py", way)
     if client:
         give_mcp_client(monkeypatch)
@@ -433,7 +433,7 @@ def test_the_mcp_base_tool_of_the_wheel(found, tavily, monkeypatch, caplog, clie
     assert rollout.turns[0].observation == f'{{"query": "France", "results": {PARIS}}}'
     assert FAILED in rollout.turns[1].observation
     assert rollout.turns[1].error == (None if client else "tool")  # verl's own answers a failure with a text
-    assert ("what is built in stands for it" in caplog.text) == (not client)
+    assert ("The built-in version is used" in caplog.text) == (not client)
     assert rollout.reward is None
 
 

@@ -303,7 +303,7 @@ def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):
     ],
 )  # fmt: skip
 def test_a_parameter_that_no_json_fits_is_refused(kind, name):
-    with pytest.raises(ValueError, match=re.escape(f"'where' is {name}, which no argument from JSON")):
+    with pytest.raises(ValueError, match=re.escape(f"'where' is {name}, which JSON cannot")):
         make_env([visitor(kind)])
 
 

@@ -313,7 +313,7 @@ def test_content_that_is_no_text_ends_its_rollout(content, way):
         shown = content[0] if isinstance(content, list) else content
         expected = f"has the content {shown!r}, expected text, or parts of type text."
         if isinstance(shown, dict) and shown.get("type") == "image":
-            expected = "has an image. The model would not see it: it reads text alone. Expected text alone."
+            expected = "has an image. The model would not see it: it is a text-only model. Expected text alone."
         assert str(broken.error).endswith(expected) and str(broken.error).startswith(("Broken.respond: ", "reset "))
 
 
@@ -395,7 +395,7 @@ def test_parts_of_a_prompt_are_read_as_text():
         assert whole.prompt_ids == split.prompt_ids
         with pytest.raises(ValueError, match="prompt 0: a message has an image"):
             env_of(name).start([[{"role": "user", "content": [{"type": "image", "image": "x"}]}]])
-        with pytest.raises(ValueError, match="has the|holds a message with the content 5, expected"):
+        with pytest.raises(ValueError, match="has the|has a message with the content 5, expected"):
             env_of(name).start([[{"role": "user", "content": 5}]])
 
 

@@ -289,9 +289,9 @@ def test_two_tools_of_one_name_are_refused():
             super().__init__()
             self.tools = [add]
 
-    with pytest.raises(ValueError, match="Two tools are called 'add', one of them of Counter"):
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them in Counter"):
         MultiTurnToolEnv([add], None, environment=Counter)
-    with pytest.raises(ValueError, match="Two tools are called 'add', one of them of Lists"):
+    with pytest.raises(ValueError, match="Two tools are called 'add', one of them in Lists"):
         run(Lists, [[ANSWER]])  # known only when there is an instance
 
 
@@ -441,11 +441,11 @@ ITSELF["a"] = [ITSELF]
     "reply, message",
     [
         ("hello", "returned str, expected"),
-        (Reply(messages=USER, stop=True), "a reply with messages and stop, expected"),
+        (Reply(messages=USER, stop=True), "a reply with messages and stop. Set only one"),
         (Reply(messages=["hi"]), "messages has 'hi', expected"),
-        (Reply(history=[{"role": "assistant", "content": "a"}]), "history ends with the model's own message"),
-        ({"mesages": USER}, "a reply has no 'mesages', expected"),
-        (Reply(info=ITSELF), "info holds itself, or is nested too deeply"),
+        (Reply(history=[{"role": "assistant", "content": "a"}]), "history ends with an assistant message"),
+        ({"mesages": USER}, "a reply has no key 'mesages'"),
+        (Reply(info=ITSELF), "info contains itself, or is nested too deeply"),
         (Reply(stop="no"), "stop is 'no', expected"),
         (Reply(messages=[{"role": 5, "content": "a"}]), "messages has the role 5, expected"),
         (Reply(messages="Sure?"), "messages is 'Sure\\?', expected"),
@@ -559,7 +559,7 @@ def test_a_call_that_stays_busy_behind_its_time_limit_ends_its_rollout(asked_by)
     finally:
         over.set()
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.reward is None
-    assert "Busy: a call that was given up at tool_timeout still runs" in str(rollout.error)
+    assert "Busy: a call that was abandoned at tool_timeout still runs" in str(rollout.error)
 
 
 def test_reward_functions_get_no_instance_that_is_busy():
@@ -726,7 +726,7 @@ def test_a_row_that_reset_would_not_take_is_refused_before_training():
             Environments(cls, 1.0, {}).check_rows(rows)
         return str(error.value)
 
-    needs = "Board.reset cannot begin with this row: missing a required argument: 'board'. The row has: start. Rename"
+    needs = "Board.reset does not accept this row: missing a required argument: 'board'. The row has: start. Rename"
     assert needs in refused(Board, Dataset.from_dict({"start": [4]}))
     assert refused(Board, Rows([{"board": "x"}, {"start": 4}])).startswith(f"Row 1: {needs}")
     assert "unexpected keyword argument 'end'" in refused(Strict, Rows([{"start": 1}, {"end": 2}]))
@@ -1269,12 +1269,12 @@ def alters(change):
 
 
 ALTERED = [
-    (lambda r, t: setattr(t, "mask", [1]), r"turn 0: mask is \[1\] with 1 values, expected None, or a 0 or a 1"),
+    (lambda r, t: setattr(t, "mask", [1]), r"turn 0: mask is \[1\] with 1 values, expected None, or a 0 or 1"),
     (lambda r, t: t.token_ids.append(65), "turn 0 has 2 logprobs, expected one for each of the 3 tokens"),
     (lambda r, t: r.turns.append("a turn"), "turns\\[1\\] is 'a turn', expected a Turn"),
     (lambda r, t: t.observation_ids.append(10**6), "observation_ids has the id 1000000, expected numbers from 0 to"),
-    (lambda r, t: r.turns.append(Turn([65], [-1.0], "", "stop", after=7)), "its turns make no records"),
-    (lambda r, t: setattr(r, "index", 0), "rollout.index is the trainer's: it is 1, got 0. Expected that it stays"),
+    (lambda r, t: r.turns.append(Turn([65], [-1.0], "", "stop", after=7)), "its turns form no valid records"),
+    (lambda r, t: setattr(r, "index", 0), "rollout.index is set by the trainer and cannot be changed from 1 to 0"),
 ]
 
 

@@ -750,7 +750,7 @@ def test_a_template_that_loses_tool_results_is_refused():
         *CHATML_TOKENS,
     )
     assert tokenizer.chat_template != template
-    with pytest.raises(ValueError, match="leaves out a result: .* behind a turn with 2 results"):
+    with pytest.raises(ValueError, match="leaves out a result: .* after a turn with 2 results"):
         make_format("hermes", tokenizer)
 
 

@@ -231,10 +231,10 @@ WRONG = {
     "no conversation": (PLAIN, r"example 1 is \{'role': 'user'"),
     "a text": ("Hello", "holds 'Hello'. Expected a list of conversations"),
     "system": ([[{"role": "system", "content": "x"}, *PLAIN]], "expected user .*, got the role 'system'"),
-    "two questions": ([[PLAIN[0], *PLAIN]], "expected assistant behind user, got the role 'user' .message 2"),
-    "ends with a result": ([STRUCTURED[:3]], "expected tool or assistant behind tool, got its end .message 4"),
-    "no role": ([[*PLAIN, {"content": "z"}]], "expected tool or user or its end behind assistant, got the role None"),
-    "a field": ([[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]], "the field 'reasoning_content'"),
+    "two questions": ([[PLAIN[0], *PLAIN]], "expected assistant after user, got the role 'user' .message 2"),
+    "ends with a result": ([STRUCTURED[:3]], "expected tool or assistant after tool, got its end .message 4"),
+    "no role": ([[*PLAIN, {"content": "z"}]], "expected tool or user or its end after assistant, got the role None"),
+    "a field": ([[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]], "the unknown field 'reasoning_content'"),
     "calls of a user": ([[{**user("x"), "tool_calls": [{}]}, PLAIN[1]]], "message 1 has tool_calls"),
     "blank": ([[user(" "), PLAIN[1]]], "message 1 has the content ' ', expected text"),
 }
@@ -253,7 +253,7 @@ def test_conversations_that_are_none(examples, error, tmp_path):
 HERMES_CALL = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
 MISWRITTEN = {
     "another format": ([user("x"), assistant(HERMES_CALL), tool("8"), assistant("y")],
-                       "holds '<tool_call', and no call that this tool_format reads. Write calls as <tool>"),
+                       "has '<tool_call', but no call that this tool_format reads. Write calls as <tool>"),
     "unknown tool": ([user("x"), assistant('<tool>{"name": "dobule", "args": {}}</tool>'), tool("8"), assistant("y")],
                      "a call that cannot run: unknown tool 'dobule'. Known tools: double"),
     "wrong argument": ([user("x"), assistant("", {"number": "four"}), tool("8"), assistant("y")],
@@ -261,23 +261,23 @@ MISWRITTEN = {
     "no result": ([user("x"), assistant("", {"number": 4}), user("z"), assistant("y")], "has 1 calls.* and 0 results"),
     "result without call": ([user("x"), assistant("z"), tool("8"), assistant("y")], "has 0 calls.* and 1 results"),
     "two calls in a turn": ([user("x"), assistant("", {"number": 4}, {"number": 5}), tool("8"), tool("10"),
-                             assistant("y")], "the calls would be read as"),
+                             assistant("y")], "would read the calls as"),
     "goes on": ([user("x"), assistant("<answer>8</answer> or 9")],
-                "goes on behind the end of the turn. Remove ' or 9'"),
-    "control token": ([user("x"), assistant("8<|im_end|>")], "holds the token '<|im_end|>'"),
+                "goes on after the end of the turn. Remove ' or 9'"),
+    "control token": ([user("x"), assistant("8<|im_end|>")], "has the token '<|im_end|>'"),
     "an argument under another name": (
         [user("x"), {"role": "assistant", "tool_calls": [{"name": "double", "args": {"number": 4}}]}, tool("8"),
-         assistant("y")], "a call is .*'args'.*expected its `name`, a text, and its `arguments`"),
+         assistant("y")], "a call is .*'args'.*expected an object with `name`"),
     "a date": ([user("x"), assistant("", {"number": 4, "unit": datetime.date(2024, 5, 1)}), tool("8"), assistant("y")],
-               "not JSON serializable. Write a text in quotes"),
+               "not JSON serializable. Put texts in quotes"),
     "control token by an escape": (
         [user("x"), {"role": "assistant", "tool_calls": [
             {"name": "double", "arguments": '{"number": 4, "unit": "\\u003c|im_end|>"}'}]}, tool("8"), assistant("y")],
-        "holds the token '<|im_end|>'"),
+        "has the token '<|im_end|>'"),
     "ids of other calls": (
         [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
          {"role": "tool", "content": "8", "tool_call_id": "b"}, assistant("y")],
-        "has calls with the ids .'a'., and results of .'b'."),
+        "has calls with the ids .'a'., and results with .'b'."),
 }  # fmt: skip
 
 

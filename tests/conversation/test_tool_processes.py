@@ -372,7 +372,9 @@ def test_a_call_waits_for_a_thread_where_no_more_can_be_started(monkeypatch):
     with no_more_threads():
         with monkeypatch.context() as patch:
             patch.setattr(ToolThreads, "WAIT_SECONDS", 0.2)
-            with pytest.raises(ToolsUnavailable, match="no thread for a tool within 0.2 s: can't start new thread. "):
+            with pytest.raises(
+                ToolsUnavailable, match="no thread for a tool could be started in 0.2 s: can't start new thread. "
+            ):
                 asyncio.run(submit(lambda: True))
         assert not done.is_set()
         asyncio.run(submit(lambda: True, release_after=0.3))

@@ -118,7 +118,7 @@ def test_a_run_pushes_its_adapter_and_samples_from_it(adapters, tmp_path, caplog
     trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA),
                            learning_rate=2e-2, log_rollouts=16, log_rollout_tokens=True)  # fmt: skip
     trainer.train()
-    assert "sends it alone, of rank 4." in caplog.text
+    assert "LoRA of rank 4" in caplog.text
     rows = [row for row in trainer.state.log_history if "sync/seconds" in row]
     assert len(rows) == 4 and all(row["sync/logprob_difference"] < 1e-4 for row in rows)
     assert all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
@@ -261,7 +261,7 @@ def test_two_ranks_push_one_adapter(adapters, tmp_path):
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
     )
     assert said.returncode == 0, (said.stdout + said.stderr)[-3000:]
-    assert (said.stdout + said.stderr).count("A push to the server sends it alone, of rank 4.") == 1
+    assert (said.stdout + said.stderr).count("LoRA of rank 4") == 1
     rows = json.loads((tmp_path / "out/checkpoint-3/trainer_state.json").read_text())["log_history"]
     rows = [row for row in rows if "sync/seconds" in row]
     assert len(rows) == 3 and all(row["sync/logprob_difference"] < 1e-4 for row in rows)
@@ -307,7 +307,7 @@ def test_a_model_that_comes_with_an_adapter(adapters, tmp_path, caplog):
             torch.nn.init.normal_(parameter, std=0.05)
     trainer = make_trainer(adapters.port, model, tmp_path, max_steps=2, log_rollouts=16, log_rollout_tokens=True)
     trainer.train()
-    assert "A push to the server sends it alone, of rank 4." in caplog.text
+    assert "LoRA of rank 4" in caplog.text
     rows = [row for row in trainer.state.log_history if "sync/seconds" in row]
     assert len(rows) == 2 and all(row["sampling/sampling_logp_difference/mean"] < 1e-4 for row in rows)
 
@@ -319,7 +319,7 @@ def test_adapters_in_bf16(tmp_path, caplog):
         trainer = make_trainer(server.port, TINY, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA),
                                learning_rate=1e-2, model_init_kwargs={"dtype": "bfloat16"}, bf16=True)  # fmt: skip
         trainer.train()
-        assert "A push to the server sends it alone, of rank 4." in caplog.text
+        assert "LoRA of rank 4" in caplog.text
         rows = [row for row in trainer.state.log_history if "sync/seconds" in row]
         assert len(rows) == 4 and all(row["sync/logprob_difference"] < 0.1 for row in rows)
         assert all(row["sampling/sampling_logp_difference/mean"] < 0.05 for row in rows)
@@ -346,7 +346,7 @@ def test_experts_that_vllm_on_a_cpu_loads_wrongly_are_found_at_the_first_push(tm
         with pytest.raises(ServerError, match="A changed weight did not arrive at "):
             trainer.train()
         CLIENTS.pop().close()
-    assert f"merges it into all weights, since its configuration has target_parameters={sorted(both)}" in caplog.text
+    assert f"merged weights, since its configuration has target_parameters={sorted(both)}" in caplog.text
 
 
 def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, tmp_path, monkeypatch):
@@ -366,14 +366,14 @@ def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, t
     ({"modules_to_save": ["norm"]}, "its configuration has modules_to_save="),
     ({"r": 16}, "has room for rank 8, and lora_r is 16: start it with --enable-lora --max-loras 2 --max-lora-rank 16"),
     ({"target_modules": ["embed_tokens", "q_proj"]},
-     "base_model.model.model.embed_tokens.lora_embedding_A.default is trained beside it"),
+     "base_model.model.model.embed_tokens.lora_embedding_A.default is trained in addition to it"),
 ])  # fmt: skip
 def test_what_is_no_adapter_for_the_server_is_merged(adapters, tmp_path, caplog, changes, reason):
     """And the log says why. The samples are right either way."""
     config = LoraConfig(**{**LORA, **changes})
     trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=1, peft_config=config)
     trainer.train()
-    assert f"merges it into all weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "")
+    assert f"merged weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "")
     (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
     assert row["sync/logprob_difference"] < 1e-4 and versions(adapters, trainer) == []
     model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
@@ -390,12 +390,12 @@ def test_an_adapter_on_other_weights_is_merged(adapters, tmp_path, caplog):
         client.close()
 
     for version, reason in (
-        ("of-another-7", "holds the weights 'of-another-7' of another run"), ("default", "own weights are others than")
+        ("of-another-7", "holds the weights 'of-another-7' of another run"), ("default", "base weights differ")
     ):  # fmt: skip
         put(1.1, version)
         trainer = make_trainer(adapters.port, TINY, tmp_path / version, max_steps=1, peft_config=LoraConfig(**LORA))
         trainer.train()
-        assert f"merges it into all weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "").replace(
+        assert f"merged weights, since {reason}" in caplog.text.replace(f"{adapters.url} ", "").replace(
             "the server's ", ""
         )
         (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
@@ -422,7 +422,7 @@ def test_where_a_reward_asks_the_policy_an_adapter_is_merged(adapters, plain, tm
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights"))
     with pytest.raises(ValueError, match="weight_sync=adapter: a reward function asks the policy.*weight_sync: auto"):
         make_trainer(plain.port, TINY, tmp_path, weight_sync="adapter", **given)
-    with pytest.raises(ServerError, match="takes adapters on a CPU, where vLLM ends .*Start it without --enable-lora"):
+    with pytest.raises(ServerError, match="has adapters enabled on a CPU, .*Start it without --enable-lora"):
         make_trainer(adapters.port, TINY, tmp_path, **given)
 
 
@@ -435,7 +435,7 @@ def test_an_adapter_that_the_server_cannot_load_is_merged(adapters, tmp_path, ca
     monkeypatch.setattr(LoraConfig, "save_pretrained", empty)
     trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=1, peft_config=LoraConfig(**LORA))
     trainer.train()
-    assert "merges it into all weights, since the server cannot load it: Push of an adapter to" in caplog.text
+    assert "merged weights, since the server cannot load it: The adapter push to" in caplog.text
     (row,) = [row for row in trainer.state.log_history if "sync/seconds" in row]
     assert row["sync/logprob_difference"] < 1e-4 and versions(adapters, trainer) == []
     server = trainer.client.servers[0]
@@ -455,7 +455,7 @@ def test_an_older_engine_gets_merged_weights(version, fits):
         server_info=lambda: {"lora_config": {"max_lora_rank": 16, "max_loras": 2}},
     )  # fmt: skip
     reason = adapters_module.why_server_merges(server, 8, 2)
-    assert (reason is None) == fits and (fits or f"runs vLLM {version or 'of no version'}, and" in reason)
+    assert (reason is None) == fits and (fits or f"runs vLLM {version or '(unknown version)'}, and" in reason)
     if fits:
         assert "room for 2 adapters at a time, and 3 may be in flight" in adapters_module.why_server_merges(
             server, 8, 3
@@ -466,7 +466,7 @@ def test_a_server_without_the_flags_gets_merged_weights(plain, tmp_path, caplog)
     trainer = make_trainer(plain.port, TINY, tmp_path, max_steps=1, peft_config=LoraConfig(**LORA))
     trainer.train()
     flags = "--enable-lora --max-loras 2 --max-lora-rank 8, and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-    assert f"merges it into all weights, since {plain.url} was started without {flags}" in caplog.text
+    assert f"merged weights, since {plain.url} was started without {flags}" in caplog.text
 
 
 @pytest.mark.parametrize("config, reason", [
@@ -477,17 +477,17 @@ def test_an_adapter_that_is_asked_for_and_cannot_be_had_is_an_error_before_weigh
     plain, tmp_path, monkeypatch, config, reason
 ):
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *args, **kwargs: pytest.fail("weights"))
-    with pytest.raises(ServerError, match=f"weight_sync=adapter: .*{reason}.*With weight_sync: auto"):
+    with pytest.raises(ServerError, match=f"weight_sync=adapter: .*{reason}.*weight_sync: auto"):
         make_trainer(plain.port, TINY, tmp_path, peft_config=config, weight_sync="adapter")
 
 
 def test_further_trained_parameters_and_a_second_adapter_are_seen(random_model):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(random_model), LoraConfig(**LORA))
     assert why_model_merges(model, False) is None
-    assert why_model_merges(model, True) == "it is sharded, or DeepSpeed has it"
+    assert why_model_merges(model, True) == "the model is sharded, or managed by DeepSpeed"
     name, norm = next((n, p) for n, p in model.named_parameters() if "norm" in n)
     norm.requires_grad_(True)
-    assert why_model_merges(model, False) == f"{name} is trained beside it"
+    assert why_model_merges(model, False) == f"{name} is trained in addition to it"
     norm.requires_grad_(False)
     model.add_adapter("other", LoraConfig(**LORA))
     assert why_model_merges(model, False) == "it has the adapters default, other"

@@ -111,7 +111,7 @@ def test_a_request_has_a_placeholder_and_the_pixels_of_each_image(folder):
     path, body, *_ = ask_for_sample({**payload, "prompt": [9, 8], "logit_bias": {"7": 1.5, "5": 2.0}}, None, [5, 6])
     assert path == "/v1/completions" and body["logit_bias"] == {7: 1.5, 5: -100.0, 6: -100.0}
     assert ask_for_sample({**payload, "prompt": [9, 8]}, None)[1] == {**payload, "prompt": [9, 8]}  # a model of text
-    with pytest.raises(ValueError, match="'response_format' cannot be had of a vLLM server for a prompt with images"):
+    with pytest.raises(ValueError, match="not support 'response_format' for a prompt with images"):
         generate_body({**payload, "response_format": {}})
 
 
@@ -152,9 +152,9 @@ def test_an_answer_that_read_something_else_is_none(folder):
     for changes, message in (
         ({"mm_placeholders": {"image": moved}}, r"\(10, 3\)\], and the trainer .*tokenizer"),
         ({"mm_placeholders": {"image": shorter}}, r"\(9, 1\)\], and the trainer .*mm-processor-kw"),
-        ({"mm_placeholders": None}, "does not say what it read"),
-        ({"prompt_token_ids": [*with_placeholders(prompt)[:-1], 9]}, "other ids than the prompt's"),
-        ({"choices": [{**choice, "token_ids": [20, 22]}]}, "logprobs are of the ids .20, 21."),
+        ({"mm_placeholders": None}, "does not say what the server read"),
+        ({"prompt_token_ids": [*with_placeholders(prompt)[:-1], 9]}, "ids that are not the prompt's"),
+        ({"choices": [{**choice, "token_ids": [20, 22]}]}, "logprobs belong to the ids .20, 21."),
         ({"choices": [{**choice, "finish_reason": "abort"}]}, "abort"),
         ({"choices": []}, "no token ids"),
     ):
@@ -164,7 +164,7 @@ def test_an_answer_that_read_something_else_is_none(folder):
     assert path == GENERATE and body["sampling_params"] == {"max_tokens": 1, "prompt_logprobs": 0, "output_kind": 2}
     logprobs = [None, *({str(token): {"logprob": -k / 8}} for k, token in enumerate(with_placeholders(prompt)[1:]))]
     assert read({**good, "prompt_logprobs": logprobs}) == [-k / 8 for k in range(len(prompt) - 1)]
-    with pytest.raises(BadAnswer, match="other ids"):
+    with pytest.raises(BadAnswer, match="not the prompt's"):
         read({**good, "prompt_token_ids": [1], "prompt_logprobs": logprobs})
 
 
@@ -294,7 +294,7 @@ def test_which_servers_are_refused(client, folder, monkeypatch):
     check_it_reads_images(client, env, "It")
     info = client.server_info()
     for config, message in (
-        ({"limit_per_prompt": {"image": {"count": 2}}}, "It reads at most 2 images of a conversation, and"),
+        ({"limit_per_prompt": {"image": {"count": 2}}}, "It reads at most 2 images per conversation, and"),
         ({"mm_processor_kwargs": {"max_pixels": 784}}, "--mm-processor-kwargs .'max_pixels': 784"),
     ):
         changed = {**info, "model_config": {**info["model_config"], "multimodal_config": config}}

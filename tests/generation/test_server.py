@@ -689,7 +689,7 @@ def test_weights_that_fsdp2_shards_reach_the_server(lora, port, tmp_path, monkey
     """Two processes, of which none has a whole weight. The second step's push fails half-way, and is repeated."""
     monkeypatch.setenv("FAULT", "server lost")
     text = launch(FSDP2, [WORKER, "train"], "--config", sharded_recipe(tmp_path, port, **SHARDED_LORA if lora else {}))
-    assert "lost after 5 weights. Waiting for the server, then pushing again." in text
+    assert "lost after 5 weights. The run waits for the server, then pushes the weights again." in text
     assert_trained_from_what_the_server_held(tmp_path / "out", 3)
 
 

@@ -295,7 +295,7 @@ def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(wrong
         finally:
             pool.close()
     assert sampled == [[7]] * 3 and pool.joined == [1]
-    assert f"{liar}/v1/completions: 3 answers in a row are no sample" in caplog.text and well not in caplog.text
+    assert f"{liar}/v1/completions: 3 invalid answers in a row" in caplog.text and well not in caplog.text
 
 
 def test_a_last_server_that_gives_up_is_left_where_others_are_back():
@@ -459,10 +459,10 @@ def test_a_server_that_comes_back_otherwise_is_left_out(caplog):
     servers[1].values["dtype"] = "torch.bfloat16"
     pool.check_settings()
     assert pool.joined == [0]
-    assert "came back with dtype='torch.bfloat16', before 'torch.float32'" in caplog.text
-    assert "goes on with 1 of 2 servers" in caplog.text
+    assert "restarted with dtype='torch.bfloat16', expected 'torch.float32'" in caplog.text
+    assert "continues with 1 of 2 servers" in caplog.text
     servers[0].values["dtype"] = "torch.bfloat16"
-    with pytest.raises(ServerError, match="came back with dtype"):  # none is left
+    with pytest.raises(ServerError, match="restarted with dtype"):  # none is left
         pool.check_settings()
 
 
@@ -580,7 +580,7 @@ def test_each_weight_of_a_server_must_change_by_a_push_of_others(pushing, monkey
     push("v-0")
     push("v-1")
     assert pushed == [0.0, 0.0625, 0.0, 0.0]
-    assert "2 weights of http://server0 are in no push, such as 0: gate.correction_bias" in caplog.text
+    assert "2 weights of http://server0 are not part of a push, such as 0: gate.correction_bias" in caplog.text
     assert [server.pushes for server in pool.servers] == [["v-0-probe", "v-0", "v-1"]] * 3
     pushed.append(0.0625)  # a push that was lost behind this one, or a run that was killed there
     sync.num_syncs = 0
@@ -617,7 +617,7 @@ def test_a_few_ids_that_are_far_apart_are_no_error_where_the_prompt_is_not(pushi
     push("v-0")
     pool.scores = lambda ids: {n: [[2e-3 if len(ids) == 24 else of_whole] * (len(ids) - 1)] for n in pool.joined}
     if refused:
-        with pytest.raises(ServerError, match="disagree: mean difference of logprobs 2.00e-03"):
+        with pytest.raises(ServerError, match="disagree: the mean difference of logprobs is 2.00e-03"):
             push("v-1")
     else:
         assert push("v-1")["sync/logprob_difference"] == pytest.approx(5e-4)
@@ -709,7 +709,7 @@ def test_a_push_while_no_server_answers_waits_for_one(pushing):
     sync.pushed = None
     assert push("v-0")["sync/servers"] == 1 and pool.joined == [2]
     pool.servers[2].up, pool.servers[0].timeout = False, 0.5
-    with pytest.raises(ServerError, match="None of the vLLM servers at http://server0, .* answers after 0.5 s"):
+    with pytest.raises(ServerError, match="None of the vLLM servers at http://server0, .* answered in 0.5 s"):
         push("v-1")
 
 
@@ -922,7 +922,7 @@ def test_an_error_of_a_push_is_of_the_server_that_has_it(pushing):
 def test_a_push_without_servers_says_so_and_walks_to_the_end():
     """Other ranks gather the weights too."""
     client, weights = VLLMServerClient(base_url="http://127.0.0.1:9"), iter({"w": torch.ones(2)}.items())
-    with pytest.raises(ServerLost, match="None of the vLLM servers is left to push weights to"):
+    with pytest.raises(ServerLost, match="No vLLM server is left to push weights to"):
         client.update_weights(weights, "v-1", {"w": 4}, errors={})
     assert list(weights) == []
 
@@ -950,9 +950,9 @@ def test_a_server_that_loads_weights_is_not_lost():
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        (["http://a:1", "http://a:1/"], "names http://a:1 twice"),
-        (["http://a:1", ""], "is no server's address"),
-        ("http://a:1,,http://b:1", "is no server's address"),
+        (["http://a:1", "http://a:1/"], "lists http://a:1 twice"),
+        (["http://a:1", ""], "is not a server address"),
+        ("http://a:1,,http://b:1", "is not a server address"),
         (["http://a:1", 5], "expected an address or a list"),
     ],
 )

@@ -99,14 +99,14 @@ def test_what_a_request_says():
 
 @pytest.mark.parametrize("key", ["seed", "bad_words"])
 def test_a_parameter_that_it_does_not_have_is_refused_by_name(key):
-    with pytest.raises(ValueError, match=f"'{key}' cannot be had of an SGLang server"):
+    with pytest.raises(ValueError, match=f"SGLang server does not support '{key}'"):
         ask([3], **{key: 1})
 
 
 @pytest.mark.parametrize("wrong", [400, -1, 2**31])
 def test_an_id_that_would_end_the_server_is_not_sent(wrong):
     for question in (SGLang().ask_for_sample, SGLang().ask_for_prompt):
-        with pytest.raises(ServerError, match=f"token id {wrong}, and the model 400 of them"):
+        with pytest.raises(ServerError, match=f"token id {wrong}, and the model has 400 token ids"):
             question({"prompt": [3, wrong], "max_tokens": 8}, 400)
     assert ask([399]).body["input_ids"] == [399]
 
@@ -125,12 +125,12 @@ def test_a_recorded_sample_is_read():
     ("change", "message"),
     [
         (lambda answer, meta: answer.pop("output_ids"), "no token ids"),
-        (lambda answer, meta: answer.update(prompt_token_ids=None), "does not say what it read"),
-        (lambda answer, meta: answer["prompt_token_ids"].__setitem__(3, 9), "first that differs is number 3"),
+        (lambda answer, meta: answer.update(prompt_token_ids=None), "does not say what the server read"),
+        (lambda answer, meta: answer["prompt_token_ids"].__setitem__(3, 9), "differ at id number 3"),
         (lambda answer, meta: answer["prompt_token_ids"].append(9), "read 13 ids, the prompt has 12, .* number 12"),
-        (lambda answer, meta: answer["output_ids"].__setitem__(0, 9), "logprobs are of the ids .30, 265"),
-        (lambda answer, meta: meta["output_token_logprobs"][2].__setitem__(0, float("nan")), "no match"),
-        (lambda answer, meta: meta.update(prompt_tokens=11), "saw 11 prompt tokens of 12"),
+        (lambda answer, meta: answer["output_ids"].__setitem__(0, 9), "logprobs belong to the ids .30, 265"),
+        (lambda answer, meta: meta["output_token_logprobs"][2].__setitem__(0, float("nan")), "do not match"),
+        (lambda answer, meta: meta.update(prompt_tokens=11), "read 11 prompt tokens, expected 12"),
         (lambda answer, meta: meta["finish_reason"].update(type="abort"), "finish_reason='abort'"),
     ],
 )
@@ -164,7 +164,7 @@ def test_which_weights_sampled_a_turn_is_read_per_token():
         answer["meta_info"]["weight_versions"] = [{"version": v, "start": a, "end": b} for v, a, b in spans]
         assert ask(prompt).read(answer).policy_versions == expected, spans
     answer["meta_info"]["weight_versions"] = [{"version": "loading-3f2a-8", "start": 0, "end": 8}]
-    with pytest.raises(BadAnswer, match="while weights were loaded"):
+    with pytest.raises(BadAnswer, match="while it loaded weights"):
         ask(prompt).read(answer)
 
 
@@ -205,7 +205,7 @@ def test_images_are_sent_once_and_what_their_tokens_score_is_looked_up(tmp_path)
         "input_token_ids_logprobs": [None, *[[[-k / 4, pad, None]] for k in range(2 * n)], [[-9.0, pad, None]]],
     }
     assert question.read({"meta_info": meta, "prompt_token_ids": read}) == [*[-k / 4 for k in range(2 * n)], -0.5]
-    with pytest.raises(BadAnswer, match="It has 2 images: start the server with SGLANG_MM_AVOID_RETOKENIZE=1"):
+    with pytest.raises(BadAnswer, match="The prompt has 2 images: start the server with SGLANG_MM_AVOID_RETOKENIZE=1"):
         question.read({"meta_info": meta, "prompt_token_ids": read[:-1]})
 
 
@@ -330,7 +330,7 @@ def test_half_loaded_weights_are_waited_for(recorded):
 
     assert run_async(client._post("/generate", {}, read)) == "a sample"
     errors += [BadAnswer("no sample")] * 3
-    with pytest.raises(ServerError, match="3 answers in a row are no sample: .*no sample"):
+    with pytest.raises(ServerError, match="3 invalid answers in a row: .*no sample"):
         run_async(client._post("/generate", {}, read))
 
 
@@ -358,7 +358,7 @@ def test_naming_weights_ends_no_request(recorded):
 @pytest.mark.parametrize(
     ("path", "answer", "message"),
     [
-        ("/model_info", (404, {}), "/model_info: 404 .*no answer of an SGLang server: check .*rollout_engine"),
+        ("/model_info", (404, {}), "/model_info: 404 .*not from an SGLang server.*rollout_engine"),
         ("/server_info", (401, {"error": "Unauthorized"}), "401 .*Set VLLM_API_KEY to the key .*--admin-api-key"),
         ("/tokenize", (200, {"tokens": [1, 2]}), "SGLang server .* tokenises .* differently"),
         ("/update_weights_from_disk", (400, ANSWERS["load of no folder"]["body"]), "cannot read .*weight_sync_dir"),
@@ -371,7 +371,7 @@ def test_a_server_that_does_not_fit_is_refused_before_a_model_is_loaded(recorded
 
 
 def test_the_engine_that_is_not_the_one_named(recorded, setting):
-    with pytest.raises(ServerError, match="no answer of a vLLM server: check .*rollout_engine"):
+    with pytest.raises(ServerError, match="not from a vLLM server.*rollout_engine"):
         recorded.changed["/health"] = 200, {}
         check(recorded, setting, engine="vllm")
 
@@ -380,7 +380,7 @@ def test_what_it_cannot_do_for_a_recipe_is_said_at_the_start(recorded, setting, 
     for changes, error, message in (
         ({"top_p": 0.9}, ServerError, "logprobs from before top_p=0.9: .*vllm_importance_sampling_correction: false"),
         ({"top_k": 40, "min_p": 0.1}, ServerError, "from before top_k=40, min_p=0.1"),
-        ({"generation_kwargs": {"seed": 3}}, ValueError, "'seed' cannot be had of an SGLang server"),
+        ({"generation_kwargs": {"seed": 3}}, ValueError, "SGLang server does not support 'seed'"),
         ({"max_completion_length": 4000}, ServerError, "context of 1018 tokens"),
         ({"weight_sync": "adapter"}, ServerError, "weight_sync=adapter: the recipe has no LoRA"),
     ):
@@ -399,7 +399,7 @@ def test_images_that_it_would_read_otherwise_are_refused(recorded):
     info = recorded.bodies["/server_info"][1]
     for changes, message in (
         ({"mm_process_config": {"image": {"max_pixels": 9}}}, "--mm-process-config .*reads images in other sizes"),
-        ({"limit_mm_data_per_request": {"image": 2}}, "reads at most 2 images of a conversation"),
+        ({"limit_mm_data_per_request": {"image": 2}}, "reads at most 2 images per conversation"),
         ({}, None),
     ):
         recorded.changed["/server_info"] = 200, {**info, **changes}
@@ -436,7 +436,7 @@ def test_a_weight_that_files_hold_with_others_is_refused(monkeypatch, folder_of_
     for converted in (lambda model, state: {}, lambda model, state: {name: gate_up[:1]}):
         with monkeypatch.context() as patched:
             patched.setattr("mt_grpo.generation.weights.revert_weight_conversion", converted)
-            with pytest.raises(ServerError, match=f"{name} is stored together with others .*rollout_engine: vllm"):
+            with pytest.raises(ServerError, match=f"{name} together with others.*rollout_engine: vllm"):
                 in_files(model, name, gate_up)
     parts = in_files(model, name, gate_up)
     assert torch.equal(parts["model.layers.0.mlp.experts.2.up_proj.weight"], gate_up[2, 32:])
@@ -702,7 +702,7 @@ def test_a_server_that_lies_or_fails_is_noticed(client, server):
         ):
             proxy.forget()
             proxy.faults = first(9, Fault(name, change=lie(change)), "/generate")
-            with pytest.raises(ServerError, match="3 answers in a row are no sample"):
+            with pytest.raises(ServerError, match="3 invalid answers in a row"):
                 run_async(asking.generate([5, 6, 7], 4))
         asking.close()
 

@@ -302,7 +302,7 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
     assert [client.loaded for client in clients] == ["v-4"] * 2
     servers[0].version = "default"  # it restarted: nothing is loaded before a push to all that joined knows it
     servers[0].asked.clear()
-    with pytest.raises(ServerLost, match="restarted before the push: it does not hold 'v-4' any more"):
+    with pytest.raises(ServerLost, match="restarted before the push: it no longer holds 'v-4'"):
         clients[0].update_weights(iter(WEIGHTS.items()), "v-5", SIZES, torch.device("cpu"))
     assert servers[0].paths() == ["/weight_info"]
     pool.close()

@@ -159,7 +159,7 @@ def test_weights_that_zero3_shards_reach_the_server(lora, launch_zero3, split, p
     monkeypatch.setenv("FAULT", "server lost")
     path = sharded_recipe(tmp_path, port, **SHARDED_LORA if lora else {})
     text = launch_zero3(split, [WORKER, "train"], "--config", path)
-    assert "lost after 5 weights. Waiting for the server, then pushing again." in text
+    assert "lost after 5 weights. The run waits for the server, then pushes the weights again." in text
     assert_trained_from_what_the_server_held(tmp_path / "out", 3)
 
 

@@ -192,7 +192,7 @@ def test_what_a_batch_waits_for_is_said_once(monkeypatch, caplog):
     finally:
         logger.removeHandler(handler)
     (text,) = [record.getMessage() for record in caplog.records if "No tokens were" in record.getMessage()]
-    assert "1 requests wait for the others of 2" in text
+    assert "1 requests wait for the rest of 2" in text
 
 
 @pytest.mark.timeout(120)
@@ -280,7 +280,7 @@ def test_the_reference_of_a_lora_is_its_base(random_model, tmp_path, monkeypatch
     assert reference_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] == pytest.approx(before, abs=1e-6)
     assert policy_of(trainer).logprobs([[5, 6]], [[7, 8]])[0] != pytest.approx(before, abs=1e-3)
     monkeypatch.setattr(MTGRPOEnvTrainer, "_is_sharded", True)
-    with pytest.raises(RunError, match="DeepSpeed or FSDP shards the model that is asked"):
+    with pytest.raises(RunError, match="DeepSpeed or FSDP shards the model"):
         reference_of(trainer)
 
 

@@ -81,10 +81,10 @@ MESSAGES = [{"role": "user", "content": "5?"}]
     "prompts, message",
     [
         ("2+3?", r"^prompts is '2\+3\?', expected"),
-        (MESSAGES, "^prompts is one conversation's messages"),
+        (MESSAGES, "^prompts is a single conversation"),
         (None, "^prompts is None, expected"),
-        ([["2+3?"]], r"^prompts holds \['2\+3\?'\], expected"),
-        ([[{"role": "user"}]], "^prompts holds .*, with role and content"),
+        ([["2+3?"]], r"^prompts contains \['2\+3\?'\], expected"),
+        ([[{"role": "user"}]], "^prompts contains .*, with role and content"),
     ],
 )
 def test_prompts_that_are_no_list_of_conversations_are_refused(prompts, message):
@@ -115,7 +115,7 @@ def test_unknown_sampling_parameters_are_refused():
             with pytest.raises(ValueError, match=message):
                 use({"temperature": 0.5, key: 1})
     for use in (env.generate, lambda prompts, backend, params: env.step(states, backend, params)):
-        with pytest.raises(ValueError, match="'stop' is set per turn, by the tool format"):
+        with pytest.raises(ValueError, match="'stop' is set per turn by the tool format"):
             use(["2+3?"], backend, {"stop": ["5"]})
     with pytest.raises(ValueError, match="unknown key 'max_token'. Did you mean 'max_tokens'?"):
         client.chat([MESSAGES], {"max_token": 5})

@@ -157,7 +157,7 @@ def test_only_place_changes_an_index():
     rollout = Rollout([], [], index=3)
     rollout.place(5)
     assert rollout.index == 5
-    with pytest.raises(AttributeError, match="it is 5, got 7"):
+    with pytest.raises(AttributeError, match="changed from 5 to 7"):
         rollout.index = 7
 
 

@@ -629,7 +629,7 @@ def test_a_state_key_that_raises_is_named(random_model, tmp_path):
         random_model, env, [turn_reward], [length_reward], train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
         args=MTGRPOConfig(**settings(tmp_path, credit_assignment="gigpo", max_steps=1)),
     )  # fmt: skip
-    with pytest.raises(RunError, match="step 0: rank 0: .*The state key raised KeyError: 'board'"):
+    with pytest.raises(RunError, match="step 0: rank 0: .*state_key raised KeyError: 'board'"):
         trainer.train()
 
 
@@ -642,7 +642,7 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
 
     monkeypatch.setattr("mt_grpo.training.reward_calls.BLOCKED_SECONDS", 0.2)
     try:
-        with pytest.raises(RuntimeError, match="an async function blocks the event loop"):
+        with pytest.raises(RuntimeError, match="An async function blocks the event loop"):
             run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))  # told while it still blocks
     finally:
         release.set()
@@ -758,7 +758,7 @@ def test_a_run_that_stops_saves_itself_and_continues(random_model, tmp_path, mon
 
 def test_a_run_that_stops_at_once_has_nothing_to_save(random_model, tmp_path, monkeypatch):
     trainer = make_trainer(random_model, tmp_path)
-    assert trainer.save_where_it_stopped() == "No step was finished, so there is nothing to save."
+    assert trainer.save_where_it_stopped() == "No step was completed, so there is nothing to save."
     assert not list(tmp_path.glob("checkpoint-*"))
 
 

@@ -145,7 +145,7 @@ def test_a_damaged_part_is_named(copy, part, damage):
         assert f"checkpoint-4/{part} " in str(raised.value)
         assert f"Set resume_from_checkpoint: {copy / 'out/checkpoint-2'}," in str(raised.value)
     DAMAGES[damage](copy / "out/checkpoint-2" / part)
-    with pytest.raises(ValueError, match=f"checkpoint-4/{part} .*There is none in output_dir"):
+    with pytest.raises(ValueError, match=f"checkpoint-4/{part} .*There is no other one in output_dir"):
         checkpoint_to_resume("last", str(copy / "out"))
 
 
@@ -250,8 +250,8 @@ def test_a_resumed_run_lists_what_differs(random_model, copy, caplog):
         "tools_sha256", "turn_advantage_coef",
     ]  # fmt: skip
     assert {"max_steps: 4 -> 6", "credit_assignment: 'mt_grpo' -> 'turn_return'"} < set(lines)
-    assert [line.split()[0] for line in lines if "without effect" in line] == ["learning_rate:"]
-    assert sum("the order of the prompts is another one" in line for line in lines) == 3
+    assert [line.split()[0] for line in lines if "no effect" in line] == ["learning_rate:"]
+    assert sum("the order of the prompts changes" in line for line in lines) == 3
     assert [row["learning_rate"] for row in trainer.state.log_history if "learning_rate" in row][-1] == 1e-3
 
 
@@ -271,12 +271,12 @@ def test_a_run_that_is_resumed_at_its_end_says_so(random_model, copy, caplog):
     stopping = TrainerCallback()
     stopping.stop = False  # of whoever wrote it: nothing to call
     make_trainer(random_model, copy, callbacks=[stopping]).train(resume_from_checkpoint=True)
-    assert len(warnings_of(caplog, "has no mt_grpo_run.json: whether it was trained with these settings")) == 1
+    assert len(warnings_of(caplog, "has no mt_grpo_run.json, so its settings cannot be compared")) == 1
 
 
 def test_a_batch_of_another_size_changes_the_order():
     (line,) = changed_settings({"world_size": 2, "beta": 0.0}, {"world_size": 4, "beta": 0.0})
-    assert line.startswith("world_size: 2 -> 4 (the order of the prompts is another one")
+    assert line.startswith("world_size: 2 -> 4 (the order of the prompts changes")
 
 
 def test_a_record_has_what_changes_training_and_nothing_else(tmp_path):
@@ -324,7 +324,7 @@ def test_a_checkpoint_without_room_costs_only_itself(random_model, tmp_path, cap
     trainer.train()
     assert seen[:2] == [["checkpoint-1"], ["checkpoint-1"]] and "checkpoint-3" in seen[2]
     assert trainer.state.global_step == 3
-    (said,) = warnings_of(caplog, "No checkpoint of step 2")
+    (said,) = warnings_of(caplog, "The checkpoint of step 2 could not be saved")
     assert f"{tmp_path / 'out/checkpoint-2'}: " in said and "Training goes on" in said
     assert only_model or f"Continue with --resume_from_checkpoint {tmp_path / 'out/checkpoint-1'}" in said
     rewards = [row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row]
@@ -352,7 +352,7 @@ def test_the_trained_model_waits_for_room(random_model, trained, tmp_path, monke
 
     class Room(logging.Handler):
         def emit(self, record):
-            if "trying again, 3 of 3" in record.getMessage():
+            if "Attempt 3 of 3 follows" in record.getMessage():
                 limit.close()
 
     with limit:
@@ -374,7 +374,7 @@ def test_the_trained_model_waits_for_room(random_model, trained, tmp_path, monke
     trainer._stop_signal = 15
     with files_of_at_most(100_000), pytest.raises(SaveError):
         trainer.save_trained_model()
-    assert not warnings_of(caplog, "trying again")
+    assert not warnings_of(caplog, "Attempt")
 
 
 def test_a_model_that_is_elsewhere_is_a_failure(random_model, tmp_path, monkeypatch):
@@ -385,7 +385,7 @@ def test_a_model_that_is_elsewhere_is_a_failure(random_model, tmp_path, monkeypa
     with pytest.raises(SaveError, match=f"could not be saved in output_dir: {tmp_path}/out: ") as raised:
         trainer.save_trained_model()
     (folder,) = (tmp_path / "temporary").iterdir()
-    assert f"It is in {folder}: move it" in str(raised.value)
+    assert f"It was saved in {folder}. Move it" in str(raised.value)
     saved = load_file(folder / "model.safetensors")
     assert all(torch.equal(p, saved[n]) for n, p in trainer.model.named_parameters())
 
@@ -567,11 +567,11 @@ def test_a_disk_that_is_full_costs_no_weights(random_model, tmp_path):
     result = subprocess.run([str(c) for c in command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     said = result.stdout + result.stderr
     assert "Traceback" not in said, said[-4000:]
-    assert "No checkpoint of step 4: " in said and "No space left" in said, said[-4000:]
+    assert "The checkpoint of step 4 could not be saved: " in said and "No space left" in said, said[-4000:]
     assert "rollouts are not in" in said and "a log could not be written" in said, said[-4000:]
     (saved,) = other.glob("mt-grpo-out-*")
     assert f"error: The trained model could not be saved in output_dir: {disk}/out: " in result.stdout
-    assert f"It is in {saved}: move it" in result.stdout
+    assert f"It was saved in {saved}. Move it" in result.stdout
     assert "checkpoint-1" in result.stdout and "checkpoint-4" not in result.stdout
     assert load_file(saved / "model.safetensors") and json.loads((saved / "trainer_state.json").read_text())
     assert f"output_dir='{disk}' has 0.000 GiB free; a model needs 0.010 GiB." in result.stdout
@@ -620,7 +620,7 @@ def test_two_ranks_agree_on_a_checkpoint_that_one_cannot_write(random_model, tmp
     result = subprocess.run([str(c) for c in command], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     said = result.stdout + result.stderr
     assert result.returncode == 0, said[-4000:]
-    assert said.count("No checkpoint of step 1: ") == said.count("No checkpoint of step 2: ") == 1, said[-4000:]
+    assert all(said.count(f"The checkpoint of step {n} could not be saved: ") == 1 for n in (1, 2)), said[-4000:]
     assert "in time" in said and "too early" not in said
     assert [path.name for path in (tmp_path / "out").glob("checkpoint-*")] == ["checkpoint-3"]
     assert checkpoint_damage(tmp_path / "out/checkpoint-3") is None
@@ -727,7 +727,7 @@ def test_a_run_that_stops_without_room_saves_itself_elsewhere(random_model, tmp_
     trainer.train()
     (tmp_path / "out/checkpoint-3").write_text("in the way")
     said = trainer.save_where_it_stopped()
-    found = re.fullmatch(r"The run is saved up to step 3. Continue with --resume_from_checkpoint (.*)", said)[1]
+    found = re.fullmatch(r"The run is saved at step 3. Continue with --resume_from_checkpoint (.*)", said)[1]
     assert found.startswith(str(tmp_path / "temporary/mt-grpo-out-"))
     assert checkpoint_to_resume(found, str(tmp_path / "out")) == found
     trainer._saved.clear()
@@ -803,7 +803,7 @@ REFUSED_BEFORE = {  # before a model is loaded
     "index": (edit("model.safetensors.index.json", weight_map=["a"]), "model.safetensors.index.json cannot be read"),
     "config": (put("config.json", b"none"), "config.json cannot be read"),
     "latest": (put("latest", b"\xff"), "has no states of the model and the optimizer"),
-    "schedule": (put("scheduler.pt", [1]), "scheduler.pt holds list, expected a dict"),
+    "schedule": (put("scheduler.pt", [1]), "scheduler.pt contains list, expected a dict"),
     "schedule of another": (put("scheduler.pt", {"a": 1}), "scheduler.pt has last_epoch: None"),
     "random": (put("rng_state.pth", {"python": ()}), "rng_state.pth lacks cpu, numpy"),
     "random, a class": (put("rng_state.pth", Path("x")), "rng_state.pth cannot be loaded: UnpicklingError"),
@@ -1016,7 +1016,7 @@ OF_TURNS = LARGE.replace("[%s * (sum(ids) %% 17)", "[[%s * (sum(ids) %% 17)]").r
 def test_rewards_that_overflow_end_the_run_with_the_last_good_state(random_model, tmp_path, capsys, setting, says):
     """They would vanish in a comparison, or leave no weight that is a number. The steps before are saved."""
     trainer = make_trainer(random_model, tmp_path, **setting)
-    with pytest.raises(SystemExit, match=f"(?s)error: .*{says}.*Nothing of this batch is trained"):
+    with pytest.raises(SystemExit, match=f"(?s)error: .*{says}.*This batch is not trained on"):
         train_or_save(trainer)
     assert finite_files(tmp_path)[0]
     assert not weights_not_finite(trainer.model)
@@ -1034,7 +1034,7 @@ def test_a_gradient_that_is_not_finite_takes_no_step(random_model, tmp_path, mon
         return loss * float("nan") if self.state.global_step == 3 else loss
 
     monkeypatch.setattr(MTGRPOEnvTrainer, "compute_loss", poisoned)
-    with pytest.raises(SystemExit, match="(?s)Step 3: the norm of the gradient is nan.*saved up to step 3"):
+    with pytest.raises(SystemExit, match="(?s)Step 3: the norm of the gradient is nan.*saved at step 3"):
         train_or_save(trainer)
     assert finite_files(tmp_path / "out/checkpoint-3") == (True, 1)
     state = json.loads((tmp_path / "out/checkpoint-3/trainer_state.json").read_text())

@@ -390,7 +390,7 @@ def test_a_server_that_only_answers_nonsense_is_broken(proxy, client, kind):
     """Three answers in a row that are no sample end the wait: the error has the URL and what came."""
     proxy.faults = first(99, NO_SAMPLES[kind], COMPLETIONS)
     prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
-    with pytest.raises(ServerError, match=f"{COMPLETIONS}: 3 answers in a row") as raised:
+    with pytest.raises(ServerError, match=f"{COMPLETIONS}: 3 invalid answers in a row") as raised:
         run_async(client.generate(prompt, 24))
     assert not isinstance(raised.value, ServerLost)
     assert sum(proxy.counts.values()) == 3
@@ -557,7 +557,7 @@ def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path, when):
     trainer = make_trainer(proxy.port, tmp_path)
     trainer.add_callback(Restart())
     proxy.faults = rule
-    with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', before 'processed_logprobs'"):
+    with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', expected 'processed_logprobs'"):
         trainer.train()
     assert trainer.state.global_step == 1 and not paused(proxy)
 
@@ -634,7 +634,7 @@ FURTHER_OFF = Fault("further off", change=further_off)
 @needs_vllm
 @pytest.mark.parametrize("fault, message", [
     (IGNORED, "A changed weight did not arrive at http://127.0.0.1"),
-    (FURTHER_OFF, "disagree: mean difference of logprobs 1.00e-02, allowed 0.001"),
+    (FURTHER_OFF, "the mean difference of logprobs is 1.00e-02, expected at most 0.001"),
 ], ids=["pushes ignored", "0.01 off"])  # fmt: skip
 def test_a_server_with_other_weights_is_noticed_before_a_rollout(proxy, tmp_path, fault, message):
     """One that ignores pushes holds the right weights at the first: only a changed weight shows it."""
@@ -1140,7 +1140,7 @@ def test_rollouts_in_the_air_are_of_the_prompts_that_are_trained(server, tmp_pat
             return super()._generate_and_score_completions(inputs[::-1])
 
     trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_steps=2, max_staleness=1)
-    with pytest.raises(RuntimeError, match="The rollouts in flight are of other prompts"):
+    with pytest.raises(RuntimeError, match="The rollouts in flight have other prompts"):
         trainer.train()
     assert trainer.state.global_step == 1 and not trainer.in_flight.groups
 
@@ -1266,9 +1266,9 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
     resumed.train(resume_from_checkpoint=str(checkpoint))
     trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
     assert len(trained) == len(set(trained)) == 16
-    with pytest.raises(RunError, match=r"when 4 prompts were begun and not trained, got late_groups: wait"):
+    with pytest.raises(RunError, match=r"and 4 prompts in flight, got late_groups: wait"):
         make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2).train(str(checkpoint))
-    with pytest.raises(RunError, match="4 prompts in flight, of batches of 2 prompts, got 4"):
+    with pytest.raises(RunError, match="4 prompts in flight, from batches of 2 prompts, got 4"):
         make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2, late_groups="admit",
                      per_device_train_batch_size=32).train(str(checkpoint))  # fmt: skip
 

@@ -229,7 +229,7 @@ def refused(folder, message, *arguments, **options):
 
 
 def test_an_output_directory_that_one_node_does_not_see(tmp_path):
-    message = r"error: rank 0 on .*: output_dir='.*' is shared with 0 of 1 other nodes: .*save_on_each_node: true"
+    message = r"error: rank 0 on .*: output_dir='.*' is shared with 0 of 1 other nodes, .*save_on_each_node: true"
     refused(tmp_path, message, outputs=("disk0", "disk1"))
 
 

@@ -515,7 +515,13 @@ def test_a_judge_that_stays_down_raises(judge, server):
     with pytest.raises(RuntimeError) as error:
         grade_calls(judge)
     message = str(error.value)
-    for part in (f"POST {server.url}/chat/completions", "status 500", "CUDA error", "3 attempts", "Is the judge up?"):
+    for part in (
+        f"POST {server.url}/chat/completions",
+        "status 500",
+        "CUDA error",
+        "3 attempts",
+        "Is the judge running?",
+    ):
         assert part in message
     assert len(message) < 1000
     assert len(server.prompts) == 3
@@ -701,7 +707,7 @@ def test_the_key_is_sent_and_never_shown(judge, server, monkeypatch):
                 grade_calls(judge)
             shown.append(str(error.value))
     server.reply = f"your key is {KEY}"
-    with pytest.raises(RuntimeError, match="hold no score") as error:
+    with pytest.raises(RuntimeError, match="have no score") as error:
         grade_calls(judge)
     shown.append(str(error.value))
     assert "[JUDGE_API_KEY]" in shown[0] and "[JUDGE_API_KEY]" in shown[-1]

@@ -222,7 +222,7 @@ def test_its_folder_is_nobody_elses(sandbox, monkeypatch, tmp_path):
     folder = tmp_path / f"python-sandbox-{os.geteuid()}"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(RuntimeError, match="as a folder of its own: delete what is there"):
+    with pytest.raises(RuntimeError, match="as a folder that only it writes to. Delete it"):
         sandbox()
 
 
@@ -339,12 +339,12 @@ def test_what_is_not_allowed_is_said_or_refused(sandbox, caplog, monkeypatch):
     network, processes = (record.getMessage() for record in caplog.records)
     assert "without 'network'" in network and "without 'processes'" in processes
     assert "Connection refused" in said(module, "import socket\nsocket.create_connection(('127.0.0.1', 9))")
-    with pytest.raises(RuntimeError, match=r"PYTHON_SANDBOX_REQUIRE: network cannot be had \(exit code 1: unshare"):
+    with pytest.raises(RuntimeError, match=r"PYTHON_SANDBOX_REQUIRE: network is not available \(exit code 1: unshare"):
         sandbox(allowed=False, REQUIRE="user, network")
     with pytest.raises(ValueError, match=r"has \['net'\], expected"):
         sandbox(REQUIRE="net")
     monkeypatch.delenv("PYTHON_SANDBOX_REQUIRE")
-    with pytest.raises(RuntimeError, match="cannot run a program as another user, and it never does as root: "):
+    with pytest.raises(RuntimeError, match="cannot run a program as another user, and never runs one as root: "):
         sandbox(PYTHON="/root/no/python")
 
 
@@ -360,7 +360,7 @@ def test_bad_settings_are_refused(sandbox, name, value):
 
 def test_without_util_linux_it_says_so(sandbox, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="needs setpriv, prlimit, unshare of util-linux"):
+    with pytest.raises(RuntimeError, match="needs setpriv, prlimit, unshare from util-linux"):
         sandbox()
 
 
@@ -401,7 +401,7 @@ def test_as_an_ordinary_user(open_folder):
     env = {"PYTHONPATH": str(packages), "PATH": os.environ["PATH"], "PYTHON_SANDBOX_SECONDS": "6"}
     command = [*AS_USER, python, "-c", ORDINARY, json.dumps(programs)]
     lines = subprocess.run(command, env=env, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert lines[0].startswith("Python sandbox without 'user'")
+    assert lines[0].startswith("The Python sandbox runs without 'user'")
     has, two, forks, user, left = json.loads(lines[1])
     assert (has, two, user) == (["network", "processes"], "2", "12345")
     assert left == "begun\n[stopped after 6 seconds]"

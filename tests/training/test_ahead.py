@@ -204,7 +204,7 @@ def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(server, tmp_
             return super()._generate_and_score_completions(inputs[::-1])
 
     trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_staleness=1, late_groups="admit")
-    with pytest.raises(RunError, match="step 0: rank 0: .*the batch is of other prompts than the trainer's own sampl"):
+    with pytest.raises(RunError, match="step 0: rank 0: .*the batch has other prompts than the trainer's own sampl"):
         trainer.train()
     assert not trainer.set_off
 

@@ -168,5 +168,5 @@ def test_a_bf16_server_that_ignores_pushes_is_refused(port, tmp_path):
 
     client.transfer.push = ignored
     assert sync._check_logprobs() < sync._logprob_tolerance()  # without the scaled norm nothing is noticed
-    with pytest.raises(ServerError, match="A changed weight did not arrive .* the server's miss theirs by [12]"):
+    with pytest.raises(ServerError, match="A changed weight did not arrive .* the server's differ from them by [12]"):
         trainer.train()

@@ -99,7 +99,7 @@ def test_a_picture_stands_in_a_record_whole_or_not_at_all(tokenizer):
     assert [len(run) for run in runs_of(ids)] == [1, 4, 4, 4, 2] and pictures_in(ids) == [one, two, two]
     pad = one.placeholder
     assert with_placeholders(ids) == [5, *12 * [pad], 6, 7]
-    with pytest.raises(ValueError, match="A picture of 4 tokens stands in 3 places: a part of it is missing"):
+    with pytest.raises(ValueError, match="An image of 4 tokens has 3 tokens here"):
         runs_of(ids[:4])
     rows, found = inputs_of_rows(torch.tensor([ids, [5, 6, 7, *4 * [one.id], *8 * [0]]]))
     assert rows.tolist() == [with_placeholders(ids), [5, 6, 7, *4 * [pad], *8 * [0]]] and found["num_images"] == [3, 1]
@@ -157,8 +157,8 @@ def test_there_is_one_picture_for_an_id(tokenizer):
 
 
 WRONG = {
-    "a path of a program": ("/etc/passwd", "got '/etc/passwd', expected an image"),
-    "an address": ("http://127.0.0.1:1/x.png", "addresses are not fetched"),
+    "a path of a program": ("/etc/passwd", "got '/etc/passwd', expected a PIL image"),
+    "an address": ("http://127.0.0.1:1/x.png", "URLs are not fetched"),
     "broken": (as_bytes(vision_model.picture(0))[:60], "(truncated|broken|identify)"),
     "no base64": ("data:image/png;base64,%%%", "Only base64 data is allowed"),
     "too long": ("data:," + base64.b64encode(bytes(21 * 2**20)).decode(), "it has more than 20 MiB"),
@@ -168,7 +168,7 @@ WRONG = {
         "animated",
     ),
     "a line": (Image.new("RGB", (8000, 8)), "aspect ratio"),
-    "nothing": ({"bytes": None}, "expected an image of PIL"),
+    "nothing": ({"bytes": None}, "expected a PIL image"),
 }
 
 
@@ -201,7 +201,7 @@ def test_the_places_of_a_rows_images(tokenizer):
     assert shown(plain, images=[]) == "s|q|r"
     for prompt, row, message in (
         ([user("a", place, place)], {"image": images[0]}, "row 0: .* have 1 images, and the prompt has 2 places"),
-        (plain[:1], {"image": images[0]}, "row 0: 1 images, and no message of a user to put them into"),
+        (plain[:1], {"image": images[0]}, "row 0: got 1 images, and no message of a user to put them into"),
     ):
         with pytest.raises(ValueError, match=message):
             shown(prompt, **row)
@@ -284,7 +284,7 @@ def test_a_placeholder_that_somebody_writes_is_no_picture(tokenizer):
     (rollout,) = env.start([row["prompt"] for row in rows], rows=rows)
     assert not set(rollout.prompt_ids) & set(tokenizer.pictures.unsampled)
     picture = tokenizer.pictures.read(vision_model.picture(6), "")
-    with pytest.raises(ValueError, match="'<|image_pad|>' stands in a text, where no picture belongs to it"):
+    with pytest.raises(ValueError, match="'<|image_pad|>' without an image"):
         tokenizer(f"<|image_pad|> {mark_of(picture)}")
 
 
@@ -424,7 +424,7 @@ def test_rewards_may_ask_for_logprobs_behind_images(folder, tmp_path):
     for budget in (None, 4096):
         scores = ModelScores(trainer.model, None, contextlib.nullcontext, lambda: "v", lambda budget=budget: budget)
         assert scores.logprobs([context], [asked])[0] == pytest.approx(expected, abs=2e-5)
-    with pytest.raises(ValueError, match="continuation 0 holds a picture"):
+    with pytest.raises(ValueError, match="continuation 0 contains an image"):
         scores.logprobs([[5]], [context])
 
 
@@ -490,7 +490,7 @@ def test_which_rows_are_refused(folder, tokenizer):
             check_images(Rows([asked, row]), "train", env)
     texts = MultiTurnToolEnv([], None, tokenizer=AutoTokenizer.from_pretrained(folder))
     check_images(Rows([{"prompt": plain, "video": "a.mp4"}]), "train", texts)  # of a tool, or a reward
-    with pytest.raises(ValueError, match="train, row 0: the column 'image' .* it reads text alone"):
+    with pytest.raises(ValueError, match="train, row 0: the column 'image' .* it is a text-only model"):
         check_images(Rows([asked]), "train", texts)
 
 
@@ -571,7 +571,7 @@ def test_more_images_than_a_server_reads_fill_a_context(tokenizer, monkeypatch):
     assert env._room(full, None).context == 0 and env._room(not_full, None).context == 490
 
 
-@pytest.mark.parametrize("names, reason", [(["q_proj"], None), (["q_proj", "qkv"], "by which images are read")])
+@pytest.mark.parametrize("names, reason", [(["q_proj"], None), (["q_proj", "qkv"], "vision tower")])
 def test_an_adapter_of_what_reads_images_is_merged_before_a_push(folder, names, reason):
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     found = why_model_merges(get_peft_model(model, LoraConfig(r=2, target_modules=names)), False)

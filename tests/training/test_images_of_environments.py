@@ -390,7 +390,7 @@ def test_an_image_counts_as_read(tokenizer, ids_of):
 def test_a_prompt_of_images_beyond_the_context(tokenizer):
     rollout, _ = play(tokenizer, game([part(k, (112, 112)) for k in range(8)]), [], max_model_len=100)
     assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.failed
-    assert "tokens after reset, and the context 100" in str(rollout.error)
+    assert "tokens after reset, and the context has 100" in str(rollout.error)
 
 
 # -- tools in processes --

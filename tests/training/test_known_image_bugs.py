@@ -272,7 +272,7 @@ def test_an_image_that_does_not_fit_takes_no_other_with_it(tokenizer):
     assert shown["num_images"] == [0, 1] and shown["image_grid_thw"].tolist() == [[1, 4, 4]]
     assert torch.equal(shown["pixel_values"], pixels)
     cut = [small.prompt_ids + small.completion_ids[:-1], [token for token in ids[1].tolist() if is_picture(token)][:3]]
-    with pytest.raises(ValueError, match="A picture of 4 tokens stands in 3 places: a part of it is missing"):
+    with pytest.raises(ValueError, match="An image of 4 tokens has 3 tokens here"):
         inputs_of_rows(padded(cut)[0])
 
 

@@ -56,7 +56,7 @@ CASES = {
     "each prompt once, without padding; a pass is a micro-batch": {"entropy_coef": 0.1},
     "TRL's rows and passes, since share_prompts: false": {"share_prompts": False},
     "TRL's rows and passes, since OwnLoss has a _compute_loss of its own": {"cls": OwnLoss},
-    "each with its prompt, sorted by length, since attn_implementation: eager is asked for": {
+    "each with its prompt, sorted by length, since attn_implementation is set to eager": {
         "model_init_kwargs": {"attn_implementation": "eager"}
     },
     "each with its prompt, sorted by length, since lora_dropout has a dropout of 0.05": {
@@ -130,7 +130,7 @@ def test_a_model_that_reads_over_the_layout_trains_rows_of_its_own(random_model,
     assert trainer.layout.kind == "shared"
     trainer.train()
     assert trainer.layout.kind == "padded" and trainer.layout.proof > 1e-3
-    assert "gave another logprob in a shared row, by" in caplog.text
+    assert "computed a different logprob in a shared row, by" in caplog.text
     assert "each with its prompt" in str(trainer.layout)
 
 
@@ -171,7 +171,7 @@ def test_a_kernel_that_does_not_work_is_not_asked(caplog):
     """Of PyTorch, on a CPU: it is tried on a small row, forward and backward, before a model's row is."""
     query, key = torch.zeros(1, 4, 5, 8, dtype=torch.bfloat16), torch.zeros(1, 2, 5, 8, dtype=torch.bfloat16)
     assert shared_prompts.working_kernel(query, key) is None
-    assert "varlen_attn does not work here, so SDPA is used" in caplog.text
+    assert "varlen_attn does not work here. SDPA is used" in caplog.text
     assert shared_prompts.kernel_of(query, key) is None
 
 

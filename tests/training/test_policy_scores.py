@@ -126,10 +126,10 @@ def wants(policy, **kwargs): ...
 
 def test_an_adapter_and_sharded_weights_are_refused():
     pool = SimpleNamespace(servers=[SimpleNamespace(adapter=None), SimpleNamespace(adapter="v1")])
-    with pytest.raises(RunError, match="samples by an adapter.*Set weight_sync: disk"):
+    with pytest.raises(RunError, match="samples with an adapter.*Set weight_sync: disk"):
         scores_of_trainer(trainer_of(wants, backend="server", client=pool))
     sharded = trainer_of(wants, backend="transformers", _is_sharded=True)
-    with pytest.raises(RunError, match="DeepSpeed or FSDP shards the model that is asked.*Ask in a reward function"):
+    with pytest.raises(RunError, match="DeepSpeed or FSDP shards the model.*Ask in a reward function"):
         policy_of(sharded)  # outside one nobody knows how often other ranks ask
 
     async def wants_too(policy, **kwargs):
@@ -451,7 +451,7 @@ def test_what_stands_behind_a_turn_is_written_as_the_conversation_writes_it(tiny
     without = tokenizer.decode(policy.observation_ids(turn, [""]))
     assert "And 1 + 2?" in without and "42" not in without
     turn.continuation = "So"
-    with pytest.raises(ValueError, match="goes on in the environment's words"):
+    with pytest.raises(ValueError, match="has a continuation by the environment"):
         policy.observation_ids(turn, ["42"])
     assert policy.encode("42") == tokenizer("42", add_special_tokens=False)["input_ids"]
 

@@ -168,7 +168,7 @@ def test_what_ranks_agree_on(monkeypatch):
         compare_ranks([failed, failed], args, 7)
     other = (0, [True], "PromptTooLong", [True], [True])
     full = rollout(long, stop_reason=StopReason.ENVIRONMENT_ERROR)
-    with pytest.raises(RunError, match="In all 2 rollouts of step 7 the prompt fills the context."):
+    with pytest.raises(RunError, match="The prompts of all 2 rollouts of step 7 fill the context."):
         compare_ranks([full], args, 7)
     with pytest.raises(RunError, match="failed in all 3 rollouts"):
         compare_ranks([full, failed], args, 7)

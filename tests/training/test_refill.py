@@ -80,7 +80,7 @@ def test_a_batch_that_has_no_signal_is_trained_as_it_is(random_model, tmp_path, 
     assert trainer.asked == [0, 1, 2, 3, 4, 5, 6, 7] and trainer.trained == {0: [2, 3], 1: [6, 7]}
     assert column(trainer, "refill/groups_dropped") == [0.5] * 2 and column(trainer, "grad_norm") == [0.0] * 2
     (said,) = [r.getMessage() for r in caplog.records if "refill_groups" in r.getMessage()]
-    assert said.startswith("Step 0: refill_groups: of 4 groups none")
+    assert said.startswith("Step 0: refill_groups: none of 4 groups")
 
 
 def test_the_last_round_replaces_as_many_as_are_left(random_model, tmp_path):
@@ -138,7 +138,7 @@ def test_a_column_of_another_length_is_an_error(random_model, tmp_path):
     trainer.train()
     assert list(trainer._logs["extra"]["each"]) == [0, 0, 4, 4]
     wrong = make(random_model, tmp_path / "wrong", max_steps=1, too_few=True)
-    with pytest.raises(RunError, match=r"log_extra\('first'\): 1 values, expected"):
+    with pytest.raises(RunError, match=r"log_extra\('first'\): got 1 values, expected"):
         wrong.train()
 
 
@@ -256,7 +256,7 @@ def test_a_rank_without_a_place_to_fill_takes_part_once(random_model, tmp_path):
     rows = [trainer.train_dataset[0]] * 4
     assert trainer._start_rollouts(rows, []).wait() == [] and asked == [False]
     trainer.env.max_model_len = 1
-    with pytest.raises(ValueError, match="fills the context"):
+    with pytest.raises(ValueError, match="fills? the (model's )?context"):
         trainer._start_rollouts(rows, [0, 1])
     assert asked == [False]  # ranks meet behind it, before any of them samples
 

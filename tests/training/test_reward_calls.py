@@ -534,7 +534,7 @@ def test_what_is_no_reward_is_refused(reward):
 
 
 def test_the_same_reward_twice_is_refused():
-    with pytest.raises(ValueError, match="OUTCOME_REWARD_FUNCS has judged twice"):
+    with pytest.raises(ValueError, match="OUTCOME_REWARD_FUNCS lists judged twice"):
         check_rewards([judged], [judged, length, judged])
     check_rewards([judged], [judged])  # of two kinds
 
@@ -542,7 +542,7 @@ def test_the_same_reward_twice_is_refused():
 @pytest.mark.parametrize("number", [torch.ones(2), "1", 10**400, float("inf"), [1.0]])
 def test_what_is_no_number_is_told_by_the_rewards_name(number):
     rollouts = [Rollout([], [])]
-    with pytest.raises(ValueError, match="^Reward judged gave"):
+    with pytest.raises(ValueError, match="^Reward judged returned"):
         check_reward_values([number], "judged", rollouts, per_turn=True)
     check_reward_values([torch.tensor(1.0)], "judged", rollouts, per_turn=True)
 
@@ -552,7 +552,7 @@ def test_an_async_reward_that_blocks_its_limit_is_told_when_it_ends():
         time.sleep(0.7)
         return [1.0, 1.0]
 
-    with pytest.raises(RuntimeError, match="Reward blocks took .* longer than reward_timeout=0.1 s: it, or another"):
+    with pytest.raises(RuntimeError, match="Reward blocks took .* longer than reward_timeout=0.1 s. It, or another"):
         scored(blocks, timeout=0.1)
 
 
@@ -663,4 +663,4 @@ def test_a_reward_of_a_result_that_nothing_counts_is_told(caplog, monkeypatch):
         functions = RewardFunctions.of([], [match], SimpleNamespace(environments=None, tools={"pay": tool}))
         assert functions.names == names
         assert functions.score(batch, {}, 5.0, CPU) == expected
-        assert sum("The tool pay gave the reward 0.5" in record.message for record in caplog.records) == told
+        assert sum("The tool pay returned the reward 0.5" in record.message for record in caplog.records) == told

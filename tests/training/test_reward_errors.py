@@ -81,7 +81,7 @@ def error_of(func, answers, **columns):
 def test_the_line_is_of_the_rewards_own_file_and_the_row_of_the_data(rewards, tmp_path):
     said = error_of(rewards.by_key, [{"value": "x"}, {"value": "y"}, {"text": "z"}, {"text": "z"}])
     assert f"({tmp_path}/my_rewards.py, line 5)" in said
-    assert said.endswith('so for 2 of 4, first for rollout 2, whose row is {"answer": {"text": "z"}}')
+    assert said.endswith('this for 2 of 4, first for rollout 2, whose row is {"answer": {"text": "z"}}')
 
 
 def test_an_error_without_a_text_is_named_once():
@@ -116,7 +116,7 @@ def test_functions_of_every_kind(rewards, name, answers, place, rollout):
 def test_a_row_is_named_only_where_it_alone_raises_the_same(rewards, name, line):
     """An error of the whole batch, at another line, and one that does not come back are of no row."""
     said = error_of(getattr(rewards, name), ["a", "b"])
-    assert f"my_rewards.py, line {line}). It does not raise so" in said
+    assert f"my_rewards.py, line {line}). It does not raise this" in said
 
 
 def test_the_search_logs_nothing_and_has_an_end(rewards, monkeypatch):
@@ -126,7 +126,7 @@ def test_the_search_logs_nothing_and_has_an_end(rewards, monkeypatch):
     assert rewards.calls == [2, 1, 1] and metrics == [2]
     rewards.calls.clear()
     monkeypatch.setattr("mt_grpo.training.reward_errors.SEARCH_SECONDS", 1.0)
-    assert "It does not raise so for a rollout alone" in error_of(rewards.slow, ["a", "b", "c"])
+    assert "It does not raise this for any single rollout" in error_of(rewards.slow, ["a", "b", "c"])
     assert rewards.calls == [3, 1]
 
 
@@ -154,7 +154,7 @@ def test_a_run_names_the_number_of_the_row(random_model, tmp_path, rewards, eval
     )  # fmt: skip
     kind = "test" if evaluates else "training"
     row = rf"\(row 5 of the {kind} data, counted from 0\)"
-    with pytest.raises(RunError, match=rf"line 5\).*so for 2 of 12, .*row is .*five.* {row}"):
+    with pytest.raises(RunError, match=rf"line 5\).*this for 2 of 12, .*row is .*five.* {row}"):
         trainer.evaluate() if evaluates else trainer.train()
 
 

@@ -25,7 +25,7 @@ def rollout(*observations):
 @pytest.mark.parametrize("value", [[1.0], [1.0] * 3])
 def test_a_list_has_one_value_per_turn(value):
     check_reward_values([[1.0, None]], "paid", [rollout([7], [])], per_turn=True)
-    with pytest.raises(ValueError, match=f"paid gave a list of {len(value)} for rollout 1"):
+    with pytest.raises(ValueError, match=f"paid returned {len(value)} values for rollout 1"):
         check_reward_values([0.5, value], "paid", [rollout([7]), rollout([7], [])], per_turn=True)
 
 

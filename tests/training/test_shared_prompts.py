@@ -169,7 +169,7 @@ def test_a_model_that_cannot_share_says_why(name):
 
 def test_an_adapter_or_an_attention_that_cannot_share_says_why():
     model = make(SHARES["llama"])
-    assert "eager is asked for" in why_not_in_model(model, "eager")
+    assert "is set to eager" in why_not_in_model(model, "eager")
     with_dropout = get_peft_model(make(SHARES["llama"]), LoraConfig(target_modules=["q_proj"], lora_dropout=0.05))
     assert "lora_dropout has a dropout of 0.05" in why_not_in_model(with_dropout)
     tuned = get_peft_model(make(SHARES["llama"]), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))

@@ -1,10 +1,10 @@
-"""An agent for the calculator's task, written with the `openai` package alone.
+"""An agent for the calculator task, written with only the `openai` package.
 
     environment: openai_agent
     agent: tools/agents/calculator.py:solve
 
-The client is an `AsyncOpenAI`, whose model `policy` is the one in training. What the function returns is the outcome
-reward, and `client.reward` gives the last turn one of its own.
+The client is an `AsyncOpenAI`, whose model `policy` is the one in training. The return value of the function is the
+outcome reward, and `client.reward` sets the turn reward of the last turn.
 """
 
 import ast
@@ -40,7 +40,7 @@ def calculator(expression: str) -> str:
 
 
 def compute(node: ast.AST) -> float:
-    """The value of a syntax tree. Raises `ValueError` for anything but numbers and their operators."""
+    """Compute the value of a syntax tree. Raises `ValueError` for anything but numbers and arithmetic operators."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return node.value
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
@@ -51,7 +51,7 @@ def compute(node: ast.AST) -> float:
 
 
 def run_call(call: Any) -> str:
-    """What the policy reads: a number, or what was wrong."""
+    """Run a tool call. Returns the text that the policy reads: a number, or an error message."""
     try:
         if call.function.name != "calculator":
             raise ValueError(f"there is no tool {call.function.name!r}")
@@ -61,7 +61,7 @@ def run_call(call: Any) -> str:
 
 
 async def solve(row: dict[str, Any], client: Any) -> float:
-    """Let the policy call the calculator until it answers; 1 for the right answer."""
+    """Let the policy call the calculator until it answers. Returns 1 for the right answer, else 0."""
     messages = [{"role": "system", "content": "Use the calculator, then answer."}]
     messages.append({"role": "user", "content": row["question"]})
     while True:

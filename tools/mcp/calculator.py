@@ -1,4 +1,4 @@
-"""The calculator's task as an MCP server on the official SDK: hf_recipes/tiny/mcp.yaml starts it over stdio.
+"""The calculator as an MCP server, written with the official SDK. hf_recipes/tiny/mcp.yaml starts it over stdio.
 
 python tools/mcp/calculator.py
 """
@@ -20,7 +20,7 @@ EXPRESSION = "Numbers combined with + - * / and parentheses, for example (48 + 2
 
 @server.tool(description="Compute the value of an arithmetic expression.")
 def calculator(expression: Annotated[str, Field(description=EXPRESSION)]) -> str:
-    """What has no value is an error that the model reads."""
+    """Compute an expression. The model reads the error of an invalid one."""
     try:
         return compute(expression)
     except (TypeError, ValueError, SyntaxError, ArithmeticError, RecursionError) as error:

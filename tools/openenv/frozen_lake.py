@@ -1,11 +1,11 @@
-"""FrozenLake as an OpenEnv server, for hf_recipes/tiny/openenv.yaml: a turn is a move, and reaching G is worth 1.
+"""FrozenLake as an OpenEnv server, for hf_recipes/tiny/openenv.yaml: each turn is a move, and reaching G earns 1.
 
     python -m venv openenv && openenv/bin/pip install "openenv-core>=0.3,<0.4"
     openenv/bin/python tools/openenv/frozen_lake.py --port 8030
 
-Needs: openenv-core, in an environment of its own: it brings another FastAPI and gradio's like than a trainer has.
+Needs: openenv-core in a separate virtual environment, since its dependencies conflict with those of the trainer.
 
-Protects against: nothing, and nothing is needed; it moves a mark on a board of 16 letters. It listens on loopback.
+Protects against: nothing, and needs no protection: it moves a mark on a board of 16 letters, and listens on loopback.
 
 >>> lake = Lake()
 >>> print(lake.act("I go <action>right</action>"))
@@ -24,19 +24,19 @@ MOST_STEPS = 100
 
 
 class Lake:
-    """One game. A hole ends it with 0, and so do 100 steps."""
+    """One game. It ends with reward 1 at G, and with reward 0 in a hole or after 100 steps."""
 
     def __init__(self):
         self.row = self.column = self.steps = 0
 
     def board(self) -> str:
-        """The rows, with the player's place in brackets."""
+        """Return the board's rows as text, with the player's place in brackets."""
         rows = [list(row) for row in BOARD]
         rows[self.row][self.column] = f"[{rows[self.row][self.column]}]"
         return "\n".join("".join(row) for row in rows)
 
     def act(self, text: str) -> tuple[str, float | None, bool]:
-        """(what is seen, the reward, whether the game is over). A text that is no move moves nothing."""
+        """Make a move. Returns (observation, reward, whether the game is over). Invalid text does not move."""
         before, closed, _ = text.rpartition("</action>")
         name = before.rpartition("<action>")[2].strip().lower() if closed else text.strip()
         if not closed or name not in MOVES:
@@ -49,7 +49,7 @@ class Lake:
 
 
 def make_app(sessions: int):
-    """The server, as openenv-core makes it of an environment."""
+    """Create the FastAPI application of the server with openenv-core."""
     from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
     class Say(Action):
@@ -59,7 +59,7 @@ def make_app(sessions: int):
         text: str
 
     class FrozenLake(Environment):
-        SUPPORTS_CONCURRENT_SESSIONS = True  # a session shares nothing with another one
+        SUPPORTS_CONCURRENT_SESSIONS = True  # sessions share nothing
 
         def reset(self, seed=None, episode_id=None, **kwargs):
             self.lake, self.episode_id = Lake(), episode_id
@@ -79,10 +79,10 @@ def make_app(sessions: int):
 
 
 def main() -> None:
-    """Serve until it is stopped."""
+    """Run the server until it is stopped."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--port", type=int, default=8030)
-    parser.add_argument("--sessions", type=int, default=64, help="At the same time: as many as a step has rollouts")
+    parser.add_argument("--sessions", type=int, default=64, help="Concurrent sessions, as many as a step has rollouts")
     args = parser.parse_args()
     import uvicorn
 

@@ -77,7 +77,7 @@ def read_anthropic_request(
     choice = body.get("tool_choice")
     if isinstance(choice, dict) and choice.get("disable_parallel_tool_use"):
         tell_once(
-            "An agent sent disable_parallel_tool_use. It is accepted and not enforced: an answer may have more calls."
+            "An agent sent disable_parallel_tool_use. It is accepted but not enforced: answers may have more calls."
         )
     for key in NOT_ENFORCED:
         if body.get(key):
@@ -266,7 +266,7 @@ def read_schemas(tools: Any) -> list[dict[str, Any]]:
 
 
 def read_choice(choice: Any) -> bool:
-    """Whether the policy may call. Raises `ApiError`."""
+    """Whether the policy may call tools, by `tool_choice`. Raises `ApiError`."""
     kind = expect({"type": "auto"} if choice is None else choice, dict, "tool_choice", "an object").get("type")
     if not isinstance(kind, str) or kind not in CHOICES:
         raise refuse("tool_choice", f"got type {kind!r:.100}, expected one of {', '.join(CHOICES)}.")
@@ -303,7 +303,7 @@ def stop_of(answer: Answer) -> dict[str, str | None]:
 
 
 def usage_of(answer: Answer, output_tokens: int) -> dict[str, int]:
-    """The tokens of a request."""
+    """The `usage` object of an answer: numbers of tokens."""
     cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
     return {"input_tokens": answer.prompt_tokens, **cached, "output_tokens": output_tokens}
 
@@ -323,7 +323,7 @@ def anthropic_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, A
 
 
 def named_event(kind: str, **values: Any) -> str:
-    """One event of a stream."""
+    """Format one server-sent event of a stream."""
     return f"event: {kind}\ndata: {json_text({'type': kind, **values})}\n\n"
 
 

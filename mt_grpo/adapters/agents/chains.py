@@ -110,7 +110,7 @@ class Completion(Sampled):
 
     @property
     def received(self) -> bool:
-        """Whether anybody has read the answer: no client that left before it came."""
+        """Whether a client has read the answer, and did not disconnect before it came."""
         return bool(self.asked.reached or self.children)
 
     @functools.cached_property
@@ -170,7 +170,7 @@ class Completion(Sampled):
         return self._stands_in(messages, collapsed) and not self._stands_in(self.request.messages, collapsed)
 
     def is_begun_by(self, keys: list[Key]) -> bool:
-        """Whether a conversation begins with this one, answer included."""
+        """Whether a conversation begins with this one, including the answer."""
         count = len(self.keys)
         if len(keys) < count or keys[: count - 1] != self.keys[:-1]:
             return False
@@ -193,7 +193,7 @@ class Chains:
         self._tools: dict[str, str] = {}
 
     def keys_of(self, messages: Iterable[Message]) -> list[Key]:
-        """What each message says. Equal keys are one object, so that long conversations are compared at once."""
+        """A comparison key per message. Equal keys are one object, so that long conversations compare fast."""
         return [self._keys.setdefault(key, key) for key in keys_of(messages, self.thinking)]
 
     def tools_of(self, request: ModelRequest) -> str:
@@ -235,7 +235,7 @@ class Chains:
             completion.parent.children.append(completion)
 
     def tells_of_trained(self, request: ModelRequest) -> bool:
-        """Whether a request goes on from an answer that is trained, or tells of one."""
+        """Whether a request continues a trained answer, or contains one."""
         keys, collapsed = self.keys_of(request.messages), Collapsed()
         each = self.longest(request, keys)
         while each is not None and not each.request.trained:

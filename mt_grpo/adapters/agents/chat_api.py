@@ -139,7 +139,7 @@ def read_assistant(message: dict[str, Any], param: str) -> Message:
 
 
 def head(answer: Answer, body: dict[str, Any], kind: str) -> dict[str, Any]:
-    """What an answer and each of its chunks begin with."""
+    """The common first fields of an answer and of each of its chunks."""
     return {"id": f"chatcmpl-{answer.number}", "object": kind, "created": answer.created, "model": body["model"]}
 
 
@@ -150,7 +150,7 @@ def usage(answers: list[Answer]) -> dict[str, int]:
 
 
 def message_of(answer: Answer) -> dict[str, Any]:
-    """The message of an answer."""
+    """The message object of an answer, in the form of /v1/chat/completions."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.content or None, "refusal": None}
     if not answer.tool_calls:
         message["content"] = answer.content
@@ -194,5 +194,5 @@ def chat_error(error: ApiError) -> Iterator[str]:
 
 
 def data(value: dict[str, Any]) -> str:
-    """One event without a name."""
+    """Format one server-sent event without a name."""
     return f"data: {json_text(value)}\n\n"

@@ -42,11 +42,11 @@ SECONDS_TO_RETURN = 5.0  # for the agent, once its budget is spent
 
 
 class Agent:
-    """What rewards see of an agent, as `environments`: the row, and what the agent returned.
+    """An agent's conversation, as reward functions get it in `environments`.
 
     Attributes:
-        row: Of the dataset.
-        result: A dict of what the agent returned; a number is under `reward`. Empty where its budget was spent first.
+        row: The row of the dataset.
+        result: The agent's return value as a dict; a number is under `reward`. Empty if its budget was used up first.
     """
 
     tools: list = []  # it has none of the trainer's; turns get rewards by `client.reward`
@@ -182,7 +182,7 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
     check_agent_time(script_args, args)
     if (script_args.agent is None) == (script_args.agent_command is None):
         got = "neither" if script_args.agent is None else "both"
-        raise ValueError(f"environment: openai_agent with {got} of agent and agent_command. Expected one of them.")
+        raise ValueError(f"environment: openai_agent got {got} of agent and agent_command. Set exactly one of them.")
     if script_args.agent is not None and script_args.agent_key != "environment":
         raise ValueError("agent_key has no effect without agent_command: a function gets a client. Remove agent_key.")
     program = (
@@ -199,17 +199,17 @@ def check_agent_time(script_args: Any, args: Any) -> None:
     """Raise `ValueError` where other ranks would not wait for an agent."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and script_args.agent_timeout >= args.ddp_timeout:
         raise ValueError(
-            f"agent_timeout = {script_args.agent_timeout:g} s: a rank that waits so long would be given up by the "
-            f"others after ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above it."
+            f"agent_timeout={script_args.agent_timeout:g} s: if a rank waits so long, the others time out after "
+            f"ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above agent_timeout."
         )
 
 
 def read_other_models(script_args: Any) -> dict[str, Any]:
-    """What other models than the policy are, as attributes of the conversation. Raises `ValueError`."""
+    """The settings for models other than the policy, as attributes of the conversation. Raises `ValueError`."""
     others, text = script_args.agent_other_models, script_args.agent_other_text
     if (others == "text") != (text is not None):
         raise ValueError(
-            f"agent_other_models: {others} with agent_other_text: {text!r:.100}. Expected both `agent_other_models: "
+            f"got agent_other_models: {others} and agent_other_text: {text!r:.100}. Set both `agent_other_models: "
             "text` and the text that such a model answers, or neither."
         )
     return {"other_models": others, "other_text": text}

@@ -56,7 +56,7 @@ class AgentHouse(House):
         return script_args.environment == "openai_agent"
 
     def check(self, script_args: Any, runner: House | None) -> None:
-        """As of a house. A scheduler's model calls are counted, too."""
+        """Raise for a key without effect. `max_model_calls` also counts a scheduler's model calls."""
         if runner is not self:
             names = (each.name for each in dataclasses.fields(self.keys))
             counts = runner is not None and runner.counts_model_calls

@@ -20,7 +20,7 @@ ROUNDS = 200  # of killing what a command leaves behind
 
 
 def main() -> None:
-    """Exit as the command does."""
+    """Run the command, and exit with its exit code."""
     (pipe, *for_command), command = map(int, sys.argv[1].split(",")), sys.argv[2:]
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: a daemon of the command becomes a child of this process
     os.set_inheritable(pipe, False)

@@ -24,12 +24,12 @@ DEEPEST = 200  # of lists and objects in a request, and in a call's arguments: w
 
 
 class ApiError(Exception):
-    """What a request gets in place of an answer: the status, and the error object of OpenAI's API.
+    """The error answer to a request: an HTTP status, and the error object of OpenAI's API.
 
     Args:
-        status: Of HTTP.
+        status: The HTTP status.
         message: What was got, and what was expected.
-        code, param: As in OpenAI's error object.
+        code, param: The fields of OpenAI's error object.
     """
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None):
@@ -38,7 +38,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The error object."""
+        """The error object of OpenAI's API, as the JSON body of the answer."""
         kinds = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
         kind = kinds.get(self.status, "invalid_request_error")
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
@@ -53,7 +53,7 @@ def tell_of_parallel_calls(body: dict[str, Any]) -> None:
     """Tell of a request of OpenAI's API that wants one call at a time."""
     if body.get("parallel_tool_calls") is False:
         tell_once(
-            "An agent sent parallel_tool_calls: false. It is accepted and not enforced: an answer may have more calls."
+            "An agent sent parallel_tool_calls: false. It is accepted but not enforced: answers may have more calls."
         )
 
 
@@ -80,13 +80,13 @@ class ModelRequest:
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls are read: where tools are offered. Elsewhere what looks like a call is text of the answer."""
+        """Whether calls are parsed, which needs offered tools. Otherwise text that looks like a call stays text."""
         return self.may_call and bool(self.tools)
 
 
 @dataclass
 class Answer:
-    """What a request gets: a completion as text, apart from its thinking and its calls."""
+    """The answer to a request: a completion as text, with its thinking and its calls separately."""
 
     number: int  # of the request in its rollout
     content: str
@@ -293,7 +293,7 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def read_tool_choice(choice: Any) -> bool:
-    """Whether the policy may call. It is not forced to: that would not be its own sample."""
+    """Whether the policy may call tools. It is never forced to, since that would not be its own sample."""
     name = (
         choice if isinstance(choice, str) else expect(choice or {}, dict, "tool_choice", "text or object").get("type")
     )

@@ -48,8 +48,8 @@ SECONDS_OF_OUTPUT = 3.0  # for what a command has written, where a daemon of its
 OF_RANKS = ("RANK", "LOCAL_", "WORLD_SIZE", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
 # By which Anthropic's clients send credentials and headers of the user's, or ask elsewhere. Names of models stay.
 OF_ANTHROPIC = ("ANTHROPIC_", "CLAUDE_CODE_OAUTH_", "CLAUDE_CODE_USE_")
-KEY_FILE = "OPENAI_API_KEY_FILE"  # the variable that names the pipe with a command's key
-UNREAD = f"it did not read its key, the line of the file that ${KEY_FILE} names (agent_key: pipe)"
+KEY_FILE = "OPENAI_API_KEY_FILE"  # the variable with the path of the pipe with a command's key
+UNREAD = f"it did not read its key from the file ${KEY_FILE} (agent_key: pipe)"
 LAUNCHER = Path(__file__).with_name("launcher.py")
 # A namespace of processes with a /proc of its own, in a namespace of users where this is not root. `sh` is its first
 # process: that one gets no signal that it does not handle, and the command should get SIGTERM.
@@ -59,7 +59,7 @@ FIRST = ["sh", "-c", '"$@"; exit $?', "sh"]
 
 @functools.cache
 def apart() -> tuple[str, ...]:
-    """What stands before a command so that it sees no process of others; nothing, and a warning, where none can be.
+    """The prefix of a command that hides the processes of others. Empty, with a warning, if it is not available.
 
     INVARIANT: a rollout's key is in the environment of its command, where every client looks for it, or in a pipe
     until it is read. So no other rollout's command may read that: who has a key can write a turn of its rollout.
@@ -74,21 +74,21 @@ def apart() -> tuple[str, ...]:
     if found is not None and found.returncode == 0:
         return command
     logger.warning(
-        f"agent_command: the commands of this run are not apart from each other ({problem}). Each could read the key "
-        "of another one in /proc, and write a turn of its rollout. In a container, allow namespaces of processes; or "
-        "set agent_key: pipe, and have the command read its key there."
+        f"agent_command: the commands of this run are not isolated from each other ({problem}). Each could read the "
+        "key of another one in /proc, and write a turn of its rollout. In a container, allow PID namespaces, or "
+        "set agent_key: pipe and let the command read its key there."
     )
     return ()
 
 
 class CommandAgent:
-    """An agent that is a program: the row on its standard input, the result as its last line of output.
+    """An agent that is a program: it reads the row from standard input, and writes the result as its last line.
 
-    Each one sees its own processes alone, where the machine allows it (`apart`).
+    Each one sees only its own processes, if the machine allows it (`apart`).
 
     Args:
-        command: The program and its arguments, as a shell's line.
-        key_by_pipe: Whether the program gets its rollout's key by a pipe, and its environment holds none.
+        command: The program and its arguments, as a shell command line.
+        key_by_pipe: Whether the program gets its rollout's key through a pipe instead of its environment.
     """
 
     def __init__(self, command: str, key_by_pipe: bool = False):
@@ -96,7 +96,7 @@ class CommandAgent:
         self.key_by_pipe, self.name = key_by_pipe, "agent_command"
 
     async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
-        """The program's result. It is ended with all processes of its group when this is cancelled."""
+        """Run the program and return its result. If cancelled, all processes of its group are terminated."""
         if not self.key_by_pipe:
             return await self._run(row, environment_of(server.address, session.key))
         pipe = pipe_with(session.key)
@@ -204,7 +204,7 @@ def pipe_with(key: str) -> int:
 
 
 def is_empty(pipe: int) -> bool:
-    """Whether all of a pipe was read."""
+    """Whether a pipe's contents were read completely."""
     return not int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
@@ -257,7 +257,7 @@ class AgentFailure(EnvironmentFailure):
 
 
 class Rewarding:
-    """What the clients of both kinds have beside OpenAI's methods."""
+    """Mixin of the synchronous and async clients: methods in addition to OpenAI's."""
 
     session: AgentSession | None = None
 
@@ -285,7 +285,7 @@ class Rewarding:
             raise ValueError(f"client.reward: {error}") from None
 
     def copy(self, **options: Any) -> Any:
-        """As OpenAI's, for the same rollout."""
+        """Copy the client as OpenAI's does, for the same rollout."""
         made = super().copy(**options)
         made.session = self.session
         return made
@@ -302,7 +302,7 @@ def id_of(answer: Any) -> str:
 
 
 class AgentClient(Rewarding, openai.OpenAI):
-    """OpenAI's client, for one rollout."""
+    """OpenAI's client for one rollout, whose model `policy` is the one in training."""
 
 
 class AsyncAgentClient(Rewarding, openai.AsyncOpenAI):
@@ -329,7 +329,7 @@ class FunctionAgent:
         return client
 
     async def run(self, row: dict[str, Any], server: AgentServer, session: AgentSession) -> Any:
-        """What the function returns. Raises what the function raises."""
+        """Call the agent function and return its result. Raises its errors."""
         client = self.client(server, session)
         if inspect.iscoroutinefunction(self.function):
             return await self._run_on_agents_loop(row, client)
@@ -371,19 +371,19 @@ class FunctionAgent:
                     with suppress(TimeoutError):
                         await asyncio.wait_for(ended.wait(), SECONDS_TO_END)
             if not ended.is_set():
-                logger.warning(f"The agent {self.name} does not end: it ignores that, or blocks the loop of agents.")
+                logger.warning(f"The agent {self.name} ignores its cancellation, or blocks the event loop of agents.")
         if task.cancelled():
             raise RuntimeError("it cancelled itself")
         return task.result()
 
 
 def told_refusals(session: AgentSession) -> str:
-    """What the API refused last, behind the text of an error."""
+    """The last rejected request of a session, to append to an error message. Empty without one."""
     return f"; its last refused request: {session.refused[-1]}" if session.refused else ""
 
 
 def read_result(result: Any) -> tuple[float | None, dict[str, Any]]:
-    """(reward or None, all that the agent returned). Raises `AgentFailure` for what is no result."""
+    """Read an agent's return value: (reward or None, all values). Raises `AgentFailure` if it is invalid."""
     values = result if isinstance(result, dict) else {"reward": result}
     reward = values.get("reward")
     if reward is not None and not is_number(reward):
@@ -399,19 +399,19 @@ async def run_program(
     timeout: float,
     grace: float,
 ) -> Any:
-    """What an agent returns, None where its budget was spent and it did not return by itself.
+    """Run an agent and return its result, None if its budget was used up and it did not return by itself.
 
     Args:
-        agent: The program.
-        row: Of the dataset.
-        server: Which answers it.
-        session: The rollout.
+        agent: The agent's program.
+        row: The row of the dataset.
+        server: The server that answers its requests.
+        session: The session of the rollout.
         timeout: Seconds that the agent may take, without those in which it waits for the policy.
-        grace: Such seconds between the end of its budget and its own end.
+        grace: Seconds, counted in the same way, that it may take after its budget is used up.
 
     Raises:
-        AgentFailure: it raised, or took too long.
-        Exception: what the trainer must hear of.
+        AgentFailure: The agent raised, or took too long.
+        Exception: An error that ends the run.
     """
     running = asyncio.ensure_future(agent.run(row, server, session))
     try:
@@ -432,7 +432,7 @@ async def run_program(
         except Exception as error:
             if session.stop_reason is None and session.context_is_full:
                 session.stop(StopReason.CONTEXT_LENGTH)
-            if session.stop_reason is not None:  # it was told that its budget is spent
+            if session.stop_reason is not None:  # its requests were rejected, since its budget is used up
                 return None
             raised = f"{agent.name} raised {error_line(error)}"
             raise AgentFailure(f"{raised}{told_refusals(session)}") from error

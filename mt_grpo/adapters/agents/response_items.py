@@ -84,7 +84,7 @@ class Responses:
         self.responses[response_id(answer)] = Answered([*before, said], frozenset(own))
 
     def before(self, body: dict[str, Any]) -> Answered:
-        """What was said before a request, by its `previous_response_id`. Raises `ApiError`."""
+        """The messages before a request, by its `previous_response_id`. Raises `ApiError`."""
         name = body.get("previous_response_id")
         if name is None:
             return Answered([], frozenset())
@@ -110,7 +110,7 @@ class Responses:
         return calls == known[: len(calls)] and all(text in ("", other) for text, other in zip(given, whole))
 
     def item(self, item_id: Any, param: str) -> dict[str, Any]:
-        """What was answered under an id. Raises `ApiError`."""
+        """The answered item with an id. Raises `ApiError`."""
         if expect(item_id, str, f"{param}.id", "the id of an item") not in self.items:
             raise ApiError(
                 404,
@@ -165,7 +165,7 @@ class ItemReader:
         self._seen: set[str] = set(known)
 
     def add(self, item: dict[str, Any], param: str) -> None:
-        """Read one item. Raises `ApiError`."""
+        """Read one input item and add its messages. Raises `ApiError`."""
         kind = item.get("type") or ("message" if "role" in item or "id" not in item else "item_reference")
         if kind == "item_reference":
             item = self._stored.item(item.get("id"), param)

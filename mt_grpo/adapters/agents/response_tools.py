@@ -46,8 +46,8 @@ def read_response_tools(tools: Any) -> list[dict[str, Any]]:
             functions += functions_of_namespace(tool, f"tools[{k}]")
         elif OF_OPENAI.fullmatch(kind):
             tell_once(
-                f"An agent offered the tool {kind!r}, which OpenAI's servers have and this one has not. The policy is "
-                "not told of it, and reads the other tools. Switch it off in the agent to be rid of this line."
+                f"An agent offered the tool {kind!r}, which only OpenAI's servers have. The policy does not see it, "
+                "and reads the other tools. Disable it in the agent to silence this warning."
             )
         else:
             raise refuse(

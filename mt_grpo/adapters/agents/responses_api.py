@@ -63,7 +63,7 @@ def read_responses_request(
     reasoning = expect(body.get("reasoning") or {}, dict, "reasoning", "an object")
     tell_of_parallel_calls(body)
     if body.get("truncation") == "auto":
-        tell_once("An agent sent truncation: auto. It is accepted and nothing is cut: a full context is an error 400.")
+        tell_once("An agent sent truncation: auto. It is accepted but has no effect: a full context is an error 400.")
     return ModelRequest(
         instructed(body, conversation_of(body, stored, contents)),
         read_response_tools(body.get("tools")),
@@ -104,7 +104,7 @@ def conversation_of(body: dict[str, Any], stored: Responses, contents: Contents 
 
 
 def response(answer: Answer, body: dict[str, Any], items: list[dict[str, Any]], status: str) -> dict[str, Any]:
-    """The object of a response."""
+    """The response object of /v1/responses."""
     total = answer.prompt_tokens + answer.completion_tokens
     tokens = {
         "input_tokens": answer.prompt_tokens,

@@ -114,10 +114,10 @@ http_logger = logging.getLogger(f"{__name__}.http")
 
 
 def without_traceback(record: logging.LogRecord) -> bool:
-    """A logging filter: what is wrong with a request that is no HTTP is a line, and no traceback of aiohttp's."""
+    """Logging filter that replaces aiohttp's traceback for an invalid HTTP request by one line."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, BadHttpMessage):
-        record.msg, record.args, record.exc_info = f"An agent sent what is no HTTP: {error_line(error)}.", (), None
+        record.msg, record.args, record.exc_info = f"An agent sent invalid HTTP: {error_line(error)}.", (), None
         record.levelno, record.levelname = logging.WARNING, "WARNING"
     return True
 
@@ -156,7 +156,7 @@ class AgentServer:
 
     @property
     def address(self) -> str:
-        """What clients call their base URL."""
+        """The base URL of the server for clients."""
         return address_of(self.port)
 
     async def stop(self) -> None:
@@ -318,7 +318,7 @@ class AgentServer:
 
 
 def address_of(port: int) -> str:
-    """What clients call their base URL, of a port of the loopback address."""
+    """The base URL for clients of a port on the loopback address."""
     return f"http://127.0.0.1:{port}/v1"
 
 

@@ -132,9 +132,9 @@ class AgentSession(RolloutSession):
         return asked
 
     def _asked_before(self, same: str, is_retry: bool, idempotency_key: str | None) -> Asked | None:
-        """What a retry joins: best what a client has left, else what is in flight, else what was received last.
+        """The request that a retry joins: one that a client has left, else one in flight, else the last received.
 
-        Of equal ones that with the fewest retries: a client's leaving may be noticed behind its retry.
+        Among equal ones, that with the fewest retries: a disconnect may be noticed after the retry.
         """
         if idempotency_key is not None:
             found = next((each for each in self._asked if each.idempotency_key == idempotency_key), None)
@@ -175,12 +175,12 @@ class AgentSession(RolloutSession):
             self._full_at = self._num_requests
 
     def tell_effort(self, request: ModelRequest, body: dict[str, Any]) -> None:
-        """Tell once where vLLM would show the model another prompt, by how much a request's answer is to reason."""
+        """Warn once that vLLM would show the model another prompt for a request's reasoning effort."""
         lacking = self.prompts.arguments_of_effort(request.effort, tuple(body.get("chat_template_kwargs") or ()))
         if lacking:
             tell_once(
-                f"{self.env.agent.name}: a request says how much to reason, {request.effort!r:.100}. vLLM would show "
-                "the model another prompt for that. Here the recipe alone says the template's arguments. To train "
+                f"{self.env.agent.name}: a request sets the reasoning effort {request.effort!r:.100}, for which vLLM "
+                "would show the model another prompt. Here only the recipe sets the template's arguments. To train "
                 f"on the prompts that vLLM shows, set chat_template_kwargs: {json.dumps(lacking)}.",
                 f"{self.env.agent.name} effort {request.effort:.100}",
             )
@@ -295,8 +295,8 @@ class AgentSession(RolloutSession):
         return None if moved else found  # the template reads a developer's message at the beginning
 
     def refuse(self, error: ApiError) -> None:
-        """Keep what was refused for the log: the last eight reasons; and tell once of each kind of reason."""
-        if error.status == 426:  # by which a client learns to speak HTTP
+        """Keep the last eight reasons of rejected requests for the log, and warn once per kind of reason."""
+        if error.status == 426:  # by which a client learns to use HTTP
             return
         text = str(error)
         self.refused = [*(each for each in self.refused if each != text), text][-8:]
@@ -304,8 +304,8 @@ class AgentSession(RolloutSession):
             kind = re.split(r"[.\[]", error.param or "")[0]
             name = self.env.agent.name
             tell_once(
-                f"{name}: a request was refused with {error.status}. {text} Of such refusals this is the first; all "
-                "are in the rollout's log, as `refused`.",
+                f"{name}: a request was rejected with status {error.status}. {text} This kind is logged once; all "
+                "rejected requests are in the log of rollouts, under `refused`.",
                 f"{name} {error.status} {error.code} {kind}",
             )
 
@@ -327,8 +327,8 @@ class AgentSession(RolloutSession):
             )
         name = self.env.agent.name
         tell_once(
-            f"{name}: the model {model!r:.100} was asked for. By agent_other_models: {choice} nothing of its answers "
-            f"is trained; the model that is trained is {POLICY!r}.",
+            f"{name}: a request names the model {model!r:.100}. With agent_other_models: {choice} its answers are "
+            f"not trained on. The model in training is {POLICY!r}.",
             f"{name} model {model:.100}",
         )
         return {**body, "model": FROZEN}, self.env.other_text if choice == "text" else None
@@ -345,7 +345,7 @@ class AgentSession(RolloutSession):
 
     @property
     def got_an_answer(self) -> bool:
-        """Whether a client has got an answer of the policy."""
+        """Whether a client has received an answer of the policy."""
         return any(each.reached and each.sampled for each in self._asked)
 
     # -- the end --

@@ -33,17 +33,17 @@ logger = logging.getLogger(__name__)
 
 
 class GymEnvironment:
-    """One episode. Each step's reward is its turn's; their sum is the outcome reward.
+    """An environment that plays one episode of a game. Turn rewards are the steps' rewards, and their sum the outcome.
 
-    INVARIANT: what ends an episode is the game's to say. The policy can leave it, by texts that are no actions or have
-    no end. `unfinished_reward` is what that costs, in the outcome and in the last turn, as a step's reward is counted.
-    Where returns are negative and it is 0, leaving is learned.
+    INVARIANT: only the game ends an episode. The policy can leave it unfinished with invalid or endless texts.
+    `unfinished_reward` is the price, added to the outcome and to the last turn's reward.
+    If returns are negative and it is 0, the policy learns to leave.
 
     Attributes:
-        env: The game.
-        text: How it reads.
-        terminated, truncated: As the last step said; both False where the conversation ended before the episode.
-        rewards: One per step. A turn whose text is no action has none.
+        env: The game (`gymnasium.Env`).
+        text: The `GymText` that converts observations and actions.
+        terminated, truncated: The flags of the last step; both False if the conversation ended before the episode.
+        rewards: One number per step. A turn without a valid action adds none.
     """
 
     _make: Callable[[], gymnasium.Env]
@@ -67,15 +67,15 @@ class GymEnvironment:
         self._uncharged: Turn | None = None  # the last turn, where it has not paid `unfinished_reward`
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None, **row: Any) -> str:
-        """Begin an episode. Rollouts of a row with `seed` have the same game, as far as it draws its own numbers."""
+        """Begin an episode. Rollouts of a row with `seed` play the same game, if it uses its own random numbers."""
         self.rewards, self.terminated, self.truncated, self._uncharged = [], False, False, None
         self.shown = checked(self.text.observation(*self.env.reset(seed=seed, options=options)), "observation")
         return ("\n" if row.get("prompt") else "") + checked(self.text.rules(), "rules") + self.shown
 
     def respond(self, rollout: Rollout, turn: Turn) -> Reply:
-        """One step. A text that is no action is answered with what was expected; nothing moves.
+        """Take one step. Text without a valid action is answered with an error, and the game does not move.
 
-        A turn that a budget cut off is no step, whatever it holds: nothing is said, and the conversation ends.
+        A turn that a token limit truncated is not a step: it gets no answer, and the conversation ends.
         """
         turn.calls, turn.results = [], []  # a game has no tools: what looks like a call is text
         self._uncharged = None
@@ -107,11 +107,11 @@ class GymEnvironment:
         )
 
     async def state_key(self) -> str:
-        """What is seen, for `gigpo`."""
+        """The text of the current observation, as the state for `gigpo`."""
         return self.shown
 
     def get_reward(self) -> float:
-        """The sum of the rewards, and `unfinished_reward` where the conversation ended before the episode."""
+        """The sum of the rewards, plus `unfinished_reward` if the conversation ended before the episode."""
         if self.terminated or self.truncated:
             return sum(self.rewards)
         if self._uncharged is not None and self.unfinished_reward:  # nothing more fitted behind this turn
@@ -125,9 +125,9 @@ class GymEnvironment:
 
 
 def flag(value: Any, name: str) -> bool:
-    """Whether an episode is over. Raises `TypeError` unless it says so: any text would be true."""
+    """Validate a flag of a step (`terminated` or `truncated`). Raises `TypeError` unless it is a bool."""
     if value not in (True, False):
-        raise TypeError(f"step gave {name}={value!r:.100}, expected True or False")
+        raise TypeError(f"step returned {name}={value!r:.100}, expected True or False")
     return bool(value)
 
 
@@ -147,7 +147,7 @@ def number_of_step(reward: Any) -> float:
 
 
 def checked(text: Any, method: str) -> str:
-    """What a method of `GymText` gave. Raises `TypeError` unless it is text."""
+    """Validate the return value of a `GymText` method. Raises `TypeError` unless it is text."""
     if not isinstance(text, str):
         raise TypeError(f"gym_text: {method} gave {type(text).__name__}, expected text")
     return text
@@ -214,7 +214,7 @@ def read_kwargs(given: dict[str, Any] | str | None) -> dict[str, Any]:
 
 
 def maker(reference: str, kwargs: dict[str, Any]) -> Callable[[], gymnasium.Env]:
-    """What makes the game of an id, or of `path.py:Class`. Raises `ValueError` for a class that is no game."""
+    """A function that creates the game of an id, or of `path.py:Class`. Raises `ValueError` for another class."""
     if ".py:" not in reference:
         return lambda: gymnasium.make(reference, **copy.deepcopy(kwargs))  # a game may change what it gets
     cls = load_class(reference, "gym_env")
@@ -266,7 +266,7 @@ def closed(episode: GymEnvironment) -> None:
 
 
 def in_time(method: str, function: Callable[[], Any], timeout: float) -> Any:
-    """What a method of a game gives, in a thread as in training. Raises `TimeoutError`, and what it raises."""
+    """Call a game's method in a thread, as in training. Raises its errors, and `TimeoutError`."""
     outcome: list[tuple[Any, BaseException | None]] = []
 
     def run() -> None:
@@ -288,7 +288,7 @@ def in_time(method: str, function: Callable[[], Any], timeout: float) -> Any:
 
 
 def take_a_step(episode: GymEnvironment) -> None:
-    """One action of an episode that has begun. Raises `TypeError` for one that the policy could not write."""
+    """Take one random action of a running episode. Raises `TypeError` if the policy could not write it."""
     space = episode.env.action_space
     space.seed(0)
     action = space.sample()
@@ -301,7 +301,7 @@ def take_a_step(episode: GymEnvironment) -> None:
 
 
 def can_be_written(episode: GymEnvironment, action: Any) -> bool:
-    """Whether the policy could write an action of the game's space."""
+    """Whether a policy can write this action of the game's space as text."""
     written = action if isinstance(action, str) else json.dumps(plain(action))
     try:
         return contains(episode.env.action_space, episode.text.action(f"{OPEN}{written}{CLOSE}"))

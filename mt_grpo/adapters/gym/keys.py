@@ -38,7 +38,7 @@ class GymHouse(House):
     line = "environment: gym"
 
     def runs(self, script_args: Any) -> bool:
-        """Whether the recipe's environment is a game of gymnasium."""
+        """Whether the recipe's environment is a gymnasium game."""
         return script_args.environment == "gym"
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:

@@ -1,4 +1,4 @@
-"""What a policy reads of a game of gymnasium, and how its text becomes an action. Subclass `GymText` for a game."""
+"""Converts gymnasium observations to text, and a policy's text to actions. Subclass `GymText` for a game."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class GymText:
-    """How one game reads as text.
+    """Converts one game's observations to text and a turn's text to an action.
 
     Args:
-        env: The game, with its wrappers.
-        actions: Names of the actions of a `Discrete` space, in their order. Empty: they are numbers.
+        env: The game (`gymnasium.Env`), with its wrappers.
+        actions: Names of the actions of a `Discrete` space, in their order. Empty: actions are numbers.
 
     Raises:
-        ValueError: names for another space, another number of them, or names that cannot be told apart.
+        ValueError: The space is not discrete, the number of names is wrong, or names are not distinct.
     """
 
     def __init__(self, env: gymnasium.Env, actions: Sequence[str] = ()):
@@ -35,8 +35,8 @@ class GymText:
         space, written = env.action_space, {name.strip().casefold() for name in actions} - {""}
         if actions and (not isinstance(space, spaces.Discrete) or len(actions) != space.n):
             raise ValueError(
-                f"gym_actions has {len(actions)} names, and the action space is {space}. Expected a name "
-                "for each action of a Discrete space."
+                f"gym_actions has {len(actions)} names, and the action space is {space}. Expected one name "
+                "per action of a Discrete space."
             )
         if len(written) != len(actions) or any(tag in name for name in written for tag in (OPEN, CLOSE)):
             raise ValueError(f"gym_actions is {list(actions)}. Expected names that differ by more than their case.")
@@ -44,11 +44,11 @@ class GymText:
         self._by_text = {name.casefold(): action for name, action in self.actions.items()}
 
     def rules(self) -> str:
-        """What stands before the first observation; an empty text for nothing."""
+        """Return the text before the first observation, such as the rules. An empty text adds nothing."""
         return f"Answer with an action as <action>...</action>: {self.choices()}.\n"
 
     def choices(self) -> str:
-        """What an action may be, in words."""
+        """Describe the valid actions in words, for the policy."""
         space = self.env.action_space
         if self.actions:
             *first, last = self.actions
@@ -61,9 +61,9 @@ class GymText:
         return f"JSON of {space}"
 
     def observation(self, observation: Any, info: dict[str, Any]) -> str:
-        """An observation as text: text as it is, what `render_mode: ansi` draws, else JSON.
+        """Convert an observation to text: text unchanged, the rendering with `render_mode: ansi`, otherwise JSON.
 
-        In a drawing, what is highlighted stands in brackets, whatever its colour.
+        In a rendering, highlighted characters are put in brackets, whatever their colour.
         """
         if isinstance(observation, str):
             return observation
@@ -75,9 +75,9 @@ class GymText:
         return json.dumps(plain(observation), ensure_ascii=False)
 
     def action(self, text: str) -> Any:
-        """The action that a turn's text, without its thinking, asks for: in its last <action>, else the whole text.
+        """Read the action in a turn's text without thinking: its last <action>, or the whole text.
 
-        Raises `ValueError` where it asks for none. The policy reads its message.
+        Raises `ValueError` without a valid action. The policy reads the message.
         """
         said = tagged(text)
         space = self.env.action_space
@@ -93,7 +93,7 @@ class GymText:
 
 
 def contains(space: spaces.Space, action: Any) -> bool:
-    """Whether an action is of a space. Some spaces raise for a value of another type."""
+    """Whether a space contains an action. False also if the space raises for a value of another type."""
     try:
         return bool(space.contains(action))
     except (TypeError, ValueError, AttributeError, IndexError):
@@ -101,9 +101,9 @@ def contains(space: spaces.Space, action: Any) -> bool:
 
 
 def plain(value: Any, strict: bool = True) -> Any:
-    """A value as JSON takes it: arrays become lists, other objects text. Of a float, six digits count.
+    """Convert a value to JSON data: arrays become lists, other objects text. Floats are rounded to six digits.
 
-    An object that has no text of its own raises `TypeError`, or, if not `strict`, gives the name of its type.
+    An object without a text of its own raises `TypeError`, or, if not `strict`, becomes the name of its type.
 
     >>> plain({"a": np.array([1.0, 1 / 3]), 3: (np.int64(4), True), "b": float("nan")})
     {'a': [1.0, 0.333333], '3': [4, True], 'b': 'nan'}
@@ -124,13 +124,13 @@ def plain(value: Any, strict: bool = True) -> Any:
         if not strict:
             return type(value).__name__
         raise TypeError(
-            f"{type(value).__name__} holds no data that a model can read. Give a gym_text with `observation`"
+            f"{type(value).__name__} cannot be shown to a model. Set a gym_text that implements `observation`"
         )
     return str(value).encode("utf-8", "replace").decode("utf-8")
 
 
 def from_json(text: str, space: spaces.Space) -> Any:
-    """The member of a space that JSON describes; None where it describes none.
+    """Parse JSON as a member of a space, None if it is not one.
 
     >>> from_json("3", spaces.Discrete(4)), from_json("[1, 0]", spaces.MultiDiscrete([2, 2])), from_json("x", None)
     (3, array([1, 0]), None)
@@ -145,7 +145,7 @@ def from_json(text: str, space: spaces.Space) -> Any:
 
 
 def member(value: Any, space: spaces.Space) -> Any:
-    """A value of JSON as the space has it."""
+    """Convert a JSON value to the form of a space's members. Raises `ValueError` if it does not fit."""
     if isinstance(space, spaces.Dict):
         if not isinstance(value, dict) or value.keys() != space.spaces.keys():
             raise ValueError("other keys")

@@ -70,7 +70,7 @@ def read_json_with_comments(text: str) -> Any:
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         if repeated := [name for name in names if names.count(name) > 1]:
-            raise ValueError(f"the key {repeated[0]!r} is there twice: remove one")
+            raise ValueError(f"the key {repeated[0]!r} is set twice. Remove one")
         return dict(pairs)
 
     quoted = r'("(?:\\.|[^"\\])*")'
@@ -142,7 +142,7 @@ def check_keys(entry: dict[str, Any], where: str) -> None:
     """Raise `ValueError` for a key that no client has, or that needs a person; say which one has no effect."""
     if asked := sorted(entry.keys() & LOGIN):
         raise ValueError(
-            f"{where} has {asked[0]!r}: nobody is there to log in. Write headers, such as "
+            f"{where} has {asked[0]!r}, which needs an interactive login. Set headers instead, such as "
             '{"Authorization": "Bearer ${NAME_OF_A_VARIABLE}"}.'
         )
     if unknown := entry.keys() - {*KEYS, *OF_A_WINDOW, "timeout"}:
@@ -152,8 +152,8 @@ def check_keys(entry: dict[str, Any], where: str) -> None:
             raise ValueError(f"{where}: {name} is {entry[name]!r:.100}, expected a list of names of tools.")
     if "timeout" in entry:  # some clients count in seconds, some in milliseconds
         logger.warning(
-            f"{where}: timeout={entry['timeout']!r} has no effect. tool_timeout bounds a call, and mcp_start_timeout "
-            "the start."
+            f"{where}: timeout={entry['timeout']!r} has no effect. Set tool_timeout for calls, and mcp_start_timeout "
+            "for the start."
         )
 
 
@@ -204,7 +204,7 @@ def fill(text: str, where: str, own: dict[str, str], plain: bool = False) -> str
             return default
         asks = " VS Code asks a person for it: write ${env:NAME} instead." if kind == "input" else ""
         raise ValueError(
-            f"{where} has ${variable}, which is no environment variable that is set. Set it, or write its value.{asks}"
+            f"{where} has ${variable}, an environment variable that is not set. Set it, or write its value.{asks}"
         )
 
     return re.sub(r"\$\{([^}]*)\}" + (r"|\$([A-Za-z_]\w*)" if plain else "|(?!)()"), value, text)

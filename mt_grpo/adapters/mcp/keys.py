@@ -37,7 +37,7 @@ class McpHouse(House):
             refuse(script_args, McpKeys, OWN)
 
     def tools(self, script_args: Any) -> list[Callable]:
-        """Those of `mcp_config_file`, whose results are cut as `max_tool_response_length` says."""
+        """The tools of `mcp_config_file`, whose results are truncated to `max_tool_response_length`."""
         if script_args.mcp_config_file is None:
             refuse(script_args, McpKeys)
             return []

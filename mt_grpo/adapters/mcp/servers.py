@@ -37,7 +37,7 @@ class ServerEnded(RuntimeError):
 
 
 class McpToolError(RuntimeError):
-    """What a server says of a call that failed; the model reads it."""
+    """A tool call failed on the server. The model reads its message."""
 
 
 class McpServer:
@@ -95,7 +95,7 @@ class McpServer:
         raise ValueError(f"tools/list has more than {MOST_PAGES} pages, and a nextCursor on each")
 
     def told(self, error: BaseException) -> str:
-        """What may be said of an error: a URL may hold a key."""
+        """An error's message without URLs, which may contain a key."""
         return without_filled(error_text(error), self.entry)
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
@@ -150,7 +150,7 @@ class McpServer:
             self.owner = asyncio.create_task(self.own(self.ready, self.closing))
             self.deadline, self.starts = loop.time() + self.start_timeout, self.starts + 1
             if self.starts > 1:
-                logger.warning(f"The MCP server {self.name} had ended, and is started again.")
+                logger.warning(f"The MCP server {self.name} had ended and is restarted.")
         try:
             return await asyncio.wait_for(asyncio.shield(self.ready), max(0.0, self.deadline - loop.time()))
         except TimeoutError:
@@ -179,7 +179,7 @@ class McpServer:
 
     @contextlib.asynccontextmanager
     async def transport(self, kind: str) -> Any:
-        """What the SDK's client connects to."""
+        """The transport that the SDK's client connects to."""
         entry = self.entry
         if "command" in entry:
             # The commands of this Python's own environment first, as where it is activated.

@@ -18,34 +18,34 @@ from mt_grpo.conversation.tools.signature import as_tool
 
 
 def offered(name: str, entry: dict[str, Any], tools: list[Any], where: str) -> list[Any]:
-    """The tools that a server is to offer (`only`, `without`). Raises `ValueError` for two of one name."""
+    """The tools of a server after its filters (`only`, `without`). Raises `ValueError` for two of the same name."""
     names = [tool.name for tool in tools]
     if repeated := [each for each in names if names.count(each) > 1]:
-        raise ValueError(f"{where} offers two tools of the name {repeated[0]!r}: the model could not tell them apart.")
+        raise ValueError(f"{where} offers two tools called {repeated[0]!r}. The model could not tell them apart.")
     listed = [*(entry["only"] or []), *entry["without"]]
     if unknown := [each for each in listed if each not in names]:
-        raise ValueError(f"{where} has no tool {unknown[0]!r}, which the file names. It has: {', '.join(names)}.")
+        raise ValueError(f"{where} has no tool {unknown[0]!r}, which the file lists. It has: {', '.join(names)}.")
     only = names if entry["only"] is None else entry["only"]
     return [tool for tool in tools if tool.name not in entry["without"] and tool.name in only]
 
 
 def why_not(error: Exception, entry: dict[str, Any], seconds: str) -> str:
-    """What keeps a server from starting, and what to do.
+    """Why a server does not start, and what to do.
 
     Args:
-        error: What was raised.
-        entry: The server's.
-        seconds: The key that says how long it may take.
+        error: The error that was raised.
+        entry: The server's entry in the configuration.
+        seconds: The name of the key that limits the time of the start.
     """
     if isinstance(error, TimeoutError):
         return f"{str(error) or 'no answer to its list of tools'}. Raise {seconds} if it needs longer."
     if "command" not in entry:
-        return f"{error_line(error)}. Is it up at {entry['url']}?"
+        return f"{error_line(error)}. Is it running at {entry['url']}?"
     command = shlex.join([entry["command"], *entry["args"]])
     if isinstance(error, (FileNotFoundError, PermissionError)):
-        return f"{error_line(error)}. Install it, or name it by its whole path."
+        return f"{error_line(error)}. Install it, or write its full path."
     said = str(error) if isinstance(error, ServerEnded) else error_line(error)
-    return f"{said}. What it wrote stands above; `{command}` starts it by hand."
+    return f"{said}. See its output above. To start it yourself, run `{command}`."
 
 
 def start_servers(
@@ -97,7 +97,7 @@ def load_mcp_tools(
     known = {name for server, tool in found for name in (tool.name, f"{server.name}:{tool.name}")}
     if unknown := [name for name in selection or [] if name not in known]:
         offered = ", ".join(f"{server.name}:{tool.name}" for server, tool in found) or "none"
-        raise ValueError(f"mcp_tools: {unknown[0]!r} is offered by no server of {path!r}. There are: {offered}.")
+        raise ValueError(f"mcp_tools: no server of {path!r} offers {unknown[0]!r}. They offer: {offered}.")
     chosen: dict[str, tuple[McpServer, Any]] = {}
     for server, tool in found:
         if selection is not None and tool.name not in selection and f"{server.name}:{tool.name}" not in selection:
@@ -106,15 +106,15 @@ def load_mcp_tools(
             other = chosen[tool.name][0].name
             raise ValueError(
                 f"mcp_config_file: the servers {other!r} and {server.name!r} both have a tool {tool.name!r}. Select "
-                f"one by mcp_tools: [{server.name}:{tool.name}, ...]."
+                f"one with mcp_tools: [{server.name}:{tool.name}, ...]."
             )
         chosen[tool.name] = (server, tool)
     if not chosen:
-        raise ValueError(f"mcp_config_file: {path!r} gives no tool. Expected a server that offers one.")
+        raise ValueError(f"mcp_config_file: the servers of {path!r} offer no tools. Expected at least one tool.")
     try:
         return [mcp_tool(server, tool, finish) for server, tool in chosen.values()]
     except ValueError as error:
-        raise ValueError(f"mcp_config_file: {error} Leave the tool out by mcp_tools, a list of the others.") from None
+        raise ValueError(f"mcp_config_file: {error} Leave the tool out by listing the others in mcp_tools.") from None
 
 
 def mcp_tool(server: McpServer, tool: Any, finish: Callable[[str], str]) -> Callable:
@@ -133,7 +133,7 @@ def mcp_tool(server: McpServer, tool: Any, finish: Callable[[str], str]) -> Call
 
 
 def schema_of(server: McpServer, tool: Any) -> dict[str, Any]:
-    """What the model reads of a tool."""
+    """The JSON schema of a tool, as the model reads it."""
     return {
         "name": tool.name,
         "description": tool.description or tool.title or f"{tool.name} of {server.name}.",
@@ -182,7 +182,7 @@ def image_data(part: Any) -> str | None:
 
 
 def content_text(part: Any) -> str:
-    """One part of a result."""
+    """Convert one content part of a result to text."""
     if part.type == "text":
         return part.text
     resource = getattr(part, "resource", None)

@@ -74,12 +74,12 @@ class SchedulerEngine:
 
 
 class ScheduledConversation:
-    """What rewards see of a conversation, as `environments`.
+    """A scheduler's conversation, as reward functions get it in `environments`.
 
     Attributes:
-        row: Of the dataset.
-        request_id: Of this rollout.
-        outputs: What the scheduler gave, one dict per output with what its rewards get by name.
+        row: The row of the dataset.
+        request_id: The id of this rollout.
+        outputs: The outputs of the scheduler, one dict per output with the arguments of its rewards by name.
     """
 
     def __init__(self):
@@ -88,7 +88,7 @@ class ScheduledConversation:
         self.outputs: list[dict[str, Any]] = []
 
     def reset(self, **row: Any) -> list[Message] | None:
-        """Begin anew."""
+        """Reset the state for a new conversation."""
         self.row, self.request_id, self.outputs = row, f"chatcmpl-{uuid.uuid4()}", []
         if row.get("prompt"):
             return None

@@ -38,7 +38,7 @@ class SwiftKeys:
 
 
 class SwiftHouse(House):
-    """A scheduler runs the conversation."""
+    """The integration of ms-swift, in which a scheduler runs the conversation."""
 
     keys = SwiftKeys
     line = "multi_turn_scheduler"

@@ -26,7 +26,7 @@ class RolloutOver(SchedulerFailure):
 
 
 async def called(function: Callable, *args: Any) -> Any:
-    """What a method returns. A synchronous one runs in a thread, so that a slow one stalls no other conversation."""
+    """Call a method and return its result. A synchronous one runs in a thread, to not block other conversations."""
     if inspect.iscoroutinefunction(function):
         return await function(*args)
     work = functools.partial(function, *args)
@@ -35,7 +35,7 @@ async def called(function: Callable, *args: Any) -> Any:
 
 
 def read_step(returned: Any) -> dict[str, Any]:
-    """What `step` returned, as a dict with `infer_request`, in any of the forms of ms-swift 3.6 to 4.6.
+    """Normalise the return value of `step`, in any form of ms-swift 3.6 to 4.6, to a dict with `infer_request`.
 
     >>> read_step(({"infer_request": 1}, {}))
     Traceback (most recent call last):
@@ -215,7 +215,7 @@ def text_at(messages: list[dict[str, Any]], said: list[dict[str, Any]]) -> Any:
 
 
 def weight_of(message: Any) -> bool | None:
-    """Whether a message's own keys `loss` and `loss_scale` have it trained; None without them.
+    """Whether a message's own keys `loss` and `loss_scale` make it trained, None without these keys.
 
     >>> weight_of({"loss": False}), weight_of({"loss_scale": 0.5}), weight_of({"content": ""})
     (False, True, None)

@@ -32,10 +32,10 @@ class LossScale:
 
 
 class Masks(LossScale):
-    """One that masks parts of a text."""
+    """Protocol of a loss scale that masks parts of a text."""
 
     def spans(self, text: str) -> list[Span]:
-        """What is masked."""
+        """Return the masked spans of a text, as (start, end) in characters."""
         return []
 
     def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[float]]:
@@ -89,11 +89,11 @@ loss_scale_map: dict[str, type] = {
 
 @dataclass(frozen=True)
 class LossMask:
-    """What a recipe's `loss_scale` says.
+    """The parsed `loss_scale` of a recipe.
 
     Attributes:
         base: Which messages are trained: `default`, `last_round`, `all`.
-        scales: What masks parts of them, one after another.
+        scales: The loss scales that mask parts of them, applied in order.
     """
 
     base: str
@@ -137,7 +137,7 @@ class Sizes:
 
 
 def zero_spans(scale: Any, text: str, query: str | None, is_last: bool) -> list[Span]:
-    """What a scale gives the weight 0. Raises `SchedulerFailure` for parts that are not the text.
+    """The spans to which a loss scale gives the weight 0. Raises `SchedulerFailure` for parts that are not the text.
 
     >>> zero_spans(loss_scale_map["react"](), "Action: a Observation: b Thought: c", None, True)
     [(22, 25)]
@@ -165,7 +165,7 @@ def zero_spans(scale: Any, text: str, query: str | None, is_last: bool) -> list[
 
 
 def read_loss_scale(text: str, known: dict[str, type]) -> LossMask:
-    """What `[base+]type[+type...]` says. Raises `ValueError`.
+    """Parse a `loss_scale` such as `[base+]type[+type...]`. Raises `ValueError`.
 
     >>> read_loss_scale("last_round", {}).base, read_loss_scale("react", loss_scale_map).base
     ('last_round', 'default')

@@ -22,7 +22,7 @@ Key = tuple[str, str]
 
 
 def keys_of(messages: list[Message]) -> list[Key]:
-    """What messages say."""
+    """A comparison key per message: its role and contents."""
     return [(message["role"], message["content"]) for message in messages]
 
 
@@ -61,7 +61,7 @@ def read_messages(
 
 
 def read_message(message: Any, text_of: Callable[[list[int]], str]) -> Message:
-    """One message. Raises `SchedulerFailure`."""
+    """Validate one message of a request. Raises `SchedulerFailure`."""
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if is_ids(content) and min(content) < 0:
         raise SchedulerFailure(f"A message's content has the id {min(content)}, expected ids of the tokenizer.")

@@ -25,7 +25,7 @@ MASKS = ("response_token_ids", "response_loss_mask")
 
 
 def read_outputs(returned: Any, name: str) -> list[RolloutOutput]:
-    """What `run` returned, as a list of outputs. Raises `SchedulerFailure`."""
+    """Validate the return value of `run`, as a list of outputs. Raises `SchedulerFailure`."""
     outputs = []
     for given in returned if isinstance(returned, list) else [returned]:
         if not getattr(getattr(given, "response", None), "choices", None):

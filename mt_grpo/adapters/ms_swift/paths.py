@@ -43,7 +43,7 @@ def get_env_args(args_name: str, type_func: Callable[[str], Any], default_value:
 
 
 def get_logger(*args: Any, **kwargs: Any) -> logging.Logger:
-    """The logger of plug-ins."""
+    """Return the logger of plug-ins, under ms-swift's name for it."""
     return logging.getLogger("swift")
 
 
@@ -70,7 +70,7 @@ def public(*modules: types.ModuleType) -> dict[str, Any]:
 
 
 def absent(*names: str) -> dict[str, Any]:
-    """Placeholders of what is not offered."""
+    """Placeholders for names that are not supported."""
     return {name: not_offered(name, "ms-swift") for name in names}
 
 
@@ -155,7 +155,7 @@ class SwiftPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name in MODULES else None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Fill it."""
+        """Fill the module with the names that are offered."""
         vars(module).update(MODULES[module.__name__])
 
 

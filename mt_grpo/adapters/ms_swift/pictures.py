@@ -77,7 +77,7 @@ def tagged(prompt: list[Message], row: dict[str, Any], where: str) -> tuple[list
 def place_tags(
     prompt: list[Message], row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[Message], list[Picture]]:
-    """As `with_marks`, with tags: (messages as a scheduler gets them, the pictures of their tags).
+    """Read the images of a row into tags: (messages as a scheduler gets them, the images of their tags).
 
     Raises `ValueError`.
     """
@@ -96,7 +96,7 @@ def place_tags(
 def mark_tags(
     prompt: list[Message], row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, where: str
 ) -> tuple[list[Message], list[Picture]]:
-    """As `place_tags`, with the marks of the pictures in place of the tags."""
+    """Read the images of a row like `place_tags`, with image marks instead of the tags."""
     messages, shown = place_tags(prompt, row, tokenizer, where)
     return with_pictures_of(messages, shown) if shown else messages, shown
 

@@ -42,7 +42,7 @@ class InferRequest:
 
 @dataclass
 class RolloutInferRequest(InferRequest):
-    """One with the row's columns (`data_dict`) and an id of the conversation (`uuid`)."""
+    """A request with the row's columns (`data_dict`) and an id of the conversation (`uuid`)."""
 
     data_dict: dict[str, Any] = field(default_factory=dict)
     uuid: str | None = None
@@ -73,7 +73,7 @@ class RequestConfig:
 
 @dataclass
 class Function:
-    """What a call calls. `arguments` is JSON text."""
+    """The function of a tool call. `arguments` is JSON text."""
 
     name: str
     arguments: Any
@@ -85,7 +85,7 @@ class Function:
 
 @dataclass
 class ChatCompletionMessageToolCall:
-    """A call of the model's."""
+    """A tool call in a message of the model."""
 
     function: Function
     type: str = "function"
@@ -94,7 +94,7 @@ class ChatCompletionMessageToolCall:
 
 @dataclass
 class ChatMessage:
-    """What the model said."""
+    """The model's message in a response."""
 
     role: str
     content: str
@@ -122,7 +122,7 @@ RolloutResponseChoice = GymRolloutResponseChoice = ChatCompletionResponseChoice 
 
 @dataclass
 class UsageInfo:
-    """Numbers of tokens."""
+    """The numbers of prompt and completion tokens of a response."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -159,11 +159,11 @@ def as_base64(value: Any, paths: bool = False) -> Any:
 
 
 class RolloutOutput(BaseModel):
-    """What a conversation gave.
+    """The result of a conversation.
 
     Attributes:
-        response: The last one.
-        messages: All, with the last response. A text in place of a dict is the assistant's: schedulers of 3.8 to 4.6
+        response: The last response.
+        messages: All, with the last response. A text instead of a dict is the assistant's: schedulers of 3.8 to 4.6
             write such.
         response_token_ids: One list per message of the assistant, in their order; it may begin later than the first.
         response_loss_mask: As long as those.
@@ -240,7 +240,7 @@ def logprobs_of(choice: Any) -> list[float]:
 
 
 def is_ids(content: Any) -> bool:
-    """Whether a message's content is ids in place of text, as in ms-swift 4.6.
+    """Whether a message's content is ids instead of text, as in ms-swift 4.6.
 
     >>> is_ids([1, 2]), is_ids([]), is_ids("12")
     (True, False, False)

@@ -34,7 +34,7 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
     check_settings_of("scheduler", "multi_turn_scheduler", script_args, args)
     if script_args.environment is not None:
-        raise ValueError("environment has no effect with multi_turn_scheduler: the scheduler is one. Remove it.")
+        raise ValueError("environment has no effect with multi_turn_scheduler, which is the environment. Remove it.")
     if (scope := script_args.completion_length_limit_scope) not in LENGTH_SCOPES:
         raise ValueError(f"completion_length_limit_scope={scope!r}, expected one of {', '.join(LENGTH_SCOPES)}.")
     install()
@@ -65,12 +65,12 @@ def load_plugin(path: str) -> None:
 
 
 def registered(kind: str, name: str, key: str) -> Any:
-    """What plug-ins have registered under a name. Raises `ValueError`."""
+    """The class or function that plug-ins have registered under a name. Raises `ValueError`."""
     found = registry(kind)
     if name not in found:
         raise ValueError(
-            f"{key}: {name!r} is not in {kind}. Expected one of: {', '.join(sorted(found)) or 'none is there'}. A "
-            f"plug-in of external_plugins registers it by `{kind}[{name!r}] = MyClass`."
+            f"{key}: {name!r} is not in {kind}. Expected one of: {', '.join(sorted(found)) or '(none registered)'}. A "
+            f"plug-in in external_plugins registers it with `{kind}[{name!r}] = MyClass`."
         )
     return found[name]
 
@@ -83,18 +83,18 @@ def check_scheduler(cls: Any, name: str) -> None:
     if has_own_run(cls, "async_infer"):
         raise ValueError(
             f"{where}: {cls.__name__} has an async_infer of its own, which in ms-swift gets the requests of a whole "
-            "batch. Here each rollout is a conversation of its own, and async_infer would never be called. Put what "
-            "it does into `run`, or remove it. One that shares a tree among the rollouts of a prompt cannot run."
+            "batch. It is not supported: here each rollout is a separate conversation. Move its code into `run`, or "
+            "remove it. Schedulers that share a tree among the rollouts of a prompt are not supported."
         )
     if has_own_run(cls):
         if not inspect.iscoroutinefunction(cls.run):
-            raise ValueError(f"{where}: {cls.__name__}.run is no async function, expected `async def run`.")
+            raise ValueError(f"{where}: {cls.__name__}.run is not an async function, expected `async def run`.")
         return
     for method, count in (("step", 3), ("check_finished", 3), ("on_turn_end", 3), ("on_trajectory_start", 1)):
         function = getattr(cls, method, None)
         if function is None and method in ("step", "check_finished"):
             raise ValueError(
-                f"{where}: {cls.__name__} has no run, and no {method}. Expected `run`, or `step` and `check_finished`."
+                f"{where}: {cls.__name__} has neither run nor {method}. Write `run`, or `step` and `check_finished`."
             )
         if function is None:
             continue
@@ -158,7 +158,7 @@ def takes(function: Callable, name: str) -> bool:
 
 
 def completions_of(environments: list[ScheduledConversation]) -> list[str]:
-    """What the assistant's last message of each conversation says."""
+    """The text of the assistant's last message of each conversation."""
     return [each.outputs[-1]["messages"][-1]["content"] if each.outputs else "" for each in environments]
 
 

@@ -29,7 +29,7 @@ class AsyncORM(ORM):
 
 
 def answer_in(text: str) -> str | None:
-    """What stands in the first `<answer>` of a text."""
+    """The contents of the first `<answer>` in a text."""
     found = re.search(r"<answer>(.*?)</answer>", text, re.DOTALL)
     return found[1].strip() if found else None
 
@@ -145,7 +145,7 @@ class RepetitionPenalty(ORM):
         return [self.penalty(text.lower().split()) for text in completions]
 
     def penalty(self, words: list[str]) -> float:
-        """Of a text's words."""
+        """The penalty of a text: the scaled share of repeated n-grams of words."""
         grams = list(zip(*(words[k:] for k in range(self.ngram_size))))
         return (1 - len(set(grams)) / len(grams)) * self.max_penalty if grams else 0.0
 

@@ -39,12 +39,12 @@ class Sample(Sampled):
 
     @property
     def before(self) -> list[Key]:
-        """What was said before its message."""
+        """The messages before the sample's own message."""
         return keys_of(self.messages[:-1] if self.messages[-1]["role"] == "assistant" else self.messages)
 
     @property
     def ids(self) -> list[int]:
-        """What was sampled, and what the scheduler put behind it."""
+        """The sampled ids, followed by those that the scheduler appended."""
         return self.turn.token_ids + self.tail
 
 

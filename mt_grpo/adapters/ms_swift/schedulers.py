@@ -30,12 +30,12 @@ class RolloutScheduler:
 
     @property
     def engine(self) -> Any:
-        """The same as `infer_engine`."""
+        """The engine that samples responses, the same as `infer_engine`."""
         return self.infer_engine
 
     @property
     def tokenizer(self) -> Any:
-        """The policy's."""
+        """The tokenizer of the policy."""
         return self._tokenizer or getattr(self.infer_engine, "tokenizer", None)
 
     async def on_trajectory_start(self, requests: list) -> None:
@@ -99,7 +99,7 @@ class RolloutScheduler:
 
     @staticmethod
     def restore_assistant_message_snapshots(snapshots: list[tuple[dict, list[int]]]) -> None:
-        """Have them be ids again."""
+        """Restore message contents to the ids that they were before."""
         for message, ids in snapshots:
             message["content"] = ids
 
@@ -116,7 +116,7 @@ class MultiTurnScheduler(RolloutScheduler):
         raise NotImplementedError(f"{type(self).__name__} has neither step nor run.")
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
-        """Whether this turn is the last: it was cut off, or `max_turns` is reached."""
+        """Whether this turn is the last: it was truncated, or `max_turns` is reached."""
         return response_choice.finish_reason == "length" or bool(self.max_turns and current_turn >= self.max_turns)
 
     @staticmethod
@@ -140,7 +140,7 @@ class MathTipsScheduler(MultiTurnScheduler):
         self.acc_func = acc_function or MathAccuracy()
 
     def is_right(self, text: str, infer_request: Any) -> bool:
-        """Whether a text has the row's `solution`."""
+        """Whether a text contains the row's `solution`."""
         return self.acc_func([text], [infer_request.data_dict["solution"]])[0] == 1
 
     def check_finished(self, infer_request: Any, response_choice: Any, current_turn: int) -> bool:
@@ -173,7 +173,7 @@ class MathTipsMultiTurnScheduler(MathTipsScheduler):
         return MultiTurnScheduler.check_finished(self, infer_request, response_choice, current_turn)
 
     def step(self, infer_request: Any, response_choice: Any, current_turn: int) -> dict[str, Any]:
-        """The user's tip."""
+        """Append the user's tip to the messages."""
         infer_request.messages.append({"role": "user", "content": self.tips_prompt})
         return {"infer_request": infer_request}
 

@@ -31,7 +31,7 @@ from mt_grpo.rollout import Message, Rollout, StopReason, Turn, join
 
 
 class Reading(NamedTuple):
-    """A request as ids."""
+    """A request, tokenised to ids."""
 
     messages: list[Message]
     tools: str  # as JSON
@@ -144,8 +144,8 @@ def check_sampling(config: Any) -> None:
         value = getattr(config, name, None)
         if value is not None and value != getattr(RequestConfig, name, None):
             tell_once(
-                f"A scheduler's RequestConfig has {name}={value!r:.100}. It is not taken: responses are sampled as "
-                "the recipe says. Of a config only stop and max_tokens count.",
+                f"A scheduler's RequestConfig has {name}={value!r:.100}. It is ignored: the recipe sets the "
+                "sampling parameters. Only stop and max_tokens of a config are used.",
                 f"RequestConfig {name}",
             )
 
@@ -199,12 +199,12 @@ class SchedulerSession(RolloutSession):
             self._tasks.discard(asyncio.current_task())
 
     async def finish(self) -> None:
-        """End what is in flight."""
+        """Cancel the requests in flight."""
         self.closed = True
         await end_all(self._tasks)
 
     def plain(self, ids: list[int]) -> str:
-        """What ids say, ends of turns aside."""
+        """Decode ids, without tokens that end a turn."""
         return self.format.text([token for token in ids if token not in self.format.ends])
 
     async def _infer(self, request: Any, config: Any) -> Any:
@@ -296,7 +296,7 @@ class SchedulerSession(RolloutSession):
         return [RolloutOutput(response=response, messages=said, rollout_infos={"num_turns": len(self.samples)})]
 
     def is_empty(self, choice: Any) -> bool:
-        """Whether a choice is of an empty response."""
+        """Whether a choice comes from an empty response."""
         return getattr(choice, "sample_key", None) in self._parents
 
     def sample_of(self, choice: Any) -> Sample | None:

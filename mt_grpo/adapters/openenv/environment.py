@@ -199,7 +199,7 @@ class OpenEnvEnvironment:
 
 
 class ActingEnvironment(OpenEnvEnvironment):
-    """One whose actions are the turns' texts."""
+    """An environment whose actions are the texts of turns."""
 
     def __init__(self):
         super().__init__()
@@ -214,9 +214,9 @@ class ActingEnvironment(OpenEnvEnvironment):
         return [*([{"type": "text", "text": rules}] if rules else []), *self._shown]
 
     async def respond(self, rollout: Rollout, turn: Turn) -> Reply:
-        """One step. A text that is no action is answered with what was expected; nothing moves.
+        """Take one step. Text without a valid action is answered with an error, and nothing moves.
 
-        A turn that a budget cut off is no step, whatever it holds: nothing is said, and the conversation ends.
+        A turn that a token limit truncated is not a step: it gets no answer, and the conversation ends.
         """
         turn.calls, turn.results = [], []  # what looks like a call is text
         if turn.finish_reason == "length":
@@ -243,12 +243,12 @@ class ActingEnvironment(OpenEnvEnvironment):
         return Reply(messages=[message], reward=self._leaving(rollout, turn) or None, info={"action": None})
 
     async def state_key(self) -> str:
-        """What is seen, for `gigpo`."""
+        """The text of the current observation, as the state for `gigpo`."""
         return str(self._shown)
 
 
 class CallingEnvironment(OpenEnvEnvironment):
-    """One whose actions are calls of the server's tools. A class of a recipe has a method for each (`as_method`)."""
+    """An environment whose actions are calls of the server's tools, each a method of the class (`as_method`)."""
 
     async def _call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         """One call of the model's, with what it reads of it. What fails on the server is an error that it reads."""

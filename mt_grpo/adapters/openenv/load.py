@@ -59,7 +59,7 @@ def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnviron
     urls = script_args.openenv_url or []
     urls = [urls] if isinstance(urls, str) else urls
     if not urls:
-        raise ValueError(f"{WHERE} without openenv_url. Expected the address of a server: http://127.0.0.1:8000.")
+        raise ValueError(f"{WHERE} needs openenv_url. Set it to the address of a server: http://127.0.0.1:8000.")
     headers = headers_of(mapping(script_args.openenv_headers, "openenv_headers"))
     defaults = mapping(script_args.openenv_reset, "openenv_reset")
     try:
@@ -69,14 +69,14 @@ def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnviron
     text_class = load_class(script_args.openenv_text, "openenv_text") if script_args.openenv_text else OpenEnvText
     if not issubclass(text_class, OpenEnvText):
         raise ValueError(
-            f"openenv_text: {script_args.openenv_text!r} is no subclass of mt_grpo.adapters.openenv.text.OpenEnvText."
+            f"openenv_text: {script_args.openenv_text!r} is not a subclass of `openenv.text.OpenEnvText`."
         )
     try:
         servers = [OpenEnvServer(url, headers) for url in urls]
     except ValueError as error:
         raise ValueError(f"openenv_url: {error}") from None
     if twice := [server.url for k, server in enumerate(servers) if server.url in [each.url for each in servers[:k]]]:
-        raise ValueError(f"openenv_url names {twice[0]} twice. Remove one.")
+        raise ValueError(f"openenv_url lists {twice[0]} twice. Remove one.")
     conversations = max(1, args.generation_batch_size // max(1, args.world_size))
     most = script_args.openenv_sessions
     if most is None:
@@ -114,19 +114,19 @@ def environment_of(found: Asked, settings: dict[str, Any]) -> type[OpenEnvEnviro
         tool_name = tool.get("name") if isinstance(tool, dict) else None
         if not isinstance(tool_name, str) or not tool_name:
             raise ValueError(
-                f"openenv_url: {url} lists the tool {json.dumps(tool)[:100]}, which has no name: no model could "
+                f"openenv_url: {url} lists the tool {json.dumps(tool)[:100]}, which has no name. No model could "
                 "call it."
             )
         if tool_name in methods:
-            raise ValueError(f"openenv_url: {url} lists two tools {tool_name!r}: the model could not tell them apart.")
+            raise ValueError(f"openenv_url: {url} lists two tools {tool_name!r}. The model could not tell them apart.")
         if hasattr(CallingEnvironment(), tool_name) or tool_name in METHODS or tool_name.startswith("_"):
             raise ValueError(
-                f"openenv_url: {url} lists a tool {tool_name!r}, which is a name of the trainer's. Expected another "
-                "one."
+                f"openenv_url: {url} lists a tool {tool_name!r}, a name that the trainer reserves. Rename the tool "
+                "on the server."
             )
         schema = tool.get("input_schema", tool.get("inputSchema")) or {}
         if not schema:
-            logger.warning(f"{url} lists the tool {tool_name!r} without a schema: the model reads of no arguments.")
+            logger.warning(f"{url} lists the tool {tool_name!r} without a schema. The model sees no arguments.")
         described = {
             "name": tool_name,
             "description": tool.get("description") or f"{tool_name} of {name}.",
@@ -142,15 +142,15 @@ def environment_of(found: Asked, settings: dict[str, Any]) -> type[OpenEnvEnviro
 
 
 def text_of(text_class: type[OpenEnvText], described: Described, images: bool) -> OpenEnvText:
-    """How observations read. Raises `ValueError` where a class of one's own cannot be made."""
+    """Create the `OpenEnvText` of a recipe. Raises `ValueError` if the user's class raises."""
     try:
         return text_class(described.action, images)
     except Exception as error:
-        raise ValueError(f"openenv_text: {text_class.__name__} cannot be made: {error}") from error
+        raise ValueError(f"openenv_text: {text_class.__name__} cannot be created: {error}") from error
 
 
 def mapping(given: dict[str, Any] | str | None, key: str) -> dict[str, Any]:
-    """A key's mapping, or that of its JSON. Raises `ValueError`."""
+    """Read a key's mapping, which may be JSON text. Raises `ValueError`."""
     try:
         found = json.loads(given) if isinstance(given, str) else given or {}
     except (ValueError, RecursionError) as error:
@@ -161,11 +161,11 @@ def mapping(given: dict[str, Any] | str | None, key: str) -> dict[str, Any]:
 
 
 def headers_of(given: dict[str, Any]) -> dict[str, str]:
-    """Headers, with the environment variables that they name. Raises `ValueError` for one that is not set."""
+    """Fill in the environment variables of headers. Raises `ValueError` for one that is not set."""
 
     def value(found: re.Match) -> str:
         if found[1] not in os.environ:
-            raise ValueError(f"openenv_headers names ${found[1]}, which is not set. Set this environment variable.")
+            raise ValueError(f"openenv_headers uses ${found[1]}, which is not set. Set this environment variable.")
         return os.environ[found[1]]
 
     return {name: re.sub(r"\$([A-Za-z_]\w*)", value, str(text)) for name, text in given.items()}
@@ -236,7 +236,7 @@ def ask_for_places(servers: list[OpenEnvServer], conversations: int, timeout: fl
 
 
 async def ask_server(server: OpenEnvServer, most: int, seconds: float) -> Asked:
-    """What a server is. Raises `OpenEnvFailure`."""
+    """Ask one server for its description, tools and sessions. Raises `OpenEnvFailure`."""
     described = await server.describe()
     sessions: list[OpenEnvSession] = []
     try:
@@ -266,8 +266,8 @@ async def first_session(server: OpenEnvServer, seconds: float) -> OpenEnvSession
             await sessions[0].close()
             if loop.time() > deadline:
                 raise OpenEnvFailure(
-                    f"{full}. None was free for {seconds:g} s: other runs hold them. End them, start the server with "
-                    "a larger max_concurrent_envs, or name another address"
+                    f"{full}. None was free for {seconds:g} s, so other runs may hold them. End those, start the "
+                    "server with a larger max_concurrent_envs, or set another address"
                 ) from full
             await asyncio.sleep(SECONDS_BETWEEN_TRIES)
 
@@ -289,14 +289,14 @@ async def listed(session: OpenEnvSession, described: Described) -> list[Any]:
         step = await session.step({"type": "list_tools"})
     except (ActionRefused, StepRaised) as error:
         raise OpenEnvFailure(
-            f"{session.server.url} takes neither the action list_tools ({error}) nor an action with fields of its "
-            f"own: {described.name} cannot be played"
+            f"{session.server.url} supports neither the action list_tools ({error}) nor actions with other "
+            f"fields, so {described.name} is not supported"
         ) from error
     tools = step.observation.get("tools")
     if not isinstance(tools, list) or not tools:
         raise OpenEnvFailure(
-            f"{session.server.url} lists no tools, and its actions are calls of some: list_tools gave "
-            f"{json.dumps(step.observation)[:200]}. Look into its log"
+            f"{session.server.url} lists no tools, but its actions are tool calls: list_tools returned "
+            f"{json.dumps(step.observation)[:200]}. See its log"
         )
     return tools
 
@@ -308,21 +308,21 @@ def check_same(found: list[Asked]) -> None:
         if (other.described.action, other.tools) != (first.described.action, first.tools):
             raise ValueError(
                 f"openenv_url: {first.url} ({first.described.name}) and {other.url} ({other.described.name}) take "
-                "other actions. Expected servers of one environment."
+                "different actions. Expected servers of the same environment."
             )
 
 
 def few_sessions(found: list[Asked], conversations: int) -> str:
-    """What to do where conversations wait for one another."""
+    """The warning if servers have fewer sessions than conversations, with what to do."""
     places = sum(each.places for each in found)
     said = ", ".join(f"{each.url} opened {each.places}" for each in found)
     one = (
-        " Its environment must be written for it (SUPPORTS_CONCURRENT_SESSIONS)."
+        " Its environment must support it (SUPPORTS_CONCURRENT_SESSIONS)."
         if any(each.most == 1 for each in found)
         else ""
     )
     return (
         f"The OpenEnv server has fewer sessions than a step has conversations: {said}, for {conversations} of them. "
-        f"So {places} are played at a time, and the others wait. Start it with max_concurrent_envs={conversations}."
-        f"{one} Or start several, and list their addresses in openenv_url."
+        f"Only {places} run at a time, and the others wait. Start it with max_concurrent_envs={conversations}."
+        f"{one} Or start several servers, and list their addresses in openenv_url."
     )

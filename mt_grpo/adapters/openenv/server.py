@@ -68,11 +68,11 @@ async def on_openenv_loop(coroutine: Coroutine) -> Any:
 
 @dataclass(frozen=True)
 class Described:
-    """What a server says of itself.
+    """The description of a server.
 
     Attributes:
-        name: Of its environment.
-        action, observation: Their JSON schemas.
+        name: The name of its environment.
+        action, observation: The JSON schemas of actions and observations.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Described:
 
 @dataclass(frozen=True)
 class Step:
-    """What a server answers to `reset` and `step`. `reward` is None where it gives none."""
+    """A server's answer to `reset` and `step`. `reward` is None without one."""
 
     observation: dict[str, Any]
     reward: float | None
@@ -90,14 +90,14 @@ class Step:
 
 
 class OpenEnvServer:
-    """One address.
+    """The client of one OpenEnv server.
 
     Args:
-        url: Of HTTP or of the WebSocket: `http://127.0.0.1:8000`.
-        headers: Of all requests.
+        url: The HTTP or WebSocket address, such as `http://127.0.0.1:8000`.
+        headers: The headers of all requests.
 
     Raises:
-        ValueError: it is no address.
+        ValueError: The URL is not an address.
     """
 
     def __init__(self, url: str, headers: dict[str, str] | None = None):
@@ -137,27 +137,27 @@ class OpenEnvServer:
             raise OpenEnvFailure(f"{self.url} does not answer ({error_line(error)})") from error
 
     async def describe(self) -> Described:
-        """What the server says of itself. Raises `OpenEnvFailure` unless it speaks OpenEnv from 0.2 on."""
+        """Ask for the server's description. Raises `OpenEnvFailure` unless it is OpenEnv 0.2 or later."""
         status, health = await self.get("/health")
         if status != 200 or not isinstance(health, dict) or "status" not in health:
             raise OpenEnvFailure(
-                f"{self.url} is no OpenEnv server: GET /health gave HTTP {status} and {brief(health)}, expected "
-                '{"status": "healthy"}'
+                f"{self.url} is not an OpenEnv server: GET /health returned HTTP {status} and {brief(health)}, "
+                'expected {"status": "healthy"}'
             )
         if health["status"] != "healthy":
-            raise OpenEnvFailure(f"{self.url} says that it is {health['status']!r:.50}, expected healthy")
+            raise OpenEnvFailure(f"{self.url} reports the status {health['status']!r:.50}, expected healthy")
         status, schema = await self.get("/schema")
         if status == 404:
             raise OpenEnvFailure(
-                f"{self.url} speaks OpenEnv 0.1: it has /health and no /schema, and one game for all. Expected 0.2 or "
+                f"{self.url} runs OpenEnv 0.1, with /health but no /schema, and one game for all. Expected 0.2 or "
                 "later: run it with openenv-core>=0.2"
             )
         schema = schema if isinstance(schema, dict) else {}
         found = [schema.get(key) for key in ("action", "observation")]
         if status != 200 or not all(isinstance(each, dict) for each in found):
             raise OpenEnvFailure(
-                f"{self.url} is no OpenEnv server: GET /schema gave HTTP {status} and {brief(schema)}, expected the "
-                "JSON schemas of action and observation"
+                f"{self.url} is not an OpenEnv server: GET /schema returned HTTP {status} and {brief(schema)}, "
+                "expected the JSON schemas of action and observation"
             )
         _, about = await self.get("/metadata")
         name = about.get("name") if isinstance(about, dict) else None
@@ -171,7 +171,7 @@ class OpenEnvServer:
             socket = await self.client().ws_connect(f"{self.url}/ws", max_msg_size=MOST_BYTES, heartbeat=None)
         except aiohttp.WSServerHandshakeError as error:
             raise OpenEnvFailure(
-                f"{self.url} has no sessions: its WebSocket /ws gave HTTP {error.status}. Expected openenv-core>=0.2"
+                f"{self.url} has no sessions: its WebSocket /ws returned HTTP {error.status}. Use openenv-core>=0.2"
             ) from error
         except (aiohttp.ClientError, OSError) as error:
             raise OpenEnvFailure(f"{self.url} does not answer ({error_line(error)})") from error
@@ -200,11 +200,11 @@ class OpenEnvSession:
         server.sessions.add(self)
 
     async def reset(self, arguments: dict[str, Any]) -> Step:
-        """Begin a game. Raises `OpenEnvFailure`."""
+        """Begin a new episode. Raises `OpenEnvFailure`."""
         return read_step(await self.ask("reset", arguments), self._where("reset"))
 
     async def step(self, action: dict[str, Any]) -> Step:
-        """One action. Raises `ActionRefused` for one that does not fit, `StepRaised`, and else `OpenEnvFailure`."""
+        """Send one action. Raises `ActionRefused` for an invalid one, `StepRaised`, otherwise `OpenEnvFailure`."""
         try:
             json.dumps(action, ensure_ascii=False).encode()
         except RecursionError:  # the policy wrote it, and it is no failure of the server's
@@ -271,7 +271,7 @@ def http_address(url: str) -> str:
     except ValueError:  # a port that is no number
         fits = False
     if not fits:
-        raise ValueError(f"{url!r} is no address. Expected one such as http://127.0.0.1:8000.")
+        raise ValueError(f"{url!r} is not an address. Expected one such as http://127.0.0.1:8000.")
     return f"{scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/ws').rstrip('/')}"
 
 

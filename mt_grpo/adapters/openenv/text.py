@@ -28,7 +28,7 @@ class OpenEnvText:
         self.schema, self.images, self.field = own_fields(action), images, text_field(action)
 
     def rules(self) -> str:
-        """What stands before the first observation; an empty text for nothing."""
+        """Return the text before the first observation, such as the rules. An empty text adds nothing."""
         if self.field is not None:
             return ""
         return f"Answer with an action as <action>...</action>: JSON of {json.dumps(self.schema)}.\n"
@@ -76,7 +76,7 @@ class OpenEnvText:
         return [part for part in parts if part.get("text") != ""]
 
     def result(self, observation: dict[str, Any]) -> str | ResultInParts:
-        """What a call of a server's tool gave, for the model to read. Raises `CallFailed` for an error."""
+        """Convert the result of a server's tool to text for the model. Raises `CallFailed` for an error."""
         if error := observation.get("error"):
             raise CallFailed(str(error.get("message") if isinstance(error, dict) else error))
         if "result" not in observation:
@@ -97,7 +97,7 @@ class CallFailed(RuntimeError):
 
 
 def in_parts(shown: str | list[Any]) -> str | ResultInParts:
-    """What `OpenEnvText` shows, as a tool returns it."""
+    """Convert the text or parts of `OpenEnvText` to a tool's return value."""
     if isinstance(shown, str):
         return shown
     return ResultInParts([part["text"] if part["type"] == "text" else part for part in shown])

@@ -20,7 +20,7 @@ from mt_grpo.rollout import ToolResult
 
 
 class BaseInteraction:
-    """One object for all conversations. What belongs to one of them stands under its `instance_id`."""
+    """Base class of interactions. One object serves all conversations, each with its own `instance_id`."""
 
     def __init__(self, config: dict[str, Any]):
         self.config = config
@@ -70,7 +70,7 @@ class BaseTool:
         self.name = self.tool_schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """What the model reads of the tool."""
+        """Return the tool's JSON schema, as the model reads it."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
@@ -78,7 +78,7 @@ class BaseTool:
         return str(uuid.uuid4()) if instance_id is None else instance_id, ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
-        """One call: (the result, the reward of the turn, metrics)."""
+        """Run one call. Returns (result, turn reward, metrics)."""
         return ToolResponse(text="Updated the tool state."), 0.0, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
@@ -154,7 +154,7 @@ def schema_dict(schema: Any) -> dict[str, Any]:
 
 
 def read_result(returned: Any) -> ToolResult:
-    """What a tool returned: the text, or a `ResultInParts` in its place, and the reward of the turn.
+    """Normalise a tool's return value: its text or `ResultInParts`, and the turn reward.
 
     >>> read_result(("7", 0.5, {"queries": 1}))
     ToolResult(text='7', error=None, seconds=0.0, reward=0.5)

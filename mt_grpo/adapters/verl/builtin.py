@@ -51,7 +51,7 @@ def compute_score(
 
 
 def score_of(solution: str, truth: Any, method: str) -> float:
-    """What `verl.utils.reward_score.gsm8k.compute_score` gives. A plug-in may have replaced it there."""
+    """Call `verl.utils.reward_score.gsm8k.compute_score`, which a plug-in may have replaced."""
     if truth is None:
         warn_of_no_truth()
     if isinstance(truth, (int, float)):  # a row's own; verl's preprocessing writes text
@@ -64,7 +64,7 @@ def score_of(solution: str, truth: Any, method: str) -> float:
 def warn_of_no_truth() -> None:
     """Say once why all scores are 0."""
     logger.warning(
-        "There is no ground_truth to score by, so that every answer is wrong. Give one in the row's create_kwargs "
+        "There is no ground_truth, so every answer counts as wrong. Set one in the row's create_kwargs "
         "(Gsm8kTool) or interaction_kwargs (Gsm8kInteraction)."
     )
 
@@ -118,7 +118,7 @@ class SearchTool(BaseTool):
         self.url = config.get("retrieval_service_url")
         if not self.url:
             raise ValueError(
-                "config has no retrieval_service_url. Expected one such as http://127.0.0.1:8000/retrieve."
+                "config has no retrieval_service_url. Set it to an address such as http://127.0.0.1:8000/retrieve."
             )
         self.slots = asyncio.Semaphore(config.get("rate_limit", 120))  # requests at the same time, as in verl
 

@@ -44,11 +44,11 @@ def load_tools_config(path: str) -> dict[str, Any]:
             name = getattr(getattr(getattr(tool, "tool_schema", None), "function", None), "name", None)
             if not isinstance(name, str):
                 raise ValueError(
-                    f"{where}: {cls.__name__} has no tool_schema with a function's name. Call "
+                    f"{where}: {cls.__name__} has no tool_schema with a function name. Call "
                     "`super().__init__(config, tool_schema)` in its __init__."
                 )
             if name in tools:
-                raise ValueError(f"{where}: two tools are called {name!r}. Give one another name in its tool_schema.")
+                raise ValueError(f"{where}: two tools are called {name!r}. Rename one in its tool_schema.")
             tools[name] = tool
     return tools
 
@@ -61,7 +61,7 @@ def make_tool(entry: dict[str, Any], cls: type, where: str) -> Any:
         # What the file says: an installed verl drops what its classes do not list.
         tool.json_schema = schema if schema else schema_dict(tool.tool_schema)
     except Exception as error:
-        raise ValueError(f"{where} cannot be made: {error_line(error)}") from error
+        raise ValueError(f"{where} cannot be created: {error_line(error)}") from error
     return tool
 
 
@@ -76,11 +76,11 @@ def load_interactions(path: str) -> dict[str, Any]:
             raise ValueError(f"{where}: {cls.__name__} has no generate_response of its own. Write one.")
         name = entry.get("name") or default_name(cls)
         if name in interactions:
-            raise ValueError(f"{where}: two interactions are called {name!r}. Give one another name.")
+            raise ValueError(f"{where}: two interactions are called {name!r}. Rename one.")
         try:
             interactions[name] = cls({**(entry.get("config") or {}), "name": name})
         except Exception as error:
-            raise ValueError(f"{where} cannot be made: {error_line(error)}") from error
+            raise ValueError(f"{where} cannot be created: {error_line(error)}") from error
         interactions[name].interaction_kwargs_from = columns_of(entry, "interaction_kwargs_from", where)
     return interactions
 
@@ -89,7 +89,7 @@ def columns_of(entry: dict[str, Any], key: str, where: str) -> dict[str, str]:
     """`{argument: column}` of an entry, which verl's own files do not have. Raises `ValueError`."""
     found = entry.get(key) or {}
     if not fits_type(found, dict[str, str]):
-        raise ValueError(f"{where}: {key} is {found!r:.100}, expected names of arguments with names of columns.")
+        raise ValueError(f"{where}: {key} is {found!r:.100}, expected a mapping of argument names to column names.")
     return found
 
 
@@ -103,7 +103,7 @@ def default_name(cls: type) -> str:
 
 
 def load_function_tools(path: str) -> list[FunctionTool]:
-    """What a Python file declares with `@function_tool`. Raises `ValueError`."""
+    """Load the tools that a Python file declares with `@function_tool`. Raises `ValueError`."""
     install()
     try:
         function_tool = importlib.import_module("verl.tools.function_tool")
@@ -116,7 +116,7 @@ def load_function_tools(path: str) -> list[FunctionTool]:
         import_file(path, "function_tool_path")
         check_plugin_imports(path, "function_tool_path", "verl", VerlPaths, MODULES)
         if not declared:
-            raise ValueError(f"function_tool_path: {path!r} declares no tool. Write @function_tool over a function.")
+            raise ValueError(f"function_tool_path: {path!r} declares no tool. Add @function_tool to a function.")
         return list(declared)
     finally:
         declared.clear()
@@ -148,12 +148,12 @@ def read_entries(path: str, key: str, name: str) -> list[dict[str, Any]]:
             raise ValueError(f"{key}: {path!r} has the entry {entry!r:.100}, expected a mapping with class_name.")
         if unknown := sorted(map(str, entry.keys() - KEYS_OF_ENTRIES[name])):
             raise ValueError(
-                f"{key}: {entry['class_name']!r} in {path!r} has the key {unknown[0]!r}, which nothing reads. "
-                f"Expected some of {', '.join(KEYS_OF_ENTRIES[name])}; what the class itself reads stands in config."
+                f"{key}: {entry['class_name']!r} in {path!r} has the unknown key {unknown[0]!r}. Known "
+                f"keys: {', '.join(KEYS_OF_ENTRIES[name])}. Put settings of the class itself into config."
             )
         for part in ("config", "tool_schema"):
             if not isinstance(entry.get(part) or {}, dict):
-                raise ValueError(f"{key}: {part} of {entry['class_name']!r} in {path!r} is no mapping.")
+                raise ValueError(f"{key}: {part} of {entry['class_name']!r} in {path!r} is not a mapping.")
     return entries
 
 
@@ -200,12 +200,12 @@ def find_class(reference: str, path: str, key: str) -> type:
     except Exception as error:
         raise ValueError(
             f"{key}: class_name {reference!r} of {path!r} cannot be imported: {error_line(error)}. "
-            "Expected a dotted path on sys.path or beside the YAML, or path.py:Class."
+            "Expected a dotted path on sys.path or next to the YAML, or path.py:Class."
         ) from error
     if getattr(imported, "__file__", None):
         check_plugin_imports(imported.__file__, key, "verl", VerlPaths, MODULES)
     if isinstance(found, PlaceholderType):
-        raise ValueError(f"{key}: class_name {reference!r} of {path!r}: {name} of verl is not offered here.")
+        raise ValueError(f"{key}: class_name {reference!r} of {path!r}: {name} of verl is not supported here.")
     if not isinstance(found, type):
         raise ValueError(f"{key}: class_name {reference!r} of {path!r} names {found!r}, expected a class.")
     return found
@@ -221,7 +221,7 @@ def import_module(name: str, path: str) -> types.ModuleType:
         use_built_in(MCP_BASE)
         module = importlib.import_module(name)
         logger.warning(
-            f"{path!r}: {MCP_BASE} needs {error.name}, which is not installed: what is built in stands for it."
+            f"{path!r}: {MCP_BASE} needs {error.name}, which is not installed. The built-in version is used instead."
         )
         return module
 

@@ -36,7 +36,7 @@ STEPS = ("create", "execute", "calc_reward", "release")
 
 @dataclass
 class AgentData:
-    """What verl's tools read of their conversation, and `extra_fields`, where they may keep what they like."""
+    """The conversation as verl's tools see it, with `extra_fields` for data of their own."""
 
     request_id: str
     tools_kwargs: dict[str, Any]
@@ -333,7 +333,7 @@ class VerlEnvironment:
             self.outcome_rewards[name] = float(value)
         elif value is not None and name not in warned_of:
             warned_of.add(name)
-            logger.warning(f"calc_reward of {name} gave {value!r:.100}, which is no finite number: not counted.")
+            logger.warning(f"calc_reward of {name} returned {value!r:.100}, not a finite number: ignored.")
 
     async def close(self) -> None:
         """Every tool's `release` and the interaction's `finalize_interaction`, whatever one of them raises.
@@ -356,7 +356,7 @@ class VerlEnvironment:
 
 
 class AnsweringEnvironment(VerlEnvironment):
-    """One with interactions."""
+    """A verl environment with interactions, which answer the model's messages."""
 
     async def respond(self, rollout: Rollout, turn: Turn) -> Reply | None:
         """A turn with calls is answered by their results, another one by the interaction, if the row has one."""
@@ -377,7 +377,7 @@ class AnsweringEnvironment(VerlEnvironment):
 
 
 class ScoredEnvironment(VerlEnvironment):
-    """One whose tools or interactions give an outcome reward."""
+    """A verl environment whose tools or interactions return an outcome reward."""
 
     async def get_reward(self) -> float | None:
         """The sum of what the tools' `calc_reward` and the interaction's `calculate_score` give; None without them."""

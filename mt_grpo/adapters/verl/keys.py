@@ -45,7 +45,7 @@ class VerlHouse(House):
     keys = VerlKeys
 
     def runs(self, script_args: Any) -> bool:
-        """Also with functions and servers alone: a row's `tool_selection` chooses among their tools."""
+        """Whether the recipe has verl's tools, interactions, functions or MCP servers, chosen by `tool_selection`."""
         return any(getattr(script_args, name) for name in (*keys_that(VerlKeys, "opens"), "mcp_config_file"))
 
     def check(self, script_args: Any, runner: House | None) -> None:
@@ -73,15 +73,14 @@ class VerlHouse(House):
             return conversation
         if not getattr(conversation, "renders_all", True):
             raise ValueError(
-                "use_inference_chat_template has no effect where an agent or a scheduler brings its messages. Remove "
-                "it."
+                "use_inference_chat_template has no effect if an agent or a scheduler brings its messages. Remove it."
             )
         with imports("use_inference_chat_template"):
             from mt_grpo.adapters.verl.inference_template import RenderedConversation
         return type("RenderedConversation", (RenderedConversation, conversation), {})
 
     def tools(self, script_args: Any) -> list[Callable]:
-        """Those of `function_tool_path`."""
+        """The tools of `function_tool_path`, as functions."""
         if script_args.function_tool_path is None:
             return []
         with imports("function_tool_path"):

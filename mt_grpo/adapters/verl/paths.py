@@ -87,7 +87,7 @@ class VerlPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name in MODULES else None
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Fill it."""
+        """Fill the module with the names that are offered."""
         vars(module).update(MODULES[module.__name__])
 
 

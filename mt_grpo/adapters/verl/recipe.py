@@ -37,7 +37,7 @@ def load_verl_conversation(script_args: Any, base: type, tools: str | None, inte
         return found, declared
     if declared is not None:
         raise ValueError(
-            "tools_config_file and interaction_config_file bring an environment of their own, and the recipe names "
+            "tools_config_file and interaction_config_file bring an environment of their own, but the recipe sets "
             "another one (environment, or ENVIRONMENT in tools_script). Remove one of them."
         )
     if (lifecycle := script_args.tool_lifecycle) not in (PER_TRAJECTORY, PER_CALL):

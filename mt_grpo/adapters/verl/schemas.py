@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class OpenAIFunctionPropertySchema(BaseModel):
-    """One parameter."""
+    """The schema of one parameter of a function."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -23,7 +23,7 @@ class OpenAIFunctionPropertySchema(BaseModel):
 
 
 class OpenAIFunctionParametersSchema(BaseModel):
-    """The parameters of a function."""
+    """The schema of the parameters of a function."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -33,7 +33,7 @@ class OpenAIFunctionParametersSchema(BaseModel):
 
 
 class OpenAIFunctionSchema(BaseModel):
-    """A function."""
+    """The schema of a function: name, description and parameters."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -44,7 +44,7 @@ class OpenAIFunctionSchema(BaseModel):
 
 
 class OpenAIFunctionToolSchema(BaseModel):
-    """A tool."""
+    """The schema of a tool, of type `function`."""
 
     type: str
     function: OpenAIFunctionSchema
@@ -77,7 +77,7 @@ class OpenAIFunctionCallSchema(BaseModel):
 
 
 class OpenAIFunctionToolCall(BaseModel):
-    """A call with its id."""
+    """A tool call of the model, with its id."""
 
     id: str
     type: Literal["function"] = "function"
@@ -85,7 +85,7 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class ToolResponse(BaseModel):
-    """What a tool answers. `image` and `video` are lists, as in verl. No model is shown a video.
+    """The answer of a tool. `image` and `video` are lists, as in verl. Videos are not supported.
 
     >>> ToolResponse().is_empty(), ToolResponse(text="7").is_text_only()
     (True, True)
@@ -105,9 +105,9 @@ class ToolResponse(BaseModel):
         return values
 
     def is_empty(self) -> bool:
-        """Whether there is nothing."""
+        """Whether the answer has neither text nor images nor videos."""
         return not (self.text or self.image or self.video)
 
     def is_text_only(self) -> bool:
-        """Whether there is a text, and nothing else."""
+        """Whether the answer has a text and nothing else."""
         return bool(self.text) and not (self.image or self.video)

@@ -14,7 +14,7 @@ MAX_ANSWER_TAGS = 10  # a solution with more of them gets a quarter of its score
 
 
 def absent_of_verl(*names: str) -> dict[str, Any]:
-    """Placeholders of what is not offered."""
+    """Placeholders for names that are not supported."""
     return {name: not_offered(name, "verl") for name in names}
 
 
@@ -48,7 +48,7 @@ def listed(answers: str | list[str]) -> list[str]:
 
 
 def extract_answer(solution_str: str) -> str | None:
-    """What stands in the last `<answer>` of a text."""
+    """The contents of the last `<answer>` in a text."""
     found = re.findall(r"<answer>(.*?)</answer>", solution_str, re.DOTALL)
     return found[-1].strip() if found else None
 
@@ -91,12 +91,12 @@ SEARCH_R1 = {
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *args: Any, **kwargs: Any
 ) -> float:
-    """By the data source of a row. Raises `NotImplementedError` for one whose function is not offered."""
+    """By the data source of a row. Raises `NotImplementedError` for one whose function is not supported."""
     name = "gsm8k" if data_source == "openai/gsm8k" else None
     name = "search_r1_like_qa_em" if data_source.startswith("searchR1_") else name
     if name is None:
         raise NotImplementedError(
-            f"Of verl's reward functions that for data_source={data_source!r} is not offered here. Offered: "
+            f"verl's reward function for data_source={data_source!r} is not supported here. Supported: "
             "openai/gsm8k, searchR1_*."
         )
     return float(importlib.import_module(f"verl.utils.reward_score.{name}").compute_score(solution_str, ground_truth))

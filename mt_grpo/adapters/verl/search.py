@@ -37,7 +37,7 @@ def perform_single_search_batch(
     with concurrent_semaphore or contextlib.nullcontext():
         answer, error = call_search_api(retrieval_service_url, query_list, topk, timeout=timeout)
     if error:
-        tell_once(f"A search failed, and the model reads that as its result: {error}.", retrieval_service_url)
+        tell_once(f"A search failed, and the model reads the error as its result: {error}.", retrieval_service_url)
         metrics["api_request_error"] = error
         return as_json(f"Search error: {error}"), metrics
     try:
@@ -45,7 +45,7 @@ def perform_single_search_batch(
         text = "\n---\n".join(passages(each) for each in found)
         metrics["total_results"] = sum(map(len, found))
     except (KeyError, TypeError, AttributeError) as raised:
-        tell_once(f"The answer of {retrieval_service_url} is not Search-R1's. The model reads that as its result.")
+        tell_once(f"The answer of {retrieval_service_url} is not Search-R1's. The model reads this as its result.")
         metrics.update(status="processing_error", api_request_error=f"{type(raised).__name__}: {raised}")
         return as_json(f"Search error: the answer of {retrieval_service_url} is not Search-R1's."), metrics
     metrics.update(status="success" if metrics["total_results"] else "no_results", formatted_result=text)
@@ -75,7 +75,7 @@ def call_search_api(
 
 
 def passages(found: list[dict[str, Any]]) -> str:
-    r"""What a query found, as text.
+    r"""Format the passages that a query found as text.
 
     >>> passages([{"document": {"contents": "Paris\nA city."}, "score": 1.0}, {"document": {"contents": "Rome"}}])
     'Doc 1 (Title: Paris)\nA city.\n\nDoc 2 (Title: Rome)'

@@ -1,4 +1,4 @@
-"""What all tool formats share: where a turn ends, what is thinking, and which ids follow a turn."""
+"""The base class of tool formats: the end of a turn, its thinking, and the ids that follow it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOO_DEEP = "the call holds a number that is too long, or is nested too deeply"
 
 
 def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]:
-    """(value, error) of the JSON of a call."""
+    """Parse the JSON of a call. Returns (value, error)."""
     try:
         value = json.loads(text)
         return (None, TOO_DEEP) if is_nested(value) else (value, None)
@@ -43,13 +43,13 @@ def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]
 
 
 def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS, others: tuple[str, ...] = ()) -> ToolCall:
-    """The JSON of one call. The error texts are read by the policy: short, and they say how to mend it.
+    """Parse the JSON of one call. The policy reads the error texts, which are short and say how to fix the call.
 
     Args:
         body: The text between the tags of a call.
-        key: Of the arguments.
-        several: The error where there is more than one call.
-        others: Keys that may stand beside, and say nothing.
+        key: The key of the arguments.
+        several: The error if there is more than one call.
+        others: Further keys that are ignored.
     """
     call, error = load_json(body, several)
     if error:
@@ -67,12 +67,12 @@ def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS, other
 
 
 def thinking_length(text: str, before: str, opening: str = "<think>", closing: str = "</think>") -> int | None:
-    """How many characters of a turn's text are thinking; None if the thinking is still open at its end.
+    """The number of characters of a turn's text that are thinking. None if the thinking is still open at its end.
 
     Args:
-        text: Of the turn.
-        before: What the prompt holds of the same assistant message: what the generation prompt writes for the model,
-            or the text that this turn goes on.
+        text: The text of the turn.
+        before: The part of the same assistant message that is in the prompt: what the generation prompt writes for the
+            model, or the text that this turn continues.
 
     >>> thinking_length("<think>a</think>b", ""), thinking_length("a</think>b", "<think>\\n")
     (16, 9)
@@ -89,9 +89,9 @@ def thinking_length(text: str, before: str, opening: str = "<think>", closing: s
 
 
 def behind_thinking(text: str) -> str:
-    """What stands behind a turn's thinking, by the tags of whatever family has them in the text.
+    """The text after a turn's thinking, for the thinking tags of any known family of models.
 
-    A generation prompt may have opened `<think>`; other families' tags count only where both stand in the text.
+    A generation prompt may have opened `<think>`; other families' tags count only if the text has both.
 
     >>> [behind_thinking(text) for text in ("a</think> b", "<|channel>thought\\na<channel|> b", "so <|end|> b")]
     [' b', ' b', 'so <|end|> b']
@@ -104,7 +104,7 @@ def behind_thinking(text: str) -> str:
 
 
 def opened_in(text: str, openings: str, closings: str) -> str:
-    """The end of a text from where it opens a call or an answer that it does not close.
+    """The end of a text that opens a call or an answer and does not close it; empty if there is none.
 
     >>> [opened_in(text, "<answer>", "</answer>") for text in ("So: <answer>It is <b>2</b>", "<answer>1</answer>")]
     ['<answer>It is <b>2</b>', '']
@@ -126,27 +126,27 @@ def opens_first(text: str, openings: str, closings: str) -> bool:
 
 
 def result_message(observation: str) -> str:
-    """The environment's message: role `user`, as in the paper."""
+    """Wrap an observation in the tags of the paper, as the content of a message of role `user`."""
     return f"<result>\n{observation}\n</result>"
 
 
 class ChatFormat:
-    """What formats share. A subclass says how calls and answers are written: `call_format`, `stops`, `parse_text`.
+    """Base class of tool formats. A subclass defines how calls and answers are written: `call_format`, `parse_text`.
 
     Args:
-        tokenizer: Whose chat template renders conversations.
-        chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
+        tokenizer: The tokenizer, whose chat template renders conversations.
+        chat_template_kwargs: Arguments of every rendering, such as `{"enable_thinking": False}`.
         extra_ends: Further ids that end a turn, such as those of the model's generation config.
 
     Raises:
-        ValueError: the chat template loses a result, or does not append it.
+        ValueError: The chat template leaves out a result, or does not append it.
     """
 
     call_format: str  # an example of a call, for a policy that wrote it wrong
-    stops: tuple[str, ...] = ()  # behind its thinking, a turn ends where the first of these texts does
-    begins, closes = "<answer>", "</answer>"  # patterns of what opens and closes a call or an answer
+    stops: tuple[str, ...] = ()  # after its thinking, a turn ends at the end of the first of these texts
+    begins, closes = "<answer>", "</answer>"  # patterns that open and close a call or an answer
     thinking: tuple[str, str] = THINKING_TAGS["most"]
-    headers: tuple[str, ...] = ()  # texts behind which the model writes, beside the generation prompt
+    headers: tuple[str, ...] = ()  # texts after which the model writes, in addition to the generation prompt
 
     def __init__(
         self,
@@ -175,18 +175,18 @@ class ChatFormat:
         self.check()
 
     def setup(self) -> None:
-        """Before the template is looked at: thinking stands between the tags of the model's family."""
+        """Prepare the format before the template is inspected: choose the thinking tags of the model's family."""
         template = self.tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"))
         self.thinking = next((pair for pair in THINKING_TAGS.values() if pair[0].strip() in template), self.thinking)
 
     def closings(self) -> list[str]:
-        """What the template writes behind an assistant's messages, one text per kind of message."""
+        """The texts that the template writes after an assistant's message, one per kind of message."""
         return [self.suffix([], [{"role": "user", "content": "."}])]
 
     # -- what the model reads --
 
     def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
-        """Arguments of `apply_chat_template`, which gives ids, for messages that the model answers next."""
+        """Arguments of `apply_chat_template`, which returns ids, for messages that the model answers next."""
         return {
             "conversation": messages,
             "add_generation_prompt": True,
@@ -197,7 +197,7 @@ class ChatFormat:
 
     @functools.cached_property
     def arguments(self) -> Callable[[dict], Any]:
-        """How the chat template takes a call's arguments: `dict`, or `json.dumps` where it takes them as text."""
+        """Converts a call's arguments for the chat template: `dict`, or `json.dumps` if it takes them as text."""
         call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
         calls = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
@@ -207,9 +207,9 @@ class ChatFormat:
         return dict
 
     def with_arguments(self, message: Message) -> Message:
-        """A message whose calls have their arguments as the chat template takes them. In OpenAI's API they are text.
+        """Convert the arguments of a message's calls to the form of the chat template. In OpenAI's API they are text.
 
-        A template that writes arguments as JSON would write such a text as JSON once more.
+        A template that writes arguments as JSON would otherwise encode such a text twice.
         """
         if not message.get("tool_calls"):
             return message
@@ -225,22 +225,22 @@ class ChatFormat:
         return {**call, "function": function} if "function" in call else function
 
     def clean(self, messages: list[Message], origin: Origin) -> list[Message]:
-        """Messages without the control tokens that those of this origin may not hold, also inside arguments."""
+        """Break control tokens in messages, also inside arguments, that messages of this origin may not contain."""
         messages = [self.with_arguments(message) for message in messages]  # JSON text can hide a token by an escape
         return neutralise_messages(messages, self.tokenizer, origin, self.ends)
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
-        """The messages with the results of a turn's calls."""
+        """Convert the results of a turn's calls to messages for the chat template."""
         return [{"role": "user", "content": result_message(result.text)} for result in results]
 
     def suffix_ids(
         self, calls: list[ToolCall], messages: list[Message], sampled: list[int], most: float = float("inf")
     ) -> list[int]:
-        """Ids from the end of the model's turn, over the messages behind it, to the next generation prompt.
+        """Ids from the end of the model's turn, over the messages after it, to the next generation prompt.
 
         A short conversation is rendered with a stand-in for the assistant's turn, and what follows it is tokenised.
         Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
-        Where there are surely more than `most` ids, they are those of a beginning that has more, too.
+        If there are certainly more than `most` ids, only those of a beginning that is too long are returned.
         """
         ids = self.text_ids(cut_far_beyond(self.suffix(calls, messages), most, self.tokenizer))
         # The end of turn is there already if the model sampled one, be it another than the template's.
@@ -251,9 +251,9 @@ class ChatFormat:
     def fit(
         self, turn: Turn, further: list[Message], most: float, limit: int
     ) -> tuple[list[ToolResult], list[Message], list[int]] | None:
-        """(results, messages, ids) behind a turn in at most `most` tokens, each result cut to at most `limit`.
+        """(results, messages, ids) after a turn in at most `most` tokens, each result truncated to at most `limit`.
 
-        None if they do not fit: further messages are not cut.
+        None if they do not fit: further messages are not truncated.
         """
         if cut_messages(further, most, self.tokenizer) != further:
             return None
@@ -272,15 +272,15 @@ class ChatFormat:
         return None
 
     def suffix(self, calls: list[ToolCall], messages: list[Message]) -> str:
-        """The text of `suffix_ids`, its end of turn included."""
+        """The text from the end of a turn, over the messages after it, to the next generation prompt."""
         return self._behind_content(messages)
 
     def check(self) -> None:
-        """Raise `ValueError` unless results reach the model, and as the chat template would write them."""
+        """Raise `ValueError` unless results reach the model as the chat template writes them."""
         self.check_results([ToolCall("add", {"a": 2})])
 
     def check_results(self, calls: list[ToolCall]) -> None:
-        """`check` with these calls."""
+        """Raise `ValueError` unless the results of these calls reach the model as the chat template writes them."""
         texts = [f"result-{secrets.token_hex(4)}" for _ in calls]
         messages = self.results(calls, [ToolResult(text) for text in texts])
         try:
@@ -289,10 +289,10 @@ class ChatFormat:
         except Exception as error:
             raise self.refusal(f"cannot render a turn with {len(calls)} results: {error}") from error
         if not all(text in suffix for text in texts):
-            raise self.refusal(f"leaves out a result: it writes {suffix!r} behind a turn with {len(calls)} results")
+            raise self.refusal(f"leaves out a result: it writes {suffix!r} after a turn with {len(calls)} results")
         if not whole.endswith(suffix):
             raise self.refusal(
-                f"writes results differently behind different turns: {suffix!r} is not the end of {whole!r}"
+                f"writes results differently after different turns: {suffix!r} is not the end of {whole!r}"
             )
 
     def turn_message(self, calls: list[ToolCall]) -> Message:
@@ -300,17 +300,17 @@ class ChatFormat:
         return {"role": "assistant", "content": "A turn."}
 
     def written_turn(self, text: str, calls: list[ToolCall]) -> Message:
-        """A turn that was not sampled, such as one of an example, as a message: a text, and calls. `ValueError`."""
+        """Convert a turn that was not sampled, such as one of an example, to a message. Raises `ValueError`."""
         if calls:
-            raise ValueError(f"tool_format: {type(self).__name__} has no way to write calls. Write them in the text.")
+            raise ValueError(f"tool_format: {type(self).__name__} cannot write calls. Write them into the text.")
         return {"role": "assistant", "content": text}
 
     def refusal(self, what: str) -> ValueError:
-        """The error for a chat template that this format cannot use."""
+        """The error for a chat template that does not work with this format."""
         name = self.tokenizer.name_or_path or "this tokenizer"
         return ValueError(
             f"The chat template of {name} {what}. Choose another tool_format, or give the tokenizer a chat template "
-            "that takes such conversations."
+            "that supports such conversations."
         )
 
     # -- what the model writes --
@@ -321,7 +321,7 @@ class ChatFormat:
         return self.thinking[1:] if open_thinking else self.stops
 
     def stopped_early(self, ids: list[int], prompt_ids: list[int]) -> bool:
-        """Whether a request that stopped at a stop text did so inside thinking, or at its close: the turn goes on."""
+        """Whether a request stopped at a stop text inside thinking, or at its end, so that the turn goes on."""
         if not self.stops or not ids or self.cut(ids, prompt_ids)[1]:
             return False
         # The request that stops at the end of the thinking is over, and the turn is not.
@@ -330,7 +330,7 @@ class ChatFormat:
     def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
         """How many of the sampled ids make the turn, and whether something in them ends it.
 
-        Decided on decoded ids and the same way for every backend: a server's `stop` cuts its text and not its ids.
+        This is decided on decoded ids, in the same way for every backend: a server's `stop` truncates only its text.
         A prefix of a sample is still on-policy.
         """
         end = next((k for k, token in enumerate(ids) if token in self.ends), None)
@@ -355,14 +355,14 @@ class ChatFormat:
         tools: dict[str, Callable] | None = None,
         lead: str = "",
     ) -> Parsed:
-        """The text, the calls and the answer of a whole turn. Never raises, whatever the model wrote.
+        """Parse a whole turn: its text, calls and answer. Never raises, whatever the model wrote.
 
         Args:
-            ids: Of the turn.
-            prompt_ids: What the model read before.
-            tools: They tell numbers from text in formats that write both the same way.
-            lead: The beginning of the message that the turn goes on with, such as `So: <answer>`; empty: it begins
-                one. A call or an answer that it opens is the turn's.
+            ids: The ids of the turn.
+            prompt_ids: The ids that the model read before.
+            tools: The tools, which distinguish numbers from text in formats that write both in the same way.
+            lead: The text that the turn continues, such as `So: <answer>`; empty if it begins a new message. A call
+                or an answer that it opens belongs to the turn.
         """
         text = self.text(ids)
         start = thinking_length(text, self._before(prompt_ids), *self.thinking)
@@ -378,7 +378,7 @@ class ChatFormat:
         return Parsed(text, *self.parse_text(opened + text[start:], tools or {}))
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
-        """The calls and the answer of a turn's text behind its thinking."""
+        """Parse the calls and the answer in a turn's text after its thinking. Implemented by subclasses."""
         raise NotImplementedError
 
     def text(self, ids: list[int]) -> str:
@@ -418,7 +418,7 @@ class ChatFormat:
         return ids[: end + 1] if end < len(ids) and ids[end] in added else []
 
     def text_ids(self, suffix: str) -> list[int]:
-        """Ids of a text that stands behind other text: some tokenizers begin a text with a blank of their own."""
+        """Token ids of a text that follows other text: some tokenizers begin a text with a blank of their own."""
         before = "x"  # the same in every process, and tokenizers keep a letter apart from what follows
         text = before + suffix
         if self.tokenizer.is_fast:

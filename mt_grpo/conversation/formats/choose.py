@@ -25,7 +25,7 @@ def make_format(
     chat_template_kwargs: dict[str, Any] | None = None,
     extra_ends: Iterable[int] = (),
 ) -> ChatFormat:
-    """The tool format of this name, for one tokenizer.
+    """Create the tool format with this name for a tokenizer.
 
     Args:
         name: A key of `TOOL_FORMATS`.

@@ -1,4 +1,4 @@
-"""What can be a control token: text from outside never becomes structure (docs/tokenization.md).
+"""Control tokens: text from outside never becomes structure (docs/tokenization.md).
 
 Whose a text is decides which control tokens it may hold. Those that it may not hold get a space inside.
 
@@ -31,7 +31,7 @@ AUTHORS = ("system", "developer", "assistant")  # roles that speak for the opera
 
 
 class Origin(StrEnum):
-    """Whose a message is. With its role it decides what its texts may hold."""
+    """The origin of a message. Together with its role it decides which tokens its texts may contain."""
 
     OUTSIDE = "outside"  # said while the run goes: an environment's replies, a tool's description and results
     DATA = "data"  # the prompt of a data set: the operator's, who may show tags of formats
@@ -56,20 +56,20 @@ def is_control(token: str, special: bool, template: str) -> bool:
 
 
 def pattern_of(tokens: set[str]) -> re.Pattern:
-    """A pattern of these texts, and of nothing if there are none."""
+    """A pattern that matches any of these texts, and nothing if there are none."""
     # Sorted (longest first, then alphabetically), so that the result is the same in every process.
     return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=lambda t: (-len(t), t))) or r"(?!)")
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
-    """The added tokens of a tokenizer -> whether it calls them special."""
+    """Added token of a tokenizer -> whether it is special."""
     tokens = {str(t): t.special for t in tokenizer.added_tokens_decoder.values()}
     return tokens | dict.fromkeys(tokenizer.all_special_tokens, True)
 
 
 @functools.lru_cache(maxsize=8)
 def control_pattern(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> re.Pattern:
-    """A pattern of all control tokens. `size` and `template` are cache keys: a tokenizer may change."""
+    """A pattern that matches all control tokens. `size` and `template` are cache keys: a tokenizer may change."""
     tokens = added_tokens(tokenizer).items()
     control = {t for t, special in tokens if is_control(t, special, template)}
     return pattern_of({"</result>", *control, *message_tokens(tokenizer)})
@@ -79,7 +79,7 @@ def control_pattern(tokenizer: PreTrainedTokenizerBase, size: int, template: str
 def message_pattern(
     tokenizer: PreTrainedTokenizerBase, size: int, template: str, ends: frozenset[int] = frozenset()
 ) -> re.Pattern:
-    """A pattern of the tokens that begin or end a message, and of `ends`, ids. The others are as above."""
+    """A pattern that matches the tokens that begin or end a message, and the ids `ends`."""
     further = map(str, tokenizer.convert_ids_to_tokens(sorted(ends)))
     return pattern_of({*message_tokens(tokenizer), *(t for t in further if not t.isspace())})
 
@@ -99,7 +99,7 @@ def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def around_messages(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
-    """What the chat template writes around the messages of short conversations, and whether a result is among them."""
+    """The texts that the chat template writes around messages of short conversations, and whether one is a result."""
     texts = [f"text-{k}-of-a-message" for k in range(3)]
     system, user, assistant = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), texts))
     result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": texts[0]}
@@ -123,7 +123,7 @@ def around_messages(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, b
 def forbidden_in(
     origin: Origin, role: str, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int] = frozenset()
 ) -> re.Pattern | None:
-    """A pattern of what a message of this origin and role may not hold; None: it may hold everything."""
+    """A pattern of the tokens that a message of this origin and role may not contain. None: it may contain all."""
     key = tokenizer, len(tokenizer), str(tokenizer.chat_template)
     if origin == Origin.OUTSIDE and role not in AUTHORS:
         return control_pattern(*key)
@@ -134,7 +134,7 @@ def forbidden_in(
 
 
 def placeholders_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
-    """The tokens that stand for pictures, videos and sounds; none for a model that reads text alone.
+    """The tokens that stand for images, videos and sounds; none for a text-only model.
 
     INVARIANT: no text of a program holds one: the model would look for the pixels of a picture that nobody gave.
     """
@@ -143,7 +143,7 @@ def placeholders_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
 
 
 def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> str:
-    """The text with a space inside every control token, so that it cannot open or close a turn or end its result.
+    """Insert a space into every control token of a text, so that it cannot open or close a turn or end its result.
 
     INVARIANT: the tokenizer finds no control token in the returned text. A text without control tokens is unchanged.
 
@@ -165,7 +165,7 @@ def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Patt
 
 
 def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> Any:
-    """A JSON value in whose texts, keys included, control tokens are broken (see `neutralise`)."""
+    """Break the control tokens in all texts of a JSON value, including keys (see `neutralise`)."""
     if isinstance(value, str):
         return neutralise(value, tokenizer, forbidden)
     if isinstance(value, dict):
@@ -177,7 +177,7 @@ def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: r
 
 
 def clean_schema(schema: dict[str, Any], tokenizer: PreTrainedTokenizerBase, origin: Origin) -> dict[str, Any]:
-    """A tool's JSON schema of which no text is a control token that its origin may not hold.
+    """Break the control tokens in a tool's JSON schema that its origin may not contain.
 
     Raises:
         ValueError: the name of the tool or of a parameter holds one: the model could not write it in a call.
@@ -190,7 +190,7 @@ def clean_schema(schema: dict[str, Any], tokenizer: PreTrainedTokenizerBase, ori
 
 
 def check_names(names: Iterable[str], forbidden: re.Pattern) -> None:
-    """Raise `ValueError` for the name of a tool, the first, or of its parameters that holds a control token."""
+    """Raise `ValueError` if the name of a tool (the first name) or of its parameters contains a control token."""
     names = list(names)
     for name in names:
         if found := forbidden.search(name):
@@ -207,7 +207,7 @@ def neutralise_messages(
     origin: Origin,
     ends: frozenset[int] = frozenset(),
 ) -> list[dict[str, Any]]:
-    """Messages without the tokens that their origin and their roles may not hold, in all their texts.
+    """Break the tokens in all texts of messages that their origin and their roles may not contain.
 
     Args:
         messages: Of the chat template. Content may be text or parts; roles, names and calls are texts as well.

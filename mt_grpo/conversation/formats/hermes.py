@@ -1,4 +1,4 @@
-"""Calls as the chat template writes them: several in one turn, the results in messages of role `tool`.
+"""The format hermes: calls as the chat template writes them, several per turn, and results in messages of role `tool`.
 
 Hermes is the syntax of many models: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
@@ -19,7 +19,7 @@ from mt_grpo.rollout import Message, ToolCall, ToolResult
 
 
 class CallText(NamedTuple):
-    """The text of one call."""
+    """One call as it is written in a text."""
 
     text: str  # with what opens and closes it
     body: str  # what stands between
@@ -28,7 +28,7 @@ class CallText(NamedTuple):
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How calls are written. `opening`, `closing`, `tail` and `answer` are regular expressions."""
+    """A syntax of calls. `opening`, `closing`, `tail` and `answer` are regular expressions."""
 
     name: str
     opening: str
@@ -40,7 +40,7 @@ class CallSyntax:
     headers: tuple[str, ...] = ()  # as in `ChatFormat`
 
     def split(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str]:
-        """The calls of a text, and the text beside them. Each call is read alone: a broken one costs no other."""
+        """Parse the calls of a text. Returns (calls, remaining text). A broken call does not affect the others."""
         calls, beside, start, tried = [], [], 0, None
         opening, closing = re.compile(self.opening, re.DOTALL), re.compile(self.closing, re.DOTALL)
         closed = closing.search(text)
@@ -64,7 +64,7 @@ class CallSyntax:
         return calls, "".join([*beside, text[start:]])
 
     def example(self, text: str) -> str:
-        """The first call in a text, as it stands there."""
+        """The text of the first call, as the model wrote it."""
         opened = re.search(self.opening, text, re.DOTALL)
         closed = re.compile(self.closing, re.DOTALL).search(text, opened.end())
         return text[opened.start() : closed.end()].strip()
@@ -81,7 +81,7 @@ HERMES = CallSyntax(
 
 
 class HermesFormat(ChatFormat):
-    """Several calls in a turn, which only an end id or the budget ends. The first syntax that fits is taken.
+    """Tool format with several calls per turn, which only an end id or a limit ends. It uses the first fitting syntax.
 
     INVARIANT: what the chat template writes for a call is read as that call; `setup` tries it.
     """
@@ -90,7 +90,7 @@ class HermesFormat(ChatFormat):
     probes = (ToolCall("get_total", {"first": 2, "second": "a b"}), ToolCall("get_name", {"key": "a\\b"}))
 
     def setup(self) -> None:
-        """Choose the syntax: the one in which the template's own calls are read as what they are."""
+        """Choose the first syntax that reads the calls which the template writes correctly."""
         written = self._write_calls()
         self.call_format = self.syntax.example(written)
         self.thinking, self.headers = self.syntax.thinking, self.syntax.headers
@@ -108,7 +108,7 @@ class HermesFormat(ChatFormat):
         return super()._render(messages, **{**kwargs, "chat_template": template})
 
     def _write_calls(self) -> str:
-        """A conversation with calls. Sets `syntax`, `several` (calls in one turn) and `arguments` to what fits."""
+        """Render a conversation with calls, and set `syntax`, `several` (calls per turn) and `arguments` to match."""
         written, problem = "", None
         # Some templates take one call per turn, and some take arguments as text.
         for number, self.arguments in ((2, dict), (2, json.dumps), (1, dict), (1, json.dumps)):
@@ -129,7 +129,7 @@ class HermesFormat(ChatFormat):
         raise self.refusal(f"writes calls in another syntax than this tool_format reads: ...{written[-300:]!r}")
 
     def _keeps_results(self, call: str) -> bool:
-        """Whether results reach the model behind a turn whose call is written in its text alone."""
+        """Whether results reach the model after a turn whose call is only in its text."""
         turn, results = {"role": "assistant", "content": call}, self.results(self.probes[:1], [ToolResult("result-1")])
         try:
             return "result-1" in self._render([{"role": "user", "content": "."}, turn, *results])
@@ -155,11 +155,11 @@ class HermesFormat(ChatFormat):
         return {**super().prompt(messages, tools), **({"tools": schemas} if schemas else {})}
 
     def clean_schema(self, name: str, tool: Callable) -> dict[str, Any]:
-        """A tool's schema as the model reads it, without control tokens. Raises `ValueError` for one in a name."""
+        """A tool's schema for the model, without control tokens. Raises `ValueError` for one in a name."""
         return clean_schema(tool_schema(name, tool), self.tokenizer, getattr(tool, "origin", Origin.OUTSIDE))
 
     def with_calls(self, messages: list[Message], tools: dict[str, Callable]) -> list[Message]:
-        """The messages for a template that loses results behind calls in a text: those go into `tool_calls`.
+        """Move calls from texts into `tool_calls`, for a template that leaves out results after calls in a text.
 
         Such are the turns of a history that an environment has edited. A call for each result, so that none is lost.
         """
@@ -230,11 +230,11 @@ class HermesFormat(ChatFormat):
         return [call for call in calls if not call.error], text
 
     def content(self, text: str) -> str:
-        """What a turn says beside its thinking and its calls."""
+        """The text of a turn without its thinking and its calls."""
         return "".join(re.findall(self.syntax.answer, text, re.DOTALL)) if self.syntax.answer else text
 
     def answer(self, text: str) -> str | None:
-        """What is inside `<answer>`, else all of the text, unless it is blank."""
+        """The contents of `<answer>`, or the whole text without this tag. None if it is blank."""
         text = self.content(text)
         written = re.search(r"<answer>(.*?)(?:</answer>|\Z)", text, re.DOTALL)
         return written[1].strip() if written else text.strip() or None
@@ -250,10 +250,10 @@ def get_total(first: int, second: str) -> str:
 
 
 def call_id(index: int) -> str:
-    """An id of a call in its turn: nine letters and digits, which all templates take."""
+    """An id for a call within its turn: nine letters and digits, which all templates accept."""
     return f"call{index:05d}"
 
 
 def plain_name(call: ToolCall) -> str:
-    """The name of a call's tool as a result gives it. What a model wrote as a name may be anything."""
+    """The tool's name in a result message. The name that the model wrote may be anything."""
     return call.name if call.name and re.fullmatch(r"[\w.:/-]{1,128}", call.name) else "unknown"

@@ -25,7 +25,7 @@ Reads = Callable[[Any], bool]  # whether a parameter reads a value
 
 
 def parameters_of(name: str, tools: dict[str, Callable]) -> Callable[[str], tuple[Any, Reads]]:
-    """A function that says what a tool's parameter takes, by its name: JSON schema, and whether it reads a value."""
+    """A function from the name of a tool's parameter to its JSON schema and whether it reads a value."""
     tool = tools.get(name)
     described = {} if tool is None else tool_schema(name, tool)["function"].get("parameters") or {}
     properties, further = described.get("properties") or {}, described.get("additionalProperties")
@@ -45,7 +45,7 @@ def parameters_of(name: str, tools: dict[str, Callable]) -> Callable[[str], tupl
 
 
 def accepts(schema: Any, value: Any) -> bool:
-    """Whether a parameter of this JSON schema may be a value, as far as its types, enums and constants say.
+    """Whether a JSON schema allows a value, by its types, enums and constants.
 
     >>> [accepts({"anyOf": [{"type": "integer"}, {"type": "null"}]}, value) for value in (7, None, "7", True)]
     [True, True, False, False]
@@ -75,7 +75,7 @@ JSON_TYPES = {
 
 
 def takes_text(schema: dict[str, Any]) -> bool:
-    """Whether a parameter may be any text, or some: what says nothing of its type is read as JSON first.
+    """Whether a JSON schema allows text. Values of a schema without a type are parsed as JSON first.
 
     >>> takes_text({"type": "string"}), takes_text({"anyOf": [{"type": "integer"}, {"type": "null"}]}), takes_text({})
     (True, False, False)
@@ -89,7 +89,7 @@ def takes_text(schema: dict[str, Any]) -> bool:
 
 
 def typed(text: str, schema: dict[str, Any], reads: Reads = lambda value: True) -> Any:
-    """A value that the syntax writes without quotes.
+    """Parse a value that the syntax writes without quotes.
 
     It is the first of these that the parameter takes: null, a list or object in JSON, text, any other JSON.
 
@@ -133,17 +133,17 @@ def read_tags(header: str, argument: str) -> Callable[[CallText, dict[str, Calla
 
 
 def read_parameters(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
-    """`{"name": ..., "parameters": {...}}`, as Llama writes it."""
+    """Read a call such as `{"name": ..., "parameters": {...}}`, the syntax of Llama."""
     return [parse_call(call.body.strip().removesuffix(";"), "parameters", others=("type",))]
 
 
 def read_arguments(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
-    """The arguments alone, behind the name of the tool."""
+    """Read a call with the name of the tool, followed by its arguments in JSON."""
     return [named(call.name, call.body)]
 
 
 def named(name: str | None, arguments: str) -> ToolCall:
-    """The call of a tool with arguments in JSON."""
+    """Create the call of a tool from its arguments in JSON."""
     value, error = load_json(arguments.strip() or "{}")
     if error is None and not isinstance(value, dict):
         error = f"the arguments must be a JSON object, got {type(value).__name__}"
@@ -151,13 +151,13 @@ def named(name: str | None, arguments: str) -> ToolCall:
 
 
 def read_fenced(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
-    """The arguments in a block of Markdown, as DeepSeek writes them."""
+    """Read a call with its arguments in a Markdown code block, the syntax of DeepSeek."""
     found = re.fullmatch(r"\w*<｜tool▁sep｜>([^\n]+)\n+```json\n(.*)```", call.body.strip(), re.DOTALL)
     return [named(found[1].strip(), found[2]) if found else ToolCall(None, {}, UNREADABLE_CALL)]
 
 
 def read_gemma(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
-    """JSON with keys without quotes, and with a token for the quotes of text."""
+    """Read JSON that has keys without quotes, and a token for the quotes of text."""
     found = re.fullmatch(r"call:([^\s{]+)(\{.*\})", call.body.strip(), re.DOTALL)
     if found is None:
         return [ToolCall(None, {}, UNREADABLE_CALL)]
@@ -170,7 +170,7 @@ def read_gemma(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
 
 
 class JsonNames(ast.NodeTransformer):
-    """JSON's words for what Python writes with capitals."""
+    """Replace True, False and None of Python by the words of JSON."""
 
     def visit_Name(self, node: ast.Name) -> ast.AST:
         words = {"true": True, "false": False, "null": None}
@@ -370,7 +370,7 @@ def syntax_of_template(template: dict[str, Any]) -> CallSyntax:
 
 
 class NativeFormat(HermesFormat):
-    """The chat template's own syntax, found by reading what the template writes."""
+    """Tool format in the chat template's own syntax, which is detected from what the template writes."""
 
     syntaxes = SYNTAXES
 

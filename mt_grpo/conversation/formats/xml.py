@@ -1,4 +1,4 @@
-"""How a model writes tool calls and answers in the paper: XML tags."""
+"""The format xml: tool calls and answers in the XML tags of the paper."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLOSING_TAGS = ("</tool>", "</answer>")
 
 
 def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
-    """(tool call or None, answered) of one turn's text. The tag that closes first counts.
+    """Parse one turn's text. Returns (tool call or None, whether it answers). The tag that closes first counts.
 
     >>> parse_turn('<tool>{"name": "calculator", "args": {"expression": "6*7"}}</tool>')
     (ToolCall(name='calculator', arguments={'expression': '6*7'}, error=None), False)
@@ -31,7 +31,7 @@ def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
 
 
 def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
-    """(call, answer) of a turn's text behind its thinking. At most one of them is there.
+    """Parse a turn's text after its thinking. Returns (call, answer), of which at most one is not None.
 
     >>> parse_tags("<reasoning>Not <answer>1.</reasoning><answer>2</answer>")
     (None, '2')
@@ -59,7 +59,7 @@ def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
 
 
 class XmlFormat(ChatFormat):
-    """The paper's tags: one call in `<tool>`, or the answer in `<answer>`; a turn ends where the first one closes."""
+    """Tool format with the paper's tags: one call in `<tool>`, or the answer in `<answer>`, which end a turn."""
 
     call_format = CALL_FORMAT
     stops = CLOSING_TAGS

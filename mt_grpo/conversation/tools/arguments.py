@@ -1,4 +1,4 @@
-"""Reads a call's arguments, which are JSON, as the types of the tool's parameters, by pydantic."""
+"""Converts a call's arguments, which are JSON, to the types of the tool's parameters, with pydantic."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def cached_by_function(function: Callable) -> Callable:
 
 
 def takes_none(hint: Any) -> bool:
-    """Whether None is among the values of a type."""
+    """Whether a type allows None."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         return takes_none(options[0])
@@ -165,7 +165,7 @@ def without_links(text: str) -> str:
 
 
 def argument_mistake(reader: ArgumentReader, name: str, value: Any, error: BaseException) -> str:
-    """What is wrong with an argument that `reader` does not read, for the policy: type, place, pydantic's words."""
+    """The error text for an argument that `reader` rejects, for the policy: type, place and pydantic's message."""
     expected = type_name(reader.hint)
     if not isinstance(error, ValidationError):
         words = without_links(error_line(error))

@@ -61,7 +61,7 @@ for call in calls:
 
 
 class ToolProcesses:
-    """Processes for a file's synchronous tools: one per simultaneous call, and reused for later calls.
+    """Processes for a file's synchronous tools: one per concurrent call, reused for later calls.
 
     The trainer survives what a thread would not: `os._exit`, a crash, and C code that hangs and holds Python's global
     interpreter lock (a regular expression can). A process is killed when its call exceeds its time. Each process
@@ -156,13 +156,13 @@ class ToolProcesses:
                 await asyncio.sleep(0.1)
             else:
                 raise ToolsUnavailable(
-                    f"no process for the tools of {self._path!r} can be started: "
+                    f"no process for the tools of {self._path!r} could be started: "
                     f"{sentence(error_text(problem))} See above; check the limits of open files and processes "
                     "(ulimit -n, -u), the memory, and that the file still imports."
                 ) from problem
 
     def _one_less(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Count one busy process less, and wake a waiting call."""
+        """Record that a process is no longer busy, and wake a waiting call."""
         self._busy[loop] -= 1
         self._wake_one(loop)
 

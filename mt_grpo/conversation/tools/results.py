@@ -1,4 +1,4 @@
-"""A tool's result or error as the text that the model reads."""
+"""Converts a tool's result or error to the text that the model reads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADDRESS = r" at 0x[0-9a-fA-F]+"
 
 
 def json_form(value: Any) -> Any:
-    """The value, one step closer to JSON. Raises `TypeError` for an object that holds no data."""
+    """Convert a value one step towards JSON. Raises `TypeError` for an object without data."""
     nodata = (type, collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", "replace")
@@ -53,9 +53,9 @@ def json_form(value: Any) -> Any:
 
 
 def as_text(result: Any) -> str:
-    """A tool's result as the model reads it: text unchanged, bytes as UTF-8, other values as JSON.
+    """Convert a tool's result to text for the model: text unchanged, bytes as UTF-8, other values as JSON.
 
-    Raises `TypeError` for an object that holds no data, whose text would be its address in memory.
+    Raises `TypeError` for an object without data, whose text would be its address in memory.
     """
     while result is not None and not isinstance(result, (str, int, float, list, tuple, dict)):
         result = json_form(result)
@@ -63,7 +63,7 @@ def as_text(result: Any) -> str:
 
 
 def with_data(part: Any) -> Any:
-    """An image of PIL, or a part with one or with bytes, as a part with a data URI; anything else as it is."""
+    """Convert a PIL image, or a part with one or with bytes, to a part with a data URI. Other values are unchanged."""
     image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
     if image is not part and isinstance(image, dict) and image.get("bytes") is not None:  # as datasets has it
         image = image["bytes"]
@@ -81,9 +81,9 @@ def with_data(part: Any) -> Any:
 
 
 def as_sent(result: Any) -> dict[str, Any]:
-    """A tool's result for another process: as `text`, or as `parts` where an image is among them.
+    """Convert a tool's result for another process: to `text`, or to `parts` if it has an image.
 
-    `drawn` says whether a model of text can make nothing of the parts.
+    `drawn` says that a text-only model cannot read the parts.
     """
     values = result if isinstance(result, list) else [result]
     parts = [with_data(each) for each in values]
@@ -94,7 +94,7 @@ def as_sent(result: Any) -> dict[str, Any]:
 
 
 def as_received(answer: dict[str, Any]) -> ToolResult:
-    """What `as_sent` was given, for `as_result`."""
+    """Restore the result that `as_sent` was given, for `as_result`."""
     parts = ResultInParts(answer["parts"]) if answer.get("drawn") else answer.get("parts")
     return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"], error=answer["kind"])
 
@@ -110,18 +110,18 @@ ADDRESS = {ADDRESS!r}
 
 @dataclasses.dataclass(frozen=True)
 class ResultInParts:
-    """A result with images: `parts` is what a model that reads images reads of it, and `text` what another one does.
+    """A result with images: `parts` for a model that reads images, and `text` for a text-only model.
 
     Attributes:
         parts: Texts and images, as a tool of this trainer returns them.
-        text: None: a model of text reads an error.
+        text: The text for a text-only model. None: it reads an error.
     """
 
     parts: list[Any]
     text: str | None = None
 
     def with_text(self, finish: Callable[[str], str]) -> ResultInParts:
-        """The same with its text made by a function, as by one that cuts. What it changes stands where the first was.
+        """Apply a function to the text, such as one that truncates it. A changed text replaces the first text.
 
         >>> ResultInParts([1, "abc", 2, "def"]).with_text(lambda text: text[:4]).parts
         [1, 'abcd', 2]
@@ -135,9 +135,9 @@ class ResultInParts:
 
 
 def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
-    """What a tool returned, as the model reads it. A `ToolResult` keeps its reward and its error.
+    """Convert a tool's return value to a `ToolResult`. If it is one already, its reward and error are kept.
 
-    An image of PIL, or a list of parts of text and images, becomes a text with marks where the model reads images.
+    A PIL image, or a list of text and image parts, becomes a text with marks if the model reads images.
     """
     if isinstance(result, ToolResult):
         return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=known_error(result))
@@ -159,21 +159,21 @@ def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
 
 
 def known_error(result: ToolResult) -> str | None:
-    """What a tool says of its failure. Raises `ValueError` for another word: `timeout` is of calls that still run."""
+    """Validate the `error` of a tool's result. Raises `ValueError` unless it is None, `call` or `tool`."""
     if result.error not in (None, "call", "tool"):
         raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call' or 'tool'")
     return result.error
 
 
 def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
-    """Results whose pictures their conversation keeps. Marks of other pictures in their texts are none."""
+    """Add the images of results to their conversation, and remove marks of other images from their texts."""
     for result in results:
         rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
     return [dataclasses.replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
 
 
 def results_of(env: Any) -> Callable[[Any], ToolResult]:
-    """`as_result` with what reads pictures for an environment's model."""
+    """The function `as_result` with the image reader of an environment's model."""
     return functools.partial(as_result, reader=reader_of(env.tokenizer))
 
 
@@ -192,7 +192,7 @@ def error_text(error: BaseException) -> str:
 
 
 def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """`text` in at most `limit` tokens, a visible marker at the end if it was cut; None if nothing fits."""
+    """Truncate a text to at most `limit` tokens, with a visible marker at the end. None if nothing fits."""
     if limit <= 0:
         return None
     # A character has at most one token, and a blank three where it is written in bytes.
@@ -213,9 +213,9 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
 
 
 def cut_far_beyond(text: str, limit: float, tokenizer: PreTrainedTokenizerBase) -> str:
-    """A text, or where it has surely more than `limit` tokens a beginning of it that has them, too.
+    """Shorten a text that certainly has more than `limit` tokens to a beginning that still has more than that.
 
-    Nobody reads such a text, and to tokenise it takes more than a second for a megabyte. What may fit is as it was.
+    Such a text is not used, and tokenising a megabyte takes more than a second. A text that may fit is unchanged.
     """
     if limit == float("inf"):
         return text
@@ -229,7 +229,7 @@ def cut_far_beyond(text: str, limit: float, tokenizer: PreTrainedTokenizerBase) 
 
 
 def cut_messages(messages: list[Message], limit: float, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-    """Messages with their texts as `cut_far_beyond` gives them. Of an assistant's a template may leave out parts."""
+    """Shorten the texts of messages with `cut_far_beyond`, except assistants', whose parts a template may drop."""
     return [
         {**message, "content": cut_far_beyond(message["content"], limit, tokenizer)}
         if message["role"] != "assistant" and isinstance(message["content"], str)

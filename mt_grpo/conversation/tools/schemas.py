@@ -1,4 +1,4 @@
-"""Whether a tool's JSON schema can be read. It may be anybody's: an agent's, a server's, a file's."""
+"""Validation of a tool's JSON schema, which may come from an agent, a server or a file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MOST_LEVELS = 64  # of schemas inside schemas, which are read by functions that 
 
 
 def check_schema(schema: Any) -> None:
-    """Raise `ValueError` for what cannot be read as a JSON schema: the calls of a turn are read by it.
+    """Raise `ValueError` unless a value is a JSON schema that calls can be parsed with.
 
     >>> check_schema({"properties": {"a": {"anyOf": [True, {"type": ["integer", "null"]}]}}})
     >>> check_schema({"properties": {"a": {"type": 5}}})
@@ -36,7 +36,7 @@ def check_schema(schema: Any) -> None:
 
 
 def expect(value: Any, kind: type, expected: str) -> Any:
-    """The value, if it is of this kind. Raises `ValueError`."""
+    """Return a value of this type. Raises `ValueError` for another type."""
     if not isinstance(value, kind):
         raise ValueError(f"got {value!r:.100}, expected {expected}")
     return value

@@ -38,7 +38,7 @@ from mt_grpo.rollout import ToolCall, ToolResult
 
 
 def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
-    """A tool as the JSON schema that chat templates take. Its types are pydantic's, by which its calls are checked.
+    """The JSON schema of a tool for chat templates. Its types are those of pydantic, which validates its calls.
 
     The note that a docstring in Google's style has about a parameter stands beside the parameter's type. A tool that
     is an object brings its own schema.
@@ -50,7 +50,7 @@ def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
 
 @cached_by_function
 def described(tool: Callable) -> dict[str, Any]:
-    """Description, parameters and, where its type has a schema, result of a function."""
+    """The description and parameters of a function, and its result if the type has a schema."""
     text = (inspect.getdoc(tool) or "").strip()
     description, notes, returns = parse_google_format_docstring(text)
     parameters = parameters_schema(tool)
@@ -105,7 +105,7 @@ TYPES_THAT_WORK = (
 
 
 class Shown(str):
-    """A text that stands in a signature without quotes."""
+    """A text that is shown in a signature without quotes."""
 
     __repr__ = str.__str__
 
@@ -115,18 +115,18 @@ OTHERS = "others"  # in a signature: all parameters that the schema leaves open,
 
 
 def named_tools(tools: Iterable) -> dict[str, Callable]:
-    """Tools by their names. Raises `ValueError` for one that is unfit, and for two of one name."""
+    """Convert tools to functions by name. Raises `ValueError` for an invalid tool, and for two of the same name."""
     named: dict[str, Callable] = {}
     for tool in map(as_tool, tools):
         check_tool(tool)
         if tool.__name__ in named:
-            raise ValueError(f"Two tools are called {tool.__name__!r}: the model could not tell them apart.")
+            raise ValueError(f"Two tools are called {tool.__name__!r}. The model could not tell them apart.")
         named[tool.__name__] = tool
     return named
 
 
 def as_tool(tool: Any) -> Callable:
-    """A tool as a function. A tool that is a function already is returned unchanged.
+    """Convert a tool to a function. A function is returned unchanged.
 
     Args:
         tool: A function, or an object with `name`, `schema` (the JSON schema of a function, as OpenAI's API takes it)
@@ -185,7 +185,7 @@ def as_tool(tool: Any) -> Callable:
 
 
 def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
-    """A tool as an async method of an environment, which passes a call's arguments as the model wrote them.
+    """Convert a tool to an async method of an environment, which passes a call's arguments as the model wrote them.
 
     Args:
         name: The tool's.
@@ -218,7 +218,7 @@ def takes_any(run: Callable) -> bool:
 
 
 def returned_by(run: Callable) -> Any:
-    """The type of a callable's result. It is text, without quotes, if its names are not known here."""
+    """The type of a callable's result, or its text without quotes if the names in it are unknown."""
     try:
         return typing.get_type_hints(run).get("return", inspect.Signature.empty)
     except (NameError, TypeError):  # a name for type checkers alone; a partial, or an object with `__call__`
@@ -232,7 +232,7 @@ def schema_default(schema: Any) -> Any:
 
 
 def is_name(name: str) -> bool:
-    """Whether Python takes the text as a parameter's name. It does not take `from` or `user-id`."""
+    """Whether a text can be the name of a Python parameter, unlike `from` or `user-id`."""
     return name.isidentifier() and not keyword.iskeyword(name) and name != OTHERS
 
 
@@ -249,7 +249,7 @@ def check_others(tool: Callable, signature: inspect.Signature, arguments: dict[s
 
 
 def hint_of(schema: dict[str, Any]) -> Any:
-    """The type of a parameter that a JSON schema describes; `Any` where Python has no type for it.
+    """The Python type of a parameter that a JSON schema describes, `Any` if there is none.
 
     >>> hint_of({"type": "array", "items": {"enum": ["a", "b"]}})
     list[typing.Literal['a', 'b']]
@@ -275,7 +275,7 @@ def check_tool(tool: Callable) -> None:
     """Raise `ValueError` unless the tool is a function with name, type hints and docstring: the model reads them."""
     name = getattr(tool, "__name__", None)
     if isinstance(tool, type):
-        raise ValueError(f"Tool {name} is a class. List its functions, or name it by ENVIRONMENT for its methods.")
+        raise ValueError(f"Tool {name} is a class. List its functions, or set ENVIRONMENT to it to use its methods.")
     if not callable(tool) or not name or name == "<lambda>":
         raise ValueError(
             f"A tool must be a named function, got {tool!r:.100}. Write `def` with a name and a docstring."
@@ -283,9 +283,9 @@ def check_tool(tool: Callable) -> None:
     if not re.fullmatch(r"[\w.:/-]+", name):
         raise ValueError(f"Tool {name!r:.100} has a name of other characters than letters, digits and _ . : / -.")
     if not inspect.getdoc(tool):
-        raise ValueError(f"Tool {name} has no docstring. Write one: it is what the model reads to use the tool.")
+        raise ValueError(f"Tool {name} has no docstring. Write one: the model reads it to use the tool.")
     if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
-        raise ValueError(f"Tool {name} is a generator function. Expected `return` with all of it, not `yield`.")
+        raise ValueError(f"Tool {name} is a generator function. Use `return` with the whole result, not `yield`.")
     try:
         hints = hints_of(tool)
     except Exception as error:
@@ -295,10 +295,10 @@ def check_tool(tool: Callable) -> None:
 
 
 def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, Any]) -> None:
-    """Raise `ValueError` for a parameter that no call can pass: a call is a JSON object of named arguments."""
+    """Raise `ValueError` for a parameter that no call can pass, since a call is a JSON object of named arguments."""
     name = parameter.name
     if name not in hints and name == "self":
-        raise ValueError(f"Tool {tool} is a method without its object. List it as `MyClass().{tool}`.")
+        raise ValueError(f"Tool {tool} is an unbound method. List it as `MyClass().{tool}`.")
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
         kind = f"*{name}" if parameter.kind is parameter.VAR_POSITIONAL else f"the positional-only {name!r}"
         raise ValueError(f"Tool {tool} has {kind}. Calls name their arguments: write `{name}: ...` without * and /.")
@@ -310,18 +310,18 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
         known = getattr(error, "code", None) in ("schema-for-unknown-type", "invalid-for-json-schema")
         reason = "" if known else f" ({getattr(error, 'message', error_text(error)).rstrip('.')})"
         raise ValueError(
-            f"Tool {tool}: parameter {name!r} is {type_name(hints[name])}, which no argument from JSON can "
-            f"be{reason}. Types that work: {TYPES_THAT_WORK}."
+            f"Tool {tool}: parameter {name!r} has the type {type_name(hints[name])}, which JSON cannot "
+            f"represent{reason}. Supported types: {TYPES_THAT_WORK}."
         ) from None
     if re.search(ADDRESS, repr(parameter.default)):
         raise ValueError(
-            f"Tool {tool}: the default of {name!r} is {parameter.default!r}, whose address the model would read, "
-            "another one in every process. Write None, and make the object inside the tool."
+            f"Tool {tool}: the default of {name!r} is {parameter.default!r}. The model would read its address, which "
+            "differs between processes. Use None as default, and create the object inside the tool."
         )
 
 
 def describe_tools(tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
-    """Signatures, JSON schemas of types that JSON does not have, and docstrings, for the model's system prompt.
+    """Describe tools for the system prompt: signatures, docstrings, and JSON schemas of types that JSON lacks.
 
     With a tokenizer the texts are made free of control tokens, and a name that holds one raises `ValueError`.
     """
@@ -343,7 +343,7 @@ def schema_lines(tool: Callable) -> list[str]:
 def fill_in_tools(
     system_prompt: str, tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str:
-    """The system prompt with `{tool_descriptions}` replaced. Raises `ValueError` for any other single brace.
+    """Replace `{tool_descriptions}` in the system prompt. Raises `ValueError` for any other single brace.
 
     The prompt's own text stays as it is. With a tokenizer the texts of the tools are free of control tokens.
     """
@@ -359,7 +359,7 @@ def fill_in_tools(
 
 @cached_by_function
 def signature_of(tool: Callable) -> inspect.Signature:
-    """A tool's signature as the model reads it: types that JSON does not have by their names, defaults as JSON."""
+    """A tool's signature for the model: types that JSON lacks are shown by name, and defaults as JSON."""
     signature, hints = inspect.signature(tool), hints_of(tool)
 
     def shown_type(hint: Any) -> Any:
@@ -380,17 +380,17 @@ def signature_of(tool: Callable) -> inspect.Signature:
 
 
 def unreadable(call: ToolCall, call_format: str = CALL_FORMAT) -> str:
-    """Why the text of a call cannot be read, and an example of the tool format."""
+    """The error of a call that cannot be parsed, with an example of the tool format."""
     return f"{call.error}. Expected: {call_format}"
 
 
 def check_call(call: ToolCall, tools: dict[str, Callable]) -> str | None:
-    """Why this call cannot be run (the policy's mistake), or None."""
+    """The reason why a call cannot run (the policy's mistake), or None if it can."""
     return read_call(call, tools)[1]
 
 
 def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any], str | None]:
-    """(arguments of their parameters' types, None) of a call, or ({}, the policy's mistake).
+    """Convert a call's arguments to the types of their parameters. Returns (arguments, None) or ({}, error).
 
     This function and the validators of pydantic models run in the loop of all conversations: they must be quick.
     """

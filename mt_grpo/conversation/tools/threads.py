@@ -30,11 +30,11 @@ GIVEN_UP: contextvars.ContextVar[list[asyncio.Future] | None] = contextvars.Cont
 
 
 class ToolTimeout(Exception):
-    """A tool call exceeded its time limit. It is no `TimeoutError`, because the tool itself may raise that."""
+    """A tool call exceeded its time limit. It is not a `TimeoutError`, because the tool itself may raise that."""
 
 
 class ToolsUnavailable(RuntimeError):
-    """No tool can be run, for lack of threads or processes. The policy must not read this: it made no mistake."""
+    """No tool can run, for lack of threads or processes. The policy must not read this, since it made no mistake."""
 
 
 class ToolThreads:
@@ -84,8 +84,8 @@ class ToolThreads:
                 except RuntimeError as error:  # the system refuses a new thread
                     if time.monotonic() > give_up:
                         raise ToolsUnavailable(
-                            f"no thread for a tool within {self.WAIT_SECONDS:g} s: {error}. Check the limit of "
-                            "processes (ulimit -u) and the memory, or lower max_concurrent_tools."
+                            f"no thread for a tool could be started in {self.WAIT_SECONDS:g} s: {error}. Check the "
+                            "limit of processes (ulimit -u) and the memory, or lower max_concurrent_tools."
                         ) from error
                     await asyncio.sleep(0.05)
             return inbox
@@ -121,20 +121,20 @@ TOOL_THREADS = ToolThreads()
 
 @functools.cache
 def warn_of_hung(name: str, timeout: float) -> None:
-    """Say once of a tool that a call of it goes on behind its time limit."""
+    """Warn once per tool that a call goes on after its time limit."""
     logger.warning(
-        f"{name} took longer than {timeout:g} s. The call goes on in its thread, which cannot be "
-        "stopped: a loop that computes slows all else (tools/hung_threads counts them). Give the tool a time limit "
-        "of its own. With isolate_tools: true a function of TOOL_FUNCTIONS runs in a process, which is ended then."
+        f"{name} took longer than {timeout:g} s. The call goes on in its thread, which cannot be stopped and may slow "
+        "down the run (the metric tools/hung_threads counts such threads). Give the tool a time limit of its own, or "
+        "set isolate_tools: true to run the functions of TOOL_FUNCTIONS in processes, which are killed at the limit."
     )
 
 
 @functools.cache
 def warn_of_signals(name: str) -> None:
-    """Say once of each tool that its results are errors of signals, which the model reads."""
+    """Warn once per tool that the model reads errors about signal handlers as its results."""
     logger.warning(
-        f"{name} answers {NO_SIGNALS!r}...: it sets a signal handler, such as SIGALRM's for a time limit of its own, "
-        "which Python allows in the main thread only. Set isolate_tools: true: functions of TOOL_FUNCTIONS then run "
+        f"{name} returns {NO_SIGNALS!r}...: it sets a signal handler, such as SIGALRM for a time limit of its own, "
+        "which Python allows only in the main thread. Set isolate_tools: true to run the functions of TOOL_FUNCTIONS "
         "in the main thread of a process."
     )
 
@@ -143,7 +143,7 @@ MOST_ON_LOOP = 2**16  # characters of a text that an event loop finishes itself
 
 
 async def finished(result: Any, finish: Callable[[Any], Any]) -> Any:
-    """`finish` of what an async tool gave. It runs in a thread, unless the result is a number or a short text.
+    """Call `finish` on the result of an async tool, in a thread unless it is a number or a short text.
 
     INVARIANT: no image is decoded on the event loop. One of a few megabytes would hold up all other conversations for
     a tenth of a second.
@@ -249,9 +249,9 @@ async def run_tool(
     result, error = done.result()
     if isinstance(error, ValueError) and NO_SIGNALS in str(error):
         raise ToolsUnavailable(
-            f"{tool.__name__} sets a signal handler, such as SIGALRM's for a time limit of its own. Python allows it "
-            "in the main thread only, and tools and environments run in others. Set isolate_tools: true, with which "
-            "functions of TOOL_FUNCTIONS run in the main thread of a process, or leave the limit to the trainer: "
+            f"{tool.__name__} sets a signal handler, such as SIGALRM for a time limit of its own. Python allows this "
+            "only in the main thread, and tools and environments run in other threads. Set isolate_tools: true to run "
+            "the functions of TOOL_FUNCTIONS in the main thread of a process, or use the trainer's limits instead: "
             "tool_timeout, environment_timeout."
         ) from error
     if NO_SIGNALS in str(getattr(result, "text", result))[:1000]:  # the tool caught the error, and says it
