@@ -35,11 +35,23 @@ class NCCLGroup:
 
     LOST_AFTER = 3  # health checks without an answer, in a row
     WATCH_SECONDS = 5.0  # between two health checks
+    CONNECT_SECONDS = 10.0  # for the connection of a request of TRL's client
 
     def __init__(self, server: Any, port: int, device: torch.device):
-        self.server, self.device = server, device
-        self.closed, self._group = False, TRLGroup(server, port, device)
-        self._within_limits(self._group.join, f"did not join the NCCL group on port {port} (vllm_group_port)")
+        self.server, self.port, self.device = server, port, device
+        self.closed = False
+        self._client: Any = None  # TRL's, which holds the communicator
+        self._within_limits(self._join, f"did not join the NCCL group on port {port} (vllm_group_port)")
+
+    def _join(self) -> None:
+        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
+
+        client = VLLMClient(self.server.base_url, group_port=self.port, connection_timeout=self.server.timeout)
+        # TRL's client waits for answers without an end, and sends a request again that the server failed at.
+        limits = self.CONNECT_SECONDS, self.server.request_timeout
+        client.session.request = functools.partial(client.session.request, timeout=limits)
+        self._client = client
+        client.init_communicator(device=self.device)
 
     def send(self, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
         """Send weights, while the server is paused. Raises `ServerLost`, after which the group is closed.
@@ -50,7 +62,8 @@ class NCCLGroup:
         """
         if self.closed:
             raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
-        self._within_limits(lambda: self._group.send(metadata, tensors), "did not take the weights")
+        weights = ((name, tensor.detach().to(self.device)) for name, tensor in tensors.items())
+        self._within_limits(lambda: self._client.update_named_params(metadata, weights), "did not take the weights")
 
     def _within_limits(self, function: Callable[[], None], what: str) -> None:
         """Run `function` in a thread. Raises `ServerLost`, and closes the group, if it fails or does not end."""
@@ -86,9 +99,14 @@ class NCCLGroup:
 
     def close(self) -> None:
         """Abort the group: what waits in it ends, on both sides."""
-        if not self.closed:
-            self.closed = True
-            self._group.abort()
+        self.closed = True
+        client, self._client = self._client, None
+        if client is None:
+            return
+        atexit.unregister(client.close_communicator)  # else it keeps the group and its port
+        if client.communicator is not None:
+            client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
+        client.close_communicator()
 
 
 def check_group_port(server: Any, port: int) -> None:
@@ -106,35 +124,3 @@ def check_group_port(server: Any, port: int) -> None:
             f"vllm_group_port: this machine cannot listen on port {port}, through which {server.base_url} gets the "
             f"weights: {error.strerror}. Set vllm_group_port to a free port; each further server uses the next one."
         ) from error
-
-
-class TRLGroup:
-    """An NCCL group with vLLM's workers, formed by TRL's client."""
-
-    CONNECT_SECONDS = 10.0  # for the connection of a request of TRL's client
-
-    def __init__(self, server: Any, port: int, device: torch.device):
-        self.server, self.port, self.device = server, port, device
-        self._client: Any = None  # TRL's, which holds the communicator
-
-    def join(self) -> None:
-        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
-
-        client = VLLMClient(self.server.base_url, group_port=self.port, connection_timeout=self.server.timeout)
-        # TRL's client waits for answers without an end, and sends a request again that the server failed at.
-        limits = self.CONNECT_SECONDS, self.server.request_timeout
-        client.session.request = functools.partial(client.session.request, timeout=limits)
-        self._client = client
-        client.init_communicator(device=self.device)
-
-    def send(self, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
-        self._client.update_named_params(metadata, ((n, t.detach().to(self.device)) for n, t in tensors.items()))
-
-    def abort(self) -> None:
-        client, self._client = self._client, None
-        if client is None:
-            return
-        atexit.unregister(client.close_communicator)  # else it keeps the group and its port
-        if client.communicator is not None:
-            client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
-        client.close_communicator()

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from mt_grpo.base.errors import ServerLost
-from mt_grpo.generation.nccl_groups import NCCLGroup, TRLGroup
+from mt_grpo.generation.nccl_groups import NCCLGroup
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo_trainer import VLLMServerClient
 
@@ -113,8 +113,8 @@ def nccl(monkeypatch):
         original(self)
         self.device = torch.device("cpu")
 
-    original = TRLGroup.join
-    monkeypatch.setattr(TRLGroup, "join", join)
+    original = NCCLGroup._join
+    monkeypatch.setattr(NCCLGroup, "_join", join)
     monkeypatch.setattr(NCCLGroup, "WATCH_SECONDS", 0.05)
     monkeypatch.setattr(vllm_client, "open_trainer_endpoint", open_endpoint)
     monkeypatch.setattr(vllm_client, "packed_nccl_broadcast_producer", producer)
