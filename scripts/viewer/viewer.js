@@ -159,7 +159,7 @@ function chart(panel) {
   let [y0, y1] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
   if (y0 > 0 && y0 < y1 / 2) y0 = 0;
   const size = Math.max(Math.abs(y0), Math.abs(y1));
-  if (y1 - y0 <= 1e-6 * size) [y0, y1] = size ? [y0 - size / 2, y1 + size / 2] : [0, 1];  // a constant, but for rounding
+  if (y1 - y0 <= 1e-6 * size) [y0, y1] = size ? [y0 - size / 2, y1 + size / 2] : [0, 1];  // a constant, except for rounding
   const labels = ticks(y0, y1, 5).map((at) => [at, brief(at, 12)]);
   const left = Math.max(28, 10 + 6 * Math.max(...labels.map(([, text]) => text.length)));
   const x = (at) => left + (x1 === x0 ? 0.5 : (at - x0) / (x1 - x0)) * (BOX.width - left - BOX.right);
