@@ -373,7 +373,7 @@ class MultiTurnToolEnv(Conversations):
         length, ended = written.cut(ids, history)
         reason = "stop" if ended else "length" if early else generation.finish_reason
         turn = Turn(ids[:length], logprobs and logprobs[:length], "", reason)
-        known = (self.tools if rollout.tools is None else rollout.tools, *filter(None, [rollout.begun]))
+        known = (self.tools if rollout.tools is None else rollout.tools, *filter(None, [rollout.prefill]))
         turn.text, turn.calls, turn.answer, turn.open_thinking = written.parse(turn.token_ids, history, *known)
         turn.answer = None if reason == "length" else turn.answer  # what the budget cut off is no answer
         turn.context, rollout.edited = rollout.edited, None
@@ -576,7 +576,7 @@ class RewardTable:
     outcome: torch.Tensor  # (N,) R^O
     rollout_turn: torch.Tensor  # (N,) turn rewards given as one number per rollout
     turn: torch.Tensor  # (N, K) turn rewards given per turn
-    observed: torch.Tensor  # (N, K) bool: something came of the turn (`Turn.observed`)
+    has_observation: torch.Tensor  # (N, K) bool: `Turn.has_observation`
     sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
     state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
     num_tokens: torch.Tensor | int = 1  # (N, K) int64: those of the turn that are trained
@@ -609,7 +609,7 @@ class RewardTable:
 
     def rollout_turn_advantages(self) -> torch.Tensor:
         """(N, K): `norm` of the per-rollout turn rewards, on the turns with no observation before them."""
-        up_to_first = self.observed.int().cumsum(1) - self.observed.int() == 0
+        up_to_first = self.has_observation.int().cumsum(1) - self.has_observation.int() == 0
         return self.norm(self.rollout_turn)[:, None] * up_to_first
 
 
@@ -622,7 +622,7 @@ def doctest_batch() -> RewardTable:
         outcome=torch.tensor([1.0, 0.0]),
         rollout_turn=torch.full((2,), NAN),
         turn=torch.tensor([[0.2, 0.6, NAN], [0.4, NAN, NAN]]),
-        observed=torch.tensor([[True, True, False], [True, False, False]]),
+        has_observation=torch.tensor([[True, True, False], [True, False, False]]),
         sampled=torch.tensor([[True, True, True], [True, True, False]]),
         state=torch.tensor([[0, 1, 2], [0, 1, -1]]),
         group_size=2,
@@ -647,8 +647,8 @@ def mt_grpo_advantages(rewards: RewardTable, coef: float, discount: float) -> to
     per_turn = rewards.norm(rewards.turn)  # (N, K), of the rollouts with a number at turn k
     per_rollout = rewards.rollout_turn_advantages()
     no_call = rewards.norm(rewards.outcome + coef * rewards.turn_total)[:, None]
-    has_observation = rewards.observed.any(1, keepdim=True)
-    return torch.where(has_observation, outcome + coef * (per_turn + per_rollout), no_call)
+    any_observation = rewards.has_observation.any(1, keepdim=True)
+    return torch.where(any_observation, outcome + coef * (per_turn + per_rollout), no_call)
 
 
 credit_estimator("mt_grpo", mt_grpo_advantages, reads=("turn_advantage_coef",))

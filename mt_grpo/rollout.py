@@ -151,7 +151,7 @@ class Turn:
         return "\n".join(texts)
 
     @property
-    def observed(self) -> bool:
+    def has_observation(self) -> bool:
         """Whether the turn has an observation: a call was answered, or the other side replied to it or continued it.
 
         It is a fact about the conversation and not about what the model read: the last turn of a game, whose move was
@@ -359,14 +359,14 @@ class Rollout(TurnTokens):
         return messages
 
     @property
-    def begun(self) -> str:
+    def prefill(self) -> str:
         """The text that the next turn continues (`Reply.continuation`), empty if the turn begins a new message.
 
         It leaves out calls that were read: they belong to their turn.
 
         >>> turns = [Turn([1], None, "So <answer>", "stop", continuation="It"), Turn([2], None, " is", "length")]
         >>> turns[1].continuation = " not "
-        >>> Rollout([], [], turns=turns).begun
+        >>> Rollout([], [], turns=turns).prefill
         'So <answer>It is not '
         """
         text = ""
@@ -462,7 +462,7 @@ class ToolFormat(Protocol):
     ) -> Parsed:
         """The text, the calls and the answer of a whole turn. `tools` tell numbers from text, if a format must.
 
-        `lead` is the text that the turn continues (`Rollout.begun`), empty if it begins a new message.
+        `lead` is the text that the turn continues (`Rollout.prefill`), empty if it begins a new message.
         """
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:

@@ -68,8 +68,8 @@ TEXTS = {  # calls, results and control tokens as text
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
-    "is_nested", "begun", "opened_in",
-    "_before", "_end_of_turn", "results", "with_turns", "observed", "tool_seconds",
+    "is_nested", "prefill", "opened_in",
+    "_before", "_end_of_turn", "results", "with_turns", "has_observation", "tool_seconds",
     "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
 TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode", "_decoded"}

@@ -131,8 +131,8 @@ def merge_scores(
 
 
 def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two bool tensors (B, K): whether something came of a turn (`Turn.observed`), and whether the rollout has it."""
-    flags = [[turn.observed for turn in rollout.turns] for rollout in rollouts]
+    """Two bool tensors (B, K): whether a turn has an observation, and whether the rollout has the turn."""
+    flags = [[turn.has_observation for turn in rollout.turns] for rollout in rollouts]
     observed = pad_rows(flags, num_turns, False, torch.bool)
     sampled = pad_rows([[True] * len(row) for row in flags], num_turns, False, torch.bool)
     return observed, sampled

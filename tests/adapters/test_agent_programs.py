@@ -72,7 +72,7 @@ def rollout_of(command, *turns, row=ROW, records=None, observed=None, llm=None, 
         assert sum(rollout.loss_mask) == sum(map(len, sampled))
     assert rollout.reward == 1.0 and "refused" not in rollout.turns[-1].info, rollout.turns[-1].info
     observed = [True] * (len(turns) - 1) + [False] if observed is None else observed
-    assert [turn.observed for turn in rollout.turns] == observed
+    assert [turn.has_observation for turn in rollout.turns] == observed
     assert all(turn.error is None for turn in rollout.turns)
     check_beginnings(rollout)
     return rollout
@@ -626,7 +626,7 @@ def test_pi_compacts_its_history(packages, tmp_path, monkeypatch):
     *asked, behind = (TOKENIZER.decode(record.prompt_ids) for record in rollout.records[1:])
     assert all("<tools>" not in each and "[Tool result]: 1\n2\n" in each for each in asked)
     assert "I have computed 391." in behind and "And now?" in behind and "\n999\n" not in behind
-    assert [turn.observed for turn in rollout.turns] == [True] * (number - 1) + [False]
+    assert [turn.has_observation for turn in rollout.turns] == [True] * (number - 1) + [False]
     assert all(turn.trained for turn in rollout.turns)
     check_beginnings(rollout)
 
@@ -657,8 +657,8 @@ def check_parted(rollout):
     main, *others = [[rollout.turns[k] for k in record.numbers] for record in rollout.records]
     assert len(others) == 2 and main[0].text.startswith(THINKS) and main[-1].text == "391"
     assert sorted(turns[-1].text for turns in others) == ["17 * 20 gives 340.", "17 * 3 gives 51."]
-    assert [len(turns) for turns in others] == [2, 2] and not main[-1].observed
-    assert all(turn.observed for turns in (main[:-1], *others) for turn in turns)
+    assert [len(turns) for turns in others] == [2, 2] and not main[-1].has_observation
+    assert all(turn.has_observation for turns in (main[:-1], *others) for turn in turns)
     assert all(turn.trained for turn in rollout.turns)
     check_beginnings(rollout)
 

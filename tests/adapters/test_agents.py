@@ -1278,7 +1278,7 @@ def test_a_turn_of_which_a_later_request_tells_is_observed(name):
     rollout, _ = run(agent, f"I add them.\n{CALL}", "2")
     assert rollout.error is None, rollout.error
     assert [turn.went_on for turn in rollout.turns] == [expected, False]
-    assert [turn.observed for turn in rollout.turns] == [expected, False]
+    assert [turn.has_observation for turn in rollout.turns] == [expected, False]
 
 
 def test_what_a_turn_said_with_something_behind_tells_of_it():
@@ -2583,7 +2583,7 @@ def credit(*rollouts):
     count = len(rollouts)
     table = mt.RewardTable(
         outcome=torch.zeros(count), rollout_turn=torch.full((count,), NAN), turn=pad_rows(given, num_turns, NAN),
-        observed=observed, sampled=sampled, state=torch.zeros(count, num_turns, dtype=torch.long),
+        has_observation=observed, sampled=sampled, state=torch.zeros(count, num_turns, dtype=torch.long),
     )  # fmt: skip
     advantages = mt.turn_advantages(table, "mt_grpo", count, 1.0, "none")
     return [pytest.approx(row[: len(rollout.turns)].tolist(), abs=1e-6) for row, rollout in zip(advantages, rollouts)]

@@ -138,7 +138,7 @@ def test_the_move_that_ends_a_game_is_credited():
     assert observed.all() and sampled.all()
     table = RewardTable(
         outcome=torch.zeros(2), rollout_turn=torch.full((2,), float("nan")),
-        turn=torch.tensor([[t.reward for t in r.turns] for r in rollouts]), observed=observed, sampled=sampled,
+        turn=torch.tensor([[t.reward for t in r.turns] for r in rollouts]), has_observation=observed, sampled=sampled,
         state=torch.zeros(2, 2, dtype=torch.long),
     )  # fmt: skip
     advantages = turn_advantages(table, "mt_grpo", 2, 1.0, "group")
@@ -171,7 +171,7 @@ def test_what_is_observed_of_a_turn():
     bad = call("nobody")
     scripts = [["say", "more", "forget", "end"], [call("echo", text="x"), bad, ANSWER], ["nothing"]]
     _, rollouts, _ = run(Replies, scripts, tools=[echo], max_steps=5)
-    assert [[turn.observed for turn in rollout.turns] for rollout in rollouts] == [
+    assert [[turn.has_observation for turn in rollout.turns] for rollout in rollouts] == [
         [True, True, True, False], [True, True, False], [False]
     ]  # fmt: skip
     not_run = Rollout([], [1], turns=[Turn([2], None, "", "stop", calls=[ToolCall("echo", {})])])  # max_env_steps

@@ -676,8 +676,8 @@ def test_mean_zero_in_every_group(scale):
         torch.testing.assert_close(advantages.view(5, 6, 4).sum(1), torch.zeros(5, 4), atol=2e-5, rtol=0)
     # mt_grpo: the turn's own term sums to zero over the rollouts that have a number at that turn, where all of them
     # observed something.
-    calling = torch.cat([torch.ones(30, 1, dtype=torch.bool), rewards.observed[:, 1:]], 1)
-    with_turns = replace(rewards, rollout_turn=torch.full((30,), NAN), observed=calling)
+    calling = torch.cat([torch.ones(30, 1, dtype=torch.bool), rewards.has_observation[:, 1:]], 1)
+    with_turns = replace(rewards, rollout_turn=torch.full((30,), NAN), has_observation=calling)
     own = turn_advantages(with_turns, "mt_grpo", 6, 1.0, scale) - turn_advantages(rewards, "outcome", 6, 1.0, scale)
     torch.testing.assert_close(own.view(5, 6, 4).sum(1), torch.zeros(5, 4), atol=2e-5, rtol=0)
     assert own.abs().max() > 0.1

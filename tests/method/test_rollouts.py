@@ -102,16 +102,20 @@ def test_a_turn_that_goes_on_is_one_message_with_all_its_calls():
 def test_what_a_turn_shows_of_its_results():
     """Each call's text with the first call's error, or else the messages; None where nothing was read."""
     turn = Turn([1], None, "", "stop")
-    assert turn.observation is turn.error is turn.tool_call is None and not turn.observed and turn.tool_seconds == 0
+    assert (
+        turn.observation is turn.error is turn.tool_call is None
+        and not turn.has_observation
+        and turn.tool_seconds == 0
+    )
     turn.messages = [{"role": "user", "content": "a"}, {"role": "user", "content": [1]}]
-    assert (turn.observation, turn.observed) == ("a\n[1]", True)
+    assert (turn.observation, turn.has_observation) == ("a\n[1]", True)
     turn.results = [ToolResult("5", seconds=1.5), ToolResult("no", "tool", 2.0), ToolResult("late", "timeout")]
     assert (turn.observation, turn.error, turn.tool_seconds) == ("5\nno\nlate", "tool", 3.5)
     turn.calls = [ToolCall("a", {"x": 1}), ToolCall("b", {}, "no argument x"), ToolCall(None, {}, "no JSON")]
     assert turn.tool_calls == [{"type": "function", "function": {"name": "a", "arguments": {"x": 1}}}]
     assert turn.tool_call == turn.calls[0]
     for change in ({"went_on": True}, {"results": turn.results}, {"messages": turn.messages}, {"continuation": "So"}):
-        assert Turn([1], None, "", "stop", **change).observed
+        assert Turn([1], None, "", "stop", **change).has_observation
 
 
 # --- what is trained -------------------------------------------------------------------------------------------------
@@ -180,7 +184,7 @@ def test_the_history_is_what_the_model_reads_next():
     assert said(rollout.history) == before and rollout.history_ids == [1, 2, 3, 4, 5, 6] and rollout.new_tokens == 4
     rollout.turns[1].continuation = "c"
     rollout.turns.append(Turn([8], None, "d", "stop", observation_ids=[9]))
-    assert said(rollout.history)[-2:] == [("user", "more"), ("assistant", "bcd")] and rollout.begun == ""
+    assert said(rollout.history)[-2:] == [("user", "more"), ("assistant", "bcd")] and rollout.prefill == ""
     rollout.turns[1].context = Context([{"role": "system", "content": "short"}], [7, 7], new_tokens=2)
     assert said(rollout.history) == [("system", "short"), ("assistant", "bcd")]
     rollout.turns[2].context = Context([user, {"role": "assistant", "content": "I"}], [7], new_tokens=1)

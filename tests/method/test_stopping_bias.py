@@ -53,7 +53,7 @@ def normalise_and_accumulate(rewards: RewardTable, scale_rewards: str) -> torch.
 def stop_minus_go(advantages: torch.Tensor, rewards: RewardTable, k: int) -> tuple[float, float]:
     """The difference of the means at turn k, and its standard error over groups (a group's rollouts depend)."""
     at_k = advantages[:, k].double()
-    stops, goes = rewards.sampled[:, k] & ~rewards.observed[:, k], rewards.observed[:, k]
+    stops, goes = rewards.sampled[:, k] & ~rewards.has_observation[:, k], rewards.has_observation[:, k]
     means = at_k[stops].mean(), at_k[goes].mean()
     influence = (at_k - means[0]) * stops / stops.sum() - (at_k - means[1]) * goes / goes.sum()
     return (means[0] - means[1]).item(), influence.view(GROUPS, G).sum(1).square().sum().sqrt().item()
@@ -107,7 +107,7 @@ def test_says_what_going_on_is_worth(name):
 
 def only_calls_are_paid(rewards: RewardTable) -> RewardTable:
     """The same world with None for a turn that called nothing, as the paper's rewards say it."""
-    return replace(rewards, turn=rewards.turn.where(rewards.observed, NAN))
+    return replace(rewards, turn=rewards.turn.where(rewards.has_observation, NAN))
 
 
 def test_mt_grpo_says_it_times_the_share_that_calls():
@@ -139,7 +139,7 @@ def trade_off() -> RewardTable:
     """World 4: stopping at turn 0 pays an outcome of Bernoulli(0.6), going on Bernoulli(0.3) and 0.3 for turn 0."""
     rewards = world(1)
     generator = torch.Generator().manual_seed(4)
-    goes = rewards.observed[:, 0]
+    goes = rewards.has_observation[:, 0]
     outcome = (torch.rand(GROUPS * G, generator=generator) < torch.where(goes, 0.3, 0.6)).float()
     turn = torch.zeros_like(rewards.turn).where(rewards.sampled, NAN)
     turn[:, 0] = 0.3 * goes
@@ -210,7 +210,7 @@ def test_the_bias_of_a_z_score_under_skewed_rewards():
     rewards = world(1)
     generator = torch.Generator().manual_seed(7)
     lottery = (torch.rand(GROUPS * G, generator=generator) < 0.3).float()
-    skewed = replace(rewards, outcome=torch.where(rewards.observed[:, 0], 0.3, lottery))
+    skewed = replace(rewards, outcome=torch.where(rewards.has_observation[:, 0], 0.3, lottery))
     for scale, bias in (("group", -0.28), ("batch", 0.0), ("none", 0.0)):
         difference, error = stop_minus_go(estimate("outcome", skewed, scale), skewed, 0)
         assert difference == pytest.approx(bias, abs=0.01), scale

@@ -237,13 +237,13 @@ def test_what_is_out_of_the_loss_is_no_signal(random_model, tmp_path, masks, mov
     batch = Batch([], 2, truncated=[False, False, True, True])
     batch.rewards = RewardTable(
         outcome=torch.tensor([1.0, 1.0, 0.0, 1.0]), rollout_turn=torch.full((4,), torch.nan),
-        turn=torch.full((4, 2), torch.nan), observed=torch.zeros(4, 2).bool(), sampled=torch.ones(4, 2).bool(),
+        turn=torch.full((4, 2), torch.nan), has_observation=torch.zeros(4, 2).bool(), sampled=torch.ones(4, 2).bool(),
         state=torch.zeros(4, 2).long(), num_tokens=torch.tensor([[3, 3], [3, 0], [3, 3], [3, 3]]),
     )  # fmt: skip
     assert trainer._without_signal(batch).tolist() == [not moved for moved in moves]
     batch.rewards.turn[:2, 1] = torch.tensor([1.0, 0.0])  # credit of turns that one of them does not train
     trainer.args.credit_assignment = "mt_grpo"
-    batch.rewards.observed[:, 0] = True
+    batch.rewards.has_observation[:, 0] = True
     assert not trainer._without_signal(batch)[0]
     batch.rewards.num_tokens[0, 1] = 0
     assert trainer._without_signal(batch)[0]
