@@ -1392,7 +1392,7 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
         (f"[\n{ROW}]", r"line 1 is not JSON: Expecting value"),
         (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: answer is nan, expected"),
         ('{"prompt": [{"role": "wizard", "content": "?"}]}', "row 0: .* role 'wizard'"),
-        ('{"prompt": [{"role": "system", "content": "?"}]}', "row 0: the prompt has a system message alone"),
+        ('{"prompt": [{"role": "system", "content": "?"}]}', "row 0: the prompt only has a system message"),
         (ROW.encode("utf-16"), "data.jsonl, line 1 is not UTF-8 text"),
         (ROW + '{"question": null, "answer": "2"}', "row 1: question is None, expected"),
         (ROW + '{"question": "1+1?", "answer": null}', "row 1: answer is None, expected"),
@@ -1535,7 +1535,7 @@ def test_model_that_is_not_whole(name, text, message, random_model, tmp_path):
 @pytest.mark.parametrize("name", ["/absent/model", "absent/model"])
 def test_model_that_is_not_there(name, build, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is no folder|cannot be loaded)"):
+    with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is not a folder|cannot be loaded)"):
         build(model_name_or_path=name)
 
 
