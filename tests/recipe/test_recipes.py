@@ -1627,7 +1627,6 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
 
 
 def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
-    """In at most 60 lines, with numbers as people write them."""
     for words, most in ((["--help"], 60), (["--config", "none.yaml", "--help", "all"], 1000)):
         with pytest.raises(SystemExit) as ended:
             mt.parse_arguments(words)
