@@ -296,7 +296,7 @@ def test_a_segment_that_is_cut_off_is_told(tmp_path, caplog):
     (tmp_path / "rollouts.rank0.00001.jsonl.gz").write_bytes(gzip.compress(b'{"step": 0}\n' * 1000)[:-20])
     (tmp_path / "rollouts.rank0.jsonl").write_text('{"step": 1}\n')
     assert list(read_rollouts(tmp_path))[-1] == {"step": 1}
-    assert "rollouts.rank0.00001.jsonl.gz is cut off" in caplog.text
+    assert "rollouts.rank0.00001.jsonl.gz is truncated" in caplog.text
 
 
 def test_a_new_run_has_no_rows_of_ranks_of_another(tmp_path):
