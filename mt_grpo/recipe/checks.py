@@ -260,8 +260,8 @@ def model_error(name: str, error: Exception) -> str:
     """The message for a model that does not exist or cannot be loaded."""
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not os.path.exists(name):
         return (
-            f"model_name_or_path: {name!r} is no folder in {os.getcwd()}. Expected the folder of a model, or the name "
-            "of a model on the Hub, which has one slash."
+            f"model_name_or_path: {name!r} is not a folder (the current folder is {os.getcwd()}). Expected the folder "
+            "of a model, or the name of a model on the Hub, which has one slash."
         )
     reason = " ".join(error_text(error).split())
     return f"model_name_or_path: {name!r} cannot be loaded: {reason}{not_here(name)}"

@@ -176,7 +176,7 @@ def facts_of_batches(
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
         "rollouts/ended": share(r.stop_reason in ends for r in rollouts),
         "groups/identical": share(
-            len({str([turn.token_ids for turn in r.turns]) for r in group}) == 1 for group in groups
+            len({str(sum((turn.token_ids for turn in r.turns), [])) for r in group}) == 1 for group in groups
         )
         if groups else None,
         "calls/malformed": share(result.error == "call" for result in uncut) if len(uncut) >= MIN_CALLS else None,

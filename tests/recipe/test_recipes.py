@@ -1526,7 +1526,7 @@ def test_model_that_is_not_whole(name, text, message, random_model, tmp_path):
 @pytest.mark.parametrize("name", ["/absent/model", "absent/model"])
 def test_model_that_is_not_there(name, build, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is no folder|cannot be loaded)"):
+    with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is not a folder|cannot be loaded)"):
         build(model_name_or_path=name)
 
 
@@ -1618,7 +1618,6 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
 
 
 def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
-    """In at most 60 lines, with numbers as people write them."""
     for words, most in ((["--help"], 60), (["--config", "none.yaml", "--help", "all"], 1000)):
         with pytest.raises(SystemExit) as ended:
             mt.parse_arguments(words)

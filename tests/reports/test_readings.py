@@ -5,7 +5,6 @@ import pytest
 from mt_grpo.reports.troubles import READINGS, troubles
 
 WELL = {
-    "model/other_task": False,
     "prompt/lacks_system": False, "prompt/lacks_tools": "", "prompt/nearest": "", "prompt/ends_with_assistant": 0.0,
     "data/different": 100, "data/passes": 1.0, "calls/failed": 0.5, "outcome/name": "right", "outcome/mean": 0.5,
     "outcome/constant": False, "num_rollouts": 64, "prompt/lacks_all_tools": False, "has_tools": True,
@@ -15,7 +14,7 @@ WELL = {
     "tools/all_broken": 0.0, "cut/by_turn": 0.0, "max_turn_tokens": 48, "cut/by_completion": 0.0, "tokens/read": 0.2,
     "max_completion_length": 96, "max_tool_response_tokens": 48, "stop/context_length": 0.0, "calls/malformed": 0.0,
     "frequent/call_error": "", "rollouts/called": 0.5, "rollouts/ended": 0.5, "stop/max_turns": 0.0,
-    "max_env_steps": 2,
+    "max_env_steps": 2, "model/other_task": False,
     "rewards/unused": "", "credit_assignment": "mt_grpo", "rewards/varied_and_used": ["right"],
     "rewards/constant": "right 0.5", "rewards/given": ["right"],
     "rewards/varied": ["right"], "num_generations": 8, "tokens/differ": 0.0,

@@ -258,7 +258,7 @@ def test_a_line_that_is_cut_off_is_left_out(tmp_path, caplog):
     (tmp_path / "rollouts.rank10.jsonl").write_text('{"step": 10}\n')
     (tmp_path / "rollouts.rank2.jsonl").write_text('{"step": 2}\n')
     assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 2, 10]
-    assert f"{tmp_path}: 1 lines are no JSON, and left out" in caplog.text
+    assert f"{tmp_path}: 1 lines are not JSON" in caplog.text
 
 
 def test_what_a_model_writes_ends_no_run(tmp_path, caplog):
@@ -266,7 +266,7 @@ def test_what_a_model_writes_ends_no_run(tmp_path, caplog):
     path = tmp_path / "rollouts.rank0.jsonl"
     write_rollouts(path, [{"step": 0, "text": "\ud83d"}], fresh=False)
     write_rollouts(path, [{"step": 1, "info": {(1, 2): 3}}], fresh=False)
-    assert "Step 1: rollouts are not in" in caplog.text and "Training goes on." in caplog.text
+    assert "Step 1: the rollouts could not be written" in caplog.text and "Training continues" in caplog.text
     write_rollouts(path, [{"step": 2}], fresh=False)
     assert list(read_rollouts(tmp_path)) == [{"step": 0, "text": "\ud83d"}, {"step": 2}]
 
@@ -296,7 +296,7 @@ def test_a_segment_that_is_cut_off_is_told(tmp_path, caplog):
     (tmp_path / "rollouts.rank0.00001.jsonl.gz").write_bytes(gzip.compress(b'{"step": 0}\n' * 1000)[:-20])
     (tmp_path / "rollouts.rank0.jsonl").write_text('{"step": 1}\n')
     assert list(read_rollouts(tmp_path))[-1] == {"step": 1}
-    assert "rollouts.rank0.00001.jsonl.gz is cut off" in caplog.text
+    assert "rollouts.rank0.00001.jsonl.gz is truncated" in caplog.text
 
 
 def test_a_new_run_has_no_rows_of_ranks_of_another(tmp_path):
