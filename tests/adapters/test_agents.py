@@ -2223,7 +2223,7 @@ def test_commands_of_one_run_do_not_see_each_other(tmp_path, monkeypatch, caplog
         monkeypatch.setattr(programs, "OWN_PROCESSES", ["--no-such-option"])
     try:
         program = CommandAgent(f"{sys.executable} {tmp_path}/spy.py {tmp_path}")
-        if not (is_apart or "are not apart from each other (unshare: unrecognized option" in caplog.text):
+        if not (is_apart or "are not isolated from each other (unshare: unrecognized option" in caplog.text):
             raise AssertionError(caplog.text)
         if is_apart and not programs.apart():
             pytest.skip("this machine has no namespaces of processes")
@@ -2274,9 +2274,9 @@ def test_a_key_by_a_pipe_stands_in_no_environment(tmp_path, monkeypatch, is_apar
 
 
 @pytest.mark.parametrize("code, message", [
-    ("print(0.5)", "RuntimeError: the command ended, and it did not read its key, the line of the file that "
-     r"\$OPENAI_API_KEY_FILE names \(agent_key: pipe\)$"),
-    ("import openai; openai.OpenAI()", "the command ended with code 1: .*OPENAI_API_KEY.*; it did not read its key, "),
+    ("print(0.5)", "RuntimeError: the command ended, and it did not read its key from the file "
+     r"\$OPENAI_API_KEY_FILE \(agent_key: pipe\)$"),
+    ("import openai; openai.OpenAI()", "the command ended with code 1: .*OPENAI_API_KEY.*; it did not read its key"),
     ("import os, sys; open(os.environ['OPENAI_API_KEY_FILE']).readline(); sys.exit('no')",
      "RuntimeError: the command ended with code 1: no$"),
 ])  # fmt: skip
@@ -2477,7 +2477,7 @@ class Solver: ...
     ({"agent_key": "pipe"}, "agent_key has no effect without agent_command"),
     ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_key": "pipe"},
      "agent_key has no effect without the line environment: openai_agent"),
-    ({"agent_other_models": "text"}, "agent_other_models: text with agent_other_text: None"),
+    ({"agent_other_models": "text"}, "agent_other_models: text and agent_other_text: None"),
     ({"agent": "agents/none.py:solve"}, "names no file"),
     ({"agent": "{file}:missing"}, "'missing' of .* is None, expected"),
     ({"agent": "{file}:row_only"}, r"takes \(row\), expected"),
@@ -2520,7 +2520,7 @@ def test_a_rank_must_not_wait_longer_than_the_others_do(monkeypatch, tmp_path):
     path.write_text(json.dumps({**RECIPE, "output_dir": str(tmp_path), "agent_timeout": 1800, "num_generations": 8}))
     script_args, args, _ = mt.parse_arguments(["--config", str(path)])
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="agent_timeout = 1800 s.*ddp_timeout=1800"):
+    with pytest.raises(ValueError, match="agent_timeout=1800 s.*ddp_timeout=1800"):
         mt.load_conversation(script_args, args, mt.MultiTurnToolEnv)
 
 

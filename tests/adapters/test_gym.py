@@ -434,7 +434,7 @@ def test_an_object_in_the_info_of_a_step_costs_no_episode(games):
     game.env.step = lambda action: ("Step.", 0.5, False, False, {"who": object(), "at": [1]})
     reply = game.respond(None, mt.Turn([], None, "1", "stop"))
     assert reply.info["gym"] == {"who": "object", "at": [1]}
-    with pytest.raises(TypeError, match="object holds no data that a model can read"):
+    with pytest.raises(TypeError, match="object cannot be shown to a model"):
         plain({"who": object()})
 
 
@@ -581,8 +581,8 @@ def test_a_conversation_shorter_than_the_episode_is_said(caplog, monkeypatch):
     (["--gym_text", "{games}:Numbers"], "TypeError: gym_text: observation gave int, expected"),
     (["--gym_env", "{games}:Licensed"], "cannot begin: SystemExit: no license"),
     (gives("reward", None), "step gave the reward None, expected"),
-    (gives("terminated", "False"), "step gave terminated='False', expected"),
-    (gives("observation", "object"), "object holds no data"),
+    (gives("terminated", "False"), "step returned terminated='False', expected"),
+    (gives("observation", "object"), "object cannot be shown to a model"),
     (gives("close", 0), "RuntimeError: close raised OSError: the door is stuck"),
     (["--gym_kwargs", "{}"], "FrozenLakeText reads a text rendering, got render_mode: None"),
     (["--gym_actions", "left", "down", "right", "Left"], "Expected names that differ by more than their case"),

@@ -52,7 +52,7 @@ def test_a_new_house_is_its_keys_and_its_place_in_the_list(monkeypatch):
         load(puppet="Kasper")
     with pytest.raises(ValueError, match="gym_text has no effect without the line environment: gym"):
         load(environment="theatre", gym_text="a.py:B")
-    with pytest.raises(ValueError, match="mcp_tools has no effect without a conversation of this trainer's own"):
+    with pytest.raises(ValueError, match="mcp_tools has no effect without the trainer's own conversation"):
         load(environment="theatre", mcp_tools=["a"])
 
 

@@ -282,7 +282,7 @@ BAD = {
     "nothing": ({"type": "image_url"}, "got the image .*expected a data URI"),
     "broken": (shown(uri(as_bytes(vision_model.picture(0))[:60])), "the image cannot be read"),
     "no base64": (shown("data:image/png;base64,%%"), "the image cannot be read: .*Only base64 data is allowed"),
-    "animated": (shown(uri(as_bytes(vision_model.picture(0), "GIF", **FRAMES))), "it is animated .2 pictures"),
+    "animated": (shown(uri(as_bytes(vision_model.picture(0), "GIF", **FRAMES))), "it is animated .2 frames"),
     "huge": (shown(uri(Image.new("1", (8192, 8192)))), "it has 8192 x 8192 pixels, expected at most"),
     "a video": ({"type": "video_url", "video_url": {"url": "data:,"}}, "type .video_url., and the policy reads text"),
     "an uploaded file": ({"type": "input_image", "file_id": "f"}, "no file is kept"),

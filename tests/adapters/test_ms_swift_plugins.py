@@ -413,7 +413,7 @@ def add(a: int) -> int:
     from verl.utils.nothing import such
 """)
     verl_paths.install()
-    with pytest.raises(ValueError, match="function_tool_path: .* not there: line 10: verl.utils.nothing.such"):
+    with pytest.raises(ValueError, match="function_tool_path: .* do not exist: line 10: verl.utils.nothing.such"):
         load_function_tools(str(path))
     config = tmp_path / "tools.yaml"
     config.write_text("tools:\n  - class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool\n    config: {}\n")

@@ -703,24 +703,26 @@ def test_a_server_whose_sessions_are_all_taken():
     with Served(Count, most=1) as served:
         held = run_async(on_openenv_loop(OpenEnvServer(served.url).open()))
         run_async(on_openenv_loop(held.state()))
-        with pytest.raises(OpenEnvFailure, match=r"at capacity: 1/1 sessions active\.\. None was free for 0 s: other"):
+        with pytest.raises(
+            OpenEnvFailure, match=r"at capacity: 1/1 sessions active\.\. None was free for 0 s, so other"
+        ):
             run_async(on_openenv_loop(ask_server(OpenEnvServer(served.url), 4, 0.0)))
         run_async(on_openenv_loop(held.close()))
 
 
 def test_servers_of_two_environments(counting, adding):
-    with pytest.raises(ValueError, match=r"\(Counting\) and .* \(Adds\) take other actions"):
+    with pytest.raises(ValueError, match=r"\(Counting\) and .* \(Adds\) take different actions"):
         load(counting, adding)
 
 
 @pytest.mark.parametrize("keys, error", [
-    ({"openenv_url": None}, "environment: openenv without openenv_url"),
+    ({"openenv_url": None}, "environment: openenv needs openenv_url"),
     ({"openenv_url": "127.0.0.1:8000"}, "openenv_url: '127.0.0.1:8000' is not an address"),
     ({"openenv_url": "http://a/?x=1"}, "is not an address"),
-    ({"openenv_url": ["http://a", "ws://a/ws"]}, "openenv_url names http://a twice"),
+    ({"openenv_url": ["http://a", "ws://a/ws"]}, "openenv_url lists http://a twice"),
     ({"openenv_headers": '{"a"'}, "openenv_headers=.* is not JSON"),
     ({"openenv_headers": "[1]"}, r"openenv_headers='\[1\]' is list, expected"),
-    ({"openenv_headers": {"a": "$NO_SUCH_VARIABLE"}}, r"openenv_headers names \$NO_SUCH_VARIABLE"),
+    ({"openenv_headers": {"a": "$NO_SUCH_VARIABLE"}}, r"openenv_headers uses \$NO_SUCH_VARIABLE"),
     ({"openenv_reset": {"seed": "x"}}, "openenv_reset: seed is 'x', expected"),
     ({"openenv_text": "nothing.py:A"}, "openenv_text: .* names no file"),
 ])  # fmt: skip

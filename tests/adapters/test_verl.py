@@ -325,7 +325,7 @@ def test_a_reward_that_is_no_number_is_told_once(tmp_path, caplog):
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
     rollouts = converse(env, [[ANSWER], [ANSWER]], [{}, {}])
     assert [rollout.reward for rollout in rollouts] == [None, None]
-    assert sum("calc_reward of count gave ['a text']" in message for message in caplog.messages) == 1
+    assert sum("calc_reward of count returned ['a text']" in message for message in caplog.messages) == 1
 
 
 def test_a_row_selects_tools(tmp_path):
@@ -599,7 +599,7 @@ BAD_YAML = {
         "tools: [{class_name: written_tools.Counter, create_kwargs_from: [start]}]", "create_kwargs_from is"
     ),
     "a schema that is none": (
-        "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]", "made: ValidationError"
+        "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]", "created: ValidationError"
     ),
 }  # fmt: skip
 

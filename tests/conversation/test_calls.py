@@ -303,18 +303,20 @@ def test_an_argument_that_is_not_what_its_parameter_is(kind, value, mistake):
     ],
 )  # fmt: skip
 def test_a_parameter_that_no_json_fits_is_refused(kind, name):
-    with pytest.raises(ValueError, match=re.escape(f"'where' is {name}, which JSON cannot")):
+    with pytest.raises(ValueError, match=re.escape(f"'where' has the type {name}, which JSON cannot")):
         make_env([visitor(kind)])
 
 
 def test_items_that_are_checked_too_late_are_refused():
-    with pytest.raises(ValueError, match=r"'where' is Lazy \| None"):
+    with pytest.raises(ValueError, match=r"'where' has the type Lazy \| None"):
         make_env([visitor(Lazy | None)])
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic reads typing.TypedDict from Python 3.12 on")
 def test_typings_own_typed_dict_is_refused():
-    with pytest.raises(ValueError, match="'where' is Street, which .*use `typing_extensions.TypedDict` instead"):
+    with pytest.raises(
+        ValueError, match="'where' has the type Street, which .*use `typing_extensions.TypedDict` instead"
+    ):
         make_env([visitor(Street)])
 
 
