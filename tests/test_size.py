@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1355,
-    "core": 23070,
+    "script": 1349,
+    "core": 23069,
     "core modules": 111,
     "modules that the script imports": 54,
-    "script and package": 34900,
+    "script and package": 34884,
     "scripts": 11310,
     "tools and rewards": 3173,
-    "tests": 55923,
-    "docs": 5589,
+    "tests": 56087,
+    "docs": 5649,
     "recipes": 3008,
-    "root": 440,
-    "results, bytes": 109422,
+    "root": 409,
+    "results, bytes": 108823,
     "data, bytes": 2173938,
     "own recipe keys": 80,
-    "fmt: skip and fmt: off": 853,
-    "public names without a docstring": 112,
+    "fmt: skip and fmt: off": 851,
+    "public names without a docstring": 109,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.
