@@ -9,7 +9,7 @@ import shutil
 import sys
 from pathlib import Path
 
-os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as mt_grpo/__init__.py sets it; libgomp reads it when torch is loaded
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the package does; libgomp reads it with torch
 
 import pytest
 import torch
