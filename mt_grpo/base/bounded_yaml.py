@@ -31,7 +31,7 @@ class BoundedLoader(yaml.SafeLoader):
         line, is_alias = self.peek_event().start_mark.line + 1, self.check_event(yaml.AliasEvent)
         self._open += 1
         if self._open > YAML_LEVELS:
-            raise yaml.YAMLError(f"line {line} is nested on more than {YAML_LEVELS} levels. Use fewer levels.")
+            raise yaml.YAMLError(f"line {line} has more than {YAML_LEVELS} levels. Use fewer levels.")
         node = super().compose_node(parent, index)
         self._open -= 1
         if is_alias and id(node) not in self._sizes:
