@@ -215,7 +215,7 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
         )
     if not any(path for name in STATE_FILES for path in found.glob(name)):
         raise ValueError(
-            f"resume_from_checkpoint={str(found)!r} has only a model (save_only_model). To start from its weights, "
+            f"resume_from_checkpoint={str(found)!r} has a model only (save_only_model). To start from its weights, "
             f"set model_name_or_path: {found} instead."
         )
     if damage := checkpoint_damage(found):

@@ -298,7 +298,7 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
     """Raise `ValueError` for a parameter that no call can pass, since a call is a JSON object of named arguments."""
     name = parameter.name
     if name not in hints and name == "self":
-        raise ValueError(f"Tool {tool} is an unbound method. List it as `MyClass().{tool}`.")
+        raise ValueError(f"Tool {tool} is a method without its object. List it as `MyClass().{tool}`.")
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
         kind = f"*{name}" if parameter.kind is parameter.VAR_POSITIONAL else f"the positional-only {name!r}"
         raise ValueError(f"Tool {tool} has {kind}. Calls name their arguments: write `{name}: ...` without * and /.")
