@@ -97,7 +97,7 @@ def test_a_name_that_nobody_expected_still_fits(tmp_path):
 
 @pytest.mark.parametrize("weights, message", [
     ([("w", torch.ones(2, dtype=torch.complex64))], r"^w is torch\.complex64, expected"),
-    ([("w", torch.ones(2)), ("w", torch.ones(2))], "^w came twice$"),
+    ([("w", torch.ones(2)), ("w", torch.ones(2))], "^the weight w was yielded twice$"),
     ([(str(k), torch.ones(2)) for k in range(100)], "^got 100 tensors, expected at most 1"),
 ])  # fmt: skip
 def test_what_cannot_be_written(tmp_path, weights, message):
