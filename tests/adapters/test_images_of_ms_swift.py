@@ -438,7 +438,7 @@ def test_two_steps_of_a_scheduler_that_zooms(shares, folder, tmp_path, monkeypat
     env = conversations(Zoom, None, max_turns=3)
     args = mt.MTGRPOConfig(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=8, num_generations=4, max_completion_length=200, max_steps=2, logging_steps=1,
+        per_device_train_batch_size=8, num_generations=4, max_completion_length=400, max_steps=2, logging_steps=1,
         learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=3, share_prompts=shares, log_rollouts=8,
     )  # fmt: skip
     images = [[as_bytes(vision_model.picture(20 + k, (84, 84)))] for k in range(4)]
