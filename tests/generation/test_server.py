@@ -505,7 +505,7 @@ def test_a_group_port_that_is_taken_is_refused(client, setting, monkeypatch):
             by_nccl.setattr(client.transfer, "group_port", taken.getsockname()[1])
             check_server(client, *setting)  # by disk
             by_nccl.setattr(client.transfer, "resolve", lambda device: "nccl")
-            with pytest.raises(ServerError, match=f"vllm_group_port: .*{client.transfer.group_port} .*in use"):
+            with pytest.raises(ServerError, match=f"vllm_group_port: .*{client.transfer.group_port}.*in use"):
                 check_server(client, *setting)
         check_server(client, *setting)
 

@@ -607,7 +607,7 @@ def test_versions_that_were_not_tested_are_told_before_weights_are_loaded(proxy,
     proxy.faults = lambda request: (
         Fault("old", change=lambda _: {"version": "0.1.0"}) if request.path == "/version" else None
     )
-    monkeypatch.setattr(checks, "installed", lambda: {"trl": "0.9.0", "torch": torch.__version__})
+    monkeypatch.setattr(checks, "installed", lambda engine: {"trl": "0.9.0", "torch": torch.__version__})
     trainer = make_trainer(proxy.port, tmp_path)
     assert f"127.0.0.1:{proxy.port} was not tested with this trainer: vllm 0.1.0" in caplog.text
     assert "not tested: trl 0.9.0" in caplog.text

@@ -34,7 +34,7 @@ def test_a_prompt_that_reset_makes_too_long_is_no_doing_of_the_policy():
     for rollout, got in ((beyond, 207), (full, 200)):
         assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.turns == []
         assert rollout.failed and rollout.reward is None
-        assert f"at least {got} tokens after reset, and the context 200" in str(rollout.error)
+        assert f"at least {got} tokens after reset, and the context has 200" in str(rollout.error)
     assert one.stop_reason == StopReason.CONTEXT_LENGTH and len(one.turns) == 1
     assert not one.failed and one.reward == 1.0 and one.error is None
 
@@ -55,7 +55,7 @@ def test_prompts_that_reset_makes_too_long_are_not_trained(random_model, tmp_pat
         train_dataset=Dataset.from_list(rows),
     )  # fmt: skip
     if 0 not in lengths:
-        with pytest.raises(RunError, match="In all 12 rollouts .*PromptTooLong"):
+        with pytest.raises(RunError, match="all 12 rollouts.*PromptTooLong"):
             trainer.train()
         return
     trainer.train()
