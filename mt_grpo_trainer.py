@@ -750,7 +750,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     All other arguments are those of `GRPOTrainer`. Raises `ValueError` or `ServerError` before weights are loaded.
     """
 
-    _tag_names = ["trl", "grpo", "mt-grpo"]
+    _tag_names, _name = ["trl", "grpo", "mt-grpo"], "MT-GRPO"  # of the model card
+    _paper = {
+        "title": "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment",
+        "id": "2505.11821",
+        "citation": "@article{zeng2025, author={Siliang Zeng and others}, journal={arXiv:2505.11821}, year={2025}, "
+        "title={Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment}}",
+    }
 
     # -- 3.1 what TRL calls: rollouts in, a batch for its loss out --
 

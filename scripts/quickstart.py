@@ -149,7 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     after = evaluate(recipe[1].output_dir, recipe, NUM_PROBLEMS)
     print(f"\n{compare(greedy, before, after, found)}\n")
     print(f"trained model   {output}")
-    print(f"metrics         {output / 'trainer_state.json'}")
+    print(f"view the run    .venv/bin/python scripts/view_rollouts.py {output}")
     print(f"rollouts        {output / 'rollouts.rank0.jsonl'}")
     print(f"time            {time.perf_counter() - started:.0f} s\n")
     print(f"exact match: {number(before['exact_match'], 2)} -> {number(after['exact_match'], 2)}", flush=True)

@@ -105,6 +105,12 @@ def hermes_model(random_model, tmp_path_factory) -> str:
 
 
 @pytest.fixture(autouse=True)
+def no_folder_of_another_test(monkeypatch):
+    """A file that a recipe names adds its folder to `sys.path`, where a later test would find its modules."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+@pytest.fixture(autouse=True)
 def training_reads_what_was_sampled(request, monkeypatch):
     """No test that trains is told of a difference between training and inference, but those that make one."""
     told = set()

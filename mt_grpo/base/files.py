@@ -87,7 +87,7 @@ class LastingOutput(io.FileIO):
             os.close(null)
             name, other = ("standard output", 2) if self.fileno() == 1 else ("standard error", 1)
             with suppress(OSError):  # not through its buffer, which may be in the middle of a write
-                os.write(other, f"{name} cannot be written to any more ({error}): training goes on.\n".encode())
+                os.write(other, f"{name} can no longer be written to ({error}). Training continues.\n".encode())
             return super().write(data)
 
 

@@ -149,15 +149,9 @@ def accepted_answers(answer: Any) -> list[str]:
 
 
 def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
-    """A data set that is made in Python as a recipe's: a list of rows is taken, and `question` becomes the prompt.
+    """Rows of a list of dicts, or of a `Dataset` with `question` and no `prompt`. Other data is returned unchanged.
 
-    Args:
-        data: A list of dicts or a `Dataset`, or a dict of these. All else is returned as it is.
-        name: Names it in errors.
-        needs_prompt: False if an environment may bring the prompts.
-
-    Raises:
-        ValueError: A row has neither `prompt` nor `question` and `answer`.
+    Raises `ValueError` with the data's name for a row that has neither `prompt` nor `question` and `answer`.
 
     >>> with_prompts([{"question": "2 + 2?", "answer": "4"}], "train_dataset")[0]["prompt"]
     [{'role': 'user', 'content': '2 + 2?'}]

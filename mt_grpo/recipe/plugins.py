@@ -53,10 +53,7 @@ def load_lists(path: str, key: str, names: list[str], of_lists: int = 2) -> list
 
 
 def find_modules_next_to(path: str) -> None:
-    """Let a file that a recipe names import modules from its own folder and from the working directory.
-
-    Both go to the end of `sys.path`, so that they hide no module.
-    """
+    """Let a file import what is next to it or in the working directory: both go to the end of `sys.path`."""
     for folder in (str(Path(path).resolve().parent), os.getcwd()):
         if folder not in sys.path:
             sys.path.append(folder)

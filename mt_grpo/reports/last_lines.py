@@ -42,10 +42,11 @@ def last_lines(args: Any, script_args: Any, argv: list[str]) -> list[str]:
     evaluate  python scripts/evaluate.py --config x.yaml --model '/runs/a b' --max_env_steps 6
     """
     folder = str(args.output_dir).removeprefix(f"{Path.cwd()}/")
-    lines = [f"output    {folder}", f"curves    python scripts/view_rollouts.py {shlex.quote(folder)}"]
+    scripts = Path("scripts") if Path("scripts/view_rollouts.py").is_file() else Path(__file__).parents[2] / "scripts"
+    lines = [f"output    {folder}", f"curves    python {scripts}/view_rollouts.py {shlex.quote(folder)}"]
     recipe = recipe_of(argv)
     if recipe is not None and has_test_rows(script_args):
-        command = f"python scripts/evaluate.py --config {shlex.quote(recipe)} --model {shlex.quote(folder)}"
+        command = f"python {scripts}/evaluate.py --config {shlex.quote(recipe)} --model {shlex.quote(folder)}"
         keys = vars(script_args).keys() - {"preflight"}
         command = " ".join([command, *map(shlex.quote, overrides(argv, keys))])
         lines.append(f"evaluate  {command}")

@@ -86,8 +86,8 @@ def outcome_falls(facts: Facts) -> bool:
 READINGS = (  # of the first rollouts
     Reading(
         "bundled model", ("model/other_task",), lambda f: f["model/other_task"],
-        "This bundled tiny model was trained for the format and the task of its own recipe alone. It can learn "
-        "nothing else. Take a model that can write, such as SmolLM2 (hf_recipes/SmolLM2) or Qwen3 (hf_recipes/Qwen).",
+        "This bundled tiny model was trained for the format and the task of its own recipe alone. It cannot "
+        "learn yours. Take a model that can write, such as SmolLM2 (hf_recipes/SmolLM2) or Qwen3 (hf_recipes/Qwen).",
         lambda f: True,
     ),
     Reading(

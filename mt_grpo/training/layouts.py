@@ -218,7 +218,7 @@ class Layout:
         args = self.trainer.args
         if self.kind == "trl":
             return f"TRL's rows and passes, since {self.reason}"
-        text = "each prompt once, without padding"
+        text = "each prompt is computed once, without padding"
         if self.kind == "padded":
             text = f"each with its prompt, sorted by length, since {self.reason}"
         if compares_tokens(args):

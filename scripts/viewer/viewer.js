@@ -614,7 +614,7 @@ function groupTable(items, run) {
       fact("total reward", (item) => el("b", {}, number(item.reward)))));
   return [
     el("div", { class: "bar small soft" }, "A cell is a turn, coloured by its advantage.",
-      !DATA.only && " A click shows it token by token.", legend("advantage", scale)),
+      !DATA.only && " A click opens it.", legend("advantage", scale)),
     el("div", { class: "scrolled" }, table),
   ];
 }

@@ -31,6 +31,7 @@ def clone(tmp_path_factory):
     """A folder that looks like the clone, with the files of the page in it."""
     folder = tmp_path_factory.mktemp("clone")
     (folder / "hf_recipes").symlink_to(ROOT / "hf_recipes")
+    (folder / "scripts").symlink_to(ROOT / "scripts")
     for path, text in FILES.items():
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_text(text)
@@ -47,7 +48,7 @@ def shape(line: str) -> str:
 
 
 def test_the_page_has_its_parts():
-    assert sorted(FILES) == [f"my_task/{name}" for name in ("environment.py", "recipe.yaml", "reward.py", "tools.py")]
+    assert sorted(FILES) == [f"my_task/{name}" for name in ("environment.py", "recipe.yaml", "rewards.py", "tools.py")]
     assert len(TRIED) == 3
     assert PAGE.count("```python") == len(TRIED) + sum(path.endswith(".py") for path in FILES)
 
@@ -120,7 +121,7 @@ def test_a_hint_costs_half_of_the_outcome():
     """What the last section says of learning: the rewards and the environment of the page go together."""
     space: dict = {}
     exec(FILES["my_task/environment.py"], space)
-    exec(FILES["my_task/reward.py"], space)
+    exec(FILES["my_task/rewards.py"], space)
     from mt_grpo.rollout import Turn
 
     def conversation(*answers):

@@ -42,7 +42,7 @@ def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
                        per_device_eval_batch_size=16, save_strategy="no", disable_tqdm=disable_tqdm)  # fmt: skip
     mt.main(["--config", path])
     rows, *lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("first batch")]
-    assert rows.startswith("rows: each prompt once")
+    assert rows.startswith("rows: each prompt is computed once")
     assert lines[4:] == ["", f"output    {tmp_path}/out", f"curves    python scripts/view_rollouts.py {tmp_path}/out",
                          f"evaluate  python scripts/evaluate.py --config {path} --model {tmp_path}/out"]  # fmt: skip
     number = r"-?\d+\.\d\d"

@@ -587,14 +587,14 @@ def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_mod
         said = []
         for line in process.stderr:
             said.append(line)
-            if b"standard output cannot be written to any more" in line:
+            if b"standard output can no longer be written to" in line:
                 break
         process.stderr.close()
         assert process.wait(timeout=300) == 0, b"".join(said)[-3000:]
     finally:
         process.kill()
         process.wait()
-    assert b"rows: each prompt once" in first and b"training goes on" in said[-1]
+    assert b"rows: each prompt is computed once" in first and b"raining continues" in said[-1]
     assert json.loads((tmp_path / "out/trainer_state.json").read_text())["global_step"] == 12
     assert {"model.safetensors", "rollouts.rank0.jsonl"} <= {path.name for path in (tmp_path / "out").iterdir()}
 

@@ -51,9 +51,9 @@ def test_a_loss_that_is_written_into_the_class_gets_trls_rows(random_model, tmp_
 
 
 CASES = {
-    "each prompt once, without padding; a pass has at most the tokens of 8 longest conversations": {},
-    "each prompt once, without padding; a pass has at most 500 tokens": {"max_tokens_per_pass": 500},
-    "each prompt once, without padding; a pass is a micro-batch": {"entropy_coef": 0.1},
+    "each prompt is computed once, without padding; a pass has at most the tokens of 8 longest conversations": {},
+    "each prompt is computed once, without padding; a pass has at most 500 tokens": {"max_tokens_per_pass": 500},
+    "each prompt is computed once, without padding; a pass is a micro-batch": {"entropy_coef": 0.1},
     "TRL's rows and passes, since share_prompts: false": {"share_prompts": False},
     "TRL's rows and passes, since OwnLoss has a _compute_loss of its own": {"cls": OwnLoss},
     "each with its prompt, sorted by length, since attn_implementation is set to eager": {
