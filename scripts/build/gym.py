@@ -1,18 +1,19 @@
 """Build the bundled model that plays games of gymnasium: a Qwen3 of 0.4M parameters that acts at random.
 
-    PYTHONPATH=. python scripts/build/gym.py --output_dir hf_recipes/tiny/gym-model
+    python scripts/build/gym.py --output_dir hf_recipes/tiny/gym-model
 
-It is trained on episodes of FrozenLake and Blackjack in which every action is drawn uniformly, on what is shown as on
-what is done. Behind each stands its return, which a conversation never shows. So the model knows how an action is
-written and what comes of it, and no action is likelier than another. Two to eight minutes.
+It is trained on FrozenLake and Blackjack with uniformly random actions, on observations as on actions: it knows how an
+action is written and what follows, and no action is likelier than another. Two to eight minutes.
 """
 
 import random
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":  # imports begin in scripts/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # imports begin in scripts/ and in the clone's root
+    sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
+    if "--help" in sys.argv:  # also without the packages below
+        sys.exit(print(__doc__))
 
 import gymnasium
 import torch

@@ -1,7 +1,7 @@
 """Build the encyclopedia and the bundled model that searches it: a Qwen3 of 0.4M parameters that does it badly.
 
-    PYTHONPATH=. python scripts/build/search.py --data      # the corpus and the questions, in a second
-    PYTHONPATH=. python scripts/build/search.py             # the model, in a minute on one core
+    python scripts/build/search.py --data      # the corpus and the questions, in a second
+    python scripts/build/search.py             # the model, in a minute on one core
 
 The encyclopedia has 4,096 entities. A name is two of 64 words, and each word is a token. A passage has one fact:
 "capital of Bala Fizu" is its title, "Kamo Deri" its text. A question takes one search or two.
@@ -19,8 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # imports begin in scripts/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # imports begin in scripts/ and in the clone's root
+    sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
 
 from transformers import PreTrainedTokenizerFast
 

@@ -1,15 +1,12 @@
 """Build the pictures of the zoom task, and the bundled model that reads them: a Qwen2.5-VL of 1M parameters.
 
-    PYTHONPATH=. python scripts/build/zoom.py --data      # pictures and questions, in a second
-    PYTHONPATH=. python scripts/build/zoom.py             # the model, in two minutes of one core
+    python scripts/build/zoom.py --data      # pictures and questions, in a second
+    python scripts/build/zoom.py             # the model, in two minutes of one core
 
-A picture is grey and has a digit of 3 x 5 pixels in each of its four corners, no digit twice. The model's image
-processor makes every picture at most 56 x 56 pixels large. So a digit is less than two pixels of the whole picture,
-and large in the corner that `tools/zoom.py` enlarges.
-
-First the model imitates conversations without mistakes, then some with known ones: most of their calls take left for
-right. So it knows how to write a call and an answer, and reads a crop fairly well; it looks at the wrong corner, also
-where it takes the most probable token each time.
+A grey picture has a digit of 3 x 5 pixels in each corner, no digit twice. The image processor makes it at most 56 x 56
+pixels large: a digit is less than two pixels of it, and large in the corner that `tools/zoom.py` enlarges.
+The model imitates conversations without mistakes, then some whose calls mostly take left for right: it knows how to
+write calls and answers, and looks at the wrong corner, also with greedy decoding.
 """
 
 import base64
@@ -22,8 +19,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-if __name__ == "__main__":  # imports begin in scripts/
-    sys.path[0] = str(Path(__file__).resolve().parents[1])
+if __name__ == "__main__":  # imports begin in scripts/ and in the clone's root
+    sys.path[:1] = map(str, Path(__file__).resolve().parents[1:3])
+    if "--help" in sys.argv:  # also without the packages below
+        sys.exit(print(__doc__))
 
 from PIL import Image
 from transformers import (
