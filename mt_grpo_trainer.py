@@ -1197,7 +1197,7 @@ class VLLMServerClient(ServerConnection):
 
 @dataclass
 class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
-    """What to train on. Adds to TRL's `ScriptArguments` (`dataset_name`, `dataset_config`, `dataset_*_split`)."""
+    """Data, tools and rewards of a run, in addition to the fields of TRL's `ScriptArguments`."""
 
     tools_script: str | None = key(
         None, "Python file with TOOL_FUNCTIONS = [...], ENVIRONMENT = MyClass, or both", path=True, opens=True

@@ -35,7 +35,7 @@ def known_ranges() -> dict[str, SpecifierSet]:
 
 
 def outside(versions: dict[str, str]) -> list[str]:
-    """What of these packages was not tested in these versions, as text.
+    """Format the packages whose versions were not tested, as text.
 
     >>> [text.split(" (")[0] for text in outside({"vllm": "0.1.0", "torch": "2.13.0+cpu", "trl": "dev", "mine": "1"})]
     ['trl dev', 'vllm 0.1.0']

@@ -165,7 +165,7 @@ class WeightSync:
     def _push_until_it_arrives(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
     ) -> tuple[dict[str, float], float | None]:
-        """As `_push_and_check`, again where the servers are lost meanwhile. Arguments and errors as `sync`."""
+        """Run `_push_and_check`, again if the servers are lost meanwhile. Arguments and errors are those of `sync`."""
         held, self.pushed = self.pushed, None
         joined = [set(numbers) for numbers in gather_object([list(self.servers.joined)])]
         if self.adapter is not None:
@@ -389,7 +389,7 @@ class WeightSync:
         }
 
     def _distances_of_samples(self, ids: list[int], **change: float) -> dict[int, float]:
-        """As `_distances`, of what each server samples behind `ids`. `change` is that of `_probe_logprobs`.
+        """Compute `_distances` of what each server samples after `ids`. `change` is that of `_probe_logprobs`.
 
         Conversations may be at the server. vLLM 0.31 on a CPU ends where it scores a prompt by an adapter beside them.
         """

@@ -125,7 +125,7 @@ class PolicyWeights(VLLMGeneration):
         return self._file_names[name] if self.names_of_files else name
 
     def _in_parts(self, named_weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same weights, those of `_parts` in several tensors."""
+        """Yield weights, and those that are in `_parts` as several tensors."""
         model = self.model.get_base_model() if self._has_adapters else self.model
         for name, tensor in named_weights:
             if name in self._parts:
@@ -199,7 +199,7 @@ class PolicyWeights(VLLMGeneration):
             raise GatherFailed("; ".join(gather_object(own)))
 
     def _allocate_once(self, parameters: list[torch.Tensor]) -> None:
-        """Where there is no memory for whole parameters, fail before the other ranks wait in their gather."""
+        """Fail without memory for whole parameters, before the other ranks wait in their gather."""
         if self.sharded:
             shapes = [(getattr(p, "ds_shape", p.shape), p.dtype) for p in parameters]
             _ = [torch.empty(shape, dtype=dtype, device=self.accelerator.device) for shape, dtype in shapes]

@@ -202,7 +202,7 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
 
 
 def num_characters(row: dict[str, Any]) -> int:
-    """Of a prompt's texts."""
+    """Total number of characters in the text parts of a row's prompt."""
     contents = [message["content"] or "" for message in row["prompt"]]
     texts = [[each] if isinstance(each, str) else [part.get("text") or "" for part in each] for each in contents]
     return sum(len(text) for parts in texts for text in parts)

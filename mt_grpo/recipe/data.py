@@ -322,7 +322,7 @@ def json_lines(path: Path, size: int | None) -> Iterator[bytes]:
 
 
 def read_json_line(text: str, path: Path, number: int) -> Any:
-    """What a line holds. Raises `ValueError` with the line's number, also for a number of too many digits."""
+    """Parse a line of JSON. Raises `ValueError` with the line's number, also for a number of too many digits."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

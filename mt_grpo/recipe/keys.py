@@ -116,7 +116,7 @@ OF_TRL = {
 
 
 def fact_of(each: dataclasses.Field, what: str) -> Any:
-    """What is known of a key, as `within` or `one_of`: by its field, or by the table of TRL's. None if nothing is."""
+    """A fact about a key, such as `within` or `one_of`, from its field or the table of TRL's keys; None if unknown."""
     return each.metadata.get(what) or OF_TRL[what].get(each.name)
 
 

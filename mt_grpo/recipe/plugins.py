@@ -93,7 +93,7 @@ def said_if_slow(what: str) -> Iterator[None]:
 
 
 def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
-    """What a recipe says of the conversation: its class, and the classes of environments, if there are any.
+    """Load the class of a recipe's conversation, and the classes of its environments, if there are any.
 
     Args:
         reference: `path.py:Class`, a subclass of `base` or the class of an environment.

@@ -68,7 +68,7 @@ def cuts_of(args: GRPOConfig) -> dict[str, Any]:
 
 
 def text_of_cuts(args: GRPOConfig) -> str:
-    """Those settings where they bias a ratio, as text; empty without importance-sampling correction."""
+    """Sampling settings such as top_p that bias the importance ratio, as text; empty without its correction."""
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return ""
     return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())

@@ -20,7 +20,7 @@ from mt_grpo.training.tensors import nanstd, nansum
 
 
 def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool = False) -> torch.Tensor:
-    """What `conversation_metrics` is made of, (N, 16), over all ranks. Collective.
+    """The numbers that `conversation_metrics` reads, (N, 16), over all ranks. Collective.
 
     One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks. `uneven`: ranks
     may have different numbers of rollouts.

@@ -77,7 +77,7 @@ def count(parameters: Iterable[torch.nn.Parameter], in_bytes: bool = False) -> t
 
 
 def images_line(model: Any, env: Any) -> list[tuple[str, str]]:
-    """What images cost, and whether what reads them is trained; nothing of a model that reads text alone."""
+    """Say what images cost and whether the vision tower is trained; empty for a model that reads text alone."""
     if (reader := reader_of(env.tokenizer)) is None:
         return []
     total, trained = count(parameter for name, parameter in model.named_parameters() if TOWER.search(name))
@@ -138,7 +138,7 @@ def epoch_line(num_rows: int, args: Any) -> str:
 
 
 def context_line(env: Any, train: Any, args: Any) -> str:
-    """What of the context the longest prompt and a completion take."""
+    """Say how much of the context the longest prompt and a completion take."""
     prompt = longest_prompt(env, train)
     context = f" of {env.max_model_len}" if env.max_model_len else ""
     return (
@@ -176,7 +176,7 @@ def memory_line(model: Any, args: Any, prompt: int, reference: bool, sharded: bo
 
 
 def size(num_bytes: float) -> str:
-    """Bytes for people.
+    """Format a number of bytes for people.
 
     >>> size(3_600_000), size(7 * 2**30)
     ('3.4 MiB', '7.0 GiB')

@@ -185,7 +185,7 @@ def steps_per_batch(args: Any) -> int:
 
 
 def what_it_does(trainer: Any) -> str:
-    """What the run is doing, as far as rank 0 can tell."""
+    """Describe what the run is doing, as far as rank 0 can tell."""
     if trainer.weight_sync is not None and trainer.weight_sync.pushed is None:
         return "syncing the weights"
     batch = trainer.in_flight.current
@@ -267,7 +267,7 @@ def is_shown(value: Any) -> bool:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people.
+    """Format seconds for people.
 
     >>> duration(50), duration(130), duration(9000)
     ('50 s', '2 min', '2.5 h')

@@ -41,7 +41,7 @@ TOKEN_COLUMNS = ("loss_mask", "advantages", "trainer_logprobs")  # of a turn, fr
 
 @dataclass(frozen=True)
 class Scored:
-    """What a batch of n rollouts was given, F reward functions and K turns."""
+    """The rewards of a batch of n rollouts, with F reward functions and K turns."""
 
     names: list[str]  # (F,), of the reward functions
     weights: torch.Tensor  # (F,)
@@ -224,7 +224,7 @@ def turn_row(turn: Turn, columns: dict[str, list | None], tokenizer: Any = None)
 
 
 def further_text(turn: Turn) -> str | None:
-    """What was read behind the results of a turn: messages of an environment, or of a user. None: nothing.
+    """The text after the results of a turn: messages of an environment or a user. None without any.
 
     >>> from mt_grpo.rollout import ToolResult
     >>> said = [{"role": "user", "content": "<result>4</result>"}, {"role": "user", "content": "Sure?"}]
@@ -306,7 +306,7 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], fresh: bool) -> None:
 
 
 class RolloutLog:
-    """What a rank writes: whole conversations, to `rollouts.rank<r>.jsonl`.
+    """Writes a rank's whole conversations to `rollouts.rank<r>.jsonl`.
 
     A new run begins it anew, and deletes an earlier run's, also where it logs none itself.
 

@@ -334,7 +334,7 @@ def troubles(facts: Facts, readings: tuple[Reading, ...] = READINGS) -> list[Tro
 
 
 def troubles_at_end(logs: list[dict[str, Any]], outcome: str | None) -> list[Trouble]:
-    """What means trouble in the last logs of a run that is over. It may have fewer of them than a running job needs.
+    """Problems in the last logs of a run that is over. It may have fewer logs than a running job needs.
 
     Args:
         logs: All logs of the run, oldest first; those of evaluations are passed over.

@@ -191,7 +191,7 @@ class Layout:
         return [each for step in steps for each in into_passes(self.trainer, step)]
 
     def forget_masks(self) -> None:
-        """Behind the backward pass: they are as large as the row's attention."""
+        """Free the masks after the backward pass: they are as large as the row's attention."""
         if self.begun is not None and self.begun.shared is not None:
             self.begun.shared.forget_masks()
 

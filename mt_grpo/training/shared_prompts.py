@@ -228,7 +228,7 @@ class SharedRow:
         return Lengths(*(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys))
 
     def forget_masks(self) -> None:
-        """Behind the last pass that reads this row, the backward one where there is one."""
+        """Free the masks after the last pass that reads this row, which is the backward pass if there is one."""
         self._masks.clear()
 
     def mask(self, segment: Segment, like: torch.Tensor) -> torch.Tensor | None:

@@ -141,7 +141,7 @@ class Completion(Sampled):
 
     @functools.cached_property
     def _pattern(self) -> re.Pattern:
-        """What finds the text where it does not stand inside a word.
+        """A pattern that matches the text as whole words.
 
         It begins with the text itself, which is searched for fast, and looks behind it at what stands before.
         """
@@ -277,7 +277,7 @@ class Chains:
 
 
 def first_of_record(each: Completion) -> tuple[bool, int]:
-    """By which the least of several completions goes on in the record of their parent."""
+    """A sort key: the smallest of several completions continues the record of their parent."""
     return not each.request.trained, each.number
 
 

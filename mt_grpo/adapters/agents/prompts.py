@@ -203,7 +203,7 @@ class AgentPrompts:
         return tools_by_name(self.broken(shown, "tool"))
 
     def _broken_text(self, text: str, role: str) -> str:
-        """As `broken`, of a content, which is kept."""
+        """Apply `broken` to the text of a message, and keep the result."""
         pattern = forbidden_in(Origin.AGENT, role, self.tokenizer, self.format.ends)
         return self._broken.of((pattern and pattern.pattern, text), lambda: self.broken(text, role))
 

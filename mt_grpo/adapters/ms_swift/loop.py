@@ -119,7 +119,7 @@ def check_messages(messages: Any) -> None:
 
 
 def num_same(first: list[int], second: list[int]) -> int:
-    """With how many equal values two lists begin."""
+    """The number of equal values at the beginning of two lists."""
     return next((k for k, pair in enumerate(zip(first, second)) if pair[0] != pair[1]), min(len(first), len(second)))
 
 

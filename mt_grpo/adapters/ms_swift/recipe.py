@@ -198,7 +198,7 @@ def nothing(conversation: ScheduledConversation | None) -> dict[str, Any]:
 
 
 def prompt_id(conversation: ScheduledConversation) -> str:
-    """The same for all conversations of a prompt. Its images are part of it."""
+    """An id that all conversations of a prompt share. It covers the prompt's images."""
     if images := images_of(conversation.row):
         text = json.dumps(
             [conversation.row.get("prompt") or conversation.row.get("messages"), images], default=image_or_str

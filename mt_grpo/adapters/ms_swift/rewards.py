@@ -98,7 +98,7 @@ def num_ids(response_token_ids: list) -> int:
 
 
 class CosineReward(ORM):
-    """By accuracy and length, along half a cosine: a right answer loses with its length, a wrong one loses less.
+    """Reward by accuracy and length on half a cosine: a right answer loses with its length, a wrong one loses less.
 
     Settings: `cosine_min_len_value_correct` (1.0) to `cosine_max_len_value_correct` (0.5),
     `cosine_min_len_value_wrong` (-0.5) to `cosine_max_len_value_wrong` (0.0), and `cosine_max_len`, by default

@@ -59,7 +59,7 @@ def read_request(
     context: float,
     shown: list[Picture] | None,
 ) -> Reading:
-    """What the model reads for a request.
+    """The messages that the model reads for a request.
 
     An end of turn that was sampled is read where messages follow. Where the message goes on instead, it is not: a
     record begins.

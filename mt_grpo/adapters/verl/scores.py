@@ -22,7 +22,7 @@ def absent_of_verl(*names: str) -> dict[str, Any]:
 
 
 def normalize_answer(s: str) -> str:
-    """Without case, punctuation, articles and further spaces.
+    """Remove case, punctuation, articles and repeated spaces.
 
     >>> normalize_answer("The  Eiffel Tower, Paris.")
     'eiffel tower paris'
@@ -73,7 +73,7 @@ def score_exactly(
 def score_within(
     solution_str: str, ground_truth: dict, method: str = "strict", format_score: float = 0.0, score: float = 1.0
 ) -> float:
-    """The same for an answer that has one of `ground_truth["target"]` in it."""
+    """Score an answer that contains one of `ground_truth["target"]`."""
     answer = extract_answer(solution_str)
     if answer is None:
         return 0
@@ -91,7 +91,7 @@ SEARCH_R1 = {
 def default_compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *args: Any, **kwargs: Any
 ) -> float:
-    """By the data source of a row. Raises `NotImplementedError` for one whose function is not supported."""
+    """Score by a row's data source. Raises `NotImplementedError` for one whose function is not supported."""
     name = "gsm8k" if data_source == "openai/gsm8k" else None
     name = "search_r1_like_qa_em" if data_source.startswith("searchR1_") else name
     if name is None:
