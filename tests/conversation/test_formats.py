@@ -46,6 +46,25 @@ def byte_tokenizer(template, special, plain=(), eos=None, merges=False):
     return tokenizer
 
 
+HEADERS = (
+    "<|user|>",
+    "<|observation|>",
+    "<|tool_response>",
+)  # end a turn of GLM 4 or Gemma 4, and open the next message
+
+
+def tokenizers_of_trl(*further):
+    """(name, tokenizer) for each chat template that TRL ships; further control tokens."""
+    for path in sorted(TEMPLATES.glob("*.jinja")):
+        template = path.read_text(encoding="utf-8")
+        found = dict.fromkeys(re.findall(r"<[|｜][^<>{}'\"\s]+?[|｜]>|<\|?[a-z_]+\|?>|\[/?[A-Z_]{2,}\]", template))
+        plain = [
+            token for token in found if any(name in token for name in ("think", "arg_", "tool_call>", "response>"))
+        ]
+        special = [token for token in found if token not in plain]
+        yield path.stem, byte_tokenizer(template, [*special, "</s>", *further], plain, eos="</s>")
+
+
 def chatml(**kwargs):
     kwargs.setdefault("special", ("<|im_end|>", "<|im_start|>", "<|endoftext|>"))
     kwargs.setdefault("plain", ("<think>", "</think>"))
@@ -139,6 +158,15 @@ def test_a_template_that_loses_results_is_refused(template, part):
     with pytest.raises(ValueError, match=part) as error:
         make_format("xml", tokenizer)
     assert "The chat template of" in str(error.value) and "Choose another tool_format" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["xml", "native"])
+def test_arguments_that_a_chat_template_does_not_read_are_warned_of(name, caplog):
+    tokenizer = tokenizer_of("qwen3")
+    make_format(name, tokenizer, {"enable_thinking": False, "continue_final_message": False})
+    assert not caplog.records
+    make_format(name, tokenizer, {"enable_thinkin": False})
+    assert [record.getMessage().count("'enable_thinkin'") for record in caplog.records] == [1]
 
 
 def test_unknown_formats_are_refused():
@@ -443,7 +471,69 @@ def test_the_suffix_of_results_of_a_family(name):
     # Whichever id ended the turn, the template's end of turn is not there twice.
     closing = min((text for text in FAMILIES[name].ends if text in family.suffix), key=family.suffix.index)
     for end in fmt.ends:
-        assert fmt.suffix_ids(TWO[:number], messages, [end]) == ids(family.suffix.removeprefix(closing), fmt.tokenizer)
+        there = closing not in HEADERS or fmt.tokenizer.decode([end]) == closing
+        expected = ids(family.suffix.removeprefix(closing) if there else family.suffix, fmt.tokenizer)
+        assert fmt.suffix_ids(TWO[:number], messages, [end]) == expected
+
+
+@pytest.mark.parametrize("tool_format", ["native", "xml"])
+def test_an_end_of_turn_that_opens_the_next_message_stands_after_another_end(tool_format):
+    """For every template of TRL's: the header of the next message is there once, whatever ended the turn."""
+    tried, other = 0, "<|other_end|>"
+    for name, tokenizer in tokenizers_of_trl(other):
+        try:
+            fmt = make_format(tool_format, tokenizer, extra_ends=tokenizer.convert_tokens_to_ids([other]))
+        except ValueError:  # has no tools, or takes pictures alone
+            continue
+        for calls in ([], TWO[:1]) if tool_format == "native" else ([],):
+            messages = fmt.results(calls, RESULTS[:1]) if calls else [{"role": "user", "content": "go on"}]
+            whole = fmt.suffix(calls, messages)
+            closing = re.match(r"\s*(<[^<>]+>)?", whole)
+            for end in (closing[1] or other, other):
+                if tokenizer.convert_tokens_to_ids(end) not in fmt.ends:
+                    continue  # ends the thinking, too
+                sampled = tokenizer.convert_tokens_to_ids([end])
+                stands = closing[1] in HEADERS and end != closing[1]
+                expected = whole if stands or not closing[1] else whole[closing.end() :]
+                assert tokenizer.decode(fmt.suffix_ids(calls, messages, sampled)) == expected, (name, end)
+                tried += 1
+    assert tried > 60
+
+
+@pytest.mark.parametrize("tool_format", ["native", "xml"])
+def test_thinking_of_a_history_is_written_in_its_tags_or_left_out(tool_format):
+    """For every template of TRL's: a turn as it was sampled, in a history that is rendered again."""
+    tried = 0
+    for name, tokenizer in tokenizers_of_trl():
+        try:
+            fmt = make_format(tool_format, tokenizer)
+        except ValueError:
+            continue
+        asked, (opening, closing) = {"role": "user", "content": "?"}, fmt.thinking
+        opened = fmt._render([asked]).rstrip().endswith(opening.strip())
+        written, answer = fmt._render([asked, {"role": "assistant", "content": "Then."}]), "Then."
+        if tool_format == "native" and opening == "<|channel|>analysis<|message|>":
+            answer = "<|start|>assistant<|channel|>final<|message|>Then."
+        text = f"{'' if opened else opening}T-one{closing}{answer}"
+        for following in ([], [asked], fmt.results(TWO[:1], RESULTS[:1])):
+            if following[:1] and following[0]["role"] == "tool":
+                call = fmt.syntax.example(fmt._render([asked, fmt.turn_message(TWO[:1])], add_generation_prompt=False))
+                turn = {"role": "assistant", "content": f"{'' if opened else opening}T-one{closing}{call}"}
+            else:
+                turn = {"role": "assistant", "content": text}
+            arguments = {
+                **fmt.prompt([asked, turn, *following], {}),
+                "add_generation_prompt": False,
+                "tokenize": False,
+            }
+            rendered = "".join(tokenizer.apply_chat_template(**arguments).split())
+            block = "".join(f"{opening}T-one{closing}".split())
+            empty = "".join(f"{opening}{closing}".split())
+            assert rendered.count(block) == ("T-one" in rendered), (name, rendered)
+            assert "T-one" not in rendered or empty not in rendered, (name, rendered)
+            assert rendered.count(closing) - "".join(written.split()).count(closing) < 2 or "gptoss" in name
+            tried += 1
+    assert tried > 60
 
 
 @EVERY_FAMILY

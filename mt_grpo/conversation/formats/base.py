@@ -5,7 +5,10 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import inspect
 import json
+import logging
+import os
 import re
 import secrets
 from collections.abc import Callable, Iterable
@@ -18,11 +21,15 @@ from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neut
 from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, cut_to_tokens
 from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
 
+logger = logging.getLogger(__name__)
+
 THINKING_TAGS = {  # what opens and closes it, by family of models
     "most": ("<think>", "</think>"),
     "Gemma 4": ("<|channel>thought\n", "<channel|>"),
     "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|>"),
 }
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # where chat templates read a message's thinking
+NEXT = "the next message"  # stands for its content
 SEVERAL_CALLS = "several calls in one turn; write one call, read its result, then the next"
 
 
@@ -166,34 +173,109 @@ class ChatFormat:
         except Exception as error:
             raise self.refusal(f"cannot render a conversation of three messages: {error}") from error
         # What the template may write as the end of a turn. gpt-oss ends its thinking with what ends older turns too.
-        self._closing = frozenset(i for text in closings for i in self._end_of_turn(self.text_ids(text))[-1:])
+        ends = [self._end_of_turn(self.text_ids(text)) for text, _ in closings]
+        self._closing = frozenset(i for end in ends for i in end[-1:])
+        # INVARIANT: one of these that opens the next message stands there, whatever token ended the turn. Where the
+        # first does, as in GLM 4, the template has no other end of turn.
+        first = bool(ends[0]) and self._opens(ends[0][-1], closings[0][1])
+        self._opening = frozenset(
+            end[-1]
+            for end, (text, _) in zip(ends, closings)
+            if end and (first or (end != ends[0] and not self._follows_end(text, end)))
+        )
         inside = {i for i in self._closing if self._decode([i]) == self.thinking[1]}
         self.ends = frozenset({*extra_ends, tokenizer.eos_token_id, *(self._closing - inside)} - {None})
-        ids = self.text_ids(asked.rpartition(self._sentinel)[2].partition(self.thinking[0])[0])
+        behind = asked.rpartition(self._sentinel)[2]
+        ids = self.text_ids(behind.partition(self.thinking[0])[0])
         header = self._decode(ids[len(self._end_of_turn(ids)) :] or ids).strip()
         self._headers = [text for text in (header, *self.headers) if text]
+        start = behind.rfind(self.thinking[0])
+        self._lead = behind[start:] if start >= 0 else ""  # the thinking that the generation prompt opens
+        self._warn_of_unread_kwargs()
         self.check()
+
+    def _warn_of_unread_kwargs(self) -> None:
+        """Warn of `chat_template_kwargs` that the chat template never names, which rendering ignores."""
+        template = f"{self.tokenizer.chat_template}{self.chat_template_kwargs.get('chat_template')}"
+        known = inspect.signature(self.tokenizer.apply_chat_template).parameters
+        for name in self.chat_template_kwargs:
+            if name not in known and not re.search(rf"\b{re.escape(name)}\b", template):
+                logger.warning(
+                    f"chat_template_kwargs sets {name!r}, which the chat template does not read, so that it has no "
+                    "effect. Check its spelling against the chat template."
+                )
 
     def setup(self) -> None:
         """Prepare the format before the template is inspected: choose the thinking tags of the model's family."""
         template = self.tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"))
         self.thinking = next((pair for pair in THINKING_TAGS.values() if pair[0].strip() in template), self.thinking)
 
-    def closings(self) -> list[str]:
-        """The texts that the template writes after an assistant's message, one per kind of message."""
-        return [self.suffix([], [{"role": "user", "content": "."}])]
+    def closings(self) -> list[tuple[str, list[Message]]]:
+        """What the template writes after an assistant's message of each kind, its text first, and what follows it."""
+        following = [{"role": "user", "content": NEXT}]
+        return [(self.suffix([], following), following)]
+
+    def _opens(self, token: int, following: list[Message]) -> bool:
+        """Whether a token opens these messages, also where no turn stands before them, as in GLM 4."""
+        asked = {"role": "user", "content": self._sentinel}
+        try:
+            texts = [self._render(m, add_generation_prompt=False) for m in ([asked], [asked, *following])]
+        except Exception:  # whatever a template raises, such as for two messages of one role
+            return False
+        behind = [text.rpartition(self._sentinel)[2] for text in texts]
+        own_end = len(os.path.commonprefix(behind))
+        return self._decode([token]) in behind[1][own_end:].partition(NEXT)[0]
+
+    def _follows_end(self, suffix: str, end: list[int]) -> bool:
+        """Whether an added token, such as that of a role, follows the end of turn with which a suffix begins."""
+        ids = self.text_ids(suffix)[len(end) :]
+        return next((i for i in ids if not self._decode([i]).isspace()), None) in self.tokenizer.added_tokens_decoder
 
     # -- what the model reads --
 
     def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
         """Arguments of `apply_chat_template`, which returns ids, for messages that the model answers next."""
         return {
-            "conversation": messages,
+            "conversation": [self.with_reasoning(message) for message in messages],
             "add_generation_prompt": True,
             "tokenize": True,
             "return_dict": False,
             **self.chat_template_kwargs,
         }
+
+    @functools.cached_property
+    def _reads_reasoning(self) -> bool:
+        """Whether the chat template writes thinking that a message has apart from its text, once and in its tags."""
+        opening, closing = (tag.strip() for tag in self.thinking)
+        message = {"role": "assistant", "content": "A turn.", **dict.fromkeys(REASONING_KEYS, "so")}
+        call = ToolCall("add", {"a": 2})
+        called = [{**message, **self.turn_message([call])}, *self.results([call], [ToolResult("4")])]
+        for turns in ([message], called):
+            try:
+                text = self._render([{"role": "user", "content": "."}, *turns], add_generation_prompt=False)
+            except Exception:  # whatever a template raises
+                continue
+            block = rf"{re.escape(opening)}\s*so\s*{re.escape(closing)}"
+            if len(re.findall(block, text)) == text.count(opening) == 1:
+                return True
+        return False
+
+    def with_reasoning(self, message: Message) -> Message:
+        """Move the thinking in a turn's text to where the chat template reads it.
+
+        A template that takes it from there would write it as loose text otherwise, or without its opening tag.
+        """
+        text, moved = message.get("content"), any(key in message for key in REASONING_KEYS)
+        if message["role"] != "assistant" or moved or not isinstance(text, str):
+            return message
+        length = thinking_length(text, self._lead, *self.thinking)
+        if not length:
+            return message
+        if not self._reads_reasoning:
+            opened = text.lstrip().startswith(self.thinking[0]) or self.thinking[1] in self._lead
+            return message if opened else {**message, "content": self._lead + text}
+        thought = text[:length].removesuffix(self.thinking[1]).strip().removeprefix(self.thinking[0].strip()).strip()
+        return {**message, "content": text[length:].lstrip("\n"), **dict.fromkeys(REASONING_KEYS, thought)}
 
     @functools.cached_property
     def arguments(self) -> Callable[[dict], Any]:
@@ -246,6 +328,8 @@ class ChatFormat:
         # The end of turn is there already if the model sampled one, be it another than the template's.
         closing = self._end_of_turn(ids)
         there = sampled and sampled[-1] in self.ends and closing and closing[-1] in self.ends | self._closing
+        if there and closing[-1] in self._opening:
+            there = sampled[-1] == closing[-1]
         return ids[len(closing) :] if there else ids
 
     def fit(

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mt_grpo.conversation.formats.base import SEVERAL_CALLS, THINKING_TAGS, ChatFormat, parse_call, thinking_length
+from mt_grpo.conversation.formats.base import (
+    NEXT,
+    SEVERAL_CALLS,
+    THINKING_TAGS,
+    ChatFormat,
+    parse_call,
+    thinking_length,
+)
 from mt_grpo.conversation.formats.control_tokens import Origin, clean_schema
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Message, ToolCall, ToolResult
@@ -136,9 +143,9 @@ class HermesFormat(ChatFormat):
         except Exception:  # whatever a template raises
             return False
 
-    def closings(self) -> list[str]:
-        results = self.results(self.probes[:1], [ToolResult("0")])
-        return [*super().closings(), self.suffix(self.probes[:1], results)]
+    def closings(self) -> list[tuple[str, list[Message]]]:
+        results = self.results(self.probes[:1], [ToolResult(NEXT)])
+        return [*super().closings(), (self.suffix(self.probes[:1], results), results)]
 
     def check(self) -> None:
         self.check_results(list(self.probes[: 1 + self.several]))
@@ -163,15 +170,19 @@ class HermesFormat(ChatFormat):
 
         Such are the turns of a history that an environment has edited. A call for each result, so that none is lost.
         """
-        messages, written = list(messages), []
+        messages, written = [self.with_reasoning(message) for message in messages], []
         for k, message in enumerate(messages):
             count = next((n for n, m in enumerate(messages[k + 1 :]) if m["role"] != "tool"), len(messages) - k - 1)
-            if message["role"] == "assistant" and count and "tool_calls" not in message:
-                thinking = thinking_length(message["content"], "", *self.thinking)
-                start = len(message["content"]) if thinking is None else thinking
-                calls, beside = self.syntax.split(message["content"][start:], tools)
-                calls = (calls + [ToolCall(None, {})] * count)[:count]
-                message = {**self.turn_message(calls), "content": (message["content"][:start] + beside).strip()}
+            text = message.get("content")
+            if message["role"] == "assistant" and "tool_calls" not in message and isinstance(text, str):
+                start = thinking_length(text, "", *self.thinking)
+                thought, text = (text, "") if start is None else (text[:start], text[start:])
+                if count:
+                    calls, beside = self.syntax.split(text, tools)
+                    turn = self.turn_message((calls + [ToolCall(None, {})] * count)[:count])
+                    message = {**message, **turn, "content": (thought + self.content(beside)).strip()}
+                else:
+                    message = {**message, "content": thought + (self.content(text) or text)}
             written.append(message)
         return written
 
