@@ -236,7 +236,7 @@ class ChatFormat:
     def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
         """Arguments of `apply_chat_template`, which returns ids, for messages that the model answers next."""
         return {
-            "conversation": [self.with_reasoning(message) for message in messages],
+            "conversation": [self.with_reasoning(m) if m["role"] == "assistant" else m for m in messages],
             "add_generation_prompt": True,
             "tokenize": True,
             "return_dict": False,
@@ -261,12 +261,12 @@ class ChatFormat:
         return False
 
     def with_reasoning(self, message: Message) -> Message:
-        """Move the thinking in a turn's text to where the chat template reads it.
+        """Move the thinking in the text of an assistant's message to where the chat template reads it.
 
         A template that takes it from there would write it as loose text otherwise, or without its opening tag.
         """
         text, moved = message.get("content"), any(key in message for key in REASONING_KEYS)
-        if message["role"] != "assistant" or moved or not isinstance(text, str):
+        if moved or not isinstance(text, str):
             return message
         length = thinking_length(text, self._lead, *self.thinking)
         if not length:

@@ -170,11 +170,13 @@ class HermesFormat(ChatFormat):
 
         Such are the turns of a history that an environment has edited. A call for each result, so that none is lost.
         """
-        messages, written = [self.with_reasoning(message) for message in messages], []
+        messages, written = list(messages), []
         for k, message in enumerate(messages):
             count = next((n for n, m in enumerate(messages[k + 1 :]) if m["role"] != "tool"), len(messages) - k - 1)
             text = message.get("content")
             if message["role"] == "assistant" and "tool_calls" not in message and isinstance(text, str):
+                message = self.with_reasoning(message)
+                text = message["content"]
                 start = thinking_length(text, "", *self.thinking)
                 thought, text = (text, "") if start is None else (text[:start], text[start:])
                 if count:
