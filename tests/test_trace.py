@@ -72,7 +72,17 @@ TEXTS |= {  # where a turn ends, and what it says
     "_before", "_end_of_turn", "results", "with_turns", "has_observation", "tool_seconds",
     "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
-TEMPLATE = {"format_of", "prompt", "suffix", "_behind_content", "_render", "text_ids", "_decode", "_decoded"}
+TEMPLATE = {
+    "format_of",
+    "prompt",
+    "with_reasoning",
+    "suffix",
+    "_behind_content",
+    "_render",
+    "text_ids",
+    "_decode",
+    "_decoded",
+}
 ENVIRONMENT = {"failures_end", "run_calls", "shares_state", "ask", "end", "close"}
 LISTS = {
     "per_token",
