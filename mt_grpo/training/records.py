@@ -65,11 +65,13 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def is_cut_off(rollout: Rollout) -> bool:
-    """Whether a token limit truncated a rollout or its last turn. An environment may set another stop reason.
+    """Whether a limit of tokens, or `agent_timeout`, truncated a rollout or its last turn.
+
+    An environment may set another stop reason.
 
     An agent sets limits of its own, such as one token for a yes or no, and decides what a truncated turn means.
     """
-    if rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH):
+    if rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH, StopReason.AGENT_TIMEOUT):
         return True
     cut = rollout.turns and rollout.turns[-1].finish_reason == "length"
     return bool(cut) and rollout.stop_reason != StopReason.AGENT_DONE
