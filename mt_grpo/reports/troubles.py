@@ -198,9 +198,9 @@ READINGS = (
     ),
     Reading(
         "cut off", ("window", "completions/clipped_ratio"), lambda f: f["completions/clipped_ratio"] >= CLIPPED,
-        "{completions/clipped_ratio:.0%} of the rollouts{since} are cut off. What is cut off has no answer, so it gets "
-        "no reward for one. Raise max_completion_length (of agents: agent_timeout, too), set max_turn_tokens, or give "
-        "a reward that falls with the length.",
+        "{completions/clipped_ratio:.0%} of the rollouts{since} are cut off. What is cut off has no answer, so it "
+        "gets no reward for one. Raise max_completion_length (of agents: agent_timeout, too), set max_turn_tokens, or "
+        "give a reward that falls with the length.",
     ),
     Reading(
         "malformed calls", ("calls/malformed",), lambda f: f["calls/malformed"] >= FAILS,
@@ -269,15 +269,16 @@ READINGS = (
     ),
     Reading(
         "tokens", ("tokens/differ",), lambda f: f["tokens/differ"] > 0,
-        "{tokens/differ:.0%} of the records{since} are not what the model read and wrote. A warning above shows where. "
-        "Training then reads other tokens than inference did, which no other metric shows. See docs/tokenization.md.",
+        "{tokens/differ:.0%} of the records{since} are not what the model read and wrote. A warning above shows "
+        "where. Training then reads other tokens than inference did, which no other metric shows. See "
+        "docs/tokenization.md.",
     ),
     Reading(
         "logprobs", ("sampling/sampling_logp_difference/mean",),
         lambda f: f["sampling/sampling_logp_difference/mean"] > GAP,
-        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on average{since}. "
-        "The server does not sample from the distribution that is trained. Compare the dtype, the chat template and "
-        "the model of both; see docs/faults.md.",
+        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
+        "average{since}. The server does not sample from the distribution that is trained. Compare the dtype, the "
+        "chat template and the model of both; see docs/faults.md.",
     ),
     Reading(
         "kl", ("kl/first",), lambda f: f["kl/first"] >= FAR_REFERENCE,

@@ -7,10 +7,10 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 
-from mt_grpo.base.errors import ServerError
+from mt_grpo.base.errors import ServerError, error_line, tell_once
 from mt_grpo.base.pictures import inputs_of_requests, is_picture
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.base.rows import prompts_of
+from mt_grpo.base.rows import prompts_of, row_text
 from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, secret_of_marks, share_marks
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
@@ -19,6 +19,7 @@ from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.training.policy_scores import asked_of
 
 
@@ -129,15 +130,19 @@ def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
-    """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room.
+    """Start the conversations of these rows of this rank.
 
-    Ranks meet after it, before any of them waits: if one raises, no other one samples.
+    A row for training whose prompt has no room, or cannot be read, raises: `ValueError` or what the chat template
+    does. A test row is a failed rollout. Ranks meet after it, before any of them waits: if one raises, no other one
+    samples.
     """
     chosen = [rows[i] for i in indices]
-    rollouts = trainer.env.start(prompts_of(chosen), rows=chosen)
-    for rollout in rollouts:
-        if len(rollout.prompt_ids) >= (trainer.env.max_model_len or float("inf")):
-            raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context.")
+    try:
+        rollouts = open_rollouts(trainer.env, chosen)
+    except Exception:
+        if trainer.model.training:
+            raise
+        rollouts = [open_test_row(trainer.env, row) for row in chosen]
     for i, rollout in zip(indices, rollouts):
         rollout.place(trainer.accelerator.process_index * len(rows) + i)
         rollout.policy_version = trainer._weight_counter.version
@@ -148,6 +153,26 @@ def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int])
         trainer.weight_sync and trainer.weight_sync.pushed,
         trainer._group_size,
     )
+
+
+def open_rollouts(env: Any, rows: list[dict[str, Any]]) -> list[Rollout]:
+    """Open the conversations of these rows. Raises `ValueError` for a prompt without room."""
+    rollouts = env.start(prompts_of(rows), rows=rows)
+    for rollout in rollouts:
+        if len(rollout.prompt_ids) >= (env.max_model_len or float("inf")):
+            raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context.")
+    return rollouts
+
+
+def open_test_row(env: Any, row: dict[str, Any]) -> Rollout:
+    """Open the conversation of a test row. One that cannot be asked is a failed rollout, and logged once."""
+    try:
+        return open_rollouts(env, [row])[0]
+    except Exception as error:
+        tell_once(f"Evaluation: the row {row_text(row)} cannot be asked ({error_line(error)}). Its rollouts fail.")
+        prompt = [{"role": "user", "content": row_text(row)}]
+        ids = [env.tokenizer.eos_token_id]
+        return Rollout(prompt, ids, row=row, stop_reason=StopReason.ENVIRONMENT_ERROR, error=error)
 
 
 def sync_weights(trainer: Any) -> dict[str, float]:
