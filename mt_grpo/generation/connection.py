@@ -384,7 +384,7 @@ class ServerConnection:
             give_up = give_up or time.monotonic() + self.timeout
             left = give_up - time.monotonic()
             if left <= 0:
-                alone = " The server answers other requests." * (await self._ask_version() is not None)
+                alone = " The server answers other requests." * (await asyncio.to_thread(self.healthy))
                 raise ServerLost(
                     f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s.{alone}"
                 )
