@@ -90,13 +90,9 @@ NOT_TRAINED = (
 )  # fmt: skip
 # ORDER_KEYS decide which prompts a step trains on, and SIZE_KEYS only if a batch of rollouts gets another size.
 # OPTIMIZER_KEYS are held by the checkpoint's optimizer state itself.
-ORDER_KEYS = (
-    "dataset_rows", "dataset_sha256", "seed", "shuffle_dataset", "ignore_data_skip", "dataloader_drop_last"
-)  # fmt: skip
-SIZE_KEYS = (
-    "generation_batch_size", "num_generations", "steps_per_generation", "num_iterations",
-    "gradient_accumulation_steps",
-)  # fmt: skip
+ORDER_KEYS = ("dataset_rows", "dataset_sha256", "seed", "shuffle_dataset", "ignore_data_skip", "dataloader_drop_last")
+PASSES_KEYS = ("steps_per_generation", "num_iterations", "gradient_accumulation_steps")
+SIZE_KEYS = ("generation_batch_size", "num_generations", *PASSES_KEYS)
 LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 

@@ -136,13 +136,23 @@ def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int])
     does. A test row is a failed rollout. Ranks meet after it, before any of them waits: if one raises, no other one
     samples.
     """
-    chosen = [rows[i] for i in indices]
-    try:
-        rollouts = open_rollouts(trainer.env, chosen)
-    except Exception:
-        if trainer.model.training:
-            raise
-        rollouts = [open_test_row(trainer.env, row) for row in chosen]
+    env, rollouts = trainer.env, []
+    parts = [[rows[i] for i in indices]]
+    while parts:
+        part = parts.pop(0)
+        try:
+            opened = env.start(prompts_of(part), rows=part)
+            for rollout in opened:
+                if len(rollout.prompt_ids) >= (env.max_model_len or float("inf")):
+                    raise ValueError(
+                        f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context."
+                    )
+        except Exception as error:
+            if trainer.model.training:
+                raise
+            parts = [[row] for row in part] if len(part) > 1 else parts
+            opened = [failed_test_row(env, part[0], error)] if len(part) == 1 else []
+        rollouts += opened
     for i, rollout in zip(indices, rollouts):
         rollout.place(trainer.accelerator.process_index * len(rows) + i)
         rollout.policy_version = trainer._weight_counter.version
@@ -155,24 +165,12 @@ def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int])
     )
 
 
-def open_rollouts(env: Any, rows: list[dict[str, Any]]) -> list[Rollout]:
-    """Open the conversations of these rows. Raises `ValueError` for a prompt without room."""
-    rollouts = env.start(prompts_of(rows), rows=rows)
-    for rollout in rollouts:
-        if len(rollout.prompt_ids) >= (env.max_model_len or float("inf")):
-            raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context.")
-    return rollouts
-
-
-def open_test_row(env: Any, row: dict[str, Any]) -> Rollout:
-    """Open the conversation of a test row. One that cannot be asked is a failed rollout, and logged once."""
-    try:
-        return open_rollouts(env, [row])[0]
-    except Exception as error:
-        tell_once(f"Evaluation: the row {row_text(row)} cannot be asked ({error_line(error)}). Its rollouts fail.")
-        prompt = [{"role": "user", "content": row_text(row)}]
-        ids = [env.tokenizer.eos_token_id]
-        return Rollout(prompt, ids, row=row, stop_reason=StopReason.ENVIRONMENT_ERROR, error=error)
+def failed_test_row(env: Any, row: dict[str, Any], error: Exception) -> Rollout:
+    """The rollout of a test row that cannot be asked. Logs it once."""
+    tell_once(f"Evaluation: the row {row_text(row)} cannot be asked ({error_line(error)}). Its rollouts fail.")
+    prompt = [{"role": "user", "content": row_text(row)}]
+    ids = [env.tokenizer.eos_token_id]
+    return Rollout(prompt, ids, row=row, stop_reason=StopReason.ENVIRONMENT_ERROR, error=error)
 
 
 def sync_weights(trainer: Any) -> dict[str, float]:

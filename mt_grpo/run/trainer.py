@@ -481,9 +481,8 @@ class ResumableTrainer(GRPOTrainer):
                 logger.warning(
                     "sync_ref_model: checkpoints do not contain the reference model. It restarts from the base model."
                 )
-        eval_on_start, self.args.eval_on_start = (
-            self.args.eval_on_start, self.args.eval_on_start or self._evaluation_due,
-        )  # fmt: skip
+        eval_on_start = self.args.eval_on_start
+        self.args.eval_on_start = eval_on_start or self._evaluation_due
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:

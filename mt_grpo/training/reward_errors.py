@@ -43,6 +43,7 @@ def file_of(func: Callable) -> str | None:
 def where_raised(func: Callable, error: BaseException) -> str:
     """The file and the line of the function's own file that ran last, and of what it called, if that raised.
 
+    >>> import json
     >>> try:
     ...     json.loads("{")
     ... except ValueError as error:
