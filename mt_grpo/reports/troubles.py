@@ -65,7 +65,7 @@ MIN_CALLS = 8  # fewer are no share to judge by: half of four calls fail by chan
 NEVER = 0.01  # one rollout of a hundred that calls, or answers, is what reinforcement learning can begin with
 SAME = 0.5  # of the groups; eight samples of one action of two are the same in one group of 128
 HOT = 1.5  # at such a temperature a model of 0.6B and more writes what is no language
-FAILED = 0.2  # rollouts that are not trained on
+FAILED = 0.2  # rollouts that are not trained on, or end at agent_timeout
 AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
 REPEATED = 20  # times that a run goes through its data; epochs over a data set of its usual size are fewer
 GAP = 0.1  # mean difference of logprobs; bf16 gives a few 1e-2
@@ -195,6 +195,12 @@ READINGS = (
         "it gets no reward for one. Lower max_completion_length or shorten the prompts; on a server raise "
         "--max-model-len.",
         lambda f: f["stop/context_length"] >= CUT_ALL,
+    ),
+    Reading(
+        "agent time", ("stop/agent_timeout",), lambda f: f["stop/agent_timeout"] >= FAILED,
+        "{stop/agent_timeout:.0%} of the rollouts{since} end at agent_timeout, with the outcome 0. Look whether the "
+        "program hangs, or raise agent_timeout; if the policy works on without an end, lower max_model_calls.",
+        lambda f: f["stop/agent_timeout"] >= CUT_ALL,
     ),
     Reading(
         "cut off", ("window", "completions/clipped_ratio"), lambda f: f["completions/clipped_ratio"] >= CLIPPED,

@@ -332,7 +332,7 @@ def test_the_page_has_the_table_of_readings():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     assert [row[0] for row in rows[1:]] == list(dict.fromkeys(each.name for each in READINGS))
     values = {
-        "learning rate": [LR, 0], "temperature": [HOT], "failures": [FAILED, CUT_ALL],
+        "learning rate": [LR, 0], "temperature": [HOT], "failures": [FAILED, CUT_ALL], "agent time": [FAILED, CUT_ALL],
         "identical rollouts": [SAME], "rounding": [ROUNDED],
         "cut off by max_turn_tokens": [CUT, CUT_ALL], "cut off": [CUT, CLIPPED, CUT_ALL], "context": [CUT, CUT_ALL],
         "failing tools": [FAILS_TOOL, MIN_CALLS, FAILS_ALL], "malformed calls": [FAILS, MIN_CALLS, FAILS_ALL],

@@ -18,7 +18,7 @@ def match(**kwargs):
 
 WELL = {"reward": 1.0, "rewards/match/mean": 0.5, "entropy": 0.3, "stop/max_turns": 0.2,
         "completions/clipped_ratio": 0.2, "credit/frac_groups_without_signal": 0.4, "stop/environment_error": 0.01,
-        "stop/agent_error": 0.0, "stop/context_length": 0.0, "tokens/ids_differ": 0.0,
+        "stop/agent_error": 0.0, "stop/agent_timeout": 0.0, "stop/context_length": 0.0, "tokens/ids_differ": 0.0,
         "sampling/sampling_logp_difference/mean": 0.02}  # fmt: skip
 
 
@@ -41,6 +41,7 @@ TROUBLES = {
     "an environment that fails": (run_of(stop__environment_error=(0.05, 0.2)), "failures"),
     "agents that always fail": (run_of(stop__agent_error=(0.75, 0.75)), "failures"),
     "both fail": (run_of(stop__agent_error=(0.0, 0.11), stop__environment_error=(0.0, 0.09)), "failures"),
+    "agents without an end": (run_of(stop__agent_timeout=(0.0, 0.3)), "agent time"),
     "logprobs apart": (run_of(sampling__sampling_logp_difference__mean=(0.02, 0.11)), "logprobs"),
     "ids that differ": (run_of(tokens__ids_differ=(0.0, 0.01)), "tokens"),
     "full of it": (run_of(stop__context_length=(0.0, 0.6)), "context"),
