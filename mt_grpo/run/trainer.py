@@ -464,7 +464,7 @@ class ResumableTrainer(GRPOTrainer):
             ServerError: The server failed.
         """
         resume_from_checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
-        self._saved, step = {}, 0
+        self._saved, self._evaluation_due, step = {}, False, 0
         self.in_flight.begin(resume_from_checkpoint)
         check_same_on_nodes(self._run_record)
         self._check_room()
