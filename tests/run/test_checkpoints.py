@@ -358,6 +358,9 @@ def test_a_signal_between_two_steps_of_one_batch_stops_before_the_second(random_
         train_or_save(trainer)
     assert stopped.value.code == 128 + signal.SIGTERM and trainer.state.global_step == 1
     assert "evaluation" not in capsys.readouterr().err
+    resumed = make_trainer(random_model, tmp_path, num_iterations=4, save_strategy="no", resume_from_checkpoint="last")
+    train_or_save(resumed)
+    assert resumed.state.global_step == 4
 
 
 def test_an_interrupted_evaluation_is_made_up_for(random_model, tmp_path, capsys):
