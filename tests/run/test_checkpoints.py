@@ -346,6 +346,19 @@ def test_an_epoch_that_a_callback_ends_does_not_give_the_next_one_its_order(rand
     assert len(whole) == 12 and whole[:6] != whole[6:] and ended == whole[:2] + whole[6:]
 
 
+def test_rows_that_fill_no_batch_are_said_at_the_start(random_model, tmp_path, capsys):
+    for count, said in ((5, True), (4, False)):
+        settings = {
+            "prompts": PROMPTS[:count],
+            "per_device_train_batch_size": 8,
+            "max_steps": 1,
+            "save_strategy": "no",
+        }
+        make_trainer(random_model, tmp_path, **settings).train()
+        left = "an epoch leaves out 1 of 5 rows, others each time: they fill no batch of 2 prompts\n"
+        assert (left in capsys.readouterr().out) == said
+
+
 class StopAtStep(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == 1:
