@@ -96,11 +96,10 @@ def compare_ranks(
     num_further = sum(len(trained_records(r)) - 1 for r in rollouts)
     reports = gather_object([(num_further, failed, text, no_room, cut_off)])
     flags = [flag for report in reports for flag in report[1]]
-    if not training:
-        pass  # of test rows: a batch may be one row
-    elif all(flags) and all(each for report in reports for each in report[3]):
+    none_is_left = training and all(flags)  # a batch of test rows may be a single one
+    if none_is_left and all(each for report in reports for each in report[3]):
         raise RunError(f"The prompts of all {len(flags)} rollouts of step {step} fill the context. {reports[0][2]}")
-    elif all(flags):
+    if none_is_left:
         raise RunError(
             f"The environment failed in all {len(flags)} rollouts of step {step}. The first error: "
             f"{reports[0][2].rstrip('.')}. Expected at least one rollout without an error. "
