@@ -26,10 +26,10 @@ class StopReason(StrEnum):
     ENVIRONMENT_ERROR = "environment_error"  # the environment raised or hung; the rollout is not trained on
     AGENT_DONE = "agent_done"  # the agent returned
     AGENT_ERROR = "agent_error"  # the agent raised, or never called the model; the rollout is not trained on
-    AGENT_TIMEOUT = "agent_timeout"  # the agent took longer than agent_timeout; the rollout is not trained on
+    AGENT_TIMEOUT = "agent_timeout"  # the agent took longer than agent_timeout; scored as what is truncated
 
 
-FAILURES = (StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR, StopReason.AGENT_TIMEOUT)
+FAILURES = (StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from datasets import Dataset
 from mt_grpo.base.pictures import image_or_str
 
 DataRow = dict[str, Any]
+MOST_SHOWN_OF_ROW = 300  # characters
 IMAGE_COLUMNS = ("image", "images")  # which TRL's trainer reads by itself
 
 
@@ -147,6 +148,16 @@ def with_own_keys(row: DataRow, columns: Iterable[str]) -> DataRow:
     if isinstance(row, WrittenRow):
         return row
     return {key: without_padding(value) if key in columns else value for key, value in row.items()}
+
+
+def row_text(row: DataRow) -> str:
+    """A row as JSON in one line, cut, as messages show it.
+
+    >>> row_text({"answer": 4, "prompt": []})
+    '{"answer": 4, "prompt": []}'
+    """
+    text = json.dumps(row, ensure_ascii=False, default=image_or_str)
+    return text if len(text) <= MOST_SHOWN_OF_ROW else f"{text[:MOST_SHOWN_OF_ROW]}..."
 
 
 def prompts_of(rows: Iterable[DataRow]) -> list[list]:

@@ -10,9 +10,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.base.errors import error_line
+from mt_grpo.base.errors import NoServerLeft, ServerError, error_line, sentence
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.pictures import has_too_many
+from mt_grpo.base.rows import row_text
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.limits import Limits
 from mt_grpo.conversation.prompt_examples import check_examples, written_examples
@@ -50,9 +51,18 @@ class Conversations(Limits):
     async def converse_whole(
         self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None
     ) -> Rollout:
-        """Run `converse`, then validate the rollout's lists for the loss. An invalid rollout is marked as failed."""
+        """Run `converse`, then validate the rollout's lists for the loss. An invalid rollout is marked as failed.
+
+        Raises `ServerError`, with the row.
+        """
         async with self._in_its_place(rollout, llm):
-            rollout = await self.converse(rollout, llm, sampling_params)
+            try:
+                rollout = await self.converse(rollout, llm, sampling_params)
+            except NoServerLeft:
+                raise
+            except ServerError as error:  # perhaps for this prompt alone
+                asked = f"It was asked for the row {row_text(rollout.row)}."
+                raise type(error)(f"{sentence(error)} {asked}") from error
         keep_whole(rollout, num_ids(self._tokenizer(llm)))
         return rollout
 

@@ -384,7 +384,10 @@ class ServerConnection:
             give_up = give_up or time.monotonic() + self.timeout
             left = give_up - time.monotonic()
             if left <= 0:
-                raise ServerLost(f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s")
+                alone = " The server answers other requests." * (await asyncio.to_thread(self.healthy))
+                raise ServerLost(
+                    f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s.{alone}"
+                )
             self.retries += 1
             logger.debug("POST %s: %s; sending it again", url, problem)
             await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit

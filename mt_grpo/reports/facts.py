@@ -18,7 +18,7 @@ from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.conversation.limits import limits_of
 from mt_grpo.recipe.checks import prompt_ids_of
 from mt_grpo.recipe.refusals import text_of_cuts
-from mt_grpo.reports.troubles import MIN_CALLS, REPEATED, Facts
+from mt_grpo.reports.troubles import MIN_CALLS, REPEATED, Facts, tokens_that_differ
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch, unused_rewards
@@ -54,7 +54,6 @@ def facts_of_settings(trainer: ResumableTrainer) -> Facts:
     return {
         **facts_of_data(trainer.train_dataset, args, env.environments is not None),
         **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
-        "num_generations": args.num_generations,
         "optim": str(getattr(args.optim, "value", args.optim)),
         "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
@@ -163,7 +162,7 @@ def facts_of_batches(
     failed = {name: share(result.error is not None for result in of_tool) for name, of_tool in enough.items()}
     worst = max(failed, key=failed.get, default=None)
     uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
-    environment_errors = [str(r.error) for r in rollouts if r.stop_reason in FAILURES and r.error is not None]
+    failure = most_frequent(str(r.error) for r in rollouts if r.stop_reason in FAILURES and r.error is not None)
     ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
     groups = [group for batch in batches for group in whole_groups(batch.rollouts, args.num_generations)]
     weights = dict(zip(functions.names, functions.weights))
@@ -191,14 +190,14 @@ def facts_of_batches(
         "tools/broken_name": f"the tool {worst}",
         "frequent/tool_error": most_frequent(r.text for r in reached.get(worst, ()) if r.error is not None),
         "frequent/call_error": most_frequent(r.text for r in results if r.error == "call"),
-        "frequent/environment_error": most_frequent(environment_errors),
+        "frequent/failure": failure and f": {failure.rstrip('.')}",
         "outcome/name": outcome, "outcome/mean": given.get(outcome),
         "outcome/constant": outcome in given and outcome not in varied,
         "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "no weight is above 0",
         "rewards/given": list(given) if means else None,
         "rewards/varied": varied, "rewards/unused": ", ".join(unused),
         "rewards/varied_and_used": [name for name in varied if name not in unused],
-        "tokens/differ": sum(facts.get(f"tokens/{check}_differ", 0.0) for check in ("ids", "mask", "text")),
+        "tokens/differ": tokens_that_differ(facts),
     }  # fmt: skip
 
 

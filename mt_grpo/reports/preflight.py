@@ -52,6 +52,7 @@ def plan(trainer: ResumableTrainer) -> list[tuple[str, str]]:
     return [
         ("model", model_line(model, args)), ("data", data_line(train, trainer.eval_dataset)),
         ("tools", tools_line(env)), ("a batch", batch_line(args)), ("an epoch", epoch_line(len(train), args)),
+        *[("", said) for said in [left_out(len(train), args)] if said],
         ("credit", f"{args.credit_assignment}, normalised by {args.scale_rewards}; rewards: "
                    f"{', '.join(trainer.reward_func_names) or 'none'}"),
         ("context", context_line(env, train, args)), ("rows", str(trainer.layout)),
@@ -135,6 +136,19 @@ def epoch_line(num_rows: int, args: Any) -> str:
     rollouts = batches * args.generation_batch_size
     counts = f"{batches:,} batch{'es' * (batches != 1)} = {rollouts:,} rollouts = {steps:,} optimizer steps"
     return f"{counts}; the run: {whole:,} optimizer steps"
+
+
+def left_out(num_rows: int, args: Any) -> str:
+    """Say which rows an epoch leaves out; empty where it has all.
+
+    >>> from types import SimpleNamespace as S
+    >>> left_out(100, S(generation_batch_size=96, num_generations=8, shuffle_dataset=True))
+    'an epoch leaves out 4 of 100 rows, others each time: they fill no batch of 12 prompts'
+    """
+    prompts = args.generation_batch_size // args.num_generations
+    which = "others each time" if args.shuffle_dataset else "the last ones"
+    text = f"{num_rows % prompts} of {num_rows:,} rows, {which}: they fill no batch of {prompts} prompts"
+    return f"an epoch leaves out {text}" if num_rows % prompts else ""
 
 
 def context_line(env: Any, train: Any, args: Any) -> str:
@@ -246,6 +260,8 @@ class FirstBatch(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and not self.ends_run:  # a preflight has said it
             self.progress.say(f"rows: {self.trainer.layout}")
+            if said := left_out(len(self.trainer.train_dataset), args):
+                self.progress.say(said)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.seen:

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from mt_grpo.reports.progress import is_shown
+from mt_grpo.rollout import FAILURES
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +24,9 @@ class Reading:
     """One line of the table. The facts are filled in into its texts.
 
     Attributes:
-        name: What a warning begins with, and what docs/preflight.md calls it; of a running job it is the metric.
-        needs: Names of facts. Where one of them is not known, the reading says nothing.
+        name: What a warning begins with, and what docs/preflight.md calls it.
+        needs: Names of facts. Where one of them is not known, the reading says nothing. `window` is known of the logs
+            of a running job alone.
         when: A function of the facts: whether they mean trouble.
         text: The trouble with its numbers, why it matters, and which setting to change.
         ends: A function of the facts: whether training would be pointless.
@@ -63,7 +65,7 @@ MIN_CALLS = 8  # fewer are no share to judge by: half of four calls fail by chan
 NEVER = 0.01  # one rollout of a hundred that calls, or answers, is what reinforcement learning can begin with
 SAME = 0.5  # of the groups; eight samples of one action of two are the same in one group of 128
 HOT = 1.5  # at such a temperature a model of 0.6B and more writes what is no language
-ENV_ERRORS = 0.2  # rollouts that are not trained on
+FAILED = 0.2  # rollouts that are not trained on, or end at agent_timeout
 AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
 REPEATED = 20  # times that a run goes through its data; epochs over a data set of its usual size are fewer
 GAP = 0.1  # mean difference of logprobs; bf16 gives a few 1e-2
@@ -71,7 +73,7 @@ FAR_REFERENCE = 0.05  # nats per token at the first step; the same model in bf16
 WINDOW = 20  # logs of a running job: a batch of a hundred rollouts is too few to judge by
 LEAST_LOGS = 5  # at the end of a short run; fewer would be chance
 LOST = 0.5  # of the best mean of the main outcome over a window, and 0.1 at least
-CLIPPED, CLIPPED_UP = 0.3, 0.1  # of the rollouts are cut off, and so many more than before
+CLIPPED = 0.3  # of the rollouts are cut off still: a model that must learn to be short has had the time
 ENTROPY, UNSOLVED, STUCK = 0.01, 0.9, 0.5  # entropy below it is gone; an outcome below; groups without signal above
 UP, DOWN, FLOOR = 0.05, 0.1, 0.01  # of its value, and at least: what the reward gains while the outcome loses
 
@@ -83,7 +85,8 @@ def outcome_falls(facts: Facts) -> bool:
     return rises and facts["outcome"] < outcome - max(DOWN * abs(outcome), FLOOR)
 
 
-READINGS = (  # of the first rollouts
+# Of the first rollouts and of the last logs of a running job: each speaks where what it needs is known.
+READINGS = (
     Reading(
         "bundled model", ("model/other_task",), lambda f: f["model/other_task"],
         "This bundled tiny model was trained for the format and the task of its own recipe alone. It cannot "
@@ -150,10 +153,11 @@ READINGS = (  # of the first rollouts
         "vllm_importance_sampling_correction: false where the weights are never older.",
     ),
     Reading(
-        "environment errors", ("stop/environment_error",), lambda f: f["stop/environment_error"] >= ENV_ERRORS,
-        "In {stop/environment_error:.0%} of the rollouts the environment failed: {frequent/environment_error} These "
-        "rollouts are not trained on. Fix the environment, or raise environment_timeout.",
-        lambda f: f["stop/environment_error"] >= CUT_ALL,
+        "failures", ("rollouts/failed",), lambda f: f["rollouts/failed"] >= FAILED,
+        "In {rollouts/failed:.0%} of the rollouts{since} the environment or the agent failed{frequent/failure}. These "
+        "rollouts are not trained on. The column error of rollouts.*.jsonl says why. Fix the environment or the "
+        "agent, or raise environment_timeout.",
+        lambda f: f["rollouts/failed"] >= CUT_ALL,
     ),
     Reading(
         "identical rollouts", ("groups/identical",), lambda f: f["groups/identical"] >= SAME,
@@ -187,10 +191,22 @@ READINGS = (  # of the first rollouts
     ),
     Reading(
         "context", ("stop/context_length",), lambda f: f["stop/context_length"] >= CUT,
-        "{stop/context_length:.0%} of the rollouts fill the model's context. What is cut off has no answer, so it "
-        "gets no reward for one. Lower max_completion_length or shorten the prompts; on a server raise "
+        "{stop/context_length:.0%} of the rollouts{since} fill the model's context. What is cut off has no answer, so "
+        "it gets no reward for one. Lower max_completion_length or shorten the prompts; on a server raise "
         "--max-model-len.",
         lambda f: f["stop/context_length"] >= CUT_ALL,
+    ),
+    Reading(
+        "agent time", ("stop/agent_timeout",), lambda f: f["stop/agent_timeout"] >= FAILED,
+        "{stop/agent_timeout:.0%} of the rollouts{since} end at agent_timeout, with the outcome 0. Look whether the "
+        "program hangs, or raise agent_timeout; if the policy works on without an end, lower max_model_calls.",
+        lambda f: f["stop/agent_timeout"] >= CUT_ALL,
+    ),
+    Reading(
+        "cut off", ("window", "completions/clipped_ratio"), lambda f: f["completions/clipped_ratio"] >= CLIPPED,
+        "{completions/clipped_ratio:.0%} of the rollouts{since} are cut off. What is cut off has no answer, so it "
+        "gets no reward for one. Raise max_completion_length (of agents: agent_timeout, too), set max_turn_tokens, or "
+        "give a reward that falls with the length.",
     ),
     Reading(
         "malformed calls", ("calls/malformed",), lambda f: f["calls/malformed"] >= FAILS,
@@ -213,8 +229,8 @@ READINGS = (  # of the first rollouts
     ),
     Reading(
         "turns at the limit", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= AT_LIMIT,
-        "{stop/max_turns:.0%} of the rollouts still call tools in the last turn that max_env_steps={max_env_steps} "
-        "allows. They have no answer. Raise max_env_steps, or tell the model how many calls it has.",
+        "{stop/max_turns:.0%} of the rollouts{since} still call tools in the last turn that max_env_steps allows. "
+        "They have no answer. Raise max_env_steps, or tell the model how many calls it has.",
     ),
     Reading(
         "unused rewards", ("rewards/unused", "credit/frac_groups_without_signal"), lambda f: bool(f["rewards/unused"]),
@@ -251,38 +267,30 @@ READINGS = (  # of the first rollouts
     ),
     Reading(
         "no signal", ("credit/frac_groups_without_signal",),
-        lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f["rewards/varied_and_used"]),
-        "No group of {num_generations} rollouts has rewards that differ, as credit_assignment={credit_assignment} "
-        "counts them. Advantages are differences within a group: all of them are 0. Raise num_generations or the "
-        "temperature, or take prompts that are neither always nor never solved.",
+        lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f.get("rewards/varied_and_used", True)),
+        "No group{since} has rewards that differ, as credit_assignment counts them. Advantages are differences within "
+        "a group: all of them are 0, and nothing is learned. Look at rollouts.*.jsonl: is the task always or never "
+        "solved? Take other prompts, raise num_generations or the temperature.",
         lambda f: True,
     ),
     Reading(
         "tokens", ("tokens/differ",), lambda f: f["tokens/differ"] > 0,
-        "{tokens/differ:.0%} of the records are not what the model read and wrote. A warning above shows where. "
-        "Training then reads other tokens than inference did, which no other metric shows. See docs/tokenization.md.",
+        "{tokens/differ:.0%} of the records{since} are not what the model read and wrote. A warning above shows "
+        "where. Training then reads other tokens than inference did, which no other metric shows. See "
+        "docs/tokenization.md.",
     ),
     Reading(
         "logprobs", ("sampling/sampling_logp_difference/mean",),
         lambda f: f["sampling/sampling_logp_difference/mean"] > GAP,
-        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on average. "
-        "The server does not sample from the distribution that is trained. Compare the dtype, the chat template and "
-        "the model of both; see docs/faults.md.",
+        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
+        "average{since}. The server does not sample from the distribution that is trained. Compare the dtype, the "
+        "chat template and the model of both; see docs/faults.md.",
     ),
-)  # fmt: skip
-OF_LOGS = (  # readings of the last logs of a running job, whose facts are those of `facts_of_logs`
     Reading(
         "kl", ("kl/first",), lambda f: f["kl/first"] >= FAR_REFERENCE,
         "The policy is {kl/first:.2g} nats per token away from the reference model before its first step. It should "
         "be 0. Look how the reference is loaded and sharded. A dropout, which the reference does not draw, is left "
         "out by disable_dropout: true. Without a reference, set beta: 0.",
-    ),
-    Reading(
-        "credit/frac_groups_without_signal", ("credit/frac_groups_without_signal",),
-        lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
-        "No group has had rewards that differ in the last {window} logs, so nothing is learned. Look at "
-        "rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or the "
-        "temperature.",
     ),
     Reading(
         "reward", ("reward", "before/reward", "outcome", "before/outcome"), outcome_falls,
@@ -296,19 +304,7 @@ OF_LOGS = (  # readings of the last logs of a running job, whose facts are those
         "an earlier checkpoint, with a beta above 0. For a lower learning_rate: as model_name_or_path.",
     ),
     Reading(
-        "stop/max_turns", ("stop/max_turns",), lambda f: f["stop/max_turns"] >= AT_LIMIT,
-        "{stop/max_turns:.0%} of the rollouts still call tools in their last turn and give no answer. Raise "
-        "max_env_steps, or tell the model how many calls it has.",
-    ),
-    Reading(
-        "completions/clipped_ratio", ("completions/clipped_ratio", "before/completions/clipped_ratio"),
-        lambda f: f["completions/clipped_ratio"] >= max(CLIPPED, f["before/completions/clipped_ratio"] + CLIPPED_UP),
-        "More rollouts are cut off ({before/completions/clipped_ratio:.0%} before, {completions/clipped_ratio:.0%} "
-        "now): the policy writes longer and longer turns. Raise max_completion_length, set max_turn_tokens, or give "
-        "a reward that falls with the length.",
-    ),
-    Reading(
-        "entropy", ("entropy",),
+        "entropy", ("window", "entropy"),
         lambda f: f["entropy"] < ENTROPY and (f["outcome"] or 0.0) < UNSOLVED
         and (f.get("credit/frac_groups_without_signal") or 0.0) >= STUCK,
         "The entropy has collapsed ({entropy:.2g}) and the task is not solved: all rollouts of a group are the same. "
@@ -318,15 +314,18 @@ OF_LOGS = (  # readings of the last logs of a running job, whose facts are those
 )  # fmt: skip
 
 
-def troubles(facts: Facts, readings: tuple[Reading, ...] = READINGS) -> list[Trouble]:
+def troubles(facts: Facts) -> list[Trouble]:
     """The readings that mean trouble, causes first.
 
     >>> facts = {"learning_rate": 1.0, "optim": "adamw_torch"}
     >>> [(trouble.name, trouble.pointless) for trouble in troubles(facts)]
     [('learning rate', True)]
     """
+    shares = [facts.get(f"stop/{reason}") for reason in FAILURES]
+    failed = None if None in shares else sum(shares)
+    facts = {"since": "", "frequent/failure": "", **facts, "rollouts/failed": failed}
     found = []
-    for reading in readings:
+    for reading in READINGS:
         known = all(facts.get(name) is not None for name in reading.needs)
         if known and reading.when(facts):
             found.append(Trouble(reading.name, reading.text.format_map(facts), reading.ends(facts)))
@@ -348,7 +347,7 @@ def troubles_at_end(logs: list[dict[str, Any]], outcome: str | None) -> list[Tro
     earlier = [logs[at : at + window] for at in range(len(logs) - window, -1, -window)][1:]
     means = [facts_of_logs(each, outcome, window)["outcome"] for each in earlier]
     facts["best/outcome"] = max(filter(is_shown, means), default=None)
-    return troubles(facts, OF_LOGS)
+    return troubles(facts)
 
 
 def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None, window: int = WINDOW) -> Facts:
@@ -365,11 +364,16 @@ def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None, window: int =
         values = [log.get(name) for log in of]
         return mean(values) if len(values) == window and all(map(is_shown, values)) else None
 
-    facts: Facts = {"window": window}
+    facts: Facts = {"window": window, "since": f" in the last {window} logs"}
     for prefix, of in (("", logs[-window:]), ("before/", logs[-2 * window : -window])):
         facts |= {f"{prefix}{name}": window_mean(name, of) for name in logs[-1]}
         facts[f"{prefix}outcome"] = window_mean(f"rewards/{outcome}/mean", of)
-    return facts
+    return facts | {"tokens/differ": tokens_that_differ(facts)}
+
+
+def tokens_that_differ(metrics: Facts) -> float:
+    """The sum over the checks of records; 0 where none is made."""
+    return sum(metrics.get(f"tokens/{check}_differ") or 0.0 for check in ("ids", "mask", "text"))
 
 
 class Watch(TrainerCallback):
@@ -389,7 +393,7 @@ class Watch(TrainerCallback):
         facts = facts_of_logs(self.logs, self.outcome)
         if state.global_step == 1:  # computed before the first step of the optimizer
             facts["kl/first"] = logs.get("kl")
-        for trouble in troubles(facts, OF_LOGS):
+        for trouble in troubles(facts):
             if trouble.name not in self.warned:
                 self.warned.add(trouble.name)
                 logger.warning(f"Step {state.global_step}, {trouble.name}: {trouble.text}")

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,12 +88,11 @@ NOT_TRAINED = (
     "restore_callback", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent",
     "dataloader_prefetch",
 )  # fmt: skip
-# ORDER_KEYS decide which prompts a step trains on. OPTIMIZER_KEYS are held by the checkpoint's optimizer state itself.
-ORDER_KEYS = (
-    "world_size", "dataset_rows", "dataset_sha256", "per_device_train_batch_size", "gradient_accumulation_steps",
-    "steps_per_generation", "generation_batch_size", "num_iterations", "num_generations", "seed", "shuffle_dataset",
-    "ignore_data_skip", "dataloader_drop_last",
-)  # fmt: skip
+# ORDER_KEYS decide which prompts a step trains on, and SIZE_KEYS only if a batch of rollouts gets another size.
+# OPTIMIZER_KEYS are held by the checkpoint's optimizer state itself.
+ORDER_KEYS = ("dataset_rows", "dataset_sha256", "seed", "shuffle_dataset", "ignore_data_skip", "dataloader_drop_last")
+PASSES_KEYS = ("steps_per_generation", "num_iterations", "gradient_accumulation_steps")
+SIZE_KEYS = ("generation_batch_size", "num_generations", *PASSES_KEYS)
 LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 OPTIMIZER_KEYS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")
 
@@ -103,14 +103,23 @@ def trained_settings(args: TrainingArguments) -> dict[str, Any]:
     return {k: v for k, v in args.to_dict().items() if k not in left_out and not k.startswith(NOT_TRAINED)}
 
 
+def batch_of_rollouts(record: dict[str, Any]) -> tuple[float, float] | None:
+    """(prompts of a batch of rollouts, optimizer steps that it serves) of a record; None if it does not say so."""
+    if not all(isinstance(record.get(key), int) and record[key] for key in SIZE_KEYS):
+        return None
+    rollouts, group, passes, iterations, accumulated = (record[key] for key in SIZE_KEYS)
+    return rollouts / group, passes * iterations / accumulated
+
+
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One line of text per setting whose value in a resumed run differs from its checkpoint's record.
 
     >>> changed_settings({"seed": 1, "beta": 0.0, "gone": 1}, {"seed": 2, "beta": 0.0, "new": 1})
     ['seed: 1 -> 2 (the order of the prompts changes: some are trained on twice, others not at all)']
     """
+    moved = SIZE_KEYS if batch_of_rollouts(before) != batch_of_rollouts(now) else ()
     notes = dict.fromkeys(
-        ORDER_KEYS, " (the order of the prompts changes: some are trained on twice, others not at all)"
+        (*ORDER_KEYS, *moved), " (the order of the prompts changes: some are trained on twice, others not at all)"
     ) | dict.fromkeys(OPTIMIZER_KEYS, " (no effect: the optimizer's saved state keeps the old value)")
     return [
         f"{key}: {before[key]!r} -> {now[key]!r}{notes.get(key, '')}"
@@ -201,7 +210,7 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
         return None
     # Trainer writes trainer_state.json last, so a checkpoint without this file is incomplete. The newest checkpoint is
     # used, not the one of the highest step: an older run in the same folder may have made more steps.
-    whole = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
+    whole = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json") if is_json(path)]
     whole = [folder for folder in whole if re.fullmatch(r"checkpoint-\d+", folder.name)]
     whole.sort(key=lambda folder: -int(folder.name.rpartition("-")[2]))
     newest = max(whole, key=lambda folder: (folder / "trainer_state.json").stat().st_mtime, default=None)
@@ -227,6 +236,15 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
             f"{f'Set resume_from_checkpoint: {before}' if before else none}, or restore the file."
         )
     return str(found)
+
+
+def is_json(path: Path) -> bool:
+    """Whether a file was written to its end. Logs a warning if it was not."""
+    with suppress(OSError, ValueError, RecursionError):
+        json.loads(path.read_text(encoding="utf-8"))
+        return True
+    logger.warning(f"{path.parent} is incomplete and is passed over: {path.name} is not whole.")
+    return False
 
 
 def checkpoint_damage(folder: Path) -> str | None:

@@ -7,10 +7,10 @@ from typing import Any
 
 from accelerate.utils import is_peft_model
 
-from mt_grpo.base.errors import ServerError
+from mt_grpo.base.errors import ServerError, error_line, tell_once
 from mt_grpo.base.pictures import inputs_of_requests, is_picture
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.base.rows import prompts_of
+from mt_grpo.base.rows import prompts_of, row_text
 from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, secret_of_marks, share_marks
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
@@ -19,6 +19,7 @@ from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.training.policy_scores import asked_of
 
 
@@ -129,15 +130,29 @@ def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
 
 
 def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
-    """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room.
+    """Start the conversations of these rows of this rank.
 
-    Ranks meet after it, before any of them waits: if one raises, no other one samples.
+    A row for training whose prompt has no room, or cannot be read, raises: `ValueError` or what the chat template
+    does. A test row is a failed rollout. Ranks meet after it, before any of them waits: if one raises, no other one
+    samples.
     """
-    chosen = [rows[i] for i in indices]
-    rollouts = trainer.env.start(prompts_of(chosen), rows=chosen)
-    for rollout in rollouts:
-        if len(rollout.prompt_ids) >= (trainer.env.max_model_len or float("inf")):
-            raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context.")
+    env, rollouts = trainer.env, []
+    parts = [[rows[i] for i in indices]]
+    while parts:
+        part = parts.pop(0)
+        try:
+            opened = env.start(prompts_of(part), rows=part)
+            for rollout in opened:
+                if len(rollout.prompt_ids) >= (env.max_model_len or float("inf")):
+                    raise ValueError(
+                        f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context."
+                    )
+        except Exception as error:
+            if trainer.model.training:
+                raise
+            parts = [[row] for row in part] if len(part) > 1 else parts
+            opened = [failed_test_row(env, part[0], error)] if len(part) == 1 else []
+        rollouts += opened
     for i, rollout in zip(indices, rollouts):
         rollout.place(trainer.accelerator.process_index * len(rows) + i)
         rollout.policy_version = trainer._weight_counter.version
@@ -148,6 +163,14 @@ def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int])
         trainer.weight_sync and trainer.weight_sync.pushed,
         trainer._group_size,
     )
+
+
+def failed_test_row(env: Any, row: dict[str, Any], error: Exception) -> Rollout:
+    """The rollout of a test row that cannot be asked. Logs it once."""
+    tell_once(f"Evaluation: the row {row_text(row)} cannot be asked ({error_line(error)}). Its rollouts fail.")
+    prompt = [{"role": "user", "content": row_text(row)}]
+    ids = [env.tokenizer.eos_token_id]
+    return Rollout(prompt, ids, row=row, stop_reason=StopReason.ENVIRONMENT_ERROR, error=error)
 
 
 def sync_weights(trainer: Any) -> dict[str, float]:

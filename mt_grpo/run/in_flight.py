@@ -105,6 +105,10 @@ class BetweenBatches(TrainerCallback):
         skipped = 0 if args.ignore_data_skip else state.global_step % steps_per_epoch
         self.trainer._step = skipped * args.gradient_accumulation_steps
         self.trainer._buffered_inputs = None
+        self.trainer.in_flight.epoch = int(state.epoch or 0) - 1
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.trainer.in_flight.epoch += 1
 
     def on_step_end(self, args, state, control, **kwargs):
         self.trainer.in_flight.note()
@@ -128,6 +132,8 @@ class InFlight:
     Attributes:
         current: The conversations of this step; None where there are none. Progress is read from it.
         groups: What is in flight beside it, oldest first: batches with `wait`, groups with `admit`.
+        epoch: The number of the epoch, by which prompts are ordered. A callback may end one early
+            (`should_epoch_stop`), and `state.epoch` then counts a part of it until the next step.
         told_in_vain: Whether it was said that no group of a batch has a signal, whatever is asked for.
     """
 
@@ -138,7 +144,7 @@ class InFlight:
         self.trainer = trainer
         self.current: RolloutBatch | AwaitedGroups | None = None
         self.groups: deque[RolloutBatch | GroupInFlight] = deque()
-        self.told_in_vain = False
+        self.told_in_vain, self.epoch = False, 0
         self._epoch: LookAhead | None = None  # `wait`
         self._next: list[list[dict[str, Any]]] = []  # `wait`: of the batches to start after this one
         self._prompts: EpochPrompts | None = None  # `admit`, and `refill_groups`
@@ -183,7 +189,7 @@ class InFlight:
         return self._prompts.passes
 
     @property
-    def _passes(self) -> int:
+    def num_passes(self) -> int:
         """Forward passes that one batch of rollouts serves."""
         return self.trainer.args.steps_per_generation * self.trainer.num_iterations
 
@@ -192,7 +198,7 @@ class InFlight:
         """Batches of rollouts up to the last step, this one included."""
         state, args = self.trainer.state, self.trainer.args
         passes = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
-        return math.ceil((self.trainer._step % self._passes + passes) / self._passes)
+        return math.ceil((self.trainer._step % self.num_passes + passes) / self.num_passes)
 
     def rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows that this rank trains next. Collective.
@@ -319,7 +325,7 @@ class InFlight:
         if not self.trainer.args.max_staleness or self.trainer.args.late_groups == "admit":
             return epoch_iterator
         if self._epoch is None or self._epoch.source is not epoch_iterator:
-            self._epoch = LookAhead(epoch_iterator, self._passes)
+            self._epoch = LookAhead(epoch_iterator, self.num_passes)
         return self._epoch
 
     def _look_ahead(self) -> None:
@@ -364,7 +370,7 @@ class InFlight:
         sampler = trainer._get_train_sampler(trainer.train_dataset)
         sampler.epoch = lambda: number
         num_prompts = trainer.args.generation_batch_size // trainer.num_generations
-        return epoch_order(sampler, num_prompts, trainer.num_generations, self._passes)
+        return epoch_order(sampler, num_prompts, trainer.num_generations, self.num_passes)
 
     def _next_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """The rows of the next prompts, in the place of those given."""
@@ -391,7 +397,7 @@ class InFlight:
         wanted = min(trainer.args.max_staleness + 1, self._batches_left) * len(slots)
         trainer._on_all_ranks(lambda: self._ask_for_groups(wanted, slots, slot_of_row), "Rollouts")
         # A checkpoint in the middle of a batch: this batch is trained further.
-        oldest = len(slots) if trainer._step % self._passes else None
+        oldest = len(slots) if trainer._step % self.num_passes else None
         taken = self._choose(list(range(len(slots))), slots, slot_of_row, range(first, first + len(rows)), oldest)
         self._batch_prompts = [group.prompt for group in taken]
         return self._taken.rows
@@ -451,10 +457,10 @@ class InFlight:
         `refill_groups` it has no end.
         """
         trainer = self.trainer
-        epoch, saved, trained = int(trainer.state.epoch or 0), self._to_save, 0
+        epoch, saved, trained = self.epoch, self._to_save, 0
         order = self._order(epoch)
         if self._prompts is None and not trainer.args.ignore_data_skip:  # the run's first batch
-            batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps // self._passes
+            batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps // self.num_passes
             trained = batches * num_prompts - epoch * len(order)
         if self._refills and saved and saved.get("passes"):
             again = [*saved.get("batch", []), *saved["prompts"]]
@@ -525,7 +531,7 @@ class InFlight:
 
     def note(self) -> None:
         """Keep what a checkpoint must hold. Of a batch that is to be trained further this is the batch itself."""
-        over = self.trainer._step % self._passes == 0
+        over = self.trainer._step % self.num_passes == 0
         if self._prompts is not None and (over or self._refills):
             num_prompts = self.trainer.args.generation_batch_size // self.trainer.args.num_generations
             self._to_save = self._prompts.state([group.prompt for group in self.groups], num_prompts)

@@ -100,11 +100,15 @@ def small_file_damage(path: Path) -> str | None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise `ValueError` if a loaded optimizer state does not have the shapes of its parameters.
+    """Raise `ValueError` if a loaded optimizer state is of another optimizer, or not of the shapes of its parameters.
 
     torch compares only the numbers of parameters. The first step would fail, or take numbers of another tensor.
     """
     for group in optimizer.param_groups:
+        if lacking := sorted(optimizer.defaults.keys() - group.keys()):
+            raise ValueError(
+                f"it is of another optimizer and lacks {', '.join(lacking)}. Expected one of the same optim"
+            )
         for parameter in group["params"]:
             for name in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
                 found = optimizer.state.get(parameter, {}).get(name)

@@ -89,6 +89,7 @@ class ResumableTrainer(GRPOTrainer):
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
         self._peft_config = peft_config
         self._stop_signal, self._num_skipped = None, 0  # its number; steps in a row whose gradient was not finite
+        self._evaluation_due = False  # whether an evaluation was interrupted, which a resumed run makes up for
         self._of_data = ""  # the name of the dataset that is evaluated, where there are several
         if config := kwargs.get("args"):  # before weights are loaded
             apply_ddp_timeout(config.ddp_timeout)
@@ -370,7 +371,8 @@ class ResumableTrainer(GRPOTrainer):
                 self.in_flight.save(Path(output_dir))
             super()._save_rng_state(output_dir)
             if self.args.should_save:
-                (Path(output_dir) / RUN_RECORD).write_text(json.dumps(self._run_record(), indent=1), encoding="utf-8")
+                record = self._run_record() | ({"evaluation_due": True} if self._evaluation_due else {})
+                (Path(output_dir) / RUN_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
         self._raise_save_errors()  # INVARIANT: ranks meet; trainer_state.json is written after this, as the last file
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -462,7 +464,7 @@ class ResumableTrainer(GRPOTrainer):
             ServerError: The server failed.
         """
         resume_from_checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
-        self._saved, step = {}, 0
+        self._saved, self._evaluation_due, step = {}, False, 0
         self.in_flight.begin(resume_from_checkpoint)
         check_same_on_nodes(self._run_record)
         self._check_room()
@@ -471,14 +473,20 @@ class ResumableTrainer(GRPOTrainer):
             check_tensors(path, self.model)
             step = TrainerState.load_from_json(path / "trainer_state.json").global_step
             self._saved[step] = path
+            self._evaluation_due = bool((read_json(path / RUN_RECORD) or {}).get("evaluation_due"))
             self._warn_of_changes(path)
+            if self.accelerator.is_main_process:
+                print(f"resumed from {path}, after step {step}", flush=True)
             if self.args.sync_ref_model:
                 logger.warning(
                     "sync_ref_model: checkpoints do not contain the reference model. It restarts from the base model."
                 )
+        eval_on_start = self.args.eval_on_start
+        self.args.eval_on_start = eval_on_start or self._evaluation_due
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
         finally:
+            self.args.eval_on_start = eval_on_start
             self.in_flight.cancel()
             self.env.close()
             for callback in self.callback_handler.callbacks:
@@ -522,6 +530,8 @@ class ResumableTrainer(GRPOTrainer):
         """`Trainer`'s method, without the extra step that it takes if a run is resumed at its end."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
+        if self._step % self.in_flight.num_passes:  # between two passes of a batch: else `in_flight` asks
+            self._stop_if_asked()
         return super().get_batch_samples(self.in_flight.shown(epoch_iterator), num_batches, device)
 
     def save_where_it_stopped(self) -> str:
@@ -532,6 +542,7 @@ class ResumableTrainer(GRPOTrainer):
         step = self.state.global_step
         if step == 0:
             return "No step was completed, so there is nothing to save."
+        due = f" The evaluation of step {step} was interrupted; it is made first of all." * self._evaluation_due
         if step not in self._saved:  # a folder of this step may exist: of another run, or incomplete
             self._snapshot.restore(self.state)  # the resumed run samples the failed batch again, unchanged
             self.args.save_only_model = False  # of which nothing could be continued
@@ -542,10 +553,10 @@ class ResumableTrainer(GRPOTrainer):
             except NotFinite as error:
                 return f"{error} {self._last_saved()}"
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
-        return f"The run is saved at step {step}. Continue with --resume_from_checkpoint {self._saved[step]}"
+        return f"The run is saved at step {step}. Continue with --resume_from_checkpoint {self._saved[step]}{due}"
 
     def _get_train_sampler(self, dataset: Any = None) -> Sampler:
-        return EpochOrder(super()._get_train_sampler(dataset), lambda: int(self.state.epoch or 0))
+        return EpochOrder(super()._get_train_sampler(dataset), lambda: self.in_flight.epoch)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` that does not change training: random numbers, and the mode that `log` goes by."""
@@ -554,9 +565,25 @@ class ResumableTrainer(GRPOTrainer):
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
             return super().evaluate(*args, **kwargs)
+        except (RunError, ServerError):
+            self._evaluation_due = True
+            raise
         finally:
             set_rng_state(before)
             self.model.train(training)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> dict:
+        """`Trainer._evaluate`. An evaluation that is made up for counts for the schedule and the best checkpoint."""
+        if not self._evaluation_due:
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        before, saved = get_rng_state(), str(self._saved[self.state.global_step])
+        self._load_rng_state(saved)  # `Trainer` does so later, where training goes on
+        metrics = super()._evaluate(trial, ignore_keys_for_eval)
+        set_rng_state(before)
+        self._evaluation_due = False
+        if self._determine_best_metric(metrics, trial) and self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = saved
+        return metrics
 
 
 def train_or_save(trainer: ResumableTrainer) -> None:

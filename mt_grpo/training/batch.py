@@ -106,7 +106,7 @@ class Batch:
 
         Raises `RunError` on all ranks, as `compare_ranks` says.
         """
-        num_further, self.failed, self.truncated = compare_ranks(self.rollouts, args, step)
+        num_further, self.failed, self.truncated = compare_ranks(self.rollouts, args, step, self.mode == "train")
         records = [trained_records(rollout) for rollout in self.rollouts]
         further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
         further += [(Record([], []), 0)] * (num_further - len(further))

@@ -65,23 +65,28 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def is_cut_off(rollout: Rollout) -> bool:
-    """Whether a token limit truncated a rollout or its last turn. An environment may set another stop reason.
+    """Whether a limit of tokens, or `agent_timeout`, truncated a rollout or its last turn.
+
+    An environment may set another stop reason.
 
     An agent sets limits of its own, such as one token for a yes or no, and decides what a truncated turn means.
     """
-    if rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH):
+    if rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH, StopReason.AGENT_TIMEOUT):
         return True
     cut = rollout.turns and rollout.turns[-1].finish_reason == "length"
     return bool(cut) and rollout.stop_reason != StopReason.AGENT_DONE
 
 
-def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, list[bool], list[bool]]:
+def compare_ranks(
+    rollouts: list[Rollout], args: Any, step: int, training: bool = True
+) -> tuple[int, list[bool], list[bool]]:
     """Exchange among ranks what they must agree on. Collective.
 
     Returns the number of further records on the rank with the most, and for each of N rollouts whether its environment
     failed and whether it was truncated.
 
-    Raises `RunError` on all ranks if every environment failed, or a setting does not support further records.
+    Raises `RunError` on all ranks if every environment failed in training, or a setting does not support further
+    records.
     """
     failed = [rollout.failed for rollout in rollouts]
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
@@ -91,9 +96,10 @@ def compare_ranks(rollouts: list[Rollout], args: Any, step: int) -> tuple[int, l
     num_further = sum(len(trained_records(r)) - 1 for r in rollouts)
     reports = gather_object([(num_further, failed, text, no_room, cut_off)])
     flags = [flag for report in reports for flag in report[1]]
-    if all(flags) and all(each for report in reports for each in report[3]):
+    none_is_left = training and all(flags)  # a batch of test rows may be a single one
+    if none_is_left and all(each for report in reports for each in report[3]):
         raise RunError(f"The prompts of all {len(flags)} rollouts of step {step} fill the context. {reports[0][2]}")
-    if all(flags):
+    if none_is_left:
         raise RunError(
             f"The environment failed in all {len(flags)} rollouts of step {step}. The first error: "
             f"{reports[0][2].rstrip('.')}. Expected at least one rollout without an error. "

@@ -18,6 +18,7 @@ import faulthandler
 import functools
 import inspect
 import logging
+import random
 import signal
 import threading
 import time
@@ -26,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
 
 from mt_grpo.base.errors import error_line
@@ -238,16 +240,23 @@ def own_copy(value: Any) -> Any:
 
 @contextmanager
 def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None]:
-    """Context manager in which functions draw random numbers of torch that are not the run's.
+    """Context manager in which functions draw random numbers of torch, `random` and numpy that are not the run's.
 
-    INVARIANT: no reward changes what a run samples or trains. One that calls `torch.manual_seed(0)` would otherwise
-    give every step the same noise. What functions draw differs from step to step and from `call` to call of a step.
-    It is the same in a resumed run.
+    INVARIANT: no reward changes what a run samples or trains, or what environments draw. One that calls
+    `torch.manual_seed(0)` or `random.seed(0)` would otherwise give every step the same noise. What functions draw
+    differs from step to step and from `call` to call of a step. It is the same in a resumed run.
     """
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         state = torch.get_rng_state().numpy().tobytes()
-        torch.manual_seed(zlib.crc32(state + str(step).encode() + b"+%d" % call * bool(call)))
-        yield
+        seed = zlib.crc32(state + str(step).encode() + b"+%d" % call * bool(call))
+        for set_seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            set_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            numpy.random.set_state(of_numpy)
 
 
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:

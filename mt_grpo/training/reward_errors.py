@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import os
 import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
+from mt_grpo.base.rows import row_text
 from mt_grpo.conversation.tools.threads import ToolTimeout
 
 SEARCH_SECONDS = 10.0  # for all calls with one rollout each; the run waits so long to end
-MOST_SHOWN_OF_ROW = 300  # characters
 
 
 class RewardError(RuntimeError):
@@ -44,6 +43,7 @@ def file_of(func: Callable) -> str | None:
 def where_raised(func: Callable, error: BaseException) -> str:
     """The file and the line of the function's own file that ran last, and of what it called, if that raised.
 
+    >>> import json
     >>> try:
     ...     json.loads("{")
     ... except ValueError as error:
@@ -94,5 +94,4 @@ def raises_alone(func: Callable, error: BaseException, columns: dict[str, Any], 
 
 def row_shown(columns: dict[str, list], place: int) -> str:
     """A rollout's row, without what is no column of the data, as JSON that is cut."""
-    text = json.dumps({key: values[place] for key, values in columns.items()}, ensure_ascii=False, default=str)
-    return text if len(text) <= MOST_SHOWN_OF_ROW else f"{text[:MOST_SHOWN_OF_ROW]}..."
+    return row_text({key: values[place] for key, values in columns.items()})

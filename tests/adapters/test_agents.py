@@ -39,7 +39,7 @@ from mt_grpo.adapters.agents.session import AgentSession
 from mt_grpo.base.event_loop import run_async, start_in_background
 from mt_grpo.reports.rollout_log import turn_rows
 from mt_grpo.rollout import Generation, StopReason
-from mt_grpo.training.records import FURTHER_RECORDS, trained_records
+from mt_grpo.training.records import FURTHER_RECORDS, is_cut_off, trained_records
 from mt_grpo.training.reward_numbers import turn_flags
 from mt_grpo.training.tensors import NAN, pad_rows
 
@@ -1009,8 +1009,46 @@ def test_an_agent_that_takes_too_long():
         await asyncio.sleep(3600)
 
     rollout, _ = run(agent, "1", timeout=0.5)
-    assert rollout.stop_reason == StopReason.AGENT_TIMEOUT and "agent_timeout=0.5" in str(rollout.error)
-    assert rollout.failed and len(rollout.turns) == 1
+    assert rollout.stop_reason == StopReason.AGENT_TIMEOUT and rollout.error is None
+    assert not rollout.failed and is_cut_off(rollout) and len(rollout.turns) == 1 and rollout.reward == 0.0
+
+    async def never_asks(row, client):
+        await asyncio.sleep(3600)
+
+    rollout, _ = run(never_asks, "1", timeout=0.1)
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "agent_timeout=0.1" in str(rollout.error)
+
+
+CUT = {  # limits -> (why the rollout ended, whether the agent's own failure)
+    "budget": ({"max_completion_length": 20}, {}, StopReason.MAX_TOKENS),
+    "turn": ({"max_turn_tokens": 20}, {}, StopReason.MAX_TOKENS),
+    "context": ({"max_model_len": 60, "max_completion_length": 400}, {}, StopReason.CONTEXT_LENGTH),
+    "the agent's": ({}, {"max_tokens": 20}, StopReason.AGENT_ERROR),
+    "the agent's, which is the budget": ({"max_completion_length": 20}, {"max_tokens": 20}, StopReason.MAX_TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_an_agent_that_raises_at_an_answer_that_was_cut(name):
+    """The policy's doing, unless it is the agent's own limit, or the agent went on and raised at another one."""
+    limits, options, reason = CUT[name]
+
+    async def agent(row, client):
+        answer = await client.chat.completions.create(model="policy", messages=[user("a")], **options)
+        assert answer.choices[0].finish_reason == "length"
+        raise RuntimeError("Incomplete response returned, reason: max_output_tokens")
+
+    rollout, _ = run(agent, "word " * 90, **limits)
+    failed = reason == StopReason.AGENT_ERROR
+    assert (rollout.stop_reason, rollout.failed, rollout.reward) == (reason, failed, None if failed else 0.0)
+
+    async def goes_on(row, client):
+        await ask(client, [user("a")])
+        await ask(client, [user("b")])
+        raise RuntimeError("its own")
+
+    rollout, _ = run(goes_on, "word " * 90, "1", max_turn_tokens=20)
+    assert rollout.stop_reason == StopReason.AGENT_ERROR
 
 
 def test_an_agent_that_swallows_its_end_is_ended(monkeypatch):
@@ -1585,7 +1623,7 @@ def test_an_async_agent_may_call_in_a_blocking_way():
         time.sleep(3)
 
     rollout, _ = run(hangs, "1", timeout=0.3)
-    assert rollout.stop_reason == StopReason.AGENT_TIMEOUT
+    assert rollout.stop_reason == StopReason.AGENT_ERROR
 
 
 def test_the_policys_time_is_not_the_agents():

@@ -25,6 +25,7 @@ from test_faults import (
     needs_vllm,
     slow_calculator,
 )
+from transformers import AutoTokenizer
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError, ServerLost
@@ -36,7 +37,7 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.rollout import Generation
-from mt_grpo_trainer import VLLMServerClient
+from mt_grpo_trainer import MultiTurnToolEnv, VLLMServerClient
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 
@@ -249,8 +250,11 @@ def test_a_server_that_refuses_is_left_unless_all_refuse():
 
 
 @contextlib.contextmanager
-def answering(token_ids):
-    """A real HTTP server that speaks the protocol, and whose every sample has these ids."""
+def answering(token_ids, status=200):
+    """A real HTTP server that speaks the protocol, and whose every sample has these ids, or whose answer this status.
+
+    It says its version in any case.
+    """
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -259,11 +263,11 @@ def answering(token_ids):
         def do_POST(self):
             self.rfile.read(int(self.headers["Content-Length"]))
             choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-            self.answer({"choices": [choice], "usage": {"prompt_tokens": 2}})
+            self.answer({"choices": [choice], "usage": {"prompt_tokens": 2}}, status)
 
-        def answer(self, value):
+        def answer(self, value, status=200):
             text = json.dumps(value).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
             self.wfile.write(text)
@@ -296,6 +300,20 @@ def test_a_server_whose_ids_are_none_is_left_by_name_where_another_is_well(wrong
             pool.close()
     assert sampled == [[7]] * 3 and pool.joined == [1]
     assert f"{liar}/v1/completions: 3 invalid answers in a row" in caplog.text and well not in caplog.text
+
+
+@pytest.mark.parametrize("status, says", [(500, "The server answers other requests. It"), (400, "400 .* It")])
+def test_a_prompt_for_which_the_server_fails_is_named_with_its_row(status, says):
+    row = {"prompt": [{"role": "user", "content": "Hi."}], "answer": 7}
+    with answering([7], status) as url:
+        client = VLLMServerClient(base_url=url, tokenizer=AutoTokenizer.from_pretrained(MODEL), timeout=0.1)
+        env = MultiTurnToolEnv([], None)
+        (rollout,) = env.start([row["prompt"]], client, [row])
+        try:
+            with pytest.raises(ServerError, match=f'{says} was asked for the row .*"Hi.".*"answer": 7'):
+                run_async(env.converse_whole(rollout, client))
+        finally:
+            client.close()
 
 
 def test_a_last_server_that_gives_up_is_left_where_others_are_back():

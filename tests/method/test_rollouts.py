@@ -150,7 +150,7 @@ def test_a_record_begins_at_each_context_and_goes_on_from_the_turn_that_is_named
 
 
 def test_which_rollouts_failed():
-    failed = {StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR, StopReason.AGENT_TIMEOUT}
+    failed = {StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR}
     turn = Turn([1], None, "", "stop")
     for reason in StopReason:
         assert Rollout([], [], turns=[turn], stop_reason=reason).failed == (reason in failed)

@@ -508,8 +508,8 @@ def test_each_epoch_has_an_order_of_its_own_the_first_is_trls(random_model, tmp_
     trainer = make_trainer(random_model, tmp_path)
     sampler, trls = trainer._get_train_sampler(), GRPOTrainer._get_train_sampler(trainer)
     orders = []
-    for epoch in (0, 1.0, 2.0, 1.0):
-        trainer.state.epoch = epoch
+    for epoch in (0, 1, 2, 1):
+        trainer.in_flight.epoch = epoch
         orders.append(list(sampler))
         assert sorted(orders[-1]) == sorted(list(range(len(PROMPTS))) * 4) and len(sampler) == len(orders[-1])
     assert orders[0] == list(trls) and orders[1] == orders[3] != orders[2] != orders[0] != orders[1]

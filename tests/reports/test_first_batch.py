@@ -21,14 +21,18 @@ from mt_grpo.reports.facts import facts_of_batches, facts_of_data, is_other_task
 from mt_grpo.reports.preflight import FirstBatch
 from mt_grpo.reports.troubles import (  # fmt: skip
     AT_LIMIT,
+    CLIPPED,
     CUT,
     CUT_ALL,
-    ENV_ERRORS,
+    ENTROPY,
+    FAILED,
     FAILS,
     FAILS_ALL,
     FAILS_TOOL,
+    FAR_REFERENCE,
     GAP,
     HOT,
+    LOST,
     LR,
     MIN_CALLS,
     NEVER,
@@ -36,6 +40,8 @@ from mt_grpo.reports.troubles import (  # fmt: skip
     REPEATED,
     ROUNDED,
     SAME,
+    STUCK,
+    UNSOLVED,
     troubles,
 )
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
@@ -194,13 +200,13 @@ def test_facts_are_of_all_batches():
     assert malformed["tools/broken"] is None and malformed["calls/malformed"] == 1.0
 
 
-def test_an_error_that_ended_no_rollout_is_no_environment_error():
+def test_an_error_that_ended_no_rollout_is_no_failure():
     """An answer may have an error beside it, as of an agent that ended late. What failed stands behind it here."""
     beside, failed = called(0, "search"), called(1, "search")
     beside.error = RuntimeError("closed late")
-    assert facts_of([beside])["frequent/environment_error"] == ""
+    assert facts_of([beside])["frequent/failure"] == ""
     failed.error, failed.stop_reason = RuntimeError("no display"), StopReason.ENVIRONMENT_ERROR
-    assert facts_of([beside, failed])["frequent/environment_error"].endswith("no display")
+    assert facts_of([beside, failed])["frequent/failure"] == ": no display"
 
 
 def test_the_most_frequent_kind_of_error_is_shown():
@@ -326,13 +332,14 @@ def test_the_page_has_the_table_of_readings():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     assert [row[0] for row in rows[1:]] == list(dict.fromkeys(each.name for each in READINGS))
     values = {
-        "learning rate": [LR, 0], "temperature": [HOT], "environment errors": [ENV_ERRORS, CUT_ALL],
+        "learning rate": [LR, 0], "temperature": [HOT], "failures": [FAILED, CUT_ALL], "agent time": [FAILED, CUT_ALL],
         "identical rollouts": [SAME], "rounding": [ROUNDED],
-        "cut off by max_turn_tokens": [CUT, CUT_ALL], "cut off": [CUT, CUT_ALL], "context": [CUT, CUT_ALL],
+        "cut off by max_turn_tokens": [CUT, CUT_ALL], "cut off": [CUT, CLIPPED, CUT_ALL], "context": [CUT, CUT_ALL],
         "failing tools": [FAILS_TOOL, MIN_CALLS, FAILS_ALL], "malformed calls": [FAILS, MIN_CALLS, FAILS_ALL],
         "few rows": [REPEATED],
         "no calls": [NEVER], "no answers": [NEVER],
-        "turns at the limit": [AT_LIMIT], "logprobs": [GAP],
+        "turns at the limit": [AT_LIMIT], "logprobs": [GAP], "kl": [FAR_REFERENCE], "outcome": [LOST],
+        "entropy": [ENTROPY, STUCK, UNSOLVED],
     }  # fmt: skip
     for name, *cells in rows[1:]:
         text = re.sub(r"\S*\.md\S*|bfloat16", "", " ".join(cells))

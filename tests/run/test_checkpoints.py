@@ -32,6 +32,7 @@ from transformers import (
 )
 
 from mt_grpo.base.errors import ServerLost
+from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.recipe.plugins import load_class, load_rewards, load_tools
 from mt_grpo.reports.rollout_log import write_rows
@@ -46,6 +47,7 @@ from mt_grpo.run.checkpoints import (
     trained_settings,
     weights_not_finite,
 )
+from mt_grpo.run.saved_states import CheckpointError
 from mt_grpo.run.trainer import NotFinite, SaveError, train_or_save
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
@@ -274,9 +276,158 @@ def test_a_run_that_is_resumed_at_its_end_says_so(random_model, copy, caplog):
     assert len(warnings_of(caplog, "has no mt_grpo_run.json, so its settings cannot be compared")) == 1
 
 
-def test_a_batch_of_another_size_changes_the_order():
-    (line,) = changed_settings({"world_size": 2, "beta": 0.0}, {"world_size": 4, "beta": 0.0})
-    assert line.startswith("world_size: 2 -> 4 (the order of the prompts changes")
+SIZES = {"world_size": 1, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_iterations": 1,
+         "steps_per_generation": 1, "generation_batch_size": 8, "num_generations": 4}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, is_other_order", [
+    ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}, False),
+    ({"world_size": 2, "per_device_train_batch_size": 4}, False),
+    ({"num_generations": 8, "generation_batch_size": 16, "per_device_train_batch_size": 16}, False),
+    ({"world_size": 2, "generation_batch_size": 16}, True),
+    ({"num_generations": 2}, True),
+    ({"num_iterations": 2}, True),
+    ({"gradient_accumulation_steps": 2}, True),
+])  # fmt: skip
+def test_prompts_come_in_another_order_where_a_batch_of_rollouts_has_another_size(changes, is_other_order):
+    """In another number of prompts, or of the optimizer steps that it serves."""
+    lines = changed_settings(SIZES, SIZES | changes)
+    assert len(lines) == len(changes)
+    assert any("the order of the prompts changes" in line for line in lines) == is_other_order
+
+
+def test_the_last_checkpoint_is_the_last_one_that_was_written_to_its_end(copy, caplog):
+    cut(copy / "out/checkpoint-4/trainer_state.json")
+    assert checkpoint_to_resume("last", str(copy / "out")) == str(copy / "out/checkpoint-2")
+    (said,) = warnings_of(caplog, "is incomplete")
+    assert str(copy / "out/checkpoint-4") in said
+    cut(copy / "out/checkpoint-2/trainer_state.json")
+    with pytest.raises(ValueError, match="There is none in output_dir"):
+        checkpoint_to_resume("last", str(copy / "out"))
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adafactor", "adamw_torch"])
+def test_the_state_of_another_optimizer_ends_a_resumed_run_before_it_samples(random_model, copy, capsys, optim):
+    """The same method in another implementation goes on. The first line says where from."""
+    trainer = make_trainer(random_model, copy, optim=optim, max_steps=3)
+    resume = {"resume_from_checkpoint": str(copy / "out/checkpoint-2")}
+    if optim == "adamw_torch":
+        trainer.train(**resume)
+        assert trainer.state.global_step == 3
+        assert f"resumed from {copy / 'out/checkpoint-2'}, after step 2" in capsys.readouterr().out
+        return
+    trainer._roll_out = None
+    with pytest.raises(CheckpointError, match="another optimizer .* same optim"):
+        trainer.train(**resume)
+
+
+class Asked(TrainerCallback):
+    """Keeps the prompt of each step, and may end the first epoch."""
+
+    def __init__(self, ends_at=None):
+        self.ends_at, self.prompts, self.trainer = ends_at, [], None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.prompts.append(self.trainer.batch.rows[0]["prompt"][0]["content"])
+        control.should_epoch_stop = state.global_step == self.ends_at
+
+
+def test_an_epoch_that_a_callback_ends_does_not_give_the_next_one_its_order(random_model, tmp_path):
+    orders = []
+    for ends_at in (None, 2):
+        asked = Asked(ends_at)
+        trainer = make_trainer(
+            random_model, tmp_path, callbacks=[asked], max_steps=-1, num_train_epochs=2, save_strategy="no"
+        )
+        asked.trainer = trainer
+        trainer.train()
+        orders.append(asked.prompts)
+    whole, ended = orders
+    assert len(whole) == 12 and whole[:6] != whole[6:] and ended == whole[:2] + whole[6:]
+
+
+def test_rows_that_fill_no_batch_are_said_at_the_start(random_model, tmp_path, capsys):
+    for count, said in ((5, True), (4, False)):
+        settings = {
+            "prompts": PROMPTS[:count],
+            "per_device_train_batch_size": 8,
+            "max_steps": 1,
+            "save_strategy": "no",
+        }
+        make_trainer(random_model, tmp_path, **settings).train()
+        left = "an epoch leaves out 1 of 5 rows, others each time: they fill no batch of 2 prompts\n"
+        assert (left in capsys.readouterr().out) == said
+
+
+class StopAtStep(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_between_two_steps_of_one_batch_stops_before_the_second(random_model, tmp_path, capsys):
+    trainer = make_trainer(random_model, tmp_path, callbacks=[StopAtStep()], num_iterations=4, save_strategy="no")
+    with pytest.raises(SystemExit) as stopped:
+        train_or_save(trainer)
+    assert stopped.value.code == 128 + signal.SIGTERM and trainer.state.global_step == 1
+    assert "evaluation" not in capsys.readouterr().err
+    resumed = make_trainer(random_model, tmp_path, num_iterations=4, save_strategy="no", resume_from_checkpoint="last")
+    train_or_save(resumed)
+    assert resumed.state.global_step == 4
+
+
+def test_an_interrupted_evaluation_is_made_up_for(random_model, tmp_path, capsys):
+    """It counts for the best checkpoint. The rewards of step 2 are 1 higher, so that it is the best."""
+
+    def trainer_of(name, **changes):
+        settings = dict(
+            eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
+            metric_for_best_model="reward", greater_is_better=True, per_device_eval_batch_size=4,
+        )  # fmt: skip
+        return make_trainer(random_model, tmp_path / name, **settings | changes)
+
+    def evaluations(trainer):
+        return [(row["step"], row["eval_reward"]) for row in trainer.state.log_history if "eval_reward" in row]
+
+    whole = trainer_of("whole")
+    train_or_save(whole)
+    parts = trainer_of("parts")
+    score = parts._score
+
+    def stopped_at_step_2(*args):
+        if parts.state.global_step == 2 and not parts.model.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return score(*args)
+
+    parts._score = stopped_at_step_2
+    with pytest.raises(SystemExit) as stopped:
+        train_or_save(parts)
+    assert stopped.value.code == 128 + signal.SIGTERM and len(evaluations(parts)) == 1
+    assert "The evaluation of step 2 was interrupted" in capsys.readouterr().err
+    resumed = trainer_of("parts", resume_from_checkpoint=str(tmp_path / "parts/out/checkpoint-2"))
+    train_or_save(resumed)
+    assert [step for step, _ in evaluations(resumed)] == [1, 2, 3, 4]
+    assert evaluations(resumed) == [(step, pytest.approx(value, abs=1e-6)) for step, value in evaluations(whole)]
+    assert resumed.state.best_global_step == whole.state.best_global_step == 2
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "parts/out/checkpoint-2")
+    assert not resumed.args.eval_on_start
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_test_row_that_cannot_be_asked_is_a_failed_rollout(random_model, tmp_path, caplog, size):
+    """Also where it is a batch alone. One that is trained on ends the run."""
+    trainer = make_trainer(random_model, tmp_path, eval_strategy="steps", per_device_eval_batch_size=size)
+    trainer.env.max_model_len = 64
+    rows = [PROMPTS[0], [{"role": "user", "content": f"{size} long " * 40}]]
+    found = trainer.evaluate(Dataset.from_dict({"prompt": rows}))
+    alone = trainer.evaluate(Dataset.from_dict({"prompt": rows[:1]}))
+    assert found["eval_stop/environment_error"] == 0.5 and alone["eval_stop/environment_error"] == 0.0
+    assert found["eval_reward"] == pytest.approx(alone["eval_reward"], abs=1e-6)
+    (said,) = warnings_of(caplog, "cannot be asked")
+    assert f"{size} long {size} long" in said and "fills the model's context" in said
+    trainer.train_dataset = Dataset.from_dict({"prompt": rows[1:]})
+    with pytest.raises(RunError, match="fills the model's context"):
+        trainer.train()
 
 
 def test_a_record_has_what_changes_training_and_nothing_else(tmp_path):

@@ -256,6 +256,7 @@ def test_a_rank_without_a_place_to_fill_takes_part_once(random_model, tmp_path):
     rows = [trainer.train_dataset[0]] * 4
     assert trainer._start_rollouts(rows, []).wait() == [] and asked == [False]
     trainer.env.max_model_len = 1
+    trainer.model.train()
     with pytest.raises(ValueError, match="fills? the (model's )?context"):
         trainer._start_rollouts(rows, [0, 1])
     assert asked == [False]  # ranks meet behind it, before any of them samples

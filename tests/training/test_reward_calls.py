@@ -5,6 +5,7 @@ import concurrent.futures
 import functools
 import inspect
 import os
+import random
 import signal
 import subprocess
 import threading
@@ -13,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import warm_python
@@ -556,12 +558,17 @@ def test_an_async_reward_that_blocks_its_limit_is_told_when_it_ends():
         scored(blocks, timeout=0.1)
 
 
-def test_a_reward_that_seeds_torch_changes_nothing_of_the_run():
+@pytest.mark.parametrize("draw, seed, state_of", [
+    (lambda: torch.rand(1).item(), torch.manual_seed, lambda: torch.get_rng_state().tolist()),
+    (random.random, random.seed, random.getstate),
+    (numpy.random.rand, numpy.random.seed, lambda: [each.tolist() for each in numpy.random.get_state()[1:2]]),
+], ids=["torch", "random", "numpy"])  # fmt: skip
+def test_a_reward_that_seeds_changes_nothing_of_the_run(draw, seed, state_of):
     """It gets numbers of its own, which differ from step to step and are the same where the run is resumed."""
 
     def draws(prompts, **kwargs):
-        drawn = torch.rand(1).item()
-        torch.manual_seed(0)
+        drawn = draw()
+        seed(0)
         return [drawn] * len(prompts)
 
     rewards = RewardFunctions([draws], [1.0], 0)
@@ -571,10 +578,11 @@ def test_a_reward_that_seeds_torch_changes_nothing_of_the_run():
         columns = {"trainer_state": SimpleNamespace(global_step=step), "log_extra": print, "log_metric": print}
         return rewards.score(batch, columns, 60.0, CPU)
 
-    torch.manual_seed(42)
-    before = torch.get_rng_state()
+    for set_seed in (torch.manual_seed, seed):
+        set_seed(42)
+    before = str(state_of())
     first, second = values(0), values(1)
-    assert torch.equal(torch.get_rng_state(), before) and torch.initial_seed() == 42
+    assert str(state_of()) == before and torch.initial_seed() == 42
     assert first == values(0) != second
 
 

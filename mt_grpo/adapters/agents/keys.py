@@ -36,8 +36,8 @@ class AgentKeys:
         None, "What agent_other_models: text answers in the policy's place; never trained on", needs=AGENT
     )
     agent_timeout: float = key(
-        600.0, "Seconds of the agent's own for one row, without its waits for the policy", within="(0, inf)",
-        needs=AGENT,
+        600.0, "Seconds of the agent's own for one row, without its waits for the policy; then its outcome is 0",
+        within="(0, inf)", needs=AGENT,
     )  # fmt: skip
     max_model_calls: int = key(
         32, "Completions that an agent or a scheduler may ask for, per rollout", within="[1, inf)",

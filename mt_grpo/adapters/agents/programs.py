@@ -249,11 +249,9 @@ AGENT_THREAD = "mt-grpo-agents"  # the loop of async agents: one that blocks mus
 
 
 class AgentFailure(EnvironmentFailure):
-    """An agent raised, hung, or returned what it may not: its rollout is not trained on."""
+    """An agent raised, hung before the policy answered, or returned what it may not: its rollout is not trained on."""
 
-    def __init__(self, message: str, reason: StopReason = StopReason.AGENT_ERROR):
-        super().__init__(message)
-        self.reason = reason
+    reason = StopReason.AGENT_ERROR
 
 
 class Rewarding:
@@ -399,7 +397,10 @@ async def run_program(
     timeout: float,
     grace: float,
 ) -> Any:
-    """Run an agent and return its result, None if its budget was used up and it did not return by itself.
+    """Run an agent and return its result, None if its budget or its time was used up and it did not return by itself.
+
+    INVARIANT: once the policy has answered, no answer of it, however long, makes the agent fail: it would escape its
+    loss so.
 
     Args:
         agent: The agent's program.
@@ -410,15 +411,17 @@ async def run_program(
         grace: Seconds, counted in the same way, that it may take after its budget is used up.
 
     Raises:
-        AgentFailure: The agent raised, or took too long.
+        AgentFailure: The agent raised, or took too long before the policy answered.
         Exception: An error that ends the run.
     """
     running = asyncio.ensure_future(agent.run(row, server, session))
     try:
         await own_time(running, session, timeout)
         if not running.done() and not session.over.is_set():
+            if not session.policy_answered:
+                raise AgentFailure(f"{agent.name} took longer than agent_timeout={timeout:g} s, without an answer.")
             session.stop(StopReason.AGENT_TIMEOUT)
-            raise AgentFailure(f"{agent.name} took longer than agent_timeout={timeout:g} s.", StopReason.AGENT_TIMEOUT)
+            return None
         if not running.done() and session.failure is None:
             await own_time(running, session, grace, until_over=False)
         if session.failure is not None:
@@ -430,9 +433,9 @@ async def run_program(
         except ToolsUnavailable:
             raise
         except Exception as error:
-            if session.stop_reason is None and session.context_is_full:
-                session.stop(StopReason.CONTEXT_LENGTH)
-            if session.stop_reason is not None:  # its requests were rejected, since its budget is used up
+            if session.stop_reason is None and (limit := session.limit_met):
+                session.stop(limit)
+            if session.stop_reason is not None:  # what it asked was rejected or cut, since its budget is used up
                 return None
             raised = f"{agent.name} raised {error_line(error)}"
             raise AgentFailure(f"{raised}{told_refusals(session)}") from error

@@ -170,8 +170,7 @@ class AgentSession(RolloutSession):
         They are not for a request that is not trained and holds none of them, such as a judge's or a title's: it is
         the agent's own text that is too long, and a policy that goes on is not at its end.
         """
-        answered = any(each.reached and each.trained for each in self._asked)
-        if answered and (request.trained or self.chains.tells_of_trained(request)):
+        if self.policy_answered and (request.trained or self.chains.tells_of_trained(request)):
             self._full_at = self._num_requests
 
     def tell_effort(self, request: ModelRequest, body: dict[str, Any]) -> None:
@@ -334,14 +333,28 @@ class AgentSession(RolloutSession):
         return {**body, "model": FROZEN}, self.env.other_text if choice == "text" else None
 
     @property
-    def context_is_full(self) -> bool:
-        """Whether a request did not fit into the context, and none that came later was answered.
+    def limit_met(self) -> StopReason | None:
+        """The limit at which an agent raises: no request that it sent behind it was answered. None: there is none.
 
-        INVARIANT: once the policy has answered, it is the one that fills the context, however the agent edits what was
-        said. Were it the agent's failure, a policy would escape its loss by long answers.
+        Either a request did not fit into the context, which the policy's answers fill however the agent edits them,
+        or an answer that a client got was cut. What a request's own limit of tokens cuts is the agent's affair.
         """
-        later = (each.number for each in self.samples)
-        return self._full_at is not None and not any(number >= self._full_at for number in later)
+        if self._full_at is not None and not any(each.number >= self._full_at for each in self.samples):
+            return StopReason.CONTEXT_LENGTH
+        got = [each.asked for each in self.samples if each.asked.reached]
+        for each in self.samples:
+            size, own = len(each.turn.token_ids), each.request.max_tokens
+            cut = each.turn.finish_reason == "length" and (own is None or size < own or self.left(0) <= 0)
+            if cut and each.asked.trained and each.asked in got:
+                if not any(other.began > each.asked.ended for other in got):
+                    full = len(each.prompt_ids) + size >= self.context and self.left(0) > 0
+                    return StopReason.CONTEXT_LENGTH if full else StopReason.MAX_TOKENS
+        return None
+
+    @property
+    def policy_answered(self) -> bool:
+        """Whether a client has received an answer that is trained."""
+        return any(each.reached and each.trained for each in self._asked)
 
     @property
     def got_an_answer(self) -> bool:
