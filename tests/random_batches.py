@@ -103,7 +103,8 @@ class OfBatches(MTGRPOEnvTrainer):
         first = self.accelerator.process_index * count
         own = tensors(rows, self.settings, self.near)
         batch = {key: value[first : first + count] for key, value in own.items()}
-        return batch | {"num_items_in_batch": torch.tensor(trained)}
+        rollouts = len(rows) if self.loss_type != "sapo" else sum(1 + len(row["further"]) for row in rows)
+        return batch | {"num_items_in_batch": torch.tensor(trained), "num_rows_in_batch": torch.tensor(rollouts)}
 
 
 def make_trainer(model, out, layout, settings, **changes):

@@ -127,7 +127,8 @@ def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
     batch.choose_records(args, 0)
     assert batch.owners[:3] == [0, 1, 0] and batch.failed == [False] * 4
     assert [record.completion_ids for record in batch.records] == [[5], [7], [6], [], []]
-    assert batch.loss_lists(9, without_truncated=True)[2] == [[1], [0], [1], [0], [0]]
+    args, batch.rewards = SimpleNamespace(mask_truncated_completions=True), SimpleNamespace(outcome=torch.zeros(4))
+    assert batch.zeros_where_untrained(batch.loss_lists(9)[2], args) == [[1], [0], [1], [0], [0]]
     assert batch.own(torch.arange(4)).tolist() == [2, 3]
     taken = batch.per_rollout({"ids": torch.tensor([[5], [7], [6], [9], [9]]), "num_items": torch.tensor(3)})
     assert taken["ids"].tolist() == [[5], [7]] and taken["num_items"] == 3
