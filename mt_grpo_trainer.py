@@ -898,7 +898,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             raise TypeError(
                 f"Rows that share prompts do not read {unread}, which TRL gives. Set share_prompts: false."
             )
-        if self.layout.kind == "shared" and current is None:  # before the step, or of a reference model
+        if self.layout.kind == "shared" and (current is None or current.shared is None):  # not of a pass of ours
             rows = rows_of_ids(self, input_ids, attention_mask, logits_to_keep)
             self.layout.prove(rows)
         if self.layout.kind != "shared":
