@@ -4,8 +4,8 @@ python tests/distributed_worker.py MODEL OUT [golden|records|passes|splits|refil
 
 With `golden` it runs the batch of golden_batch.py, whose values are written by hand; with `records` that of
 records_batch.py, whose histories are edited; with `passes` the batches of random_batches.py, in TRL's layout
-and ours; with `splits` some of these split in several ways; with `refill` that of refill_run.py, whose groups without signal are replaced; with `images` that of
-vision_run.py.
+and ours; with `splits` some of these split in several ways; with `refill` that of refill_run.py, whose groups without
+signal are replaced; with `images` that of vision_run.py.
 """
 
 import os

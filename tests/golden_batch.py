@@ -268,7 +268,8 @@ def assert_as_written(result, name, world=1, rank=0, close=1e-5):
         "rewards/turn_a/mean": 7.5 / 6, "rewards/turn_b/mean": 3.0 / 4, "rewards/turn_b/frac_scored": 4 / 8,
         "rewards/rollout_a/mean": 2.625 / 5, "rewards/outcome_a/mean": 0.5, "rewards/outcome_b/mean": 5.0 / 6,
         "rewards/outcome_b/frac_scored": 6 / 8, "reward": 25.25 / 7, "frac_reward_scored": 7 / 8,
-        "credit/frac_rollouts_trained": 7 / 8, "credit/frac_groups_without_signal": 0.0, "rollout/restarted": len(lost),
+        "credit/frac_rollouts_trained": 7 / 8, "credit/frac_groups_without_signal": 0.0,
+        "rollout/restarted": len(lost),
     }  # fmt: skip
     trained = [abs(v) for index, of_turns in enumerate(advantages) for v in per_token(index, of_turns, 0.0)]
     sampled = [v for index in SCORED for v in per_token(index, [1] * len(CONVERSATIONS[index]), 0)]

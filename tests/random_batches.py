@@ -120,7 +120,10 @@ class OfBatches(MTGRPOEnvTrainer):
     def _generate_and_score_completions(self, inputs):
         count, ranks = len(inputs), self.accelerator.num_processes
         seed, names = self.settings.get("seed", 0) + self._step, ("further", "uneven", "some_scored", "cut")
-        rows = random_rows(seed, count * ranks, *(self.settings.get(name, False) for name in names))
+        whole = self.settings.get("only_scored", count * ranks)
+        rows = random_rows(seed, whole, *(self.settings.get(name, False) for name in names))
+        if "only_scored" in self.settings:
+            rows = [row for row in rows if row.get("scored", True)]
         trained = sum(sum(each["trained"]) for row in rows for each in (row, *row["further"]))
         first = self.accelerator.process_index * count
         own = tensors(rows, self.settings, self.near)
@@ -139,7 +142,7 @@ def make_trainer(model, out, layout, settings, **changes):
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False,
         share_prompts=layout != "trl",
     )  # fmt: skip
-    own = {"vllm", "further", "seed", "peft", "uneven", "some_scored", "cut"}
+    own = {"vllm", "further", "seed", "peft", "uneven", "some_scored", "only_scored", "cut"}
     args |= {key: value for key, value in settings.items() if key not in own} | changes
     trainer = OfBatches(
         model, MultiTurnToolEnv([], system_prompt=None), [], [nothing], args=MTGRPOConfig(**args),

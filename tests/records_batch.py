@@ -140,6 +140,12 @@ def distance(one, other):
     return ((one - other).abs().amax(1) / one.abs().amax(1)).max().item()
 
 
+SAMPLING = {  # ways to the metrics of importance sampling: in the loss's own pass, or in one before the step
+    "own pass": {}, "tokens": dict(log_rollout_tokens=True), "twice": dict(num_iterations=2, max_steps=2),
+    "trl": dict(share_prompts=False),
+}  # fmt: skip
+
+
 def run_on_ranks(model, out, world):
     """What test_records.py compares: gradients of histories that only grew, and of those that were cut; an error."""
     edits = {"grown": None, "cut": no_edit, "edited": edit_one}
@@ -155,6 +161,12 @@ def run_on_ranks(model, out, world):
             per_device_eval_batch_size=4 // world, beta=0.1,
         )  # fmt: skip
         results[f"{loss_type}-{name}"] = result["gradients"], result.get("eval_loss")
+    for name, changes in SAMPLING.items():  # all that the second rank has failed
+        log = train(
+            model, out / f"sampling {name}", edit_one, Unknown, cut=1.4, failed=(4, 5, 6, 7), beta=0.1,
+            loss_type="grpo", per_device_train_batch_size=8 // world, **changes,
+        )["log"]  # fmt: skip
+        results[f"sampling {name}"] = {key: log[key] for key in log if key.startswith(("sampling/", "entropy", "kl"))}
     trainer = make_trainer(model, out / "failed", at_once=range(8), per_device_train_batch_size=8 // world)
     try:
         trainer.train()

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from types import SimpleNamespace
 
 import golden_batch as golden
@@ -441,7 +442,7 @@ def test_a_batch_of_failed_rollouts_ends_the_run(random_model, tmp_path):
 @pytest.fixture(scope="module")
 def by_rank(random_model, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    return batch.run_on_ranks(random_model, out / "one", 1), run_worker(2, random_model, out, "records")
+    return batch.run_on_ranks(random_model, out / "one", 1), run_worker(2, random_model, out, "records"), out
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
@@ -459,6 +460,25 @@ def test_two_ranks_train_records_as_one_does(by_rank, loss_type):
     (expected, _), two = by_rank[0][f"{loss_type}-edited"], by_rank[1]
     for rank in two:
         assert batch.distance(expected, rank[f"{loss_type}-edited"][0]) < CLOSE
+
+
+@pytest.mark.parametrize("name", batch.SAMPLING)
+def test_metrics_of_sampling_are_of_the_tokens_of_all_ranks(by_rank, name):
+    """The second rank has no token that counts. Recomputed from the rollout log, which has the tokens of one way."""
+    one, two, out = by_rank
+    expected = one["sampling own pass"]
+    logs = [json.loads(line) for rank in (0, 1) for line in
+            (out / f"sampling tokens/rollouts.rank{rank}.jsonl").read_text().splitlines()]  # fmt: skip
+    apart = [theirs - sampled for row in logs for turn in row["turns"] for theirs, sampled, trained in
+             zip(turn["trainer_logprobs"] or [], turn["logprobs"], turn["loss_mask"])
+             if trained and sampled is not None]  # fmt: skip
+    assert len(logs) == 8 and len(apart) > 100
+    mean = sum(map(abs, apart)) / len(apart)
+    assert expected["sampling/sampling_logp_difference/mean"] == pytest.approx(mean, abs=1e-4)
+    assert expected["sampling/token_ratio_mean"] == pytest.approx(sum(map(math.exp, apart)) / len(apart), abs=1e-4)
+    for found in (one, *two):
+        assert len(found[f"sampling {name}"]) == 9
+        assert found[f"sampling {name}"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_ranks_end_together_where_all_environments_failed(by_rank):

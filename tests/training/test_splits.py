@@ -6,6 +6,7 @@ from records_batch import distance
 from test_distributed import run as run_worker
 
 CLOSE = 1e-5  # of a gradient's largest entry, in float32
+SEED = 9  # of a batch in which 12 of 16 rollouts have a score
 ONE = batches.SPLITS[1]
 OF_SEQUENCES = ("low_min", "high_max")  # an extreme of records
 
@@ -32,6 +33,24 @@ def whole(random_model, tmp_path_factory):
         return found[loss_type, seed]
 
     return get
+
+
+@pytest.mark.parametrize("loss_type", batches.LOSSES)
+def test_rollouts_without_a_score_might_as_well_not_be_there(random_model, tmp_path, loss_type):
+    """12 of 16 have a score. The others are in no sum, no divisor and no term, the KL included."""
+    found, alone = (
+        batches.train_split(random_model, tmp_path / name, "shared", split, loss_type, seed=SEED, **settings)
+        for name, split, settings in (("16", (16, 1, 1), {}), ("12", (12, 1, 1), {"only_scored": 16}))
+    )
+    assert_alike(found, alone)
+
+
+def test_means_over_tokens_do_not_depend_on_the_loss(whole):
+    """`grpo` weighs each token by its rollout's length, and its metrics do not."""
+    weighted, plain = whole("grpo")[1], whole("dapo")[1]
+    names = ("entropy", "kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+    assert [weighted[name] for name in names] == pytest.approx([plain[name] for name in names], rel=1e-4)
+    assert min(plain[name] for name in names) > 0.01
 
 
 OF_MICRO_BATCH = "bnpo"  # TRL divides it by the tokens of a rank's micro-batch
