@@ -225,14 +225,11 @@ def of_all_ranks(batches: list[list[Rollout]]) -> list[list[Rollout]]:
 
 def for_report(rollout: Rollout) -> Rollout:
     """A copy of a rollout without what a report does not read: its environment, texts, logprobs and images."""
-    turns = [
-        dataclasses.replace(
-            turn, logprobs=None, text="", messages=[], info={}, state_key=None, generations=[], tools=None,
-            context=turn.context and turn.context._replace(messages=[], ids=[]),
-            results=[dataclasses.replace(result, text=result.text[:MOST_SENT], pictures=()) for result in turn.results],
-        )
-        for turn in rollout.turns
-    ]  # fmt: skip
+    nothing = dict(logprobs=None, text="", messages=[], info={}, state_key=None, generations=[], tools=None)
+    turns = [dataclasses.replace(turn, **nothing) for turn in rollout.turns]
+    for turn in turns:
+        turn.context = turn.context and turn.context._replace(messages=[], ids=[])
+        turn.results = [ToolResult(result.text[:MOST_SENT], result.error) for result in turn.results]
     error = rollout.error and RuntimeError(str(rollout.error)[:MOST_SENT])
     last = [{"role": message["role"]} for message in rollout.prompt_messages[-1:]]
     return Rollout(last, [], rollout.index, turns, rollout.stop_reason, error=error)

@@ -58,7 +58,7 @@ class PassMetrics:
         metrics = trainer._metrics[trainer._mode]
         trained = output["completion_mask"] * output["tool_mask"] > 0
         names = ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
-        means = sampling_means(*(output[name] for name in names), trained, limits_of(trainer), trainer.accelerator)
+        means = sampling_means(*(output[name] for name in names), trained, ratio_limits(trainer), trainer.accelerator)
         for name in means:
             if name.startswith(TRLS):
                 metrics[name].pop()
@@ -79,13 +79,13 @@ class PassMetrics:
         sampled = each["sampling_per_token_logps"]  # (B, C)
         trained = each["completion_mask"] * each["tool_mask"] > 0
         difference = torch.where(trained & ~sampled.isnan(), logps - sampled, 0.0)
-        ratio = importance_ratio(difference, trainer.vllm_importance_sampling_mode, *limits_of(trainer))
+        ratio = importance_ratio(difference, trainer.vllm_importance_sampling_mode, *ratio_limits(trainer))
         if trainer.args.old_logps == "sampled":
             each["old_per_token_logps"] = torch.where(sampled.isnan(), logps, sampled)
             each["importance_sampling_ratio"] = torch.ones_like(ratio)
         else:
             each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
-        self._own |= sampling_means(logps, sampled, ratio, trained, limits_of(trainer), trainer.accelerator)
+        self._own |= sampling_means(logps, sampled, ratio, trained, ratio_limits(trainer), trainer.accelerator)
 
     def count_tokens(self, each: Pass, logps: torch.Tensor, entropies: torch.Tensor, trainer: Any) -> None:
         """TRL's metrics of a pass with weights in its mask, for which TRL would weigh them too. Collective.
@@ -112,7 +112,7 @@ class PassMetrics:
         self._own |= {name: (total / max(each.weight, 1), each.weight) for name, total in zip(values, sums)}
 
 
-def limits_of(trainer: Any) -> tuple[float | None, float | None]:
+def ratio_limits(trainer: Any) -> tuple[float | None, float | None]:
     """Where the importance ratio is cut, from below and from above; None: nowhere."""
     return trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
 
@@ -135,7 +135,7 @@ def sampling_means(
         sampled: (B, C), as sampled, NaN where they are not known.
         ratio: (B, C), or (B, 1) of sequences, as the loss uses it.
         trained: (B, C) bool.
-        limits: See `limits_of`.
+        limits: See `ratio_limits`.
     """
     least, most = limits
     known = trained & ~sampled.isnan()

@@ -16,8 +16,8 @@ from transformers import AutoTokenizer
 
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.data import make_arithmetic, make_chain
-from mt_grpo.reports.metrics import EvaluationMetrics, credit_metrics
-from mt_grpo.rollout import Generation, Record, StopReason, ToolCall, Turn
+from mt_grpo.reports.metrics import EvaluationMetrics, conversation_columns, conversation_metrics, credit_metrics
+from mt_grpo.rollout import Generation, Record, Rollout, StopReason, ToolCall, Turn
 from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.pass_metrics import sampling_means
 from mt_grpo.training.reward_calls import run_rewards
@@ -192,6 +192,47 @@ def test_several_data_sets_of_an_evaluation_have_their_own_means(random_model, t
     assert found == pytest.approx(
         {"all_reward": 38.5 / 11, "first_reward": 13.25 / 4, "first_turns/mean": 9 / 4}, abs=1e-5
     )
+
+
+def test_a_number_of_weight_0_is_no_score(random_model, tmp_path):
+    """Half of the rollouts get 1.25, the others only a number that is logged: they are in no mean, and not trained."""
+
+    def right(completions, **kwargs):
+        return [1.25 if i % 2 else None for i in range(len(completions))]
+
+    def length(completions, **kwargs):
+        return [float(i) for i in range(len(completions))]
+
+    trainer = golden.make_trainer(
+        random_model, tmp_path, ([], [right, length]), num_generations=4, num_generations_eval=4,
+        eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    trainer.reward_weights = torch.tensor([1.0, 0.0])
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.train()
+    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
+    for mode, lengths in (("", [1, 3, 5, 7]), ("eval_", [1, 3, 5, 7, 1, 3])):  # in batches of 8 and 4
+        expected = {
+            "reward": 1.25, "reward_std": 0.0, "frac_reward_scored": 0.5, "rewards/right/mean": 1.25,
+            "rewards/right/frac_scored": 0.5, "rewards/length/mean": sum(lengths) / len(lengths),
+            "rewards/length/frac_scored": 0.5,
+        }  # fmt: skip
+        found = {name: logged[f"{mode}{name}"] for name in expected}
+        assert found == pytest.approx(expected), mode
+    assert logged["credit/frac_rollouts_trained"] == 0.5
+    rows = [row for row in read_log(tmp_path) if row["mode"] == "train"]
+    assert [row["reward"] for row in rows] == [None, 1.25] * 4
+    assert [row["rewards"]["length"] for row in rows] == list(range(8))  # what was given is shown
+    assert [any(turn["num_trained"] for turn in row["turns"]) for row in rows] == [False, True] * 4
+
+
+def test_without_calls_there_is_no_share_of_calls():
+    """It is no failure rate of 0, and so in no mean of batches."""
+    silent = Rollout([], [1], turns=[Turn([5], None, "", "stop")], stop_reason=StopReason.ANSWERED)
+    metrics = conversation_metrics(conversation_columns([silent], Accelerator(cpu=True)))[0]
+    names = {f"tools/{kind}_frequency" for kind in ("failure", "malformed", "timeout")} | {"tools/mean_seconds"}
+    assert {name for name, value in metrics.items() if math.isnan(value)} == names
+    assert metrics["tools/call_frequency"] == 0.0
 
 
 @pytest.mark.parametrize(

@@ -275,6 +275,30 @@ CHAIN = dict(
 )
 
 
+@pytest.mark.parametrize("rewards", [(0.1, 0.2, 0.3, 0.4), (10.0, -10.0, 0.1, 0.7), (1e5, 0.3, -1e5)])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("name", ["merged", "turn_return", "gigpo"])
+def test_equal_returns_in_another_order_are_no_signal(name, scale, rewards):
+    """In float32 the sums of the same numbers differ with their order, and a difference is divided by 1e-4."""
+    turn = torch.tensor(list(itertools.permutations(rewards))[:6])
+    every = torch.ones_like(turn, dtype=torch.bool)
+    table = RewardTable(
+        torch.zeros(6), torch.full((6,), NAN), turn, every, every, torch.arange(turn.shape[1]).repeat(6, 1)
+    )
+    assert turn_advantages(table, name, 6, 1.0, scale)[:, 0].tolist() == [0.0] * 6
+    table.turn[0, 0] += 0.01
+    assert turn_advantages(table, name, 6, 1.0, scale)[0, 0] > 1e-3
+
+
+@pytest.mark.parametrize("value", [1.0, 1000.0, -12345.0])
+def test_values_that_differ_by_a_hundred_thousandth_differ(value):
+    assert norm(torch.tensor([value, value * (1 + 1e-5)]), 2).abs().min() > 1e-4
+
+
+def test_a_table_without_tokens_has_one_token_per_turn():
+    assert doctest_batch().num_tokens.tolist() == [[1, 1, 1], [1, 1, 0]]
+
+
 def test_unequal_rollouts_in_one_group():
     # norm(R^O) = 0.5 -0.5 0 0. Turn 0 of three rollouts, mean 0.4: -0.2 0.2 0. Turn 1 of two, mean 0.2: 0.2 -0.2.
     # Turn 2 of one survivor: 0. The silent one: R^O + R^T = 2.2 0.6 0.9 0.5, mean 1.05: -0.55.
