@@ -1,6 +1,7 @@
 """Credit assignment: golden numbers worked out by hand, the formula of TRL, and what must hold for any rewards."""
 
 import doctest
+import itertools
 import math
 from dataclasses import replace
 
