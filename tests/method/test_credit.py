@@ -281,14 +281,15 @@ CHAIN = dict(
 @pytest.mark.parametrize("name", ["merged", "turn_return", "gigpo"])
 def test_equal_returns_in_another_order_are_no_signal(name, scale, rewards):
     """In float32 the sums of the same numbers differ with their order, and a difference is divided by 1e-4."""
-    turn = torch.tensor(list(itertools.permutations(rewards))[:6])
+    orders = list(itertools.permutations(rewards))
+    turn = torch.tensor(orders[:: len(orders) // 6])
     every = torch.ones_like(turn, dtype=torch.bool)
     table = RewardTable(
         torch.zeros(6), torch.full((6,), NAN), turn, every, every, torch.arange(turn.shape[1]).repeat(6, 1)
     )
     assert turn_advantages(table, name, 6, 1.0, scale)[:, 0].tolist() == [0.0] * 6
     table.turn[0, 0] += 0.01
-    assert turn_advantages(table, name, 6, 1.0, scale)[0, 0] > 1e-3
+    assert turn_advantages(table, name, 6, 1.0, scale)[0, 0] > 0
 
 
 @pytest.mark.parametrize("value", [1.0, 1000.0, -12345.0])
