@@ -226,6 +226,26 @@ def test_a_number_of_weight_0_is_no_score(random_model, tmp_path):
     assert [any(turn["num_trained"] for turn in row["turns"]) for row in rows] == [False, True] * 4
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
+def test_a_batch_without_a_score_trains_nothing(random_model, tmp_path, loss_type):
+    """Not by the KL either, though the weights have moved away from the reference's."""
+
+    def nothing(completions, **kwargs):
+        return [None] * len(completions)
+
+    trainer = golden.make_trainer(
+        random_model, tmp_path, ([], [nothing]), num_generations=4, beta=0.5, loss_type=loss_type
+    )
+    with torch.no_grad():
+        for weights in trainer.model.parameters():
+            weights.mul_(1.5)
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert (logged["loss"], logged["grad_norm"], logged["frac_reward_scored"]) == (0.0, 0.0, 0.0)
+    assert {logged[name] for name in ("reward", "kl", "entropy", "credit/mean_abs_advantage")} == {None}
+
+
 def test_without_calls_there_is_no_share_of_calls():
     """It is no failure rate of 0, and so in no mean of batches."""
     silent = Rollout([], [1], turns=[Turn([5], None, "", "stop")], stop_reason=StopReason.ANSWERED)
