@@ -127,6 +127,7 @@ from mt_grpo.reports.metrics import (
     conversation_metrics,
     credit_metrics,
     mean_per_rollout,
+    reward_metrics,
     staleness_metrics,
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
@@ -145,6 +146,7 @@ from mt_grpo.training.passes import (
     rows_of_ids,
     shared_rows,
     skips_first_pass,
+    whole_pass,
 )
 from mt_grpo.training.policy_scores import scores_of_trainer
 from mt_grpo.training.records import FURTHER_RECORDS
@@ -544,8 +546,8 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
             choices between rewards of equal mean and unequal variance.
 
     Returns:
-        Same shape; 0 where x is NaN, where a set has fewer than two values, and where its values are all equal.
-        Raises `RunError` for a negative value with `mean`.
+        Same shape; 0 where x is NaN, where a set has fewer than two values, and where its values are all equal, to
+        a millionth of the largest. Raises `RunError` for a negative value with `mean`.
 
     >>> norm(torch.tensor([1., 0., 1., 0.]), 4, "none")
     tensor([ 0.5000, -0.5000,  0.5000, -0.5000])
@@ -565,8 +567,9 @@ def norm(x: torch.Tensor, group_size: int, scale_rewards: str = "group") -> torc
         if (x < 0).any():
             raise RunError(f"scale_rewards: mean, got a reward of {x[x < 0].min():g}. Expected none below 0.")
         centred = centred / groups.nanmean(1, keepdim=True)
-    # Equal values must give exactly 0, not a rounding error divided by 1e-4.
-    return torch.where(high > low, centred, 0.0).nan_to_num(0.0).view(x.shape)
+    # Equal values must give exactly 0, not a rounding error divided by 1e-4, such as of sums in another order.
+    differ = high - low > 1e-6 * torch.maximum(high.abs(), low.abs())
+    return torch.where(differ, centred, 0.0).nan_to_num(0.0).view(x.shape)
 
 
 @dataclass
@@ -579,11 +582,15 @@ class RewardTable:
     has_observation: torch.Tensor  # (N, K) bool: `Turn.has_observation`
     sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
     state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
-    num_tokens: torch.Tensor | int = 1  # (N, K) int64: those of the turn that are trained
+    num_tokens: torch.Tensor | None = None  # (N, K) int64: those of the turn that are trained; None: one of each turn
     group_size: int = 0  # G; `turn_advantages` sets it, and the recipe's settings below
     scale_rewards: str = "group"
     outcome_in_return: bool = False
     state_baseline: str = "mean"
+
+    def __post_init__(self):
+        if self.num_tokens is None:
+            self.num_tokens = self.sampled.long()
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
         """The group-relative value of x, (N,) or (N, K), with this table's groups and scaling (see `norm`)."""
@@ -592,20 +599,21 @@ class RewardTable:
     @property
     def turn_total(self) -> torch.Tensor:
         """R^T, (N,): 0 where a rollout has no turn reward."""
-        return self.rollout_turn.nan_to_num(0.0) + self.turn.nansum(1)
+        return self.rollout_turn.nan_to_num(0.0) + self.turn.double().nansum(1).to(self.turn.dtype)
 
     def returns_to_go(self, discount: float) -> torch.Tensor:
         """G_k = r_k + discount * G_{k+1}, (N, K): None counts as 0; NaN where there is no turn k.
 
         With `outcome_in_return` the rollout's last turn has R^O as a reward, too.
         """
-        rewards, to_go = self.turn.nan_to_num(0.0), torch.zeros_like(self.turn)
+        rewards = self.turn.double().nan_to_num(0.0)  # so that equal returns in another order are equal
+        to_go = torch.zeros_like(rewards)
         if self.outcome_in_return:
             last = self.sampled & (self.sampled.int().cumsum(1) == self.sampled.sum(1, keepdim=True))
             rewards = rewards + torch.where(last, self.outcome[:, None], 0.0)
         for k in reversed(range(to_go.shape[1])):
             to_go[:, k] = rewards[:, k] + (discount * to_go[:, k + 1] if k + 1 < to_go.shape[1] else 0.0)
-        return to_go.where(self.sampled, NAN)
+        return to_go.to(self.turn.dtype).where(self.sampled, NAN)
 
     def rollout_turn_advantages(self) -> torch.Tensor:
         """(N, K): `norm` of the per-rollout turn rewards, on the turns with no observation before them."""
@@ -785,6 +793,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
+        output["num_rows_in_batch"] = batch.num_scored(self.loss_type == "sapo", self.accelerator)
         self._log_step(output, advantages)
         if self.args.old_logps == "sampled" and not skips:
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
@@ -822,10 +831,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self.model.training:
             self.state.num_input_tokens_seen += num_tokens
         self._metrics[self._mode]["num_tokens"] = [self.state.num_input_tokens_seen]
-        prompt_ids, completion_ids, loss_masks, logprobs = batch.loss_lists(
-            self._tokenizer.pad_token_id, self.args.mask_truncated_completions
-        )
-        batch.loss_masks = loss_masks
+        prompt_ids, completion_ids, loss_masks, logprobs = batch.loss_lists(self._tokenizer.pad_token_id)
+        batch.loss_masks = loss_masks = batch.zeros_where_untrained(loss_masks, self.args)
         return (
             prompt_ids,
             completion_ids,
@@ -865,9 +872,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             inputs = into_passes(self, [inputs])[0]
         if PASSES in inputs:
             return loss_in_passes(self, model, inputs, num_items_in_batch)
+        inputs = inputs if isinstance(inputs, Pass) else whole_pass(self, inputs)
         with self.layout.of(inputs):
-            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-        return loss * inputs.scale if isinstance(inputs, Pass) else loss
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -891,7 +898,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             raise TypeError(
                 f"Rows that share prompts do not read {unread}, which TRL gives. Set share_prompts: false."
             )
-        if self.layout.kind == "shared" and current is None:  # before the step, or of a reference model
+        if self.layout.kind == "shared" and (current is None or current.shared is None):  # not of a pass of ours
             rows = rows_of_ids(self, input_ids, attention_mask, logits_to_keep)
             self.layout.prove(rows)
         if self.layout.kind != "shared":
@@ -906,6 +913,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             found = logps_of_rows(model, shared, compute_entropy, self.accelerator)
         if current is not None and current.is_first:
             self.layout.metrics.compare(current, found[0].detach(), self)
+        if current is not None and current.is_weighted:
+            self.layout.metrics.count_tokens(current, found[0].detach(), found[1].detach(), self)
         return found
 
     # -- 3.3 roll out --
@@ -970,18 +979,24 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             batch.used = count_used_rewards(batch.scores, batch.weights, moves)
             given, moved = (counts.sum().item() for counts in batch.used)
             self._log_metrics({"credit/frac_rewards_unused": 1 - moved / given if given else 0.0})
-        return batch.logged
+        return batch.logged.masked_fill(batch.reward.isnan()[:, None].to(batch.logged.device), NAN)
 
     # -- 3.5 logging --
 
     def _log_step(self, output: dict[str, Any], advantages: torch.Tensor) -> None:
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
-        batch, limits = self.batch, (self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max)
-        self._log_metrics(credit_metrics(output, batch, self.accelerator, limits))
+        batch, metrics = self.batch, self._metrics[self._mode]
+        self._log_metrics(credit_metrics(output, batch, self.accelerator))
+        for name, value in reward_metrics(batch.logged, batch.reward, self.reward_func_names).items():
+            if "frac" not in name:
+                metrics[name].pop()  # TRL's, which counts numbers of weight 0 and rollouts without a score
+            metrics[name].append(value)
+        if "importance_sampling_ratio" in output:
+            self.layout.metrics.replace(self, output)
         if not self.model.training:
             loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
             total = len(loader.dataset) * batch.group_size if loader is not None else None
-            self._evaluation.add(self._metrics["eval"], batch, total)
+            self._evaluation.add(metrics, batch, total)
         outcome = norm(batch.rewards.outcome, batch.group_size, self.args.scale_rewards)  # (N,), of the outcome alone
         self._rollout_log.add(batch, output, advantages, outcome, self.state.global_step)
         mean_advantages = mean_per_rollout(output, batch)  # (B,)
@@ -993,7 +1008,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's `log`. The metrics of an evaluation are means over its rollouts, and not of the means of batches."""
         if not self.model.training:
-            self._evaluation.finish(self._metrics["eval"], self.reward_func_names, self.reward_weights)
+            self._evaluation.finish(self._metrics["eval"], self.reward_func_names)
         super().log(logs, start_time)
 
     # -- 3.6 set-up --

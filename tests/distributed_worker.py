@@ -1,11 +1,11 @@
 """Run by test_distributed.py on one and on two ranks: a scripted backend, the advantages before TRL shuffles them.
 
-python tests/distributed_worker.py MODEL OUT [golden|records|passes|refill|images]
+python tests/distributed_worker.py MODEL OUT [golden|records|passes|splits|refill|images]
 
 With `golden` it runs the batch of golden_batch.py, whose values are written by hand; with `records` that of
-records_batch.py, whose histories are edited; with `passes` the batches of random_batches.py, in TRL's layout and ours;
-with `refill` that of refill_run.py, whose groups without signal are replaced; with `images` that of
-vision_run.py.
+records_batch.py, whose histories are edited; with `passes` the batches of random_batches.py, in TRL's layout
+and ours; with `splits` some of these split in several ways; with `refill` that of refill_run.py, whose groups without
+signal are replaced; with `images` that of vision_run.py.
 """
 
 import os
@@ -116,6 +116,8 @@ def main():
         results = records_batch.run_on_ranks(model, out, world)
     elif sys.argv[3:] == ["passes"]:
         results = random_batches.run_on_ranks(model, out)
+    elif sys.argv[3:] == ["splits"]:
+        results = random_batches.run_splits(model, out)
     elif sys.argv[3:] == ["refill"]:
         results = refill_run.run_on_ranks(model, out, world)
     elif sys.argv[3:] == ["images"]:

@@ -31,6 +31,7 @@ OUTCOME_A = [1.0, 0.0, None, 0.5, 1.0, None, 0.0, None]
 OUTCOME_B = [None, 1.0, 1.0, 0.0, 0.0, 1.0, 2.0, None]
 TURN_WEIGHTS, OUTCOME_WEIGHTS = [1.0, 0.5, 2.0, 0.25], [3.0, 0.5]
 
+SCORED = range(7)  # rollout 7 has no outcome: it is not trained, and in no mean
 # The weighted sums: r_k = A + B/2; per rollout 2 A + B/4; R^O = 3 A + B/2. Rollout 7 has no outcome: in no baseline.
 TURN_REWARDS = [[0.5, 0.5, 0.25], [1.25, None], [0.5], [None, 1.0, 0.75], [0.25, 2.0], [1.0, None], [1.0], [1.5, 1.0]]
 # per rollout      1.75            none         0.75   0.5                none         2.0          1.25   -
@@ -238,7 +239,7 @@ def assert_as_written(result, name, world=1, rank=0, close=1e-5):
         padding = [0] * (width - len(whole))
         assert rows["completion_mask"][place] == whole + padding, index
         trained = per_token(index, [1] * len(turns), 0)
-        assert rows["tool_mask"][place][: len(whole)] == trained, index
+        assert rows["tool_mask"][place][: len(whole)] == [n * (index in SCORED) for n in trained], index
         logprobs = per_token(index, [-0.125 * (k + 1) for k in range(len(turns))], 0.0)
         assert rows["sampling_per_token_logps"][place] == logprobs + padding, index
         expected = per_token(index, advantages[index], 0.0) + padding
@@ -256,7 +257,7 @@ def assert_as_written(result, name, world=1, rank=0, close=1e-5):
         sums = [[v for v in table[index] if v is not None] for table in (TURN_A, TURN_B)]
         of_rollout = [table[index] for table in (ROLLOUT_A, ROLLOUT_B, OUTCOME_A, OUTCOME_B)]
         assert row["rewards"] == dict(zip(NAMES, [sum(s) if s else None for s in sums] + of_rollout, strict=True))
-        assert row["turn_rewards"] == TURN_REWARDS[index]
+        assert row["turn_rewards"] == TURN_REWARDS[index] and (row["reward"] is not None) == (index in SCORED)
         differences = [abs(a - b) for a, b in zip(row["turn_advantages"], advantages[index], strict=True)]
         assert max(differences) < close
 
@@ -264,12 +265,14 @@ def assert_as_written(result, name, world=1, rank=0, close=1e-5):
     expected = {
         "turns/mean": 2.0, "turns/max": 3.0, "stop/max_turns": 2 / 8, "stop/answered": 6 / 8,
         "tools/call_frequency": 10 / 8, "completions/clipped_ratio": 0.0,
-        "rewards/turn_a/mean": 9.5 / 7, "rewards/turn_b/mean": 4.0 / 5,
-        "rewards/rollout_a/mean": 3.625 / 6, "rewards/outcome_a/mean": 0.5, "rewards/outcome_b/mean": 5.0 / 6,
-        "reward": 30.0 / 8, "rollout/restarted": len(lost), "credit/frac_groups_without_signal": 0.0,
+        "rewards/turn_a/mean": 7.5 / 6, "rewards/turn_b/mean": 3.0 / 4, "rewards/turn_b/frac_scored": 4 / 8,
+        "rewards/rollout_a/mean": 2.625 / 5, "rewards/outcome_a/mean": 0.5, "rewards/outcome_b/mean": 5.0 / 6,
+        "rewards/outcome_b/frac_scored": 6 / 8, "reward": 25.25 / 7, "frac_reward_scored": 7 / 8,
+        "credit/frac_rollouts_trained": 7 / 8, "credit/frac_groups_without_signal": 0.0,
+        "rollout/restarted": len(lost),
     }  # fmt: skip
     trained = [abs(v) for index, of_turns in enumerate(advantages) for v in per_token(index, of_turns, 0.0)]
-    sampled = [v for index, turns in enumerate(CONVERSATIONS) for v in per_token(index, [1] * len(turns), 0)]
+    sampled = [v for index in SCORED for v in per_token(index, [1] * len(CONVERSATIONS[index]), 0)]
     expected["credit/mean_abs_advantage"] = sum(trained) / sum(sampled)
     for key, value in expected.items():
         assert abs(metrics[key] - value) < close, (key, metrics[key], value)

@@ -19,7 +19,9 @@ def nothing(completions, **kwargs):
     return [0.0] * len(completions)
 
 
-def random_rows(seed: int, count: int, further: bool, uneven: bool = False) -> list[dict]:
+def random_rows(
+    seed: int, count: int, further: bool, uneven: bool = False, some_scored: bool = False, cut: bool = False
+) -> list[dict]:
     """Rows of TRL's batch without padding. Some have no trained token, some one token, and prompts come back.
 
     Args:
@@ -27,6 +29,8 @@ def random_rows(seed: int, count: int, further: bool, uneven: bool = False) -> l
         count: Of rollouts.
         further: Whether some have further records.
         uneven: Whether the first half is much longer than the second one. A group of four may lie in both.
+        some_scored: Whether some rollouts have no score, and so no trained token.
+        cut: Whether the end of each first record is one of its own.
     """
     rng = random.Random(seed)
     prompts = [[rng.randrange(200) for _ in range(rng.choice(PROMPTS))] for _ in range(count // GROUP_SIZE)]
@@ -39,12 +43,30 @@ def random_rows(seed: int, count: int, further: bool, uneven: bool = False) -> l
         return {"prompt": prompt, "ids": [rng.randrange(200) for _ in range(length)], "trained": trained, **numbers}
 
     rows = []
+    of_scores, of_cuts = random.Random(seed + 1), random.Random(seed + 2)
     for i in range(count):
         lengths = () if not uneven else ((30, 45),) if i < count // 2 else ((1, 2, 7),)
         first = row(prompts[i // GROUP_SIZE], *lengths)
         first["further"] = [row([5] * rng.choice(PROMPTS)) for _ in range(rng.choice((0, 0, 1, 2)))] if further else []
+        if some_scored and of_scores.random() < 0.3:
+            for each in (first, *first["further"]):
+                each["trained"] = [0] * len(each["trained"])
+            first["scored"] = False
+        if cut:
+            first["further"] = [*cut_row(first, of_cuts), *first["further"]]
         rows.append(first)
     return rows
+
+
+def cut_row(row: dict, rng: random.Random) -> list[dict]:
+    """Move the end of a row to a record of its own, in which it reads the same. Empty for a row of one token."""
+    ids, prompt = row["ids"], row["prompt"]
+    if len(ids) < 2:
+        return []
+    at, further = rng.randrange(1, len(ids)), {"prompt": None}
+    for name in ("ids", "trained", "advantages", "old", "ref", "ratio"):
+        row[name], further[name] = row[name][:at], row[name][at:]
+    return [{**further, "prompt": prompt + row["ids"]}]
 
 
 def tensors(rows: list[dict], settings: dict, near: float) -> dict:
@@ -97,13 +119,18 @@ class OfBatches(MTGRPOEnvTrainer):
 
     def _generate_and_score_completions(self, inputs):
         count, ranks = len(inputs), self.accelerator.num_processes
-        seed, names = self.settings.get("seed", 0) + self._step, ("further", "uneven")
-        rows = random_rows(seed, count * ranks, *(self.settings.get(name, False) for name in names))
+        seed, names = self.settings.get("seed", 0) + self._step, ("further", "uneven", "some_scored", "cut")
+        whole = self.settings.get("only_scored", count * ranks)
+        rows = random_rows(seed, whole, *(self.settings.get(name, False) for name in names))
+        if "only_scored" in self.settings:
+            rows = [row for row in rows if row.get("scored", True)]
         trained = sum(sum(each["trained"]) for row in rows for each in (row, *row["further"]))
         first = self.accelerator.process_index * count
         own = tensors(rows, self.settings, self.near)
         batch = {key: value[first : first + count] for key, value in own.items()}
-        return batch | {"num_items_in_batch": torch.tensor(trained)}
+        scored = [row for row in rows if row.get("scored", True)]
+        number = len(scored) + (self.loss_type == "sapo") * sum(len(row["further"]) for row in scored)
+        return batch | {"num_items_in_batch": torch.tensor(trained), "num_rows_in_batch": torch.tensor(number)}
 
 
 def make_trainer(model, out, layout, settings, **changes):
@@ -115,7 +142,7 @@ def make_trainer(model, out, layout, settings, **changes):
         optim="sgd", learning_rate=0.1, lr_scheduler_type="constant", max_grad_norm=0.0, shuffle_dataset=False,
         share_prompts=layout != "trl",
     )  # fmt: skip
-    own = {"vllm", "further", "seed", "peft", "uneven"}
+    own = {"vllm", "further", "seed", "peft", "uneven", "some_scored", "only_scored", "cut"}
     args |= {key: value for key, value in settings.items() if key not in own} | changes
     trainer = OfBatches(
         model, MultiTurnToolEnv([], system_prompt=None), [], [nothing], args=MTGRPOConfig(**args),
@@ -146,6 +173,43 @@ ON_RANKS = {
     "sequences": dict(loss_type="dapo", uneven=True, importance_sampling_level="sequence", vllm="sequence"),
     "further records": dict(loss_type="grpo", further=True, uneven=True),
 }  # fmt: skip
+
+
+LOSSES = {  # each with what its rows need, and whether the tokens of a rollout can be in any records
+    **{name: (dict(beta=0.1, vllm="token"), True) for name in ("dapo", "grpo", "dr_grpo", "luspo", "cispo", "bnpo")},
+    "sapo": (dict(beta=0.1, vllm="token"), False),
+    "vespo": (dict(vllm="token", credit_assignment="outcome"), False),
+}
+SPLITS = {  # of one batch of 16 rollouts over ranks: rows at a time, accumulated, per batch
+    1: {"whole": (16, 1, 1), "accumulated": (4, 4, 4), "two steps": (4, 2, 4)},
+    2: {"ranks": (8, 1, 1), "accumulated ranks": (2, 4, 4), "steps of ranks": (2, 1, 4)},
+}
+
+
+def train_split(model, out, layout, split, loss_type, seed=0, **changes):
+    """The mean gradient of the steps of one batch, at weights that stay, and the log of all of them."""
+    rows, accumulated, per_batch = split
+    steps = per_batch // accumulated
+    settings = dict(loss_type=loss_type, further=True, some_scored=True, seed=seed) | LOSSES[loss_type][0] | changes
+    found = train(
+        model, out, layout, settings, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulated,
+        steps_per_generation=per_batch, max_steps=steps, logging_steps=steps, learning_rate=0.0,
+    )  # fmt: skip
+    names = ("loss", "entropy", "kl", "clip_ratio", "cispo", "vespo")
+    log = {key: value for key, value in found["log"][0].items() if key.startswith(names)}
+    return found["gradients"].mean(0, keepdim=True), log
+
+
+def run_splits(model, out):
+    """By loss and split of two ranks."""
+    found = {}
+    for loss_type in LOSSES:
+        for name, split in SPLITS[2].items():
+            limit = {"max_tokens_per_pass": 80} if name == "ranks" else {}
+            found[f"{loss_type} {name}"] = train_split(
+                model, out / f"{loss_type} {name}", "shared", split, loss_type, **limit
+            )
+    return found
 
 
 def run_on_ranks(model, out):

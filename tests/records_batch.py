@@ -128,6 +128,7 @@ def train(
     trainer._get_per_token_logps_and_entropies = counted
     trainer.train()
     result = {"gradients": torch.stack(trainer.gradients), "log": trainer.state.log_history[0]}
+    result["facts"] = next(each.facts for each in trainer.callback_handler.callbacks if hasattr(each, "facts"))
     result["passes"] = passes.count(False) - 2 * trainer.args.share_prompts  # of the rollouts; two prove the layout
     if evaluate:
         result["eval_loss"] = trainer.evaluate()["eval_loss"]
@@ -138,6 +139,12 @@ def distance(one, other):
     """The largest difference, as a share of the largest entry, over all steps."""
     assert one.shape == other.shape and one.abs().amax(1).min() > 1e-6
     return ((one - other).abs().amax(1) / one.abs().amax(1)).max().item()
+
+
+SAMPLING = {  # ways to the metrics of importance sampling: in the loss's own pass, or in one before the step
+    "own pass": {}, "tokens": dict(log_rollout_tokens=True), "twice": dict(num_iterations=2, max_steps=2),
+    "trl": dict(share_prompts=False),
+}  # fmt: skip
 
 
 def run_on_ranks(model, out, world):
@@ -155,6 +162,14 @@ def run_on_ranks(model, out, world):
             per_device_eval_batch_size=4 // world, beta=0.1,
         )  # fmt: skip
         results[f"{loss_type}-{name}"] = result["gradients"], result.get("eval_loss")
+    for name, changes in SAMPLING.items():  # all that the second rank has failed
+        result = train(
+            model, out / f"sampling {name}", edit_one, Unknown, cut=1.4, failed=(4, 5, 6, 7), beta=0.1,
+            loss_type="grpo", per_device_train_batch_size=8 // world, **changes,
+        )  # fmt: skip
+        log, facts = result["log"], ("rollouts/ended", "rollouts/called", "num_rollouts")
+        results["facts"] = {key: result["facts"][key] for key in facts}
+        results[f"sampling {name}"] = {key: log[key] for key in log if key.startswith(("sampling/", "entropy", "kl"))}
     trainer = make_trainer(model, out / "failed", at_once=range(8), per_device_train_batch_size=8 // world)
     try:
         trainer.train()

@@ -92,6 +92,8 @@ LISTS = {
     "logprobs",
     "trained_records",
     "compare_ranks",
+    "trained_rollouts",
+    "zeros_where_untrained",
 }  # as completion_ids, which is on the way
 ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 PICTURES = {  # of which this run has none
@@ -106,7 +108,7 @@ MAIN_THREAD = {  # where synchronous rewards run
 }  # fmt: skip
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards",
-    "numbers_that_move", "count_used_rewards",
+    "numbers_that_move", "count_used_rewards", "reward", "reward_metrics", "num_scored", "__post_init__",
     "nansum", "check_advantages", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
     "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
     "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import math
+import pickle
 import re
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from statistics import mean
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 
 from mt_grpo.base.pictures import image_or_str
 from mt_grpo.base.rows import IMAGE_COLUMNS
@@ -19,13 +23,13 @@ from mt_grpo.conversation.limits import limits_of
 from mt_grpo.recipe.checks import prompt_ids_of
 from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports.troubles import MIN_CALLS, REPEATED, Facts, tokens_that_differ
-from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult
+from mt_grpo.rollout import FAILURES, Rollout, StopReason, ToolResult, join
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.token_checks import squeezed
 
-MOST_SHOWN = 160  # characters of an error
+MOST_SHOWN, MOST_SENT = 160, 500  # characters of an error, on the screen and between ranks
 MOST_WEIGHTS = 2**16  # so many weights of a parameter are looked at, evenly spread
 WORD = r"[\w-]+"  # a tool's name is one
 # The questions that the models of hf_recipes/tiny were trained on, each after the first word of a model's folder.
@@ -139,7 +143,7 @@ def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
 def facts_of_batches(
     args: Any, metrics: dict[str, list[float]], functions: RewardFunctions, batches: list[Batch]
 ) -> Facts:
-    """The metrics of these batches, over all ranks, and what this rank's rollouts add to them.
+    """The metrics of these batches, and what their rollouts add to them, over all ranks. Collective.
 
     INVARIANT: the metrics are of these batches, and of no other.
 
@@ -149,7 +153,8 @@ def facts_of_batches(
         functions: The reward functions.
         batches: Of this rank, with their rollouts.
     """
-    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    of_batches = of_all_ranks([batch.rollouts for batch in batches])
+    rollouts = join(of_batches)
     facts = {name: mean(values) for name, values in metrics.items() if values}
     by_turn = [r for r in rollouts if cut_by_turn(r, args)]
     cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
@@ -164,7 +169,7 @@ def facts_of_batches(
     uncut = [result for r in rollouts for turn in r.turns if turn.finish_reason != "length" for result in turn.results]
     failure = most_frequent(str(r.error) for r in rollouts if r.stop_reason in FAILURES and r.error is not None)
     ends = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
-    groups = [group for batch in batches for group in whole_groups(batch.rollouts, args.num_generations)]
+    groups = [group for batch in of_batches for group in whole_groups(batch, args.num_generations)]
     weights = dict(zip(functions.names, functions.weights))
     means = {name: facts.get(f"rewards/{name}/mean", float("nan")) for name, weight in weights.items() if weight}
     given = {name: value for name, value in means.items() if value == value}
@@ -192,6 +197,7 @@ def facts_of_batches(
         "frequent/call_error": most_frequent(r.text for r in results if r.error == "call"),
         "frequent/failure": failure and f": {failure.rstrip('.')}",
         "outcome/name": outcome, "outcome/mean": given.get(outcome),
+        "outcome/scored": round(len(rollouts) * facts.get(f"rewards/{outcome}/frac_scored", 0.0)),
         "outcome/constant": outcome in given and outcome not in varied,
         "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "no weight is above 0",
         "rewards/given": list(given) if means else None,
@@ -201,6 +207,33 @@ def facts_of_batches(
     }  # fmt: skip
 
 
+def of_all_ranks(batches: list[list[Rollout]]) -> list[list[Rollout]]:
+    """The rollouts of these batches on all ranks. Collective.
+
+    INVARIANT: nothing here raises on one rank alone. A rank whose rollouts cannot be sent, because of a fork's own
+    classes, sends none.
+    """
+    if not torch.distributed.is_initialized():
+        return batches
+    packed: list[Any] = [None]
+    with suppress(Exception):
+        packed = [pickle.dumps([[for_report(rollout) for rollout in batch] for batch in batches])]
+    of_ranks = [pickle.loads(each) for each in gather_object(packed) if each is not None]
+    return [join(parts) for parts in zip(*of_ranks)]
+
+
+def for_report(rollout: Rollout) -> Rollout:
+    """A copy of a rollout without what a report does not read: its environment, texts, logprobs and images."""
+    nothing = dict(logprobs=None, text="", messages=[], info={}, state_key=None, generations=[], tools=None)
+    turns = [dataclasses.replace(turn, **nothing) for turn in rollout.turns]
+    for turn in turns:
+        turn.context = turn.context and turn.context._replace(messages=[], ids=[])
+        turn.results = [ToolResult(result.text[:MOST_SENT], result.error) for result in turn.results]
+    error = rollout.error and RuntimeError(str(rollout.error)[:MOST_SENT])
+    last = [{"role": message["role"]} for message in rollout.prompt_messages[-1:]]
+    return Rollout(last, [], rollout.index, turns, rollout.stop_reason, error=error)
+
+
 def cut_by_turn(rollout: Rollout, args: Any) -> bool:
     """Whether a turn was cut off, in its call or before it, where the completion had room left."""
     cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= args.longest_turn]
@@ -208,7 +241,7 @@ def cut_by_turn(rollout: Rollout, args: Any) -> bool:
 
 
 def whole_groups(rollouts: list[Rollout], size: int) -> list[list[Rollout]]:
-    """The groups that are on this rank as a whole: a rank's rollouts may begin or end within one."""
+    """The groups that are there as a whole: the rollouts of a rank may begin or end within one."""
     groups: dict[int, list[Rollout]] = {}
     for rollout in rollouts:
         groups.setdefault(rollout.index // size, []).append(rollout)

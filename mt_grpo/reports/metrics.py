@@ -16,7 +16,7 @@ from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import FAILURES, Rollout, StopReason
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.records import is_cut_off, tokens_read_again, trained_records
-from mt_grpo.training.tensors import nanstd, nansum
+from mt_grpo.training.tensors import nanstd
 
 
 def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool = False) -> torch.Tensor:
@@ -64,9 +64,9 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
         metrics[f"completions/mean_{suffix}length"] = values.mean().item()
         metrics[f"completions/min_{suffix}length"] = values.min().item()
         metrics[f"completions/max_{suffix}length"] = values.max().item()
-    attempted = results.sum().clamp(min=1)  # not the calls of a last turn, which nothing runs any more
-    if not results.sum() and calls.sum():
-        attempted = torch.tensor(math.nan)  # a scheduler runs them itself: whether they fail is not known
+    # Not the calls of a last turn, which nothing runs any more. Without any there is no share of calls, as where a
+    # scheduler runs them itself.
+    attempted = results.sum() if results.sum() else torch.tensor(math.nan)
     metrics |= {
         "completions/clipped_ratio": truncated.float().mean().item(),
         "completions/mean_total_length": total.mean().item(),
@@ -87,6 +87,35 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
     return metrics, int(prompt.sum() + trained.sum())
 
 
+def reward_metrics(logged: torch.Tensor, reward: torch.Tensor, names: list[str]) -> dict[str, float]:
+    """Means of rewards over the rollouts that have a score, and the share of the rollouts that each mean is of.
+
+    Args:
+        logged: (N, F), of each function, NaN where it gave None.
+        reward: (N,), what is trained, NaN for rollouts without a score (`Batch.reward`).
+        names: Of the F functions.
+
+    >>> nan = float("nan")
+    >>> logged = torch.tensor([[1.0, nan], [3.0, 0.5], [8.0, nan], [8.0, 8.0]])  # the last two have no outcome
+    >>> reward_metrics(logged, torch.tensor([1.0, 3.5, nan, nan]), ["a", "b"])
+    ... # doctest: +NORMALIZE_WHITESPACE
+    {'rewards/a/mean': 2.0, 'rewards/a/std': 1.4142135381698608, 'rewards/a/frac_scored': 0.5,
+     'rewards/b/mean': 0.5, 'rewards/b/std': nan, 'rewards/b/frac_scored': 0.25,
+     'reward': 2.25, 'reward_std': 1.7677669525146484, 'frac_reward_scored': 0.5}
+    """
+    metrics, scored = {}, ~reward.isnan()
+    for name, column in zip(names, logged.T):
+        column = column.masked_fill(~scored, math.nan)
+        metrics[f"rewards/{name}/mean"] = column.nanmean().item()
+        metrics[f"rewards/{name}/std"] = nanstd(column, 0).item()
+        metrics[f"rewards/{name}/frac_scored"] = (~column.isnan()).float().mean().item()
+    return metrics | {
+        "reward": reward.nanmean().item(),
+        "reward_std": nanstd(reward, 0).item(),
+        "frac_reward_scored": scored.float().mean().item(),
+    }
+
+
 class EvaluationMetrics:
     """The metrics of an evaluation as of all its rollouts at once.
 
@@ -97,7 +126,7 @@ class EvaluationMetrics:
 
     def __init__(self):
         self.columns: list[torch.Tensor] = []  # of each batch, (N, 16)
-        self.rewards: list[torch.Tensor] = []  # of each batch, (N, F)
+        self.rewards: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each batch: (N, F) and (N,)
 
     def add(self, metrics: dict[str, list[float]], batch: Batch, total: int | None) -> None:
         """Add a batch, whose metrics TRL has added to `metrics`.
@@ -106,31 +135,30 @@ class EvaluationMetrics:
 
         Args:
             metrics: The trainer's, of evaluation.
-            batch: With its `facts` and `logged`.
+            batch: With its `facts`, `logged` and rewards.
             total: The number of rollouts of the whole evaluation; None if it is not known.
         """
         if len(metrics["reward"]) == 1:  # the first batch of an evaluation, which begins without metrics
             self.columns, self.rewards = [], []
-        real = None if total is None else max(total - sum(map(len, self.rewards)), 0)
+        real = None if total is None else max(total - sum(map(len, self.columns)), 0)
         self.columns.append(batch.facts[:real].cpu())
-        self.rewards.append(batch.logged[:real].cpu())
+        self.rewards.append((batch.logged[:real].cpu(), batch.reward[:real]))
 
-    def finish(self, metrics: dict[str, list[float]], names: list[str], weights: torch.Tensor) -> None:
+    def finish(self, metrics: dict[str, list[float]], names: list[str]) -> None:
         """Replace the values of all batches by one value of the whole evaluation.
 
         Args:
             metrics: The trainer's, a value per batch. Metrics that have another number of values stay as they are.
             names: Of the F reward functions.
-            weights: Of them, (F,).
 
         >>> whole, metrics = EvaluationMetrics(), {"reward": [2 / 3, 1.0], "entropy": [1.0, 2.0], "x/max": [3.0, 1.0]}
-        >>> whole.rewards = [torch.tensor([[1.0], [0.0], [1.0]]), torch.tensor([[1.0]])]
+        >>> whole.rewards = [(x[:, None], x) for x in (torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0]))]
         >>> whole.columns = [torch.zeros(3, 16), torch.zeros(1, 16)]
-        >>> whole.finish(metrics, ["match"], torch.ones(1))
+        >>> whole.finish(metrics, ["match"])
         >>> {name: metrics[name] for name in ("reward", "rewards/match/mean", "entropy", "x/max")}
         {'reward': [0.75], 'rewards/match/mean': [0.75], 'entropy': [1.25], 'x/max': [3.0]}
         """
-        sizes = [len(batch) for batch in self.rewards]
+        sizes = [len(batch) for batch in self.columns]
         if not sizes or len(metrics.get("reward", ())) != len(sizes):
             return
         for name, values in metrics.items():
@@ -141,13 +169,9 @@ class EvaluationMetrics:
                 metrics[name] = [(max if name.endswith("max") else min)(value for value, _ in there)]
             else:
                 metrics[name] = [sum(value * size for value, size in there) / sum(size for _, size in there)]
-        metrics |= {name: [value] for name, value in conversation_metrics(torch.cat(self.columns))[0].items()}
-        rewards = torch.cat(self.rewards)  # (N, F)
-        for name, column in zip(names, rewards.T):
-            metrics[f"rewards/{name}/mean"] = [column.nanmean().item()]
-            metrics[f"rewards/{name}/std"] = [nanstd(column, 0).item()]
-        total = nansum(rewards * weights.cpu(), 1)  # (N,), NaN where no function gave a number
-        metrics |= {"reward": [total.nanmean().item()], "reward_std": [nanstd(total, 0).item()]}
+        of_all = conversation_metrics(torch.cat(self.columns))[0]
+        of_all |= reward_metrics(*map(torch.cat, zip(*self.rewards)), names)
+        metrics |= {name: [value] for name, value in of_all.items()}
         self.columns, self.rewards = [], []
 
 
@@ -199,40 +223,30 @@ def num_errors(rollout: Rollout) -> tuple[int, int, int]:
     return len(errors), errors.count("timeout"), errors.count("call")
 
 
-def credit_metrics(
-    output: dict[str, Any], batch: Batch, accelerator: Any, ratio_limits: tuple[float | None, float | None]
-) -> dict[str, float]:
-    """Metrics of the advantages and importance ratios that the loss uses. Collective.
+def credit_metrics(output: dict[str, Any], batch: Batch, accelerator: Any) -> dict[str, float]:
+    """Metrics of the advantages that the loss uses. Collective.
 
     Args:
-        output: TRL's batch of this rank's M records, with advantages (M, C) and, with vLLM, importance ratios.
+        output: TRL's batch of this rank's M records, with advantages (M, C).
         batch: Their rollouts.
         accelerator: Of the trainer.
-        ratio_limits: Where importance ratios are cut, from below and from above; None: nowhere.
     """
     count, owners = len(batch.rows), torch.tensor(batch.owners)
     loss_mask = output["completion_mask"] * output["tool_mask"]
     # INVARIANT: what is called a signal is an advantage that a token is trained with.
     largest = (output["advantages"].abs() * loss_mask).amax(1)  # (M,)
-    largest = largest.new_zeros(count).scatter_reduce(0, owners.to(largest.device), largest, "amax")
+    largest, trained = (
+        x.new_zeros(count).scatter_reduce(0, owners.to(x.device), x, "amax")
+        for x in (largest, loss_mask.amax(1).float())
+    )
     no_signal = (accelerator.gather(largest).view(-1, batch.group_size) < 1e-8).all(1)
     sums = [(output["advantages"].abs() * loss_mask).sum(), loss_mask.sum()]
-    if "importance_sampling_ratio" in output:
-        ratio = output["importance_sampling_ratio"].expand(loss_mask.shape)
-        least, most = ratio_limits
-        is_cut = (ratio <= (least or 0.0)) | (ratio >= (math.inf if most is None else most))
-        sums.append((is_cut * loss_mask).sum())
-        own = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).exp()  # NaN where one is not known
-        sums += [(own.nan_to_num(0.0) * loss_mask).sum(), (~own.isnan() * loss_mask).sum()]
     sums = accelerator.reduce(torch.stack([s.float() for s in sums]), reduction="sum").tolist()
-    metrics = {
+    return {
         "credit/frac_groups_without_signal": no_signal.float().mean().item(),
-        "credit/mean_abs_advantage": sums[0] / max(sums[1], 1),
+        "credit/frac_rollouts_trained": accelerator.gather(trained).mean().item(),
+        "credit/mean_abs_advantage": sums[0] / sums[1] if sums[1] else math.nan,
     }
-    if len(sums) > 2:
-        metrics["sampling/frac_tokens_ratio_zero_or_clipped"] = sums[2] / max(sums[1], 1)
-        metrics["sampling/token_ratio_mean"] = sums[3] / sums[4] if sums[4] else float("nan")
-    return metrics
 
 
 def mean_per_rollout(output: dict[str, Any], batch: Batch) -> torch.Tensor:

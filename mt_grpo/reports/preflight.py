@@ -280,8 +280,9 @@ class FirstBatch(TrainerCallback):
             logger.warning(f"The report on the first batch failed: {error_line(error)}")
 
     def gather_facts(self) -> None:
-        """Set `facts`. It calls no collective."""
-        self.facts = {**facts_of_settings(self.trainer), **facts_so_far(self.trainer, [self.trainer.batch])}
+        """Set `facts`. Collective, before anything that may raise on one rank."""
+        of_batch = facts_so_far(self.trainer, [self.trainer.batch])
+        self.facts = {**facts_of_settings(self.trainer), **of_batch}
 
 
 def facts_so_far(trainer: ResumableTrainer, batches: list[Batch]) -> Facts:

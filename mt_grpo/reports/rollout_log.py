@@ -28,7 +28,6 @@ from mt_grpo.conversation.pictures import readable
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import Message, Record, Rollout, Turn
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.tensors import nansum
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Scored:
     """The rewards of a batch of n rollouts, with F reward functions and K turns."""
 
     names: list[str]  # (F,), of the reward functions
-    weights: torch.Tensor  # (F,)
+    reward: torch.Tensor  # (n,), what is trained, NaN without a score
     rewards: torch.Tensor  # (n, F), one number per rollout
     turn_rewards: torch.Tensor  # (n, K), the weighted rewards of functions that give one per turn
     advantages: torch.Tensor  # (n, K), one number per turn
@@ -128,7 +127,6 @@ def rollout_rows(
         columns: Of `turn_columns`.
         tokenizer: Given where turns have their tokens.
     """
-    total = finite(nansum(scored.rewards * scored.weights.to(scored.rewards), 1).tolist())
     lists = scored.rewards.tolist(), scored.turn_rewards.tolist(), scored.advantages.tolist()
     return [
         {
@@ -155,7 +153,7 @@ def rollout_rows(
             "info": [json_text(turn.info, ensure_ascii=False, default=str, skipkeys=True) for turn in rollout.turns],
         }
         for rollout, row, reward, per_function, per_turn, advantage, outcome, of_rollout in zip(
-            rollouts, inputs, total, *lists, scored.outcome_advantages.tolist(), columns
+            rollouts, inputs, finite(scored.reward.tolist()), *lists, scored.outcome_advantages.tolist(), columns
         )
     ]
 
@@ -355,9 +353,9 @@ class RolloutLog:
         fresh = self._begin(step)
         if not count:
             return
-        tables = [batch.own(table)[:count] for table in (batch.logged, batch.rewards.turn, advantages)]
+        tables = [batch.own(x)[:count] for x in (batch.reward, batch.logged, batch.rewards.turn, advantages)]
         part = batch.own(outcome)[:count]
-        scored = Scored(self.names, batch.weights, *tables, batch.group_size, part, len(advantages))
+        scored = Scored(self.names, *tables, batch.group_size, part, len(advantages))
         rollouts = batch.rollouts[:count]
         columns = turn_columns(output, batch.records, batch.owners, rollouts)
         self._write(rollouts, batch.rows, scored, columns, {"step": step, "mode": batch.mode}, fresh)
@@ -409,9 +407,9 @@ class RolloutLog:
             return
         rollouts = [batch.rollouts[i] for i in places]
         index = torch.tensor([batch.first + i for i in places], dtype=torch.long)
-        rewards = batch.logged[index.to(batch.logged.device)], batch.rewards.turn[index]
+        rewards = batch.reward[index], batch.logged[index.to(batch.logged.device)], batch.rewards.turn[index]
         nothing = torch.zeros(batch.rewards.turn.shape)[index], batch.group_size, torch.zeros(len(places))
-        scored = Scored(self.names, batch.weights, *rewards, *nothing, len(batch.rewards.outcome))
+        scored = Scored(self.names, *rewards, *nothing, len(batch.rewards.outcome))
         inputs, about = [batch.rows[i] for i in places], {"step": step, "mode": "dropped"}
         self._write(rollouts, inputs, scored, turn_columns({}, [], [], rollouts), about, self._begin(step))
 

@@ -260,17 +260,24 @@ READINGS = (
     Reading(
         "main outcome", ("outcome/constant", "outcome/mean"),
         lambda f: f["outcome/constant"] and bool(f["rewards/varied"]),
-        "The main outcome {outcome/name} is {outcome/mean:.3g} for all {num_rollouts} rollouts. Only other rewards "
-        "move the policy, and it may learn these alone. Look whether the function can give anything else: how it "
+        "The main outcome {outcome/name} is {outcome/mean:.3g} for all {outcome/scored} rollouts that were given it. "
+        "Only other rewards move the policy, and it may learn these alone. Look whether the function can give anything else: how it "
         "compares answers, and what the data has as answer. Then take an easier task, or a model that solves some of "
         "it.",
     ),
     Reading(
+        "nothing trained", ("credit/frac_rollouts_trained",), lambda f: f["credit/frac_rollouts_trained"] == 0,
+        "No rollout has a token in the loss. Each of them failed, has no outcome, or is truncated and left out by "
+        "mask_truncated_completions. Look at the stop reasons in rollouts.*.jsonl. Raise max_completion_length, or "
+        "look why no outcome function gives a number.",
+        lambda f: True,
+    ),
+    Reading(
         "no signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f.get("rewards/varied_and_used", True)),
-        "No group{since} has rewards that differ, as credit_assignment counts them. Advantages are differences within "
-        "a group: all of them are 0, and nothing is learned. Look at rollouts.*.jsonl: is the task always or never "
-        "solved? Take other prompts, raise num_generations or the temperature.",
+        "No group{since} has trained rollouts whose rewards differ, as credit_assignment counts them. Advantages are "
+        "differences within a group: all of them are 0, and nothing is learned. Look at rollouts.*.jsonl: is the task "
+        "always or never solved? Take other prompts, raise num_generations or the temperature.",
         lambda f: True,
     ),
     Reading(

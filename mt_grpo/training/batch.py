@@ -113,38 +113,55 @@ class Batch:
         rows = [(own[0], i) for i, own in enumerate(records)] + further
         self.records, self.owners = [record for record, _ in rows], [owner for _, owner in rows]
 
-    def loss_lists(self, pad_id: int, without_truncated: bool = False) -> tuple[list, list, list, list | None]:
+    def loss_lists(self, pad_id: int) -> tuple[list, list, list, list | None]:
         """The inputs of the loss: (prompt ids, completion ids, loss masks, logprobs), each a list of M rows.
 
         Args:
             pad_id: The single token of an empty record. It has no loss.
-            without_truncated: TRL's `mask_truncated_completions`: truncated rollouts have masks of zeros.
 
         >>> Batch([], 1, records=[Record([], [])]).loss_lists(9)
         ([[9]], [[9]], [[0]], [[0.0]])
         """
         logprobs = [record.logprobs for record in self.records]
-        loss_masks = [record.loss_mask or [0] for record in self.records]
-        if without_truncated:
-            loss_masks = self.zeros_where_truncated(loss_masks)
         return (
             [record.prompt_ids or [pad_id] for record in self.records],
             [record.completion_ids or [pad_id] for record in self.records],
-            loss_masks,
+            [record.loss_mask or [0] for record in self.records],
             None if None in logprobs else [row or [0.0] for row in logprobs],
         )
 
-    def zeros_where_truncated(self, masks: list[list[int]]) -> list[list[int]]:
-        """The masks of the M records, with zeros for those of truncated rollouts."""
-        cut_off = self.truncated[self.first : self.first + len(self.rollouts)]
-        return [[0] * len(mask) if cut_off[owner] else mask for owner, mask in zip(self.owners, masks)]
+    @property
+    def reward(self) -> torch.Tensor:
+        """R^O + R^T of each rollout, (N,), NaN for one without a score: it has no outcome, or its environment failed.
+
+        INVARIANT: a rollout without a score has no token in any sum or divisor of the loss, and is in no mean.
+        """
+        return self.rewards.outcome + self.rewards.turn_total
+
+    def trained_rollouts(self, args: Any) -> torch.Tensor:
+        """Which rollouts have tokens in the loss, (N,) bool: those with a score, with TRL's masking whole ones."""
+        scored = ~self.rewards.outcome.isnan()
+        return scored & ~torch.tensor(self.truncated) if args.mask_truncated_completions else scored
+
+    def zeros_where_untrained(self, masks: list[list[int]], args: Any) -> list[list[int]]:
+        """The masks of the M records, with zeros for those of rollouts that are not trained."""
+        trained = self.own(self.trained_rollouts(args)).tolist()
+        return [mask if trained[owner] else [0] * len(mask) for owner, mask in zip(self.owners, masks)]
 
     def trained_turns(self, args: Any) -> torch.Tensor:
         """Which turns have tokens in the loss, (N, K) bool."""
-        trained = self.rewards.num_tokens > 0
-        if args.mask_truncated_completions:
-            trained = trained & ~torch.tensor(self.truncated)[:, None]
-        return trained
+        return (self.rewards.num_tokens > 0) & self.trained_rollouts(args)[:, None]
+
+    def num_scored(self, per_record: bool, accelerator: Any) -> torch.Tensor:
+        """The number of rollouts of all ranks that have a score, or of their records; a scalar. Collective.
+
+        Losses that are a mean over rows divide by it.
+        """
+        scored, count = self.own(~self.rewards.outcome.isnan()).tolist(), len(self.rows)
+        further = self.records[count:] if per_record else []
+        owners = self.owners[:count] + [i for i, record in zip(self.owners[count:], further) if record.turns]
+        number = torch.tensor(float(sum(scored[i] for i in owners)), device=accelerator.device)
+        return accelerator.reduce(number, reduction="sum")
 
     def per_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
         """Convert TRL's batch of M rows to one of B rollouts, which its shuffle and split take apart.

@@ -201,17 +201,21 @@ class Layout:
             prove_layout(self.trainer, pass_of_two(rows, self.trainer.args, self.trainer.pad_to_multiple_of or 1))
 
     @contextmanager
-    def of(self, inputs: dict[str, Any]) -> Iterator[None]:
-        """Within it the loss of a pass is computed; TRL's own micro-batches need nothing."""
-        if not isinstance(inputs, Pass):
-            yield
-            return
-        self.current = self.begun = inputs
+    def of(self, inputs: Pass) -> Iterator[None]:
+        """Within it the loss of a pass is computed, with the pass's share of the micro-batch's policy loss and KL.
+
+        INVARIANT: TRL's policy loss is linear in the advantages, for a positive factor, and its KL in `beta`. Its
+        entropy bonus and the router's loss are means of their own, and have no share here.
+        """
+        trainer, beta, advantages = self.trainer, self.trainer.beta, inputs["advantages"]
+        scale = max(inputs.scale, 1e-30)  # at 0 one rank alone would log no KL
+        self.current, self.begun = inputs, inputs if inputs.num_tokens else None
+        inputs["advantages"], trainer.beta = advantages * scale, beta * scale
         try:
-            with self.metrics.of(self.trainer._metrics, self.trainer._mode, inputs):
+            with self.metrics.of(trainer, inputs):
                 yield
         finally:
-            self.current = None
+            inputs["advantages"], trainer.beta, self.current = advantages, beta, None
 
     def __str__(self) -> str:
         """Describe the layout in words, for logs."""

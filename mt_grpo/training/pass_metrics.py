@@ -1,4 +1,4 @@
-"""Metrics of TRL's loss over the passes of a step, so that they do not depend on how passes are cut."""
+"""Metrics of the loss, pooled over the passes of all steps since the last log, however passes are cut."""
 
 from __future__ import annotations
 
@@ -12,37 +12,57 @@ import torch
 
 from mt_grpo.training.passes import Pass
 
+Means = dict[str, tuple[float, float]]  # name -> (mean, minimum or maximum, the number of tokens that it is of)
+
 
 class PassMetrics:
-    """Aggregates the metrics that TRL logs per call of its loss: means over tokens, minima and maxima over passes."""
+    """Pools what TRL logs per call of its loss: means over tokens, minima and maxima over passes."""
 
     def __init__(self):
-        self._values: dict[str, list[tuple[float, float]]] = defaultdict(list)  # name -> (value, what it weighs)
+        self._pooled: dict[tuple[str, str], tuple[float, float]] = {}  # (mode, name) -> as in `Means`
+        self._own: Means = {}  # of the current pass, in place of TRL's
 
     @contextmanager
-    def of(self, metrics: dict[str, dict[str, list[float]]], mode: str, each: Pass) -> Iterator[None]:
-        """Within it TRL's metrics are those of one pass. A pass without a trained token has none.
-
-        Args:
-            metrics: TRL's `_metrics`.
-            mode: `train` or `eval`.
-            each: The pass.
-        """
-        logged, metrics[mode] = metrics[mode], defaultdict(list)
+    def of(self, trainer: Any, each: Pass) -> Iterator[None]:
+        """Within it TRL's metrics are those of one pass. A pass without a trained token has none."""
+        mode = trainer._mode
+        logged, trainer._metrics[mode], self._own = trainer._metrics[mode], defaultdict(list), {}
         try:
             yield
-            for name, values in metrics[mode].items():
-                self.add(name, values[-1], each)
+            trls = {name: (values[-1], each.weight) for name, values in trainer._metrics[mode].items()}
+            self.pool(logged, mode, trls | self._own)
         finally:
-            metrics[mode] = logged
+            trainer._metrics[mode] = logged
 
-    def add(self, name: str, value: float, each: Pass) -> None:
-        """A value of one pass, the same on all ranks."""
-        self._values[name].append((value, each.weight))
+    def pool(self, metrics: dict[str, list[float]], mode: str, means: Means) -> None:
+        """Log one value per name, of all since the last log, which empties `metrics`; NaN if no token was trained.
 
-    def count(self, name: str, total: float, number: float) -> None:
-        """A sum of one pass over all ranks, and how many it is of. Logged is the mean over all passes, NaN of none."""
-        self._values[name].append((total / number if number else math.nan, number))
+        >>> values, metrics = PassMetrics(), {}
+        >>> values.pool(metrics, "train", {"entropy": (1.0, 3), "clip_ratio/low_min": (1.0, 3), "kl": (0.0, 0)})
+        >>> values.pool(metrics, "train", {"entropy": (5.0, 1), "clip_ratio/low_min": (5.0, 1)})
+        >>> metrics
+        {'entropy': [2.0], 'clip_ratio/low_min': [1.0], 'kl': [nan]}
+        """
+        for name, (value, weight) in means.items():
+            before, so_far = self._pooled[mode, name] if metrics.get(name) else (math.nan, 0)
+            if not weight or math.isnan(value):
+                value, weight = before, so_far
+            elif so_far and name.endswith(("min", "max")):
+                value, weight = (min if name.endswith("min") else max)(before, value), so_far + weight
+            elif so_far:
+                value, weight = (before * so_far + value * weight) / (so_far + weight), so_far + weight
+            self._pooled[mode, name], metrics[name] = (value, weight), [value]
+
+    def replace(self, trainer: Any, output: dict[str, torch.Tensor]) -> None:
+        """Pool what TRL has just logged of its batch `output` as means of the ranks' means. Collective."""
+        metrics = trainer._metrics[trainer._mode]
+        trained = output["completion_mask"] * output["tool_mask"] > 0
+        names = ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+        means = sampling_means(*(output[name] for name in names), trained, ratio_limits(trainer), trainer.accelerator)
+        for name in means:
+            if name.startswith(TRLS):
+                metrics[name].pop()
+        self.pool(metrics, trainer._mode, means)
 
     def compare(self, each: Pass, logps: torch.Tensor, trainer: Any) -> None:
         """Do with the loss's own logprobs what TRL does with those of a pass before the step. Collective.
@@ -56,79 +76,94 @@ class PassMetrics:
             logps: (B, C), without gradient.
             trainer: Says which ratio: `old_logps`, `vllm_importance_sampling_mode`, and where it is cut.
         """
-        mode, least, most = (
-            getattr(trainer, f"vllm_importance_sampling_{key}") for key in ("mode", "clip_min", "clip_max")
-        )
         sampled = each["sampling_per_token_logps"]  # (B, C)
         trained = each["completion_mask"] * each["tool_mask"] > 0
-        known = trained & ~sampled.isnan()
-        difference = torch.where(known, logps - sampled, 0.0)
-        own_ratio = difference.exp()
-        ratio, counted = importance_ratio(difference, mode, least, most), trained
-        if ratio.shape[1] == 1:
-            counted = trained.any(1, keepdim=True)
+        difference = torch.where(trained & ~sampled.isnan(), logps - sampled, 0.0)
+        ratio = importance_ratio(difference, trainer.vllm_importance_sampling_mode, *ratio_limits(trainer))
         if trainer.args.old_logps == "sampled":
             each["old_per_token_logps"] = torch.where(sampled.isnan(), logps, sampled)
             each["importance_sampling_ratio"] = torch.ones_like(ratio)
         else:
             each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
-        is_cut = (ratio == 0) | (ratio >= (math.inf if most is None else most))
-        if least is not None:  # in a `_mask` mode a smaller one is 0
-            is_cut |= ratio <= least
-        sums = [
-            known.sum(),
-            difference.abs().sum(),
-            (own_ratio * known).sum(),
-            trained.sum(),
-            (is_cut.expand(trained.shape) * trained).sum(),
-            counted.sum(),
-            (ratio * counted).sum(),
-        ]
-        num_known, absolute, own_ratios, num_trained, num_cut, num_ratios, ratios = trainer.accelerator.reduce(
-            torch.stack([value.float() for value in sums]), reduction="sum"
-        ).tolist()
-        ends = [difference.abs().max(), ratio.masked_fill(~counted, math.inf).min(), (ratio * counted).max()]
-        ends = trainer.accelerator.gather(torch.stack(ends)[None])  # (ranks, 3)
-        if not num_trained:
-            return
-        apart, ratio_name = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"
-        for name, value, weight in (
-            (f"{apart}/mean", absolute / max(num_known, 1), num_known),
-            (f"{apart}/max", ends[:, 0].max().item(), num_known),
-            (f"{ratio_name}/min", ends[:, 1].min().item(), num_ratios),
-            (f"{ratio_name}/mean", ratios / num_ratios, num_ratios),
-            (f"{ratio_name}/max", ends[:, 2].max().item(), num_ratios),
-            ("sampling/token_ratio_mean", own_ratios / max(num_known, 1), num_known),
-            ("sampling/frac_tokens_ratio_zero_or_clipped", num_cut / num_trained, num_trained),
-        ):
-            self._values[name].append((value, weight))
+        self._own |= sampling_means(logps, sampled, ratio, trained, ratio_limits(trainer), trainer.accelerator)
 
-    def finish(self, metrics: dict[str, list[float]]) -> None:
-        """Log one value per name for all passes since the last call.
+    def count_tokens(self, each: Pass, logps: torch.Tensor, entropies: torch.Tensor, trainer: Any) -> None:
+        """TRL's metrics of a pass with weights in its mask, for which TRL would weigh them too. Collective.
 
-        >>> values, first, second = PassMetrics(), Pass(), Pass()
-        >>> first.weight, second.weight = 3, 1
-        >>> for name in ("entropy", "clip_ratio/low_min"):
-        ...     values.add(name, 1.0, first), values.add(name, 5.0, second)
-        (None, None)
-        (None, None)
-        >>> metrics = defaultdict(list)
-        >>> values.finish(metrics)
-        >>> dict(metrics)
-        {'entropy': [2.0], 'clip_ratio/low_min': [1.0]}
+        Args:
+            each: The pass.
+            logps, entropies: (B, C), without gradient.
+            trainer: Says where ratios are clipped.
         """
-        for name, found in self._values.items():
-            counted = [(value, weight) for value, weight in found if weight > 0]
-            if not counted:  # no token is trained: as TRL has it
-                metrics[name].append(found[-1][0])
-            elif name.endswith("min"):
-                metrics[name].append(min(value for value, _ in counted))
-            elif name.endswith("max"):
-                metrics[name].append(max(value for value, _ in counted))
-            else:
-                total = sum(weight for _, weight in counted)
-                metrics[name].append(sum(value * weight for value, weight in counted) / total)
-        self._values.clear()
+        trained = each["completion_mask"] * each["tool_mask"] > 0
+        ratio = logps - each.get("old_per_token_logps", logps)
+        if trainer.importance_sampling_level == "sequence":
+            ratio = (ratio * trained).sum(1, keepdim=True) / trained.sum(1, keepdim=True).clamp(min=1)
+        ratio, advantages = ratio.exp(), each["advantages"]
+        low = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
+        high = (ratio > 1 + trainer.epsilon_high) & (advantages > 0)
+        values = {"entropy": entropies, "clip_ratio/low_mean": low, "clip_ratio/high_mean": high}
+        values["clip_ratio/region_mean"] = low | high
+        if "ref_per_token_logps" in each:
+            apart = each["ref_per_token_logps"] - logps
+            values["kl"] = (apart.exp() - apart - 1) * (ratio if trainer.args.use_bias_correction_kl else 1.0)
+        sums = torch.stack([(value * trained).sum().float() for value in values.values()])
+        sums = trainer.accelerator.reduce(sums, reduction="sum").tolist()
+        self._own |= {name: (total / max(each.weight, 1), each.weight) for name, total in zip(values, sums)}
+
+
+def ratio_limits(trainer: Any) -> tuple[float | None, float | None]:
+    """Where the importance ratio is cut, from below and from above; None: nowhere."""
+    return trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+
+
+TRLS = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")
+
+
+def sampling_means(
+    logps: torch.Tensor,
+    sampled: torch.Tensor,
+    ratio: torch.Tensor,
+    trained: torch.Tensor,
+    limits: tuple[float | None, float | None],
+    accelerator: Any,
+) -> Means:
+    """The metrics of importance sampling over the trained tokens of all ranks. Collective.
+
+    Args:
+        logps: (B, C), of the policy before the step.
+        sampled: (B, C), as sampled, NaN where they are not known.
+        ratio: (B, C), or (B, 1) of sequences, as the loss uses it.
+        trained: (B, C) bool.
+        limits: See `ratio_limits`.
+    """
+    least, most = limits
+    known = trained & ~sampled.isnan()
+    difference = torch.where(known, logps - sampled, 0.0)
+    counted = trained.any(1, keepdim=True) if ratio.shape[1] == 1 else trained
+    is_cut = (ratio <= (least or 0.0)) | (ratio >= (math.inf if most is None else most))
+    sums = [
+        known.sum(),
+        difference.abs().sum(),
+        (difference.exp() * known).sum(),
+        trained.sum(),
+        (is_cut.expand(trained.shape) * trained).sum(),
+        counted.sum(),
+        ratio.masked_fill(~counted, 0.0).sum(),
+    ]
+    sums = accelerator.reduce(torch.stack([value.float() for value in sums]), reduction="sum").tolist()
+    num_known, absolute, own_ratios, num_trained, num_cut, num_ratios, ratios = sums
+    ends = [difference.abs(), ratio.masked_fill(~counted, -math.inf), -ratio.masked_fill(~counted, math.inf)]
+    apart, highest, lowest = accelerator.gather(torch.stack([x.max() for x in ends])[None]).amax(0).tolist()
+    return {
+        f"{TRLS[0]}/mean": (absolute / max(num_known, 1), num_known),
+        f"{TRLS[0]}/max": (apart, num_known),
+        f"{TRLS[1]}/min": (-lowest, num_ratios),
+        f"{TRLS[1]}/mean": (ratios / max(num_ratios, 1), num_ratios),
+        f"{TRLS[1]}/max": (highest, num_ratios),
+        "sampling/token_ratio_mean": (own_ratios / max(num_known, 1), num_known),
+        "sampling/frac_tokens_ratio_zero_or_clipped": (num_cut / max(num_trained, 1), num_trained),
+    }
 
 
 def importance_ratio(difference: torch.Tensor, mode: str, least: float | None, most: float | None) -> torch.Tensor:

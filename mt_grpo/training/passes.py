@@ -35,10 +35,11 @@ class Pass(dict):
 
     Attributes:
         loss_type: TRL's, for this call.
-        scale: What its loss counts in the micro-batch's.
+        scale: What its policy loss and its KL count in the micro-batch's.
         shared: The same rows as one that shares prompts; None: they are computed as they are.
         num_tokens: How many it computes.
-        weight: The sum of its loss mask on all ranks: its trained tokens, each as its mask counts it.
+        weight: Its trained tokens on all ranks.
+        is_weighted: Whether its loss mask has other numbers than 0 and 1 (`weigh_tokens`).
         is_first: Whether no pass of the policy came before it: its own logprobs are those before the step.
         pictures: Those of rows of other ranks: its tensors keep none.
     """
@@ -46,7 +47,7 @@ class Pass(dict):
     loss_type, scale = "", 1.0
     shared: SharedRow | None = None
     num_tokens, weight = 0, 0.0
-    is_first = False
+    is_weighted = is_first = False
     pictures: tuple[Picture, ...] = ()
 
 
@@ -79,12 +80,6 @@ class TrainedRow:
     @cached_property
     def num_trained(self) -> int:
         return sum(self.trained)
-
-    @cached_property
-    def weight(self) -> float:
-        """The sum of its loss mask."""
-        mask = self.values["completion_mask"]
-        return float((mask * self.values.get("tool_mask", mask)).sum())
 
     @cached_property
     def own(self) -> int:
@@ -130,7 +125,8 @@ def weigh_tokens(
     """Rows of rollouts with several records, and what the sum of their tokens' losses is divided by; None: as TRL.
 
     TRL's means are over rows, and here several rows can be one rollout. With this divisor the call is that of `dapo`,
-    which divides by a given number. With R rollouts, T_i trained tokens of rollout i and L = `max_completion_length`:
+    which divides by a given number. With R scored rollouts, T_i trained tokens of rollout i, L =
+    `max_completion_length`:
 
         grpo     1/R sum_i 1/T_i sum_t loss_it: each token weighs L / T_i, and the sum is divided by R L
         dr_grpo  1/(R L) sum_i sum_t loss_it
@@ -141,7 +137,7 @@ def weigh_tokens(
 
     Args:
         rollouts: The rows of each.
-        num_rollouts: Of one micro-batch.
+        num_rollouts: Of one micro-batch, on average (`rows_in_mean`).
     """
     divisor = {
         "grpo": num_rollouts * max_completion_length,  # times each token's weight: the mean of the rollouts' means
@@ -302,7 +298,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
     size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
     rollouts = [rows for each in micro_batches for rows in rows_of(each)]
     has_further = FURTHER_RECORDS in micro_batches[0]  # on all ranks or on none
-    per_micro_batch = len(rollouts) / count
+    per_micro_batch = rows_in_mean(trainer, micro_batches[0])
     rows, divisor = [row for found in rollouts for row in found], None
     if has_further:
         rows, divisor = weigh_tokens(rollouts, per_micro_batch, trainer.loss_type, trainer.max_completion_length)
@@ -312,11 +308,8 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
         divisor *= accelerator.num_processes * (args.steps_per_generation if training else 1)
         num_items = torch.tensor(float(divisor), device=accelerator.device)
     longest = max(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
-    found = torch.tensor([[len(rows), longest]], device=accelerator.device)
-    num_rows, longest = accelerator.gather(found).T.tolist()
-    if trainer.loss_type == "sapo":  # a record is the sequence: the mean is over those of all ranks
-        per_micro_batch = sum(num_rows) / len(num_rows) / count
-    elif trainer.loss_type == "bnpo":
+    longest = accelerator.gather(torch.tensor([longest], device=accelerator.device)).tolist()
+    if trainer.loss_type == "bnpo":  # as TRL has it: the tokens of this rank's micro-batch
         per_micro_batch = max(1, sum(row.num_trained for row in rows))
     dummy = dummy_row(rows[0])
     if compares_tokens(args):
@@ -329,7 +322,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
         bins = fill_together(rows, budget, accelerator) if together else fill(rows, budget, shares)
     most = accelerator.gather(torch.tensor([len(bins)], device=accelerator.device)).max()
     bins += [[] for _ in range(max(int(most), count) - len(bins))]
-    sums = torch.tensor([[[float(len(rows)), sum(row.weight for row in rows)] for rows in bins]])
+    sums = torch.tensor([[[float(len(rows)), float(sum(row.num_trained for row in rows))] for rows in bins]])
     of_ranks = accelerator.gather(sums.to(accelerator.device))  # (ranks, passes, 2)
     most_rows, weights = of_ranks[:, :, 0].amax(0).clamp(min=1), of_ranks[:, :, 1].sum(0)
     passes = []
@@ -343,9 +336,30 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
         elif divisor is None and trainer.loss_type == "bnpo":
             each.scale = sum(row.num_trained for row in rows) / per_micro_batch
         each.weight, each.is_first = weight, is_first
+        each.is_weighted = divisor is not None and trainer.loss_type == "grpo"
         passes.append(each)
     cuts = [len(passes) * k // count for k in range(count + 1)]
-    return [{PASSES: passes[first:last], "is_last": last == cuts[-1]} for first, last in zip(cuts, cuts[1:])]
+    return [{PASSES: passes[first:last]} for first, last in zip(cuts, cuts[1:])]
+
+
+def rows_in_mean(trainer: Any, micro_batch: dict[str, Any]) -> float:
+    """What a mean over the rows of a micro-batch divides by, the same for all micro-batches of a batch.
+
+    INVARIANT: a scored rollout counts the same, whatever rank, micro-batch and step it is in, and others are in no
+    mean. If all have a score, it is TRL's number of rows.
+    """
+    steps = trainer.args.steps_per_generation if trainer.model.training else 1
+    return max(float(micro_batch["num_rows_in_batch"]), 1.0) / (steps * trainer.accelerator.num_processes)
+
+
+def whole_pass(trainer: Any, micro_batch: dict[str, Any]) -> Pass:
+    """TRL's micro-batch as a single pass, for layouts that keep it. Collective."""
+    whole = Pass(micro_batch)
+    trained = (micro_batch["completion_mask"] * micro_batch["tool_mask"]).sum()
+    whole.weight = float(trainer.accelerator.reduce(trained, reduction="sum"))
+    if trainer.loss_type in MEAN_OF_ROWS:
+        whole.scale = len(micro_batch["completion_ids"]) / rows_in_mean(trainer, micro_batch)
+    return whole
 
 
 def dummy_row(row: TrainedRow) -> TrainedRow:
@@ -465,7 +479,7 @@ def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_it
     *others, last = passes = micro_batch[PASSES]
     trainer.layout.forget_masks()  # of the pass whose backward is behind us
     trainer.loss_type = passes[0].loss_type
-    trainer.router_aux_loss_coef /= sum(each.scale for each in passes) or 1.0  # the router's loss is of a micro-batch
+    trainer.router_aux_loss_coef /= len(passes)  # the router's loss is of a micro-batch
     try:
         for each in others:
             if trainer.model.training:
@@ -474,10 +488,7 @@ def loss_in_passes(trainer: Any, model: Any, micro_batch: dict[str, Any], num_it
                 trainer.layout.forget_masks()
             else:
                 total += trainer.compute_loss(model, each)
-        total = total + trainer.compute_loss(model, last)
-        if micro_batch["is_last"]:
-            trainer.layout.metrics.finish(trainer._metrics[trainer._mode])
-        return total
+        return total + trainer.compute_loss(model, last)
     finally:
         trainer.loss_type, trainer.router_aux_loss_coef = loss_type, aux_coef
 

@@ -262,14 +262,13 @@ def test_messages_go_behind_an_answer_and_behind_results():
 def test_what_a_reply_says_stands_in_the_log():
     table = torch.zeros(1, 2)
     _, rollouts, _ = run(Say([Reply(messages=USER, info={"a": 1}), None]).environment(), [[ANSWER, ANSWER]])
-    scored = Scored(["x", "y"], torch.ones(2), table, table, table, 1, torch.zeros(1))
+    scored = Scored(["x", "y"], torch.tensor([0.5]), table, table, table, 1, torch.zeros(1))
     columns = [[{"loss_mask": [1]} for _ in rollouts[0].turns]]
     (row,) = rollout_rows(rollouts, [{}], scored, columns)
     assert row["info"] == ['{"a": 1}', "{}"] and [turn["observation"] for turn in row["turns"]] == ["Sure?", None]
-    assert row["reward"] == 0
-    for given, reward in (([NAN, 0.5], 0.5), ([NAN, NAN], None)):  # nothing judged the second one
-        scored = Scored(["x", "y"], torch.ones(2), torch.tensor([given]), table, table, 1, torch.zeros(1))
-        assert rollout_rows(rollouts, [{}], scored, columns)[0]["reward"] == reward
+    assert row["reward"] == 0.5
+    scored = Scored(["x", "y"], torch.tensor([NAN]), table, table, table, 1, torch.zeros(1))
+    assert rollout_rows(rollouts, [{}], scored, columns)[0]["reward"] is None  # without a score
 
 
 def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):

@@ -121,7 +121,9 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     documented = set(first_column(RECIPES, "Metrics")) | set(re.findall(r"`((?:sync|completions)/\w+)`", metrics))
     with_server = {name for name in documented if name.startswith(("sync/", "sampling/"))}
     of_others = {name for name in documented if name.startswith("information_gain/")}
-    assert documented - with_server - of_others - {"rewards/<function>/mean"} <= logged
+    of_functions = {name for name in documented if name.startswith("rewards/<function>/")}
+    assert documented - with_server - of_others - of_functions <= logged
+    assert {name.replace("<function>", "reward") for name in of_functions} <= logged
     files = (ROOT / "mt_grpo_trainer.py", *ROOT.glob("mt_grpo/**/*.py"), ROOT / "rewards/information_gain.py")
     source = "\n".join(path.read_text() for path in files)
     assert len(of_others) == 1 and all(f'"{name}"' in source for name in of_others)

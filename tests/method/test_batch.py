@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import shutil
 import types
 import zlib
@@ -15,9 +16,10 @@ from transformers import AutoTokenizer
 
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.recipe.data import make_arithmetic, make_chain
-from mt_grpo.reports.metrics import EvaluationMetrics, credit_metrics
-from mt_grpo.rollout import Generation, Record, StopReason, ToolCall, Turn
+from mt_grpo.reports.metrics import EvaluationMetrics, conversation_columns, conversation_metrics, credit_metrics
+from mt_grpo.rollout import Generation, Record, Rollout, StopReason, ToolCall, Turn
 from mt_grpo.training.batch import Batch, unused_rewards
+from mt_grpo.training.pass_metrics import sampling_means
 from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
@@ -59,12 +61,12 @@ def test_the_metrics_of_an_evaluation_are_means_over_its_rollouts(random_model, 
     trainer.model.eval()
     logged = trainer.evaluate()
     logged = next(row for row in trainer.state.log_history if "eval_reward" in row)
-    rewards = [6.0, 1.75, 1.75, 3.75, 5.25, 3.5, 3.25, 4.75, 6.0, 1.75, 1.75, 3.75]  # R^O + R^T; of rollout 7 R^T
-    mean = sum(rewards) / 12
+    rewards = [6.0, 1.75, 1.75, 3.75, 5.25, 3.5, 3.25, 6.0, 1.75, 1.75, 3.75]  # R^O + R^T; rollout 7 has no outcome
+    mean = sum(rewards) / 11
     expected = {
-        "eval_reward": 43.25 / 12,  # 3.604; the mean of the batches' means is 3.531
-        "eval_reward_std": (sum((r - mean) ** 2 for r in rewards) / 11) ** 0.5,
-        "eval_rewards/outcome_b/mean": 7.0 / 9, "eval_rewards/turn_a/mean": (9.5 + 0.75 + 1.0 + 1.75) / 10,
+        "eval_reward": 38.5 / 11, "eval_frac_reward_scored": 11 / 12,  # 3.5; the mean of the batches' means is 3.438
+        "eval_reward_std": (sum((r - mean) ** 2 for r in rewards) / 10) ** 0.5,
+        "eval_rewards/outcome_b/mean": 7.0 / 9, "eval_rewards/turn_a/mean": (7.5 + 0.75 + 1.0 + 1.75) / 9,
         "eval_turns/mean": 25 / 12, "eval_turns/max": 3.0, "eval_tools/call_frequency": 17 / 12,
         "eval_stop/max_turns": 4 / 12, "eval_credit/frac_groups_without_signal": 0.0,
     }  # fmt: skip
@@ -99,7 +101,7 @@ def test_an_evaluation_that_was_broken_off_leaves_nothing(random_model, tmp_path
     first, second = [row for row in trainer.state.log_history if "eval_reward" in row]
     for name in ("eval_reward", "eval_reward_std", "eval_turns/mean"):
         assert second[name] == pytest.approx(first[name])
-    assert first["eval_reward"] == pytest.approx(43.25 / 12)
+    assert first["eval_reward"] == pytest.approx(38.5 / 11)
 
 
 def test_rows_that_fill_the_last_batch_do_not_count():
@@ -108,8 +110,9 @@ def test_rows_that_fill_the_last_batch_do_not_count():
     for rewards in ([1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 1.0]):
         metrics["reward"].append(sum(rewards) / 4)
         columns = torch.tensor([[1.0, 2.0, 2.0, r] + [0.0] * 12 for r in rewards])  # as many turns as reward
-        whole.add(metrics, Batch([], 1, facts=columns, logged=torch.tensor(rewards)[:, None]), 6)
-    whole.finish(metrics, ["match"], torch.ones(1))
+        table = types.SimpleNamespace(outcome=torch.tensor(rewards), turn_total=torch.zeros(4))
+        whole.add(metrics, Batch([], 1, facts=columns, logged=table.outcome[:, None], rewards=table), 6)
+    whole.finish(metrics, ["match"])
     assert metrics["reward"] == metrics["rewards/match/mean"] == metrics["turns/mean"] == [0.5]
 
 
@@ -117,7 +120,7 @@ def test_an_evaluations_other_metrics_are_of_all_its_batches():
     """Of three rollouts and of one: an extreme is one of all batches, a mean is weighted, and NaN is no number."""
     nan = float("nan")
     whole = EvaluationMetrics()
-    whole.rewards = [torch.zeros(3, 1), torch.zeros(1, 1)]
+    whole.rewards = [(torch.zeros(n, 1), torch.zeros(n)) for n in (3, 1)]
     whole.columns = [torch.zeros(3, 16), torch.zeros(1, 16)]
     metrics = {
         "reward": [0.0, 0.0], "ratio/max": [3.0, 5.0], "ratio/min": [0.5, 0.25], "gap_max": [2.0, 4.0],
@@ -128,7 +131,7 @@ def test_an_evaluations_other_metrics_are_of_all_its_batches():
         "ratio/max": [5.0], "ratio/min": [0.25], "gap_max": [4.0], "gap_min": [2.0], "entropy": [1.25], "kl": [2.0],
         "clip/max": [1.0], "num_tokens": [7.0, 9.0], "rollout/staleness": [1.0, 2.0], "once": [6.0],
     }  # fmt: skip
-    whole.finish(metrics, ["match"], torch.ones(1))
+    whole.finish(metrics, ["match"])
     assert {name: metrics[name] for name in expected} == expected
 
 
@@ -143,16 +146,25 @@ def test_what_the_loss_uses_is_counted_by_token():
         "sampling_per_token_logps": torch.tensor([[0.0] * 4, [float("nan"), 0.0, 0.0, 0.0]]),
     }
     batch = Batch([{}] * 2, 1, owners=[0, 1])
-    cut = credit_metrics(output, batch, Accelerator(cpu=True), (0.5, 3.0))[
-        "sampling/frac_tokens_ratio_zero_or_clipped"
-    ]
-    assert cut == pytest.approx(3 / 6)  # also the one that was raised
-    found = credit_metrics(output, batch, Accelerator(cpu=True), (None, 3.0))
-    assert found == pytest.approx({
+    assert credit_metrics(output, batch, Accelerator(cpu=True)) == pytest.approx({
         "credit/frac_groups_without_signal": 1 / 2, "credit/mean_abs_advantage": (1.0 + 2.0) / 6,
-        "sampling/frac_tokens_ratio_zero_or_clipped": 2 / 6,  # the one that is 0, and the one at the limit
-        "sampling/token_ratio_mean": (2.0 + 1.0 + 0.5 + 1.0 + 4.0) / 5,  # of those that are known
+        "credit/frac_rollouts_trained": 1.0,
     })  # fmt: skip
+    trained = output["completion_mask"] * output["tool_mask"] > 0
+    names = ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
+    given = *(output[name] for name in names), trained
+    cut = sampling_means(*given, (0.5, 3.0), Accelerator(cpu=True))["sampling/frac_tokens_ratio_zero_or_clipped"]
+    assert cut == (pytest.approx(3 / 6), 6)  # also the one that was raised
+    found = sampling_means(*given, (None, 3.0), Accelerator(cpu=True))
+    apart = sum(abs(math.log(x)) for x in (2.0, 1.0, 0.5, 1.0, 4.0)) / 5  # of those that are known
+    assert {name: value for name, (value, _) in found.items()} == pytest.approx({
+        "sampling/sampling_logp_difference/mean": apart, "sampling/sampling_logp_difference/max": math.log(4.0),
+        "sampling/importance_sampling_ratio/min": 0.0, "sampling/importance_sampling_ratio/max": 3.0,
+        "sampling/importance_sampling_ratio/mean": (2.0 + 1.0 + 0.0 + 0.5 + 1.0 + 3.0) / 6,
+        "sampling/frac_tokens_ratio_zero_or_clipped": 2 / 6,  # the one that is 0, and the one at the limit
+        "sampling/token_ratio_mean": (2.0 + 1.0 + 0.5 + 1.0 + 4.0) / 5,
+    })  # fmt: skip
+    assert [weight for _, weight in found.values()] == [5, 5, 6, 6, 6, 5, 6]
 
 
 def one_group(model, out, funcs, **settings):
@@ -178,8 +190,69 @@ def test_several_data_sets_of_an_evaluation_have_their_own_means(random_model, t
     names = ("reward", "all_reward", "first_reward", "turns/mean", "first_turns/mean")
     found = {name: logged[f"eval_{name}"] for name in names if f"eval_{name}" in logged}
     assert found == pytest.approx(
-        {"all_reward": 43.25 / 12, "first_reward": 13.25 / 4, "first_turns/mean": 9 / 4}, abs=1e-5
+        {"all_reward": 38.5 / 11, "first_reward": 13.25 / 4, "first_turns/mean": 9 / 4}, abs=1e-5
     )
+
+
+def test_a_number_of_weight_0_is_no_score(random_model, tmp_path):
+    """Half of the rollouts get 1.25, the others only a number that is logged: they are in no mean, and not trained."""
+
+    def right(completions, **kwargs):
+        return [1.25 if i % 2 else None for i in range(len(completions))]
+
+    def length(completions, **kwargs):
+        return [float(i) for i in range(len(completions))]
+
+    trainer = golden.make_trainer(
+        random_model, tmp_path, ([], [right, length]), num_generations=4, num_generations_eval=4,
+        eval_strategy="steps", eval_steps=1,
+    )  # fmt: skip
+    trainer.reward_weights = torch.tensor([1.0, 0.0])
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.train()
+    logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
+    for mode, lengths in (("", [1, 3, 5, 7]), ("eval_", [1, 3, 5, 7, 1, 3])):  # in batches of 8 and 4
+        expected = {
+            "reward": 1.25, "reward_std": 0.0, "frac_reward_scored": 0.5, "rewards/right/mean": 1.25,
+            "rewards/right/frac_scored": 0.5, "rewards/length/mean": sum(lengths) / len(lengths),
+            "rewards/length/frac_scored": 0.5,
+        }  # fmt: skip
+        found = {name: logged[f"{mode}{name}"] for name in expected}
+        assert found == pytest.approx(expected), mode
+    assert logged["credit/frac_rollouts_trained"] == 0.5
+    rows = [row for row in read_log(tmp_path) if row["mode"] == "train"]
+    assert [row["reward"] for row in rows] == [None, 1.25] * 4
+    assert [row["rewards"]["length"] for row in rows] == list(range(8))  # what was given is shown
+    assert [any(turn["num_trained"] for turn in row["turns"]) for row in rows] == [False, True] * 4
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo"])
+def test_a_batch_without_a_score_trains_nothing(random_model, tmp_path, loss_type):
+    """Not by the KL either, though the weights have moved away from the reference's."""
+
+    def nothing(completions, **kwargs):
+        return [None] * len(completions)
+
+    trainer = golden.make_trainer(
+        random_model, tmp_path, ([], [nothing]), num_generations=4, beta=0.5, loss_type=loss_type
+    )
+    with torch.no_grad():
+        for weights in trainer.model.parameters():
+            weights.mul_(1.5)
+    trainer.llm = golden.ScriptedServer(trainer.processing_class)
+    trainer.train()
+    logged = trainer.state.log_history[0]
+    assert (logged["loss"], logged["grad_norm"], logged["frac_reward_scored"]) == (0.0, 0.0, 0.0)
+    assert {logged[name] for name in ("reward", "kl", "entropy", "credit/mean_abs_advantage")} == {None}
+
+
+def test_without_calls_there_is_no_share_of_calls():
+    """It is no failure rate of 0, and so in no mean of batches."""
+    silent = Rollout([], [1], turns=[Turn([5], None, "", "stop")], stop_reason=StopReason.ANSWERED)
+    metrics = conversation_metrics(conversation_columns([silent], Accelerator(cpu=True)))[0]
+    names = {f"tools/{kind}_frequency" for kind in ("failure", "malformed", "timeout")} | {"tools/mean_seconds"}
+    assert {name for name, value in metrics.items() if math.isnan(value)} == names
+    assert metrics["tools/call_frequency"] == 0.0
 
 
 @pytest.mark.parametrize(
@@ -282,9 +355,11 @@ def test_numbers_per_turn_are_gathered_in_the_shape_of_the_table():
 
 
 def test_a_turn_is_trained_unless_its_rollout_is_masked():
-    batch = Batch([], 2, truncated=[False, True])
-    batch.rewards = types.SimpleNamespace(num_tokens=torch.tensor([[2, 0], [1, 3]]))
-    for masks, expected in ((False, [[True, False], [True, True]]), (True, [[True, False], [False, False]])):
+    batch = Batch([], 2, truncated=[False, True, False])
+    outcome = torch.tensor([0.0, 0.0, float("nan")])
+    batch.rewards = types.SimpleNamespace(num_tokens=torch.tensor([[2, 0], [1, 3], [1, 1]]), outcome=outcome)
+    none = [False, False]
+    for masks, expected in ((False, [[True, False], [True, True], none]), (True, [[True, False], none, none])):
         assert batch.trained_turns(types.SimpleNamespace(mask_truncated_completions=masks)).tolist() == expected
 
 

@@ -1,6 +1,7 @@
 """Credit assignment: golden numbers worked out by hand, the formula of TRL, and what must hold for any rewards."""
 
 import doctest
+import itertools
 import math
 from dataclasses import replace
 
@@ -273,6 +274,31 @@ CHAIN = dict(
     observed=[[1, 1, 1, 0], [1, 1, 0], [1, 0], [0]],
     turn=[[0.2, 0.4, 0.6, None], [0.6, 0.0, None], [0.4, None], [None]],
 )
+
+
+@pytest.mark.parametrize("rewards", [(0.1, 0.2, 0.3, 0.4), (10.0, -10.0, 0.1, 0.7), (1e5, 0.3, -1e5)])
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+@pytest.mark.parametrize("name", ["merged", "turn_return", "gigpo"])
+def test_equal_returns_in_another_order_are_no_signal(name, scale, rewards):
+    """In float32 the sums of the same numbers differ with their order, and a difference is divided by 1e-4."""
+    orders = list(itertools.permutations(rewards))
+    turn = torch.tensor(orders[:: len(orders) // 6])
+    every = torch.ones_like(turn, dtype=torch.bool)
+    table = RewardTable(
+        torch.zeros(6), torch.full((6,), NAN), turn, every, every, torch.arange(turn.shape[1]).repeat(6, 1)
+    )
+    assert turn_advantages(table, name, 6, 1.0, scale)[:, 0].tolist() == [0.0] * 6
+    table.turn[0, 0] += 0.01
+    assert turn_advantages(table, name, 6, 1.0, scale)[0, 0] > 0
+
+
+@pytest.mark.parametrize("value", [1.0, 1000.0, -12345.0])
+def test_values_that_differ_by_a_hundred_thousandth_differ(value):
+    assert norm(torch.tensor([value, value * (1 + 1e-5)]), 2).abs().min() > 1e-4
+
+
+def test_a_table_without_tokens_has_one_token_per_turn():
+    assert doctest_batch().num_tokens.tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
 def test_unequal_rollouts_in_one_group():

@@ -232,10 +232,11 @@ def test_a_main_outcome_that_is_0_for_all_is_told_where_other_rewards_vary():
         ("calls", "mean", 0.5), ("calls", "std", 0.2), ("right", "mean", 0.0), ("right", "std", 0.0)]}  # fmt: skip
     args = SimpleNamespace(longest_turn=9, max_completion_length=9, num_generations=2, generation_batch_size=4,
                            credit_assignment="mt_grpo")  # fmt: skip
+    metrics["rewards/right/frac_scored"] = [0.5]  # two of the four have it
     used = torch.tensor([4, 4]), torch.tensor([4, 4])
     batches = [Batch([], 2, rollouts=[called(i, "search") for i in range(4)], used=used)]
     (trouble,) = troubles({**facts_of_batches(args, metrics, functions, batches), "has_tools": True})
-    assert trouble.name == "main outcome" and trouble.text.startswith("The main outcome right is 0 for all 4 rollouts")
+    assert trouble.name == "main outcome" and trouble.text.startswith("The main outcome right is 0 for all 2 rollouts")
     metrics["rewards/right/std"] = [0.1]
     assert not troubles({**facts_of_batches(args, metrics, functions, batches), "has_tools": True})
 

@@ -7,7 +7,8 @@ from mt_grpo.reports.troubles import READINGS, troubles
 WELL = {
     "prompt/lacks_system": False, "prompt/lacks_tools": "", "prompt/nearest": "", "prompt/ends_with_assistant": 0.0,
     "data/different": 100, "data/passes": 1.0, "calls/failed": 0.5, "outcome/name": "right", "outcome/mean": 0.5,
-    "outcome/constant": False, "num_rollouts": 64, "prompt/lacks_all_tools": False, "has_tools": True,
+    "outcome/constant": False, "outcome/scored": 32,
+    "num_rollouts": 64, "prompt/lacks_all_tools": False, "has_tools": True,
     "learning_rate": 1e-6, "optim": "adamw_torch", "weights/stuck": 0.0, "temperature": 1.0,
     "stop/environment_error": 0.0, "stop/agent_error": 0.0, "stop/agent_timeout": 0.0, "frequent/failure": "",
     "groups/identical": 0.0,
@@ -70,6 +71,7 @@ TABLE = [
      {"rewards/varied": [], "rewards/varied_and_used": [], **NO_SIGNAL}),
     ("main outcome", {"outcome/constant": True, "outcome/mean": 0.0, "rewards/varied": []},
      {"outcome/constant": True, "outcome/mean": 0.0}, None),
+    ("nothing trained", {"credit/frac_rollouts_trained": 0.1}, None, {"credit/frac_rollouts_trained": 0.0}),
     ("no signal", {"credit/frac_groups_without_signal": 0.99}, None, NO_SIGNAL),
     ("tokens", {"tokens/differ": 0.0}, {"tokens/differ": 0.01}, None),
     ("logprobs", {"sampling/sampling_logp_difference/mean": 0.1}, {"sampling/sampling_logp_difference/mean": 0.11},

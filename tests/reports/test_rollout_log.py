@@ -140,7 +140,7 @@ def test_a_row_holds_what_every_record_read():
              Turn([13], None, "three", "stop", context=Context(branch, [8]))]  # fmt: skip
     turns[0].calls = [ToolCall("f", {"x": math.nan})]
     rollout = Rollout([{"role": "user", "content": "Main."}], [1], turns=turns)
-    scored = Scored([], *(torch.zeros(shape) for shape in [(0,), (1, 0), (1, 4), (1, 4)]), 1, torch.zeros(1))
+    scored = Scored([], *(torch.zeros(shape) for shape in [(1,), (1, 0), (1, 4), (1, 4)]), 1, torch.zeros(1))
     columns = [{"loss_mask": [1], "advantages": [0.0], "trainer_logprobs": None} for _ in turns]
     (row,) = rollout_rows([rollout], [{}], scored, [columns])
     assert row["messages"][: row["num_prompt_messages"]] == [{"role": "user", "content": "Main."}]

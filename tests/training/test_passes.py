@@ -196,6 +196,8 @@ def passes_of(loss_type, training=True, layout="padded"):
     rows = [row(1, 2, [1, 0]), row(2, 3, [1, 1, 1])]
     micro_batch = {key: torch.stack([each[key] for each in rows]) for key in rows[0]}
     micro_batch |= {"num_items_in_batch": torch.tensor(77), "further_records": [[row(1, 3, [0, 1, 1])], []]}
+    number = (3 if loss_type == "sapo" else 2) * (3 if training else 1)  # of three micro-batches like this one
+    micro_batch["num_rows_in_batch"] = torch.tensor(number)
     args = SimpleNamespace(
         per_device_train_batch_size=1, per_device_eval_batch_size=3, steps_per_generation=3, max_tokens_per_pass=None,
         top_entropy_quantile=1.0, entropy_coef=0.0, use_adaptive_entropy=False, log_rollout_tokens=False,
@@ -207,7 +209,6 @@ def passes_of(loss_type, training=True, layout="padded"):
             max_completion_length=30, pad_to_multiple_of=None, layout=SimpleNamespace(kind=layout), use_vllm=False,
         ), [micro_batch],
     )  # fmt: skip
-    assert found["is_last"]
     return found[PASSES]
 
 
@@ -267,7 +268,8 @@ def test_a_loss_is_divided_as_without_passes(loss_type, divisor, weights):
     # TRL divides it by the micro-batches of a batch of rollouts.
     assert {each["num_items_in_batch"].item() for each in passes} == {divisor * 3 if divisor else 77}
     assert [each["tool_mask"].max().item() for each in passes] == weights
-    assert sum(each.weight for each in passes) == sum(w * n for w, n in zip(weights, (3, 2, 1)))
+    assert [each.weight for each in passes] == [3, 2, 1]
+    assert {each.is_weighted for each in passes} == {loss_type == "grpo"}
 
 
 def test_a_single_trained_token_weighs_as_a_whole_rollout():
@@ -300,7 +302,7 @@ def test_an_evaluations_loss_is_that_of_its_passes_and_leaves_the_settings():
         return each["value"]
 
     trainer.compute_loss = compute_loss
-    assert loss_in_passes(trainer, "policy", {PASSES: passes, "is_last": False}, None) == 1 + 2 + 4
+    assert loss_in_passes(trainer, "policy", {PASSES: passes}, None) == 1 + 2 + 4
     assert read == [("policy", "dapo", 0.25)] * 3
     assert (trainer.loss_type, trainer.router_aux_loss_coef) == ("grpo", 0.75)
 
@@ -327,7 +329,7 @@ def test_rows_of_a_micro_batch_have_no_padding():
         "tool_mask": [1, 0], "ratio": [0.5],
     }  # fmt: skip
     assert (first.prompt_ids, first.completion_ids, first.trained) == ([7], [8, 8], [True, False])
-    assert (first.num_trained, first.weight, first.own) == (1, 1.0, 1)
+    assert (first.num_trained, first.own) == (1, 1)
     assert (further.prompt_ids, further.completion_ids, further.trained) == ([7, 7, 7], [8], [True])
     assert first.group == further.group == first.prompt != other.group == other.prompt
     assert [[each.own for each in rollout] for rollout in rows_of(micro_batch)] == [[1], [3]]

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from types import SimpleNamespace
 
 import golden_batch as golden
@@ -127,7 +128,8 @@ def test_each_row_of_a_batch_is_of_its_rollout(monkeypatch):
     batch.choose_records(args, 0)
     assert batch.owners[:3] == [0, 1, 0] and batch.failed == [False] * 4
     assert [record.completion_ids for record in batch.records] == [[5], [7], [6], [], []]
-    assert batch.loss_lists(9, without_truncated=True)[2] == [[1], [0], [1], [0], [0]]
+    args.mask_truncated_completions, batch.rewards = True, SimpleNamespace(outcome=torch.zeros(4))
+    assert batch.zeros_where_untrained(batch.loss_lists(9)[2], args) == [[1], [0], [1], [0], [0]]
     assert batch.own(torch.arange(4)).tolist() == [2, 3]
     taken = batch.per_rollout({"ids": torch.tensor([[5], [7], [6], [9], [9]]), "num_items": torch.tensor(3)})
     assert taken["ids"].tolist() == [[5], [7]] and taken["num_items"] == 3
@@ -202,7 +204,7 @@ def edit_second(rollout, k):
 def written_turns(model, tokenizer):
     """Of the batch, edited before each second turn, per rollout: (advantage, logprobs of the tokens) of each turn."""
     logprobs = []
-    for index, advantages in enumerate(golden.MT_GRPO):
+    for index, advantages in enumerate(golden.MT_GRPO[: len(golden.SCORED)]):
         number = golden.ROWS[index // 4]["answer"]
         prompt = f"<|im_start|>user\nWhat is {number}?<|im_end|>\n<|im_start|>assistant\n"
         history, rows = ids_of(tokenizer, prompt), []
@@ -225,7 +227,7 @@ def written_loss(model, tokenizer, loss_type):
     logprobs = [[(advantage, each.sum(), len(each)) for advantage, each in rows] for rows in turns]
     if loss_type == "grpo":  # a rollout with all its records is the sequence
         means = [-sum(a * logprob for a, logprob, _ in rows) / sum(n for *_, n in rows) for rows in logprobs]
-        return sum(means) / 8
+        return sum(means) / 7
     return -sum(a * logprob for rows in logprobs for a, logprob, _ in rows) / sum(
         n for rows in logprobs for *_, n in rows
     )
@@ -305,7 +307,9 @@ def test_every_sampled_token_is_trained_once_with_its_turns_advantage(random_mod
     output = trainer._generate_and_score_completions([golden.ROWS[i // 4] for i in range(8)])
     assert [len(rows) for rows in output["further_records"]] == [1, 1, 0, 1, 1, 1, 0, 1]
     sampled = 0
-    for index, further in enumerate(output["further_records"]):
+    unscored = [{key: output[key][7] for key in ("tool_mask", "completion_mask")}, *output["further_records"][7]]
+    assert not any((row["tool_mask"] * row["completion_mask"]).any() for row in unscored)
+    for index, further in zip(golden.SCORED, output["further_records"]):
         first = {key: value[index] for key, value in output.items() if torch.is_tensor(value) and value.ndim}
         lengths = [len(said) for said, _ in spoken(index, golden.ROWS[index // 4]["answer"])]
         expected = [a for a, length in zip(golden.MT_GRPO[index], lengths) for _ in range(length)]
@@ -316,25 +320,26 @@ def test_every_sampled_token_is_trained_once_with_its_turns_advantage(random_mod
             sampled += int(trained.sum())
         for row in further:
             assert row["prompt_ids"][row["prompt_mask"].bool()].tolist() == [5, 6, 7 + index]
-    whole = sum(sum(golden.per_token(i, [1] * len(kinds), 0)) for i, kinds in enumerate(golden.CONVERSATIONS))
-    assert sampled == whole == output["num_items_in_batch"]
+    whole = sum(sum(golden.per_token(i, [1] * len(golden.CONVERSATIONS[i]), 0)) for i in golden.SCORED)
+    assert sampled == whole == output["num_items_in_batch"] and output["num_rows_in_batch"] == 7
 
 
-def test_a_record_is_the_sequence_of_sapo(random_model, tmp_path):
-    """sapo takes a record as the sequence: its loss is the mean over 14 records, in passes of 8 and 6."""
-    result = batch.train(random_model, tmp_path, edit_second, loss_type="sapo", **batch.LAYOUTS["one"])
+@pytest.mark.parametrize("layout", ["one", "accumulated"])
+def test_a_record_is_the_sequence_of_sapo(random_model, tmp_path, layout):
+    """sapo takes a record as the sequence: its loss is the mean over 12 records of scored rollouts, however split."""
+    result = batch.train(random_model, tmp_path, edit_second, loss_type="sapo", **batch.LAYOUTS[layout])
     # At ratio 1 a token counts 4 sigmoid(0) = 2 times its advantage, divided by the temperature of its sign.
     temperatures = (MTGRPOConfig.sapo_temperature_pos, MTGRPOConfig.sapo_temperature_neg)
     assert temperatures == (1.0, 1.05)
     means = []
-    for index, advantages in enumerate(golden.MT_GRPO):
+    for index, advantages in zip(golden.SCORED, golden.MT_GRPO):
         lengths = [len(said) for said, _ in spoken(index, golden.ROWS[index // 4]["answer"])]
         values = [2 * a / (1.0 if a > 0 else 1.05) for a in advantages]
         means.append(values[0])
         if values[1:]:
             means.append(sum(v * n for v, n in zip(values[1:], lengths[1:])) / sum(lengths[1:]))
-    assert len(means) == 14
-    expected = -sum(means) / 14
+    assert len(means) == 12
+    expected = -sum(means) / 12
     assert result["log"]["loss"] == pytest.approx(expected, abs=1e-5)
 
 
@@ -406,7 +411,7 @@ def test_a_failed_rollout_is_in_nobodys_statistics(random_model, tmp_path):
     assert [None if pandas.isna(v) else v for v in table["seen"]] == [0, 1, None, 3, 4, None, 6, 7]
 
     # Without loss: as if nothing but the others' tokens had been sampled.
-    sampled = sum(sum(golden.per_token(i, [1] * len(golden.CONVERSATIONS[i]), 0)) for i in (0, 1, 3, 4, 6, 7))
+    sampled = sum(sum(golden.per_token(i, [1] * len(golden.CONVERSATIONS[i]), 0)) for i in (0, 1, 3, 4, 6))
     lengths = [sum(golden.per_token(i, [1] * len(k), 0)) for i, k in enumerate(golden.CONVERSATIONS)]
     loss = -sum((a or 0.0) * n for a, n in zip(expected, lengths)) / sampled
     assert metrics["loss"] == pytest.approx(loss, abs=1e-5)
@@ -437,7 +442,7 @@ def test_a_batch_of_failed_rollouts_ends_the_run(random_model, tmp_path):
 @pytest.fixture(scope="module")
 def by_rank(random_model, tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    return batch.run_on_ranks(random_model, out / "one", 1), run_worker(2, random_model, out, "records")
+    return batch.run_on_ranks(random_model, out / "one", 1), run_worker(2, random_model, out, "records"), out
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "grpo", "bnpo", "dr_grpo"])
@@ -455,6 +460,31 @@ def test_two_ranks_train_records_as_one_does(by_rank, loss_type):
     (expected, _), two = by_rank[0][f"{loss_type}-edited"], by_rank[1]
     for rank in two:
         assert batch.distance(expected, rank[f"{loss_type}-edited"][0]) < CLOSE
+
+
+@pytest.mark.parametrize("name", batch.SAMPLING)
+def test_metrics_of_sampling_are_of_the_tokens_of_all_ranks(by_rank, name):
+    """The second rank has no token that counts. Recomputed from the rollout log, which has the tokens of one way."""
+    one, two, out = by_rank
+    expected = one["sampling own pass"]
+    logs = [json.loads(line) for rank in (0, 1) for line in
+            (out / f"sampling tokens/rollouts.rank{rank}.jsonl").read_text().splitlines()]  # fmt: skip
+    apart = [theirs - sampled for row in logs for turn in row["turns"] for theirs, sampled, trained in
+             zip(turn["trainer_logprobs"] or [], turn["logprobs"], turn["loss_mask"])
+             if trained and sampled is not None]  # fmt: skip
+    assert len(logs) == 8 and len(apart) > 100
+    mean = sum(map(abs, apart)) / len(apart)
+    assert expected["sampling/sampling_logp_difference/mean"] == pytest.approx(mean, abs=1e-4)
+    assert expected["sampling/token_ratio_mean"] == pytest.approx(sum(map(math.exp, apart)) / len(apart), abs=1e-4)
+    for found in (one, *two):
+        assert len(found[f"sampling {name}"]) == 9
+        assert found[f"sampling {name}"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_facts_of_the_first_batch_are_of_all_ranks(by_rank):
+    """Rank 0 has CCc, Ca, a and CCc: two answers, three that call. Of rank 1's four, all failed, three had called."""
+    for found in (by_rank[0], *by_rank[1]):
+        assert found["facts"] == {"rollouts/ended": 2 / 8, "rollouts/called": 6 / 8, "num_rollouts": 8}
 
 
 def test_ranks_end_together_where_all_environments_failed(by_rank):
