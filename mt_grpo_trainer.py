@@ -65,8 +65,8 @@ from mt_grpo.rollout import (
 # The package comes first: it sets what torch and TRL read when they are imported.
 # isort: split
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
+from transformers import PreTrainedTokenizerBase, SchedulerType, TrainerCallback
+from trl import GRPOConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.base.errors import ServerError
@@ -116,10 +116,10 @@ from mt_grpo.recipe.checks import (
     warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.keys import ServerAndLogKeys, check_choices, check_mappings, check_ranges, make_absolute
+from mt_grpo.recipe.keys import ModelKeys, ServerAndLogKeys, check_choices, check_mappings, check_ranges, make_absolute
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
-from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, text_of_cuts
+from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, warnings_of
 from mt_grpo.reports.last_lines import say_last_lines
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
@@ -213,7 +213,7 @@ class MultiTurnToolEnv(Conversations):
         ValueError: a tool lacks a name, type hints or a docstring, or a class is not an environment.
     """
 
-    MIN_ANSWER_TOKENS = 16  # a tool result is cut so that at least this much room is left to answer
+    MIN_ANSWER_TOKENS = 16  # what is appended leaves at least this much room to answer, and an eighth if it can
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ class MultiTurnToolEnv(Conversations):
         max_steps: int = 2,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        max_completion_length: int = 1024,
+        max_completion_length: int = 4096,
         max_model_len: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         state_key: Callable[[list[Turn]], Any] | None = None,
@@ -463,7 +463,10 @@ class MultiTurnToolEnv(Conversations):
         INVARIANT: what was sampled is never rendered or tokenized again. Ids are only appended to it.
         """
         room, written = self._room(rollout, llm), self.format_of(self._tokenizer(llm))
-        fitted = written.fit(turn, further, room.tokens - self.MIN_ANSWER_TOKENS, self.max_tool_response_tokens)
+        budget, fitted = min(self.max_completion_length, self._context(llm) - len(rollout.prompt_ids)), None
+        for reserve in (budget // 8, room.tokens // 2, 0):  # an eighth for the answer, else half of what remains
+            reserve = max(reserve, self.MIN_ANSWER_TOKENS)
+            fitted = fitted or written.fit(turn, further, room.tokens - reserve, self.result_limit)
         if fitted is not None:
             turn.results, turn.messages, turn.observation_ids = fitted
         else:
@@ -496,8 +499,8 @@ class MultiTurnToolEnv(Conversations):
         rollout.edited = Context(history, self.prompt_ids(readable, tokenizer, rollout.tools))
 
     def result_messages(self, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[ToolResult], list]:
-        """Return a turn's results, each truncated to `max_tool_response_tokens`, and the messages with them."""
-        return self.format_of(tokenizer).fit(turn, [], float("inf"), self.max_tool_response_tokens)[:2]
+        """Return a turn's results, each truncated to `result_limit`, and the messages with them."""
+        return self.format_of(tokenizer).fit(turn, [], float("inf"), self.result_limit)[:2]
 
 
 # =====================================================================================================================
@@ -785,6 +788,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
+        output["rollouts"] = torch.tensor(batch.owners, device=output["advantages"].device) + batch.first  # (M,)
         self._log_step(output, advantages)
         if self.args.old_logps == "sampled" and not skips:
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
@@ -1078,8 +1082,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         env.add_ends(self.eos_token_ids)
         self.eos_token_ids = env.end_of_turn_ids(tokenizer)
         self._sampling_params = {"stop_token_ids": list(self.eos_token_ids), **sampling_params(args)}
-        if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
-            logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
+        for text in warnings_of(args) if self.accelerator.is_main_process else ():
+            logger.warning(text)
         self.llm = connect_backend(self, lambda: prompt_ids_of(env, train_dataset[0]))
 
 
@@ -1252,10 +1256,18 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         None, "Tokens of a forward pass. None: per_device_train_batch_size times the longest record",
         within="[1, inf)", trained=False,
     )  # fmt: skip
-    old_logps: str = key(
-        "policy", "Logprobs that the loss clips around: of the policy before the step, or as sampled",
-        one_of=("policy", "sampled"), backend="vllm",
-    )  # fmt: skip
+    old_logps: str | None = key(
+        None,
+        "Logprobs that the loss clips around: of the policy before the step, or as sampled. None: sampled with a "
+        "max_staleness above 2",
+        one_of=("policy", "sampled"),
+        backend="vllm",
+    )
+    # Defaults other than TRL's, which do not fit conversations.
+    vllm_importance_sampling_mode: str = key("token_truncate", "How vLLM's samples are corrected: docs/recipes.md")
+    max_completion_length: int | None = key(4096, "Tokens of a conversation after its prompt, tool results included")
+    lr_scheduler_type: SchedulerType | str = key("constant_with_warmup", "Schedule of the learning rate")
+    warmup_steps: float = key(10, "Steps in which the learning rate rises from 0; below 1 a share of all steps")
 
     def __post_init__(self):
         check_ranges(self)
@@ -1270,10 +1282,10 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         self.resume_from_checkpoint = checkpoint_of_all_ranks(self.resume_from_checkpoint, self.output_dir)
 
 
-RECIPE_CLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig)  # every recipe key is a field of one of them
+RECIPE_CLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelKeys)  # every recipe key is a field of one of them
 
 
-def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelConfig]:
+def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelKeys]:
     """Recipe (`--config x.yaml`) and command line (`--max_steps 5`, which wins) to checked dataclasses.
 
     Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
@@ -1281,7 +1293,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
     return parse_recipe(argv, RECIPE_CLASSES)
 
 
-def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
+def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelKeys) -> MTGRPOEnvTrainer:
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
     tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)

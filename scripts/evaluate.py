@@ -133,12 +133,12 @@ def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
     return token_ids[: end + 1]
 
 
-def revision_of(source: str, model_args: mt.ModelConfig) -> str:
+def revision_of(source: str, model_args: mt.ModelKeys) -> str:
     """The revision of a model or a tokenizer: the recipe's `model_revision` for the recipe's own."""
     return (model_args.model_revision or "main") if source == model_args.model_name_or_path else "main"
 
 
-def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> Any:
+def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelKeys) -> Any:
     """A language model on the GPU if there is one. It reads images, or text alone, then maybe with a LoRA adapter."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)

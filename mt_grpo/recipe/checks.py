@@ -272,18 +272,24 @@ def share_limits(args: GRPOConfig, env: Any) -> None:
 
     Raises `ValueError` for a limit that both were given, with different values.
     """
-    defaults = {"max_completion_length": type(env).max_completion_length}
     for key in (*limits_of(args), "max_completion_length", "tool_format"):
         value, of_env, default = getattr(args, key), getattr(env, key), default_of(key, (type(args),))
-        if value == default and of_env != defaults.get(key, default):
+        own = getattr(type(env), key, default)  # of an environment that was given none
+        if value == default:
             setattr(args, key, of_env)
-        elif of_env == defaults.get(key, default) and key != "tool_format":  # its system prompt is made
+        elif of_env == own and key != "tool_format":  # its system prompt is made
             setattr(env, key, value)
         elif value != of_env:
             name = "max_steps" if key == "max_env_steps" else key
             raise ValueError(
                 f"{key}: {value} in the configuration, and {name}={of_env} in the environment. Give it to one of them."
             )
+    limit, args.max_tool_response_tokens = args.max_tool_response_tokens, env.result_limit
+    if limit is not None and limit > env.result_limit:
+        logger.warning(
+            f"max_tool_response_tokens={limit}: a result would take more than half of max_completion_length="
+            f"{args.max_completion_length}. It is lowered to {env.result_limit}."
+        )
     if env.environments is not None:
         env.environments.timeout = env.environment_timeout
     if args.isolate_tools and not any(hasattr(tool, "prepare") for tool in env.tools.values()):

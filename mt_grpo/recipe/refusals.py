@@ -31,6 +31,9 @@ CUTS = {
 }  # fmt: skip
 
 
+STALE = 2  # batches; above it the loss clips around the sampled logprobs
+
+
 def check_staleness(args: GRPOConfig) -> None:
     """Raise `ValueError` if the settings do not allow `max_staleness`."""
     if args.late_groups == "admit" and not args.max_staleness:
@@ -46,6 +49,12 @@ def check_staleness(args: GRPOConfig) -> None:
         raise ValueError(
             f"max_staleness={args.max_staleness} trains on rollouts of the weights before earlier steps, which needs "
             "their importance ratio. Set vllm_importance_sampling_correction: true, or remove max_staleness."
+        )
+    if args.vllm_importance_sampling_mode.startswith("sequence"):
+        raise ValueError(
+            f"max_staleness={args.max_staleness} with vllm_importance_sampling_mode="
+            f"{args.vllm_importance_sampling_mode!r}: the ratio of a whole rollout is the product of its tokens' "
+            "ratios, which with older weights leaves few rollouts in the loss. Set token_truncate or token_mask."
         )
     if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(
@@ -67,6 +76,27 @@ def cuts_of(args: GRPOConfig) -> dict[str, Any]:
     return {key: given[key] for key, same in CUTS.items() if given[key] not in same}
 
 
+def warnings_of(args: GRPOConfig) -> list[str]:
+    """What a run's settings make of its gradient, for the log at its start: one sentence or two each."""
+    found, cuts = [], ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
+    if text_of_cuts(args):
+        found.append(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
+    elif cuts:
+        found.append(f"{cuts}: rollouts are not sampled from the policy that is trained, and nothing corrects it.")
+    epsilon = max(args.epsilon, args.epsilon_high or 0.0)
+    if args.importance_sampling_level == "sequence" and args.loss_type in CLIPPED_LOSSES and epsilon > 0.01:
+        found.append(
+            f"epsilon={epsilon:g} with importance_sampling_level: sequence: a sequence's ratio is a mean over its "
+            "tokens, which hardly ever moves so far, so nothing is clipped. GSPO uses epsilon: 3e-4."
+        )
+    if args.max_staleness > STALE and args.old_logps != "sampled":
+        found.append(
+            f"max_staleness={args.max_staleness}: the loss clips around the policy before the step, and not around "
+            f"the sampled logprobs: {why_policy(args)}"
+        )
+    return found
+
+
 def text_of_cuts(args: GRPOConfig) -> str:
     """Sampling settings such as top_p that bias the importance ratio, as text; empty without its correction."""
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
@@ -74,13 +104,24 @@ def text_of_cuts(args: GRPOConfig) -> str:
     return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
 
 
-def check_old_logps(args: GRPOConfig) -> None:
+def why_policy(args: GRPOConfig) -> str | None:
+    """Why `old_logps: sampled` cannot be the default of stale rollouts; None if it can."""
+    if args.old_logps is not None:
+        return f"old_logps is {args.old_logps}."
+    try:
+        check_old_logps(args, "sampled")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def check_old_logps(args: GRPOConfig, old_logps: str | None) -> None:
     """Raise `ValueError` where the loss cannot clip around the sampled logprobs, or a setting has no effect then.
 
     The trainer's logprobs are of the whole vocabulary. Those of a distribution that was cut are larger: at unchanged
     weights the ratio is the share that was kept, and what has a negative advantage may be clipped from the first step.
     """
-    if args.old_logps != "sampled":
+    if old_logps != "sampled":
         return
     if not args.vllm_importance_sampling_correction:
         raise ValueError("old_logps: sampled needs vllm_importance_sampling_correction: true. Set it, or remove both.")
@@ -319,7 +360,14 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     check_staleness(args)
-    check_old_logps(args)
+    if args.max_staleness > STALE and why_policy(args) is None:
+        args.old_logps = "sampled"
+    check_old_logps(args, args.old_logps)
+    if args.loss_type == "cispo" and (args.epsilon if args.epsilon_high is None else args.epsilon_high) < 1:
+        raise ValueError(
+            "loss_type='cispo' caps the ratio itself at epsilon_high (without it at epsilon="
+            f"{args.epsilon}), got {args.epsilon_high}: below 1 every gradient is multiplied by it. Set it to 5."
+        )
     check_passes(args)
     estimator = estimators[args.credit_assignment]
     for key, why in UNREAD_CREDIT.items():
@@ -432,8 +480,11 @@ def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
     for key, value in (args.generation_kwargs or {}).items():
         if key in ours:
             raise ValueError(f"generation_kwargs: {key!r} is set per turn by the conversation. Remove it.")
-        if key not in known if backend != "transformers" else not hasattr(GenerationConfig(), key):
-            raise ValueError(f"generation_kwargs: {key!r} is not known to the {backend} backend. Remove it.")
+        if key not in known or (backend == "transformers" and not hasattr(GenerationConfig(), key)):
+            raise ValueError(
+                f"generation_kwargs: {key!r} is not known to the {backend} backend, or would sample from another "
+                "distribution than the policy's. Remove it."
+            )
         interval = OF_TRL["within"].get(key)
         if interval and not (fits_type(value, float) and in_range(value, interval)):
             raise ValueError(f"generation_kwargs: {key}={value!r}, expected {range_text(interval)}.")

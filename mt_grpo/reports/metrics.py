@@ -16,7 +16,7 @@ from mt_grpo.generation.versions import versions_of
 from mt_grpo.rollout import FAILURES, Rollout, StopReason
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.records import is_cut_off, tokens_read_again, trained_records
-from mt_grpo.training.tensors import nanstd, nansum
+from mt_grpo.training.tensors import EFFECTIVE_SHARE, effective_share, nanstd, nansum, rollout_weights
 
 
 def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool = False) -> torch.Tensor:
@@ -220,6 +220,8 @@ def credit_metrics(
     if "importance_sampling_ratio" in output:
         ratio = output["importance_sampling_ratio"].expand(loss_mask.shape)
         least, most = ratio_limits
+        rollouts = owners.to(ratio.device) + batch.first
+        share = effective_share(rollout_weights(ratio, loss_mask, rollouts, accelerator))
         is_cut = (ratio <= (least or 0.0)) | (ratio >= (math.inf if most is None else most))
         sums.append((is_cut * loss_mask).sum())
         own = (output["old_per_token_logps"] - output["sampling_per_token_logps"]).exp()  # NaN where one is not known
@@ -230,6 +232,7 @@ def credit_metrics(
         "credit/mean_abs_advantage": sums[0] / max(sums[1], 1),
     }
     if len(sums) > 2:
+        metrics[EFFECTIVE_SHARE] = share
         metrics["sampling/frac_tokens_ratio_zero_or_clipped"] = sums[2] / max(sums[1], 1)
         metrics["sampling/token_ratio_mean"] = sums[3] / sums[4] if sums[4] else float("nan")
     return metrics

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mt_grpo.training.passes import Pass
+from mt_grpo.training.tensors import EFFECTIVE_SHARE, effective_share, rollout_weights
 
 
 class PassMetrics:
@@ -18,6 +19,7 @@ class PassMetrics:
 
     def __init__(self):
         self._values: dict[str, list[tuple[float, float]]] = defaultdict(list)  # name -> (value, what it weighs)
+        self._rollout_weights: list[torch.Tensor] = []  # of each pass
 
     @contextmanager
     def of(self, metrics: dict[str, dict[str, list[float]]], mode: str, each: Pass) -> Iterator[None]:
@@ -72,6 +74,7 @@ class PassMetrics:
             each["importance_sampling_ratio"] = torch.ones_like(ratio)
         else:
             each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
+        self._rollout_weights.append(rollout_weights(ratio, trained, each["rollouts"], trainer.accelerator))
         is_cut = (ratio == 0) | (ratio >= (math.inf if most is None else most))
         if least is not None:  # in a `_mask` mode a smaller one is 0
             is_cut |= ratio <= least
@@ -129,6 +132,9 @@ class PassMetrics:
                 total = sum(weight for _, weight in counted)
                 metrics[name].append(sum(value * weight for value, weight in counted) / total)
         self._values.clear()
+        if self._rollout_weights:
+            metrics[EFFECTIVE_SHARE].append(effective_share(torch.cat(self._rollout_weights)))
+            self._rollout_weights.clear()
 
 
 def importance_ratio(difference: torch.Tensor, mode: str, least: float | None, most: float | None) -> torch.Tensor:

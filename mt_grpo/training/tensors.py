@@ -9,6 +9,7 @@ import torch
 from mt_grpo.rollout import Record
 
 NAN = float("nan")
+EFFECTIVE_SHARE = "sampling/effective_share"  # the metric
 
 
 def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -55,6 +56,35 @@ def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
     tensor([1., nan])
     """
     return torch.where(x.isnan().all(dim), NAN, x.nansum(dim))
+
+
+def rollout_weights(ratio: torch.Tensor, loss_mask: torch.Tensor, rollouts: torch.Tensor, accelerator: Any) -> Any:
+    """What the importance ratio weighs each row of all ranks, (rows, 3): its rollout, and sum and number. Collective.
+
+    Args:
+        ratio: (M, C) of tokens or (M, 1) of rows, as the loss has it.
+        loss_mask: (M, C).
+        rollouts: (M,), the number of each row's rollout in the batch of all ranks.
+        accelerator: The trainer's. All ranks have as many rows.
+    """
+    trained = loss_mask > 0
+    columns = rollouts, torch.where(trained, ratio, 0.0).sum(1), trained.sum(1)
+    return accelerator.gather(torch.stack([column.float() for column in columns], 1)).cpu()
+
+
+def effective_share(weights: torch.Tensor) -> float:
+    """The effective share of samples, `(sum w)^2 / (n sum w^2)` over n rollouts, each with its tokens' mean ratio w.
+
+    Args:
+        weights: (rows, 3), as `rollout_weights` returns them; several rows may be of one rollout.
+
+    >>> effective_share(torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 4.0], [1.0, 5.0, 2.0], [2.0, 0.0, 3.0]]))  # 1, 1, 0
+    0.6666666865348816
+    """
+    rollouts, of_rollout = weights[:, 0].long().unique(return_inverse=True)
+    total, number = torch.zeros(len(rollouts), 2).index_add(0, of_rollout, weights[:, 1:]).T
+    w = (total / number)[number > 0]
+    return (w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-30)).item()
 
 
 def ratio_to_sampled(output: dict[str, torch.Tensor], mode: str) -> dict[str, torch.Tensor]:

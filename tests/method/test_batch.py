@@ -152,6 +152,7 @@ def test_what_the_loss_uses_is_counted_by_token():
         "credit/frac_groups_without_signal": 1 / 2, "credit/mean_abs_advantage": (1.0 + 2.0) / 6,
         "sampling/frac_tokens_ratio_zero_or_clipped": 2 / 6,  # the one that is 0, and the one at the limit
         "sampling/token_ratio_mean": (2.0 + 1.0 + 0.5 + 1.0 + 4.0) / 5,  # of those that are known
+        "sampling/effective_share": (1.5 + 1.125) ** 2 / (2 * (1.5**2 + 1.125**2)),
     })  # fmt: skip
 
 

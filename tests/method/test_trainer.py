@@ -194,9 +194,11 @@ def test_every_loss_takes_an_advantage_per_turn(random_model, tmp_path, loss_typ
     """On-policy a loss is linear in the advantages: the gradient of all turns is the sum of each turn's own, none of
     them nothing, and what stands on the environment's tokens has no part in it."""
 
+    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+
     def gradient(only_turn=None, observation_advantage=0.0):
         callback = Gradients()
-        args = MTGRPOConfig(**settings(tmp_path, loss_type=loss_type, max_steps=1, max_grad_norm=1e9))
+        args = MTGRPOConfig(**settings(tmp_path, loss_type=loss_type, max_steps=1, max_grad_norm=1e9, **cap))
         trainer = TwoTurns(
             random_model, MultiTurnToolEnv([echo], system_prompt=None), [call_reward], [length_reward], args=args,
             train_dataset=Dataset.from_dict({"prompt": PROMPTS}), callbacks=[callback],
@@ -444,12 +446,27 @@ def test_turn_rewards_alone_train(random_model, tmp_path):
 def test_a_limit_that_is_given_once_holds_for_both(tmp_path):
     """For the configuration and the environment; two values are an error, and so is a format after its prompt."""
     env = MultiTurnToolEnv([echo], max_steps=3, max_completion_length=700, tool_timeout=9.0)
-    args = MTGRPOConfig(**settings(tmp_path, max_turn_tokens=7, max_completion_length=512))
+    args = MTGRPOConfig(**settings(tmp_path, max_turn_tokens=7, max_completion_length=4096))
     share_limits(args, env)
     assert (args.max_env_steps, args.max_completion_length, args.tool_timeout, env.max_turn_tokens) == (3, 700, 9.0, 7)
     env = MultiTurnToolEnv([echo])
     share_limits(MTGRPOConfig(**settings(tmp_path, max_env_steps=5)), env)
     assert (env.max_steps, env.max_completion_length) == (5, 24)
+    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=4096))
+    share_limits(args, env := MultiTurnToolEnv([echo], max_steps=2, max_completion_length=1024))
+    assert (args.max_env_steps, args.max_completion_length, args.max_tool_response_tokens) == (2, 1024, 256)
+    assert (env.max_steps, env.max_completion_length, env.result_limit) == (2, 1024, 256)
+
+
+def test_a_result_limit_above_half_of_the_budget_is_lowered_and_logged_once(tmp_path, caplog):
+    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=100, max_tool_response_tokens=51))
+    share_limits(args, env := MultiTurnToolEnv([echo]))
+    assert args.max_tool_response_tokens == env.result_limit == 50
+    (record,) = [record for record in caplog.records if "max_tool_response_tokens=51" in record.message]
+    assert "lowered to 50" in record.message
+    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=100, max_tool_response_tokens=50))
+    share_limits(args, MultiTurnToolEnv([echo]))
+    assert args.max_tool_response_tokens == 50 and len(caplog.records) == 1
     for key, value, given in (
         ("max_env_steps", 5, {"max_steps": 3}),
         ("max_completion_length", 9, {}),

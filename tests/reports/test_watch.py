@@ -39,6 +39,7 @@ TROUBLES = {
     "paid for something else": (run_of(reward=(1.0, 1.2), rewards__match__mean=(0.5, 0.4)), "reward"),
     "turns at the limit": (run_of(**{"stop__max_turns": (0.3, 0.9)}), "stop/max_turns"),
     "cut off": (run_of(completions__clipped_ratio=(0.1, 0.4)), "completions/clipped_ratio"),
+    "few rollouts in effect": (run_of(sampling__effective_share=(0.9, 0.49)), "sampling/effective_share"),
     "another reference": ([{**WELL, "kl": 7.7}, *run_of()], "kl"),
     "no entropy": (run_of(entropy=(0.2, 0.001), credit__frac_groups_without_signal=(0.4, 0.6)), "entropy"),
 }
@@ -46,6 +47,7 @@ NO_TROUBLES = {
     "well": run_of(),
     "the same reference, and then far from it": [{**WELL, "kl": 1e-3}, {**WELL, "kl": 7.7}, *run_of()],
     "an outcome that rises more slowly": run_of(reward=(1.0, 1.5), rewards__match__mean=(0.5, 0.51)),
+    "half of the rollouts in effect": run_of(sampling__effective_share=(0.9, 0.5)),
     "both fall": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.2)),
     "always cut off a little": run_of(completions__clipped_ratio=(0.35, 0.4)),
     "solved": run_of(

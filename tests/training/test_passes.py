@@ -41,7 +41,8 @@ CLOSE = 1e-5  # of a gradient's largest entry, in float32
 
 OF_SEQUENCES = dict(credit_assignment="outcome")  # what reads the sign of a sequence's advantage
 SETTINGS = [
-    *[dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "cispo", "sapo")],
+    *[dict(loss_type=name) for name in ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "sapo")],
+    dict(loss_type="cispo", epsilon_high=5.0),
     dict(loss_type="bnpo", per_device_train_batch_size=16),  # a micro-batch of several passes
     dict(loss_type="vespo", **OF_SEQUENCES),
     dict(loss_type="dapo", beta=0.1, vllm="token"),
