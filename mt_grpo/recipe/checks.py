@@ -396,9 +396,7 @@ def check_server(
                 f"has {getattr(ours, key, None)}. Start the server with the recipe's model_name_or_path."
             )
     client.vocab_size = getattr(ours, "vocab_size", None)
-    text = '<tool>{"name": "x"}</tool> Ünï 123'
-    if engine.tokens(client, text) != env.tokenizer(text, add_special_tokens=False)["input_ids"]:
-        raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
+    check_tokenizer(client, env.tokenizer, where)
     needed = longest_prompt(env, dataset) + args.max_completion_length
     if card["max_model_len"] < needed:
         raise ServerError(
@@ -425,6 +423,13 @@ def check_server(
         on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
     else:
         on_main_process(lambda: check_group_port(client, client.transfer.group_port))
+
+
+def check_tokenizer(client: Any, tokenizer: Any, where: str) -> None:
+    """Raise `ServerError` if a server has another vocabulary than this tokenizer, whose ids it is going to read."""
+    text = '<tool>{"name": "x"}</tool> Ünï 123'
+    if client.engine.tokens(client, text) != tokenizer(text, add_special_tokens=False)["input_ids"]:
+        raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
 
 
 def has_images(dataset: Any) -> bool:

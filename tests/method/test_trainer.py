@@ -961,3 +961,39 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
     with pytest.raises(RunStopped):
         trainer.train()
     assert cancelled == [True] and not trainer.in_flight.groups and trainer.in_flight.current is None
+
+
+OF_THE_MODEL = {  # values of a model's generation_config.json, each of which changes what is sampled
+    "min_p": 0.2, "typical_p": 0.3, "no_repeat_ngram_size": 1, "min_new_tokens": 40, "top_k": 2, "top_p": 0.5,
+    "temperature": 0.3, "repetition_penalty": 2.0, "num_beams": 3, "suppress_tokens": list(range(128)),
+    "epsilon_cutoff": 0.02, "begin_suppress_tokens": list(range(128)), "max_length": 4, "guidance_scale": 2.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sampled(random_model, tmp_path_factory):
+    """A function of values of the model's own configuration: what is sampled with them, with and without a LoRA."""
+    trainers = []
+    for lora in (None, LoraConfig(target_modules=["q_proj"], lora_dropout=0.0)):
+        trainers.append(make_trainer(random_model, tmp_path_factory.mktemp("sampled"), peft_config=lora))
+
+    def ids(values: dict) -> list:
+        found = []
+        for trainer in trainers:
+            config = trainer.accelerator.unwrap_model(trainer.model).generation_config
+            before = {key: getattr(config, key) for key in values}
+            vars(config).update(values)
+            torch.manual_seed(0)
+            prompts = [[5, 6, 7 + index] for index in range(4)]
+            generations = trainer.llm.serve([trainer.llm.generate(ids, 48, None, i) for i, ids in enumerate(prompts)])
+            found.append([generation.token_ids for generation in generations])
+            assert {key: getattr(config, key) for key in values} == values  # it is saved with the model
+            vars(config).update(before)
+        return found
+
+    return ids
+
+
+@pytest.mark.parametrize("key", OF_THE_MODEL)
+def test_samples_do_not_depend_on_the_models_own_generation_config(sampled, key):
+    assert sampled({key: OF_THE_MODEL[key], "do_sample": True}) == sampled({})

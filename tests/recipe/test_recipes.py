@@ -1020,6 +1020,15 @@ def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
         build(generation_kwargs={"temperature": value})
 
 
+@pytest.mark.parametrize("key, value", [
+    ("num_beams", 4), ("do_sample", False), ("typical_p", 0.3), ("no_repeat_ngram_size", 2), ("min_new_tokens", 4),
+    ("epsilon_cutoff", 0.1), ("suppress_tokens", [1]), ("guidance_scale", 2.0), ("presence_penalty", 0.5),
+])  # fmt: skip
+def test_generation_kwargs_that_would_sample_another_distribution_are_rejected_by_name(key, value, build):
+    with pytest.raises(ValueError, match=f"generation_kwargs: {key!r}"):
+        build(generation_kwargs={key: value})
+
+
 def test_the_loss_has_the_temperature_that_is_sampled_at(build):
     """`generation_kwargs` would win for the samples alone."""
     with pytest.raises(ValueError, match="temperature=0.5 samples.*1.0"):
