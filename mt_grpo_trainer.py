@@ -108,6 +108,7 @@ from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import WeightCounter
 from mt_grpo.recipe.checks import (
     check_server,
+    check_tied_lora,
     load_tokenizer,
     model_errors,
     prepare_data,
@@ -1062,6 +1063,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             peft_config=peft_config,
             callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
         )
+        check_tied_lora(self.model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
         args.use_vllm = self.use_vllm = self.backend != "transformers"

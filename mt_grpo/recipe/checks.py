@@ -314,6 +314,25 @@ def check_tower(args: GRPOConfig, model_config: Any, peft_config: Any, reader: A
         peft_config.exclude_modules = rf".*{TOWER.pattern}.*"
 
 
+def check_tied_lora(model: Any) -> None:
+    """Raise `ValueError` for a LoRA that changes the embedding or the head of a model in which both are one tensor.
+
+    Merged weights have one tensor for both: neither a server nor the saved model would have what is trained.
+    """
+    configs = getattr(model, "peft_config", {}).values()
+    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False) or all(
+        getattr(config, "ensure_weight_tying", False) for config in configs
+    ):
+        return
+    for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError(
+                f"The LoRA trains the model's {name}, which is tied (tie_word_embeddings): merged weights have one "
+                "tensor for embedding and head. Take it out of lora_target_modules and lora_modules_to_save, or pass "
+                "a LoraConfig with ensure_weight_tying=True as peft_config."
+            )
+
+
 def load_model_config(name: str, args: GRPOConfig) -> Any:
     """The configuration of the model that the trainer is going to load. Raises `ValueError` if it cannot be loaded."""
     revision = (args.model_init_kwargs or {}).get("revision") or "main"

@@ -18,7 +18,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
@@ -961,6 +961,39 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
     with pytest.raises(RunStopped):
         trainer.train()
     assert cancelled == [True] and not trainer.in_flight.groups and trainer.in_flight.current is None
+
+
+@pytest.mark.parametrize("lora, touched", [
+    ({"target_modules": ["q_proj"]}, None),
+    ({"target_modules": "all-linear"}, None),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, None),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "head"),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "embedding"),
+    ({"target_modules": r".*embed_tokens"}, "embedding"),
+    ({"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}, "embedding"),
+])  # fmt: skip
+def test_a_lora_of_a_tied_embedding_or_head_is_rejected_unless_both_are_kept_alike(
+    lora, touched, random_model, tmp_path
+):
+    """What is pushed then gives the logprobs that the trainer computes."""
+    config = LoraConfig(lora_dropout=0.0, **lora)
+    if touched is not None:
+        with pytest.raises(ValueError, match=f"^The LoRA trains the model's {touched}"):
+            make_trainer(random_model, tmp_path, peft_config=config)
+        if "modules_to_save" not in lora:
+            return  # TRL rejects an adapter of the head, which is what peft ties to one of the embedding
+        config.ensure_weight_tying = True
+    trainer = make_trainer(random_model, tmp_path, peft_config=config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    pushed = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
+    before = pushed(ids := torch.tensor([[5, 6, 7, 8]])).logits
+    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    pushed.load_state_dict(dict(weights.named_weights()))
+    assert (trainer.model.eval()(ids).logits - pushed(ids).logits).abs().max() < 1e-5
+    assert (before - pushed(ids).logits).abs().max() > 1e-3
 
 
 OF_THE_MODEL = {  # values of a model's generation_config.json, each of which changes what is sampled
