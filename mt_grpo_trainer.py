@@ -1259,12 +1259,9 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         within="[1, inf)", trained=False,
     )  # fmt: skip
     old_logps: str | None = key(
-        None,
-        "Logprobs that the loss clips around: of the policy before the step, or as sampled. None: sampled with a "
-        "max_staleness above 2",
-        one_of=("policy", "sampled"),
-        backend="vllm",
-    )
+        None, "What the loss clips around: policy (before the step) or sampled. None: by max_staleness",
+        one_of=("policy", "sampled"), backend="vllm",
+    )  # fmt: skip
     # Defaults other than TRL's, which do not fit conversations.
     vllm_importance_sampling_mode: str = key("token_truncate", "How vLLM's samples are corrected: docs/recipes.md")
     max_completion_length: int | None = key(4096, "Tokens of a conversation after its prompt, tool results included")

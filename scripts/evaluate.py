@@ -289,16 +289,9 @@ def evaluate(
 
 
 def weights_of(version: str | None) -> str:
-    """Which weights a server holds, by the version that it says: a model's name says nothing after a push.
-
-    >>> weights_of("default"), weights_of("3f2a9c01-7")
-    ('those that the server was started with', "version 3f2a9c01-7, pushed by a training run: not the named model's")
-    """
-    if version is None:
-        return "unknown: the server does not say whether a training run has pushed other weights"
-    if version == "default":
-        return "those that the server was started with"
-    return f"version {version}, pushed by a training run: not the named model's"
+    """Which weights a server holds, by the version that it says: a model's name says nothing after a push."""
+    known = {None: "unknown: the server does not say", "default": "those that the server was started with"}
+    return known.get(version, f"version {version}, pushed by a training run: not the named model's")
 
 
 def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]) -> list[dict[str, Any]]:

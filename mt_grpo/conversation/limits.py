@@ -18,11 +18,7 @@ class Limits:
     )
     max_turn_tokens: int | None = key(None, "Tokens of one turn. None: what remains", within="[1, inf)")
     max_tool_response_tokens: int | None = key(
-        None,
-        "Tokens of one tool result, at most half of max_completion_length; a longer one is cut with a visible marker. "
-        "None: a quarter",
-        within="[10, inf)",
-        of_tools=True,
+        None, "Tokens of one result. None: a quarter of the budget; at most half", within="[10, inf)", of_tools=True
     )
     max_parallel_calls: int = key(8, "Calls of one turn that run; others are errors", within="[1, inf)", of_tools=True)
     max_concurrent_tools: int = key(

@@ -22,18 +22,14 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def neutral_generation(model: torch.nn.Module) -> Iterator[None]:
-    """Context manager in which `generate` reads no value from the model's own `generation_config.json`.
-
-    transformers takes from there what a request does not set, such as `typical_p` or `no_repeat_ngram_size`: samples
-    would be of another distribution than the policy's, and nothing would correct it.
-    """
-    configs = [(each, each.generation_config) for each in model.modules() if "generation_config" in vars(each)]
+    """Context manager in which `generate` takes nothing, such as `typical_p`, from the model's generation config."""
+    configs = {each: each.generation_config for each in model.modules() if "generation_config" in vars(each)}
     try:
-        for each, _ in configs:
+        for each in configs:
             each.generation_config = GenerationConfig()
         yield
     finally:
-        for each, config in configs:
+        for each, config in configs.items():
             each.generation_config = config
 
 

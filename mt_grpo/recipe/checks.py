@@ -315,21 +315,16 @@ def check_tower(args: GRPOConfig, model_config: Any, peft_config: Any, reader: A
 
 
 def check_tied_lora(model: Any) -> None:
-    """Raise `ValueError` for a LoRA that changes the embedding or the head of a model in which both are one tensor.
-
-    Merged weights have one tensor for both: neither a server nor the saved model would have what is trained.
-    """
+    """Raise `ValueError` for a LoRA that changes the embedding or the head of a model in which both are one tensor."""
     configs = getattr(model, "peft_config", {}).values()
-    if not getattr(model.config.get_text_config(), "tie_word_embeddings", False) or all(
-        getattr(config, "ensure_weight_tying", False) for config in configs
-    ):
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if not tied or all(getattr(config, "ensure_weight_tying", False) for config in configs):
         return
     for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
         if any(parameter.requires_grad for parameter in module.parameters()):
             raise ValueError(
-                f"The LoRA trains the model's {name}, which is tied (tie_word_embeddings): merged weights have one "
-                "tensor for embedding and head. Take it out of lora_target_modules and lora_modules_to_save, or pass "
-                "a LoraConfig with ensure_weight_tying=True as peft_config."
+                f"The LoRA trains the model's {name} (tie_word_embeddings: true), but merged weights have one "
+                "tensor for both. Take it out of the LoRA's modules, or set LoraConfig's ensure_weight_tying."
             )
 
 

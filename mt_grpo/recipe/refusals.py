@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from mt_grpo.base.json_types import fits_type
 from mt_grpo.generation.connection import hide_password
 from mt_grpo.recipe.keys import OF_TRL, check_one_of, default_of, fact_of
 
+logger = logging.getLogger(__name__)
+
 # Settings of training on rollouts of other weights, refused where they cannot work or would have no effect.
 
 
@@ -29,9 +32,6 @@ CUTS = {
     "presence_penalty": (0.0, None), "frequency_penalty": (0.0, None), "min_tokens": (0, None),
     "logit_bias": ({}, None), "bad_words": ([], None), "allowed_token_ids": (None,),
 }  # fmt: skip
-
-
-STALE = 2  # batches; above it the loss clips around the sampled logprobs
 
 
 def check_staleness(args: GRPOConfig) -> None:
@@ -52,9 +52,8 @@ def check_staleness(args: GRPOConfig) -> None:
         )
     if args.vllm_importance_sampling_mode.startswith("sequence"):
         raise ValueError(
-            f"max_staleness={args.max_staleness} with vllm_importance_sampling_mode="
-            f"{args.vllm_importance_sampling_mode!r}: the ratio of a whole rollout is the product of its tokens' "
-            "ratios, which with older weights leaves few rollouts in the loss. Set token_truncate or token_mask."
+            f"max_staleness={args.max_staleness}: with vllm_importance_sampling_mode: "
+            f"{args.vllm_importance_sampling_mode} few rollouts count. Set token_truncate or token_mask."
         )
     if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(
@@ -77,7 +76,7 @@ def cuts_of(args: GRPOConfig) -> dict[str, Any]:
 
 
 def warnings_of(args: GRPOConfig) -> list[str]:
-    """What a run's settings make of its gradient, for the log at its start: one sentence or two each."""
+    """Texts for the log of a run's start: which settings bias or weaken its gradient."""
     found, cuts = [], ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
     if text_of_cuts(args):
         found.append(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
@@ -89,11 +88,6 @@ def warnings_of(args: GRPOConfig) -> list[str]:
             f"epsilon={epsilon:g} with importance_sampling_level: sequence: a sequence's ratio is a mean over its "
             "tokens, which hardly ever moves so far, so nothing is clipped. GSPO uses epsilon: 3e-4."
         )
-    if args.max_staleness > STALE and args.old_logps != "sampled":
-        found.append(
-            f"max_staleness={args.max_staleness}: the loss clips around the policy before the step, and not around "
-            f"the sampled logprobs: {why_policy(args)}"
-        )
     return found
 
 
@@ -104,24 +98,13 @@ def text_of_cuts(args: GRPOConfig) -> str:
     return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
 
 
-def why_policy(args: GRPOConfig) -> str | None:
-    """Why `old_logps: sampled` cannot be the default of stale rollouts; None if it can."""
-    if args.old_logps is not None:
-        return f"old_logps is {args.old_logps}."
-    try:
-        check_old_logps(args, "sampled")
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def check_old_logps(args: GRPOConfig, old_logps: str | None) -> None:
+def check_old_logps(args: GRPOConfig) -> None:
     """Raise `ValueError` where the loss cannot clip around the sampled logprobs, or a setting has no effect then.
 
     The trainer's logprobs are of the whole vocabulary. Those of a distribution that was cut are larger: at unchanged
     weights the ratio is the share that was kept, and what has a negative advantage may be clipped from the first step.
     """
-    if old_logps != "sampled":
+    if args.old_logps != "sampled":
         return
     if not args.vllm_importance_sampling_correction:
         raise ValueError("old_logps: sampled needs vllm_importance_sampling_correction: true. Set it, or remove both.")
@@ -360,9 +343,15 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     check_staleness(args)
-    if args.max_staleness > STALE and why_policy(args) is None:
-        args.old_logps = "sampled"
-    check_old_logps(args, args.old_logps)
+    is_default = args.old_logps is None and args.max_staleness > 2
+    try:
+        args.old_logps = "sampled" if is_default else args.old_logps
+        check_old_logps(args)
+    except ValueError as error:
+        if not is_default:
+            raise
+        args.old_logps = "policy"
+        logger.warning(f"max_staleness={args.max_staleness} is trained with old_logps: policy, since: {error}")
     if args.loss_type == "cispo" and (args.epsilon if args.epsilon_high is None else args.epsilon_high) < 1:
         raise ValueError(
             "loss_type='cispo' caps the ratio itself at epsilon_high (without it at epsilon="

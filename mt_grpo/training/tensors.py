@@ -59,13 +59,9 @@ def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def rollout_weights(ratio: torch.Tensor, loss_mask: torch.Tensor, rollouts: torch.Tensor, accelerator: Any) -> Any:
-    """What the importance ratio weighs each row of all ranks, (rows, 3): its rollout, and sum and number. Collective.
+    """For each row of all ranks, (rows, 3): its rollout's number, the sum of its tokens' ratios, and their number.
 
-    Args:
-        ratio: (M, C) of tokens or (M, 1) of rows, as the loss has it.
-        loss_mask: (M, C).
-        rollouts: (M,), the number of each row's rollout in the batch of all ranks.
-        accelerator: The trainer's. All ranks have as many rows.
+    Collective; all ranks have as many rows. `ratio` is (M, C) or (M, 1), `loss_mask` (M, C), and `rollouts` (M,).
     """
     trained = loss_mask > 0
     columns = rollouts, torch.where(trained, ratio, 0.0).sum(1), trained.sum(1)
@@ -74,9 +70,6 @@ def rollout_weights(ratio: torch.Tensor, loss_mask: torch.Tensor, rollouts: torc
 
 def effective_share(weights: torch.Tensor) -> float:
     """The effective share of samples, `(sum w)^2 / (n sum w^2)` over n rollouts, each with its tokens' mean ratio w.
-
-    Args:
-        weights: (rows, 3), as `rollout_weights` returns them; several rows may be of one rollout.
 
     >>> effective_share(torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 4.0], [1.0, 5.0, 2.0], [2.0, 0.0, 3.0]]))  # 1, 1, 0
     0.6666666865348816
