@@ -65,8 +65,8 @@ from mt_grpo.rollout import (
 # The package comes first: it sets what torch and TRL read when they are imported.
 # isort: split
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
-from trl import GRPOConfig, ModelConfig, ScriptArguments, get_peft_config
+from transformers import PreTrainedTokenizerBase, SchedulerType, TrainerCallback
+from trl import GRPOConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.base.errors import ServerError
@@ -108,6 +108,7 @@ from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import WeightCounter
 from mt_grpo.recipe.checks import (
     check_server,
+    check_tied_lora,
     load_tokenizer,
     model_errors,
     prepare_data,
@@ -116,10 +117,10 @@ from mt_grpo.recipe.checks import (
     warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.keys import ServerAndLogKeys, check_choices, check_mappings, check_ranges, make_absolute
+from mt_grpo.recipe.keys import ModelKeys, ServerAndLogKeys, check_choices, check_mappings, check_ranges, make_absolute
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
-from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, text_of_cuts
+from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, warnings_of
 from mt_grpo.reports.last_lines import say_last_lines
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
@@ -215,7 +216,7 @@ class MultiTurnToolEnv(Conversations):
         ValueError: a tool lacks a name, type hints or a docstring, or a class is not an environment.
     """
 
-    MIN_ANSWER_TOKENS = 16  # a tool result is cut so that at least this much room is left to answer
+    MIN_ANSWER_TOKENS = 16  # what is appended leaves at least this much room to answer, and an eighth if it can
 
     def __init__(
         self,
@@ -224,7 +225,7 @@ class MultiTurnToolEnv(Conversations):
         max_steps: int = 2,
         *,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        max_completion_length: int = 1024,
+        max_completion_length: int = 4096,
         max_model_len: int | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
         state_key: Callable[[list[Turn]], Any] | None = None,
@@ -465,7 +466,10 @@ class MultiTurnToolEnv(Conversations):
         INVARIANT: what was sampled is never rendered or tokenized again. Ids are only appended to it.
         """
         room, written = self._room(rollout, llm), self.format_of(self._tokenizer(llm))
-        fitted = written.fit(turn, further, room.tokens - self.MIN_ANSWER_TOKENS, self.max_tool_response_tokens)
+        budget, fitted = min(self.max_completion_length, self._context(llm) - len(rollout.prompt_ids)), None
+        for reserve in (budget // 8, room.tokens // 2, 0):  # an eighth for the answer, else half of what remains
+            reserve = max(reserve, self.MIN_ANSWER_TOKENS)
+            fitted = fitted or written.fit(turn, further, room.tokens - reserve, self.result_limit)
         if fitted is not None:
             turn.results, turn.messages, turn.observation_ids = fitted
         else:
@@ -498,8 +502,8 @@ class MultiTurnToolEnv(Conversations):
         rollout.edited = Context(history, self.prompt_ids(readable, tokenizer, rollout.tools))
 
     def result_messages(self, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[ToolResult], list]:
-        """Return a turn's results, each truncated to `max_tool_response_tokens`, and the messages with them."""
-        return self.format_of(tokenizer).fit(turn, [], float("inf"), self.max_tool_response_tokens)[:2]
+        """Return a turn's results, each truncated to `result_limit`, and the messages with them."""
+        return self.format_of(tokenizer).fit(turn, [], float("inf"), self.result_limit)[:2]
 
 
 # =====================================================================================================================
@@ -794,6 +798,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
         output["num_rows_in_batch"] = batch.num_scored(self.loss_type == "sapo", self.accelerator)
+        output["rollouts"] = torch.tensor(batch.owners, device=output["advantages"].device) + batch.first  # (M,)
         self._log_step(output, advantages)
         if self.args.old_logps == "sampled" and not skips:
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
@@ -1073,6 +1078,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             peft_config=peft_config,
             callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
         )
+        check_tied_lora(self.model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         # Where vLLM samples, this turns on TRL's importance ratio: the policy before the step over what vLLM had.
         args.use_vllm = self.use_vllm = self.backend != "transformers"
@@ -1093,8 +1099,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         env.add_ends(self.eos_token_ids)
         self.eos_token_ids = env.end_of_turn_ids(tokenizer)
         self._sampling_params = {"stop_token_ids": list(self.eos_token_ids), **sampling_params(args)}
-        if (cuts := text_of_cuts(args)) and self.accelerator.is_main_process:
-            logger.warning(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
+        for text in warnings_of(args) if self.accelerator.is_main_process else ():
+            logger.warning(text)
         self.llm = connect_backend(self, lambda: prompt_ids_of(env, train_dataset[0]))
 
 
@@ -1267,10 +1273,15 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         None, "Tokens of a forward pass. None: per_device_train_batch_size times the longest record",
         within="[1, inf)", trained=False,
     )  # fmt: skip
-    old_logps: str = key(
-        "policy", "Logprobs that the loss clips around: of the policy before the step, or as sampled",
+    old_logps: str | None = key(
+        None, "What the loss clips around: policy (before the step) or sampled. None: by max_staleness",
         one_of=("policy", "sampled"), backend="vllm",
     )  # fmt: skip
+    # Defaults other than TRL's, which do not fit conversations.
+    vllm_importance_sampling_mode: str = key("token_truncate", "How vLLM's samples are corrected: docs/recipes.md")
+    max_completion_length: int | None = key(4096, "Tokens of a conversation after its prompt, tool results included")
+    lr_scheduler_type: SchedulerType | str = key("constant_with_warmup", "Schedule of the learning rate")
+    warmup_steps: float = key(10, "Steps in which the learning rate rises from 0; below 1 a share of all steps")
 
     def __post_init__(self):
         check_ranges(self)
@@ -1285,10 +1296,10 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         self.resume_from_checkpoint = checkpoint_of_all_ranks(self.resume_from_checkpoint, self.output_dir)
 
 
-RECIPE_CLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelConfig)  # every recipe key is a field of one of them
+RECIPE_CLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelKeys)  # every recipe key is a field of one of them
 
 
-def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelConfig]:
+def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelKeys]:
     """Recipe (`--config x.yaml`) and command line (`--max_steps 5`, which wins) to checked dataclasses.
 
     Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
@@ -1296,7 +1307,7 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
     return parse_recipe(argv, RECIPE_CLASSES)
 
 
-def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelConfig) -> MTGRPOEnvTrainer:
+def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelKeys) -> MTGRPOEnvTrainer:
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
     tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)

@@ -58,8 +58,8 @@ from mt_grpo.base.pictures import inputs_of_requests
 from mt_grpo.base.rows import column_lists, prompts_of
 from mt_grpo.conversation.pictures import FAMILIES, PictureReader, forbid, readable_messages, reader_of, with_pictures
 from mt_grpo.conversation.sampling import sampling_params
-from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.recipe.checks import check_context, check_images, model_error
+from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
+from mt_grpo.recipe.checks import check_context, check_images, check_tokenizer, model_error
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.training.batch import Batch
@@ -102,8 +102,7 @@ def in_process_backend(
     """
     eos_ids = {*ends_in(model.generation_config), tokenizer.eos_token_id, *end_of_turn_ids} - {None}
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-    # transformers warns of a temperature that nothing reads; what is left out comes from the model's own configuration
-    sampling = {"repetition_penalty": 1.0} if greedy else sampling_params(args)
+    sampling = {} if greedy else sampling_params(args)  # transformers warns of a temperature that nothing reads
 
     def padded(rows: list[list[int]], filler: int) -> torch.Tensor:
         longest = max(map(len, rows))
@@ -117,7 +116,8 @@ def in_process_backend(
         config = GenerationConfig(
             max_new_tokens=max_tokens, do_sample=not greedy, eos_token_id=sorted(eos_ids), pad_token_id=pad, **sampling
         )
-        output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **shown)
+        with neutral_generation(model):
+            output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, **shown)
         return [cut_after_end(row, eos_ids) for row in output[:, ids.shape[1] :].tolist()], None
 
     return InProcessBackend(generate_batch, eos_ids.__contains__)
@@ -133,12 +133,12 @@ def cut_after_end(token_ids: list[int], eos_ids: set[int]) -> list[int]:
     return token_ids[: end + 1]
 
 
-def revision_of(source: str, model_args: mt.ModelConfig) -> str:
+def revision_of(source: str, model_args: mt.ModelKeys) -> str:
     """The revision of a model or a tokenizer: the recipe's `model_revision` for the recipe's own."""
     return (model_args.model_revision or "main") if source == model_args.model_name_or_path else "main"
 
 
-def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelConfig) -> Any:
+def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelKeys) -> Any:
     """A language model on the GPU if there is one. It reads images, or text alone, then maybe with a LoRA adapter."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=args.trust_remote_code)
@@ -237,6 +237,7 @@ def evaluate(
     else:
         backend = in_process_backend(model, tokenizer, args, env.end_of_turn_ids(tokenizer), greedy)
 
+    weights = weights_of(run_async(model.held_version())) if served else None
     functions = RewardFunctions.of(turn_funcs, outcome_funcs, env, optional=True)
     turn_names, outcome_names = functions.turn_names, functions.outcome_names
     repeated = [row for row in rows for _ in range(k)]
@@ -268,6 +269,7 @@ def evaluate(
     stops = Counter(str(rollout.stop_reason) for rollout in rollouts)
     return {
         "model": name, "backend": "vllm server" if served else "transformers", "split": split,
+        "weights": weights,
         "file": Path(script_args.dataset_name or "").name if Path(script_args.dataset_name or "").is_file() else None,
         "num_problems": len(rows), "k": k, "seed": None if served or greedy else seed,
         "temperature": 0.0 if greedy else args.temperature,
@@ -284,6 +286,12 @@ def evaluate(
         "seconds": round(time.perf_counter() - started, 2),
         **({"conversations": conversations(rollouts[:show], scores)} if show else {}),
     }  # fmt: skip
+
+
+def weights_of(version: str | None) -> str:
+    """Which weights a server holds, by the version that it says: a model's name says nothing after a push."""
+    known = {None: "unknown: the server does not say", "default": "those that the server was started with"}
+    return known.get(version, f"version {version}, pushed by a training run: not the named model's")
 
 
 def conversations(rollouts: list[Rollout], scores: dict[str, list[float | None]]) -> list[dict[str, Any]]:
@@ -425,6 +433,7 @@ def table(result: dict[str, Any]) -> str:
     samples = "1 sample each" if result["k"] == 1 else f"{result['k']} samples each"
     lines = [
         f"model     {result['model']} ({result['backend']})",
+        *([f"weights   {result['weights']}"] if result.get("weights") else []),
         f"problems  {result['num_problems']} of {where}, {samples}, {result['seconds']:.1f} s",
         f"sampling  {sampled}{seeded}",
         "",
@@ -471,6 +480,7 @@ def main(argv: list[str] | None = None) -> None:
             engine = recipe[1].rollout_engine
             model = mt.VLLMServerClient(base_url=options.server, tokenizer=tokenizer, timeout=30, engine=engine)
             model.wait_until_healthy()
+            check_tokenizer(model, tokenizer, f"The server at {model.base_url}")
         further = "num_problems split seed k batch_size greedy show".split()
         result = evaluate(model, recipe, tokenizer=tokenizer, **{name: vars(options)[name] for name in further})
     except (ValueError, OSError, ServerError) as error:

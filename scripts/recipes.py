@@ -19,7 +19,7 @@ import mt_grpo_trainer as mt  # noqa: E402
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.parse import read_recipe
 
-Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelConfig]
+Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelKeys]
 
 
 def load_recipe(path: str, overrides: list[str] | None = None) -> Recipe:

@@ -165,7 +165,8 @@ def train(model, out, layout, settings, **changes):
 
 
 ON_RANKS = {
-    **{name: dict(loss_type=name) for name in ("dapo", "grpo", "dr_grpo", "luspo", "cispo", "sapo", "bnpo")},
+    **{name: dict(loss_type=name) for name in ("dapo", "grpo", "dr_grpo", "luspo", "sapo", "bnpo")},
+    "cispo": dict(loss_type="cispo", epsilon_high=5.0),
     "vespo": dict(loss_type="vespo", credit_assignment="outcome", vllm="token"),
     "uneven": dict(loss_type="grpo", uneven=True, beta=0.1, vllm="token"),
     "a group on two ranks": dict(loss_type="dapo", uneven=True, per_device_train_batch_size=2,

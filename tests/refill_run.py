@@ -87,7 +87,7 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
         output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=4, num_generations=2, max_completion_length=64, max_steps=5, logging_steps=1,
         shuffle_dataset=False, credit_assignment="outcome", disable_tqdm=True, save_strategy="no", refill_groups=2,
-        learning_rate=1e-4, log_rollouts=8,
+        learning_rate=1e-4, log_rollouts=8, lr_scheduler_type="linear", warmup_steps=0,
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "number": n} for n in range(prompts)]
     trainer = Noted(

@@ -54,6 +54,7 @@ def make_trainer(folder, out, rows, scripted=True, **changes):
         "output_dir": str(out), "use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": "none",
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200, "max_steps": 2,
         "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no", "disable_tqdm": True, "seed": 3,
+        "lr_scheduler_type": "linear", "warmup_steps": 0,
     }  # fmt: skip
     env = MultiTurnToolEnv([zoom] if scripted else [], None)
     args = MTGRPOConfig(**{**values, **changes})
@@ -110,7 +111,7 @@ def make_served_run(folder, out, port, **changes):
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200, "max_turn_tokens": 10,
         "max_steps": 3, "max_env_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
         "disable_tqdm": True, "seed": 3, "use_vllm": True, "vllm_mode": "server", "vllm_server_port": port,
-        "weight_check_every": 1,
+        "weight_check_every": 1, "lr_scheduler_type": "linear", "warmup_steps": 0,
     }  # fmt: skip
     peft_config, rows = changes.pop("peft_config", None), Rows(changes.pop("rows", None) or some_rows())
     args = MTGRPOConfig(**{**values, **changes})

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 class Conversations(Limits):
     """Base class of `MultiTurnToolEnv`. A subclass implements `start`, `take_turn` and `converse`."""
 
-    max_completion_length = 1024  # of an environment that is given none
+    max_completion_length = 4096  # of an environment that is given none, like the next one
+    max_env_steps = 2
 
     def __init__(
         self, max_steps: int, max_completion_length: int, prompt_examples: list[list[Message]] = (), **limits: Any
@@ -36,7 +37,7 @@ class Conversations(Limits):
         self.max_completion_length = max_completion_length
         self.prompt_examples = check_examples(prompt_examples) if prompt_examples else []
         self._examples: dict[int, list[Message]] = {}  # as messages of the template, by id of the tokenizer
-        if (most := self.max_tool_response_tokens) < 10:
+        if (most := self.max_tool_response_tokens) is not None and most < 10:
             raise ValueError(f"max_tool_response_tokens={most}, expected at least 10, the room for a marker.")
 
     @property
@@ -47,6 +48,12 @@ class Conversations(Limits):
     @max_steps.setter
     def max_steps(self, value: int) -> None:
         self.max_env_steps = value
+
+    @property
+    def result_limit(self) -> int:
+        """Tokens of one tool result: `max_tool_response_tokens`, at most half of the budget; unset, a quarter."""
+        share = self.max_completion_length // (4 if self.max_tool_response_tokens is None else 2)
+        return max(10, min(self.max_tool_response_tokens or share, share))
 
     async def converse_whole(
         self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None

@@ -14,11 +14,11 @@ class Limits:
     """The limits of a conversation, set by a recipe. TRL's `max_completion_length` bounds it as well."""
 
     max_env_steps: int = key(
-        2, "Observations per conversation, error messages included; then one last turn", within="[0, inf)"
+        8, "Observations per conversation, error messages included; then one last turn", within="[0, inf)"
     )
     max_turn_tokens: int | None = key(None, "Tokens of one turn. None: what remains", within="[1, inf)")
-    max_tool_response_tokens: int = key(
-        512, "Tokens of one tool result; a longer one is cut with a visible marker", within="[10, inf)", of_tools=True
+    max_tool_response_tokens: int | None = key(
+        None, "Tokens of one result. None: a quarter of the budget; at most half", within="[10, inf)", of_tools=True
     )
     max_parallel_calls: int = key(8, "Calls of one turn that run; others are errors", within="[1, inf)", of_tools=True)
     max_concurrent_tools: int = key(

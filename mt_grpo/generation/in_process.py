@@ -6,14 +6,31 @@ import asyncio
 import concurrent.futures
 import logging
 import queue
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+from transformers import GenerationConfig
 
 from mt_grpo.base.event_loop import background_loop, gather_all, start_in_background
 from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.rollout import Generation
 
 logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def neutral_generation(model: torch.nn.Module) -> Iterator[None]:
+    """Context manager in which `generate` takes nothing, such as `typical_p`, from the model's generation config."""
+    configs = {each: each.generation_config for each in model.modules() if "generation_config" in vars(each)}
+    try:
+        for each in configs:
+            each.generation_config = GenerationConfig()
+        yield
+    finally:
+        for each, config in configs.items():
+            each.generation_config = config
 
 
 class ServeSession:

@@ -272,18 +272,24 @@ def share_limits(args: GRPOConfig, env: Any) -> None:
 
     Raises `ValueError` for a limit that both were given, with different values.
     """
-    defaults = {"max_completion_length": type(env).max_completion_length}
     for key in (*limits_of(args), "max_completion_length", "tool_format"):
         value, of_env, default = getattr(args, key), getattr(env, key), default_of(key, (type(args),))
-        if value == default and of_env != defaults.get(key, default):
+        own = getattr(type(env), key, default)  # of an environment that was given none
+        if value == default:
             setattr(args, key, of_env)
-        elif of_env == defaults.get(key, default) and key != "tool_format":  # its system prompt is made
+        elif of_env == own and key != "tool_format":  # its system prompt is made
             setattr(env, key, value)
         elif value != of_env:
             name = "max_steps" if key == "max_env_steps" else key
             raise ValueError(
                 f"{key}: {value} in the configuration, and {name}={of_env} in the environment. Give it to one of them."
             )
+    limit, args.max_tool_response_tokens = args.max_tool_response_tokens, env.result_limit
+    if limit is not None and limit > env.result_limit:
+        logger.warning(
+            f"max_tool_response_tokens={limit}: a result would take more than half of max_completion_length="
+            f"{args.max_completion_length}. It is lowered to {env.result_limit}."
+        )
     if env.environments is not None:
         env.environments.timeout = env.environment_timeout
     if args.isolate_tools and not any(hasattr(tool, "prepare") for tool in env.tools.values()):
@@ -306,6 +312,20 @@ def check_tower(args: GRPOConfig, model_config: Any, peft_config: Any, reader: A
         return
     if args.freeze_vision_tower is not False and getattr(peft_config, "exclude_modules", "") is None:
         peft_config.exclude_modules = rf".*{TOWER.pattern}.*"
+
+
+def check_tied_lora(model: Any) -> None:
+    """Raise `ValueError` for a LoRA that changes the embedding or the head of a model in which both are one tensor."""
+    configs = getattr(model, "peft_config", {}).values()
+    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    if not tied or all(getattr(config, "ensure_weight_tying", False) for config in configs):
+        return
+    for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            raise ValueError(
+                f"The LoRA trains the model's {name} (tie_word_embeddings: true), but merged weights have one "
+                "tensor for both. Take it out of the LoRA's modules, or set LoraConfig's ensure_weight_tying."
+            )
 
 
 def load_model_config(name: str, args: GRPOConfig) -> Any:
@@ -390,9 +410,7 @@ def check_server(
                 f"has {getattr(ours, key, None)}. Start the server with the recipe's model_name_or_path."
             )
     client.vocab_size = getattr(ours, "vocab_size", None)
-    text = '<tool>{"name": "x"}</tool> Ünï 123'
-    if engine.tokens(client, text) != env.tokenizer(text, add_special_tokens=False)["input_ids"]:
-        raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
+    check_tokenizer(client, env.tokenizer, where)
     needed = longest_prompt(env, dataset) + args.max_completion_length
     if card["max_model_len"] < needed:
         raise ServerError(
@@ -419,6 +437,13 @@ def check_server(
         on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
     else:
         on_main_process(lambda: check_group_port(client, client.transfer.group_port))
+
+
+def check_tokenizer(client: Any, tokenizer: Any, where: str) -> None:
+    """Raise `ServerError` if a server has another vocabulary than this tokenizer, whose ids it is going to read."""
+    text = '<tool>{"name": "x"}</tool> Ünï 123'
+    if client.engine.tokens(client, text) != tokenizer(text, add_special_tokens=False)["input_ids"]:
+        raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
 
 
 def has_images(dataset: Any) -> bool:

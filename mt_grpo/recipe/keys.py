@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trl import GRPOConfig
+from trl import GRPOConfig, ModelConfig
 
 from mt_grpo.base.fields import LARGEST, in_range, key, range_text
 from mt_grpo.base.files import absolute
@@ -54,6 +54,13 @@ class ServerAndLogKeys:
         16, "Rollouts per rank and batch in the log rollouts.*.jsonl", within="[0, inf)", trained=False
     )
     log_rollout_tokens: bool = key(False, "Log every token of these rollouts, too", trained=False)
+
+
+@dataclass
+class ModelKeys(ModelConfig):
+    """TRL's `ModelConfig`. Dropout is 0: with it no row shares its prompt, and importance ratios are noise."""
+
+    lora_dropout: float = key(0.0, "Dropout of a LoRA")
 
 
 # What is known of the keys of TRL and transformers, and of vLLM's in `generation_kwargs`: their fields do not say it.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from trl import ModelConfig, TrlParser
+from trl import TrlParser
 
 from mt_grpo.base.errors import error_line, sentence
 from mt_grpo.base.fields import keys_that
@@ -27,6 +27,7 @@ from mt_grpo.base.recipe_yaml import RecipeLoader
 from mt_grpo.recipe.data import GENERATED_DATASETS
 from mt_grpo.recipe.keys import (
     Classes,
+    ModelKeys,
     check_one_of,
     check_ranges,
     default_of,
@@ -279,7 +280,7 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
         check_ranges(settings)
         check_supported(settings)
     for key in (
-        f.name for f in dataclasses.fields(ModelConfig) if f.name.startswith(("lora_", "use_rslora", "use_dora"))
+        f.name for f in dataclasses.fields(ModelKeys) if f.name.startswith(("lora_", "use_rslora", "use_dora"))
     ):
         if not model_args.use_peft and getattr(model_args, key) != default_of(key, classes):
             raise ValueError(f"{key}={getattr(model_args, key)!r} has no effect without use_peft: true.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from mt_grpo.base.fields import in_range, range_text
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.generation.connection import hide_password
 from mt_grpo.recipe.keys import OF_TRL, check_one_of, default_of, fact_of
+
+logger = logging.getLogger(__name__)
 
 # Settings of training on rollouts of other weights, refused where they cannot work or would have no effect.
 
@@ -47,6 +50,11 @@ def check_staleness(args: GRPOConfig) -> None:
             f"max_staleness={args.max_staleness} trains on rollouts of the weights before earlier steps, which needs "
             "their importance ratio. Set vllm_importance_sampling_correction: true, or remove max_staleness."
         )
+    if args.vllm_importance_sampling_mode.startswith("sequence"):
+        raise ValueError(
+            f"max_staleness={args.max_staleness}: with vllm_importance_sampling_mode: "
+            f"{args.vllm_importance_sampling_mode} few rollouts count. Set token_truncate or token_mask."
+        )
     if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(
             f"max_staleness={args.max_staleness} with several batches of rollouts in one optimizer step "
@@ -65,6 +73,22 @@ def cuts_of(args: GRPOConfig) -> dict[str, Any]:
     """
     given = {key: getattr(args, key, None) for key in CUTS} | (args.generation_kwargs or {})
     return {key: given[key] for key, same in CUTS.items() if given[key] not in same}
+
+
+def warnings_of(args: GRPOConfig) -> list[str]:
+    """Texts for the log of a run's start: which settings bias or weaken its gradient."""
+    found, cuts = [], ", ".join(f"{key}={value}" for key, value in cuts_of(args).items())
+    if text_of_cuts(args):
+        found.append(f"{cuts}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md).")
+    elif cuts:
+        found.append(f"{cuts}: rollouts are not sampled from the policy that is trained, and nothing corrects it.")
+    epsilon = max(args.epsilon, args.epsilon_high or 0.0)
+    if args.importance_sampling_level == "sequence" and args.loss_type in CLIPPED_LOSSES and epsilon > 0.01:
+        found.append(
+            f"epsilon={epsilon:g} with importance_sampling_level: sequence: a sequence's ratio is a mean over its "
+            "tokens, which hardly ever moves so far, so nothing is clipped. GSPO uses epsilon: 3e-4."
+        )
+    return found
 
 
 def text_of_cuts(args: GRPOConfig) -> str:
@@ -319,7 +343,20 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     if args.max_completion_length is None:
         raise ValueError("max_completion_length is None. Expected the token budget of a conversation, such as 1024.")
     check_staleness(args)
-    check_old_logps(args)
+    is_default = args.old_logps is None and args.max_staleness > 2
+    try:
+        args.old_logps = "sampled" if is_default else args.old_logps
+        check_old_logps(args)
+    except ValueError as error:
+        if not is_default:
+            raise
+        args.old_logps = "policy"
+        logger.warning(f"max_staleness={args.max_staleness} is trained with old_logps: policy, since: {error}")
+    if args.loss_type == "cispo" and (args.epsilon if args.epsilon_high is None else args.epsilon_high) < 1:
+        raise ValueError(
+            "loss_type='cispo' caps the ratio itself at epsilon_high (without it at epsilon="
+            f"{args.epsilon}), got {args.epsilon_high}: below 1 every gradient is multiplied by it. Set it to 5."
+        )
     check_passes(args)
     estimator = estimators[args.credit_assignment]
     for key, why in UNREAD_CREDIT.items():
@@ -432,8 +469,11 @@ def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
     for key, value in (args.generation_kwargs or {}).items():
         if key in ours:
             raise ValueError(f"generation_kwargs: {key!r} is set per turn by the conversation. Remove it.")
-        if key not in known if backend != "transformers" else not hasattr(GenerationConfig(), key):
-            raise ValueError(f"generation_kwargs: {key!r} is not known to the {backend} backend. Remove it.")
+        if key not in known or (backend == "transformers" and not hasattr(GenerationConfig(), key)):
+            raise ValueError(
+                f"generation_kwargs: {key!r} is not known to the {backend} backend, or would sample from another "
+                "distribution than the policy's. Remove it."
+            )
         interval = OF_TRL["within"].get(key)
         if interval and not (fits_type(value, float) and in_range(value, interval)):
             raise ValueError(f"generation_kwargs: {key}={value!r}, expected {range_text(interval)}.")

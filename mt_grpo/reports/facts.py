@@ -15,7 +15,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, is_peft_model
 
 from mt_grpo.base.pictures import image_or_str
 from mt_grpo.base.rows import IMAGE_COLUMNS
@@ -58,6 +58,9 @@ def facts_of_settings(trainer: ResumableTrainer) -> Facts:
     return {
         **facts_of_data(trainer.train_dataset, args, env.environments is not None),
         **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
+        "lora": is_peft_model(trainer.model),
+        "groups_per_step": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+        / args.num_generations,
         "optim": str(getattr(args.optim, "value", args.optim)),
         "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
         # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from mt_grpo.reports.progress import is_shown
 from mt_grpo.rollout import FAILURES
+from mt_grpo.training.tensors import EFFECTIVE_SHARE
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,8 @@ class Trouble:
 
 
 LR = 0.01  # AdamW moves every weight by about the learning rate in a step; the highest that a recipe here uses is 6e-4
+LORA_LR = 5e-6  # at which ten steps of a LoRA change no rollout that a seed does not change
+FEW_GROUPS = 8  # of an optimizer step
 ROUNDED = 0.5  # of the weights; in bfloat16 1e-6 moves 0.5% of the tiny model's, 1e-5 4%, 3e-4 91% (docs/speed.md)
 CUT = 0.5  # a model that must learn to be short is cut off in a third of the rollouts; half of them teach nothing else
 CUT_ALL = 0.95  # what is left gives no group two whole rollouts
@@ -68,6 +71,7 @@ HOT = 1.5  # at such a temperature a model of 0.6B and more writes what is no la
 FAILED = 0.2  # rollouts that are not trained on, or end at agent_timeout
 AT_LIMIT = 0.8  # of the rollouts end because max_env_steps is reached
 REPEATED = 20  # times that a run goes through its data; epochs over a data set of its usual size are fewer
+EFFECTIVE = 0.5  # of the rollouts, by their weights in the loss
 GAP = 0.1  # mean difference of logprobs; bf16 gives a few 1e-2
 FAR_REFERENCE = 0.05  # nats per token at the first step; the same model in bf16: 1e-4, weights that are noise: 7.7
 WINDOW = 20  # logs of a running job: a batch of a hundred rollouts is too few to judge by
@@ -132,6 +136,11 @@ READINGS = (
         "learning_rate is 0. No weight changes. Set learning_rate to 1e-6 (all weights of a pretrained model), or "
         "1e-5 to 1e-4 (LoRA).",
         lambda f: True,
+    ),
+    Reading(
+        "learning rate", ("learning_rate", "lora"), lambda f: f["lora"] and 0 < f["learning_rate"] < LORA_LR,
+        "learning_rate is {learning_rate:g}, and only a LoRA is trained, which such steps hardly change. Set "
+        "learning_rate to 1e-5 to 1e-4.",
     ),
     Reading(
         "rounding", ("weights/stuck",),
@@ -261,9 +270,9 @@ READINGS = (
         "main outcome", ("outcome/constant", "outcome/mean"),
         lambda f: f["outcome/constant"] and bool(f["rewards/varied"]),
         "The main outcome {outcome/name} is {outcome/mean:.3g} for all {outcome/scored} rollouts that were given it. "
-        "Only other rewards move the policy, and it may learn these alone. Look whether the function can give anything else: how it "
-        "compares answers, and what the data has as answer. Then take an easier task, or a model that solves some of "
-        "it.",
+        "Only other rewards move the policy, and it may learn these alone. Look whether the function can give "
+        "anything else: how it compares answers, and what the data has as answer. Then take an easier task, or a model that "
+        "solves some of it.",
     ),
     Reading(
         "nothing trained", ("credit/frac_rollouts_trained",), lambda f: f["credit/frac_rollouts_trained"] == 0,
@@ -292,6 +301,16 @@ READINGS = (
         "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
         "average{since}. The server does not sample from the distribution that is trained. Compare the dtype, the "
         "chat template and the model of both; see docs/faults.md.",
+    ),
+    Reading(
+        "few groups", ("groups_per_step",), lambda f: f["groups_per_step"] < FEW_GROUPS,
+        "An optimizer step has {groups_per_step:g} groups of rollouts, of which those without signal teach nothing. "
+        "Its gradient is mostly noise. Raise gradient_accumulation_steps until it has 8 groups or more.",
+    ),
+    Reading(
+        "effective share", (EFFECTIVE_SHARE,), lambda f: f[EFFECTIVE_SHARE] < EFFECTIVE,
+        "The importance ratio leaves {sampling/effective_share:.0%} of the rollouts{since} in effect. Set "
+        "vllm_importance_sampling_mode: token_truncate, or lower max_staleness.",
     ),
     Reading(
         "kl", ("kl/first",), lambda f: f["kl/first"] >= FAR_REFERENCE,

@@ -14,7 +14,7 @@ from mt_grpo.base.rows import prompts_of, row_text
 from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, secret_of_marks, share_marks
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
-from mt_grpo.generation.in_process import InProcessBackend
+from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
@@ -112,7 +112,8 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         training = trainer.model.training
         prompt_ids, shown = inputs_of_requests(prompt_ids)
         try:
-            return trainer._generate_single_turn(prompt_ids, None, shown, 1)
+            with neutral_generation(trainer.model):
+                return trainer._generate_single_turn(prompt_ids, None, shown, 1)
         finally:
             trainer.model.train(training)  # TRL's continuous batching leaves the model in training mode
 

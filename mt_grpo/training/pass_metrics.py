@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from mt_grpo.training.passes import Pass
+from mt_grpo.training.tensors import EFFECTIVE_SHARE, effective_share, rollout_weights
 
 Means = dict[str, tuple[float, float]]  # name -> (mean, minimum or maximum, the number of tokens that it is of)
 
@@ -21,12 +22,15 @@ class PassMetrics:
     def __init__(self):
         self._pooled: dict[tuple[str, str], tuple[float, float]] = {}  # (mode, name) -> as in `Means`
         self._own: Means = {}  # of the current pass, in place of TRL's
+        self._logged: dict[str, list[float]] = {}  # where the current pass's metrics go
+        self._weights: dict[int, list[torch.Tensor]] = {}  # step -> `rollout_weights` of its passes
 
     @contextmanager
     def of(self, trainer: Any, each: Pass) -> Iterator[None]:
         """Within it TRL's metrics are those of one pass. A pass without a trained token has none."""
         mode = trainer._mode
         logged, trainer._metrics[mode], self._own = trainer._metrics[mode], defaultdict(list), {}
+        self._logged = logged
         try:
             yield
             trls = {name: (values[-1], each.weight) for name, values in trainer._metrics[mode].items()}
@@ -63,6 +67,10 @@ class PassMetrics:
             if name.startswith(TRLS):
                 metrics[name].pop()
         self.pool(metrics, trainer._mode, means)
+        ratio = output["importance_sampling_ratio"]
+        metrics[EFFECTIVE_SHARE].append(
+            effective_share(rollout_weights(ratio, trained, output["rollouts"], trainer.accelerator))
+        )
 
     def compare(self, each: Pass, logps: torch.Tensor, trainer: Any) -> None:
         """Do with the loss's own logprobs what TRL does with those of a pass before the step. Collective.
@@ -86,6 +94,12 @@ class PassMetrics:
         else:
             each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
         self._own |= sampling_means(logps, sampled, ratio, trained, ratio_limits(trainer), trainer.accelerator)
+        if not self._logged.get(EFFECTIVE_SHARE):
+            self._weights.clear()
+        weights = rollout_weights(ratio, trained, each["rollouts"], trainer.accelerator)
+        self._weights.setdefault(trainer.state.global_step, []).append(weights)
+        shares = [effective_share(torch.cat(passes)) for passes in self._weights.values()]
+        self._logged[EFFECTIVE_SHARE] = [sum(shares) / len(shares)]
 
     def count_tokens(self, each: Pass, logps: torch.Tensor, entropies: torch.Tensor, trainer: Any) -> None:
         """TRL's metrics of a pass with weights in its mask, for which TRL would weigh them too. Collective.

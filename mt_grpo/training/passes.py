@@ -269,7 +269,7 @@ def skips_first_pass(trainer: Any) -> bool:
         and trainer.use_vllm
         and trainer.vllm_importance_sampling_correction
         and not args.log_rollout_tokens
-        and (args.old_logps == "policy" or trainer.vllm_importance_sampling_mode.endswith("truncate"))
+        and (args.old_logps != "sampled" or trainer.vllm_importance_sampling_mode.endswith("truncate"))
         and args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
     )
 

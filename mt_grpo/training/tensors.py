@@ -9,6 +9,7 @@ import torch
 from mt_grpo.rollout import Record
 
 NAN = float("nan")
+EFFECTIVE_SHARE = "sampling/effective_share"  # the metric
 
 
 def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -55,6 +56,28 @@ def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
     tensor([1., nan])
     """
     return torch.where(x.isnan().all(dim), NAN, x.nansum(dim))
+
+
+def rollout_weights(ratio: torch.Tensor, loss_mask: torch.Tensor, rollouts: torch.Tensor, accelerator: Any) -> Any:
+    """For each row of all ranks, (rows, 3): its rollout's number, the sum of its tokens' ratios, and their number.
+
+    Collective; all ranks have as many rows. `ratio` is (M, C) or (M, 1), `loss_mask` (M, C), and `rollouts` (M,).
+    """
+    trained = loss_mask > 0
+    columns = rollouts, torch.where(trained, ratio, 0.0).sum(1), trained.sum(1)
+    return accelerator.gather(torch.stack([column.float() for column in columns], 1)).cpu()
+
+
+def effective_share(weights: torch.Tensor) -> float:
+    """The effective share of samples, `(sum w)^2 / (n sum w^2)` over n rollouts, each with its tokens' mean ratio w.
+
+    >>> effective_share(torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 4.0], [1.0, 5.0, 2.0], [2.0, 0.0, 3.0]]))  # 1, 1, 0
+    0.6666666865348816
+    """
+    rollouts, of_rollout = weights[:, 0].long().unique(return_inverse=True)
+    total, number = torch.zeros(len(rollouts), 2).index_add(0, of_rollout, weights[:, 1:]).T
+    w = (total / number)[number > 0]
+    return (w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-30)).item()
 
 
 def ratio_to_sampled(output: dict[str, torch.Tensor], mode: str) -> dict[str, torch.Tensor]:

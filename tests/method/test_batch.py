@@ -21,6 +21,7 @@ from mt_grpo.rollout import Generation, Record, Rollout, StopReason, ToolCall, T
 from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.pass_metrics import sampling_means
 from mt_grpo.training.reward_calls import run_rewards
+from mt_grpo.training.tensors import effective_share, rollout_weights
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 
@@ -165,6 +166,8 @@ def test_what_the_loss_uses_is_counted_by_token():
         "sampling/token_ratio_mean": (2.0 + 1.0 + 0.5 + 1.0 + 4.0) / 5,
     })  # fmt: skip
     assert [weight for _, weight in found.values()] == [5, 5, 6, 6, 6, 5, 6]
+    weights = rollout_weights(output[names[2]], trained, torch.tensor([0, 1]), Accelerator(cpu=True))
+    assert effective_share(weights) == pytest.approx((1.5 + 1.125) ** 2 / (2 * (1.5**2 + 1.125**2)))
 
 
 def one_group(model, out, funcs, **settings):

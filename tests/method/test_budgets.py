@@ -49,9 +49,9 @@ ENVELOPE = 40  # between two turns, around a result
         ([ADD], {"max_steps": 0}, "max_turns", 1),
         (["</tool>", "</tool>"], {"max_steps": 1}, "max_turns", 2),
         ([ANSWER], {"max_steps": 0}, "answered", 1),
-        ([TALK], {}, "max_tokens", 1),
+        ([TALK], {"max_completion_length": 1024}, "max_tokens", 1),
         ([TALK], {"max_turn_tokens": 10}, "max_tokens", 1),
-        ([ADD, TALK], {}, "max_tokens", 2),
+        ([ADD, TALK], {"max_completion_length": 1024}, "max_tokens", 2),
         ([ADD], {"max_completion_length": 60}, "max_tokens", 1),
         (["<answer>5"], {"max_completion_length": 8}, "max_tokens", 1),
         ([TALK], {"max_model_len": 100}, "context_length", 1),
@@ -149,12 +149,42 @@ def test_max_model_len_bounds_every_request():
 )
 def test_a_long_result_is_cut_so_that_an_answer_fits(bound, reason):
     text = call("echo", text="ab " * 40)
-    room = len(text) + ENVELOPE + 30 + MultiTurnToolEnv.MIN_ANSWER_TOKENS
+    room = 8 * (len(text) + ENVELOPE + 30) // 7  # an eighth of it is left for the answer
     limit = room if bound == "max_completion_length" else PROMPT_LENGTH + room
     rollout, backend = converse(text, "x" * 100, **{bound: limit})
     assert re.fullmatch(r"(ab ){5,7}(a|ab)?\.\.\. \[cut\]", rollout.turns[0].observation)
-    assert 16 == MultiTurnToolEnv.MIN_ANSWER_TOKENS <= backend.requests[1].max_tokens <= 20
+    assert room // 8 <= backend.requests[1].max_tokens <= room // 8 + 4
     assert rollout.stop_reason == reason
+
+
+def long_text() -> str:
+    """Return a text that no budget here has room for."""
+    return "0123456789" * 1000
+
+
+@pytest.mark.parametrize("limit, expected", [(None, 200), (100, 100), (700, 400)])
+def test_a_result_has_at_most_its_share_of_the_budget(limit, expected):
+    """A quarter where nothing else is said, and half at most: a token is a character here."""
+    limits = {"max_completion_length": 800, "max_tool_response_tokens": limit}
+    rollout, _ = converse(call("long_text"), ANSWER, tools=[long_text], **limits)
+    assert len(rollout.turns[0].observation) == expected
+
+
+@pytest.mark.parametrize("bound, expected", [
+    ({"max_completion_length": 800}, [800, 514, 228, 100]),  # 46 of a call, 200 of a result with 40 around it
+    ({"max_model_len": PROMPT_LENGTH + 800}, [800, 100]),
+])  # fmt: skip
+def test_an_eighth_of_the_budget_is_left_for_an_answer(bound, expected):
+    rollout, backend = converse(*4 * [call("long_text")], ANSWER, tools=[long_text], max_steps=8, **bound)
+    assert [request.max_tokens for request in backend.requests] == expected and len(call("long_text")) == 46
+
+
+@pytest.mark.parametrize("left, expected", [(540, [270]), (300, [150]), (100, [50]), (71, [16]), (64, [])])
+def test_with_less_than_an_eighth_left_a_result_leaves_half(left, expected):
+    """Of what a long turn left; then 16 tokens, with 40 around a result and 10 of its own, or it is the end."""
+    turn = call("long_text").rjust(4000 - left)
+    _, backend = converse(turn, ANSWER, tools=[long_text], max_completion_length=4000)
+    assert [request.max_tokens for request in backend.requests] == [4000, *expected]
 
 
 @pytest.mark.parametrize("merges", [(), ("\n\n",), ("\n<", ">\n")])

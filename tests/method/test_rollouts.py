@@ -223,7 +223,7 @@ def test_two_turns_in_numbers():
     assert rollout.turn_ids == [0] * 52 + [-1] * 41 + [1] * 18
     assert rollout.logprobs == ([-j / 8 for j in range(1, 53)] + [0.0] * 41 + [-j / 8 for j in range(1, 19)])
     assert [r.prompt for r in backend.requests] == [prompt, prompt + turn_0 + observation]
-    assert [r.max_tokens for r in backend.requests] == [1024, 1024 - 52 - 41]
+    assert [r.max_tokens for r in backend.requests] == [4096, 4096 - 52 - 41]
     assert rollout.stop_reason == StopReason.ANSWERED
 
 

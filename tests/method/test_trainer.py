@@ -18,7 +18,7 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
@@ -194,9 +194,11 @@ def test_every_loss_takes_an_advantage_per_turn(random_model, tmp_path, loss_typ
     """On-policy a loss is linear in the advantages: the gradient of all turns is the sum of each turn's own, none of
     them nothing, and what stands on the environment's tokens has no part in it."""
 
+    cap = {"epsilon_high": 5.0} if loss_type == "cispo" else {}
+
     def gradient(only_turn=None, observation_advantage=0.0):
         callback = Gradients()
-        args = MTGRPOConfig(**settings(tmp_path, loss_type=loss_type, max_steps=1, max_grad_norm=1e9))
+        args = MTGRPOConfig(**settings(tmp_path, loss_type=loss_type, max_steps=1, max_grad_norm=1e9, **cap))
         trainer = TwoTurns(
             random_model, MultiTurnToolEnv([echo], system_prompt=None), [call_reward], [length_reward], args=args,
             train_dataset=Dataset.from_dict({"prompt": PROMPTS}), callbacks=[callback],
@@ -444,12 +446,27 @@ def test_turn_rewards_alone_train(random_model, tmp_path):
 def test_a_limit_that_is_given_once_holds_for_both(tmp_path):
     """For the configuration and the environment; two values are an error, and so is a format after its prompt."""
     env = MultiTurnToolEnv([echo], max_steps=3, max_completion_length=700, tool_timeout=9.0)
-    args = MTGRPOConfig(**settings(tmp_path, max_turn_tokens=7, max_completion_length=512))
+    args = MTGRPOConfig(**settings(tmp_path, max_turn_tokens=7, max_completion_length=4096))
     share_limits(args, env)
     assert (args.max_env_steps, args.max_completion_length, args.tool_timeout, env.max_turn_tokens) == (3, 700, 9.0, 7)
     env = MultiTurnToolEnv([echo])
     share_limits(MTGRPOConfig(**settings(tmp_path, max_env_steps=5)), env)
     assert (env.max_steps, env.max_completion_length) == (5, 24)
+    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=4096))
+    share_limits(args, env := MultiTurnToolEnv([echo], max_steps=2, max_completion_length=1024))
+    assert (args.max_env_steps, args.max_completion_length, args.max_tool_response_tokens) == (2, 1024, 256)
+    assert (env.max_steps, env.max_completion_length, env.result_limit) == (2, 1024, 256)
+
+
+def test_a_result_limit_above_half_of_the_budget_is_lowered_and_logged_once(tmp_path, caplog):
+    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=100, max_tool_response_tokens=51))
+    share_limits(args, env := MultiTurnToolEnv([echo]))
+    assert args.max_tool_response_tokens == env.result_limit == 50
+    (record,) = [record for record in caplog.records if "max_tool_response_tokens=51" in record.message]
+    assert "lowered to 50" in record.message
+    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=100, max_tool_response_tokens=50))
+    share_limits(args, MultiTurnToolEnv([echo]))
+    assert args.max_tool_response_tokens == 50 and len(caplog.records) == 1
     for key, value, given in (
         ("max_env_steps", 5, {"max_steps": 3}),
         ("max_completion_length", 9, {}),
@@ -944,3 +961,72 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
     with pytest.raises(RunStopped):
         trainer.train()
     assert cancelled == [True] and not trainer.in_flight.groups and trainer.in_flight.current is None
+
+
+@pytest.mark.parametrize("lora, touched", [
+    ({"target_modules": ["q_proj"]}, None),
+    ({"target_modules": "all-linear"}, None),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, None),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "head"),
+    ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "embedding"),
+    ({"target_modules": r".*embed_tokens"}, "embedding"),
+    ({"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}, "embedding"),
+])  # fmt: skip
+def test_a_lora_of_a_tied_embedding_or_head_is_rejected_unless_both_are_kept_alike(
+    lora, touched, random_model, tmp_path
+):
+    """What is pushed then gives the logprobs that the trainer computes."""
+    config = LoraConfig(lora_dropout=0.0, **lora)
+    if touched is not None:
+        with pytest.raises(ValueError, match=f"^The LoRA trains the model's {touched}"):
+            make_trainer(random_model, tmp_path, peft_config=config)
+        if "modules_to_save" not in lora:
+            return  # TRL rejects an adapter of the head, which is what peft ties to one of the embedding
+        config.ensure_weight_tying = True
+    trainer = make_trainer(random_model, tmp_path, peft_config=config)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    pushed = AutoModelForCausalLM.from_pretrained(random_model, dtype=torch.float32)
+    before = pushed(ids := torch.tensor([[5, 6, 7, 8]])).logits
+    weights = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+    pushed.load_state_dict(dict(weights.named_weights()))
+    assert (trainer.model.eval()(ids).logits - pushed(ids).logits).abs().max() < 1e-5
+    assert (before - pushed(ids).logits).abs().max() > 1e-3
+
+
+OF_THE_MODEL = {  # values of a model's generation_config.json, each of which changes what is sampled
+    "min_p": 0.2, "typical_p": 0.3, "no_repeat_ngram_size": 1, "min_new_tokens": 40, "top_k": 2, "top_p": 0.5,
+    "temperature": 0.3, "repetition_penalty": 2.0, "num_beams": 3, "suppress_tokens": list(range(128)),
+    "epsilon_cutoff": 0.02, "begin_suppress_tokens": list(range(128)), "max_length": 4, "guidance_scale": 2.0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sampled(random_model, tmp_path_factory):
+    """A function of values of the model's own configuration: what is sampled with them, with and without a LoRA."""
+    trainers = []
+    for lora in (None, LoraConfig(target_modules=["q_proj"], lora_dropout=0.0)):
+        trainers.append(make_trainer(random_model, tmp_path_factory.mktemp("sampled"), peft_config=lora))
+
+    def ids(values: dict) -> list:
+        found = []
+        for trainer in trainers:
+            config = trainer.accelerator.unwrap_model(trainer.model).generation_config
+            before = {key: getattr(config, key) for key in values}
+            vars(config).update(values)
+            torch.manual_seed(0)
+            prompts = [[5, 6, 7 + index] for index in range(4)]
+            generations = trainer.llm.serve([trainer.llm.generate(ids, 48, None, i) for i, ids in enumerate(prompts)])
+            found.append([generation.token_ids for generation in generations])
+            assert {key: getattr(config, key) for key in values} == values  # it is saved with the model
+            vars(config).update(before)
+        return found
+
+    return ids
+
+
+@pytest.mark.parametrize("key", OF_THE_MODEL)
+def test_samples_do_not_depend_on_the_models_own_generation_config(sampled, key):
+    assert sampled({key: OF_THE_MODEL[key], "do_sample": True}) == sampled({})

@@ -46,7 +46,7 @@ from mt_grpo.recipe.data import load_rows, make_arithmetic, not_here
 from mt_grpo.recipe.keys import known_keys
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import import_file
-from mt_grpo.recipe.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout, text_of_cuts
+from mt_grpo.recipe.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout, text_of_cuts, warnings_of
 from mt_grpo.reports.facts import facts_of_settings
 from mt_grpo.reports.troubles import troubles
 from mt_grpo.rollout import ToolCall
@@ -171,7 +171,7 @@ PAPER = {
     "lr_scheduler_type": "constant_with_warmup", "adam_beta1": 0.9, "adam_beta2": 0.99, "max_grad_norm": 0.1,
     "bf16": True, "num_generations": 21, "per_device_train_batch_size": 12, "gradient_accumulation_steps": 4,
     "num_iterations": 2, "beta": 0.0, "max_steps": 300, "max_completion_length": 1024, "max_env_steps": 2,
-    "turn_advantage_coef": 1.0, "credit_assignment": "mt_grpo",
+    "turn_advantage_coef": 1.0, "credit_assignment": "mt_grpo", "loss_type": "bnpo", "temperature": 0.9,
 }  # fmt: skip
 # What the method's public recipes for Qwen3 set.
 QWEN3 = {
@@ -695,8 +695,10 @@ def test_honoured_key_is_read_by_the_one_named(reader):
     ({"use_vllm": True, "vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
      "vllm_importance_sampling_clip_max=2.0 has no effect without vllm_importance_sampling_correction: true"),
     ({"max_tokens_per_pass": 4096, "torch_compile": True}, "max_tokens_per_pass=4096 has no effect with torch_comp"),
-    ({"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome"},
-     "Set token_truncate or token_mask"),
+    ({"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome",
+      "vllm_importance_sampling_mode": "sequence_mask"}, "Set token_truncate or token_mask"),
+    ({"loss_type": "cispo"}, "epsilon=0.2.* got None: below 1 every gradient is multiplied by it"),
+    ({"loss_type": "cispo", "epsilon_high": 0.28}, "got 0.28: below 1 every gradient"),
     ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all"}, "steps inside each backward pass"),
     ({"optim": "adalomo"}, "steps inside each backward pass"),
     ({"optim": "schedule_free_adamw", "use_vllm": True, "eval_strategy": "epoch"}, "pushes averaged weights"),
@@ -1016,6 +1018,15 @@ def test_numbers_that_float32_cannot_hold_are_refused(tmp_path, changes):
 def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
     with pytest.raises(ValueError, match="generation_kwargs: temperature=.*expected"):
         build(generation_kwargs={"temperature": value})
+
+
+@pytest.mark.parametrize("key, value", [
+    ("num_beams", 4), ("do_sample", False), ("typical_p", 0.3), ("no_repeat_ngram_size", 2), ("min_new_tokens", 4),
+    ("epsilon_cutoff", 0.1), ("suppress_tokens", [1]), ("guidance_scale", 2.0), ("presence_penalty", 0.5),
+])  # fmt: skip
+def test_generation_kwargs_that_would_sample_another_distribution_are_rejected_by_name(key, value, build):
+    with pytest.raises(ValueError, match=f"generation_kwargs: {key!r}"):
+        build(generation_kwargs={key: value})
 
 
 def test_the_loss_has_the_temperature_that_is_sampled_at(build):
@@ -1609,12 +1620,54 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
 
     assert [made().max_staleness, made(max_staleness=4).max_staleness] == [0, 4]
     for changes, message in (
+        ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_mask"}, "Set token_truncate or token_mask"),
+        ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_truncate"}, "token_truncate or token_mask"),
         ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "max_staleness=2 trains on rollouts of"),
         ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "nothing to overlap with"),
         ({"late_groups": "admit"}, "late_groups: admit has no effect without max_staleness"),
     ):
         with pytest.raises(ValueError, match=message):
             made(**changes)
+
+
+def test_defaults_that_fit_conversations(tmp_path):
+    args = mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **SERVED)
+    expected = {"vllm_importance_sampling_mode": "token_truncate", "max_completion_length": 4096, "max_env_steps": 8,
+                "max_tool_response_tokens": None, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10,
+                "old_logps": None}  # fmt: skip
+    assert {key: getattr(args, key) for key in expected} == expected and warnings_of(args) == []
+    assert mt.RECIPE_CLASSES[2]().lora_dropout == 0.0
+
+
+@pytest.mark.parametrize("changes, old_logps, warning", [
+    ({"max_staleness": 2}, None, None),
+    ({"max_staleness": 3}, "sampled", None),
+    ({"max_staleness": 3, "vllm_importance_sampling_mode": "token_mask"}, "sampled", None),
+    ({"max_staleness": 3, "old_logps": "policy"}, "policy", None),
+    ({"max_staleness": 3, "top_p": 0.9}, "policy", "which top_p=0.9 makes other"),
+    ({"max_staleness": 3, "vllm_importance_sampling_clip_max": 2.0}, "policy", "clip_max=2.0 has no effect with"),
+])  # fmt: skip
+def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, warning, tmp_path, caplog):
+    args = mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **SERVED, **changes)
+    assert args.old_logps == old_logps
+    said = [record.message for record in caplog.records if "old_logps: policy, since" in record.message]
+    assert said == [] if warning is None else warning in said[0]
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"use_vllm": False, "top_k": 50}, "top_k=50: rollouts are not sampled from the policy"),
+    ({"use_vllm": False, "generation_kwargs": {"min_p": 0.1}}, "min_p=0.1: rollouts are not sampled from the policy"),
+    ({"vllm_importance_sampling_correction": False, "top_p": 0.9}, "top_p=0.9: rollouts are not sampled from the"),
+    ({"vllm_mode": "colocate", "top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
+    ({"top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
+    ({"importance_sampling_level": "sequence"}, "epsilon=0.2 with importance_sampling_level: sequence"),
+    ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 0.02}, "epsilon=0.02 with importance"),
+    ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, None),
+    ({"importance_sampling_level": "sequence", "loss_type": "sapo"}, None),
+])  # fmt: skip
+def test_what_settings_make_of_the_gradient_is_warned_of(changes, words, tmp_path):
+    args = mt.MTGRPOConfig(**{"output_dir": str(tmp_path), "per_device_train_batch_size": 8, **SERVED, **changes})
+    assert [text[: len(words or "")] for text in warnings_of(args)] == ([] if words is None else [words])
 
 
 def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):

@@ -24,14 +24,17 @@ from mt_grpo.reports.troubles import (  # fmt: skip
     CLIPPED,
     CUT,
     CUT_ALL,
+    EFFECTIVE,
     ENTROPY,
     FAILED,
     FAILS,
     FAILS_ALL,
     FAILS_TOOL,
     FAR_REFERENCE,
+    FEW_GROUPS,
     GAP,
     HOT,
+    LORA_LR,
     LOST,
     LR,
     MIN_CALLS,
@@ -100,18 +103,18 @@ def recipe_file(folder, source=CALCULATOR, **changes):
 
 
 def preflight(path, capsys):
-    """(exit code, what is printed, names of the troubles)."""
+    """(exit code, what is printed, names of the troubles but for the two groups a step of the recipes here)."""
     with pytest.raises(SystemExit) as ended:
         mt.main(["--config", path, "--preflight"])
     text = capsys.readouterr().out
-    return ended.value.code, text, re.findall(r"^  \d+\. (.*?):", text, re.M)
+    return ended.value.code, text, re.findall(r"^  \d+\. (?!few groups)(.*?):", text, re.M)
 
 
 @pytest.mark.contract("preflight")
 def test_a_recipe_that_is_well(tmp_path, capsys):
     """It says what will happen, and writes nothing."""
     code, text, found = preflight(recipe_file(tmp_path), capsys)
-    assert (code, found) == (0, [])
+    assert (code, found) == (0, []) and "few groups: An optimizer step has 2 groups of rollouts" in text
     assert "a batch  2 prompts x 8 rollouts = 16 = 16 per device x 1 rank x 1; 1 optimizer step from each" in text
     assert "an epoch  1,024 batches = 16,384 rollouts = 1,024 optimizer steps; the run: 75 optimizer steps" in text
     assert "904,576 parameters, 904,576 of them trained, kept as float32, computed in float32" in text
@@ -121,7 +124,7 @@ def test_a_recipe_that_is_well(tmp_path, capsys):
     assert re.search(
         r"^seconds: rollouts \d+\.\d \(tools .*, training \d+\.\d per optimizer step; \d+ tok", text, re.M
     )
-    assert re.search(r"^the run: about \d+ (s|min) if", text, re.M) and text.endswith("No problem was found.\n")
+    assert re.search(r"^the run: about \d+ (s|min) if", text, re.M)
     assert not (tmp_path / "out").exists()
 
 
@@ -333,11 +336,12 @@ def test_the_page_has_the_table_of_readings():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in page.splitlines() if line[:2] == "| "]
     assert [row[0] for row in rows[1:]] == list(dict.fromkeys(each.name for each in READINGS))
     values = {
-        "learning rate": [LR, 0], "temperature": [HOT], "failures": [FAILED, CUT_ALL], "agent time": [FAILED, CUT_ALL],
+        "learning rate": [LR, 0, LORA_LR], "temperature": [HOT], "failures": [FAILED, CUT_ALL],
+        "agent time": [FAILED, CUT_ALL], "effective share": [EFFECTIVE],
         "identical rollouts": [SAME], "rounding": [ROUNDED],
         "cut off by max_turn_tokens": [CUT, CUT_ALL], "cut off": [CUT, CLIPPED, CUT_ALL], "context": [CUT, CUT_ALL],
         "failing tools": [FAILS_TOOL, MIN_CALLS, FAILS_ALL], "malformed calls": [FAILS, MIN_CALLS, FAILS_ALL],
-        "few rows": [REPEATED],
+        "few rows": [REPEATED], "few groups": [FEW_GROUPS],
         "no calls": [NEVER], "no answers": [NEVER],
         "turns at the limit": [AT_LIMIT], "logprobs": [GAP], "kl": [FAR_REFERENCE], "outcome": [LOST],
         "entropy": [ENTROPY, STUCK, UNSOLVED],

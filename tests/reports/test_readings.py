@@ -16,7 +16,7 @@ WELL = {
     "tools/all_broken": 0.0, "cut/by_turn": 0.0, "max_turn_tokens": 48, "cut/by_completion": 0.0, "tokens/read": 0.2,
     "max_completion_length": 96, "max_tool_response_tokens": 48, "stop/context_length": 0.0, "calls/malformed": 0.0,
     "frequent/call_error": "", "rollouts/called": 0.5, "rollouts/ended": 0.5, "stop/max_turns": 0.0,
-    "max_env_steps": 2, "model/other_task": False,
+    "max_env_steps": 2, "model/other_task": False, "lora": False, "groups_per_step": 8.0,
     "rewards/unused": "", "credit_assignment": "mt_grpo", "rewards/varied_and_used": ["right"],
     "rewards/constant": "right 0.5", "rewards/given": ["right"],
     "rewards/varied": ["right"], "tokens/differ": 0.0,
@@ -35,6 +35,7 @@ TABLE = [
     ("few rows", {"data/passes": 19.9}, {"data/passes": 20.0}, None),
     ("learning rate", {"learning_rate": 0.0099}, None, {"learning_rate": 0.01}),
     ("learning rate", {"learning_rate": 0.01, "optim": "sgd"}, None, {"learning_rate": 0}),
+    ("learning rate", {"learning_rate": 5e-6, "lora": True}, {"learning_rate": 4.9e-6, "lora": True}, None),
     ("rounding", {"weights/stuck": 0.49}, {"weights/stuck": 0.5}, None),
     ("temperature", {"temperature": 1.49}, {"temperature": 1.5}, None),
     ("cut sampling", {"sampling/token_ratio_mean": 0.9}, {"sampling/cuts": "top_p", "sampling/token_ratio_mean": 0.9},
@@ -76,6 +77,7 @@ TABLE = [
     ("tokens", {"tokens/differ": 0.0}, {"tokens/differ": 0.01}, None),
     ("logprobs", {"sampling/sampling_logp_difference/mean": 0.1}, {"sampling/sampling_logp_difference/mean": 0.11},
      None),
+    ("few groups", {"groups_per_step": 8.0}, {"groups_per_step": 7.9}, None),
 ]  # fmt: skip
 
 

@@ -49,6 +49,7 @@ TROUBLES = {
     "turns at the limit": (run_of(**{"stop__max_turns": (0.3, 0.9)}), "turns at the limit"),
     "cut off": (run_of(completions__clipped_ratio=(0.1, 0.4)), "cut off"),
     "always cut off": (run_of(completions__clipped_ratio=(0.45, 0.45)), "cut off"),
+    "few rollouts in effect": (run_of(sampling__effective_share=(0.9, 0.49)), "effective share"),
     "another reference": ([{**WELL, "kl": 7.7}, *run_of()], "kl"),
     "no entropy": (run_of(entropy=(0.2, 0.001), credit__frac_groups_without_signal=(0.4, 0.6)), "entropy"),
 }
@@ -56,6 +57,7 @@ NO_TROUBLES = {
     "well": run_of(),
     "the same reference, and then far from it": [{**WELL, "kl": 1e-3}, {**WELL, "kl": 7.7}, *run_of()],
     "an outcome that rises more slowly": run_of(reward=(1.0, 1.5), rewards__match__mean=(0.5, 0.51)),
+    "half of the rollouts in effect": run_of(sampling__effective_share=(0.9, 0.5)),
     "both fall": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.2)),
     "always cut off a little": run_of(completions__clipped_ratio=(0.2, 0.29)),
     "few failures": run_of(stop__environment_error=(0.0, 0.19)),

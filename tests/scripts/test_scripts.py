@@ -29,6 +29,7 @@ from vision_run import write_recipe
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.files import LastingOutput
+from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.plugins import load_tools, module_name
 from mt_grpo.rollout import Generation
@@ -328,6 +329,37 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
         ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
 
 
+@pytest.mark.parametrize("version, words", [
+    ("default", "those that the server was started with"),
+    ("3f2a9c01-7", "version 3f2a9c01-7, pushed by a training run"),
+    (None, "unknown"),
+])  # fmt: skip
+def test_which_weights_a_server_holds_stands_beside_its_models_name(monkeypatch, random_model, recipe, version, words):
+    client = scripted_client(monkeypatch, ["<answer>1</answer>"])
+    client.tokenizer = AutoTokenizer.from_pretrained(random_model)
+
+    async def held():
+        return version
+
+    monkeypatch.setattr(client, "held_version", held)
+    result = ev.evaluate(client, ev.load_recipe(recipe, []), 1, tokenizer=client.tokenizer, progress=False)
+    assert result["weights"].startswith(words)
+    assert f"model     scripted (vllm server)\nweights   {words}" in ev.table(result)
+
+
+def test_a_server_with_another_vocabulary_is_not_evaluated(monkeypatch, recipe):
+    monkeypatch.setattr(mt.VLLMServerClient, "wait_until_healthy", lambda self: None)
+    monkeypatch.setattr(VLLM, "tokens", lambda self, server, text: list(text.encode()))
+    with pytest.raises(SystemExit, match="it was started with another tokenizer"):
+        ev.main(["--config", recipe, "--server", "http://127.0.0.1:9"])
+
+
+def test_a_key_that_samples_another_distribution_is_no_traceback():
+    recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
+    with pytest.raises(SystemExit, match="generation_kwargs: 'do_sample'"):
+        ev.main(["--config", recipe, "--generation_kwargs", '{"do_sample": false}'])
+
+
 def test_conversations_are_shown(monkeypatch, random_model, recipe):
     """From the question on, with the calls, the answer, the end and every reward that applies."""
     call = '<tool>{"name": "calculator", "args": {"expression": "99 - 55 * 7"}}</tool>'
@@ -428,7 +460,11 @@ def test_greedy_takes_the_most_probable_token(random_model, recipe):
     by_hand = list(prompt)
     for _ in range(8):
         by_hand.append(int(model(torch.tensor([by_hand])).logits[0, -1].argmax()))
-    model.generation_config.repetition_penalty = 9.0  # the model's own: greedy has none
+    sampled = answer(False, 0)
+    model.generation_config.repetition_penalty = 9.0  # the model's own, which neither way reads
+    model.generation_config.no_repeat_ngram_size = 1
+    model.generation_config.typical_p = 0.2
+    assert answer(False, 0) == sampled
     greedy = answer(True, 0)
     assert greedy == answer(True, 1) == by_hand[len(prompt) :][: len(greedy)] and greedy
     assert answer(False, 0) != answer(False, 1)

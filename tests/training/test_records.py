@@ -63,7 +63,7 @@ def test_a_rollout_whose_last_turn_was_cut_off_is_truncated_whoever_ended_it(sto
     "settings",
     [
         dict(loss_type="luspo", learning_rate=1e-3),
-        dict(loss_type="cispo", beta=0.1),
+        dict(loss_type="cispo", epsilon_high=5.0, beta=0.1),
         dict(loss_type="dapo", ratios=batch.Near, old_logps="sampled"),
         dict(loss_type="dapo", ratios=batch.Near),  # what a server sampled is corrected per token
         dict(loss_type="grpo", ratios=batch.Near, beta=0.1),
@@ -296,7 +296,7 @@ def test_a_loss_that_clips_around_the_sampled_logprobs(random_model, tmp_path, s
     # With no pass before the step the loss's own pass says the same.
     assert result["passes"] == 1 and batch.distance(result["gradients"], shorter["gradients"]) < CLOSE
     names = [name for name in result["log"] if name.startswith("sampling/")]
-    assert len(names) == 7
+    assert len(names) == 8
     for name in names:
         assert shorter["log"][name] == pytest.approx(result["log"][name], abs=1e-4), name
 
