@@ -268,9 +268,9 @@ READINGS = (
     Reading(
         "no signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f.get("rewards/varied_and_used", True)),
-        "No group{since} has rewards that differ, as credit_assignment counts them. Advantages are differences within "
-        "a group: all of them are 0, and nothing is learned. Look at rollouts.*.jsonl: is the task always or never "
-        "solved? Take other prompts, raise num_generations or the temperature.",
+        "No group{since} has trained rollouts whose rewards differ, as credit_assignment counts them. Advantages are "
+        "differences within a group: all of them are 0, and nothing is learned. Look at rollouts.*.jsonl: is the task "
+        "always or never solved? Take other prompts, raise num_generations or the temperature.",
         lambda f: True,
     ),
     Reading(
