@@ -121,6 +121,7 @@ class CompareWeights(TrainerCallback):
         return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
 
     def logits(self, model) -> torch.Tensor:
+        model.eval()  # LoRA's dropout
         with torch.no_grad():
             return model(input_ids=torch.tensor([[1, 2, 3]])).logits.float()
 

@@ -17,6 +17,7 @@ from accelerate.utils import gather_object
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.pictures import inputs_of_rows, is_picture
 from mt_grpo.base.ranks import on_main_process
+from mt_grpo.base.rounding import off_by_rounding
 from mt_grpo.conversation.pictures import forbidding_nothing
 from mt_grpo.generation.adapters import adapter_weights, config_of, why_model_merges
 from mt_grpo.generation.server_pool import ServerPool
@@ -261,25 +262,13 @@ class WeightSync:
             )
 
     def _largest_rounding(self, logprobs: torch.Tensor) -> float:
-        """The mean difference from these logprobs (T-1,) that rounding may explain. Collective if sharded.
-
-        Random models of 4 to 28 layers, and the bundled ones, were 0.7 to 1.8 times as far from a bf16 copy of
-        themselves as from a pass whose embeddings are off by a rounding, which reaches all later roundings.
-        """
+        """The mean difference from these logprobs (T-1,) that rounding may explain. Collective if sharded."""
         exact = self._logprob_tolerance() < 0.1
-        size = 2**-20 if exact else 2**-8  # in bf16 a rounding is off by at most 2^-9
-
-        def off_by_rounding(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-            generator = torch.Generator(output.device).manual_seed(0)
-            return output + output * torch.empty_like(output).normal_(0, size, generator=generator)
-
-        embeddings = self.accelerator.unwrap_model(self.model).get_input_embeddings()
-        handle = embeddings.register_forward_hook(off_by_rounding)
-        try:
-            with torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=not exact):
-                rounded = self._probe_logprobs()
-        finally:
-            handle.remove()
+        with (
+            off_by_rounding(self.accelerator.unwrap_model(self.model), 2**-20 if exact else 2**-8),
+            torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=not exact),
+        ):
+            rounded = self._probe_logprobs()
         return max(1e-3 if exact else 0.02, 3 * (rounded - logprobs).abs().mean().item())
 
     def _check_logprobs(self, whole: bool = False) -> float:
