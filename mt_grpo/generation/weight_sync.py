@@ -258,7 +258,7 @@ class WeightSync:
             raise ServerError(
                 f"A changed weight did not arrive at {url}, or the server computes something else: with noise on "
                 f"every pushed tensor the mean difference of logprobs is {missed:.2e}, expected at most "
-                f"{allowed:.2e}. See the server's log. Does it expect other weight names for this model?"
+                f"{allowed:.2g}. See the server's log. Does it expect other weight names for this model?"
             )
 
     def _largest_rounding(self, logprobs: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.generation.adapters import adapter_weights, is_of_adapter
+from mt_grpo.generation.adapters import adapter_weights, is_of_adapter, why_model_merges
 from mt_grpo.generation.versions import continues
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
@@ -69,11 +69,12 @@ class Receiver:
         return {0: (found[-number:], self.logprobs(found)[-number:])}
 
 
-def proof(dtype=torch.float32, lora=False):
+def proof(dtype=torch.float32, lora=False, model=None):
     """(the model, a receiver of its pushes, the WeightSync between them)."""
-    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
-    model = get_peft_model(model, LORA) if lora else model
-    tokenizer, receiver = AutoTokenizer.from_pretrained(TINY), Receiver(model, dtype)
+    base = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    receiver = Receiver(get_peft_model(copy.deepcopy(base), LORA) if lora else base, dtype)
+    model = model or (get_peft_model(base, LORA) if lora else base)
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
     weights = PolicyWeights(model, Accelerator(cpu=True), tokenizer, mode="none")
     accelerator = SimpleNamespace(
         device=torch.device("cpu"), is_main_process=True, unwrap_model=lambda model: model,
@@ -124,6 +125,15 @@ def test_each_tensor_of_an_adapter_that_is_left_out_shows():
             pass
     assert passed == [None]
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+def test_the_proof_finds_an_adapter_of_one_side_of_tied_weights():
+    """The trainer's embedding is adapted and its head is not; both get the merged tensor, which one of them lacks."""
+    model = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32)
+    model, receiver, sync = proof(model=get_peft_model(model, LoraConfig(r=4, target_modules=["embed_tokens"])))
+    assert "lora_embedding_A.default is trained in addition to it" in why_model_merges(model, sharded=False)
+    with pytest.raises(ServerError, match="A changed weight did not arrive"):
+        sync._check_that_pushes_arrive("run-0")
 
 
 def test_noise_changes_every_tensor_and_comes_off_bit_for_bit():
