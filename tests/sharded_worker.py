@@ -77,7 +77,7 @@ def expected_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class CompareWeights(TrainerCallback):
-    """After the last step: the iteration over the weights, whole, scaled, failing in every way, and whole again."""
+    """After the last step: the iteration over the weights: whole, with noise, failing in every way, whole again."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -88,11 +88,19 @@ class CompareWeights(TrainerCallback):
         assert_sharded(model)
         expected = self.expected = expected_weights(model)
         self.compare(dict(self.copied()))
-        scaled = dict(self.copied(norm_scale=3.0))
-        self.compare(scaled, {**expected, "model.norm.weight": expected["model.norm.weight"] * 3.0})
-        with torch.no_grad():
-            model(input_ids=torch.tensor([[1, 2, 3]]))  # behind it the root's weights are whole
+        own = self.exact(model)
+        logits = self.logits(model)  # behind it the root's weights are whole
         self.compare(dict(self.copied()))
+        self.logits(model)
+        with self.weights.noise(adapter=False):
+            noisy = expected_weights(model)
+            same = [name for name, value in noisy.items() if torch.equal(value, expected[name])]
+            assert not same and noisy.keys() == expected.keys(), same
+            assert (self.logits(model) - logits).abs().mean() > 0.1
+            self.compare(dict(self.copied()), noisy)
+            self.logits(model)
+        assert torch.equal(self.logits(model), logits)
+        assert all(torch.equal(value, own[name]) for name, value in self.exact(model).items())
         rank, total = args.process_index, len(expected)
         for failing, after in ((0, 1), (1, 5), (0, total)):
             self.closed_early(rank == failing, after)
@@ -108,6 +116,14 @@ class CompareWeights(TrainerCallback):
             self.fails("rank 0: KeyError: 'odd'; rank 1: KeyError: 'odd'")
         torch.save(dict(self.copied()), Path(args.output_dir) / f"pushed-{rank}.pt")
         print(f"rank {rank}: {len(expected)} weights are equal", flush=True)
+
+    def exact(self, model) -> dict[str, torch.Tensor]:
+        return {name: whole(parameter).clone() for name, parameter in model.named_parameters()}
+
+    def logits(self, model) -> torch.Tensor:
+        model.eval()  # LoRA's dropout
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([[1, 2, 3]])).logits.float()
 
     def fails(self, message: str, iteration=None):
         with pytest.raises(GatherFailed, match=f"^{message}$"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -140,25 +139,11 @@ def is_of_adapter(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def adapter_weights(model: Any, shift: float = 0.0) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of each weight of an adapter, named as in its file. `shift` is added to each lora_B."""
+def adapter_weights(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of each weight of an adapter, named as in its file."""
     for name, parameter in model.named_parameters():
         if is_of_adapter(name):
-            tensor = parameter.data + shift if shift and ".lora_B." in name else parameter.data
-            yield name.replace(f".{ADAPTER}.", "."), tensor
-
-
-@contextmanager
-def shifted(model: Any, shift: float) -> Iterator[None]:
-    """Context manager that adds `shift` to each lora_B, and restores the weights bit for bit."""
-    before = {p: p.data for name, p in model.named_parameters() if ".lora_B." in name} if shift else {}
-    try:
-        for parameter, data in before.items():
-            parameter.data = data + shift
-        yield
-    finally:
-        for parameter, data in before.items():
-            parameter.data = data
+            yield name.replace(f".{ADAPTER}.", "."), parameter.data
 
 
 def config_of(model: Any) -> LoraConfig | None:

@@ -116,9 +116,6 @@ class Engine(Protocol):
     def forget_images(self, server: Any) -> None:
         """Drop the cached image embeddings, which old weights computed."""
 
-    def checksums(self, server: Any) -> dict[str, str]:
-        """Weight name -> checksum, with the engine's own names. Empty if it cannot compute them."""
-
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`disk` or `nccl`, for the setting `weight_sync`. Raises `ServerError` if the server does not support it."""
 

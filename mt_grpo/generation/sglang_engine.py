@@ -364,13 +364,6 @@ class SGLang:
     def forget_images(self, server: Any) -> None:
         """Do nothing: `scripts/train.sh` starts the server without this cache, and the first push proves it."""
 
-    def checksums(self, server: Any) -> dict[str, str]:
-        def read(answer: dict[str, Any]) -> dict[str, str]:
-            sums = enumerate(worker["checksums"] for worker in answer["ranks"])
-            return {f"{rank}: {name}": value for rank, named in sums for name, value in named.items()}
-
-        return server.request("POST", "/weights_checker", timeout=600.0, json={"action": "checksum"}, read=read)
-
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`disk`, also for `auto`. Raises `ServerError` for `nccl`."""
         if setting == "nccl":

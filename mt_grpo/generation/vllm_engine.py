@@ -219,9 +219,6 @@ class VLLM:
         if server.reads_images:
             server.request("POST", "/reset_encoder_cache", read=None)
 
-    def checksums(self, server: Any) -> dict[str, str]:
-        return {}
-
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`nccl` if the server was started for it and this process has a GPU, otherwise `disk`."""
         config = (server.server_info().get("weight_transfer_config") or {}).get("backend")

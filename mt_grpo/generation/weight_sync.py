@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -17,8 +17,9 @@ from accelerate.utils import gather_object
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.pictures import inputs_of_rows, is_picture
 from mt_grpo.base.ranks import on_main_process
+from mt_grpo.base.rounding import off_by_rounding
 from mt_grpo.conversation.pictures import forbidding_nothing
-from mt_grpo.generation.adapters import adapter_weights, config_of, shifted, why_model_merges
+from mt_grpo.generation.adapters import adapter_weights, config_of, why_model_merges
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_transfer import why_not_shared
@@ -216,14 +217,12 @@ class WeightSync:
             raise
         return {**seconds, "check": time.perf_counter() - pushed}, gap
 
-    def _push(
-        self, version: str, norm_scale: float = 1.0, shift: float = 0.0, all_others: float = 0.0
-    ) -> dict[str, float]:
-        """Push the weights, changed as `_probe_logprobs` and `named_weights` have it. Returns seconds by phase."""
+    def _push(self, version: str) -> dict[str, float]:
+        """Push the weights under the name `version`. Returns seconds by phase."""
         if self.adapter is None:
-            weights, expected = self.weights.named_weights(norm_scale, all_others), self.weights.expected
+            weights, expected = self.weights.named_weights(), self.weights.expected
         else:
-            weights, expected = adapter_weights(self.weights.model, shift), self.weights.of_adapter
+            weights, expected = adapter_weights(self.weights.model), self.weights.of_adapter
 
         def push() -> dict[str, float]:
             return self.servers.update_weights(weights, version, expected, self.accelerator.device)
@@ -235,99 +234,42 @@ class WeightSync:
         return on_main_process(push)
 
     def _check_that_pushes_arrive(self, version: str) -> None:
-        """Push changed weights once. Raise unless the server's logprobs change as the trainer's do.
+        """Push once with noise on every tensor. Raise unless the servers' logprobs are the trainer's with this noise.
 
-        A comparison with unchanged weights proves nothing: a server that ignores every push would pass it.
+        A comparison with unchanged weights proves nothing: a server that ignores pushes, or a tensor whose name it
+        does not know, would pass it. If the run ends in between, the servers hold a version that nobody accepts.
         """
-        self._check_that_each_weight_arrives(version)
-        true = self._probe_logprobs()
-        if not (change := self._change_that_shows(true)):
-            logger.warning("The first weight sync is checked without a changed weight: no final norm w * x was found.")
-            return
-        scaled = self._probe_logprobs(**change)
-        self._push(f"{version}-probe", **change)
-        expected = (scaled - true).abs().mean().item()
-        distances = (
-            self._distances(scaled) if self.adapter is None else self._distances_of_samples(self._probe_ids, **change)
-        )
-        expected = on_main_process(lambda: expected)
+        # Without shards rank 0 alone has the noise: it pushes, and the originals need memory.
+        computes = self.accelerator.is_main_process or self.weights.sharded
+        with self.weights.noise(self.adapter is not None) if computes else nullcontext():
+            noisy = self._probe_logprobs() if computes else None
+            allowed = self._largest_rounding(noisy) if computes else 0.0
+            self._push(f"{version}-probe")
+            if self.adapter is None:
+                distances = self._distances(noisy)
+            else:
+                distances = self._distances_of_samples(self._probe_ids, computes)
+        allowed = on_main_process(lambda: allowed)
         number, missed = max(distances.items(), key=lambda item: item[1])
-        # An adapter has many modules, of which a server may leave one out: its part must not pass for a rounding.
-        allowed = self._logprob_tolerance() if self.adapter else max(0.2 * expected, self._logprob_tolerance())
         if missed > allowed:
             url = self.servers.servers[number].base_url
             if on_main_process(self.servers.weight_version) != f"{version}-probe":
                 raise ServerLost(f"{url} restarted between the first push and its check")
             raise ServerError(
-                f"A changed weight did not arrive at {url}: the trainer's logprobs moved by {expected:.2e} on "
-                f"average, and the server's differ from them by {missed:.2e}. See the server's log."
+                f"A changed weight did not arrive at {url}, or the server computes something else: with noise on "
+                f"every pushed tensor the mean difference of logprobs is {missed:.2e}, expected at most "
+                f"{allowed:.2g}. See the server's log. Does it expect other weight names for this model?"
             )
 
-    def _check_that_each_weight_arrives(self, version: str) -> None:
-        """Push other weights once. Raise unless each weight of the servers changes, where they can say checksums.
-
-        SGLang leaves out a weight whose name it does not know, without a word. It then has the right one until
-        training changes it, which logprobs show late, and in bf16 perhaps never.
-        """
-
-        def checksums() -> dict[int, dict[str, str]]:
-            return self.servers.ask(lambda server: server.engine.checksums(server))
-
-        before = {} if self.adapter is not None else on_main_process(checksums)
-        if not any(before.values()):
-            return
-        kept = {}
-        for offset in (0.0625, 0.25):  # the second, where a push before this one sent the same others
-            self._push(f"{version}-probe", all_others=offset)
-            after = on_main_process(checksums)
-            kept = {
-                number: sorted(name for name in before[number] if after[number].get(name) == before[number][name])
-                for number in sorted(before.keys() & after.keys())
-            }
-            before = after
-            if not any(map(self._of_pushes, kept.values())):
-                break
-        for number, names in kept.items():
-            url, left_out = self.servers.servers[number].base_url, self._of_pushes(names)
-            if left_out and on_main_process(self.servers.weight_version) != f"{version}-probe":
-                raise ServerLost(f"{url} restarted between the first push and its check")
-            if left_out:
-                raise ServerError(
-                    f"{len(left_out)} weights of {url} did not change with a push of changed weights, such as "
-                    f"{left_out[0]} (rank: name): the server has ignored them. Does it expect other weight names "
-                    "for this model?"
-                )
-            if names := [name for name in names if name.endswith(("weight", "bias"))]:
-                logger.warning(
-                    f"{len(names)} weights of {url} are not part of a push, such as {names[0]} (rank: name). They "
-                    "keep their values, which is right only for buffers that training does not change."
-                )
-
-    def _of_pushes(self, names: list[str]) -> list[str]:
-        """Those of a server's names that a push must have changed: each part of them is part of a name that is pushed.
-
-        Others are of what the server computes, or of buffers, which no push has. What an engine puts together has
-        names of its own.
-        """
-        pushed = {part for name in self.weights.expected for part in name.split(".")}
-        known = pushed | {"qkv_proj", "gate_up_proj", "w13_weight", "w2_weight", "qkv", "in_proj_qkvz", "in_proj_ba"}
-        weights = [name for name in names if name.endswith(("weight", "bias"))]
-        return [name for name in weights if set(name.partition(": ")[2].split(".")) <= known]
-
-    def _change_that_shows(self, true: torch.Tensor) -> dict[str, float]:
-        """What the first push changes, as `_probe_logprobs` takes it. Empty: no weight can be changed so.
-
-        An adapter begins as zero, and how far a shift moves the logprobs depends on the model: the least is taken that
-        moves them by five times of what two engines may differ by.
-        """
-        if self.adapter is None:
-            name = self.weights.final_norm
-            found = name is not None and "Gemma" not in type(self.model.get_submodule(name)).__name__
-            return {"norm_scale": 1.5} if found else {}
-        for shift in (0.01, 0.05, 0.25, 1.0):
-            if (self._probe_logprobs(shift=shift) - true).abs().mean() > 5 * self._logprob_tolerance():
-                break
-        return {"shift": on_main_process(lambda: shift)}  # ranks of other hardware may have chosen otherwise
+    def _largest_rounding(self, logprobs: torch.Tensor) -> float:
+        """The mean difference from these logprobs (T-1,) that rounding may explain. Collective if sharded."""
+        exact = self._logprob_tolerance() < 0.1
+        with (
+            off_by_rounding(self.accelerator.unwrap_model(self.model), 2**-20 if exact else 2**-8),
+            torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=not exact),
+        ):
+            rounded = self._probe_logprobs()
+        return max(1e-3 if exact else 0.02, 3 * (rounded - logprobs).abs().mean().item())
 
     def _check_logprobs(self, whole: bool = False) -> float:
         """Mean absolute difference of the trainer's and the servers' logprobs, of the worst server that is right.
@@ -373,36 +315,39 @@ class WeightSync:
             asked = beside.submit(self.servers.scores, ids) if self.accelerator.is_main_process else None
             return self._distances(self._probe_logprobs(ids=ids), asked and asked.result)
 
-    def _distances(self, ours: torch.Tensor, scores: Callable[[], Any] | None = None) -> dict[int, float]:
+    def _distances(self, ours: torch.Tensor | None, scores: Callable[[], Any] | None = None) -> dict[int, float]:
         """Per server the mean absolute difference of logprobs: the largest of its engines, and over all ranks.
 
         Args:
-            ours: The trainer's, (T-1,).
+            ours: The trainer's, (T-1,). None: this rank compares nothing.
             scores: Gives the servers', on rank 0. None: those of the probe ids.
         """
         theirs = on_main_process(scores or (lambda: self.servers.scores(self._probe_ids)))
-        local = {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
-        ranks = gather_object([local])
-        return {
-            number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks)
-            for number in theirs
-        }
+        of_servers = theirs.items() if ours is not None else ()
+        return self._largest_of_ranks(
+            {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in of_servers}
+        )
 
-    def _distances_of_samples(self, ids: list[int], **change: float) -> dict[int, float]:
-        """Compute `_distances` of what each server samples after `ids`. `change` is that of `_probe_logprobs`.
+    def _largest_of_ranks(self, distances: dict[int, float]) -> dict[int, float]:
+        """Per server the largest distance of all ranks, infinite if one is not a number. Collective."""
+        largest: dict[int, float] = {}
+        for rank in gather_object([distances]):
+            for number, distance in rank.items():
+                largest[number] = max(largest.get(number, 0.0), distance if math.isfinite(distance) else math.inf)
+        return largest
+
+    def _distances_of_samples(self, ids: list[int], computes: bool = True) -> dict[int, float]:
+        """Compute `_distances` of what each server samples after `ids`, on the ranks where `computes` is true.
 
         Conversations may be at the server. vLLM 0.31 on a CPU ends where it scores a prompt by an adapter beside them.
         """
         room = (self.servers.max_model_len or math.inf) - len(ids)
         found = on_main_process(lambda: self.servers.samples(ids, min(self.NUM_SAMPLED, room)))
         gaps = {}
-        for number, (sampled, theirs) in found.items():
-            ours = self._probe_logprobs(ids=[*ids, *sampled], sampled=True, **change)[-len(sampled) :]
+        for number, (sampled, theirs) in found.items() if computes else ():
+            ours = self._probe_logprobs(ids=[*ids, *sampled], sampled=True)[-len(sampled) :]
             gaps[number] = (ours - torch.tensor(theirs)).abs().mean().item()
-        ranks = gather_object([gaps])
-        return {
-            number: max(rank[number] if math.isfinite(rank[number]) else math.inf for rank in ranks) for number in gaps
-        }
+        return self._largest_of_ranks(gaps)
 
     def _logprob_tolerance(self) -> float:
         # Measured (docs/speed.md, bf16): right weights 1.3e-6 at most in float32, 0.026 in bf16 (0.084 with logits of
@@ -415,25 +360,16 @@ class WeightSync:
         return dtype.removeprefix("torch.")
 
     @torch.no_grad()
-    def _probe_logprobs(
-        self, norm_scale: float = 1.0, shift: float = 0.0, ids: list[int] | None = None, sampled: bool = False
-    ) -> torch.Tensor:
+    def _probe_logprobs(self, ids: list[int] | None = None, sampled: bool = False) -> torch.Tensor:
         """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded.
 
         Args:
-            norm_scale: Multiplies the outputs of `PolicyWeights.changed` meanwhile.
-            shift: Is added to each lora_B of the adapter meanwhile.
             ids: In place of the probe ids.
             sampled: Whether they are compared with those of sampled ids, for which what may not be sampled is left
                 out. Those of a server's prompt are of the whole vocabulary.
         """
         with ExitStack() as stack:
             stack.callback(self.model.train, self.model.training)
-            for name in self.weights.changed if norm_scale != 1.0 else []:
-                module = self.model.get_submodule(name)
-                handle = module.register_forward_hook(lambda module, inputs, output: output * norm_scale)
-                stack.callback(handle.remove)
-            stack.enter_context(shifted(self.weights.model, shift))
             if not sampled:
                 stack.enter_context(forbidding_nothing(self.model))
             self.model.eval()  # LoRA's dropout

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import re
+import zlib
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -17,7 +17,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mt_grpo.base.errors import ServerError, error_line
-from mt_grpo.generation.adapters import adapter_weights
+from mt_grpo.generation.adapters import adapter_weights, is_of_adapter
+
+NOISE = 0.7  # of the first push, relative to each element; measured in docs/speed.md
 
 
 class GatherFailed(RuntimeError):
@@ -64,12 +66,6 @@ class PolicyWeights(VLLMGeneration):
                 by_parameter.setdefault(id(parameter), []).append(self._server_name(name))
         self.names = {name for names in by_parameter.values() for name in names}
         self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
-        norms = [
-            n for n, m in model.named_modules() if "Norm" in type(m).__name__ and not re.search(r"\.\d+(\.|$)", n)
-        ]
-        self.final_norm = norms[-1] if norms else None
-        ends = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "visual.merger." in n]
-        self.changed = [self.final_norm, *ends[-1:]] if norms and not self._has_adapters else norms[-1:]
 
     @property
     def expected(self) -> dict[str, int]:
@@ -133,19 +129,17 @@ class PolicyWeights(VLLMGeneration):
             else:
                 yield name, tensor
 
-    def named_weights(self, norm_scale: float = 1.0, all_others: float = 0.0) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
 
         A `Parameter` is the model's own, and valid until the next optimizer step.
 
         Gathering shards is collective, so every rank iterates. Before each gather the ranks tell each other whether
         they go on: an iteration that fails on one rank, or is closed there, ends with `GatherFailed` on all ranks, and
-        no parameter stays gathered. `norm_scale` multiplies what `changed` names: the final norm, and the last layer
-        of what reads images. `all_others` puts another tensor in the place of each, by itself another one each time.
+        no parameter stays gathered.
         """
         try:
-            for name, tensor in self._in_parts(self._gather(norm_scale)):
-                yield name, tensor.detach() * 1.5 + all_others if all_others else tensor
+            yield from self._in_parts(self._gather())
             self._go_on()  # after the last weight, too
         except GatherFailed:
             raise
@@ -157,12 +151,56 @@ class PolicyWeights(VLLMGeneration):
             self._go_on(error)
             raise
 
-    def _gather(self, norm_scale: float) -> Iterator[tuple[str, torch.Tensor]]:
+    @contextmanager
+    def noise(self, adapter: bool) -> Iterator[None]:
+        """Context manager that puts noise on every tensor that a push sends, and restores the weights bit for bit.
+
+        Each element is multiplied by 1 + `NOISE` * z, with z drawn from a generator that the tensor's name seeds. A
+        tensor of zeros, such as a new adapter's lora_B, gets noise of the size of usual weights. The originals are
+        kept on the CPU. Collective where weights are sharded: each rank changes its own part.
+
+        Args:
+            adapter: Whether the adapter alone is pushed.
+        """
+        originals: dict[str, torch.Tensor] = {}
+        try:
+            for name, tensor, scale in self._local_parts(adapter):
+                originals[name] = tensor.to("cpu", copy=True)
+                generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
+                noise = torch.empty_like(tensor).normal_(0, NOISE, generator=generator)
+                tensor.add_(noise.mul_(tensor if tensor.any() else scale))
+            yield
+        finally:
+            for name, tensor, _ in self._local_parts(adapter):
+                if name in originals:
+                    tensor.copy_(originals[name])
+
+    def _local_parts(self, adapter: bool) -> Iterator[tuple[str, torch.Tensor, float]]:
+        """Yield (name, this rank's part, size of usual weights) of each pushed tensor, which may be changed in place.
+
+        INVARIANT: no whole copy of a sharded weight outlives it, which the next forward pass would read.
+        """
+        self._reshard()
+        for name, parameter in self.model.named_parameters():
+            if "original_module" in name or adapter and not is_of_adapter(name):
+                continue
+            shape, tensor = parameter.shape, parameter.detach()
+            if hasattr(parameter, "ds_tensor"):
+                with self._dist.gather_params([parameter]):
+                    shape = parameter.shape
+                tensor = parameter.ds_tensor.detach()
+            elif isinstance(parameter, DTensor):
+                tensor = tensor.to_local()
+            yield name, tensor, shape[-1] ** -0.5 if len(shape) > 1 else 0.1
+
+    def _reshard(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):  # a forward pass leaves the root's weights whole
                 module.reshard()
+
+    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self._reshard()
         layers = self._adapted_layers() if self._has_adapters else {}
-        scaled = [self._server_name(name + ".weight").rpartition(".")[0] for name in self.changed]
         sent: set[str] = set()
         for path, parameter in self.model.named_parameters():
             if self._is_adapter(path):
@@ -182,8 +220,6 @@ class PolicyWeights(VLLMGeneration):
                     tensor = self._merged_copy(layers[layer], whole).get_base_layer().get_parameter(inner).data
                 elif not self.sharded:
                     tensor = parameter
-                if norm_scale != 1.0 and name.rpartition(".")[0] in scaled:
-                    tensor = tensor.detach() * norm_scale
                 for alias in (name, *sorted(self._tied.get(name, ()))):
                     if alias not in sent:
                         sent.add(alias)

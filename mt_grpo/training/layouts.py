@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from accelerate.utils import AutocastKwargs
 from peft import PeftModel
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
@@ -15,6 +16,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.pictures import Picture, held_by
 from mt_grpo.base.ranks import RunError
+from mt_grpo.base.rounding import off_by_rounding
 from mt_grpo.training.pass_metrics import PassMetrics
 from mt_grpo.training.passes import Pass, TrainedRow, compares_tokens, into_passes, pass_of_two, rows_of, window_of
 from mt_grpo.training.records import FURTHER_RECORDS
@@ -141,7 +143,8 @@ class Layout:
         kind: `shared`: each prompt once. `padded`: each row with its prompt, sorted by length, in passes by tokens.
             `trl`: TRL's micro-batches.
         reason: Why it is not `shared`.
-        proof: The largest difference of a logprob from that of TRL's rows; None before the first step.
+        proof: The largest difference of a logprob from that of TRL's rows; None before it is proven.
+        waits: Whether rows are `padded` only until a batch has two rows of one prompt, which prove `shared`.
         current: The pass whose loss is computed.
         begun: The last pass of the current training step, None before its first one.
         metrics: The metrics of the passes of a step.
@@ -171,6 +174,7 @@ class Layout:
                 + f" Set {remedy}."
             )
         self.proof: float | None = None
+        self.waits = False
         self.current: Pass | None = None
         self.begun: Pass | None = None
         self.metrics = PassMetrics()
@@ -184,8 +188,8 @@ class Layout:
             self.pictures = held_by(each[name] for each in held for name in ("prompt_ids", "completion_ids"))
         if self.kind == "trl":
             return micro_batches
-        if self.kind == "shared" and self.proof is None:
-            self.prove([row for rows in rows_of(micro_batches[0]) for row in rows])
+        if self.proof is None:
+            self.prove([row for each in micro_batches for rows in rows_of(each) for row in rows])
         window = window_of(self.trainer.args, self.trainer.loss_type) if self.trainer.model.training else 1
         steps = [micro_batches[k : k + window] for k in range(0, len(micro_batches), window)]
         return [each for step in steps for each in into_passes(self.trainer, step)]
@@ -196,9 +200,23 @@ class Layout:
             self.begun.shared.forget_masks()
 
     def prove(self, rows: list[TrainedRow]) -> None:
-        """`prove_layout`, before the first pass that reads shared rows. Collective."""
-        if self.kind == "shared" and self.proof is None:
-            prove_layout(self.trainer, pass_of_two(rows, self.trainer.args, self.trainer.pad_to_multiple_of or 1))
+        """`prove_layout`, before the first pass that reads shared rows. Collective.
+
+        A row that is alone is the same in both layouts. If no rank has two rows of one prompt, nothing is proven, and
+        each row has its prompt until the next batch.
+        """
+        if self.proof is not None or not (self.kind == "shared" or self.waits):
+            return
+        compared = pass_of_two(rows, self.trainer.args, self.trainer.pad_to_multiple_of or 1)
+        accelerator = self.trainer.accelerator
+        found = torch.tensor([len(compared["prompt_ids"])], device=accelerator.device)
+        waits = int(accelerator.gather(found).max()) < 2
+        if waits and not self.waits:
+            self.reason = "no prompt has two rows yet that prove shared rows"
+            logger.warning("Each row is computed with its prompt until a batch has two rows of one prompt.")
+        self.kind, self.waits = "padded" if waits else "shared", waits
+        if not waits:
+            prove_layout(self.trainer, compared)
 
     @contextmanager
     def of(self, inputs: Pass) -> Iterator[None]:
@@ -232,59 +250,83 @@ class Layout:
         return f"{text}; a pass has at most the tokens of {args.per_device_train_batch_size} longest conversations"
 
 
-LARGEST_DIFFERENCE = {torch.float32: 1e-3, torch.float64: 1e-3}  # of a logprob, in a sequence of its own
-LARGEST_MEAN_DIFFERENCE = 0.05  # of half precision, where single tokens differ by more
+LARGEST_DIFFERENCE = 1e-3  # of a logprob in float32; in half precision it may be 4 times that of rounding alone
 
 
 def prove_layout(trainer: Any, compared: Pass) -> None:
     """Compare shared rows with TRL's before the first pass; where they differ, each row has its prompt. Collective.
 
-    A model's own code can do what its configuration does not say.
+    A model's own code can do what its configuration does not say. Float32 weights are compared without autocast, in
+    whose rounding a small difference would not show, and then with it, as they are trained.
 
     Args:
         trainer: Of the layout.
         compared: Rows of one prompt, which are read in both ways.
     """
-    layout, accelerator = trainer.layout, trainer.accelerator
+    layout, accelerator, model = trainer.layout, trainer.accelerator, trainer.model
     ids, masks = (torch.cat([compared[f"prompt_{k}"], compared[f"completion_{k}"]], 1) for k in ("ids", "mask"))
-    layout.proof, layout.current = 0.0, compared  # a proof is there: the calls below ask for none
-    logps, failed = [], ""
-    try:
-        for layout.kind in ("padded", "shared"):  # which the call reads from the layout
-            with (
-                torch.no_grad(),
-                disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs),
-            ):
-                found = trainer._get_per_token_logps_and_entropies(
-                    trainer.model, ids, masks, compared["completion_ids"].shape[1]
-                )
-            logps.append(found[0].float())
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a model's code that takes the layout for something else
-        if len(logps) < 1:  # TRL's rows fail too
+    trained = compared["completion_mask"] * compared["tool_mask"] > 0
+
+    def logprobs(kind: str) -> torch.Tensor:
+        layout.kind = kind  # which the call reads from the layout
+        with torch.no_grad(), disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs):
+            width = trained.shape[1]
+            return trainer._get_per_token_logps_and_entropies(model, ids, masks, width)[0].float()
+
+    def largest(difference: torch.Tensor) -> float:
+        found = difference.abs()[trained].amax()[None] if trained.any() else difference.new_zeros(1)
+        return accelerator.gather(found).max().item()
+
+    def differs(exact: bool) -> bool:
+        nonlocal failed
+        ordinary, allowed = logprobs("padded"), LARGEST_DIFFERENCE
+        if not exact:
+            with off_by_rounding(accelerator.unwrap_model(model), 2**-8):
+                allowed = 4 * largest(logprobs("padded") - ordinary)
+        try:
+            difference = logprobs("shared") - ordinary
+        except torch.OutOfMemoryError:
             raise
-        failed = error_line(error)
-        logps.append(torch.full_like(logps[0], torch.inf))
+        except Exception as error:  # of a model's code that takes the layout for something else
+            failed, difference = error_line(error), torch.full_like(ordinary, torch.inf)
+        layout.proof = max(layout.proof, largest(difference))
+        return not layout.proof <= allowed
+
+    exact = next(model.parameters()).dtype in (torch.float32, torch.float64) and not trainer._is_sharded
+    exact = exact and not torch.backends.cuda.matmul.allow_tf32
+    failed, layout.proof, layout.current = "", 0.0, compared  # a proof is there: the calls below ask for none
+    try:
+        with without_autocast(trainer) if exact else nullcontext():
+            refused = differs(exact)
+        if exact and not refused and accelerator.mixed_precision != "no":
+            refused = differs(exact=False)
     finally:
         layout.kind, layout.current = "shared", None
         compared.shared.forget_masks()
-    trained = compared["completion_mask"] * compared["tool_mask"] > 0
-    difference = (logps[0] - logps[1]).abs()[trained]
-    found = torch.stack([difference.max(), difference.mean()]) if len(difference) else trained.new_zeros(2).float()
-    largest, mean = accelerator.gather(found[None]).amax(0).tolist()
-    layout.proof = largest
-    exact = LARGEST_DIFFERENCE.get(next(trainer.model.parameters()).dtype)
-    if accelerator.mixed_precision != "no" or torch.backends.cuda.matmul.allow_tf32:
-        exact = None
-    if not (largest <= exact if exact else mean <= LARGEST_MEAN_DIFFERENCE):
+    if refused:
         what = (
             f"failed with a shared row ({failed})"
             if failed
-            else f"computed a different logprob in a shared row, by {largest:.2g}"
+            else f"computed a different logprob in a shared row, by {layout.proof:.2g}"
         )
-        layout.kind, layout.reason = "padded", f"{type(trainer.model).__name__} {what}"
+        layout.kind, layout.reason = "padded", f"{type(model).__name__} {what}"
         logger.warning(f"{layout.reason}. From now on each row is computed with its own prompt.")
+
+
+@contextmanager
+def without_autocast(trainer: Any) -> Iterator[None]:
+    """Context manager in which the policy computes in the precision of its weights, whatever accelerate made of it."""
+    model, accelerator = trainer.model, trainer.accelerator
+    handler, wrapped = accelerator.autocast_handler, vars(model).get("forward")
+    accelerator.autocast_handler = AutocastKwargs(enabled=False)
+    if "_original_forward" in vars(model):  # by `Accelerator.prepare`
+        model.forward = model._original_forward
+    try:
+        yield
+    finally:
+        accelerator.autocast_handler = handler
+        if "_original_forward" in vars(model):
+            model.forward = wrapped
 
 
 @contextmanager

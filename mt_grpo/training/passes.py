@@ -410,8 +410,11 @@ def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
     The two shortest, where TRL's passes have a single row: two long ones might not fit.
     """
     longest = -1 if args.per_device_train_batch_size > 1 else 1
-    groups = units_of([row for row in rows if row.num_trained], math.inf, shares=True) or [rows[:1]]
-    pairs = [sorted(group, key=lambda row: longest * row.own)[:2] for group in groups]
+    groups: dict[int, list[TrainedRow]] = defaultdict(list)  # further records of a group may have other prompts
+    for row in rows:
+        if row.num_trained:
+            groups[row.prompt].append(row)
+    pairs = [sorted(group, key=lambda row: longest * row.own)[:2] for group in groups.values()] or [rows[:1]]
     # Pictures have positions of their own, so that a pair without any would prove nothing of them.
     pair = min(
         pairs,

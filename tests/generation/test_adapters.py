@@ -365,8 +365,6 @@ def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, t
     ({"use_dora": True}, "its configuration has use_dora=True"),
     ({"modules_to_save": ["norm"]}, "its configuration has modules_to_save="),
     ({"r": 16}, "has room for rank 8, and lora_r is 16: start it with --enable-lora --max-loras 2 --max-lora-rank 16"),
-    ({"target_modules": ["embed_tokens", "q_proj"]},
-     "base_model.model.model.embed_tokens.lora_embedding_A.default is trained in addition to it"),
 ])  # fmt: skip
 def test_what_is_no_adapter_for_the_server_is_merged(adapters, tmp_path, caplog, changes, reason):
     """And the log says why. The samples are right either way."""

@@ -334,21 +334,6 @@ def test_half_loaded_weights_are_waited_for(recorded):
         run_async(client._post("/generate", {}, read))
 
 
-def test_what_checksums_it_says(recorded):
-    """Of each worker, by its place: those of data parallelism have one rank."""
-    answer = copy.deepcopy(ANSWERS["checksums"]["body"])
-    other = copy.deepcopy(answer["ranks"][0])
-    other["checksums"] = {"model.embed_tokens.weight": "77"}
-    answer["ranks"].append(other)
-    recorded.changed["/weights_checker"] = 200, answer
-    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
-    assert client.engine.checksums(client) == {
-        "0: model.embed_tokens.weight": "905afc4f5af18bc6", "0: model.layers.0.self_attn.q_norm.weight":
-        "92f8bf430e44eda9", "1: model.embed_tokens.weight": "77",
-    }  # fmt: skip
-    assert recorded.sent == [("/weights_checker", {"action": "checksum"})]
-
-
 def test_naming_weights_ends_no_request(recorded):
     client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
     client.engine.name_weights(client, "3f2a-7")
@@ -680,7 +665,7 @@ def test_a_weight_that_the_server_leaves_out_is_noticed(server, tmp_path):
     weights = trainer.weight_sync.weights
     weights._server_name = lambda name: name.replace("layers.1.mlp.down_proj", "layers.1.mlp.nobody")
     weights._init_vllm()
-    with pytest.raises(ServerError, match=r"1 weights of .*such as 0: model.layers.1.mlp.down_proj.weight"):
+    with pytest.raises(ServerError, match="A changed weight did not arrive at "):
         trainer.train()
 
 

@@ -124,7 +124,7 @@ def test_a_reference_that_zero3_shards_and_is_another_model_is_told(launch_zero3
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
 def test_what_is_pushed_is_whole(lora, launch_zero3, split, tmp_path, monkeypatch):
-    """Names, tied ones too; merged adapters; a scaled norm. Where one rank fails or gives up, no other one waits."""
+    """Names, tied ones too; merged adapters; noise. Where one rank fails or gives up, no other one waits."""
     monkeypatch.chdir(ROOT)
     check_pushed(functools.partial(launch_zero3, split), lora, tmp_path)
 

@@ -138,7 +138,8 @@ def test_the_check_passes_right_weights_and_no_wrong_ones(dtype, port, tmp_path)
     numbers = itertools.count()
 
     def check(wrong=None, norm_scale=1.0):
-        pushed = ((n, (wrong or {}).get(n, w)) for n, w in trainer.vllm_generation.named_weights(norm_scale))
+        scaled = {"model.norm.weight": trainer.model.model.norm.weight.detach() * norm_scale, **(wrong or {})}
+        pushed = ((n, scaled.get(n, w)) for n, w in trainer.vllm_generation.named_weights())
         trainer.client.update_weights(pushed, f"wrong-{next(numbers)}")
         return sync._check_logprobs()
 
@@ -157,7 +158,7 @@ def test_the_check_passes_right_weights_and_no_wrong_ones(dtype, port, tmp_path)
 
 @pytest.mark.slow
 def test_a_bf16_server_that_ignores_pushes_is_refused(port, tmp_path):
-    """The weights it started with are right, so that only the scaled norm of the first check tells."""
+    """The weights it started with are right, so that only the noise of the first push tells."""
     trainer = served(tmp_path, port, max_steps=1)
     (client,), sync = trainer.client.servers, trainer.weight_sync
     trainer.client.update_weights(trainer.vllm_generation.named_weights(), "right")
@@ -167,6 +168,6 @@ def test_a_bf16_server_that_ignores_pushes_is_refused(port, tmp_path):
         return dict.fromkeys(len(list(named_weights)) * ["load"], 0.0), [None] * len(transfers)
 
     client.transfer.push = ignored
-    assert sync._check_logprobs() < sync._logprob_tolerance()  # without the scaled norm nothing is noticed
-    with pytest.raises(ServerError, match="A changed weight did not arrive .* the server's differ from them by [12]"):
+    assert sync._check_logprobs() < sync._logprob_tolerance()  # without the noise nothing is noticed
+    with pytest.raises(ServerError, match="A changed weight did not arrive "):
         trainer.train()

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 from mt_grpo.base.ranks import RunError
-from mt_grpo.training import shared_prompts
+from mt_grpo.training import layouts, shared_prompts
 from mt_grpo.training.layouts import dropout_of
 from mt_grpo.training.passes import PASSES, fill, rows_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -132,6 +132,55 @@ def test_a_model_that_reads_over_the_layout_trains_rows_of_its_own(random_model,
     assert trainer.layout.kind == "padded" and trainer.layout.proof > 1e-3
     assert "computed a different logprob in a shared row, by" in caplog.text
     assert "each with its prompt" in str(trainer.layout)
+
+
+def mixing_model(path, share, dtype=torch.float32):
+    """Each layer's MLP reads a share of the token before in the row, as token shift does."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    for layer in model.model.layers:
+        own = layer.mlp.forward
+
+        def forward(self, x, own=own):
+            return own(x + share * torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1))
+
+        layer.mlp.forward = types.MethodType(forward, layer.mlp)
+    return model
+
+
+@pytest.mark.parametrize("rows_per_device", [8, 4, 2, 1])
+@pytest.mark.parametrize("share, settings, dtype", [
+    (0.5, {}, torch.float32), (0.5, {"bf16": True}, torch.float32), (4.0, {}, torch.bfloat16),
+    (0.0, {}, torch.float32), (0.0, {"bf16": True}, torch.float32), (0.0, {}, torch.bfloat16),
+])  # fmt: skip
+def test_a_model_that_mixes_neighbouring_tokens_is_found_in_any_micro_batch(
+    random_model, tmp_path, rows_per_device, share, settings, dtype
+):
+    """Rows of one prompt lie in several micro-batches. The first of them alone may have one row: itself."""
+    trainer = make_trainer(
+        mixing_model(random_model, share, dtype), tmp_path, max_steps=1, per_device_train_batch_size=rows_per_device,
+        gradient_accumulation_steps=8 // rows_per_device, **settings,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.layout.kind == ("padded" if share else "shared")
+
+
+def test_shared_rows_wait_for_a_batch_that_can_prove_them(random_model, tmp_path, caplog, monkeypatch):
+    """The first batch has one row of each prompt on this rank, the second one two."""
+    trainer, kinds, own = make_trainer(random_model, tmp_path, max_steps=3, beta=0.1), [], layouts.pass_of_two
+    monkeypatch.setattr(
+        layouts, "pass_of_two", lambda rows, *args: own(rows[:1] if trainer.state.global_step == 0 else rows, *args)
+    )
+    compute = trainer._get_per_token_logps_and_entropies
+
+    def noted(*args, **kwargs):
+        if torch.is_grad_enabled():
+            kinds.append((trainer.layout.kind, trainer.layout.proof is not None))
+        return compute(*args, **kwargs)
+
+    trainer._get_per_token_logps_and_entropies = noted
+    trainer.train()
+    assert kinds == [("padded", False), ("shared", True), ("shared", True)]
+    assert caplog.text.count("Each row is computed with its prompt until a batch has two rows of one prompt.") == 1
 
 
 def test_a_model_that_fails_with_a_layout_has_its_prompt_in_each_row(random_model, tmp_path, caplog):
