@@ -271,8 +271,8 @@ READINGS = (
         lambda f: f["outcome/constant"] and bool(f["rewards/varied"]),
         "The main outcome {outcome/name} is {outcome/mean:.3g} for all {outcome/scored} rollouts that were given it. "
         "Only other rewards move the policy, and it may learn these alone. Look whether the function can give "
-        "anything else: how it compares answers, and what the data has as answer. Then take an easier task, or a model "
-        "that solves some of it.",
+        "anything else: how it compares answers, and what the data has as answer. Then take an easier task, or a "
+        "model that solves some of it.",
     ),
     Reading(
         "nothing trained", ("credit/frac_rollouts_trained",), lambda f: f["credit/frac_rollouts_trained"] == 0,
