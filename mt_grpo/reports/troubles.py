@@ -260,9 +260,9 @@ READINGS = (  # of the first rollouts
     Reading(
         "no signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0 and bool(f["rewards/varied_and_used"]),
-        "No group of {num_generations} rollouts has trained ones whose rewards differ, as "
-        "credit_assignment={credit_assignment} counts them. Advantages are differences within a group: all of them "
-        "are 0. Raise num_generations or the temperature, or take prompts that are neither always nor never solved.",
+        "No group of {num_generations} rollouts has rewards that differ, as credit_assignment={credit_assignment} "
+        "counts them. Advantages are differences within a group: all of them are 0. Raise num_generations or the "
+        "temperature, or take prompts that are neither always nor never solved.",
         lambda f: True,
     ),
     Reading(
@@ -288,9 +288,9 @@ OF_LOGS = (  # readings of the last logs of a running job, whose facts are those
     Reading(
         "credit/frac_groups_without_signal", ("credit/frac_groups_without_signal",),
         lambda f: f["credit/frac_groups_without_signal"] >= 1.0,
-        "No group has had trained rollouts whose rewards differ in the last {window} logs, so nothing is learned. "
-        "Look at rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or "
-        "the temperature.",
+        "No group has had rewards that differ in the last {window} logs, so nothing is learned. Look at "
+        "rollouts.*.jsonl: is the task always or never solved? Take other prompts, raise num_generations or the "
+        "temperature.",
     ),
     Reading(
         "reward", ("reward", "before/reward", "outcome", "before/outcome"), outcome_falls,

@@ -78,7 +78,7 @@ def test_the_end_of_a_run_tells_whether_it_still_learned():
 
     assert at_end(run_of()) == at_end([WELL] * 4) == []
     (text,) = at_end([{**WELL, "credit/frac_groups_without_signal": 1.0}, {"eval_reward": 1.0}] * 5)
-    assert text.startswith("No group has had trained rollouts whose rewards differ")
+    assert text.startswith("No group has had rewards that differ")
     lost = [{**WELL, "rewards/match/mean": value} for value in (0.1, 0.8, 0.3) for _ in range(WINDOW)]
     (text,) = at_end(lost)
     assert text.startswith("The main outcome has fallen from 0.80 to 0.30")
