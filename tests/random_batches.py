@@ -177,7 +177,8 @@ ON_RANKS = {
 
 
 LOSSES = {  # each with what its rows need, and whether the tokens of a rollout can be in any records
-    **{name: (dict(beta=0.1, vllm="token"), True) for name in ("dapo", "grpo", "dr_grpo", "luspo", "cispo", "bnpo")},
+    **{name: (dict(beta=0.1, vllm="token"), True) for name in ("dapo", "grpo", "dr_grpo", "luspo", "bnpo")},
+    "cispo": (dict(beta=0.1, vllm="token", epsilon_high=1.5), True),
     "sapo": (dict(beta=0.1, vllm="token"), False),
     "vespo": (dict(vllm="token", credit_assignment="outcome"), False),
 }

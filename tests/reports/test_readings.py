@@ -78,6 +78,7 @@ TABLE = [
     ("logprobs", {"sampling/sampling_logp_difference/mean": 0.1}, {"sampling/sampling_logp_difference/mean": 0.11},
      None),
     ("few groups", {"groups_per_step": 8.0}, {"groups_per_step": 7.9}, None),
+    ("effective share", {"sampling/effective_share": 0.5}, {"sampling/effective_share": 0.49}, None),
 ]  # fmt: skip
 
 

@@ -477,7 +477,7 @@ def test_metrics_of_sampling_are_of_the_tokens_of_all_ranks(by_rank, name):
     assert expected["sampling/sampling_logp_difference/mean"] == pytest.approx(mean, abs=1e-4)
     assert expected["sampling/token_ratio_mean"] == pytest.approx(sum(map(math.exp, apart)) / len(apart), abs=1e-4)
     for found in (one, *two):
-        assert len(found[f"sampling {name}"]) == 9
+        assert len(found[f"sampling {name}"]) >= 9
         assert found[f"sampling {name}"] == pytest.approx(expected, abs=1e-4)
 
 
