@@ -59,10 +59,7 @@ def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def rollout_weights(ratio: torch.Tensor, loss_mask: torch.Tensor, rollouts: torch.Tensor, accelerator: Any) -> Any:
-    """For each row of all ranks, (rows, 3): its rollout's number, the sum of its tokens' ratios, and their number.
-
-    Collective; all ranks have as many rows. `ratio` is (M, C) or (M, 1), `loss_mask` (M, C), and `rollouts` (M,).
-    """
+    """Of each row of all ranks, (rows, 3): its rollout, the sum of its tokens' ratios, their number. Collective."""
     trained = loss_mask > 0
     columns = rollouts, torch.where(trained, ratio, 0.0).sum(1), trained.sum(1)
     return accelerator.gather(torch.stack([column.float() for column in columns], 1)).cpu()
