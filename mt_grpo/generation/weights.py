@@ -19,7 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.generation.adapters import adapter_weights, is_of_adapter
 
-NOISE = 0.7  # of the first push, relative to each element; measured in docs/speed.md
+NOISE = 0.7  # of the first push, relative to each element (docs/speed.md says what it shows)
 
 
 class GatherFailed(RuntimeError):
