@@ -21,7 +21,7 @@ LIMITS = {"_room", "_context", "cut_messages", "cut_far_beyond", "tokens", "new_
 LAYOUT = {  # which rows go together, what a segment reads, and the proof of it before the first pass
     "cost", "fill", "units_of", "skips_first_pass", "_tensor", "sizes", "num_before", "mask", "kernel_of", "__len__",
     "common_length", "path", "forget_masks", "num_trained", "prove", "prove_layout", "pass_of_two",
-    "to_pass", "fit", "without_autocast", "_is_sharded",
+    "to_pass", "fit", "without_autocast",
 }  # fmt: skip
 LOGGING = {
     "conversation_columns",

@@ -19,7 +19,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.generation.adapters import adapter_weights, is_of_adapter
 
-NOISE = 0.7  # of the first push, relative to each element; measured in docs/speed.md
+NOISE = 0.7  # of the first push, relative to each element (docs/speed.md says what it shows)
 
 
 class GatherFailed(RuntimeError):
@@ -155,20 +155,21 @@ class PolicyWeights(VLLMGeneration):
     def noise(self, adapter: bool) -> Iterator[None]:
         """Context manager that puts noise on every tensor that a push sends, and restores the weights bit for bit.
 
-        Each element is multiplied by 1 + `NOISE` * z, with z drawn from a generator that the tensor's name seeds. A
-        tensor of zeros, such as a new adapter's lora_B, gets noise of the size of usual weights. The originals are
-        kept on the CPU. Collective where weights are sharded: each rank changes its own part.
+        Each element gets `NOISE` * z times its own size, with z drawn from a generator that the tensor's name seeds.
+        Of a vector that size is at least 0.1, and a matrix of zeros, such as a new adapter's lora_B, gets noise of the
+        size of usual weights. The originals are kept on the CPU. Collective where weights are sharded: each rank
+        changes its own part.
 
         Args:
             adapter: Whether the adapter alone is pushed.
         """
         originals: dict[str, torch.Tensor] = {}
         try:
-            for name, tensor, scale in self._local_parts(adapter):
+            for name, tensor, least in self._local_parts(adapter):
                 originals[name] = tensor.to("cpu", copy=True)
                 generator = torch.Generator(tensor.device).manual_seed(zlib.crc32(name.encode()))
                 noise = torch.empty_like(tensor).normal_(0, NOISE, generator=generator)
-                tensor.add_(noise.mul_(tensor if tensor.any() else scale))
+                tensor.add_(noise.mul_(tensor.abs().clamp_(min=least)))
             yield
         finally:
             for name, tensor, _ in self._local_parts(adapter):
@@ -176,7 +177,7 @@ class PolicyWeights(VLLMGeneration):
                     tensor.copy_(originals[name])
 
     def _local_parts(self, adapter: bool) -> Iterator[tuple[str, torch.Tensor, float]]:
-        """Yield (name, this rank's part, size of usual weights) of each pushed tensor, which may be changed in place.
+        """Yield (name, this rank's part, least size of noise) of each pushed tensor, which may be changed in place.
 
         INVARIANT: no whole copy of a sharded weight outlives it, which the next forward pass would read.
         """
@@ -191,7 +192,7 @@ class PolicyWeights(VLLMGeneration):
                 tensor = parameter.ds_tensor.detach()
             elif isinstance(parameter, DTensor):
                 tensor = tensor.to_local()
-            yield name, tensor, shape[-1] ** -0.5 if len(shape) > 1 else 0.1
+            yield name, tensor, 0.1 if len(shape) < 2 else 0.0 if tensor.any() else shape[-1] ** -0.5
 
     def _reshard(self) -> None:
         for module in self.model.modules():
