@@ -194,9 +194,17 @@ def train_split(model, out, layout, split, loss_type, seed=0, **changes):
     steps = per_batch // accumulated
     settings = dict(loss_type=loss_type, further=True, some_scored=True, seed=seed) | LOSSES[loss_type][0] | changes
     found = train(
-        model, out, layout, settings, per_device_train_batch_size=rows, gradient_accumulation_steps=accumulated,
-        steps_per_generation=per_batch, max_steps=steps, logging_steps=steps, learning_rate=0.0,
-    )  # fmt: skip
+        model,
+        out,
+        layout,
+        settings,
+        per_device_train_batch_size=rows,
+        gradient_accumulation_steps=accumulated,
+        steps_per_generation=per_batch,
+        max_steps=steps,
+        logging_steps=steps,
+        learning_rate=0.0,
+    )
     names = ("loss", "entropy", "kl", "clip_ratio", "cispo", "vespo")
     log = {key: value for key, value in found["log"][0].items() if key.startswith(names)}
     return found["gradients"].mean(0, keepdim=True), log

@@ -142,9 +142,11 @@ def distance(one, other):
 
 
 SAMPLING = {  # ways to the metrics of importance sampling: in the loss's own pass, or in one before the step
-    "own pass": {}, "tokens": dict(log_rollout_tokens=True), "twice": dict(num_iterations=2, max_steps=2),
+    "own pass": {},
+    "tokens": dict(log_rollout_tokens=True),
+    "twice": dict(num_iterations=2, max_steps=2),
     "trl": dict(share_prompts=False),
-}  # fmt: skip
+}
 
 
 def run_on_ranks(model, out, world):
@@ -164,9 +166,17 @@ def run_on_ranks(model, out, world):
         results[f"{loss_type}-{name}"] = result["gradients"], result.get("eval_loss")
     for name, changes in SAMPLING.items():  # all that the second rank has failed
         result = train(
-            model, out / f"sampling {name}", edit_one, Unknown, cut=1.4, failed=(4, 5, 6, 7), beta=0.1,
-            loss_type="grpo", per_device_train_batch_size=8 // world, **changes,
-        )  # fmt: skip
+            model,
+            out / f"sampling {name}",
+            edit_one,
+            Unknown,
+            cut=1.4,
+            failed=(4, 5, 6, 7),
+            beta=0.1,
+            loss_type="grpo",
+            per_device_train_batch_size=8 // world,
+            **changes,
+        )
         log, facts = result["log"], ("rollouts/ended", "rollouts/called", "num_rollouts")
         results["facts"] = {key: result["facts"][key] for key in facts}
         results[f"sampling {name}"] = {key: log[key] for key in log if key.startswith(("sampling/", "entropy", "kl"))}

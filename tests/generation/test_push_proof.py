@@ -77,9 +77,11 @@ def proof(dtype=torch.float32, lora=False, model=None):
     tokenizer = AutoTokenizer.from_pretrained(TINY)
     weights = PolicyWeights(model, Accelerator(cpu=True), tokenizer, mode="none")
     accelerator = SimpleNamespace(
-        device=torch.device("cpu"), is_main_process=True, unwrap_model=lambda model: model,
+        device=torch.device("cpu"),
+        is_main_process=True,
+        unwrap_model=lambda model: model,
         autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
-    )  # fmt: skip
+    )
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
     sync = WeightSync(receiver, model, weights, accelerator, ids, check_every=10)
     sync.adapter = LORA if lora else None

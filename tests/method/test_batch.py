@@ -147,10 +147,13 @@ def test_what_the_loss_uses_is_counted_by_token():
         "sampling_per_token_logps": torch.tensor([[0.0] * 4, [float("nan"), 0.0, 0.0, 0.0]]),
     }
     batch = Batch([{}] * 2, 1, owners=[0, 1])
-    assert credit_metrics(output, batch, Accelerator(cpu=True)) == pytest.approx({
-        "credit/frac_groups_without_signal": 1 / 2, "credit/mean_abs_advantage": (1.0 + 2.0) / 6,
-        "credit/frac_rollouts_trained": 1.0,
-    })  # fmt: skip
+    assert credit_metrics(output, batch, Accelerator(cpu=True)) == pytest.approx(
+        {
+            "credit/frac_groups_without_signal": 1 / 2,
+            "credit/mean_abs_advantage": (1.0 + 2.0) / 6,
+            "credit/frac_rollouts_trained": 1.0,
+        }
+    )
     trained = output["completion_mask"] * output["tool_mask"] > 0
     names = ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
     given = *(output[name] for name in names), trained
@@ -207,19 +210,28 @@ def test_a_number_of_weight_0_is_no_score(random_model, tmp_path):
         return [float(i) for i in range(len(completions))]
 
     trainer = golden.make_trainer(
-        random_model, tmp_path, ([], [right, length]), num_generations=4, num_generations_eval=4,
-        eval_strategy="steps", eval_steps=1,
-    )  # fmt: skip
+        random_model,
+        tmp_path,
+        ([], [right, length]),
+        num_generations=4,
+        num_generations_eval=4,
+        eval_strategy="steps",
+        eval_steps=1,
+    )
     trainer.reward_weights = torch.tensor([1.0, 0.0])
     trainer.llm = golden.ScriptedServer(trainer.processing_class)
     trainer.train()
     logged = {name: value for row in trainer.state.log_history for name, value in row.items()}
     for mode, lengths in (("", [1, 3, 5, 7]), ("eval_", [1, 3, 5, 7, 1, 3])):  # in batches of 8 and 4
         expected = {
-            "reward": 1.25, "reward_std": 0.0, "frac_reward_scored": 0.5, "rewards/right/mean": 1.25,
-            "rewards/right/frac_scored": 0.5, "rewards/length/mean": sum(lengths) / len(lengths),
+            "reward": 1.25,
+            "reward_std": 0.0,
+            "frac_reward_scored": 0.5,
+            "rewards/right/mean": 1.25,
+            "rewards/right/frac_scored": 0.5,
+            "rewards/length/mean": sum(lengths) / len(lengths),
             "rewards/length/frac_scored": 0.5,
-        }  # fmt: skip
+        }
         found = {name: logged[f"{mode}{name}"] for name in expected}
         assert found == pytest.approx(expected), mode
     assert logged["credit/frac_rollouts_trained"] == 0.5

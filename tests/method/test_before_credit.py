@@ -57,10 +57,21 @@ def fork(tmp_path, block, *imports):
 
 
 def settings(out, **changes):
-    args = dict(output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-                per_device_train_batch_size=4, num_generations=4, max_completion_length=96,
-                disable_tqdm=True, save_strategy="no", max_steps=1, logging_steps=1,
-                lr_scheduler_type="constant")  # fmt: skip
+    args = dict(
+        output_dir=str(out),
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        per_device_train_batch_size=4,
+        num_generations=4,
+        max_completion_length=96,
+        disable_tqdm=True,
+        save_strategy="no",
+        max_steps=1,
+        logging_steps=1,
+        lr_scheduler_type="constant",
+    )
     return {**args, **changes}
 
 

@@ -170,10 +170,13 @@ def test_a_result_has_at_most_its_share_of_the_budget(limit, expected):
     assert len(rollout.turns[0].observation) == expected
 
 
-@pytest.mark.parametrize("bound, expected", [
-    ({"max_completion_length": 800}, [800, 514, 228, 100]),  # 46 of a call, 200 of a result with 40 around it
-    ({"max_model_len": PROMPT_LENGTH + 800}, [800, 100]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bound, expected",
+    [
+        ({"max_completion_length": 800}, [800, 514, 228, 100]),  # 46 of a call, 200 of a result with 40 around it
+        ({"max_model_len": PROMPT_LENGTH + 800}, [800, 100]),
+    ],
+)
 def test_an_eighth_of_the_budget_is_left_for_an_answer(bound, expected):
     rollout, backend = converse(*4 * [call("long_text")], ANSWER, tools=[long_text], max_steps=8, **bound)
     assert [request.max_tokens for request in backend.requests] == expected and len(call("long_text")) == 46

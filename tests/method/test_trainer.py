@@ -956,15 +956,18 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
     assert cancelled == [True] and not trainer.in_flight.groups and trainer.in_flight.current is None
 
 
-@pytest.mark.parametrize("lora, touched", [
-    ({"target_modules": ["q_proj"]}, None),
-    ({"target_modules": "all-linear"}, None),
-    ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, None),
-    ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "head"),
-    ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "embedding"),
-    ({"target_modules": r".*embed_tokens"}, "embedding"),
-    ({"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}, "embedding"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lora, touched",
+    [
+        ({"target_modules": ["q_proj"]}, None),
+        ({"target_modules": "all-linear"}, None),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["norm"]}, None),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "head"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "embedding"),
+        ({"target_modules": r".*embed_tokens"}, "embedding"),
+        ({"target_modules": ["q_proj"], "trainable_token_indices": [5, 6]}, "embedding"),
+    ],
+)
 def test_a_lora_of_a_tied_embedding_or_head_is_rejected_unless_both_are_kept_alike(
     lora, touched, random_model, tmp_path
 ):
@@ -990,10 +993,21 @@ def test_a_lora_of_a_tied_embedding_or_head_is_rejected_unless_both_are_kept_ali
 
 
 OF_THE_MODEL = {  # values of a model's generation_config.json, each of which changes what is sampled
-    "min_p": 0.2, "typical_p": 0.3, "no_repeat_ngram_size": 1, "min_new_tokens": 40, "top_k": 2, "top_p": 0.5,
-    "temperature": 0.3, "repetition_penalty": 2.0, "num_beams": 3, "suppress_tokens": list(range(128)),
-    "epsilon_cutoff": 0.02, "begin_suppress_tokens": list(range(128)), "max_length": 4, "guidance_scale": 2.0,
-}  # fmt: skip
+    "min_p": 0.2,
+    "typical_p": 0.3,
+    "no_repeat_ngram_size": 1,
+    "min_new_tokens": 40,
+    "top_k": 2,
+    "top_p": 0.5,
+    "temperature": 0.3,
+    "repetition_penalty": 2.0,
+    "num_beams": 3,
+    "suppress_tokens": list(range(128)),
+    "epsilon_cutoff": 0.02,
+    "begin_suppress_tokens": list(range(128)),
+    "max_length": 4,
+    "guidance_scale": 2.0,
+}
 
 
 @pytest.fixture(scope="module")

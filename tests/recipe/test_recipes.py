@@ -1020,10 +1020,20 @@ def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
         build(generation_kwargs={"temperature": value})
 
 
-@pytest.mark.parametrize("key, value", [
-    ("num_beams", 4), ("do_sample", False), ("typical_p", 0.3), ("no_repeat_ngram_size", 2), ("min_new_tokens", 4),
-    ("epsilon_cutoff", 0.1), ("suppress_tokens", [1]), ("guidance_scale", 2.0), ("presence_penalty", 0.5),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("num_beams", 4),
+        ("do_sample", False),
+        ("typical_p", 0.3),
+        ("no_repeat_ngram_size", 2),
+        ("min_new_tokens", 4),
+        ("epsilon_cutoff", 0.1),
+        ("suppress_tokens", [1]),
+        ("guidance_scale", 2.0),
+        ("presence_penalty", 0.5),
+    ],
+)
 def test_generation_kwargs_that_would_sample_another_distribution_are_rejected_by_name(key, value, build):
     with pytest.raises(ValueError, match=f"generation_kwargs: {key!r}"):
         build(generation_kwargs={key: value})
@@ -1632,21 +1642,30 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
 
 def test_defaults_that_fit_conversations(tmp_path):
     args = mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **SERVED)
-    expected = {"vllm_importance_sampling_mode": "token_truncate", "max_completion_length": 4096, "max_env_steps": 8,
-                "max_tool_response_tokens": None, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 10,
-                "old_logps": None}  # fmt: skip
+    expected = {
+        "vllm_importance_sampling_mode": "token_truncate",
+        "max_completion_length": 4096,
+        "max_env_steps": 8,
+        "max_tool_response_tokens": None,
+        "lr_scheduler_type": "constant_with_warmup",
+        "warmup_steps": 10,
+        "old_logps": None,
+    }
     assert {key: getattr(args, key) for key in expected} == expected and warnings_of(args) == []
     assert mt.RECIPE_CLASSES[2]().lora_dropout == 0.0
 
 
-@pytest.mark.parametrize("changes, old_logps, warning", [
-    ({"max_staleness": 2}, None, None),
-    ({"max_staleness": 3}, "sampled", None),
-    ({"max_staleness": 3, "vllm_importance_sampling_mode": "token_mask"}, "sampled", None),
-    ({"max_staleness": 3, "old_logps": "policy"}, "policy", None),
-    ({"max_staleness": 3, "top_p": 0.9}, "policy", "which top_p=0.9 makes other"),
-    ({"max_staleness": 3, "vllm_importance_sampling_clip_max": 2.0}, "policy", "clip_max=2.0 has no effect with"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, old_logps, warning",
+    [
+        ({"max_staleness": 2}, None, None),
+        ({"max_staleness": 3}, "sampled", None),
+        ({"max_staleness": 3, "vllm_importance_sampling_mode": "token_mask"}, "sampled", None),
+        ({"max_staleness": 3, "old_logps": "policy"}, "policy", None),
+        ({"max_staleness": 3, "top_p": 0.9}, "policy", "which top_p=0.9 makes other"),
+        ({"max_staleness": 3, "vllm_importance_sampling_clip_max": 2.0}, "policy", "clip_max=2.0 has no effect with"),
+    ],
+)
 def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, warning, tmp_path, caplog):
     args = mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **SERVED, **changes)
     assert args.old_logps == old_logps
@@ -1654,17 +1673,26 @@ def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, warnin
     assert said == [] if warning is None else warning in said[0]
 
 
-@pytest.mark.parametrize("changes, words", [
-    ({"use_vllm": False, "top_k": 50}, "top_k=50: rollouts are not sampled from the policy"),
-    ({"use_vllm": False, "generation_kwargs": {"min_p": 0.1}}, "min_p=0.1: rollouts are not sampled from the policy"),
-    ({"vllm_importance_sampling_correction": False, "top_p": 0.9}, "top_p=0.9: rollouts are not sampled from the"),
-    ({"vllm_mode": "colocate", "top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
-    ({"top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
-    ({"importance_sampling_level": "sequence"}, "epsilon=0.2 with importance_sampling_level: sequence"),
-    ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 0.02}, "epsilon=0.02 with importance"),
-    ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, None),
-    ({"importance_sampling_level": "sequence", "loss_type": "sapo"}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"use_vllm": False, "top_k": 50}, "top_k=50: rollouts are not sampled from the policy"),
+        (
+            {"use_vllm": False, "generation_kwargs": {"min_p": 0.1}},
+            "min_p=0.1: rollouts are not sampled from the policy",
+        ),
+        ({"vllm_importance_sampling_correction": False, "top_p": 0.9}, "top_p=0.9: rollouts are not sampled from the"),
+        ({"vllm_mode": "colocate", "top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
+        ({"top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
+        ({"importance_sampling_level": "sequence"}, "epsilon=0.2 with importance_sampling_level: sequence"),
+        (
+            {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 0.02},
+            "epsilon=0.02 with importance",
+        ),
+        ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, None),
+        ({"importance_sampling_level": "sequence", "loss_type": "sapo"}, None),
+    ],
+)
 def test_what_settings_make_of_the_gradient_is_warned_of(changes, words, tmp_path):
     args = mt.MTGRPOConfig(**{"output_dir": str(tmp_path), "per_device_train_batch_size": 8, **SERVED, **changes})
     assert [text[: len(words or "")] for text in warnings_of(args)] == ([] if words is None else [words])

@@ -16,10 +16,20 @@ def match(**kwargs):
     return []
 
 
-WELL = {"reward": 1.0, "rewards/match/mean": 0.5, "entropy": 0.3, "stop/max_turns": 0.2,
-        "completions/clipped_ratio": 0.2, "credit/frac_groups_without_signal": 0.4, "stop/environment_error": 0.01,
-        "stop/agent_error": 0.0, "stop/agent_timeout": 0.0, "stop/context_length": 0.0, "tokens/ids_differ": 0.0,
-        "sampling/sampling_logp_difference/mean": 0.02}  # fmt: skip
+WELL = {
+    "reward": 1.0,
+    "rewards/match/mean": 0.5,
+    "entropy": 0.3,
+    "stop/max_turns": 0.2,
+    "completions/clipped_ratio": 0.2,
+    "credit/frac_groups_without_signal": 0.4,
+    "stop/environment_error": 0.01,
+    "stop/agent_error": 0.0,
+    "stop/agent_timeout": 0.0,
+    "stop/context_length": 0.0,
+    "tokens/ids_differ": 0.0,
+    "sampling/sampling_logp_difference/mean": 0.02,
+}
 
 
 def watched(logs, caplog):

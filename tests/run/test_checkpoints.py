@@ -276,19 +276,29 @@ def test_a_run_that_is_resumed_at_its_end_says_so(random_model, copy, caplog):
     assert len(warnings_of(caplog, "has no mt_grpo_run.json, so its settings cannot be compared")) == 1
 
 
-SIZES = {"world_size": 1, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_iterations": 1,
-         "steps_per_generation": 1, "generation_batch_size": 8, "num_generations": 4}  # fmt: skip
+SIZES = {
+    "world_size": 1,
+    "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
+    "num_iterations": 1,
+    "steps_per_generation": 1,
+    "generation_batch_size": 8,
+    "num_generations": 4,
+}
 
 
-@pytest.mark.parametrize("changes, is_other_order", [
-    ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}, False),
-    ({"world_size": 2, "per_device_train_batch_size": 4}, False),
-    ({"num_generations": 8, "generation_batch_size": 16, "per_device_train_batch_size": 16}, False),
-    ({"world_size": 2, "generation_batch_size": 16}, True),
-    ({"num_generations": 2}, True),
-    ({"num_iterations": 2}, True),
-    ({"gradient_accumulation_steps": 2}, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "changes, is_other_order",
+    [
+        ({"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2}, False),
+        ({"world_size": 2, "per_device_train_batch_size": 4}, False),
+        ({"num_generations": 8, "generation_batch_size": 16, "per_device_train_batch_size": 16}, False),
+        ({"world_size": 2, "generation_batch_size": 16}, True),
+        ({"num_generations": 2}, True),
+        ({"num_iterations": 2}, True),
+        ({"gradient_accumulation_steps": 2}, True),
+    ],
+)
 def test_prompts_come_in_another_order_where_a_batch_of_rollouts_has_another_size(changes, is_other_order):
     """In another number of prompts, or of the optimizer steps that it serves."""
     lines = changed_settings(SIZES, SIZES | changes)
@@ -381,9 +391,14 @@ def test_an_interrupted_evaluation_is_made_up_for(random_model, tmp_path, capsys
 
     def trainer_of(name, **changes):
         settings = dict(
-            eval_strategy="steps", eval_steps=1, save_steps=1, load_best_model_at_end=True,
-            metric_for_best_model="reward", greater_is_better=True, per_device_eval_batch_size=4,
-        )  # fmt: skip
+            eval_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="reward",
+            greater_is_better=True,
+            per_device_eval_batch_size=4,
+        )
         return make_trainer(random_model, tmp_path / name, **settings | changes)
 
     def evaluations(trainer):

@@ -329,11 +329,14 @@ def test_a_server_is_evaluated_and_good_turns_are_counted(monkeypatch, random_mo
         ev.evaluate(client, parsed, 1, split="train", tokenizer=client.tokenizer, progress=False)
 
 
-@pytest.mark.parametrize("version, words", [
-    ("default", "those that the server was started with"),
-    ("3f2a9c01-7", "version 3f2a9c01-7, pushed by a training run"),
-    (None, "unknown"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "version, words",
+    [
+        ("default", "those that the server was started with"),
+        ("3f2a9c01-7", "version 3f2a9c01-7, pushed by a training run"),
+        (None, "unknown"),
+    ],
+)
 def test_which_weights_a_server_holds_stands_beside_its_models_name(monkeypatch, random_model, recipe, version, words):
     client = scripted_client(monkeypatch, ["<answer>1</answer>"])
     client.tokenizer = AutoTokenizer.from_pretrained(random_model)

@@ -148,18 +148,29 @@ def mixing_model(path, share, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("rows_per_device", [8, 4, 2, 1])
-@pytest.mark.parametrize("share, settings, dtype", [
-    (0.5, {}, torch.float32), (0.5, {"bf16": True}, torch.float32), (4.0, {}, torch.bfloat16),
-    (0.0, {}, torch.float32), (0.0, {"bf16": True}, torch.float32), (0.0, {}, torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "share, settings, dtype",
+    [
+        (0.5, {}, torch.float32),
+        (0.5, {"bf16": True}, torch.float32),
+        (4.0, {}, torch.bfloat16),
+        (0.0, {}, torch.float32),
+        (0.0, {"bf16": True}, torch.float32),
+        (0.0, {}, torch.bfloat16),
+    ],
+)
 def test_a_model_that_mixes_neighbouring_tokens_is_found_in_any_micro_batch(
     random_model, tmp_path, rows_per_device, share, settings, dtype
 ):
     """Rows of one prompt lie in several micro-batches. The first of them alone may have one row: itself."""
     trainer = make_trainer(
-        mixing_model(random_model, share, dtype), tmp_path, max_steps=1, per_device_train_batch_size=rows_per_device,
-        gradient_accumulation_steps=8 // rows_per_device, **settings,
-    )  # fmt: skip
+        mixing_model(random_model, share, dtype),
+        tmp_path,
+        max_steps=1,
+        per_device_train_batch_size=rows_per_device,
+        gradient_accumulation_steps=8 // rows_per_device,
+        **settings,
+    )
     trainer.train()
     assert trainer.layout.kind == ("padded" if share else "shared")
 

@@ -467,11 +467,18 @@ def test_metrics_of_sampling_are_of_the_tokens_of_all_ranks(by_rank, name):
     """The second rank has no token that counts. Recomputed from the rollout log, which has the tokens of one way."""
     one, two, out = by_rank
     expected = one["sampling own pass"]
-    logs = [json.loads(line) for rank in (0, 1) for line in
-            (out / f"sampling tokens/rollouts.rank{rank}.jsonl").read_text().splitlines()]  # fmt: skip
-    apart = [theirs - sampled for row in logs for turn in row["turns"] for theirs, sampled, trained in
-             zip(turn["trainer_logprobs"] or [], turn["logprobs"], turn["loss_mask"])
-             if trained and sampled is not None]  # fmt: skip
+    logs = [
+        json.loads(line)
+        for rank in (0, 1)
+        for line in (out / f"sampling tokens/rollouts.rank{rank}.jsonl").read_text().splitlines()
+    ]
+    apart = [
+        theirs - sampled
+        for row in logs
+        for turn in row["turns"]
+        for theirs, sampled, trained in zip(turn["trainer_logprobs"] or [], turn["logprobs"], turn["loss_mask"])
+        if trained and sampled is not None
+    ]
     assert len(logs) == 8 and len(apart) > 100
     mean = sum(map(abs, apart)) / len(apart)
     assert expected["sampling/sampling_logp_difference/mean"] == pytest.approx(mean, abs=1e-4)

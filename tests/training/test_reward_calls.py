@@ -558,11 +558,15 @@ def test_an_async_reward_that_blocks_its_limit_is_told_when_it_ends():
         scored(blocks, timeout=0.1)
 
 
-@pytest.mark.parametrize("draw, seed, state_of", [
-    (lambda: torch.rand(1).item(), torch.manual_seed, lambda: torch.get_rng_state().tolist()),
-    (random.random, random.seed, random.getstate),
-    (numpy.random.rand, numpy.random.seed, lambda: [each.tolist() for each in numpy.random.get_state()[1:2]]),
-], ids=["torch", "random", "numpy"])  # fmt: skip
+@pytest.mark.parametrize(
+    "draw, seed, state_of",
+    [
+        (lambda: torch.rand(1).item(), torch.manual_seed, lambda: torch.get_rng_state().tolist()),
+        (random.random, random.seed, random.getstate),
+        (numpy.random.rand, numpy.random.seed, lambda: [each.tolist() for each in numpy.random.get_state()[1:2]]),
+    ],
+    ids=["torch", "random", "numpy"],
+)
 def test_a_reward_that_seeds_changes_nothing_of_the_run(draw, seed, state_of):
     """It gets numbers of its own, which differ from step to step and are the same where the run is resumed."""
 
