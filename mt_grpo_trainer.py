@@ -76,7 +76,7 @@ from mt_grpo.base.files import keep_output_open, output_lock
 from mt_grpo.base.pictures import inputs_of_rows
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
-from mt_grpo.conversation.conversations import Conversations
+from mt_grpo.conversation.conversations import Conversations, Limits, limits_of
 from mt_grpo.conversation.environments import (
     Environments,
     PromptTooLong,
@@ -88,7 +88,6 @@ from mt_grpo.conversation.environments import (
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
-from mt_grpo.conversation.limits import Limits, limits_of
 from mt_grpo.conversation.picture_parts import SaidPictures, read_pictures
 from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples

@@ -9,7 +9,6 @@ json_types       type hints of JSON, their names, values from YAML; a value as J
 pictures         pictures in a conversation, and the ids that stand for them
 ranks            errors of one rank, raised on all ranks
 recipe_yaml      YAML without keys that are set twice, and without the numbers of YAML 1.1
-rounding         how far rounding alone moves a model's logprobs
 rows             rows as they were written, without a table's types
 tested_versions  the ranges of versions that were tested, and what is outside of them
 """

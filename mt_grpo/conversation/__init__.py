@@ -1,7 +1,6 @@
 """One conversation between a model, its tools and its environment. It imports only `base`, and knows no server.
 
 environments     one environment per conversation; validation of its replies
-limits           the limits of a conversation, as keys of a recipe
 pictures         images: read, marked in texts, and written as ids by the tokenizer
 picture_parts    images in messages: parts of contents, columns of rows, as texts with marks
 prompts          the prompts of a batch, each of them rendered once

@@ -23,8 +23,8 @@ from mt_grpo.base.pictures import MOST_PICTURES
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
+from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
-from mt_grpo.conversation.limits import limits_of
 from mt_grpo.conversation.picture_parts import (
     OTHER_KINDS,
     num_pixels,

@@ -19,7 +19,7 @@ from accelerate.utils import gather_object, is_peft_model
 
 from mt_grpo.base.pictures import image_or_str
 from mt_grpo.base.rows import IMAGE_COLUMNS
-from mt_grpo.conversation.limits import limits_of
+from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.recipe.checks import prompt_ids_of
 from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports.troubles import MIN_CALLS, REPEATED, Facts, tokens_that_differ

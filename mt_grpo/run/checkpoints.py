@@ -7,13 +7,14 @@ import hashlib
 import inspect
 import json
 import logging
+import os
 import re
 import shutil
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,13 @@ from mt_grpo.base.files import absolute, read_json
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.base.pictures import image_or_str
 from mt_grpo.run.next_prompts import IN_FLIGHT
-from mt_grpo.run.saved_states import CheckpointError, small_file_damage, state_damage
+from mt_grpo.run.saved_states import (
+    CheckpointError,
+    check_optimizer,
+    load_on_all_ranks,
+    small_file_damage,
+    state_damage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -432,3 +439,60 @@ def weights_not_finite(model: Any) -> list[str]:
         if whole and not bool(shard.isfinite().all()):
             names.append(name)
     return names
+
+
+@contextmanager
+def whole_reference(args: Any) -> Iterator[None]:
+    """Within it every rank reads the checkpoint of a run that has a reference model (`beta` above 0).
+
+    With `fsdp_cpu_ram_efficient_loading` transformers reads it on rank 0 alone. accelerate hands the policy's weights
+    out from there. TRL 1.16 shards the reference without handing anything out: the other ranks' shards would be of
+    memory that nobody wrote, and the KL term would pull to noise (at the first step it was 7.7 in place of 0).
+    """
+    key = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    before = os.environ.get(key)
+    if before is not None and getattr(args, "beta", 0.0) != 0.0:
+        os.environ[key] = "false"
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ[key] = before
+
+
+def load_model(trainer: Any, load: Callable, checkpoint: str, model: Any) -> None:
+    """`Trainer`'s `load`, for models, too, whose weights are saved under other names. Raises `CheckpointError`."""
+
+    def load_whole() -> None:
+        load(checkpoint, model)
+        if not trainer._is_sharded:
+            load_as_saved(Path(checkpoint), trainer.model)
+            load_first_adapter(Path(checkpoint), trainer.model)
+
+    load_on_all_ranks(checkpoint, "the model", load_whole)
+
+
+def load_best(trainer: Any, load: Callable) -> None:
+    """`Trainer`'s `load` of the best checkpoint, for models, too, whose weights are saved under other names."""
+    load()
+    if trainer.state.best_model_checkpoint and not trainer._is_sharded:
+        load_as_saved(Path(trainer.state.best_model_checkpoint), trainer.model)
+
+
+def load_optimizer(trainer: Any, load: Callable, checkpoint: str | None) -> None:
+    """`Trainer`'s `load`, for states that fit the parameters. Raises `CheckpointError`."""
+
+    def load_fitting() -> None:
+        load(checkpoint)
+        if not trainer._is_sharded:
+            check_optimizer(trainer.optimizer)
+
+    if checkpoint is not None:
+        what = "the state of the optimizer (optimizer.pt) or of what goes with it"
+        load_on_all_ranks(checkpoint, what, load_fitting)
+
+
+def load_random_numbers(load: Callable, checkpoint: str | None) -> None:
+    """`Trainer`'s `load`. Raises `CheckpointError`."""
+    if checkpoint is not None:
+        load_on_all_ranks(checkpoint, "the state of the random numbers (rng_state*.pth)", lambda: load(checkpoint))

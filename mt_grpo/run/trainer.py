@@ -35,12 +35,16 @@ from mt_grpo.run.checkpoints import (
     check_tensors,
     checkpoint_damage,
     dataset_sha256,
+    load_best,
+    load_model,
+    load_optimizer,
+    load_random_numbers,
     run_record,
     weights_not_finite,
+    whole_reference,
 )
 from mt_grpo.run.connect import start_rollouts, sync_weights
 from mt_grpo.run.in_flight import BetweenBatches, InFlight
-from mt_grpo.run.loading import load_best, load_model, load_optimizer, load_random_numbers, whole_reference
 from mt_grpo.run.nodes import (
     apply_ddp_timeout,
     check_output_on_nodes,
@@ -49,8 +53,7 @@ from mt_grpo.run.nodes import (
     is_lost_peer,
     save_weights_on_each_node,
 )
-from mt_grpo.run.saved_states import CheckpointError
-from mt_grpo.run.snapshots import EpochOrder, StepEndSnapshot, get_rng_state, set_rng_state
+from mt_grpo.run.saved_states import CheckpointError, EpochOrder, StepEndSnapshot, get_rng_state, set_rng_state
 
 logger = logging.getLogger(__name__)
 

@@ -28,9 +28,9 @@ from typing_extensions import TypedDict
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.native import typed
 from mt_grpo.conversation.tools.arguments import hints_of, parameters_schema
-from mt_grpo.conversation.tools.schemas import check_schema
 from mt_grpo.conversation.tools.signature import (
     as_tool,
+    check_schema,
     check_tool,
     describe_tools,
     read_call,

@@ -801,7 +801,7 @@ import torch
 from accelerate import PartialState
 
 PartialState(cpu=True)
-from mt_grpo.run.loading import load_model, load_optimizer, load_random_numbers
+from mt_grpo.run.checkpoints import load_model, load_optimizer, load_random_numbers
 
 folder, what = sys.argv[1:]
 rank = os.environ["RANK"]

@@ -125,7 +125,7 @@ def test_the_search_logs_nothing_and_has_an_end(rewards, monkeypatch):
     error_of(rewards.by_key, [{"value": "x"}, {}], log_metric=lambda name, value: metrics.append(value))
     assert rewards.calls == [2, 1, 1] and metrics == [2]
     rewards.calls.clear()
-    monkeypatch.setattr("mt_grpo.training.reward_errors.SEARCH_SECONDS", 1.0)
+    monkeypatch.setattr("mt_grpo.training.reward_calls.SEARCH_SECONDS", 1.0)
     assert "It does not raise this for any single rollout" in error_of(rewards.slow, ["a", "b", "c"])
     assert rewards.calls == [3, 1]
 

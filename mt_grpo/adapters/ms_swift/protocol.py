@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from mt_grpo.base.pictures import uri_or_str
-from mt_grpo.conversation.tools.schemas import check_schema
+from mt_grpo.conversation.tools.signature import check_schema
 
 Messages = list[dict[str, Any]]
 MEDIA = ("images", "audios", "videos")

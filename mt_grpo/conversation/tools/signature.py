@@ -33,7 +33,6 @@ from mt_grpo.conversation.tools.arguments import (
     readers_of,
 )
 from mt_grpo.conversation.tools.results import ADDRESS, error_text
-from mt_grpo.conversation.tools.schemas import check_schema
 from mt_grpo.rollout import ToolCall, ToolResult
 
 
@@ -417,3 +416,41 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
             return {}, f"{mistake}. Usage: {call.name}{signature}"
     # A tool's process reads JSON, and makes its own objects of it.
     return (given if hasattr(tool, "prepare") else arguments), None
+
+
+MOST_LEVELS = 64  # of schemas inside schemas, which are read by functions that call themselves
+
+
+def check_schema(schema: Any) -> None:
+    """Raise `ValueError` unless a value is a JSON schema that calls can be parsed with.
+
+    >>> check_schema({"properties": {"a": {"anyOf": [True, {"type": ["integer", "null"]}]}}})
+    >>> check_schema({"properties": {"a": {"type": 5}}})
+    Traceback (most recent call last):
+    ValueError: got a schema of type 5, expected the name of a type, or names
+    """
+    waiting: list[tuple[Any, int]] = [(schema, 1)]
+    while waiting:
+        each, level = waiting.pop()
+        if isinstance(each, bool):
+            continue
+        if level > MOST_LEVELS:
+            raise ValueError(f"got schemas inside schemas on more than {MOST_LEVELS} levels, expected fewer")
+        expect(each, dict, "schemas that are objects")
+        kinds = each.get("type", [])
+        if not all(isinstance(kind, str) for kind in (kinds if isinstance(kinds, list) else [kinds])):
+            raise ValueError(f"got a schema of type {kinds!r:.100}, expected the name of a type, or names")
+        expect(each.get("enum", []), list, "an enum that is a list")
+        inner = [each[key] for key in ("items", "additionalProperties") if isinstance(each.get(key), dict)]
+        for key in ("anyOf", "oneOf", "allOf"):
+            inner += expect(each.get(key, []), list, f"{key} that is a list of schemas")
+        for key in ("properties", "$defs"):
+            inner += expect(each.get(key) or {}, dict, f"{key} that are an object").values()
+        waiting += [(one, level + 1) for one in inner]
+
+
+def expect(value: Any, kind: type, expected: str) -> Any:
+    """Return a value of this type. Raises `ValueError` for another type."""
+    if not isinstance(value, kind):
+        raise ValueError(f"got {value!r:.100}, expected {expected}")
+    return value
