@@ -65,7 +65,7 @@ from mt_grpo.rollout import (
 # The package comes first: it sets what torch and TRL read when they are imported.
 # isort: split
 import torch
-from transformers import PreTrainedTokenizerBase, SchedulerType, TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
@@ -126,8 +126,8 @@ from mt_grpo.reports.metrics import (
     conversation_columns,
     conversation_metrics,
     credit_metrics,
+    log_rewards,
     mean_per_rollout,
-    reward_metrics,
     staleness_metrics,
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
@@ -465,11 +465,12 @@ class MultiTurnToolEnv(Conversations):
         INVARIANT: what was sampled is never rendered or tokenized again. Ids are only appended to it.
         """
         room, written = self._room(rollout, llm), self.format_of(self._tokenizer(llm))
-        budget, fitted = min(self.max_completion_length, self._context(llm) - len(rollout.prompt_ids)), None
-        for reserve in (budget // 8, room.tokens // 2, 0):  # an eighth for the answer, else half of what remains
-            reserve = max(reserve, self.MIN_ANSWER_TOKENS)
-            fitted = fitted or written.fit(turn, further, room.tokens - reserve, self.result_limit)
-        if fitted is not None:
+        eighth = min(self.max_completion_length, self._context(llm) - len(rollout.prompt_ids)) // 8
+        for reserve in (eighth, room.tokens // 2, 0):  # for the answer: else half of what remains
+            most = room.tokens - max(reserve, self.MIN_ANSWER_TOKENS)
+            if fitted := written.fit(turn, further, most, self.result_limit):
+                break
+        if fitted:
             turn.results, turn.messages, turn.observation_ids = fitted
         else:
             turn.messages, rollout.stop_reason = [], room.reason
@@ -991,10 +992,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         """Metrics of the credit, the rollout log, and TRL's table of completions."""
         batch, metrics = self.batch, self._metrics[self._mode]
         self._log_metrics(credit_metrics(output, batch, self.accelerator))
-        for name, value in reward_metrics(batch.logged, batch.reward, self.reward_func_names).items():
-            if "frac" not in name:
-                metrics[name].pop()  # TRL's, which counts numbers of weight 0 and rollouts without a score
-            metrics[name].append(value)
+        log_rewards(metrics, batch, self.reward_func_names)
         if "importance_sampling_ratio" in output:
             self.layout.metrics.replace(self, output)
         if not self.model.training:
@@ -1276,11 +1274,8 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         None, "What the loss clips around: policy (before the step) or sampled. None: by max_staleness",
         one_of=("policy", "sampled"), backend="vllm",
     )  # fmt: skip
-    # Defaults other than TRL's, which do not fit conversations.
+    # TRL's default multiplies the ratios of a whole rollout, which leaves long ones out of the loss.
     vllm_importance_sampling_mode: str = key("token_truncate", "How vLLM's samples are corrected: docs/recipes.md")
-    max_completion_length: int | None = key(4096, "Tokens of a conversation after its prompt, tool results included")
-    lr_scheduler_type: SchedulerType | str = key("constant_with_warmup", "Schedule of the learning rate")
-    warmup_steps: float = key(10, "Steps in which the learning rate rises from 0; below 1 a share of all steps")
 
     def __post_init__(self):
         check_ranges(self)

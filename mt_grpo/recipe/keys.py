@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from transformers import SchedulerType
 from trl import GRPOConfig, ModelConfig
 
 from mt_grpo.base.fields import LARGEST, in_range, key, range_text
@@ -22,7 +23,7 @@ from mt_grpo.base.json_types import fits_type
 
 @dataclass
 class ServerAndLogKeys:
-    """The keys of `MTGRPOConfig` that do not change what is trained: a server's, checks, what is said and logged."""
+    """Keys of `MTGRPOConfig` that are not of the method: a server's, checks, logs, and defaults other than TRL's."""
 
     rollout_engine: str = key(
         "vllm", "What the server runs: vllm or sglang", one_of=("vllm", "sglang"), trained=False, backend="server"
@@ -54,6 +55,10 @@ class ServerAndLogKeys:
         16, "Rollouts per rank and batch in the log rollouts.*.jsonl", within="[0, inf)", trained=False
     )
     log_rollout_tokens: bool = key(False, "Log every token of these rollouts, too", trained=False)
+    # Other defaults than TRL's, which do not fit conversations.
+    max_completion_length: int | None = key(4096, "Tokens of a conversation after its prompt, tool results included")
+    lr_scheduler_type: SchedulerType | str = key("constant_with_warmup", "Schedule of the learning rate")
+    warmup_steps: float = key(10, "Steps in which the learning rate rises from 0; below 1 a share of all steps")
 
 
 @dataclass

@@ -116,6 +116,12 @@ def reward_metrics(logged: torch.Tensor, reward: torch.Tensor, names: list[str])
     }
 
 
+def log_rewards(metrics: dict[str, list[float]], batch: Batch, names: list[str]) -> None:
+    """Log `reward_metrics` in place of TRL's, which count numbers of weight 0 and rollouts without a score."""
+    for name, value in reward_metrics(batch.logged, batch.reward, names).items():
+        metrics[name] = metrics[name][: None if "frac" in name else -1] + [value]
+
+
 class EvaluationMetrics:
     """The metrics of an evaluation as of all its rollouts at once.
 
