@@ -23,9 +23,6 @@ from mt_grpo.recipe.keys import OF_TRL, check_one_of, default_of, fact_of
 
 logger = logging.getLogger(__name__)
 
-# Settings of training on rollouts of other weights, refused where they cannot work or would have no effect.
-
-
 # What changes the distribution that is sampled beside the temperature, and the value that does not.
 CUTS = {
     "top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None),

@@ -74,7 +74,7 @@ def effective_share(weights: torch.Tensor) -> float:
     rollouts, of_rollout = weights[:, 0].long().unique(return_inverse=True)
     total, number = torch.zeros(len(rollouts), 2).index_add(0, of_rollout, weights[:, 1:]).T
     w = (total / number)[number > 0]
-    return (w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-30)).item()
+    return (w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-30)).item() if len(w) else NAN
 
 
 def ratio_to_sampled(output: dict[str, torch.Tensor], mode: str) -> dict[str, torch.Tensor]:
