@@ -469,11 +469,9 @@ class MultiTurnToolEnv(Conversations):
         for reserve in (eighth, room.tokens // 2, 0):  # for the answer: else half of what remains
             most = room.tokens - max(reserve, self.MIN_ANSWER_TOKENS)
             if fitted := written.fit(turn, further, most, self.result_limit):
-                break
-        if fitted:
-            turn.results, turn.messages, turn.observation_ids = fitted
-        else:
-            turn.messages, rollout.stop_reason = [], room.reason
+                turn.results, turn.messages, turn.observation_ids = fitted
+                return
+        turn.messages, rollout.stop_reason = [], room.reason
 
     def continue_turn(self, rollout: Rollout, turn: Turn, text: str, llm: Any) -> None:
         """Append a text to a turn, from which the model continues. A sampled end of turn is left out of the context.
@@ -797,8 +795,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         turn_ids = pad_turn_ids(batch.records, output["completion_ids"].shape[1])  # (M, C), C as TRL padded it
         token_level = token_advantages(batch.own(advantages)[batch.owners], turn_ids)
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
-        output["num_rows_in_batch"] = batch.num_scored(self.loss_type == "sapo", self.accelerator)
-        output["rollouts"] = torch.tensor(batch.owners, device=output["advantages"].device) + batch.first  # (M,)
+        output |= batch.pass_inputs(self.loss_type == "sapo", self.accelerator)
         self._log_step(output, advantages)
         if self.args.old_logps == "sampled" and not skips:
             output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)

@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1355,
-    "core": 23067,
-    "core modules": 111,
-    "modules that the script imports": 54,
-    "script and package": 34882,
-    "scripts": 11310,
+    "script": 1372,
+    "core": 23565,
+    "core modules": 105,
+    "modules that the script imports": 53,
+    "script and package": 35389,
+    "scripts": 11320,
     "tools and rewards": 3173,
-    "tests": 56094,
-    "docs": 5649,
-    "recipes": 3008,
-    "root": 412,
+    "tests": 57316,
+    "docs": 5730,
+    "recipes": 3019,
+    "root": 433,
     "results, bytes": 108823,
-    "data, bytes": 2173938,
+    "data, bytes": 2181330,
     "own recipe keys": 80,
-    "fmt: skip and fmt: off": 851,
-    "public names without a docstring": 109,
+    "fmt: skip and fmt: off": 847,
+    "public names without a docstring": 108,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.

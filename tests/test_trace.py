@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 
 # Definitions that no token passes through. They are entered on the way, and a reader of the tokens can leave them out.
-LIMITS = {"_room", "_context", "cut_messages", "cut_far_beyond", "tokens", "new_tokens", "longest_turn"}
+LIMITS = {"_room", "result_limit", "_context", "cut_messages", "cut_far_beyond", "tokens", "new_tokens"}
+LIMITS |= {"longest_turn"}
 LAYOUT = {  # which rows go together, what a segment reads, and the proof of it before the first pass
     "cost", "fill", "units_of", "skips_first_pass", "_tensor", "sizes", "num_before", "mask", "kernel_of", "__len__",
     "common_length", "path", "forget_masks", "num_trained", "prove", "prove_layout", "pass_of_two",
@@ -108,12 +109,12 @@ MAIN_THREAD = {  # where synchronous rewards run
 }  # fmt: skip
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards",
-    "numbers_that_move", "count_used_rewards", "reward", "reward_metrics", "num_scored", "__post_init__",
+    "numbers_that_move", "count_used_rewards", "reward", "reward_metrics", "pass_inputs", "__post_init__",
     "nansum", "check_advantages", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
     "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
     "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
     "noise_apart", "is_finite", "asked_of", "scores_of_trainer", "_score", "_before_credit",
-    "_call", "_sees_groups", "visible_places", "join_rounds",
+    "log_rewards", "_call", "_sees_groups", "visible_places", "join_rounds",
 }  # fmt: skip
 
 

@@ -152,16 +152,18 @@ class Batch:
         """Which turns have tokens in the loss, (N, K) bool."""
         return (self.rewards.num_tokens > 0) & self.trained_rollouts(args)[:, None]
 
-    def num_scored(self, per_record: bool, accelerator: Any) -> torch.Tensor:
-        """The number of rollouts of all ranks that have a score, or of their records; a scalar. Collective.
+    def pass_inputs(self, per_record: bool, accelerator: Any) -> dict[str, torch.Tensor]:
+        """What passes read beside TRL's batch: the `rollouts` of its rows (M,), and `num_rows_in_batch`. Collective.
 
-        Losses that are a mean over rows divide by it.
+        Losses that are a mean over rows divide by the latter, a scalar: the number of rollouts of all ranks that have
+        a score, or of their records.
         """
         scored, count = self.own(~self.rewards.outcome.isnan()).tolist(), len(self.rows)
         further = self.records[count:] if per_record else []
         owners = self.owners[:count] + [i for i, record in zip(self.owners[count:], further) if record.turns]
         number = torch.tensor(float(sum(scored[i] for i in owners)), device=accelerator.device)
-        return accelerator.reduce(number, reduction="sum")
+        rollouts = torch.tensor(self.owners, device=accelerator.device) + self.first
+        return {"rollouts": rollouts, "num_rows_in_batch": accelerator.reduce(number, reduction="sum")}
 
     def per_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
         """Convert TRL's batch of M rows to one of B rollouts, which its shuffle and split take apart.

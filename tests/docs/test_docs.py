@@ -185,7 +185,7 @@ def test_the_example_of_readme_trains(tmp_path, monkeypatch):
     code = block(PAGES["README.md"], "python", "MTGRPOConfig")
     assert len(code.splitlines()) <= 26
     run(code.replace("max_steps=20, per_device_train_batch_size=64", "max_steps=3, per_device_train_batch_size=16"))
-    rows = [json.loads(line) for line in Path("runs/example/rollouts.rank0.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in Path("runs/rollouts.rank0.jsonl").read_text().splitlines()]
     assert rows[-1]["step"] == 2 and {*rows[0]["rewards"]} == {"call_works", "right_answer"}
 
 
