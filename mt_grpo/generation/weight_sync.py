@@ -239,10 +239,14 @@ class WeightSync:
         does not know, would pass it. If the run ends in between, the servers hold a version that nobody accepts.
         """
         # Without shards rank 0 alone has the noise: it pushes, and the originals need memory.
-        computes = self.accelerator.is_main_process or self.weights.sharded
+        computes, exact = self.accelerator.is_main_process or self.weights.sharded, self._logprob_tolerance() < 0.1
+
+        def expect() -> tuple[torch.Tensor, float]:
+            noisy = self._probe_logprobs()
+            return noisy, self._largest_rounding(noisy, exact)
+
         with self.weights.noise(self.adapter is not None) if computes else nullcontext():
-            noisy = self._probe_logprobs() if computes else None
-            allowed = self._largest_rounding(noisy) if computes else 0.0
+            noisy, allowed = expect() if self.weights.sharded else on_main_process(expect)
             self._push(f"{version}-probe")
             if self.adapter is None:
                 distances = self._distances(noisy)
@@ -260,9 +264,8 @@ class WeightSync:
                 f"{allowed:.2g}. See the server's log. Does it expect other weight names for this model?"
             )
 
-    def _largest_rounding(self, logprobs: torch.Tensor) -> float:
+    def _largest_rounding(self, logprobs: torch.Tensor, exact: bool) -> float:
         """The mean difference from these logprobs (T-1,) that rounding may explain. Collective if sharded."""
-        exact = self._logprob_tolerance() < 0.1
         with (
             off_by_rounding(self.accelerator.unwrap_model(self.model), 2**-20 if exact else 2**-8),
             torch.autocast(self.accelerator.device.type, torch.bfloat16, enabled=not exact),
@@ -314,17 +317,16 @@ class WeightSync:
             asked = beside.submit(self.servers.scores, ids) if self.accelerator.is_main_process else None
             return self._distances(self._probe_logprobs(ids=ids), asked and asked.result)
 
-    def _distances(self, ours: torch.Tensor | None, scores: Callable[[], Any] | None = None) -> dict[int, float]:
+    def _distances(self, ours: torch.Tensor, scores: Callable[[], Any] | None = None) -> dict[int, float]:
         """Per server the mean absolute difference of logprobs: the largest of its engines, and over all ranks.
 
         Args:
-            ours: The trainer's, (T-1,). None: this rank compares nothing.
+            ours: The trainer's, (T-1,).
             scores: Gives the servers', on rank 0. None: those of the probe ids.
         """
         theirs = on_main_process(scores or (lambda: self.servers.scores(self._probe_ids)))
-        of_servers = theirs.items() if ours is not None else ()
         return self._largest_of_ranks(
-            {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in of_servers}
+            {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
         )
 
     def _largest_of_ranks(self, distances: dict[int, float]) -> dict[int, float]:

@@ -574,7 +574,7 @@ def pushing():
     accelerator = SimpleNamespace(device="cpu", is_main_process=True)
     sync = WeightSync(pool, SimpleNamespace(dtype=torch.float32), weights, accelerator, [1, 2, 3], check_every=10)
     sync._probe_logprobs = lambda ids=None: torch.tensor([-1.0, -1.0])
-    sync._largest_rounding = lambda logprobs: 1e-3
+    sync._largest_rounding = lambda logprobs, exact: 1e-3
     yield lambda version: sync.sync(version, lambda: None, lambda: None), pool, sync
 
 
