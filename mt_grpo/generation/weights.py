@@ -64,6 +64,11 @@ class PolicyWeights(VLLMGeneration):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if not self._is_adapter(name):
                 by_parameter.setdefault(id(parameter), []).append(self._server_name(name))
+        if any(".trainable_tokens_delta." in name for name, _ in model.named_parameters()):
+            raise ValueError(
+                "LoraConfig's trainable_token_indices are not pushed to a server, which would sample without them. "
+                "Remove them, or train the whole embedding by modules_to_save."
+            )
         self.names = {name for names in by_parameter.values() for name in names}
         self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
 

@@ -992,6 +992,14 @@ def test_a_lora_of_a_tied_embedding_or_head_is_rejected_unless_both_are_kept_ali
     assert (before - pushed(ids).logits).abs().max() > 1e-3
 
 
+def test_tokens_that_a_push_would_leave_out_are_rejected(random_model, tmp_path):
+    config = LoraConfig(lora_dropout=0.0, target_modules=["q_proj"], trainable_token_indices=[5, 6])
+    config.ensure_weight_tying = True
+    trainer = make_trainer(random_model, tmp_path, peft_config=config)
+    with pytest.raises(ValueError, match="trainable_token_indices are not pushed"):
+        PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+
+
 OF_THE_MODEL = {  # values of a model's generation_config.json, each of which changes what is sampled
     "min_p": 0.2,
     "typical_p": 0.3,

@@ -29,7 +29,6 @@ THINKING_TAGS = {  # what opens and closes it, by family of models
     "gpt-oss": ("<|channel|>analysis<|message|>", "<|end|>"),
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # where chat templates read a message's thinking
-NEXT = "the next message"  # stands for its content
 SEVERAL_CALLS = "several calls in one turn; write one call, read its result, then the next"
 
 
@@ -154,6 +153,7 @@ class ChatFormat:
     begins, closes = "<answer>", "</answer>"  # patterns that open and close a call or an answer
     thinking: tuple[str, str] = THINKING_TAGS["most"]
     headers: tuple[str, ...] = ()  # texts after which the model writes, in addition to the generation prompt
+    stand_in = "the next message"  # for the content of what follows a turn
 
     def __init__(
         self,
@@ -212,7 +212,7 @@ class ChatFormat:
 
     def closings(self) -> list[tuple[str, list[Message]]]:
         """What the template writes after an assistant's message of each kind, its text first, and what follows it."""
-        following = [{"role": "user", "content": NEXT}]
+        following = [{"role": "user", "content": self.stand_in}]
         return [(self.suffix([], following), following)]
 
     def _opens(self, token: int, following: list[Message]) -> bool:
@@ -224,7 +224,7 @@ class ChatFormat:
             return False
         behind = [text.rpartition(self._sentinel)[2] for text in texts]
         own_end = len(os.path.commonprefix(behind))
-        return self._decode([token]) in behind[1][own_end:].partition(NEXT)[0]
+        return self._decode([token]) in behind[1][own_end:].partition(self.stand_in)[0]
 
     def _follows_end(self, suffix: str, end: list[int]) -> bool:
         """Whether an added token, such as that of a role, follows the end of turn with which a suffix begins."""

@@ -12,14 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mt_grpo.conversation.formats.base import (
-    NEXT,
-    SEVERAL_CALLS,
-    THINKING_TAGS,
-    ChatFormat,
-    parse_call,
-    thinking_length,
-)
+from mt_grpo.conversation.formats.base import SEVERAL_CALLS, THINKING_TAGS, ChatFormat, parse_call, thinking_length
 from mt_grpo.conversation.formats.control_tokens import Origin, clean_schema
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Message, ToolCall, ToolResult
@@ -144,7 +137,7 @@ class HermesFormat(ChatFormat):
             return False
 
     def closings(self) -> list[tuple[str, list[Message]]]:
-        results = self.results(self.probes[:1], [ToolResult(NEXT)])
+        results = self.results(self.probes[:1], [ToolResult(self.stand_in)])
         return [*super().closings(), (self.suffix(self.probes[:1], results), results)]
 
     def check(self) -> None:
