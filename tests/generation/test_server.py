@@ -311,12 +311,12 @@ def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path):
 
 
 @pytest.mark.contract_server("proof of weights")
-def test_without_the_tied_head_the_check_refuses(port, client, served_model, tmp_path):
-    """The trap that the check exists for: without `lm_head.weight` in the push the server keeps its old head."""
+def test_without_the_tied_head_the_proof_refuses(port, client, served_model, tmp_path):
+    """The trap that the proof exists for: without `lm_head.weight` in the push the server keeps its old head."""
     trainer = make_trainer(port, served_model, tmp_path, max_steps=3, learning_rate=1e-2)
     trainer.vllm_generation._tied = {}
     trainer.vllm_generation.names -= {"lm_head.weight"}
-    with pytest.raises(ServerError, match="disagree"):
+    with pytest.raises(ServerError, match="^Step 0: A changed weight did not arrive"):
         trainer.train()
 
 

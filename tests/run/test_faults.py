@@ -1574,6 +1574,7 @@ def test_a_trainer_with_nan_is_far_from_its_server():
     """`max` of a list with NaN depends on the order."""
     servers = SimpleNamespace(scores=lambda ids: {0: [[-1.0, -2.0]], 2: [[-1.5, -2.5], [-1.0, -2.5]]})
     trainer = SimpleNamespace(servers=servers, _probe_ids=[1, 2, 3])
+    trainer._largest_of_ranks = lambda distances: WeightSync._largest_of_ranks(trainer, distances)
     assert WeightSync._distances(trainer, torch.tensor([-1.5, -2.5])) == {0: 0.5, 2: 0.25}
     assert WeightSync._distances(trainer, torch.tensor([-1.5, float("nan")])) == {0: float("inf"), 2: float("inf")}
 
