@@ -62,6 +62,7 @@ from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.recipe.checks import check_context, check_images, check_tokenizer, model_error
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
 from mt_grpo.recipe.plugins import load_rewards, load_tools
+from mt_grpo.recipe.refusals import check_generation_kwargs
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import ModelScores, ServerScores, asked_of
 from mt_grpo.training.rewards import RewardFunctions
@@ -215,6 +216,8 @@ def evaluate(
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
     served = isinstance(model, mt.VLLMServerClient)
     name = model if isinstance(model, str) else model.model_card["id"] if served else model.config._name_or_path
+    if not served:
+        check_generation_kwargs(args, "transformers")
     if isinstance(model, str):
         model = load_model(model, args, model_args)
     source = model_args.model_name_or_path if served else name  # of the tokenizer, and of what reads images

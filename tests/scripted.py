@@ -13,8 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from mt_grpo.base.event_loop import background_loop
-from mt_grpo.base.id_hashes import hash_of_ids
-from mt_grpo.rollout import Generation, Rollout, StopReason
+from mt_grpo.rollout import Generation, Rollout, StopReason, hash_of_ids
 from mt_grpo_trainer import MultiTurnToolEnv
 
 # --- a tokenizer whose ids can be written by hand: byte b is id b ----------------------------------------------------

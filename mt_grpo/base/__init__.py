@@ -4,11 +4,9 @@ errors           errors of a generation server, which any wing may raise or catc
 event_loop       one event loop in a background thread
 fields           a recipe's key as a field, which says all of it once; intervals of numbers
 files            lock files, the output directory of one run, streams that outlive their readers, paths
-id_hashes        hashes of token ids
 json_types       type hints of JSON, their names, values from YAML; a value as JSON
 pictures         pictures in a conversation, and the ids that stand for them
 ranks            errors of one rank, raised on all ranks
-recipe_yaml      YAML without keys that are set twice, and without the numbers of YAML 1.1
 rows             rows as they were written, without a table's types
 tested_versions  the ranges of versions that were tested, and what is outside of them
 """

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.recipe_yaml import RecipeLoader
+from mt_grpo.base.files import RecipeLoader
 from mt_grpo.conversation.formats.base import ChatFormat, load_json
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
 from mt_grpo.conversation.sampling import content_of

@@ -14,5 +14,4 @@ nccl_groups      NCCL groups of the trainer and a vLLM server's workers, over wh
 weight_transfer  weights to servers: by disk, by NCCL
 weight_sync      push, prove, push again after a restart
 in_process       generation in this process, with TRL's own
-rollout_batch    a batch of running conversations
 """

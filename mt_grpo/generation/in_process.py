@@ -14,8 +14,7 @@ import torch
 from transformers import GenerationConfig
 
 from mt_grpo.base.event_loop import background_loop, gather_all, start_in_background
-from mt_grpo.base.id_hashes import hash_of_ids
-from mt_grpo.rollout import Generation
+from mt_grpo.rollout import Generation, hash_of_ids
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeholders
-from mt_grpo.rollout import Generation
+from mt_grpo.rollout import Generation, hash_of_ids
 
 COMPLETIONS = "/v1/completions"
 GENERATE = "/inference/v1/generate"  # vLLM 0.30 and later have it if they were started with --enable-scale-out

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
@@ -245,7 +245,11 @@ class WeightSync:
             noisy = self._probe_logprobs()
             return noisy, self._largest_rounding(noisy, exact)
 
-        with self.weights.noise(self.adapter is not None) if computes else nullcontext():
+        def begin() -> None:
+            noise.enter_context(self.weights.noise(self.adapter is not None))
+
+        with ExitStack() as noise:
+            begin() if self.weights.sharded else on_main_process(begin)
             noisy, allowed = expect() if self.weights.sharded else on_main_process(expect)
             self._push(f"{version}-probe")
             if self.adapter is None:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
 from trl import GRPOConfig
 
-from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.errors import ServerError, ServerLost, tell_once
 from mt_grpo.base.pictures import MOST_PICTURES
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS
@@ -284,9 +284,9 @@ def share_limits(args: GRPOConfig, env: Any) -> None:
             raise ValueError(
                 f"{key}: {value} in the configuration, and {name}={of_env} in the environment. Give it to one of them."
             )
-    limit, args.max_tool_response_tokens = args.max_tool_response_tokens, env.result_limit
-    if limit is not None and limit > env.result_limit:
-        logger.warning(
+    if (limit := args.max_tool_response_tokens) is not None and limit > env.result_limit:
+        args.max_tool_response_tokens = env.result_limit
+        tell_once(
             f"max_tool_response_tokens={limit}: a result would take more than half of max_completion_length="
             f"{args.max_completion_length}. It is lowered to {env.result_limit}."
         )
@@ -317,7 +317,8 @@ def check_tower(args: GRPOConfig, model_config: Any, peft_config: Any, reader: A
 def check_tied_lora(model: Any) -> None:
     """Raise `ValueError` for a LoRA that changes the embedding or the head of a model in which both are one tensor."""
     configs = getattr(model, "peft_config", {}).values()
-    tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    configs_of_model = model.config, model.config.get_text_config()  # what reads images says it on top
+    tied = next((c.tie_word_embeddings for c in configs_of_model if hasattr(c, "tie_word_embeddings")), False)
     if not tied or all(getattr(config, "ensure_weight_tying", False) for config in configs):
         return
     for name, module in (("embedding", model.get_input_embeddings()), ("head", model.get_output_embeddings())):

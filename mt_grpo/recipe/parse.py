@@ -21,9 +21,8 @@ from trl import TrlParser
 
 from mt_grpo.base.errors import error_line, sentence
 from mt_grpo.base.fields import keys_that
-from mt_grpo.base.files import absolute
+from mt_grpo.base.files import RecipeLoader, absolute
 from mt_grpo.base.json_types import fits_type
-from mt_grpo.base.recipe_yaml import RecipeLoader
 from mt_grpo.recipe.data import GENERATED_DATASETS
 from mt_grpo.recipe.keys import (
     Classes,

@@ -343,6 +343,8 @@ def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
     is_default = args.old_logps is None and args.max_staleness > 2
     try:
         args.old_logps = "sampled" if is_default else args.old_logps
+        if is_default and (args.loss_type not in CLIPPED_LOSSES or args.importance_sampling_level == "sequence"):
+            raise ValueError(f"loss_type: {args.loss_type}, per {args.importance_sampling_level}, clips no token.")
         check_old_logps(args)
     except ValueError as error:
         if not is_default:

@@ -57,7 +57,8 @@ def facts_of_settings(trainer: ResumableTrainer) -> Facts:
     lacking = [name for name in tools if not stands_in(name, read)]
     return {
         **facts_of_data(trainer.train_dataset, args, env.environments is not None),
-        **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
+        **limits_of(args), "max_tool_response_tokens": env.result_limit,
+        "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
         "lora": is_peft_model(trainer.model),
         "groups_per_step": args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
         / args.num_generations,
@@ -157,7 +158,7 @@ def facts_of_batches(
         batches: Of this rank, with their rollouts.
     """
     of_batches = of_all_ranks([batch.rollouts for batch in batches])
-    rollouts = join(of_batches)
+    rollouts, num_rollouts = join(of_batches), len(batches) * int(args.generation_batch_size)
     facts = {name: mean(values) for name, values in metrics.items() if values}
     by_turn = [r for r in rollouts if cut_by_turn(r, args)]
     cut = [r for r in rollouts if r.stop_reason == StopReason.MAX_TOKENS and all(r is not other for other in by_turn)]
@@ -179,7 +180,7 @@ def facts_of_batches(
     varied = [name for name in given if facts[f"rewards/{name}/std"] > 1e-6]
     outcome, unused = functions.main_outcome, unused_rewards(functions.names, batches)
     return {
-        **facts, "num_rollouts": len(batches) * int(args.generation_batch_size),
+        **facts, "num_rollouts": num_rollouts,
         "rollouts/called": share(any(turn.calls for turn in r.turns) for r in rollouts),
         "rollouts/ended": share(r.stop_reason in ends for r in rollouts),
         "groups/identical": share(
@@ -200,7 +201,7 @@ def facts_of_batches(
         "frequent/call_error": most_frequent(r.text for r in results if r.error == "call"),
         "frequent/failure": failure and f": {failure.rstrip('.')}",
         "outcome/name": outcome, "outcome/mean": given.get(outcome),
-        "outcome/scored": round(len(rollouts) * facts.get(f"rewards/{outcome}/frac_scored", 0.0)),
+        "outcome/scored": round(num_rollouts * facts.get(f"rewards/{outcome}/frac_scored", 0.0)),
         "outcome/constant": outcome in given and outcome not in varied,
         "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "no weight is above 0",
         "rewards/given": list(given) if means else None,
@@ -221,7 +222,7 @@ def of_all_ranks(batches: list[list[Rollout]]) -> list[list[Rollout]]:
     packed: list[Any] = [None]
     with suppress(Exception):
         packed = [pickle.dumps([[for_report(rollout) for rollout in batch] for batch in batches])]
-    of_ranks = [pickle.loads(each) for each in gather_object(packed) if each is not None]
+    of_ranks = [pickle.loads(each) for each in gather_object(packed) if each is not None] or [batches]
     return [join(parts) for parts in zip(*of_ranks)]
 
 

@@ -158,7 +158,7 @@ def context_line(env: Any, train: Any, args: Any) -> str:
     return (
         f"{prompt} (longest prompt) + {args.max_completion_length} (max_completion_length) = "
         f"{prompt + args.max_completion_length} tokens{context}; a turn has at most "
-        f"{args.longest_turn}, a result {args.max_tool_response_tokens}, a "
+        f"{args.longest_turn}, a result {env.result_limit}, a "
         f"conversation {args.max_env_steps} observations"
     )
 

@@ -9,17 +9,17 @@ from accelerate.utils import is_peft_model
 
 from mt_grpo.base.errors import ServerError, error_line, tell_once
 from mt_grpo.base.pictures import inputs_of_requests, is_picture
-from mt_grpo.base.ranks import on_main_process
+from mt_grpo.base.ranks import RunStopped, on_main_process
 from mt_grpo.base.rows import prompts_of, row_text
 from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, secret_of_marks, share_marks
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
-from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.rollout import Rollout, StopReason
+from mt_grpo.run.in_flight import RolloutBatch
 from mt_grpo.training.policy_scores import asked_of
 
 
@@ -149,7 +149,7 @@ def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int])
                         f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context."
                     )
         except Exception as error:
-            if trainer.model.training:
+            if trainer.model.training or isinstance(error, RunStopped):
                 raise
             parts = [[row] for row in part] if len(part) > 1 else parts
             opened = [failed_test_row(env, part[0], error)] if len(part) == 1 else []
@@ -170,7 +170,7 @@ def failed_test_row(env: Any, row: dict[str, Any], error: Exception) -> Rollout:
     """The rollout of a test row that cannot be asked. Logs it once."""
     tell_once(f"Evaluation: the row {row_text(row)} cannot be asked ({error_line(error)}). Its rollouts fail.")
     prompt = [{"role": "user", "content": row_text(row)}]
-    ids = [env.tokenizer.eos_token_id]
+    ids = [env.tokenizer.eos_token_id or 0]
     return Rollout(prompt, ids, row=row, stop_reason=StopReason.ENVIRONMENT_ERROR, error=error)
 
 

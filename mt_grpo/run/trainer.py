@@ -26,7 +26,6 @@ from trl import GRPOTrainer
 from mt_grpo.base.errors import ServerError, error_line, root_cause
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
-from mt_grpo.generation.rollout_batch import RolloutBatch
 from mt_grpo.run.checkpoints import (
     RUN_RECORD,
     bytes_to_save,
@@ -44,7 +43,7 @@ from mt_grpo.run.checkpoints import (
     whole_reference,
 )
 from mt_grpo.run.connect import start_rollouts, sync_weights
-from mt_grpo.run.in_flight import BetweenBatches, InFlight
+from mt_grpo.run.in_flight import BetweenBatches, InFlight, RolloutBatch
 from mt_grpo.run.nodes import (
     apply_ddp_timeout,
     check_output_on_nodes,
@@ -262,7 +261,7 @@ class ResumableTrainer(GRPOTrainer):
             with self._writing(folder):
                 self.save_state()
                 if self.args.should_save:  # the viewer compares the settings of two runs
-                    (Path(folder) / RUN_RECORD).write_text(json.dumps(self._run_record(), indent=1), encoding="utf-8")
+                    self._write_record(Path(folder))
             self._raise_save_errors()
         except SaveError:
             if self.args.should_save:  # an index would make old and new shards look like one model
@@ -374,9 +373,12 @@ class ResumableTrainer(GRPOTrainer):
                 self.in_flight.save(Path(output_dir))
             super()._save_rng_state(output_dir)
             if self.args.should_save:
-                record = self._run_record() | ({"evaluation_due": True} if self._evaluation_due else {})
-                (Path(output_dir) / RUN_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
+                self._write_record(Path(output_dir))
         self._raise_save_errors()  # INVARIANT: ranks meet; trainer_state.json is written after this, as the last file
+
+    def _write_record(self, folder: Path) -> None:
+        record = self._run_record() | ({"evaluation_due": True} if self._evaluation_due else {})
+        (folder / RUN_RECORD).write_text(json.dumps(record, indent=1), encoding="utf-8")
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's `log`. A log that cannot be written does not end the run.
@@ -485,6 +487,7 @@ class ResumableTrainer(GRPOTrainer):
                     "sync_ref_model: checkpoints do not contain the reference model. It restarts from the base model."
                 )
         eval_on_start = self.args.eval_on_start
+        self._evaluation_due = self._evaluation_due and self.args.eval_strategy != "no"
         self.args.eval_on_start = eval_on_start or self._evaluation_due
         try:
             result = super().train(resume_from_checkpoint, *args, **kwargs)
@@ -555,6 +558,9 @@ class ResumableTrainer(GRPOTrainer):
                 return f"Step {step} could not be saved: {error}. {self._last_saved()}"
             except NotFinite as error:
                 return f"{error} {self._last_saved()}"
+        elif self._evaluation_due and self.args.should_save:
+            with suppress(OSError):  # then the evaluation is not made up for
+                self._write_record(self._saved[step])
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
         return f"The run is saved at step {step}. Continue with --resume_from_checkpoint {self._saved[step]}{due}"
 
@@ -574,6 +580,11 @@ class ResumableTrainer(GRPOTrainer):
         finally:
             set_rng_state(before)
             self.model.train(training)
+
+    def _determine_best_metric(self, metrics: dict[str, Any], trial: Any) -> bool:
+        """`Trainer`'s method; an evaluation without any score is not the best one."""
+        name = f"eval_{(self.args.metric_for_best_model or '').removeprefix('eval_')}"
+        return metrics.get(name, 0.0) is not None and super()._determine_best_metric(metrics, trial)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> dict:
         """`Trainer._evaluate`. An evaluation that is made up for counts for the schedule and the best checkpoint."""

@@ -289,7 +289,7 @@ def prove_layout(trainer: Any, compared: Pass) -> None:
             raise
         except Exception as error:  # of a model's code that takes the layout for something else
             failed, difference = error_line(error), torch.full_like(ordinary, torch.inf)
-        layout.proof = max(layout.proof, largest(difference))
+        layout.proof = max(largest(difference), layout.proof)  # in this order NaN stays
         return not layout.proof <= allowed
 
     half = accelerator.mixed_precision != "no"  # sharded weights are then gathered in half precision, too
@@ -301,6 +301,9 @@ def prove_layout(trainer: Any, compared: Pass) -> None:
             refused = differs(exact)
         if exact and not refused and half:
             refused = differs(exact=False)
+    except BaseException:
+        layout.proof = None
+        raise
     finally:
         layout.kind, layout.current = "shared", None
         compared.shared.forget_masks()

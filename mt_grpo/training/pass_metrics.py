@@ -23,7 +23,7 @@ class PassMetrics:
         self._pooled: dict[tuple[str, str], tuple[float, float]] = {}  # (mode, name) -> as in `Means`
         self._own: Means = {}  # of the current pass, in place of TRL's
         self._logged: dict[str, list[float]] = {}  # where the current pass's metrics go
-        self._weights: dict[int, list[torch.Tensor]] = {}  # step -> `rollout_weights` of its passes
+        self._weights: dict[tuple, list[torch.Tensor]] = {}  # (mode, batch) -> `rollout_weights` of its passes
 
     @contextmanager
     def of(self, trainer: Any, each: Pass) -> Iterator[None]:
@@ -94,11 +94,11 @@ class PassMetrics:
         else:
             each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
         self._own |= sampling_means(logps, sampled, ratio, trained, ratio_limits(trainer), trainer.accelerator)
-        if not self._logged.get(EFFECTIVE_SHARE):
-            self._weights.clear()
+        mode, counts = trainer._mode, bool(self._logged.get(EFFECTIVE_SHARE))  # else all was logged
+        self._weights = {key: passes for key, passes in self._weights.items() if counts or key[0] != mode}
         weights = rollout_weights(ratio, trained, each["rollouts"], trainer.accelerator)
-        self._weights.setdefault(trainer.state.global_step, []).append(weights)
-        shares = [effective_share(torch.cat(passes)) for passes in self._weights.values()]
+        self._weights.setdefault((mode, each.batch), []).append(weights)
+        shares = [effective_share(torch.cat(passes)) for key, passes in self._weights.items() if key[0] == mode]
         self._logged[EFFECTIVE_SHARE] = [sum(shares) / len(shares)]
 
     def count_tokens(self, each: Pass, logps: torch.Tensor, entropies: torch.Tensor, trainer: Any) -> None:

@@ -8,6 +8,7 @@ gradient is the same sum.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ FILLERS = {"importance_sampling_ratio": 1}  # of padding, where it is not 0: `ve
 MEAN_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # losses that TRL divides by a micro-batch's number of rows
 
 
+BATCHES = itertools.count()
+
+
 class Pass(dict):
     """The input of one forward pass: some rows, as a batch for TRL's loss.
 
@@ -41,12 +45,13 @@ class Pass(dict):
         weight: Its trained tokens on all ranks.
         is_weighted: Whether its loss mask has other numbers than 0 and 1 (`weigh_tokens`).
         is_first: Whether no pass of the policy came before it: its own logprobs are those before the step.
+        batch: The number of the micro-batches that were split together, whose rollouts have numbers of their own.
         pictures: Those of rows of other ranks: its tensors keep none.
     """
 
     loss_type, scale = "", 1.0
     shared: SharedRow | None = None
-    num_tokens, weight = 0, 0.0
+    num_tokens, weight, batch = 0, 0.0, 0
     is_weighted = is_first = False
     pictures: tuple[Picture, ...] = ()
 
@@ -294,7 +299,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
         micro_batches: Of one optimizer step, from the same rollouts: TRL's, each of B rollouts.
     """
     accelerator, args, shares = trainer.accelerator, trainer.args, trainer.layout.kind == "shared"
-    training, count = trainer.model.training, len(micro_batches)
+    training, count, batch = trainer.model.training, len(micro_batches), next(BATCHES)
     size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
     rollouts = [rows for each in micro_batches for rows in rows_of(each)]
     has_further = FURTHER_RECORDS in micro_batches[0]  # on all ranks or on none
@@ -335,7 +340,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
             each.scale = num_rows / per_micro_batch
         elif divisor is None and trainer.loss_type == "bnpo":
             each.scale = sum(row.num_trained for row in rows) / per_micro_batch
-        each.weight, each.is_first = weight, is_first
+        each.weight, each.is_first, each.batch = weight, is_first, batch
         each.is_weighted = divisor is not None and trainer.loss_type == "grpo"
         passes.append(each)
     cuts = [len(passes) * k // count for k in range(count + 1)]

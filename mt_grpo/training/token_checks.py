@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 
 from accelerate.utils import gather_object
 
-from mt_grpo.base.id_hashes import IdHash
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.rollout import Record, Rollout, ToolCall, ToolResult, Turn, join, with_turns
+from mt_grpo.rollout import IdHash, Record, Rollout, ToolCall, ToolResult, Turn, join, with_turns
 
 logger = logging.getLogger(__name__)
 

@@ -454,7 +454,7 @@ def test_a_limit_that_is_given_once_holds_for_both(tmp_path):
     assert (env.max_steps, env.max_completion_length) == (5, 24)
     args = MTGRPOConfig(**settings(tmp_path, max_completion_length=4096))
     share_limits(args, env := MultiTurnToolEnv([echo], max_steps=2, max_completion_length=1024))
-    assert (args.max_env_steps, args.max_completion_length, args.max_tool_response_tokens) == (2, 1024, 256)
+    assert (args.max_env_steps, args.max_completion_length, args.max_tool_response_tokens) == (2, 1024, None)
     assert (env.max_steps, env.max_completion_length, env.result_limit) == (2, 1024, 256)
 
 

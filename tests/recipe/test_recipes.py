@@ -1664,6 +1664,7 @@ def test_defaults_that_fit_conversations(tmp_path):
         ({"max_staleness": 3, "vllm_importance_sampling_mode": "token_mask"}, "sampled", None),
         ({"max_staleness": 3, "old_logps": "policy"}, "policy", None),
         ({"max_staleness": 3, "top_p": 0.9}, "policy", "which top_p=0.9 makes other"),
+        ({"max_staleness": 3, "loss_type": "sapo"}, "policy", "sapo, per token, clips no token"),
         ({"max_staleness": 3, "vllm_importance_sampling_clip_max": 2.0}, "policy", "clip_max=2.0 has no effect with"),
     ],
 )

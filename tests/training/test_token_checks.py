@@ -14,7 +14,6 @@ from test_recipes import change_model
 
 import mt_grpo_trainer as mt
 from mt_grpo.adapters.choose import AdapterKeys, load_conversation
-from mt_grpo.base.id_hashes import hash_of_ids
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.samples import (
     BadAnswer,
@@ -24,7 +23,7 @@ from mt_grpo.generation.samples import (
     not_ids,
     read_completion,
 )
-from mt_grpo.rollout import Context, TurnTokens
+from mt_grpo.rollout import Context, TurnTokens, hash_of_ids
 from mt_grpo.training import token_checks
 from mt_grpo.training.token_checks import check_batch
 

@@ -17,8 +17,8 @@ from mt_grpo.adapters.verl.base import FunctionTool, declared, schema_dict
 from mt_grpo.adapters.verl.mcp import load_mcp_entry
 from mt_grpo.adapters.verl.paths import MODULES, VerlPaths, install, tool_schema_class, use_built_in
 from mt_grpo.base.errors import error_line
+from mt_grpo.base.files import RecipeLoader
 from mt_grpo.base.json_types import fits_type
-from mt_grpo.base.recipe_yaml import RecipeLoader
 from mt_grpo.recipe.plugins import find_modules_next_to, import_file, load_class
 
 logger = logging.getLogger(__name__)

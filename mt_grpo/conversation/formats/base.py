@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import inspect
 import json
-import logging
 import os
 import re
 import secrets
@@ -16,12 +15,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import is_nested
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neutralise_messages
 from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, cut_to_tokens
 from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
-
-logger = logging.getLogger(__name__)
 
 THINKING_TAGS = {  # what opens and closes it, by family of models
     "most": ("<think>", "</think>"),
@@ -200,7 +198,7 @@ class ChatFormat:
         known = inspect.signature(self.tokenizer.apply_chat_template).parameters
         for name in self.chat_template_kwargs:
             if name not in known and not re.search(rf"\b{re.escape(name)}\b", template):
-                logger.warning(
+                tell_once(
                     f"chat_template_kwargs sets {name!r}, which the chat template does not read, so that it has no "
                     "effect. Check its spelling against the chat template."
                 )
@@ -265,7 +263,7 @@ class ChatFormat:
 
         A template that takes it from there would write it as loose text otherwise, or without its opening tag.
         """
-        text, moved = message.get("content"), any(key in message for key in REASONING_KEYS)
+        text, moved = message.get("content"), any(message.get(key) for key in REASONING_KEYS)
         if moved or not isinstance(text, str):
             return message
         length = thinking_length(text, self._lead, *self.thinking)
