@@ -20,20 +20,20 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1372,
-    "core": 23565,
-    "core modules": 105,
+    "core": 23564,
+    "core modules": 102,
     "modules that the script imports": 53,
-    "script and package": 35389,
-    "scripts": 11320,
+    "script and package": 35387,
+    "scripts": 11323,
     "tools and rewards": 3173,
-    "tests": 57326,
+    "tests": 57412,
     "docs": 5730,
     "recipes": 3019,
     "root": 433,
     "results, bytes": 108823,
     "data, bytes": 2181330,
     "own recipe keys": 80,
-    "fmt: skip and fmt: off": 847,
+    "fmt: skip and fmt: off": 848,
     "public names without a docstring": 108,
 }
 

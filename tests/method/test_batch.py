@@ -19,7 +19,8 @@ from mt_grpo.recipe.data import make_arithmetic, make_chain
 from mt_grpo.reports.metrics import EvaluationMetrics, conversation_columns, conversation_metrics, credit_metrics
 from mt_grpo.rollout import Generation, Record, Rollout, StopReason, ToolCall, Turn
 from mt_grpo.training.batch import Batch, unused_rewards
-from mt_grpo.training.pass_metrics import sampling_means
+from mt_grpo.training.pass_metrics import PassMetrics, sampling_means
+from mt_grpo.training.passes import Pass
 from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.tensors import effective_share, rollout_weights
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
@@ -171,6 +172,24 @@ def test_what_the_loss_uses_is_counted_by_token():
     assert [weight for _, weight in found.values()] == [5, 5, 6, 6, 6, 5, 6]
     weights = rollout_weights(output[names[2]], trained, torch.tensor([0, 1]), Accelerator(cpu=True))
     assert effective_share(weights) == pytest.approx((1.5 + 1.125) ** 2 / (2 * (1.5**2 + 1.125**2)))
+
+
+def test_the_effective_share_of_several_batches_is_the_mean_of_theirs():
+    """Two batches of one step have rollouts of the same numbers: each has one of two in effect."""
+    limits = {"vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 3.0}
+    trainer = types.SimpleNamespace(
+        vllm_importance_sampling_mode="token_truncate", args=types.SimpleNamespace(old_logps="policy"), _mode="train",
+        accelerator=Accelerator(cpu=True), **limits,
+    )  # fmt: skip
+    metrics = PassMetrics()
+    metrics._logged = {}
+    for batch, ratios in enumerate(([2.0, 0.0], [0.0, 2.0])):
+        logps = torch.tensor(ratios).clamp(min=1e-30).log()[:, None].repeat(1, 2)
+        ones = torch.ones_like(logps)
+        each = Pass(completion_mask=ones, tool_mask=ones, sampling_per_token_logps=0 * ones, rollouts=torch.arange(2))
+        each.batch = batch
+        metrics.compare(each, logps, trainer)
+    assert metrics._logged["sampling/effective_share"] == [pytest.approx(0.5)]
 
 
 def one_group(model, out, funcs, **settings):

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,15 @@ import torch
 import trl
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Gemma3Config,
+    Qwen2_5_VLConfig,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    TrainerCallback,
+)
 from trl import GRPOConfig, GRPOTrainer
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
@@ -27,7 +36,7 @@ from trl.trainer.utils import RepeatSampler
 from mt_grpo.base.files import output_lock
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.weights import PolicyWeights
-from mt_grpo.recipe.checks import share_limits
+from mt_grpo.recipe.checks import check_tied_lora, share_limits
 from mt_grpo.recipe.keys import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.training.reward_calls import run_rewards
@@ -990,6 +999,18 @@ def test_a_lora_of_a_tied_embedding_or_head_is_rejected_unless_both_are_kept_ali
     pushed.load_state_dict(dict(weights.named_weights()))
     assert (trainer.model.eval()(ids).logits - pushed(ids).logits).abs().max() < 1e-5
     assert (before - pushed(ids).logits).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "config, tied",
+    [(Qwen2_5_VLConfig(tie_word_embeddings=True), True), (Gemma3Config(tie_word_embeddings=False), False)],
+)
+def test_whether_a_model_that_reads_images_is_tied_its_whole_configuration_says(config, tied):
+    head, embedding = torch.nn.Linear(2, 2), torch.nn.Embedding(2, 2).requires_grad_(False)
+    model = SimpleNamespace(config=config, peft_config={"default": LoraConfig()})
+    model.get_input_embeddings, model.get_output_embeddings = lambda: embedding, lambda: head
+    with pytest.raises(ValueError, match="^The LoRA trains the model's head") if tied else nullcontext():
+        check_tied_lora(model)
 
 
 def test_tokens_that_a_push_would_leave_out_are_rejected(random_model, tmp_path):

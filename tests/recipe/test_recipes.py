@@ -434,6 +434,15 @@ def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path
         assert len(re.findall(r"^\[\d+\] ", result.text, re.MULTILINE)) == int(recipe["env"]["WIKI_SEARCH_TOPK"])
 
 
+@pytest.mark.parametrize("name", ["blackjack", "agent", "scheduler"])
+def test_settings_may_be_used_twice(name, tmp_path):
+    """As by a program that trains and then evaluates: no default has become a setting meanwhile."""
+    recipe = mt.parse_arguments(["--config", f"hf_recipes/tiny/{name}.yaml", "--output_dir", str(tmp_path)])
+    for _ in range(2):
+        trainer = mt.build_trainer(*recipe)
+        assert trainer.env.result_limit == max(10, recipe[1].max_completion_length // 4)
+
+
 class RecordedVLLM:
     """In place of TRL's engine, which needs a GPU: keeps what it was told."""
 

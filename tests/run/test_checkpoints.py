@@ -428,6 +428,26 @@ def test_an_interrupted_evaluation_is_made_up_for(random_model, tmp_path, capsys
     assert not resumed.args.eval_on_start
 
 
+def test_an_evaluation_that_is_due_is_kept_beside_a_saved_step_and_not_forced(random_model, tmp_path):
+    """A step may be saved before its evaluation. A run that is resumed without evaluations makes none."""
+    trainer = make_trainer(random_model, tmp_path, save_steps=1, max_steps=1, eval_strategy="no")
+    trainer.train()
+    trainer._evaluation_due = True
+    assert "The evaluation of step 1 was interrupted" in trainer.save_where_it_stopped()
+    checkpoint = tmp_path / "out/checkpoint-1"
+    assert json.loads((checkpoint / "mt_grpo_run.json").read_text())["evaluation_due"]
+    resumed = make_trainer(random_model, tmp_path, max_steps=2, eval_strategy="no", save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == 2
+    assert not any("eval_reward" in row for row in resumed.state.log_history)
+
+
+def test_an_evaluation_without_any_score_is_not_the_best_one(random_model, tmp_path):
+    trainer = make_trainer(random_model, tmp_path, eval_strategy="steps", metric_for_best_model="reward")
+    assert not trainer._determine_best_metric({"eval_reward": None}, None)
+    assert trainer._determine_best_metric({"eval_reward": 0.5}, None) and trainer.state.best_metric == 0.5
+
+
 @pytest.mark.parametrize("size", [4, 8])
 def test_a_test_row_that_cannot_be_asked_is_a_failed_rollout(random_model, tmp_path, caplog, size):
     """Also where it is a batch alone. One that is trained on ends the run."""

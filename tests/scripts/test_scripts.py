@@ -361,6 +361,9 @@ def test_a_key_that_samples_another_distribution_is_no_traceback():
     recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
     with pytest.raises(SystemExit, match="generation_kwargs: 'do_sample'"):
         ev.main(["--config", recipe, "--generation_kwargs", '{"do_sample": false}'])
+    served = ["--config", "hf_recipes/tiny/calculator-vllm.yaml", "--generation_kwargs", '{"min_tokens": 30}']
+    with pytest.raises(SystemExit, match="generation_kwargs: 'min_tokens' is not known to the transformers backend"):
+        ev.main(served)
 
 
 def test_conversations_are_shown(monkeypatch, random_model, recipe):

@@ -1,5 +1,6 @@
 """How a run's rows are laid out: what it says, what it proves first, and what it does where a pass does not fit."""
 
+import math
 import types
 
 import pytest
@@ -11,11 +12,25 @@ from test_trainer import PROMPTS, length_reward, make_trainer
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
+import mt_grpo_trainer
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training import layouts, shared_prompts
 from mt_grpo.training.layouts import dropout_of
 from mt_grpo.training.passes import PASSES, fill, rows_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
+
+
+def test_a_shared_row_that_is_not_a_number_is_refused(random_model, tmp_path, monkeypatch):
+    logps_of_rows = mt_grpo_trainer.logps_of_rows
+
+    def without_numbers(*args, **kwargs):
+        logps, *others = logps_of_rows(*args, **kwargs)
+        return logps * math.nan, *others
+
+    monkeypatch.setattr(mt_grpo_trainer, "logps_of_rows", without_numbers)
+    trainer = batches.make_trainer(random_model, tmp_path, "shared", {"loss_type": "dapo"})
+    trainer.train()
+    assert trainer.layout.kind == "padded" and "a different logprob in a shared row, by nan" in trainer.layout.reason
 
 
 @pytest.mark.parametrize("share_prompts", [True, False])
