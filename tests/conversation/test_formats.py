@@ -165,8 +165,9 @@ def test_arguments_that_a_chat_template_does_not_read_are_warned_of(name, caplog
     tokenizer = tokenizer_of("qwen3")
     make_format(name, tokenizer, {"enable_thinking": False, "continue_final_message": False})
     assert not caplog.records
-    make_format(name, tokenizer, {"enable_thinkin": False})
-    assert [record.getMessage().count("'enable_thinkin'") for record in caplog.records] == [1]
+    for _ in range(2):
+        make_format(name, tokenizer, {f"{name}_thinking": False})
+    assert [record.getMessage().count(f"'{name}_thinking'") for record in caplog.records] == [1]
 
 
 def test_unknown_formats_are_refused():
