@@ -88,7 +88,8 @@ def assert_trains_as_ddp_does(trained, atol=1e-6):
     embedding = second["model.embed_tokens.weight"]
     assert torch.equal(second.get("lm_head.weight", embedding), embedding)
     for name, value in first.items():
-        torch.testing.assert_close(second[name], value, rtol=0, atol=atol)
+        apart = (second[name] - value).abs()
+        assert apart.max() <= atol and (apart > 1e-6).float().mean() < 2e-4, name
         assert not torch.equal(value, start[name].float())
 
 

@@ -85,8 +85,9 @@ def trained(launch_zero3, tmp_path_factory):
 
 @pytest.mark.contract_slow("ZeRO-3")
 def test_zero3_trains_as_ddp_does(trained):
-    """It adds gradients in another order: 2e-6 was measured, where a gradient is about as small as Adam's epsilon."""
-    assert_trains_as_ddp_does(trained, atol=1e-5)
+    """It adds gradients in another order. Where one is about as small as Adam's epsilon, the step depends on that: 9
+    of 600,000 weights were more than 1e-6 apart, one of them 1.7e-5, after steps of 9e-4 on average."""
+    assert_trains_as_ddp_does(trained, atol=1e-4)
 
 
 def test_zero3_goes_on_exactly(trained):
