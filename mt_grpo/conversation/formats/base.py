@@ -151,7 +151,6 @@ class ChatFormat:
     begins, closes = "<answer>", "</answer>"  # patterns that open and close a call or an answer
     thinking: tuple[str, str] = THINKING_TAGS["most"]
     headers: tuple[str, ...] = ()  # texts after which the model writes, in addition to the generation prompt
-    stand_in = "the next message"  # for the content of what follows a turn
 
     def __init__(
         self,
@@ -171,14 +170,14 @@ class ChatFormat:
         except Exception as error:
             raise self.refusal(f"cannot render a conversation of three messages: {error}") from error
         # What the template may write as the end of a turn. gpt-oss ends its thinking with what ends older turns too.
-        ends = [self._end_of_turn(self.text_ids(text)) for text, _ in closings]
+        ends = [self._end_of_turn(self.text_ids(text)) for text in closings]
         self._closing = frozenset(i for end in ends for i in end[-1:])
         # INVARIANT: one of these that opens the next message stands there, whatever token ended the turn. Where the
         # first does, as in GLM 4, the template has no other end of turn.
-        first = bool(ends[0]) and self._opens(ends[0][-1], closings[0][1])
+        first = bool(ends[0]) and self._opens_a_message(ends[0][-1])
         self._opening = frozenset(
             end[-1]
-            for end, (text, _) in zip(ends, closings)
+            for end, text in zip(ends, closings)
             if end and (first or (end != ends[0] and not self._follows_end(text, end)))
         )
         inside = {i for i in self._closing if self._decode([i]) == self.thinking[1]}
@@ -208,21 +207,20 @@ class ChatFormat:
         template = self.tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"))
         self.thinking = next((pair for pair in THINKING_TAGS.values() if pair[0].strip() in template), self.thinking)
 
-    def closings(self) -> list[tuple[str, list[Message]]]:
-        """What the template writes after an assistant's message of each kind, its text first, and what follows it."""
-        following = [{"role": "user", "content": self.stand_in}]
-        return [(self.suffix([], following), following)]
+    def closings(self) -> list[str]:
+        """The texts that the template writes after an assistant's message of each kind. The first has no calls."""
+        return [self.suffix([], [{"role": "user", "content": "."}])]
 
-    def _opens(self, token: int, following: list[Message]) -> bool:
-        """Whether a token opens these messages, also where no turn stands before them, as in GLM 4."""
-        asked = {"role": "user", "content": self._sentinel}
+    def _opens_a_message(self, token: int) -> bool:
+        """Whether a token opens a user's message, also where no turn of the model stands before it, as in GLM 4."""
+        asked, following = ({"role": "user", "content": content} for content in (self._sentinel, "the next message"))
         try:
-            texts = [self._render(m, add_generation_prompt=False) for m in ([asked], [asked, *following])]
+            texts = [self._render(m, add_generation_prompt=False) for m in ([asked], [asked, following])]
         except Exception:  # whatever a template raises, such as for two messages of one role
             return False
         behind = [text.rpartition(self._sentinel)[2] for text in texts]
         own_end = len(os.path.commonprefix(behind))
-        return self._decode([token]) in behind[1][own_end:].partition(self.stand_in)[0]
+        return self._decode([token]) in behind[1][own_end:].partition(following["content"])[0]
 
     def _follows_end(self, suffix: str, end: list[int]) -> bool:
         """Whether an added token, such as that of a role, follows the end of turn with which a suffix begins."""

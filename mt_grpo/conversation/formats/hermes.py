@@ -136,9 +136,9 @@ class HermesFormat(ChatFormat):
         except Exception:  # whatever a template raises
             return False
 
-    def closings(self) -> list[tuple[str, list[Message]]]:
-        results = self.results(self.probes[:1], [ToolResult(self.stand_in)])
-        return [*super().closings(), (self.suffix(self.probes[:1], results), results)]
+    def closings(self) -> list[str]:
+        results = self.results(self.probes[:1], [ToolResult("0")])
+        return [*super().closings(), self.suffix(self.probes[:1], results)]
 
     def check(self) -> None:
         self.check_results(list(self.probes[: 1 + self.several]))
