@@ -68,7 +68,6 @@ import torch
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ScriptArguments, get_peft_config
 
-from mt_grpo.adapters.choose import AdapterKeys, load_adapter_tools, load_conversation
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all
 from mt_grpo.base.fields import key
@@ -116,6 +115,7 @@ from mt_grpo.recipe.checks import (
     warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
+from mt_grpo.recipe.integrations import load_conversation, load_integration_tools, with_integrations
 from mt_grpo.recipe.keys import ModelKeys, ServerAndLogKeys, check_choices, check_mappings, check_ranges, make_absolute
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
@@ -1211,7 +1211,7 @@ class VLLMServerClient(ServerConnection):
 
 
 @dataclass
-class MTGRPOScriptArguments(AdapterKeys, ScriptArguments):
+class MTGRPOScriptArguments(ScriptArguments):
     """Data, tools and rewards of a run, in addition to the fields of TRL's `ScriptArguments`."""
 
     tools_script: str | None = key(
@@ -1287,7 +1287,9 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         self.resume_from_checkpoint = checkpoint_of_all_ranks(self.resume_from_checkpoint, self.output_dir)
 
 
-RECIPE_CLASSES = (MTGRPOScriptArguments, MTGRPOConfig, ModelKeys)  # every recipe key is a field of one of them
+def recipe_classes() -> tuple[type, type, type]:
+    """The dataclasses of the settings: every recipe key, those of integrations too, is a field of one of them."""
+    return with_integrations(MTGRPOScriptArguments), MTGRPOConfig, ModelKeys
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelKeys]:
@@ -1295,12 +1297,12 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
 
     Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
     """
-    return parse_recipe(argv, RECIPE_CLASSES)
+    return parse_recipe(argv, recipe_classes())
 
 
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelKeys) -> MTGRPOEnvTrainer:
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
-    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
+    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     env = build_env(script_args, args, tools, tokenizer)
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments)

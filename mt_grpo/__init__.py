@@ -10,7 +10,7 @@ A folder imports from itself, from `rollout` and from those above it in this lis
     run/            checkpoints, resuming, stopping, rollouts in flight
     recipe/         reading and checking a recipe
     reports/        metrics, progress, the log of rollouts, preflight
-    adapters/       integrations: agents, gym, mcp, openenv, verl, ms_swift
+    integrations/   other frameworks: agents, gym, mcp, openenv, verl, ms_swift
 
 What tools, environments and notebooks need is imported from here: `from mt_grpo import Reply, Turn, load_tools`.
 """

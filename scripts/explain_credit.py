@@ -165,7 +165,7 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         "scale_rewards": str(trainer.args.scale_rewards),
     }
     for key in ("turn_discount", "outcome_in_return", "state_baseline"):
-        if getattr(args, key) != default_of(key, mt.RECIPE_CLASSES):
+        if getattr(args, key) != default_of(key, mt.recipe_classes()):
             credit[key] = recipe_text(getattr(args, key))
     sampling = {
         "model": trainer.model.config._name_or_path.removeprefix(f"{Path.cwd()}/"),

@@ -19,7 +19,7 @@ RULE = "# " + "=" * 117
 def modules() -> list[str]:
     """The modules that the script stands on, each after those that it imports.
 
-    An integration is imported inside a function, where a recipe names it: it stays in the clone.
+    Integrations, whose names stand in a table, are not among them.
     """
     ordered: list[str] = []
     seen: set[str] = set()
@@ -29,8 +29,7 @@ def modules() -> list[str]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module.startswith("mt_grpo."):
                 name = node.module.removeprefix("mt_grpo.")
-                by_name = name.startswith("adapters.") and node not in tree.body
-                if name not in seen and not by_name:
+                if name not in seen:
                     seen.add(name)
                     visit((ROOT / f"mt_grpo/{name.replace('.', '/')}.py").read_text())
                     ordered.append(name)
@@ -61,7 +60,7 @@ def take_apart(source: str) -> tuple[str, set[tuple[str, str]], str]:
 
 
 def one_file() -> str:
-    """The whole house as the text of one module."""
+    """The script and its modules as the text of one module."""
     names = modules()
     parts = [take_apart((ROOT / f"mt_grpo/{name.replace('.', '/')}.py").read_text()) for name in names]
     docstring, imports, script = take_apart((ROOT / "mt_grpo_trainer.py").read_text())

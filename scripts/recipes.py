@@ -48,5 +48,5 @@ def option(argv: list[str], key: str) -> Any:
     known, _ = parser.parse_known_args(argv)
     if known.value is not None:
         return known.value
-    recipe = read_recipe(known.config, mt.RECIPE_CLASSES) if known.config else {}
-    return recipe.get(key, default_of(key, mt.RECIPE_CLASSES))
+    recipe = read_recipe(known.config, mt.recipe_classes()) if known.config else {}
+    return recipe.get(key, default_of(key, mt.recipe_classes()))

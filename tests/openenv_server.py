@@ -1,6 +1,6 @@
 """An OpenEnv server of the tests' own, on aiohttp: the published protocol, and faults that a test asks for.
 
-tests/adapters/test_openenv_servers.py also runs OpenEnv's own package, which it installs into an environment.
+tests/integrations/test_openenv_servers.py also runs OpenEnv's own package, which it installs into an environment.
 """
 
 import asyncio

@@ -87,7 +87,11 @@ OF_ENVIRONMENTS = {
     StopReason.ENVIRONMENT_STOP,
     StopReason.ENVIRONMENT_ERROR,
 }  # test_environments.py
-OF_AGENTS = {StopReason.AGENT_DONE, StopReason.AGENT_ERROR, StopReason.AGENT_TIMEOUT}  # tests/adapters/test_agents.py
+OF_AGENTS = {
+    StopReason.AGENT_DONE,
+    StopReason.AGENT_ERROR,
+    StopReason.AGENT_TIMEOUT,
+}  # tests/integrations/test_agents.py
 
 
 class Scripted:

@@ -1,4 +1,4 @@
-"""The house: what stands where, how large it may be, and that imports point downwards."""
+"""The project: what stands where, and that imports point downwards."""
 
 import ast
 import importlib
@@ -130,18 +130,15 @@ def test_imports_point_downwards(name):
         assert other in FILES, f"{name}: `{statement}` names no module"
 
 
-def test_a_house_of_adapters_does_not_know_the_others():
-    """But for MCP, whose tools verl's have too.
-
-    `choose` imports where a recipe names a house.
-    """
+def test_an_integration_does_not_know_the_others():
+    """Except MCP, whose tools verl's have too. The core imports none: its table has their names."""
     known = {"verl": {"mcp"}}
     for name in MODULES:
         wing, _, rest = name.partition("/")
-        if wing == "adapters" and "/" in rest:
-            houses = {other.split("/")[1] for other in ours(name) if re.fullmatch(r"adapters/\w+/\w+", other)}
+        if wing == "integrations" and "/" in rest:
+            others_of = {other.split("/")[1] for other in ours(name) if re.fullmatch(r"integrations/\w+/\w+", other)}
             own = rest.split("/")[0]
-            assert houses <= {own, *known.get(own, ())}, name
+            assert others_of <= {own, *known.get(own, ())}, name
 
 
 def test_no_modules_import_each_other_in_a_circle():
@@ -172,12 +169,10 @@ def test_plug_ins_stand_alone(folder):
         assert not any(name.split(".")[0] in ("mt_grpo", "mt_grpo_trainer") for name in imported(path)), path
 
 
-IN_ONE_FILE = [FILES[name] for name in MODULES if not name.startswith("adapters/")]
-IN_ONE_FILE += [FILES["adapters/choose"], FILES["adapters/house"]]
-IN_ONE_FILE += [path for name, path in FILES.items() if name.startswith("adapters/") and name.endswith("/keys")]
+IN_ONE_FILE = [FILES[name] for name in MODULES if not name.startswith("integrations/")]
 
 
-def test_names_are_unique_over_the_house():
+def test_names_are_unique_over_the_project():
     """So that one file can hold all of it (scripts/one_file.py)."""
     names = [name for path in [*IN_ONE_FILE, SCRIPT] for name in defined(path)]
     assert sorted(names) == sorted(set(names)) and len(names) > 100
@@ -190,10 +185,10 @@ def test_one_file_defines_all_of_it(tmp_path):
     path.write_text(source)
     left = [name for name in imported(path) if name.split(".")[0] in ("mt_grpo", "mt_grpo_trainer")]
     inside = {".".join(p.relative_to(ROOT).with_suffix("").parts) for p in IN_ONE_FILE}
-    assert all(name.startswith("mt_grpo.adapters.") or name in inside for name in left)  # loaded by name, in functions
+    assert all(name in inside for name in left)  # loaded by name, in functions
     expected = [name for p in [*IN_ONE_FILE, SCRIPT] for name in defined(p)]
     assert set(expected) <= set(defined(path))
-    # It reads a recipe as the house does, from a folder with nobody's pyproject.toml above it.
+    # It reads a recipe as the project does, from a folder with nobody's pyproject.toml above it.
     program = (
         "import sys; import my_idea as mt\n"
         f"args = mt.parse_arguments(['--config', {str(ROOT / 'hf_recipes/tiny/calculator.yaml')!r}])[1]\n"

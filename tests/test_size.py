@@ -62,7 +62,7 @@ ROWS = {  # every tracked text file belongs to one row, the first whose pattern 
     "recipes": r"(hf_recipes|tools)/.*",
     "root": r"[^/]*|\.ci/.*",
 }
-LOADED_BY_NAME = re.compile(r"mt_grpo\.(adapters|integrations)\b|image|sglang")
+LOADED_BY_NAME = re.compile(r"mt_grpo\.integrations\b|image|sglang")
 
 
 @cache

@@ -1,5 +1,6 @@
 """Whether a recipe is right, and what it describes. All of it is checked before a model is loaded.
 
+integrations    the table of integrations, and the choice of one for a recipe
 keys            the keys: types, defaults, ranges
 data            training and test rows
 refusals        settings that are refused, alone or together

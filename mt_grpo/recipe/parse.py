@@ -24,6 +24,7 @@ from mt_grpo.base.fields import keys_that
 from mt_grpo.base.files import RecipeLoader, absolute
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.recipe.data import GENERATED_DATASETS
+from mt_grpo.recipe.integrations import no_integrations
 from mt_grpo.recipe.keys import (
     Classes,
     ModelKeys,
@@ -179,7 +180,7 @@ def check_known(keys: Iterable[str], known: Collection[str], where: str) -> None
     if said:
         raise ValueError(
             f"Unknown key{'s' * (len(said) > 1)} {where}: {', '.join(said)}. docs/recipes.md has all keys, and "
-            "docs/moving.md those of ms-swift, verl and older versions of TRL."
+            f"docs/moving.md those of ms-swift, verl and older versions of TRL.{no_integrations()}"
         )
 
 

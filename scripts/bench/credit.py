@@ -236,7 +236,7 @@ def code_digest(task: str) -> str:
     import recipes
 
     script_args, _, model_args = recipes.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
-    package = [path for path in sorted(Path("mt_grpo").rglob("*.py")) if "adapters" not in path.parts]
+    package = [path for path in sorted(Path("mt_grpo").rglob("*.py")) if "integrations" not in path.parts]
     files = [
         "mt_grpo_trainer.py",
         *package,
@@ -248,7 +248,7 @@ def code_digest(task: str) -> str:
     if Path(script_args.dataset_name or "absent").is_dir():
         files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))
     if script_args.environment == "gym":
-        files += [*sorted(Path("mt_grpo/adapters/gym").glob("*.py")), *sorted(Path("tools/gym").glob("*.py"))]
+        files += [*sorted(Path("mt_grpo/integrations/gym").glob("*.py")), *sorted(Path("tools/gym").glob("*.py"))]
     return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files if path)).hexdigest()[:12]
 
 

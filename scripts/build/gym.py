@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from build import common
 from build.common import HERMES_TEMPLATE, Example, encode
-from mt_grpo.adapters.gym.environment import GymEnvironment, gym_environment
 from mt_grpo.conversation.formats.choose import make_format
+from mt_grpo.integrations.gym.environment import GymEnvironment, gym_environment
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Message, Turn
 

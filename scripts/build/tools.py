@@ -26,10 +26,10 @@ from transformers import PreTrainedTokenizerFast
 from build import common
 from build.common import HERMES_TEMPLATE, Example, build_model, change_one, draw, encode, opening
 from build.tiny import ANSWER_SHARES, CALL_SHARES, MAX_CALLS
-from mt_grpo.adapters.verl.search import as_json, passages
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.tools.signature import as_tool, tool_schema
+from mt_grpo.integrations.verl.search import as_json, passages
 from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Message, Turn

@@ -29,7 +29,6 @@ from trl import get_peft_config
 
 import mt_grpo_trainer as mt
 from launch.train import sglang_python
-from mt_grpo.adapters.choose import load_adapter_tools
 from mt_grpo.base.files import output_lock
 from mt_grpo.conversation.pictures import PictureReader, reader_of, with_pictures
 from mt_grpo.generation.adapters import room_for, slots_of, why_config_merges
@@ -44,6 +43,7 @@ from mt_grpo.recipe.checks import (
     why_text,
 )
 from mt_grpo.recipe.data import load_splits
+from mt_grpo.recipe.integrations import load_integration_tools
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
@@ -142,7 +142,7 @@ def without(argv: list[str], key: str) -> list[str]:
 
 def is_given(argv: list[str], key: str) -> bool:
     """Whether the command line or the recipe, which it begins with, sets a key."""
-    return without(argv, key) != argv or key in read_recipe(argv[1], mt.RECIPE_CLASSES)
+    return without(argv, key) != argv or key in read_recipe(argv[1], mt.recipe_classes())
 
 
 def server_context(
@@ -154,7 +154,7 @@ def server_context(
         ValueError: tools, rewards or data that do not load, prompts too long for the model, or too few of them for a
             batch of all processes, which `whole` has.
     """
-    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_adapter_tools(script_args)
+    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
     weights_of(turn_funcs, args.turn_reward_weights, "turn")
     weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")

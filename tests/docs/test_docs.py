@@ -32,11 +32,11 @@ from transformers import AutoTokenizer
 from trl import GRPOConfig, ScriptArguments
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.agents.programs import CommandAgent
 from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.environments import METHODS
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS, make_format
+from mt_grpo.integrations.agents.programs import CommandAgent
 from mt_grpo.recipe.keys import default_of, known_keys
 from mt_grpo.recipe.plugins import load_environment, load_rewards, load_tools
 from mt_grpo.rollout import Reply
@@ -83,17 +83,17 @@ def own_keys() -> set[str]:
     def names(cls):
         return {f.name for f in dataclasses.fields(cls)}
 
-    return (names(mt.MTGRPOConfig) - names(GRPOConfig)) | (names(mt.MTGRPOScriptArguments) - names(ScriptArguments))
+    return (names(mt.MTGRPOConfig) - names(GRPOConfig)) | (names(mt.recipe_classes()[0]) - names(ScriptArguments))
 
 
 def test_every_key_is_documented_with_its_default():
     documented = first_column(RECIPES, "Recipe keys")
     assert own_keys() <= set(documented)
     for key in documented:
-        assert key in known_keys(mt.RECIPE_CLASSES), key
+        assert key in known_keys(mt.recipe_classes()), key
     for line in section(RECIPES, "Recipe keys").splitlines():
         if match := re.match(r"\| `(\w+)` \| `?([\w.]+)`? \|", line):
-            default = default_of(match[1], mt.RECIPE_CLASSES)
+            default = default_of(match[1], mt.recipe_classes())
             if match[2] not in ("none", "all") and isinstance(default, (int, float, str)):
                 assert yaml.safe_load(match[2]) == default, line
 
@@ -521,7 +521,7 @@ def help_of(script: str, capsys) -> str:
 
 def accepts(script: str, option: str, capsys) -> bool:
     """Whether a script takes an option: one of the trainer's, or one in its own help or text."""
-    if Path(script).name in FORWARD and option[2:].replace("-", "_") in {"config", *known_keys(mt.RECIPE_CLASSES)}:
+    if Path(script).name in FORWARD and option[2:].replace("-", "_") in {"config", *known_keys(mt.recipe_classes())}:
         return True
     if Path(script).name in (*TRAINERS, "quickstart.sh", "train.sh"):
         return False

@@ -38,12 +38,12 @@ from mt_grpo.recipe.checks import check_server
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.rollout import hash_of_ids
 from mt_grpo_trainer import (
-    RECIPE_CLASSES,
     MTGRPOConfig,
     MultiTurnToolEnv,
     VLLMServerClient,
     build_trainer,
     parse_arguments,
+    recipe_classes,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -618,7 +618,7 @@ RECIPES = {  # of agents, of ms-swift and of verl: the recipe, and what makes th
 @pytest.mark.parametrize("name", RECIPES)
 def test_other_houses_run_on_it_unchanged(name, tmp_path):
     recipe = RECIPES[name]
-    model = ROOT / read_recipe(str(recipe), RECIPE_CLASSES)["model_name_or_path"]
+    model = ROOT / read_recipe(str(recipe), recipe_classes())["model_name_or_path"]
     with SGLangServer(model, python=PYTHON, context=1024, log=tmp_path / "log") as server:
         options = ["--per_device_train_batch_size", "16", "--gradient_accumulation_steps", "1", "--max_steps", "2"]
         check_logs(train(server.url, tmp_path / "out", recipe, *options), 2)

@@ -31,8 +31,6 @@ from transformers import AutoTokenizer, TrainingArguments
 from trl import GRPOConfig, ModelConfig, ScriptArguments
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.mcp import servers as mcp_servers
-from mt_grpo.adapters.mcp.files import read_servers
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import Rows
@@ -40,6 +38,8 @@ from mt_grpo.conversation.prompt_examples import read_prompt_examples
 from mt_grpo.conversation.tools.signature import fill_in_tools
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.integrations.mcp import servers as mcp_servers
+from mt_grpo.integrations.mcp.files import read_servers
 from mt_grpo.recipe import plugins
 from mt_grpo.recipe.checks import check_context, check_dataset, longest_prompt
 from mt_grpo.recipe.data import load_rows, make_arithmetic, not_here
@@ -1005,7 +1005,7 @@ def test_every_number_has_a_range(tmp_path, no_weights):
     of_numbers = re.compile(r"\b(int|float)\b")
     numeric = {
         key
-        for key, kind in known_keys(mt.RECIPE_CLASSES).items()
+        for key, kind in known_keys(mt.recipe_classes()).items()
         if of_numbers.search(getattr(kind, "__name__", "") + str(kind))
     }
     assert numeric - REFUSED_KEYS.keys() == NUMBERS_OUT_OF_RANGE.keys()
@@ -1163,7 +1163,7 @@ def test_a_choice_that_is_none_is_refused_on_the_command_line_too():
 def test_merged_mappings_are_no_repeated_keys(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("env: &variables {A: 1}\nchat_template_kwargs: {<<: *variables, A: 2}\n")
-    assert read_recipe(str(path), mt.RECIPE_CLASSES)["chat_template_kwargs"] == {"A": 2}
+    assert read_recipe(str(path), mt.recipe_classes())["chat_template_kwargs"] == {"A": 2}
 
 
 @pytest.mark.parametrize(
@@ -1662,7 +1662,7 @@ def test_defaults_that_fit_conversations(tmp_path):
         "old_logps": None,
     }
     assert {key: getattr(args, key) for key in expected} == expected and warnings_of(args) == []
-    assert mt.RECIPE_CLASSES[2]().lora_dropout == 0.0
+    assert mt.recipe_classes()[2]().lora_dropout == 0.0
 
 
 @pytest.mark.parametrize(
@@ -1716,5 +1716,5 @@ def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
         text = capsys.readouterr().out
         shown = set(re.findall(r"^  --(\w+) ", text, re.M))
         assert not ended.value.code and text.count("\n") <= most and not re.search(r"\d\.\d{6}", text)
-        assert {"credit_assignment", "learning_rate"} <= shown <= set(known_keys(mt.RECIPE_CLASSES))
-    assert shown == set(known_keys(mt.RECIPE_CLASSES))
+        assert {"credit_assignment", "learning_rate"} <= shown <= set(known_keys(mt.recipe_classes()))
+    assert shown == set(known_keys(mt.recipe_classes()))

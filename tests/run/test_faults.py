@@ -1668,19 +1668,20 @@ m.MTGRPOEnvTrainer._calculate_rewards = note
 m.main()
 """
 SLOW_FOR_SOME = """
-import re, sys, time
+import sys, threading, time
+
+FIRST, LOCK = [True], threading.Lock()
 
 
 def calculator(expression: str) -> str:
-    \"\"\"Evaluate an arithmetic expression.
+    \"\"\"Evaluate an arithmetic expression. The first call of a rank ends after the rewards of five batches.
 
     Args:
         expression: Such as `6 * 7`.
     \"\"\"
-    worker, began = sys.modules["__main__"], time.monotonic()
-    wanted = min(worker.STEPS + 4, 5)
-    is_slow = int(re.findall(r"[0-9]+", expression)[0]) % 8 == 0
-    while is_slow and worker.STEPS < wanted and time.monotonic() < began + 60:
+    with LOCK:
+        is_slow, FIRST[0] = FIRST[0], False
+    while is_slow and sys.modules["__main__"].STEPS < 5:
         time.sleep(0.05)
     return "1"
 
@@ -1690,6 +1691,7 @@ TOOL_FUNCTIONS = [calculator]
 
 
 @needs_vllm
+@pytest.mark.timeout(600)
 def test_two_ranks_take_the_same_groups(server, tmp_path):
     """Three groups of four on two ranks of six: the second one is on both. Each prompt of an epoch is trained once."""
     (tmp_path / "worker.py").write_text(ADMITTING_RANKS)
@@ -1698,14 +1700,14 @@ def test_two_ranks_take_the_same_groups(server, tmp_path):
         "calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port, "--weight_sync_dir", tmp_path,
         "--max_steps", "8", "--dataset_size", "24", "--per_device_train_batch_size", "6", "--num_generations", "4",
         "--max_staleness", "2", "--late_groups", "admit", "--tools_script", tmp_path / "tool.py", "--tool_timeout",
-        "90", "--credit_assignment", "gigpo", "--save_strategy", "no",
+        "500", "--credit_assignment", "gigpo", "--save_strategy", "no",
     )  # fmt: skip
     command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
                str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
     (tmp_path / "notes").mkdir()
     env = {**os.environ, "NOTES": str(tmp_path / "notes"), "OMP_NUM_THREADS": "1",
            "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
     ranks = [[json.loads(line) for line in (tmp_path / f"notes/{rank}").read_text().splitlines()] for rank in (0, 1)]
     asked, late = [], 0

@@ -28,8 +28,8 @@ HERE = "training/test_known_image_bugs.py"
 IMAGES = "training/test_images.py"
 ENVIRONMENTS = "training/test_images_of_environments.py"
 SERVER = "generation/test_images_by_server.py"
-AGENTS = "adapters/test_images_of_agents.py"
-SWIFT = "adapters/test_images_of_ms_swift.py"
+AGENTS = "integrations/test_images_of_agents.py"
+SWIFT = "integrations/test_images_of_ms_swift.py"
 
 
 @dataclass

@@ -3,7 +3,6 @@
 import dataclasses
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import trl
@@ -13,7 +12,6 @@ from test_formats import EVERY_FAMILY, FAMILIES, ids as ids_of, tokenizer_of
 from test_recipes import change_model
 
 import mt_grpo_trainer as mt
-from mt_grpo.adapters.choose import AdapterKeys, load_conversation
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.samples import (
     BadAnswer,
@@ -23,6 +21,7 @@ from mt_grpo.generation.samples import (
     not_ids,
     read_completion,
 )
+from mt_grpo.recipe.integrations import load_conversation
 from mt_grpo.rollout import Context, TurnTokens, hash_of_ids
 from mt_grpo.training import token_checks
 from mt_grpo.training.token_checks import check_batch
@@ -236,8 +235,7 @@ def test_an_answer_is_checked_as_its_values_are_one_by_one():
 
 
 def rendered_conversation(**settings):
-    script_args = SimpleNamespace(**{**vars(AdapterKeys()), "environment": None, "tools_script": None,
-                                     "use_inference_chat_template": True, **settings})  # fmt: skip
+    script_args = mt.recipe_classes()[0](**{"use_inference_chat_template": True, **settings})
     args = mt.MTGRPOConfig(output_dir="x", use_cpu=True, bf16=False)
     return load_conversation(script_args, args, mt.MultiTurnToolEnv)[0]
 
@@ -278,7 +276,7 @@ END_OF_TURN = "<|im_end|>\n"
 
 def test_who_brings_its_own_messages_renders_none_anew(monkeypatch):
     agents = type("Agents", (), {"renders_all": False})
-    monkeypatch.setattr("mt_grpo.adapters.choose.choose_conversation", lambda *args: (agents, None))
+    monkeypatch.setattr("mt_grpo.recipe.integrations.choose_conversation", lambda *args: (agents, None))
     with pytest.raises(ValueError, match="use_inference_chat_template has no effect if an agent"):
         rendered_conversation()
 

@@ -1,0 +1,14 @@
+"""Integrations of other frameworks through the protocols of `mt_grpo.rollout`. Imported only if a recipe names them.
+
+plugin_imports   placeholders for imports of a framework that is not installed
+session          the base of the sessions of agents and of schedulers
+prefixes         a tokenizer cache for texts with common prefixes
+checks           checks of recipes, and limits on results, that several of them share
+acting           the tags of an action, and the text of a turn that is an action
+agents/          a program that speaks OpenAI's or Anthropic's API runs the conversation
+gym/             a game of gymnasium as an environment
+openenv/         environments on OpenEnv servers
+mcp/             tools of MCP servers (Model Context Protocol)
+verl/            verl's tools and interactions
+ms_swift/        ms-swift's multi-turn schedulers and rewards
+"""

@@ -1,0 +1,69 @@
+"""What a recipe says of an agent."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from mt_grpo.base.fields import key
+from mt_grpo.recipe.integrations import Integration, needs_packages, refuse
+
+AGENT = "the line environment: openai_agent"
+
+
+@dataclass
+class AgentKeys:
+    """A program that speaks OpenAI's or Anthropic's API, with `environment: openai_agent`."""
+
+    agent: str | None = key(
+        None, "path.py:function of (row, client), with environment: openai_agent",
+        needs=AGENT,
+    )  # fmt: skip
+    agent_command: str | None = key(
+        None, "A program in place of agent: a row on standard input, OpenAI's or Anthropic's API by address",
+        needs=AGENT,
+    )  # fmt: skip
+    agent_key: str = key(
+        "environment", "How agent_command gets its key: environment (OPENAI_API_KEY), or pipe (OPENAI_API_KEY_FILE)",
+        one_of=("environment", "pipe"), needs=AGENT, trained=False,
+    )  # fmt: skip
+    agent_other_models: str = key(
+        "refused", "Models that an agent asks for beside policy: refused, frozen (policy, untrained), text (fixed)",
+        one_of=("refused", "frozen", "text"), needs=AGENT,
+    )  # fmt: skip
+    agent_other_text: str | None = key(
+        None, "What agent_other_models: text answers in the policy's place; never trained on", needs=AGENT
+    )
+    agent_timeout: float = key(
+        600.0, "Seconds of the agent's own for one row, without its waits for the policy; then its outcome is 0",
+        within="(0, inf)", needs=AGENT,
+    )  # fmt: skip
+    max_model_calls: int = key(
+        32, "Completions that an agent or a scheduler may ask for, per rollout", within="[1, inf)",
+        needs=f"{AGENT} or a scheduler of ms-swift",
+    )  # fmt: skip
+
+
+class AgentIntegration(Integration):
+    """An agent runs the conversation by its requests."""
+
+    keys = AgentKeys
+    line = "environment: openai_agent"
+
+    def runs(self, script_args: Any) -> bool:
+        """Whether the recipe's environment is an agent."""
+        return script_args.environment == "openai_agent"
+
+    def check(self, script_args: Any, runner: Integration | None) -> None:
+        """Raise for a key without effect. `max_model_calls` also counts a scheduler's model calls."""
+        if runner is not self:
+            names = (each.name for each in dataclasses.fields(self.keys))
+            counts = runner is not None and runner.counts_model_calls
+            refuse(script_args, self.keys, names=tuple(n for n in names if not (counts and n == "max_model_calls")))
+
+    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """The conversation that the agent runs."""
+        with needs_packages(self.line, extra="agents"):
+            from mt_grpo.integrations.agents.conversation import load_agent_conversation
+        return load_agent_conversation(script_args, args, base)

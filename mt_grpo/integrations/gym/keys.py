@@ -1,0 +1,48 @@
+"""What a recipe says of a game."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mt_grpo.base.fields import key
+from mt_grpo.recipe.integrations import Integration, needs_packages
+
+GYM = "the line environment: gym"
+
+
+@dataclass
+class GymKeys:
+    """A game of gymnasium, with `environment: gym`."""
+
+    gym_env: str | None = key(
+        None, "The game of environment: gym: an id of gymnasium, or path.py:Class", path=".py:", needs=GYM
+    )
+    gym_kwargs: dict[str, Any] | str | None = key(
+        None, "Arguments of the game of environment: gym, a mapping", needs=GYM
+    )
+    gym_actions: list[str] | None = key(None, "Names of the game's actions, in the order of their numbers", needs=GYM)
+    gym_text: str | None = key(
+        None, "path.py:Class, a GymText: how the game reads, and what is an action", path=".py:", needs=GYM
+    )
+    gym_unfinished_reward: float = key(
+        0.0, "Added to the return of an episode that the conversation ended, not the game",
+        within="(-inf, inf)", needs=GYM,
+    )  # fmt: skip
+
+
+class GymIntegration(Integration):
+    """A game is the environment of a conversation of the trainer's class."""
+
+    keys = GymKeys
+    line = "environment: gym"
+
+    def runs(self, script_args: Any) -> bool:
+        """Whether the recipe's environment is a gymnasium game."""
+        return script_args.environment == "gym"
+
+    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """The trainer's own, with the game."""
+        with needs_packages(self.line, extra="gym"):
+            from mt_grpo.integrations.gym.environment import load_gym_conversation
+        return load_gym_conversation(script_args, args, base)

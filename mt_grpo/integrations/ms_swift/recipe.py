@@ -1,0 +1,207 @@
+"""What a recipe says with ms-swift's keys: plug-ins, a scheduler, rewards. All is checked before a model is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import types
+from collections.abc import Callable
+from typing import Any
+
+from mt_grpo.base.errors import error_line
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.pictures import image_or_str
+from mt_grpo.conversation.picture_parts import images_of
+from mt_grpo.integrations.checks import check_settings_of
+from mt_grpo.integrations.ms_swift.conversation import (
+    ScheduledConversation,
+    SchedulerConversation,
+    has_own_run,
+)
+from mt_grpo.integrations.ms_swift.loss import read_loss_scale
+from mt_grpo.integrations.ms_swift.paths import MODULES, SwiftPaths, install, registry
+from mt_grpo.integrations.plugin_imports import check_plugin_imports
+from mt_grpo.recipe.plugins import import_file
+
+LENGTH_SCOPES = ("per_round", "total")
+OURS = ("prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
+        "log_extra", "log_metric")  # fmt: skip
+OF_THE_ROLLOUT = ("messages", "images", "request_id", "trajectory_inputs")  # whatever columns the data has
+
+
+def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
+    """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
+    check_settings_of("scheduler", "multi_turn_scheduler", script_args, args)
+    if script_args.environment is not None:
+        raise ValueError("environment has no effect with multi_turn_scheduler, which is the environment. Remove it.")
+    if (scope := script_args.completion_length_limit_scope) not in LENGTH_SCOPES:
+        raise ValueError(f"completion_length_limit_scope={scope!r}, expected one of {', '.join(LENGTH_SCOPES)}.")
+    install()
+    for path in script_args.external_plugins or []:
+        load_plugin(path)
+    name = script_args.multi_turn_scheduler
+    cls = registered("multi_turns", name, "multi_turn_scheduler")
+    kwargs = {} if script_args.max_turns is None else {"max_turns": script_args.max_turns}
+    check_scheduler(cls, name)
+    settings = {
+        "scheduler_class": cls,
+        "scheduler_kwargs": kwargs,
+        "loss": read_loss_scale(script_args.loss_scale, registry("loss_scale_map")),
+        "length_scope": script_args.completion_length_limit_scope,
+        "max_model_calls": script_args.max_model_calls,
+        "passes_dataset": script_args.vllm_server_pass_dataset,
+        "stop_words": script_args.stop_words or [],
+    }
+    rewards = [as_reward(each, script_args, args) for each in script_args.reward_funcs or []]
+    environment = type(name, (ScheduledConversation,), {"outcome_reward_funcs": rewards})
+    return type("SchedulerConversation", (SchedulerConversation, base), settings), environment
+
+
+def load_plugin(path: str) -> None:
+    """Import a plug-in, which may import files that stand beside it. Raises `ValueError`."""
+    import_file(path, "external_plugins")
+    check_plugin_imports(path, "external_plugins", "ms-swift", SwiftPaths, MODULES)
+
+
+def registered(kind: str, name: str, key: str) -> Any:
+    """The class or function that plug-ins have registered under a name. Raises `ValueError`."""
+    found = registry(kind)
+    if name not in found:
+        raise ValueError(
+            f"{key}: {name!r} is not in {kind}. Expected one of: {', '.join(sorted(found)) or '(none registered)'}. A "
+            f"plug-in in external_plugins registers it with `{kind}[{name!r}] = MyClass`."
+        )
+    return found[name]
+
+
+def check_scheduler(cls: Any, name: str) -> None:
+    """Raise `ValueError` unless a class can run conversations: its methods take what the trainer passes."""
+    where = f"multi_turn_scheduler: {name!r}"
+    if not isinstance(cls, type):
+        raise ValueError(f"{where} is {cls!r}, expected a class.")
+    if has_own_run(cls, "async_infer"):
+        raise ValueError(
+            f"{where}: {cls.__name__} has an async_infer of its own, which in ms-swift gets the requests of a whole "
+            "batch. It is not supported: here each rollout is a separate conversation. Move its code into `run`, or "
+            "remove it. Schedulers that share a tree among the rollouts of a prompt are not supported."
+        )
+    if has_own_run(cls):
+        if not inspect.iscoroutinefunction(cls.run):
+            raise ValueError(f"{where}: {cls.__name__}.run is not an async function, expected `async def run`.")
+        return
+    for method, count in (("step", 3), ("check_finished", 3), ("on_turn_end", 3), ("on_trajectory_start", 1)):
+        function = getattr(cls, method, None)
+        if function is None and method in ("step", "check_finished"):
+            raise ValueError(
+                f"{where}: {cls.__name__} has neither run nor {method}. Write `run`, or `step` and `check_finished`."
+            )
+        if function is None:
+            continue
+        try:
+            inspect.signature(types.MethodType(function, cls)).bind(*[None] * count)
+        except TypeError as error:
+            takes = ("infer_request", "response_choice", "current_turn") if count == 3 else ("requests",)
+            raise ValueError(
+                f"{where}: {cls.__name__}.{method}{inspect.signature(function)} cannot take ({', '.join(takes)}), "
+                f"which are passed by position: {error}."
+            ) from None
+    if getattr(cls.step, "__qualname__", "") == "MultiTurnScheduler.step":
+        raise ValueError(f"{where}: {cls.__name__} has neither step nor run. Expected one of them.")
+
+
+def as_reward(name: str, script_args: Any, args: Any) -> Callable:
+    """A reward of `orms`, a class or a function, as an outcome reward of the trainer. Raises `ValueError`."""
+    found = registered("orms", name, "reward_funcs")
+    try:
+        settings = Settings(script_args, args)
+        reward = found(**({"args": settings} if takes(found, "args") else {})) if isinstance(found, type) else found
+    except Exception as error:
+        raise ValueError(f"reward_funcs: {name!r} raised {error_line(error)}.") from error
+    call = reward if inspect.isroutine(reward) else type(reward).__call__
+
+    def arguments(environments: list, given: dict[str, Any]) -> dict[str, Any]:
+        own, rest = columns_of(environments), {key: value for key, value in given.items() if key not in OURS}
+        return {**own, **rest, **{key: own[key] for key in OF_THE_ROLLOUT if key in own}}
+
+    async def run_awaited(environments: list, **kwargs: Any) -> list:
+        return await reward(completions_of(environments), **arguments(environments, kwargs))
+
+    def run(environments: list, **kwargs: Any) -> list:
+        values = reward(completions_of(environments), **arguments(environments, kwargs))
+        if inspect.isawaitable(values):  # an async function that does not look like one
+            values = run_async(values)
+        return [None if value is None else float(value) for value in values]
+
+    function = run_awaited if inspect.iscoroutinefunction(call) else run
+    function.__name__ = name
+    return function
+
+
+class Settings:
+    """All settings of a run, for rewards that read them from `args`."""
+
+    def __init__(self, *configs: Any):
+        self.configs = configs
+
+    def __getattr__(self, key: str) -> Any:
+        for config in self.configs:
+            if hasattr(config, key):
+                return getattr(config, key)
+        raise AttributeError(f"There is no setting {key!r}.")
+
+
+def takes(function: Callable, name: str) -> bool:
+    """Whether a function or a class takes an argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+def completions_of(environments: list[ScheduledConversation]) -> list[str]:
+    """The text of the assistant's last message of each conversation."""
+    return [each.outputs[-1]["messages"][-1]["content"] if each.outputs else "" for each in environments]
+
+
+def columns_of(environments: list[ScheduledConversation]) -> dict[str, list | dict]:
+    """What ms-swift's rewards get beside the dataset's columns, one value per conversation: its last output's.
+
+    `trajectory_inputs` has all outputs of a conversation by its `request_id`, as rows with the dataset's columns.
+    """
+    last = [each.outputs[-1] if each.outputs else nothing(each) for each in environments]
+    columns: dict[str, Any] = {key: [row[key] for row in last] for key in nothing(None)}
+    if any("images" in row for row in last):  # a scheduler's own, in place of the row's
+        columns["images"] = [row.get("images", each.row.get("images")) for row, each in zip(last, environments)]
+    columns["request_id"] = [each.request_id for each in environments]
+    columns["prompt_id"] = [prompt_id(each) for each in environments]
+    columns["trajectory_inputs"] = {
+        each.request_id: [
+            {**each.row, **output, "request_id": each.request_id, "prompt_id": prompt_id(each)}
+            for output in each.outputs or [nothing(each)]
+        ]
+        for each in environments
+    }
+    return columns
+
+
+def nothing(conversation: ScheduledConversation | None) -> dict[str, Any]:
+    """The columns of a conversation for which there was no room."""
+    messages = list(conversation.row.get("prompt") or []) if conversation else []
+    infos: dict[str, Any] = {}
+    return {
+        "messages": [*messages, {"role": "assistant", "content": ""}],
+        "finish_reason": "length",
+        "is_truncated": True,
+        "rollout_infos": infos,
+        "multi_turn_infos": infos,
+        "response_token_ids": [],
+    }
+
+
+def prompt_id(conversation: ScheduledConversation) -> str:
+    """An id that all conversations of a prompt share. It covers the prompt's images."""
+    if images := images_of(conversation.row):
+        text = json.dumps(
+            [conversation.row.get("prompt") or conversation.row.get("messages"), images], default=image_or_str
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+    return repr(conversation.row.get("prompt") or sorted(conversation.row.items(), key=lambda item: item[0]))

@@ -1,0 +1,89 @@
+"""What a recipe says of verl's tools and interactions, with its names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mt_grpo.base.fields import key, keys_that
+from mt_grpo.integrations.checks import OWN
+from mt_grpo.recipe.integrations import Integration, refuse
+
+
+@dataclass
+class VerlKeys:
+    """verl's tools, functions and interactions, which take part in a conversation of the trainer's own."""
+
+    tools_config_file: str | None = key(
+        None, "verl's YAML of tools: a list of class_name, config, tool_schema", path=True, opens=True, needs=OWN
+    )
+    tool_lifecycle: str = key(
+        "trajectory",
+        "When verl's tools are created and released: once per trajectory, or per call",
+        needs=OWN,
+    )
+    function_tool_path: str | None = key(
+        None, "verl's Python file of functions under @function_tool", path=True, opens=True, needs=OWN
+    )
+    interaction_config_file: str | None = key(
+        None, "verl's YAML of interactions: a list of name, class_name, config", path=True, opens=True, needs=OWN
+    )
+    use_inference_chat_template: bool = key(
+        False, "verl's: the template renders the whole history before each turn, a record each"
+    )
+    max_tool_response_length: int | None = key(
+        None, "Characters of one result of verl's tools. None: tokens alone bound it", within="[1, inf)", needs=OWN
+    )
+    tool_response_truncate_side: str = key(
+        "middle", "Where a result that is too long loses characters: left, middle or right", needs=OWN
+    )
+
+
+class VerlIntegration(Integration):
+    """verl's tools stand in the environment of a conversation of the trainer's own, which may be a recipe's class."""
+
+    keys = VerlKeys
+
+    def runs(self, script_args: Any) -> bool:
+        """Whether the recipe has verl's tools, interactions, functions or MCP servers, chosen by `tool_selection`."""
+        return any(getattr(script_args, name) for name in (*keys_that(VerlKeys, "opens"), "mcp_config_file"))
+
+    def check(self, script_args: Any, runner: Integration | None) -> None:
+        """Raise `ValueError` for a key that has no effect."""
+        if runner is not None and runner.line:
+            refuse(script_args, VerlKeys)
+        tools = script_args.tools_config_file
+        if tools is None:
+            refuse(script_args, VerlKeys, "the key tools_config_file", ("tool_lifecycle",))
+        if tools is None and script_args.function_tool_path is None and script_args.mcp_config_file is None:
+            names = ("max_tool_response_length", "tool_response_truncate_side")
+            refuse(script_args, VerlKeys, "tools_config_file, function_tool_path or mcp_config_file", names)
+
+    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """The trainer's own, or a subclass that the recipe names, with verl's environment."""
+        from mt_grpo.integrations.verl.recipe import load_verl_conversation
+
+        return load_verl_conversation(
+            script_args, base, script_args.tools_config_file, script_args.interaction_config_file
+        )
+
+    def around(self, script_args: Any, conversation: type) -> type:
+        """With `use_inference_chat_template`, the conversation that renders its history anew."""
+        if not script_args.use_inference_chat_template:
+            return conversation
+        if not getattr(conversation, "renders_all", True):
+            raise ValueError(
+                "use_inference_chat_template has no effect if an agent or a scheduler brings its messages. Remove it."
+            )
+        from mt_grpo.integrations.verl.inference_template import RenderedConversation
+
+        return type("RenderedConversation", (RenderedConversation, conversation), {})
+
+    def tools(self, script_args: Any) -> list[Callable]:
+        """The tools of `function_tool_path`, as functions."""
+        if script_args.function_tool_path is None:
+            return []
+        from mt_grpo.integrations.verl.recipe import load_function_tool_list
+
+        return load_function_tool_list(script_args)

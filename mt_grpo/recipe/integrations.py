@@ -1,0 +1,182 @@
+"""Integrations of other frameworks: the table of their names, their recipe keys, and the choice of one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from mt_grpo.recipe.keys import default_of
+from mt_grpo.recipe.plugins import load_environment
+
+# FORK: an integration of your own needs no line here. Its package has an entry point of the group
+# `mt_grpo.integrations`, which names its subclass of `Integration` (docs/forking.md).
+INTEGRATIONS = {
+    "agents": "mt_grpo.integrations.agents.keys:AgentIntegration",
+    "gym": "mt_grpo.integrations.gym.keys:GymIntegration",
+    "openenv": "mt_grpo.integrations.openenv.keys:OpenEnvIntegration",
+    "ms_swift": "mt_grpo.integrations.ms_swift.keys:SwiftIntegration",
+    "verl": "mt_grpo.integrations.verl.keys:VerlIntegration",
+    "mcp": "mt_grpo.integrations.mcp.keys:McpIntegration",
+}
+
+
+class Integration:
+    """Base class of an integration. It defines recipe keys, and the conversation or tools of a recipe with them.
+
+    `script_args` has the keys of all integrations and those of data, tools and rewards; `args` has the other settings.
+    All methods raise `ValueError`, with the key, for a recipe that cannot work.
+
+    Attributes:
+        keys: The dataclass of the recipe keys.
+        line: The line of a recipe, for error messages, with which the integration replaces the trainer's own
+            conversation. Empty: it only adds to the trainer's own.
+        counts_model_calls: Whether `max_model_calls` bounds its conversations.
+    """
+
+    keys: type
+    line = ""
+    counts_model_calls = False
+
+    def runs(self, script_args: Any) -> bool:
+        """Whether this integration runs the recipe's conversation, if none before it in the list does."""
+        return False
+
+    def check(self, script_args: Any, runner: Integration | None) -> None:
+        """Raise for a key without effect. `runner` is what runs the conversation, None: the trainer itself."""
+        if runner is not self:
+            refuse(script_args, self.keys)
+
+    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """(class of conversations, classes of environments or None), if the integration runs the conversation."""
+        raise NotImplementedError
+
+    def around(self, script_args: Any, conversation: type) -> type:
+        """Change the class of conversations, which may be that of another integration."""
+        return conversation
+
+    def tools(self, script_args: Any) -> list[Callable]:
+        """The tools of the recipe that this integration adds to those of `tools_script`."""
+        return []
+
+
+def refuse(script_args: Any, keys: type, without: str = "", names: tuple[str, ...] = ()) -> None:
+    """Raise `ValueError` for a key that is set but has no effect without something else.
+
+    Args:
+        script_args: The settings.
+        keys: The dataclass of the keys.
+        without: What is missing. Empty: the metadata `needs` of each key, if it has any.
+        names: The keys that are checked. Empty: all of them.
+    """
+    for each in dataclasses.fields(keys):
+        needed = without or each.metadata["needs"]
+        if each.name in (names or [each.name]) and needed and getattr(script_args, each.name) != each.default:
+            raise ValueError(f"{each.name} has no effect without {needed}. Add it, or remove {each.name}.")
+
+
+@contextmanager
+def needs_packages(what: str, extra: str) -> Iterator[None]:
+    """Context manager that turns an `ImportError` of an integration's modules into a `ValueError`.
+
+    Args:
+        what: The part of the recipe that needs the modules.
+        extra: The extra of mt-grpo's installation that has the packages that they import.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(
+            f"{what} needs a package that is not installed ({error}). Run `pip install 'mt-grpo[{extra}]'`, or in a "
+            f"clone `pip install -e '.[{extra}]'`."
+        ) from None
+
+
+def no_integrations() -> str:
+    """A sentence for errors in a file of scripts/one_file.py, where the package is no folder. Else empty."""
+    in_one_file = not hasattr(sys.modules["mt_grpo"], "__path__")
+    return " This file has no integrations: start the clone's script for them." if in_one_file else ""
+
+
+@functools.cache
+def integrations() -> tuple[Integration, ...]:
+    """Ours, in the order of the table, then those of other packages. The first that `runs` a recipe has its rollouts.
+
+    Raises `ValueError` for an entry point that cannot be loaded, or a recipe key that two of them have.
+    """
+    if no_integrations():
+        return ()
+    group = "mt_grpo.integrations"
+    points = [importlib.metadata.EntryPoint(name, value, group) for name, value in INTEGRATIONS.items()]
+    loaded: list[Integration] = []
+    owners: dict[str, str] = {}
+    for point in [*points, *importlib.metadata.entry_points(group=group)]:
+        try:
+            loaded.append(point.load()())
+            names = [each.name for each in dataclasses.fields(loaded[-1].keys)]
+        except Exception as error:
+            raise ValueError(f"The integration {point.name} ({point.value}) cannot be loaded: {error!r}.") from error
+        for name in names:
+            if owners.setdefault(name, point.value) != point.value:
+                raise ValueError(f"{point.value} and {owners[name]} both have the recipe key {name}. Remove one.")
+    return tuple(loaded)
+
+
+@functools.cache
+def with_integrations(script_arguments: type) -> type:
+    """The dataclass of a recipe's data, tools and rewards, with the keys of all integrations."""
+    keys = tuple(each.keys for each in integrations())
+    return dataclasses.make_dataclass(script_arguments.__name__, [], bases=(*keys, script_arguments))
+
+
+def integrations_of(script_args: Any) -> list[Integration]:
+    """The integrations whose keys the settings have: none if they were not read by `parse_arguments`."""
+    return [
+        each for each in integrations() if all(hasattr(script_args, f.name) for f in dataclasses.fields(each.keys))
+    ]
+
+
+def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+    """(class of conversations, classes of environments or None) of a recipe, with the changes of all integrations."""
+    conversation, environment = choose_conversation(script_args, args, base)
+    timeout = args.environment_timeout
+    if conversation is base and environment is None and timeout != default_of("environment_timeout", (type(args),)):
+        raise ValueError(
+            f"environment_timeout={timeout:g} has no effect without an environment. Set one, or remove the key. For "
+            "tool calls, set tool_timeout."
+        )
+    for each in integrations_of(script_args):
+        conversation = each.around(script_args, conversation)
+    return conversation, environment
+
+
+def choose_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+    """(class of conversations, classes of environments or None) of a recipe. Raises `ValueError`.
+
+    Args:
+        script_args: `environment`, `tools_script` and the keys of integrations.
+        args: The other settings.
+        base: `MultiTurnToolEnv`.
+    """
+    known = integrations_of(script_args)
+    runner = next((each for each in known if each.runs(script_args)), None)
+    for each in known:
+        each.check(script_args, runner)
+    if runner is not None:
+        return runner.conversation(script_args, args, base)
+    if script_args.environment and ":" not in script_args.environment:
+        names = ", ".join(each.line for each in known if each.line.startswith("environment: "))
+        raise ValueError(
+            f"environment: {script_args.environment!r} is not known. Expected path.py:Class or one of: {names}."
+            f"{no_integrations()}"
+        )
+    return load_environment(script_args.environment, script_args.tools_script, base)
+
+
+def load_integration_tools(script_args: Any) -> list[Callable]:
+    """The tools of a recipe's integrations, in addition to those of `tools_script`. Raises `ValueError`."""
+    return [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]

@@ -1,0 +1,821 @@
+"""Programs that people run, unchanged, on a scripted policy: records are exact, and credit is on the right turns."""
+
+import asyncio
+import functools
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+from real_programs import OF_PYTHON
+from test_agents import CALL, RECIPE, TOKENIZER, Scripted, ids, run
+from vllm_prompts import VllmPrompts
+
+import mt_grpo_trainer as mt
+from mt_grpo.integrations.agents import server as agent_server
+from mt_grpo.rollout import StopReason
+from mt_grpo.training.records import trained_records
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs/agents.md").read_text()
+SDKS = ("ai", "@ai-sdk/openai", "@ai-sdk/anthropic")
+ROW = {"question": "How much is 17 * 23?", "answer": "391"}
+THINKS = "<think>I compute.</think>Let me see.\n"
+# Qwen Code has no example on the page.
+QWEN_CODE = """
+export HOME="$(mktemp -d)"
+mkdir "$HOME/.qwen"
+echo '{settings}' >"$HOME/.qwen/settings.json"
+row=$(cat)
+cd "$HOME"
+question=$(python3 -c 'import json, sys; print(json.loads(sys.argv[1])["question"])' "$row")
+qwen --auth-type {api} -m policy -y "$question" </dev/null >said
+python3 -c 'import json, sys; print(float(open("said").read().strip() == json.loads(sys.argv[1])["answer"]))' "$row"
+"""
+slow, tries = pytest.mark.slow, pytest.mark.program
+pytestmark = pytest.mark.timeout(1800)
+
+
+def bash(name, command, **more):
+    """A call of a tool that runs a line of shell."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': {**command, **more}})}\n</tool_call>"
+
+
+def block(word):
+    """A program of the page."""
+    (found,) = [body for body in re.findall(r"^```sh\n(.*?)^```$", PAGE, re.M | re.S) if word in body]
+    return found
+
+
+def rollout_of(command, *turns, row=ROW, records=None, observed=None, llm=None, **limits):
+    """The rollout of a command whose policy calls, and answers in its last turn, token for token.
+
+    Args:
+        turns: What the policy writes.
+        records: Numbers of the turns of each record; None: all are of one.
+        observed: Of each turn; None: all but the last are.
+        llm: The policy, where it does not write these turns in this order.
+    """
+    limits = {"max_completion_length": 100_000, "max_model_len": 120_000, "max_model_calls": len(turns), **limits}
+    rollout, llm = run(command, *turns, row=row, timeout=600.0, llm=llm, **limits)
+    assert rollout.error is None and rollout.stop_reason == StopReason.AGENT_DONE, rollout.error
+    assert [record.numbers for record in rollout.records] == (records or [list(range(len(turns)))])
+    sampled = [[*ids(turn), TOKENIZER.eos_token_id] for turn in turns]
+    assert [turn.token_ids for turn in rollout.turns] == sampled
+    trained = [token for record in rollout.records for turn in record.turns for token in turn.token_ids]
+    assert len(trained) == sum(map(len, sampled)) and all(turn.trained for turn in rollout.turns)
+    if records is None:
+        assert sum(rollout.loss_mask) == sum(map(len, sampled))
+    assert rollout.reward == 1.0 and "refused" not in rollout.turns[-1].info, rollout.turns[-1].info
+    observed = [True] * (len(turns) - 1) + [False] if observed is None else observed
+    assert [turn.has_observation for turn in rollout.turns] == observed
+    assert all(turn.error is None for turn in rollout.turns)
+    check_beginnings(rollout)
+    return rollout
+
+
+def check_beginnings(rollout):
+    """Each record begins with the ids that vLLM renders for the request that began it."""
+    theirs = VllmPrompts(TOKENIZER.chat_template)
+    for record in rollout.records:
+        first = record.turns[0]
+        messages = rollout.prompt_messages if first.context is None else first.context.messages
+        asked = {"messages": as_sent(messages), **({"tools": first.tools} if first.tools else {})}
+        assert record.prompt_ids == theirs.ids("chat/completions", asked)
+
+
+def as_sent(messages):
+    """Messages as a client of /v1/chat/completions sends them."""
+    known = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content", "name")
+    return [{key: message[key] for key in known if key in message} for message in messages]
+
+
+def qwen_code(api="openai", **settings):
+    """Qwen Code with these settings."""
+    return QWEN_CODE.replace("{settings}", json.dumps(settings)).replace("{api}", api)
+
+
+def by_shell(tmp_path, monkeypatch, packages, body):
+    """The command of a program of the page."""
+    monkeypatch.setenv("PATH", f"{packages}/node_modules/.bin{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "agent.sh").write_text(body)
+    return f"sh {tmp_path}/agent.sh"
+
+
+@tries("@openai/codex")
+@slow
+def test_codex(packages, tmp_path, monkeypatch):
+    """By its defaults: a WebSocket first, tools in namespaces, a web search, reasoning that it cannot encrypt."""
+    command = by_shell(tmp_path, monkeypatch, packages, block("codex exec"))
+    turn = THINKS + bash("exec_command", {"cmd": "echo $((17 * 23))"})
+    rollout = rollout_of(command, turn, turn, "391")
+    for called in rollout.turns[:2]:
+        (result,) = called.results
+        assert "exited with code 0" in result.text and result.text.rstrip().endswith("391"), result.text
+    read = TOKENIZER.decode(rollout.prompt_ids)
+    assert "multi_agent_v1__spawn_agent" in read and "web_search" not in read and ROW["question"] in read
+
+
+@tries("@mariozechner/pi-coding-agent")
+@slow
+def test_pi(packages, tmp_path, monkeypatch):
+    command = by_shell(tmp_path, monkeypatch, packages, block("pi --provider"))
+    turn = THINKS + bash("bash", {"command": "echo $((17 * 23))"})
+    rollout = rollout_of(command, turn, turn, "391")
+    assert [[each.text for each in turn.results] for turn in rollout.turns] == [["391\n"], ["391\n"], []]
+
+
+@tries("@mariozechner/pi-coding-agent")
+@slow
+def test_pi_tells_of_a_command_that_fails(packages, tmp_path, monkeypatch):
+    """By `is_error`: the turn that called has failed, and the one behind it has not."""
+    command = by_shell(tmp_path, monkeypatch, packages, block("pi --provider"))
+    wrong, right = (bash("bash", {"command": line}) for line in ("exit 7", "echo 391"))
+    limits = {"max_completion_length": 100_000, "max_model_len": 120_000}
+    rollout, _ = run(command, wrong, right, "391", row=ROW, timeout=600.0, **limits)
+    assert rollout.error is None and [record.numbers for record in rollout.records] == [[0, 1, 2]], rollout.error
+    assert [turn.error for turn in rollout.turns] == ["tool", None, None]
+
+
+@tries("@qwen-code/qwen-code")
+@slow
+@pytest.mark.parametrize("api", ["openai", "anthropic"])
+def test_qwen_code(packages, tmp_path, monkeypatch, api):
+    body = qwen_code(api)
+    turn = THINKS + bash("run_shell_command", {"command": "echo $((17 * 23))"}, is_background=False)
+    rollout = rollout_of(by_shell(tmp_path, monkeypatch, packages, body), turn, "391")
+    assert "Output: 391" in rollout.turns[0].results[0].text
+
+
+SDK = """
+import { createAnthropic } from "@ai-sdk/anthropic";
+import { createOpenAI } from "@ai-sdk/openai";
+import { generateText, jsonSchema, stepCountIs, streamText, tool } from "ai";
+
+const parts = [];
+for await (const part of process.stdin) parts.push(part);
+const row = JSON.parse(Buffer.concat(parts));
+const [api, streams] = process.argv.slice(2);
+const openai = createOpenAI({ baseURL: process.env.OPENAI_BASE_URL, apiKey: process.env.OPENAI_API_KEY });
+const anthropic = createAnthropic({
+  baseURL: process.env.ANTHROPIC_BASE_URL + "/v1", apiKey: process.env.ANTHROPIC_API_KEY,
+});
+const models = { default: openai("policy"), chat: openai.chat("policy"), anthropic: anthropic("policy") };
+const properties = { a: { type: "number" }, b: { type: "string" } };
+const add = tool({
+  description: "Add.", inputSchema: jsonSchema({ type: "object", properties }),
+  execute: async ({ a, b }) => `${a} and ${b}` + "x".repeat(process.env.MORE ?? 0),
+});
+const asked = {
+  model: models[api], prompt: row.question, tools: { add }, stopWhen: stepCountIs(5), maxOutputTokens: 500,
+};
+let text;
+if (streams === "streams") {
+  text = "";
+  for await (const piece of streamText(asked).textStream) text += piece;
+} else {
+  text = (await generateText(asked)).text;
+}
+console.log(JSON.stringify({ reward: text.endsWith(row.answer) ? 1.0 : 0.0 }));
+"""
+
+
+@tries(*SDKS)
+@slow
+@pytest.mark.parametrize("streams", ["whole", "streams"])
+@pytest.mark.parametrize("api", ["default", "chat", "anthropic"])
+def test_the_ai_sdk(packages, api, streams):
+    """Its default provider refers to items of the turn before; the others tell the conversation again."""
+    (packages / "agent.mjs").write_text(SDK)
+    turns = [f"{THINKS}{CALL}", f"<think>Again.</think>{CALL}\n{CALL}", "391"]
+    rollout = rollout_of(f"node {packages}/agent.mjs {api} {streams}", *turns)
+    assert [[each.text for each in turn.results] for turn in rollout.turns] == [
+        ["1 and x y"], ["1 and x y", "1 and x y"], [],
+    ]  # fmt: skip
+
+
+@tries("curl")
+def test_curl(tmp_path):
+    """A shell script, which needs no package: two turns by `previous_response_id`, and the header's reward."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not there")
+    (tmp_path / "agent.sh").write_text(block("curl --silent"))
+    rollout = rollout_of(f"sh {tmp_path}/agent.sh", "<think>So.</think>It is 391.", "391")
+    assert [turn.reward for turn in rollout.turns] == [0.5, None]
+
+
+MINI = """
+import json, os, subprocess, sys, tempfile
+from pathlib import Path
+
+row, programs = json.loads(sys.stdin.read()), Path(sys.executable).parent
+with tempfile.TemporaryDirectory() as folder:
+    env = {**os.environ, "HOME": folder, "MSWEA_GLOBAL_CONFIG_DIR": folder, "MSWEA_CONFIGURED": "true",
+           "MSWEA_COST_TRACKING": "ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    arguments = ["-m", "openai/policy", "-t", row["question"], "-y", "--exit-immediately", "-o", f"{folder}/said.json"]
+    done = subprocess.run([programs / "mini", *arguments], env=env, cwd=folder, stdin=subprocess.DEVNULL,
+                          capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout} {done.stderr}"[-1500:])
+    said = json.loads(Path(folder, "said.json").read_text())["info"]["submission"]
+    print(json.dumps({"reward": float(said.strip() == row["answer"])}))
+"""
+
+
+@tries("mini-swe-agent")
+@slow
+def test_mini_swe_agent(python, tmp_path):
+    (tmp_path / "agent.py").write_text(MINI)
+    first = THINKS + bash("bash", {"command": "echo $((17 * 23)) > said; cat said"})
+    last = bash("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && cat said"})
+    rollout = rollout_of(f"{python('mini-swe-agent')} {tmp_path}/agent.py", first, last)
+    assert json.loads(rollout.turns[0].results[0].text) == {"returncode": 0, "output": "391\n"}
+
+
+QWEN = """
+import json, os, sys
+from qwen_agent.agents import Assistant
+from qwen_agent.tools.base import BaseTool, register_tool
+
+@register_tool("add")
+class Add(BaseTool):
+    description = "Add."
+    properties = {"a": {"type": "number"}, "b": {"type": "string"}}
+    parameters = {"type": "object", "properties": properties, "required": ["a", "b"]}
+
+    def call(self, params, **kwargs):
+        given = json.loads(params)
+        return f"{given['a']} and {given['b']}"
+
+row = json.loads(sys.stdin.read())
+llm = {"model": "policy", "model_server": os.environ["OPENAI_BASE_URL"], "api_key": os.environ["OPENAI_API_KEY"]}
+*_, said = Assistant(llm=llm, function_list=["add"]).run([{"role": "user", "content": row["question"]}])
+print(json.dumps({"reward": float(said[-1]["content"] == row["answer"])}))
+"""
+
+
+@tries("qwen-agent")
+@slow
+def test_qwen_agent(python, tmp_path):
+    """It writes its tools into the prompt, and reads its calls itself."""
+    (tmp_path / "agent.py").write_text(QWEN)
+    command = f"{python('qwen-agent')} {tmp_path}/agent.py"
+    rollout = rollout_of(command, f"<think>So.</think>{CALL}", f"{CALL}\n{CALL}", "391")
+    assert [turn.observation.count("1 and x y") for turn in rollout.turns[:2]] == [1, 2]
+
+
+CREW = """
+import json, os, sys
+from crewai import LLM, Agent, Crew, Task
+from crewai.tools import tool
+
+@tool("add")
+def add(a: float, b: str) -> str:
+    \"\"\"Add.\"\"\"
+    return f"{a:g} and {b}"
+
+row = json.loads(sys.stdin.read())
+llm = LLM(model="openai/policy", base_url=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+helper = Agent(role="Helper", goal="Answer.", backstory="You add.", llm=llm, tools=[add])
+task = Task(description=row["question"], expected_output="A number.", agent=helper)
+said = Crew(agents=[helper], tasks=[task]).kickoff()
+print(json.dumps({"reward": float(said.raw.strip() == row["answer"])}))
+"""
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """No reports to the makers of a program."""
+    for name in ("CREWAI_DISABLE_TELEMETRY", "OTEL_SDK_DISABLED", "CREWAI_TESTING"):
+        monkeypatch.setenv(name, "true")
+
+
+@tries("crewai")
+@slow
+def test_crewai(python, tmp_path, quiet):
+    """It sends a call back without the text beside it: that is another answer, and begins a record."""
+    (tmp_path / "agent.py").write_text(CREW)
+    command = f"{python('crewai')} {tmp_path}/agent.py"
+    rollout = rollout_of(command, f"<think>So.</think>{CALL}", CALL, "391")
+    assert [[each.text for each in turn.results] for turn in rollout.turns[:2]] == [["1 and x y"]] * 2
+    rollout = rollout_of(command, f"{THINKS}{CALL}", CALL, "391", records=[[0], [1, 2]])
+    assert "Let me see." not in TOKENIZER.decode(rollout.records[1].prompt_ids)
+
+
+DSPY = """
+import json, os, sys
+import dspy
+
+def add(a: float, b: str) -> str:
+    \"\"\"Add.\"\"\"
+    return f"{a:g} and {b}"
+
+row, key = json.loads(sys.stdin.read()), os.environ["OPENAI_API_KEY"]
+lm = dspy.LM("openai/policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=key, cache=False)
+try:
+    with dspy.context(lm=lm):
+        said = dspy.ReAct("question -> answer", tools=[add], max_iters=4)(question=row["question"]).answer
+except dspy.utils.exceptions.AdapterParseError:  # the policy wrote what its adapter does not read
+    said = ""
+print(json.dumps({"reward": float(said.strip() == row["answer"])}))
+"""
+
+
+def fields(**values):
+    """An answer as DSPy's adapter reads it."""
+    return "".join(f"[[ ## {name} ## ]]\n{value}\n\n" for name, value in values.items()) + "[[ ## completed ## ]]"
+
+
+@tries("dspy")
+@slow
+def test_dspy(python, tmp_path, monkeypatch):
+    """Each step is a prompt of its own, which tells the steps before in other words. Equal rows are sampled anew."""
+    monkeypatch.setenv("DSPY_CACHEDIR", str(tmp_path / "cache"))
+    (tmp_path / "agent.py").write_text(DSPY)
+    steps = [
+        fields(next_thought="I add.", next_tool_name="add", next_tool_args='{"a": 1, "b": "x y"}'),
+        fields(next_thought="Done.", next_tool_name="finish", next_tool_args="{}"),
+        fields(reasoning="So.", answer="391"),
+    ]
+    for _ in range(2):  # with its cache the second rollout would ask nothing, and fail
+        rollout = rollout_of(
+            f"{python('dspy')} {tmp_path}/agent.py", *steps, records=[[0], [1], [2]], observed=[False] * 3
+        )
+    read = [TOKENIZER.decode(record.prompt_ids) for record in rollout.records]
+    assert "1 and x y" not in read[0] and all("[[ ## observation_0 ## ]]\n1 and x y" in each for each in read[1:])
+
+
+SUMMARY = """
+import json, sys
+from langchain.agents import create_agent
+from langchain.agents.middleware import SummarizationMiddleware
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+
+@tool
+def add(a: float, b: str) -> str:
+    \"\"\"Add.\"\"\"
+    return f"{a:g} and {b}"
+
+row, (summariser,) = json.loads(sys.stdin.read()), sys.argv[1:]
+summary = SummarizationMiddleware(model=ChatOpenAI(model=summariser), trigger=("messages", 5), keep=("messages", 2))
+agent = create_agent(ChatOpenAI(model="policy"), [add], middleware=[summary], system_prompt="Be brief.")
+said = agent.invoke({"messages": [("user", row["question"])]})["messages"][-1].text
+print(json.dumps({"reward": float(said.strip() == row["answer"])}))
+"""
+
+
+@tries("langchain")
+@slow
+@pytest.mark.parametrize("summariser", ["policy", "policy-frozen"])
+def test_langchain_summarises_its_history(python, tmp_path, summariser):
+    """The summary is a record, and so is the conversation behind it. The frozen policy's summary is not trained."""
+    (tmp_path / "agent.py").write_text(SUMMARY)
+    turns = [THINKS + CALL, CALL, "I have added 1 and x y.", "391"]
+    command = f"{python('langchain')} {tmp_path}/agent.py {summariser}"
+    if summariser == "policy":
+        rollout = rollout_of(command, *turns, records=[[0, 1], [2], [3]])
+    else:
+        rollout, _ = run(command, *turns, row=ROW, timeout=600.0, max_completion_length=100_000, max_model_len=120_000)
+        assert rollout.error is None and rollout.reward == 1.0, rollout.error
+        assert [record.numbers for record in trained_records(rollout)] == [[0, 1], [3]]
+        check_beginnings(rollout)
+    behind = TOKENIZER.decode(rollout.records[-1].prompt_ids)
+    assert "I have added 1 and x y." in behind and "Let me see." not in behind and behind.count("1 and x y") == 2
+
+
+TASKSET = """
+import os
+import verifiers.v1 as vf
+from sums.tool import SumToolset
+
+class SumData(vf.TaskData):
+    answer: str = ""
+
+class SumTaskConfig(vf.TaskConfig):
+    tools: vf.ToolsetConfig = vf.ToolsetConfig()
+
+class SumTask(vf.Task[SumData, vf.State, SumTaskConfig]):
+    @classmethod
+    def toolsets(cls, config: SumTaskConfig) -> list[vf.Toolset]:
+        return [SumToolset(config.tools)]
+
+    @vf.reward(weight=1.0)
+    async def exact(self, trace: vf.Trace) -> float:
+        return float(str(trace.messages[-1].content).strip() == self.data.answer)
+
+class SumConfig(vf.TasksetConfig):
+    task: SumTaskConfig = SumTaskConfig()
+
+class SumTaskset(vf.Taskset[SumTask, SumConfig]):
+    def load(self) -> list[SumTask]:
+        data = SumData(prompt=os.environ["QUESTION"], answer=os.environ["ANSWER"])
+        return [SumTask(data, self.config.task)]
+"""
+TOOLSET = """
+import verifiers.v1 as vf
+
+class SumToolset(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = "sums"
+
+    @vf.tool
+    def add(self, a: int, b: str) -> str:
+        \"\"\"Add.\"\"\"
+        return f"{a} and {b}"
+
+if __name__ == "__main__":
+    SumToolset.run()
+"""
+EVALUATE = """
+import json, os, subprocess, sys, tempfile
+from pathlib import Path
+
+row, programs = json.loads(sys.stdin.read()), Path(sys.executable).parent
+env = {**os.environ, "QUESTION": row["question"], "ANSWER": row["answer"],
+       "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(Path(__file__).parent)}
+with tempfile.TemporaryDirectory() as folder:
+    done = subprocess.run(
+        [programs / "vf-eval", "sums", "-m", "policy", "--client.type", "eval", "--client.base-url",
+         os.environ["OPENAI_BASE_URL"], "--client.api-key-var", "OPENAI_API_KEY", "--no-push", "-o", folder,
+         "--env.agent.harness.id", "null", "--env.agent.runtime.type", "subprocess",
+         "--env.taskset.task.tools.runtime.type", "subprocess"],
+        env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout} {done.stderr}"[-1500:])
+    (episode,) = [json.loads(line) for path in Path(folder).rglob("traces.jsonl") for line in open(path)]
+    (trace,) = episode["traces"]
+    if trace["errors"]:
+        sys.exit(str(trace["errors"])[:1500])
+    print(json.dumps({"reward": trace["rewards"]["exact"]["score"]}))
+"""
+
+
+@tries("verifiers")
+@slow
+def test_a_verifiers_taskset_by_its_command_line(python, tmp_path):
+    """Installs verifiers, whose requirements exclude those here, and its harness by uv."""
+    (tmp_path / "sums").mkdir()
+    (tmp_path / "sums/__init__.py").write_text('from sums.taskset import SumTaskset\n\n__all__ = ["SumTaskset"]\n')
+    (tmp_path / "sums/taskset.py").write_text(TASKSET)
+    (tmp_path / "sums/tool.py").write_text(TOOLSET)
+    (tmp_path / "evaluate.py").write_text(EVALUATE)
+    call = CALL.replace('"add"', '"sums_add"')
+    settings = {"max_completion_length": 2000, "max_model_len": 8000, "timeout": 600.0}
+    row = {"question": "Add 1 and x y.", "answer": "3"}
+    rollout, _ = run(f"{python('verifiers')} {tmp_path}/evaluate.py", call, "3", row=row, **settings)
+    assert rollout.error is None, rollout.error
+    assert rollout.reward == 1.0 and [record.numbers for record in rollout.records] == [[0, 1]]
+    assert rollout.turns[0].observation == "1 and x y"
+
+
+SMOL = """
+import json, os, sys
+from smolagents import CodeAgent, OpenAIServerModel
+from smolagents.utils import AgentError
+
+row = json.loads(sys.stdin.read())
+model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
+try:
+    said = CodeAgent([], model, max_steps=3, verbosity_level=0).run(row["question"])
+except AgentError:
+    said = ""
+print(json.dumps({"reward": float(str(said).strip() == row["answer"])}))
+"""
+FILES = {
+    "crewai": CREW, "dspy": DSPY, "langchain": SUMMARY, "mini-swe-agent": MINI, "qwen-agent": QWEN, "smolagents": SMOL,
+}  # fmt: skip
+BLOCKS = {"curl": "curl --silent"}  # what a block of the page is known by, where not by the same words
+
+
+def command_of(word, packages, python, tmp_path, monkeypatch):
+    """What starts a program on a row."""
+    if word == "ai sdk":
+        (packages / "agent.mjs").write_text(SDK)
+        return f"node {packages}/agent.mjs default whole"
+    if word in FILES:
+        (tmp_path / "agent.py").write_text(FILES[word])
+        interpreter = sys.executable if word == "smolagents" else python(word)
+        return f"{interpreter} {tmp_path}/agent.py" + " policy" * (word == "langchain")
+    return by_shell(tmp_path, monkeypatch, packages, qwen_code() if word == "qwen" else block(BLOCKS.get(word, word)))
+
+
+@tries
+@slow
+@pytest.mark.parametrize("word", ["ai sdk", "codex exec", "pi --provider", "qwen", "curl", *FILES])
+def test_a_recipe_trains_a_program(packages, python, hermes_model, tmp_path, quiet, monkeypatch, word):
+    """A step by the command line's way, whatever the model says."""
+    model = tmp_path / "model"  # the same with a context for Codex, whose prompt is a text of 40 kB
+    shutil.copytree(hermes_model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131_072}))
+    recipe = {
+        **RECIPE, "model_name_or_path": str(model), "agent": None, "dataset_size": 4, "num_generations": 4,
+        "agent_command": command_of(word, packages, python, tmp_path, monkeypatch), "agent_timeout": 300,
+        "output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 4, "max_steps": 1, "dtype": "float32",
+        "report_to": "none", "gradient_checkpointing": False, "save_strategy": "no", "logging_steps": 1,
+        "max_completion_length": 4096, "max_turn_tokens": 48, "max_model_calls": 3,
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
+    trainer.train()
+    (row, *_) = trainer.state.log_history
+    errors = [json.loads(line)["error"] for line in (tmp_path / "run/rollouts.rank0.jsonl").read_text().splitlines()]
+    # Codex ends with an error where a turn is cut off.
+    assert all(error is None or "reason: max_output_tokens" in error for error in errors) and None in errors, errors
+    assert len(errors) == 4 and row["turns/mean"] >= 1.0 and row["stop/agent_timeout"] == 0.0, row
+
+
+# -- what programs do in long runs --
+
+RUNS = {  # the tool of each program that runs a line of shell, and what it says beside the line
+    "codex exec": ("exec_command", "cmd", {}), "pi --provider": ("bash", "command", {}),
+    "qwen": ("run_shell_command", "command", {"is_background": False}),
+}  # fmt: skip
+
+
+def program(word):
+    return qwen_code() if word == "qwen" else block(word)
+
+
+def line(word, text):
+    """The policy's call by which a program runs a line of shell."""
+    name, key, more = RUNS[word]
+    return THINKS + bash(name, {key: text}, **more)
+
+
+class ByPrompt(Scripted):
+    """Writes what a function says of the text that it reads, where requests come in any order."""
+
+    def __init__(self, say):
+        super().__init__("")
+        self.say = say
+
+    async def generate(self, prompt_ids, *args, **kwargs):
+        self.turns = [self.say(TOKENIZER.decode(prompt_ids))]  # read before it waits for anything
+        return await super().generate(prompt_ids, *args, **kwargs)
+
+
+@tries("@openai/codex")
+@slow
+def test_codex_compacts_its_history(packages, tmp_path, monkeypatch):
+    """With a provider of its own, as the page says: by its defaults it asks OpenAI's server to do it."""
+    (settings,) = re.findall(r"^    (--config model_provider=.*) \\$", PAGE, re.M)
+    body = block("codex exec").replace('--config "openai_base_url=\\"$OPENAI_BASE_URL\\""', settings)
+    command = by_shell(tmp_path, monkeypatch, packages, body.replace(settings, f"{settings} {COMPACTS}"))
+    turns = [line("codex exec", "echo $((17 * 23))"), "I have computed 391.", "391"]
+    rollout = rollout_of(command, *turns, records=[[0], [1], [2]])
+    asked, behind = (TOKENIZER.decode(record.prompt_ids) for record in rollout.records[1:])
+    assert "CONTEXT CHECKPOINT COMPACTION" in asked and "<tools>" not in asked
+    assert "I have computed 391." in behind and "Let me see." not in behind
+
+
+COMPACTS = "--config model_auto_compact_token_limit=7000"
+
+
+@tries("@openai/codex")
+@slow
+def test_what_codex_asks_openais_server_to_compact_is_refused(packages, tmp_path, monkeypatch):
+    """It would be answered with what OpenAI alone can read. The refusal names it, and nothing is trained."""
+    body = block("codex exec").replace("--output-last-message", f"{COMPACTS} --output-last-message")
+    command = by_shell(tmp_path, monkeypatch, packages, body)
+    limits = {"max_completion_length": 100_000, "max_model_len": 120_000}
+    rollout, _ = run(command, line("codex exec", "echo 391"), "391", row=ROW, timeout=600.0, **limits)
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "compaction_trigger" in str(rollout.error)
+
+
+@tries("@qwen-code/qwen-code")
+@slow
+def test_qwen_code_compacts_its_history(packages, tmp_path, monkeypatch):
+    settings = {"chatCompression": {"contextPercentageThreshold": 0.01}}
+    command = by_shell(tmp_path, monkeypatch, packages, qwen_code(model=settings, context=settings))
+    turns = [line("qwen", "echo $((17 * 23))"), "<state_snapshot>It is 391.</state_snapshot>", "391"]
+    rollout = rollout_of(command, *turns, records=[[0], [1], [2]])
+    read = [TOKENIZER.decode(record.prompt_ids) for record in rollout.records]
+    assert "<tools>" not in read[1] and "It is 391." in read[2] and "Output: 391" in read[2]
+
+
+def compacting(text):
+    """What the policy writes for Pi: a call of a long result, a summary of it, and what is asked behind that."""
+    if "Summarize the prefix" in text:
+        return "I have computed 391."
+    if "And now?" in text:
+        return "391"
+    return "Noted." if "\n999\n" in text else line("pi --provider", "seq 1000")
+
+
+@tries("@mariozechner/pi-coding-agent")
+@slow
+def test_pi_compacts_its_history(packages, tmp_path, monkeypatch):
+    """Between two prompts. It may ask for a summary twice: when a prompt has ended, and before the next one."""
+    settings = {"compaction": {"reserveTokens": 27_500, "keepRecentTokens": 1}}
+    written = f"echo '{json.dumps(settings)}' >\"$PI_CODING_AGENT_DIR/settings.json\"\ncd "
+    body = block("pi --provider").replace("cd ", written).replace("</dev/null", '"And now?" </dev/null')
+    command = by_shell(tmp_path, monkeypatch, packages, body)
+    rollout, _ = run(command, llm=ByPrompt(compacting), row=ROW, **LONG)
+    assert rollout.error is None and rollout.stop_reason == StopReason.AGENT_DONE and rollout.reward == 1.0
+    number = len(rollout.turns)
+    summaries = ["I have computed 391."] * (number - 3)
+    said = [turn.text for turn in rollout.turns]
+    assert summaries and said == [line("pi --provider", "seq 1000"), "Noted.", *summaries, "391"]
+    assert [record.numbers for record in rollout.records] == [[0, 1], *([k] for k in range(2, number))]
+    *asked, behind = (TOKENIZER.decode(record.prompt_ids) for record in rollout.records[1:])
+    assert all("<tools>" not in each and "[Tool result]: 1\n2\n" in each for each in asked)
+    assert "I have computed 391." in behind and "And now?" in behind and "\n999\n" not in behind
+    assert [turn.has_observation for turn in rollout.turns] == [True] * (number - 1) + [False]
+    assert all(turn.trained for turn in rollout.turns)
+    check_beginnings(rollout)
+
+
+def parted(text, spawn):
+    """What the policy writes: it lets one sub-agent compute 17 * 20, and another one 17 * 3.
+
+    Args:
+        text: What it reads.
+        spawn: (the calls that begin both, what runs a line of shell, the call that waits for ids of sub-agents).
+    """
+    calls, run_line, wait = spawn
+    last = text.rpartition("<|im_start|>user")[2]
+    if "gives 340" in text and "gives 51" in text:
+        return "391"
+    for what in ("17 * 20", "17 * 3"):
+        if last.strip().startswith(f"Compute {what}."):
+            return run_line(f"echo '{what} is' $(({what}))")
+        if f"{what} is {eval(what)}" in last:
+            return f"{what} gives {eval(what)}."
+    begun = re.findall(r'"agent_id":"([^"]+)"', text)
+    return wait(begun) if len(begun) == 2 else THINKS + "\n".join(calls)
+
+
+def check_parted(rollout):
+    """Three records: the main conversation, and those of the sub-agents, all of whose turns were observed but one."""
+    assert rollout.error is None and rollout.reward == 1.0, rollout.error
+    main, *others = [[rollout.turns[k] for k in record.numbers] for record in rollout.records]
+    assert len(others) == 2 and main[0].text.startswith(THINKS) and main[-1].text == "391"
+    assert sorted(turns[-1].text for turns in others) == ["17 * 20 gives 340.", "17 * 3 gives 51."]
+    assert [len(turns) for turns in others] == [2, 2] and not main[-1].has_observation
+    assert all(turn.has_observation for turns in (main[:-1], *others) for turn in turns)
+    assert all(turn.trained for turn in rollout.turns)
+    check_beginnings(rollout)
+
+
+LONG = {"max_completion_length": 500_000, "max_model_len": 120_000, "max_model_calls": 20, "timeout": 600.0}
+
+
+@tries("@openai/codex")
+@slow
+def test_codex_has_sub_agents_side_by_side(packages, tmp_path, monkeypatch):
+    """Both are asked before either is answered."""
+    both = asyncio.Event()
+    calls = [bash("multi_agent_v1__spawn_agent", {"message": f"Compute {what}."}) for what in ("17 * 20", "17 * 3")]
+    spawn = (
+        calls, functools.partial(line, "codex exec"),
+        lambda begun: bash("multi_agent_v1__wait_agent", {"targets": begun, "timeout_ms": 60_000}),
+    )  # fmt: skip
+
+    class Both(ByPrompt):
+        begun = 0
+
+        async def generate(self, prompt_ids, *args, **kwargs):
+            last = TOKENIZER.decode(prompt_ids).rpartition("<|im_start|>user")[2]
+            if last.strip().startswith("Compute "):
+                Both.begun += 1
+                if Both.begun == 2:
+                    both.set()
+                await asyncio.wait_for(both.wait(), 300)
+            return await super().generate(prompt_ids, *args, **kwargs)
+
+    command = by_shell(tmp_path, monkeypatch, packages, block("codex exec"))
+    rollout, _ = run(command, llm=Both(lambda text: parted(text, spawn)), row=ROW, **LONG)
+    check_parted(rollout)
+
+
+@tries("@qwen-code/qwen-code")
+@slow
+def test_qwen_code_has_sub_agents(packages, tmp_path, monkeypatch):
+    """One behind the other."""
+    given = [{"description": "Compute.", "prompt": f"Compute {what}."} for what in ("17 * 20", "17 * 3")]
+    spawn = (
+        [bash("agent", each, subagent_type="general-purpose") for each in given],
+        functools.partial(line, "qwen"),
+        None,
+    )
+    command = by_shell(tmp_path, monkeypatch, packages, qwen_code())
+    rollout, _ = run(command, llm=ByPrompt(lambda text: parted(text, spawn)), row=ROW, **LONG)
+    check_parted(rollout)
+    assert [record.numbers for record in rollout.records] == [[0, 5], [1, 2], [3, 4]]
+
+
+@tries
+@slow
+@pytest.mark.parametrize("word", RUNS)
+def test_a_result_of_a_hundred_kilobytes(packages, tmp_path, monkeypatch, word):
+    """Each program shortens it in its own way; what it sends is what the model reads."""
+    command = by_shell(tmp_path, monkeypatch, packages, program(word))
+    limits = {"max_completion_length": 300_000, "max_model_len": 400_000}
+    turns = [line(word, "seq -w 16700"), line(word, "echo 391"), "391"]  # lines of 6 bytes
+    rollout = rollout_of(command, *turns, **limits)
+    (result,) = rollout.turns[0].results
+    assert 1000 < len(result.text) < 101_000 and "16700" in result.text, result.text[:2000]
+
+
+@tries(*SDKS)
+@slow
+@pytest.mark.parametrize("api", ["default", "chat", "anthropic"])
+def test_a_result_of_a_hundred_kilobytes_is_sent_whole(packages, api, monkeypatch):
+    monkeypatch.setenv("MORE", "100000")
+    (packages / "agent.mjs").write_text(SDK)
+    limits = {"max_completion_length": 800_000, "max_model_len": 800_000}
+    rollout = rollout_of(f"node {packages}/agent.mjs {api} whole", CALL, f"{CALL}\n{CALL}", "391", **limits)
+    assert [len(each.text) for turn in rollout.turns for each in turn.results] == [100_009] * 3
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A server that answers a program's requests by these numbers with a fault, before it reads them."""
+    faults, seen, handle = {}, [], agent_server.AgentServer._handle
+
+    async def maybe(self, request):
+        seen.append(request.path)
+        status = faults.get(len(seen)) if request.method == "POST" else None
+        if status is None:
+            return await handle(self, request)
+        await request.read()
+        body = {"error": {"message": "busy", "type": "server_error", "code": None, "param": None}}
+        return web.json_response(body, status=status, headers={"Retry-After": "1"})
+
+    monkeypatch.setattr(agent_server.AgentServer, "_handle", maybe)
+    return faults, seen
+
+
+@tries
+@slow
+@pytest.mark.parametrize("word, faults", [
+    ("codex exec", [503, 500]), ("pi --provider", [503, 429]), ("qwen", [503, 429]), ("ai sdk", [503, 429]),
+    ("mini-swe-agent", [503, 429]), ("crewai", [503, 429]),
+])  # fmt: skip
+def test_programs_ask_again_behind_a_fault(packages, python, tmp_path, monkeypatch, failing, quiet, word, faults):
+    """Of a proxy, or of a server that is full: a request that never came is no turn."""
+    turns = [CALL, "391"]
+    if word == "ai sdk":
+        (packages / "agent.mjs").write_text(SDK)
+        command = f"node {packages}/agent.mjs chat whole"
+    elif word in OF_PYTHON:
+        (tmp_path / "agent.py").write_text({"crewai": CREW, "mini-swe-agent": MINI}[word])
+        command = f"{python(word)} {tmp_path}/agent.py"
+        if word == "mini-swe-agent":
+            turns = [bash("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 391"})]
+    else:
+        command = by_shell(tmp_path, monkeypatch, packages, program(word))
+        turns = [line(word, "echo 391"), "391"]
+    given, seen = failing
+    first = 2 if word == "codex exec" else 1  # it asks for a WebSocket before
+    given |= dict(zip((first, first + 1), faults))
+    rollout_of(command, *turns)
+    assert len(seen) >= len(turns) + 2
+
+
+class Endless(Scripted):
+    """Writes its first turn, and never a second one; then a file says that it was asked."""
+
+    def __init__(self, turn, path):
+        super().__init__(turn)
+        self.path, self.cancelled = path, False
+
+    async def generate(self, *args, **kwargs):
+        if not self.asked:
+            return await super().generate(*args, **kwargs)
+        self.path.write_text("")
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+
+
+@tries
+@slow
+@pytest.mark.parametrize("word", RUNS)
+def test_a_program_that_is_killed_in_the_middle_of_a_call(packages, tmp_path, monkeypatch, word):
+    """What was sampled before is trained, and what it waited for is given up."""
+    asked = tmp_path / "asked"
+    *begin, _ = program(word).strip().splitlines()  # its last line prints the reward
+    begin = "\n".join(begin)
+    body = f"""({begin}) <"$0.row" &
+pid=$!
+while [ ! -e {asked} ]; do sleep 0.1; done
+pkill -KILL -P $pid
+kill -KILL $pid
+echo 0.5
+"""
+    command = by_shell(tmp_path, monkeypatch, packages, f'cat >"$0.row"\n{body}')
+    llm = Endless(line(word, "echo 391"), asked)
+    rollout, _ = run(command, llm=llm, row=ROW, **LONG)
+    assert rollout.error is None and rollout.reward == 0.5 and llm.cancelled, rollout.error
+    (turn,) = rollout.turns
+    assert turn.trained and turn.went_on and rollout.stop_reason == StopReason.AGENT_DONE
+    check_beginnings(rollout)

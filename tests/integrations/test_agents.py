@@ -1,0 +1,2700 @@
+"""Agents that speak OpenAI's API: real clients over real HTTP; the policy is scripted where its ids are known."""
+
+import asyncio
+import copy
+import functools
+import json
+import math
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
+import time
+import types
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import numpy
+import openai
+import psutil
+import pytest
+import torch
+import warm_python
+from processes import alive, ends
+from scripted import longest_text
+from transformers import AutoTokenizer
+
+import mt_grpo_trainer as mt
+from mt_grpo.base.event_loop import run_async, start_in_background
+from mt_grpo.integrations.agents import conversation as openai_agent, programs, server as agent_server
+from mt_grpo.integrations.agents.chains import Asked, Collapsed, Completion, keys_of
+from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
+from mt_grpo.integrations.agents.messages import ApiError
+from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent, environment_of
+from mt_grpo.integrations.agents.prompts import AgentPrompts
+from mt_grpo.integrations.agents.response_items import read_items
+from mt_grpo.integrations.agents.session import AgentSession
+from mt_grpo.reports.rollout_log import turn_rows
+from mt_grpo.rollout import Generation, StopReason
+from mt_grpo.training.records import FURTHER_RECORDS, is_cut_off, trained_records
+from mt_grpo.training.reward_numbers import turn_flags
+from mt_grpo.training.tensors import NAN, pad_rows
+
+pytestmark = pytest.mark.faults  # a group of scripts/test.sh
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "string"}}},
+    },
+}
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "x y"}}\n</tool_call>'
+
+
+class Scripted:
+    """Writes these turns, each with an end of turn unless it is a list of ids; notes what it read and wrote."""
+
+    max_model_len = 1024
+
+    def __init__(self, *turns, seconds=0.0):
+        self.turns, self.seconds, self.asked, self.params = list(turns), seconds, [], []
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        await asyncio.sleep(self.seconds)
+        if isinstance(turn, Exception):
+            raise turn
+        whole = [*ids(turn), TOKENIZER.eos_token_id]
+        sampled = whole[:max_tokens]
+        self.asked.append((list(prompt_ids), sampled))
+        self.params.append(sampling_params)
+        return Generation(sampled, [-0.5] * len(sampled), "stop" if sampled == whole else "length")
+
+
+def ids(text):
+    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def run(agent, *turns, seconds=0.0, timeout=120.0, max_model_calls=8, row=None, llm=None, **settings):
+    """(the rollout, the policy) of one agent with a scripted policy."""
+    program = CommandAgent(agent) if isinstance(agent, str) else agent
+    program = program if isinstance(program, CommandAgent) else FunctionAgent(agent)
+    settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_completion_length": 400, **settings}
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, timeout, max_model_calls)
+    env = cls([], None, environment=agent_environment(program), **settings)
+    llm = llm or Scripted(*turns, seconds=seconds)
+    row = {"question": "What?", **(row or {})}
+    (rollout,) = env.start([[]], rows=[row])
+    try:
+        run_async(env.converse(rollout, llm, {"temperature": 1.0}))
+    finally:
+        for server, _ in env._servers.values():
+            run_async(server.stop())
+    verify(rollout, llm)
+    return rollout, llm
+
+
+def verify(rollout, llm):
+    """Each turn was read and sampled as its record says, and each completion of the policy is one turn at most."""
+    for record in rollout.records if rollout.turns else []:
+        read = list(record.prompt_ids)
+        for turn in record.turns:
+            assert len(turn.logprobs) == len(turn.token_ids)
+            assert (read, turn.token_ids) in [(asked, sampled[: len(turn.token_ids)]) for asked, sampled in llm.asked]
+            read = read + turn.token_ids + turn.observation_ids
+    assert sum(len(record.turns) for record in rollout.records) == len(rollout.turns) <= len(llm.asked)
+    assert sorted(k for r in rollout.records for k in r.numbers) == list(range(len(rollout.turns)))
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+async def ask(client, messages, **options):
+    """The answer's message, as a dict that goes into the next request."""
+    answer = await client.chat.completions.create(model="policy", messages=messages, **options)
+    return answer.choices[0].message.model_dump(exclude_none=True)
+
+
+def by_way(way, client):
+    """The agent's own client, or one that goes over HTTP."""
+    return client if way == "direct" else openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)
+
+
+ways = pytest.mark.parametrize("way", ["direct", "http"])
+
+
+def tool_message(message, text="2"):
+    return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in message["tool_calls"]]
+
+
+# -- token for token --
+
+
+@pytest.mark.contract("OpenAI chat API", "token for token", "agent by function")
+@pytest.mark.program("openai")
+def test_a_conversation_token_for_token():
+    async def agent(row, client):
+        messages = [{"role": "system", "content": "Be brief."}, user(row["question"])]
+        said = await ask(client, messages, tools=[ADD])
+        client.reward(0.5)
+        client.reward(0.25)
+        messages += [said, *tool_message(said)]
+        return {"reward": 1, "said": (await ask(client, messages, tools=[ADD]))["content"]}
+
+    rollout, llm = run(agent, CALL, "It is 2.")
+    schema = json.dumps(ADD)
+    prompt = (
+        f"<|im_start|>system\nBe brief.\n<tools>\n{schema}\n</tools><|im_end|>\n<|im_start|>user\nWhat?<|im_end|>\n"
+    )
+    assert TOKENIZER.decode(rollout.prompt_ids) == f"{prompt}<|im_start|>assistant\n"
+    suffix = "\n<|im_start|>user\n<tool_response>\n2\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    call, answer, end = ids(CALL), ids("It is 2."), [TOKENIZER.eos_token_id]
+    assert rollout.completion_ids == call + end + ids(suffix) + answer + end
+    assert rollout.loss_mask == [1] * (len(call) + 1) + [0] * len(ids(suffix)) + [1] * (len(answer) + 1)
+    assert rollout.turn_ids == [0] * (len(call) + 1) + [-1] * len(ids(suffix)) + [1] * (len(answer) + 1)
+    assert rollout.logprobs == [-0.5] * (len(call) + 1) + [0.0] * len(ids(suffix)) + [-0.5] * (len(answer) + 1)
+    assert [turn.reward for turn in rollout.turns] == [0.75, None] and len(rollout.records) == 1
+    assert [call.arguments for call in rollout.turns[0].calls] == [{"a": 1, "b": "x y"}]
+    assert [result.text for result in rollout.turns[0].results] == ["2"]
+    assert rollout.stop_reason == StopReason.AGENT_DONE and rollout.reward == 1.0 and rollout.error is None
+    assert rollout.environment.result == {"reward": 1, "said": "It is 2."}
+    assert rollout.environment.row["question"] == "What?"
+
+
+@pytest.mark.contract("OpenAI chat API")
+@ways
+def test_what_the_api_says_of_an_answer(way):
+    said = []
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        for messages, options in (
+            ([user("a")], {"tools": [ADD]}), ([user("b")], {"max_tokens": 3}), ([user("c")], {"stop": "END"}),
+            ([user("d")], {"tools": [ADD], "tool_choice": "none"}), ([user("e")], {"tools": [ADD]}),
+        ):  # fmt: skip
+            said.append(await client.chat.completions.create(model="policy", messages=messages, **options))
+        assert [model.id async for model in client.models.list()] == ["policy", "policy-frozen"]
+        assert (await client.models.retrieve("policy")).id == "policy"
+
+    broken = '<tool_call>\n{"name": "add", "arguments": {}\n</tool_call>'
+    rollout, llm = run(agent, f"<think>Hm.</think>Now.\n{CALL}", "1 2 3 4 5 6", "1 END 2", CALL, f"{CALL}\n{broken}")
+    message = said[0].choices[0].message
+    assert message.content == "Now." and message.reasoning_content == "Hm." and len(message.tool_calls) == 1
+    assert json.loads(message.tool_calls[0].function.arguments) == {"a": 1, "b": "x y"}
+    assert [answer.choices[0].finish_reason for answer in said] == [
+        "tool_calls",
+        "length",
+        "stop",
+        "stop",
+        "tool_calls",
+    ]
+    assert said[1].usage.completion_tokens == 3 and said[1].usage.prompt_tokens == len(llm.asked[1][0])
+    assert said[2].choices[0].message.content == "1 " and said[3].choices[0].message.content == CALL
+    assert TOKENIZER.decode(rollout.turns[2].token_ids).startswith("1 END")
+    assert len(rollout.turns[2].token_ids) < len(llm.asked[2][1]) and llm.params[2]["stop"] == ["END"]
+    last = said[4].choices[0].message  # the call that can be read, and the other one as text
+    assert len(last.tool_calls) == 1 and last.content == broken
+    assert [call.error is None for call in rollout.turns[4].calls] == [True, False]
+    assert len(rollout.records) == 5 and rollout.reward is None
+
+
+NOT_OFFERED = {"no tools": {}, "an empty list": {"tools": []}, "none": {"tools": [ADD], "tool_choice": "none"}}
+
+
+@ways
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", NOT_OFFERED)
+def test_what_looks_like_a_call_is_text_where_no_tools_are_offered(name, stream, way):
+    """The docs' first example takes the length of the content; programs with tools in the system prompt read it."""
+    options = NOT_OFFERED[name]
+    flat = {**options, **({"tools": [FLAT]} if options.get("tools") else {})}
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        if stream:
+            chunks = [c async for c in await client.chat.completions.create(
+                model="policy", messages=[user("a")], stream=True, **options)]  # fmt: skip
+            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == f"Now.\n{CALL}"
+            assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
+            assert chunks[-1].choices[0].finish_reason == "stop"
+            events = [event async for event in await respond(client, "b", stream=True, **flat)]
+            answer = events[-1].response
+        else:
+            said = await client.chat.completions.create(model="policy", messages=[user("a")], **options)
+            message = said.choices[0].message
+            assert (message.content, message.tool_calls) == (f"Now.\n{CALL}", None)
+            assert said.choices[0].finish_reason == "stop"
+            answer = await respond(client, "b", **flat)
+        assert [item.type for item in answer.output] == ["message"] and answer.output_text == f"Now.\n{CALL}"
+        sent = [user("a"), {"role": "assistant", "content": f"Now.\n{CALL}"}, user("<tool_response>2</tool_response>")]
+        await ask(client, sent, **options)
+
+    rollout, _ = run(agent, f"Now.\n{CALL}")
+    assert rollout.error is None, rollout.error
+    assert all(turn.calls == [] and turn.answer == f"Now.\n{CALL}" for turn in rollout.turns)
+    assert [record.numbers for record in rollout.records] == [[0, 2], [1]]
+
+
+@ways
+def test_arguments_are_json_that_every_reader_takes(way):
+    """JSON has no NaN and no infinities. Python's `json` and a policy write them; Node's `JSON.parse` fails."""
+    call = CALL.replace('"a": 1, "b": "x y"', '"a": NaN, "b": [1e999, -Infinity, 1.5], "NaN": "NaN"')
+
+    def strict(text):
+        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        said = await ask(client, [user("a")], tools=[ADD])
+        arguments = {"a": None, "b": [None, None, 1.5], "NaN": "NaN"}
+        assert strict(said["tool_calls"][0]["function"]["arguments"]) == arguments
+        await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])  # as it was given
+        # A schema may hold them, too, and /v1/responses tells the tools again.
+        raw = json.dumps({"model": "policy", "input": "b", "tools": [{**FLAT, "parameters": {"default": math.nan}}]})
+        async with httpx.AsyncClient(trust_env=False) as http:
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            for stream in ("false", "true"):
+                content = f'{raw[:-1]}, "stream": {stream}}}'
+                answer = await http.post(f"{client.base_url}responses", content=content, headers=headers)
+                texts = [part for part in answer.text.split("\n") if part.startswith(("{", "data: "))]
+                found = [strict(text.removeprefix("data: ")) for text in texts]
+                assert found[-1].get("response", found[-1])["status"] == "completed", answer.text
+
+    rollout, _ = run(agent, call, "2")
+    assert rollout.error is None, rollout.error
+    assert rollout.records[0].numbers == [0, 1]
+
+
+SAME = {
+    "as it was": lambda m: None,
+    "arguments written anew": lambda m: m["tool_calls"][0]["function"].update(arguments='{ "b":"x y","a":1.0 }'),
+    "without reasoning": lambda m: m.pop("reasoning_content"),
+    "content null": lambda m: m.update(content=None),
+    "content empty": lambda m: m.update(content=""),
+    "thinking in the text": lambda m: m.update(content="<think>Hm.</think>\n\n"),
+    "white space": lambda m: m.update(content=" \n "),
+    "further keys": lambda m: m.update(name="policy", annotations=[], status="done"),
+    "parts": lambda m: m.update(content=[{"type": "text", "text": ""}]),
+    "another id": lambda m: m["tool_calls"][0].update(id="mine"),
+}
+
+
+@pytest.mark.contract("token for token")
+@pytest.mark.parametrize("name", SAME)
+def test_what_programs_do_to_a_history_changes_nothing(name):
+    async def agent(row, client):
+        start = [{"role": "developer", "content": "Be brief."}, user("Add.")]
+        said = await ask(client, start, tools=[ADD])
+        SAME[name](said)
+        start[0]["role"] = "system"
+        start[1]["content"] = [{"type": "text", "text": "Add."}]
+        tools = [{"function": dict(reversed(ADD["function"].items())), "type": "function"}]
+        await ask(client, [*start, said, *tool_message(said)], tools=tools)
+
+    rollout, _ = run(agent, f"<think>Hm.</think>{CALL}", "2")
+    assert len(rollout.records) == 1 and len(rollout.turns) == 2
+
+
+OTHER = {
+    "another argument": lambda m, s: s["tool_calls"][0]["function"].update(arguments='{"a": 2, "b": "x y"}'),
+    "true is not 1": lambda m, s: s["tool_calls"][0]["function"].update(arguments='{"a": true, "b": "x y"}'),
+    "another name": lambda m, s: s["tool_calls"][0]["function"].update(name="sub"),
+    "a text": lambda m, s: s.update(content="I call."),
+    "another prompt": lambda m, s: m[0].update(content="Add. "),
+    "a call less": lambda m, s: s.pop("tool_calls"),
+}
+
+
+@pytest.mark.contract("token for token")
+@pytest.mark.parametrize("name", OTHER)
+def test_what_was_not_said_begins_a_record(name):
+    async def agent(row, client):
+        messages = [user("Add.")]
+        said = await ask(client, messages, tools=[ADD])
+        results = tool_message(said)
+        OTHER[name](messages, said)
+        await ask(client, [*messages, said, *results], tools=[ADD])
+
+    rollout, llm = run(agent, CALL, "2")
+    assert len(rollout.records) == 2
+    messages = rollout.turns[1].context.messages
+    rendered = [dict(m) for m in messages]
+    for message in rendered:
+        if "tool_calls" in message:
+            call = message["tool_calls"][0]
+            arguments = json.loads(call["function"]["arguments"])
+            message["tool_calls"] = [{**call, "function": {"name": call["function"]["name"], "arguments": arguments}}]
+    assert llm.asked[1][0] == TOKENIZER.apply_chat_template(
+        rendered, tools=[ADD], add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_other_tools_begin_a_record():
+    async def agent(row, client):
+        said = await ask(client, [user("Add.")], tools=[ADD])
+        other = {"type": "function", "function": {**ADD["function"], "description": "Add two."}}
+        await ask(client, [user("Add."), said, *tool_message(said)], tools=[other])
+
+    rollout, _ = run(agent, CALL, "2")
+    assert [record.numbers for record in rollout.records] == [[0], [1]]
+    assert "Add two." in TOKENIZER.decode(rollout.records[1].prompt_ids)
+
+
+def test_an_assistants_message_that_was_not_sampled_begins_a_record():
+    async def agent(row, client):
+        messages = [user("a")]
+        messages += [await ask(client, messages), user("b")]
+        await ask(client, [*messages, {"role": "assistant", "content": "Mine."}, user("c")])
+        await ask(client, messages)  # goes on
+        await ask(client, [*messages, {"role": "assistant", "content": "3"}, user("c")])  # sampled: goes on
+
+    rollout, _ = run(agent, "1", "2", "3", "4")
+    assert [record.numbers for record in rollout.records] == [[0, 2, 3], [1]]
+    assert "Mine." in TOKENIZER.decode(rollout.records[1].prompt_ids)
+
+
+def test_repetitions_and_branches():
+    async def agent(row, client):
+        start = [user("a")]
+        one, two = await ask(client, start), await ask(client, start)  # an identical request: another sample
+        assert (one["content"], two["content"]) == ("1", "2")
+        for said in (two, one):
+            await ask(client, [*start, said, user("b")])
+        await ask(client, [*start, one, user("c")])  # a second branch behind the same answer
+
+    rollout, _ = run(agent, "1", "2", "3", "4", "5")
+    assert [record.numbers for record in rollout.records] == [[0, 3], [1, 2], [4]]
+    assert rollout.records[2].prompt_ids == rollout.prompt_ids + rollout.turns[0].token_ids + ids(
+        "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [m["content"] for m in rollout.messages if m["role"] == "assistant"] == ["1", "2", "3", "4", "5"]
+
+
+def test_requests_at_the_same_time_go_on_from_their_own_answers():
+    async def agent(row, client):
+        async def one(name):
+            messages = [user(name)]
+            for k in range(3):
+                messages += [await ask(client, messages), user(f"{name}{k}")]
+
+        await client.models.retrieve("policy")  # the first request of a client finds its platform out, in a thread
+        await asyncio.gather(*map(one, "abc"))
+
+    rollout, llm = run(agent, *map(str, range(9)), seconds=0.01, max_model_calls=9)
+    assert len(rollout.turns) == 9 and [len(record.turns) for record in rollout.records] == [3, 3, 3]
+    first = [TOKENIZER.decode(record.prompt_ids).partition("user\n")[2][0] for record in rollout.records]
+    assert first == ["a", "b", "c"]  # in the order of the requests
+
+
+def test_the_same_text_twice_is_told_apart_by_the_ids_of_its_calls():
+    async def agent(row, client):
+        start = [user("a")]
+        one, two = [await ask(client, start, tools=[ADD]) for _ in range(2)]
+        for said, text in ((two, "two"), (one, "one")):
+            await ask(client, [*start, said, *tool_message(said, text)], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, CALL, "1", "2")
+    assert [record.numbers for record in rollout.records] == [[0, 3], [1, 2]]
+
+
+def test_a_stop_text_that_is_put_back_goes_on():
+    """The answer ends before the text, and some programs write it behind again. Logprobs end where the ids do."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")], stop=["END"])
+        assert said["content"] == "1 "
+        await ask(client, [user("a"), {**said, "content": "1 END"}, user("b")], stop=["END"])
+        await ask(client, [user("a"), {**said, "content": "1 ENDE"}, user("b")], stop=["END"])  # another text
+
+    rollout, _ = run(agent, "1 END 2 3 4", "2", "3")
+    assert rollout.error is None, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0, 1], [2]]
+    assert [len(turn.logprobs) for turn in rollout.turns] == [len(turn.token_ids) for turn in rollout.turns]
+
+
+def test_each_call_has_an_id_and_each_result_its_call():
+    seen = []
+
+    async def agent(row, client):
+        start = [user("a")]
+        said = await ask(client, start, tools=[ADD])
+        one, two = tool_message(said)
+        results = [{**one, "content": "one"}, {**two, "content": "two"}]
+        exchanged = [{**results[0], "tool_call_id": two["tool_call_id"]},
+                     {**results[1], "tool_call_id": one["tool_call_id"]}]  # fmt: skip
+        for behind in (results, exchanged):
+            again = await ask(client, [*start, said, *behind], tools=[ADD])
+            seen.extend(call["id"] for call in again["tool_calls"])
+            again = await ask(client, [*start, said, *behind, again, *tool_message(again)], tools=[ADD])
+            seen.extend(call["id"] for call in again["tool_calls"])
+        seen.extend(call["id"] for call in said["tool_calls"])
+
+    rollout, _ = run(agent, f"{CALL}\n{CALL}", max_completion_length=2000)
+    assert len(set(seen)) == len(seen) == 10
+    # Told apart by the results of their calls, each branch goes on as its own.
+    assert [record.numbers for record in rollout.records] == [[0, 1, 2], [3, 4]]
+
+
+def test_exchanged_results_are_another_conversation():
+    async def agent(row, client):
+        start = [user("a")]
+        said = await ask(client, start, tools=[ADD])
+        one, two = tool_message(said)
+        results = [{**one, "content": "one"}, {**two, "content": "two"}]
+        exchanged = [{**two, "content": "one"}, {**one, "content": "two"}]
+        told = [[*start, said, *behind, await ask(client, [*start, said, *behind], tools=[ADD])]
+                for behind in (results, exchanged)]  # fmt: skip
+        for messages in reversed(told):
+            await ask(client, [*messages, user("b")], tools=[ADD])
+
+    rollout, _ = run(agent, f"{CALL}\n{CALL}", "ok", max_completion_length=2000)
+    assert rollout.error is None, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0, 1, 4], [2, 3]]
+
+
+def test_rollouts_of_one_prompt_have_lists_of_their_own():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    ids = [rollout.prompt_ids for rollout in env.generate([[]] * 3, Scripted("1"), rows=[{}] * 3)["rollouts"]]
+    assert ids[0] == ids[1] == ids[2] and len(set(map(id, ids))) == 3
+
+
+def test_a_frozen_branch_is_read_and_not_trained():
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        side = await client.chat.completions.create(model="policy-frozen", messages=[user("other")])
+        frozen = await client.chat.completions.create(model="policy-frozen", messages=[user("a"), said, user("b")])
+        assert (side.model, side.choices[0].message.content) == ("policy-frozen", "2")
+        message = frozen.choices[0].message.model_dump(exclude_none=True)
+        await ask(client, [user("a"), said, user("b"), message, user("c")])
+
+    rollout, _ = run(agent, "1", "2", "3", "4")
+    assert [record.numbers for record in rollout.records] == [[0, 2, 3], [1]]
+    owners = rollout.records[0].turn_ids
+    assert sorted(set(owners)) == [-1, 0, 3] and rollout.records[0].loss_mask == [int(k >= 0) for k in owners]
+    assert not any(rollout.records[1].loss_mask)
+    assert [record.numbers for record in trained_records(rollout)] == [[0, 2, 3]]
+
+
+def test_tokens_that_begin_or_end_a_message_are_broken_in_texts_of_users_and_tools():
+    """Tags of formats stay, and so does all that the agent writes as the system or the assistant."""
+
+    async def agent(row, client):
+        start = [{"role": "system", "content": "Write a call as <tool_call>...</tool_call>."}, user("a<|im_end|>")]
+        said = await ask(client, start, tools=[ADD])
+        await ask(client, [*start, said, *tool_message(said, "</tool_response><|im_end|>")], tools=[ADD])
+        shown = {"role": "assistant", "content": "<tool_call>\n{}\n</tool_call> <|im_start|>"}
+        developer = {"role": "developer", "content": "Think in <think></think>."}
+        await ask(client, [developer, user("<think>b<|im_start|>"), shown, user("c")])
+
+    rollout, llm = run(agent, CALL, "2")
+    text = TOKENIZER.decode(rollout.prompt_ids + rollout.completion_ids)
+    assert "Write a call as <tool_call>...</tool_call>." in text and len(rollout.records) == 2
+    assert "a< |im_end|>" in text and "\n</tool_response>< |im_end|>\n" in text
+    assert llm.asked[2][0] == ids(
+        "<|im_start|>system\nThink in <think></think>.<|im_end|>\n<|im_start|>user\n<think>b< |im_start|><|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>\n{}\n</tool_call> <|im_start|><|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+# -- /v1/responses --
+
+
+async def respond(client, items, **options):
+    return await client.responses.create(model="policy", input=items, **options)
+
+
+FLAT = {"type": "function", **ADD["function"]}
+
+
+@pytest.mark.contract("OpenAI Responses API")
+@ways
+@pytest.mark.parametrize("by_id", [False, True])
+def test_responses(by_id, way):
+    async def agent(row, own):
+        client = by_way(way, own)
+        options = {"instructions": "Be brief.", "tools": [FLAT]}
+        items = [{"role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
+        first = await respond(client, items, **options)
+        kinds = [item.type for item in first.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"] and first.output_text == "Now."
+        calls = [item for item in first.output if item.type == "function_call"]
+        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "2"} for call in calls]
+        if by_id:
+            second = await respond(client, results, previous_response_id=first.id, **options)
+        else:
+            second = await respond(client, [*items, *first.output, *results], **options)
+        assert second.status == "completed" and second.usage.input_tokens > first.usage.input_tokens
+        return float(second.output_text == "4")
+
+    rollout, _ = run(agent, f"<think>Hm.</think>Now.\n{CALL}\n{CALL}", "4")
+    assert rollout.reward == 1.0 and len(rollout.records) == 1 and len(rollout.turns) == 2
+    assert [result.text for result in rollout.turns[0].results] == ["2", "2"]
+
+
+def test_both_endpoints_are_one_conversation():
+    async def agent(row, client):
+        first = await respond(client, "a")
+        await ask(client, [user("a"), {"role": "assistant", "content": first.output_text}, user("b")])
+
+    rollout, _ = run(agent, "1", "2")
+    assert len(rollout.records) == 1 and len(rollout.turns) == 2
+
+
+def test_items_as_messages():
+    """The reasoning, the text and the calls of one answer are one message; a refusal is text."""
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "2"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": text} for text in ("b", "c")]},
+    ]
+    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    assert read_items(items) == [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "assistant", "content": "No.", "reasoning_content": "Hm.", "tool_calls": [call]},
+        {"role": "tool", "content": "2", "tool_call_id": "a"},
+        {"role": "user", "content": "b\nc"},
+    ]
+
+
+@ways
+def test_an_answer_that_a_limit_cut_off_says_so(way):
+    """Also where it holds a whole call. A limit of three tokens is one of three, by each of its names."""
+    long = f"{CALL} and so on"
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        cut = await client.chat.completions.create(
+            model="policy", messages=[user("a")], tools=[ADD], max_tokens=len(ids(CALL)) + 1
+        )
+        assert cut.choices[0].finish_reason == "length" and len(cut.choices[0].message.tool_calls) == 1
+        for limits in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}):
+            answer = await client.chat.completions.create(model="policy", messages=[user("b")], **limits)
+            assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
+        answer = await respond(client, "c", max_output_tokens=3)
+        assert (answer.usage.output_tokens, answer.status) == (3, "incomplete")
+        assert answer.incomplete_details.reason == "max_output_tokens"
+        events = [event async for event in await respond(client, "d", max_output_tokens=3, stream=True)]
+        assert events[-1].type == "response.incomplete" and events[-1].response.status == "incomplete"
+
+    rollout, _ = run(agent, long, max_completion_length=2000)
+    assert rollout.error is None, rollout.error
+    assert [len(turn.token_ids) for turn in rollout.turns][1:] == [3, 3, 3, 3]
+
+
+# -- streams --
+
+
+@pytest.mark.contract("streaming")
+@ways
+@pytest.mark.parametrize("seconds", [0.0, 0.3])
+def test_streams(monkeypatch, seconds, way):
+    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.1)
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        options = {"stream": True, "stream_options": {"include_usage": True}, "tools": [ADD]}
+        chunks = [
+            c async for c in await client.chat.completions.create(model="policy", messages=[user("a")], **options)
+        ]
+        deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+        calls = [call for delta in deltas for call in delta.tool_calls or []]
+        assert "".join(delta.content or "" for delta in deltas) == "Now."
+        assert json.loads(calls[0].function.arguments) == {"a": 1, "b": "x y"}
+        assert chunks[-1].usage.completion_tokens > 5 and chunks[-2].choices[0].finish_reason == "tool_calls"
+        async with client.responses.stream(model="policy", input="b", tools=[FLAT]) as events:
+            kinds = [event.type async for event in events]
+            final = await events.get_final_response()
+        assert kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        assert final.output_text == "It is 2." and "response.output_text.delta" in kinds
+        events = [event async for event in await respond(client, "c", stream=True, tools=[FLAT])]
+        done = [event for event in events if event.type == "response.function_call_arguments.done"]
+        assert json.loads(done[0].arguments) == {"a": 1, "b": "x y"}
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        return 1.0
+
+    rollout, _ = run(agent, f"Now.\n{CALL}", "It is 2.", CALL, seconds=seconds)
+    assert rollout.error is None and rollout.reward == 1.0 and len(rollout.turns) == 3
+
+
+@ways
+def test_an_error_inside_a_stream(monkeypatch, way):
+    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        with pytest.raises(openai.APIError, match="server failed: gone"):
+            async for _ in await client.chat.completions.create(model="policy", messages=[user("a")], stream=True):
+                pass
+
+    with pytest.raises(mt.ServerError, match="gone"):
+        run(agent, mt.ServerError("gone"), seconds=0.2)
+
+
+@ways
+def test_the_end_of_a_rollout_inside_a_stream_is_told(monkeypatch, way):
+    """The status was sent with the first comment, so the error is an event."""
+    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
+    seen = []
+
+    async def agent(row, own):
+        client = by_way(way, own)
+
+        async def one(name):
+            stream = await client.chat.completions.create(model="policy", messages=[user(name)], stream=True)
+            return [chunk async for chunk in stream]
+
+        found = await asyncio.gather(*map(one, "abcd"), return_exceptions=True)
+        seen.extend(str(each) for each in found if isinstance(each, openai.APIError))
+        return 0.5
+
+    rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.3)
+    assert rollout.reward == 0.5 and seen and all("The rollout is over: max_tokens" in each for each in seen), seen
+
+
+# -- retries and disconnects --
+
+
+async def post(client, body, **headers):
+    async with httpx.AsyncClient(trust_env=False) as http:
+        headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json", **headers}
+        content = json.dumps(body)  # httpx would not write a lone surrogate
+        return await http.post(f"{client.base_url}chat/completions", content=content, headers=headers)
+
+
+def said_in(answer):
+    """The texts of an answer over HTTP."""
+    return [choice["message"]["content"] for choice in answer.json()["choices"]]
+
+
+RETRY = {"x-stainless-retry-count": "1"}
+
+
+@ways
+def test_equal_requests_at_the_same_time_are_samples_of_their_own(way):
+    """Votes, a search's branches, equal sub-agents. On commit 9a4505e all four were the first."""
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        votes = await asyncio.gather(*(ask(client, [user("Vote.")]) for _ in range(4)))
+        assert sorted(vote["content"] for vote in votes) == ["A", "B", "C", "D"]
+
+    rollout, llm = run(agent, "A", "B", "C", "D", seconds=0.05)
+    assert rollout.error is None, rollout.error
+    assert sorted(turn.text for turn in rollout.turns) == ["A", "B", "C", "D"] and len(llm.asked) == 4
+    assert [record.numbers for record in rollout.records] == [[0], [1], [2], [3]]
+    assert all(turn.trained for turn in rollout.turns)
+
+
+def test_a_retry_joins_what_is_in_flight_and_gets_what_was_sampled():
+    body = {"model": "policy", "messages": [user("a")]}
+
+    async def agent(row, client):
+        first = asyncio.ensure_future(post(client, body))
+        while not llm.began:
+            await asyncio.sleep(0.01)
+        retry = asyncio.ensure_future(post(client, dict(reversed(body.items())), **RETRY))
+        assert said_in(await first) == said_in(await retry) == ["1"]
+        assert said_in(await post(client, body, **RETRY)) == ["1"]
+        assert said_in(await post(client, body, **{"x-stainless-retry-count": "0"})) == ["2"]
+        assert said_in(await post(client, body, **RETRY)) == ["2"]  # of equal requests, the last one
+
+    llm = Begun("1", "2", seconds=0.3)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None and len(rollout.turns) == 2 == len(llm.asked), rollout.error
+
+
+class Begun(Scripted):
+    """It counts what has begun to be sampled."""
+
+    began = 0
+
+    async def generate(self, *arguments, **options):
+        self.began += 1
+        return await super().generate(*arguments, **options)
+
+
+def test_an_idempotency_key_is_one_request():
+    body = {"model": "policy", "messages": [user("a")]}
+
+    async def agent(row, client):
+        key = {"Idempotency-Key": "vote-1"}
+        both = await asyncio.gather(post(client, body, **key), post(client, body, **key))
+        assert [said_in(answer) for answer in both] == [["1"], ["1"]]
+        other = await asyncio.gather(*(post(client, body, **{"Idempotency-Key": f"vote-{k}"}) for k in "123"))
+        assert sorted(text for answer in other for text in said_in(answer)) == ["1", "2", "3"]
+        wrong = await post(client, {**body, "messages": [user("b")]}, **key)
+        assert wrong.status_code == 400 and "was sent with another request" in wrong.text
+
+    rollout, llm = run(agent, "1", "2", "3", seconds=0.1)
+    assert rollout.error is None and len(rollout.turns) == 3 == len(llm.asked), rollout.error
+
+
+@ways
+def test_an_answer_that_nobody_received_is_not_trained(way):
+    async def agent(row, own):
+        client = by_way(way, own)
+        gone = asyncio.ensure_future(ask(client, [user("a")]))
+        while not llm.began:
+            await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        while len(llm.asked) < 1:
+            await asyncio.sleep(0.01)
+        said = await ask(client, [user("a")])  # no retry: an agent that goes on without the answer
+        await ask(client, [user("a"), said, user("b")])
+        own.reward(0.5)
+
+    llm = Begun("same", "same", "2", seconds=0.2)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None, rollout.error
+    assert [turn.text for turn in rollout.turns] == ["same", "same", "2"]
+    assert [turn.trained for turn in rollout.turns] == [False, True, True]
+    assert [record.numbers for record in rollout.records] == [[0], [1, 2]]  # not behind what nobody has read
+    assert [record.numbers for record in trained_records(rollout)] == [[1, 2]]
+    assert rollout.turns[0].info == {"received": False} and rollout.turns[2].reward == 0.5
+
+
+@ways
+def test_an_answer_that_a_retry_receives_is_trained(way):
+    """A client's time limit ends its request, and its retry gets the answer to one of two equal ones."""
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        hasty = client.with_options(timeout=0.3, max_retries=4)
+        both = await asyncio.gather(*(ask(hasty, [user("a")]) for _ in range(2)))
+        assert sorted(said["content"] for said in both) == ["1", "2"]
+
+    rollout, llm = run(agent, "1", "2", seconds=0.8)
+    assert rollout.error is None and len(llm.asked) == 2, rollout.error
+    assert [turn.trained for turn in rollout.turns] == [True, True]
+
+
+def test_retries_of_equal_requests_join_different_ones():
+    """Also before the server has noticed that a client left. Each client gets an answer of its own."""
+    equal = [Asked("x", None, range(k, k + 1), True, waiting=1) for k in range(2)]
+    session = types.SimpleNamespace(_asked=[Asked("y", None, range(2, 3), True, waiting=1), *equal])
+    joined = [AgentSession._asked_before(session, "x", True, None) for _ in range(4)]
+    assert [each.numbers[0] for each in joined] == [0, 1, 0, 1]
+    equal[1].waiting = 0
+    assert AgentSession._asked_before(session, "x", True, None) is equal[1]
+    assert AgentSession._asked_before(session, "x", False, None) is None
+
+
+def test_a_client_that_left_over_http_is_known_before_its_answer():
+    """So its retry gets the answer that it left, and not that of an equal request whose client still waits."""
+
+    class Held(Begun):
+        released = False
+
+        async def generate(self, *arguments, **options):
+            sampled = await super().generate(*arguments, **options)
+            while not self.released:
+                await asyncio.sleep(0.01)
+            return sampled
+
+    async def agent(row, client):
+        body, open_ = {"model": "policy", "messages": [user("a")]}, []
+        for k in range(2):
+            open_.append(asyncio.ensure_future(post(client, body)))
+            while llm.began <= k:
+                await asyncio.sleep(0.01)
+        first, second = open_
+        second.cancel()
+        for _ in range(6000):  # were it never noticed: the policy's time, which is no agent's, has no limit
+            if not client.session._asked[1].waiting:
+                break
+            await asyncio.sleep(0.01)
+        retry = asyncio.ensure_future(post(client, body, **RETRY))
+        while not client.session._asked[1].waiting:
+            await asyncio.sleep(0.01)
+        llm.released = True
+        assert (said_in(await first), said_in(await retry)) == (["1"], ["2"])
+
+    llm = Held("1", "2")
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None and [turn.trained for turn in rollout.turns] == [True, True], rollout.error
+
+
+def test_an_answer_that_is_lost_on_its_way_is_not_trained():
+    """The connection breaks while the answer is written: at the server's door, as no client does it on demand."""
+
+    async def agent(row, client):
+        body = json.dumps({"model": "policy", "messages": [user("a")]}).encode()
+        headers = {"Authorization": f"Bearer {client.api_key}"}
+
+        async def serve():
+            (server, _), *_ = env._servers.values()
+            served = await server.serve("POST", "/v1/chat/completions", headers, body)
+            served.receipt()
+            served.receipt(received=False)
+
+        await asyncio.wrap_future(start_in_background(serve()))
+        await ask(client, [user("b")])
+
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    (rollout,) = env.generate([[]], Scripted("1", "2"), rows=[{}])["rollouts"]
+    assert rollout.error is None, rollout.error
+    assert [turn.trained for turn in rollout.turns] == [False, True]
+
+
+def test_refused_requests_do_not_gather():
+    async def agent(row, client):
+        long = {"model": "policy", "messages": [user("a " * 5000)]}
+        assert [(await post(client, long)).status_code for _ in range(3)] == [400] * 3
+        await ask(client, [user("a")])
+
+    asked, original = [], AgentSession.received
+
+    def received(self, each):
+        asked.append(list(self._asked))
+        original(self, each)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgentSession, "received", received)
+        rollout, _ = run(agent, "1")
+    assert rollout.error is None and [len(each) for each in asked] == [1], rollout.error
+
+
+def test_an_agent_that_received_nothing_has_failed():
+    async def agent(row, client):
+        with pytest.raises(openai.APITimeoutError):
+            await ask(client.with_options(timeout=0.05, max_retries=0), [user("a")])
+        await asyncio.sleep(0.5)
+        return 1.0
+
+    rollout, _ = run(agent, "1", seconds=0.2)
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "never got a completion" in str(rollout.error)
+
+
+@ways
+@pytest.mark.parametrize("stream", [False, True])
+def test_n_answers(way, stream):
+    """Each is a turn and a branch of its own; the prompt of all counts once."""
+    got = {}
+
+    async def agent(row, own):
+        client = by_way(way, own)
+        options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+        answer = await client.chat.completions.create(
+            model="policy", messages=[user("a")], n=3, tools=[ADD], **options
+        )
+        if stream:
+            chunks = [chunk async for chunk in answer]
+            said = [[c.choices[0].delta for c in chunks if c.choices and c.choices[0].index == k] for k in range(3)]
+            texts = ["".join(delta.content or "" for delta in deltas) for deltas in said]
+            calls = [[call for delta in deltas for call in delta.tool_calls or []] for deltas in said]
+            reasons = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
+            usage, response = chunks[-1].usage, chunks[0]
+        else:
+            choices = answer.choices
+            assert [choice.index for choice in choices] == [0, 1, 2]
+            texts = [choice.message.content or "" for choice in choices]
+            calls = [choice.message.tool_calls or [] for choice in choices]
+            reasons, usage, response = [choice.finish_reason for choice in choices], answer.usage, answer
+        assert texts == ["one", "", "three 3"] and [len(each) for each in calls] == [0, 1, 0]
+        assert reasons == ["stop", "tool_calls", "stop"]
+        got["usage"] = usage
+        own.reward(0.5, response, choice=2)
+        await ask(client, [user("a"), {"role": "assistant", "content": texts[2]}, user("b")], tools=[ADD])
+        await ask(client, [user("a"), {"role": "assistant", "content": texts[0]}, user("c")], tools=[ADD])
+        return 1.0
+
+    rollout, llm = run(agent, "one", CALL, "three 3", "4", "5", max_model_calls=5)
+    assert rollout.error is None, rollout.error
+    assert [turn.text for turn in rollout.turns] == ["one", CALL, "three 3", "4", "5"]
+    assert [record.numbers for record in rollout.records] == [[0, 4], [1], [2, 3]]
+    assert [turn.reward for turn in rollout.turns] == [None, None, 0.5, None, None]
+    written = sum(len(sampled) for _, sampled in llm.asked[:3])
+    read = len(llm.asked[0][0])
+    usage = got["usage"]
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (read, written, read + written)
+
+
+def test_n_answers_within_the_limit_of_calls():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        await client.chat.completions.create(model="policy", messages=[user("b")], n=3)
+
+    rollout, llm = run(agent, "1", max_model_calls=3)
+    assert rollout.stop_reason == StopReason.MAX_TURNS and len(llm.asked) == 1 == len(rollout.turns)
+
+
+def test_one_of_n_that_has_no_room_ends_all_of_them():
+    async def agent(row, client):
+        with pytest.raises(openai.RateLimitError):
+            await client.chat.completions.create(model="policy", messages=[user("a")], n=3)
+        return 0.5
+
+    rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.05)
+    assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.reward == 0.5
+    assert not any(turn.trained for turn in rollout.turns)  # the client got none of them
+
+
+@ways
+def test_a_client_that_disconnects_gets_its_answer_by_a_retry(way):
+    async def agent(row, client):
+        impatient = by_way(way, client).with_options(timeout=0.2, max_retries=3)
+        answer = await impatient.chat.completions.create(model="policy", messages=[user("a")])
+        return float(answer.choices[0].message.content == "1")
+
+    rollout, llm = run(agent, "1", "2", seconds=0.6)
+    assert rollout.reward == 1.0 and len(llm.asked) == 1
+
+
+# -- endings --
+
+
+async def endless(row, client):
+    messages = [user("a")]
+    while True:
+        messages += [await ask(client, messages), user("b")]
+
+
+async def catches(row, client):
+    messages = [user("a")]
+    try:
+        while True:
+            messages += [await ask(client, messages), user("b")]
+    except openai.RateLimitError as error:
+        assert error.code == "rollout_over" and error.response.headers["x-should-retry"] == "false"
+        return 0.25
+
+
+@pytest.mark.parametrize("agent, reward", [(endless, 0.0), (catches, 0.25)])
+def test_calls_beyond_the_limit(agent, reward):
+    rollout, llm = run(agent, "1", max_model_calls=3)
+    assert rollout.stop_reason == StopReason.MAX_TURNS and rollout.error is None
+    assert len(rollout.turns) == 3 == len(llm.asked) and rollout.reward == reward
+
+
+def test_the_token_budget_holds_exactly():
+    rollout, llm = run(endless, "1 2 3 4 5 6 7 8", max_completion_length=60, max_model_calls=32)
+    assert rollout.stop_reason == StopReason.MAX_TOKENS and len(rollout.completion_ids) <= 60
+    assert rollout.turns[-1].finish_reason == "length" and len(rollout.completion_ids) == 60
+
+
+def test_requests_at_the_same_time_share_the_token_budget():
+    async def agent(row, client):
+        with pytest.raises(openai.RateLimitError):
+            await asyncio.gather(*(ask(client, [user(name)]) for name in "abc"))
+        return 0.5
+
+    rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.05)
+    assert sum(len(turn.token_ids) for turn in rollout.turns) == 20 and rollout.reward == 0.5
+    assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.turns[-1].finish_reason == "length"
+
+
+def test_an_agent_that_takes_too_long():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        await asyncio.sleep(3600)
+
+    rollout, _ = run(agent, "1", timeout=0.5)
+    assert rollout.stop_reason == StopReason.AGENT_TIMEOUT and rollout.error is None
+    assert not rollout.failed and is_cut_off(rollout) and len(rollout.turns) == 1 and rollout.reward == 0.0
+
+    async def never_asks(row, client):
+        await asyncio.sleep(3600)
+
+    rollout, _ = run(never_asks, "1", timeout=0.1)
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "agent_timeout=0.1" in str(rollout.error)
+
+
+CUT = {  # limits -> (why the rollout ended, whether the agent's own failure)
+    "budget": ({"max_completion_length": 20}, {}, StopReason.MAX_TOKENS),
+    "turn": ({"max_turn_tokens": 20}, {}, StopReason.MAX_TOKENS),
+    "context": ({"max_model_len": 60, "max_completion_length": 400}, {}, StopReason.CONTEXT_LENGTH),
+    "the agent's": ({}, {"max_tokens": 20}, StopReason.AGENT_ERROR),
+    "the agent's, which is the budget": ({"max_completion_length": 20}, {"max_tokens": 20}, StopReason.MAX_TOKENS),
+}
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_an_agent_that_raises_at_an_answer_that_was_cut(name):
+    """The policy's doing, unless it is the agent's own limit, or the agent went on and raised at another one."""
+    limits, options, reason = CUT[name]
+
+    async def agent(row, client):
+        answer = await client.chat.completions.create(model="policy", messages=[user("a")], **options)
+        assert answer.choices[0].finish_reason == "length"
+        raise RuntimeError("Incomplete response returned, reason: max_output_tokens")
+
+    rollout, _ = run(agent, "word " * 90, **limits)
+    failed = reason == StopReason.AGENT_ERROR
+    assert (rollout.stop_reason, rollout.failed, rollout.reward) == (reason, failed, None if failed else 0.0)
+
+    async def goes_on(row, client):
+        await ask(client, [user("a")])
+        await ask(client, [user("b")])
+        raise RuntimeError("its own")
+
+    rollout, _ = run(goes_on, "word " * 90, "1", max_turn_tokens=20)
+    assert rollout.stop_reason == StopReason.AGENT_ERROR
+
+
+def test_an_agent_that_swallows_its_end_is_ended(monkeypatch):
+    cancelled = []
+
+    async def agent(row, client):
+        try:
+            while True:
+                try:
+                    await ask(client, [user("a")])
+                except openai.APIError:  # that its budget is spent, or what a loaded machine makes of it
+                    await asyncio.sleep(0.05)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+            raise
+
+    monkeypatch.setattr(openai_agent, "SECONDS_TO_RETURN", 0.5)
+    rollout, _ = run(agent, "1", max_model_calls=1)
+    assert cancelled and rollout.stop_reason == StopReason.MAX_TURNS and rollout.reward == 0.0
+
+
+def raises(row, client):
+    client.chat.completions.create(model="policy", messages=[user("a")])
+    raise KeyError("gone")
+
+
+async def calls_nothing(row, client):
+    return 1.0
+
+
+async def returns_nan(row, client):
+    await ask(client, [user("a")])
+    return {"reward": float("nan")}
+
+
+def sync_in_two_ways(row, client):
+    """As streams and over both endpoints, with a time limit that the first request does not keep."""
+    chunks = client.chat.completions.create(model="policy", messages=[user("a")], stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "1"
+    assert (
+        client.with_options(timeout=0.2, max_retries=3).responses.create(model="policy", input="b").output_text == "2"
+    )
+    with client.responses.stream(model="policy", input="c") as events:
+        assert [event.type for event in events][-1] == "response.completed"
+    return 1.0
+
+
+@pytest.mark.contract("agent by function")
+def test_a_function_without_async():
+    rollout, llm = run(sync_in_two_ways, "1", "2", "3", seconds=0.5)
+    assert rollout.reward == 1.0 and len(llm.asked) == 3, rollout.error
+
+
+async def another_model(row, client):
+    await client.chat.completions.create(model="gpt-5", messages=[user("a")])
+
+
+@pytest.mark.parametrize("agent, message", [
+    (raises, "raises raised KeyError: 'gone'"),
+    (calls_nothing, "calls_nothing never got a completion"),
+    (returns_nan, "expected a number"),
+    (another_model, "another_model raised NotFoundError.*The model 'gpt-5' does not exist"),
+])  # fmt: skip
+def test_an_agents_failure_is_not_trained(agent, message):
+    rollout, _ = run(agent, "1")
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and rollout.failed and rollout.reward is None
+    with pytest.raises(Exception, match=message):
+        raise rollout.error
+
+
+def test_a_request_after_the_end():
+    kept = []
+
+    async def agent(row, client):
+        kept.append(client.api_key)
+        await ask(client, [user("a")])
+
+    async def late(row, client):
+        with pytest.raises(openai.RateLimitError, match="The rollout is over"):
+            await ask(client.with_options(api_key=kept[0]), [user("b")])
+        with pytest.raises(openai.AuthenticationError, match="The key is of no rollout"):
+            await ask(client.with_options(api_key="mine"), [user("b")])
+        await ask(client, [user("a")])
+        return 1.0
+
+    async def both(row, client):
+        return await (agent if row["question"] == "first" else late)(row, client)
+
+    program = FunctionAgent(both)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    for question in ("first", "second"):
+        rollouts = env.generate([[]], Scripted("1"), rows=[{"question": question}])["rollouts"]
+    assert rollouts[0].reward == 1.0, rollouts[0].error
+
+
+def test_a_fault_of_the_endpoint_is_no_agents_failure(monkeypatch):
+    def broken(*args):
+        raise ZeroDivisionError("a fault of ours")
+
+    monkeypatch.setattr(AgentSession, "_answer", broken)
+    with pytest.raises(ZeroDivisionError, match="a fault of ours"):
+        run(endless, "1")
+
+
+# -- what bad input gets --
+
+
+BAD = [
+    ({"messages": []}, 400, "messages: got none"),
+    ({"messages": [{"role": "robot", "content": ""}]}, 400, "messages[0].role: got 'robot'"),
+    ({"messages": [{"role": "user"}]}, 400, "messages[0].content: got null"),
+    ({"messages": [{"role": "tool", "content": "2"}]}, 400, "tool_call_id"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text only"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "expected a function's name"),
+    ({"model": "gpt-5"}, 404, "does not exist"),
+    ({"n": 129}, 400, "n: got 129, expected a number from 1 to 128"),
+    ({"max_tokens": 0}, 400, "max_tokens: got 0"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs.enable_thinking: got False"),
+    ({"add_generation_prompt": False}, 400, "The policy always answers"),
+    ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, 400, "'user' has the name 'bob'"),
+    ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "x"}}]}, 400, "function_call: not"),
+    ({"logprobs": True}, 400, "logprobs: not supported"),
+    ({"tools": [{"type": "web_search"}]}, 400, "expected 'function'"),
+    ({"tools": [{"type": "function", "function": {"name": "x", "parameters": "y"}}]}, 400, "a JSON schema"),
+    *(
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": schema}}}}]},
+            400,
+            message,
+        )
+        for schema, message in (
+            ({"type": 5}, "got a schema of type 5"),
+            ({"anyOf": None}, "anyOf that is a list"),
+            ({"properties": {"b": 1}}, "schemas that are objects"),
+            (functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(80), {}), "on more than 64 levels"),
+        )
+    ),
+    ({"stop": "\ud800"}, 400, "stop"),
+    ({"response_format": "json"}, 400, "response_format: got 'json', expected an object"),
+    ({"stream": True, "stream_options": "x"}, 400, "stream_options"),
+    ({"tool_choice": "sometimes"}, 400, "tool_choice"),
+    ({"messages": [{"role": "user", "content": "1 " * 1100}]}, 400, "context"),
+]
+HARMLESS = {
+    "seed": 1, "logit_bias": {"5": 3}, "temperature": 0.1, "top_p": 0.5, "user": "me", "presence_penalty": 1.0,
+    "response_format": {"type": "json_object"}, "parallel_tool_calls": False, "metadata": {"a": "b"}, "store": True,
+    "tool_choice": "required", "reasoning_effort": "low",
+    "tools": [{"type": "function", "function": {"name": "x", "parameters": None}}],
+}  # fmt: skip
+
+
+def test_a_body_that_is_not_encoded_as_it_says_is_refused(caplog):
+    async def agent(row, client):
+        headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
+        async with httpx.AsyncClient() as http:
+            for encoding in ("gzip", "deflate"):
+                answer = await http.post(
+                    f"{client.base_url}chat/completions", content=b"no such thing",
+                    headers={**headers, "Content-Encoding": encoding},
+                )  # fmt: skip
+                assert answer.status_code == 400, answer.text
+                message = answer.json()["error"]["message"]
+                assert message.startswith(f"body: cannot be read by its Content-Encoding, '{encoding}'"), message
+        await ask(client, [user("a")])
+        return 1.0
+
+    assert run(agent, "1")[0].reward == 1.0
+    assert "Unhandled exception" not in caplog.text
+
+
+def test_bad_requests_get_the_apis_errors_and_harm_nothing():
+    async def agent(row, client):
+        for change, status, message in BAD:
+            answer = await post(client, {"model": "policy", "messages": [user("a")], **change})
+            error = answer.json()["error"]
+            assert answer.status_code == status and message in error["message"], (change, answer.text)
+            assert error["type"] == "invalid_request_error" and "param" in error and "code" in error
+        async with httpx.AsyncClient(trust_env=False) as http:
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            broken = await http.post(f"{client.base_url}chat/completions", content=b"{", headers=headers)
+            assert broken.status_code == 400 and "is no JSON" in broken.text
+            lost = await http.post(f"{client.base_url}embeddings", json={}, headers=headers)
+            assert lost.status_code == 404 and "not served" in lost.json()["error"]["message"]
+            root = str(client.base_url).removesuffix("v1/")
+            body = {"model": "policy", "messages": [user("a")]}
+            by_path = await http.post(f"{root}{client.api_key}/v1/chat/completions", json=body)
+            by_header = await http.post(
+                f"{root}v1/chat/completions", json=body, headers={"X-Session-ID": client.api_key}
+            )
+            assert by_path.status_code == by_header.status_code == 200
+        for change, message in (
+            ({"previous_response_id": "resp_9"}, "not found"), ({"input": None}, "got nothing"),
+            ({"input": [{"type": "image"}]}, "not served"), ({"text": "x"}, "text: got 'x', expected"),
+            ({"input": [{"role": ["user"], "content": ""}]}, "expected system, developer"),
+            ({"previous_response_id": ["a"]}, "expected text"), ({"background": True}, "background"),
+        ):  # fmt: skip
+            with pytest.raises(openai.BadRequestError, match=message):
+                await client.responses.create(**{"model": "policy", "input": "a", **change})
+        harmless = await post(client, {"model": "policy", "messages": [user("a")], **HARMLESS})
+        assert harmless.status_code == 200, harmless.text
+        return 1.0
+
+    rollout, llm = run(agent, "1", max_model_calls=99)
+    assert rollout.reward == 1.0, rollout.error
+    assert len(llm.asked) == 3 and all(params == {"temperature": 1.0, "stop": []} for params in llm.params)
+    assert "background" in rollout.turns[-1].info["refused"]
+
+
+def test_what_is_no_http_is_a_line_and_no_traceback(caplog):
+    async def agent(row, client):
+        address = httpx.URL(str(client.base_url))
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        writer.write(b"POST / HTTP/9.9\r\n\r\n")
+        assert b" 400 " in await reader.readline()
+        writer.close()
+        return 1.0
+
+    rollout, _ = run(agent, "1")
+    (said,) = [record for record in caplog.records if "invalid HTTP" in record.getMessage()]
+    assert said.getMessage().startswith("An agent sent invalid HTTP: BadStatusLine: 400") and not said.exc_info
+
+
+# -- what a later request tells of a turn --
+
+
+def results_of(message):
+    return [{**result, "tool_call_id": f"mine-{k}"} for k, result in enumerate(tool_message(message))]
+
+
+def renamed(message):
+    """As a program that gives calls ids of its own."""
+    calls = [{**call, "id": f"mine-{k}"} for k, call in enumerate(message["tool_calls"])]
+    return {**message, "tool_calls": calls}
+
+
+# What the second request says, the first one's messages being [user("What?")], and whether it tells of the first turn.
+TELLS = {
+    "it goes on": (lambda said: [user("What?"), said, *tool_message(said)], True),
+    "an edited system prompt": (lambda said: [system("10:31"), user("What?"), said, *tool_message(said)], True),
+    "with ids of its own": (lambda said: [system("10:31"), user("What?"), renamed(said), *results_of(said)], True),
+    "results behind an edited call": (
+        lambda said: [system("10:31"), {**said, "content": "I add."}, *tool_message(said)], True
+    ),
+    "its text in a summary": (lambda said: [user("So far:  I add\nthem. Go on.")], True),
+    "another text": (lambda said: [user("So far: I subtract them.")], False),
+    "a part of a word": (lambda said: [user("I add them.x")], False),
+    "the same question": (lambda said: [user("What?")], False),
+    "its own text at the end": (lambda said: [system("10:31"), {**said, "content": ""}], False),
+}  # fmt: skip
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+@pytest.mark.parametrize("name", TELLS)
+def test_a_turn_of_which_a_later_request_tells_is_observed(name):
+    told, expected = TELLS[name]
+
+    async def agent(row, client):
+        said = await ask(client, [user("What?")], tools=[ADD])
+        await ask(client, told({"content": None, **said}), tools=[ADD])
+
+    rollout, _ = run(agent, f"I add them.\n{CALL}", "2")
+    assert rollout.error is None, rollout.error
+    assert [turn.went_on for turn in rollout.turns] == [expected, False]
+    assert [turn.has_observation for turn in rollout.turns] == [expected, False]
+
+
+def test_what_a_turn_said_with_something_behind_tells_of_it():
+    """A call without text, with an id of the program's own, in an edited history."""
+
+    async def agent(row, client):
+        for question in "ab":
+            said = await ask(client, [user(question)], tools=[ADD])
+            behind = results_of(said) if question == "a" else []
+            await ask(client, [system("10:31"), user(question), renamed(said), *behind], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, "2", CALL.replace("1", "7"), "3")
+    assert [turn.went_on for turn in rollout.turns] == [True, False, False, False]
+
+
+def test_a_turn_is_observed_where_the_request_that_tells_of_it_has_no_room():
+    """Its calls ran: that the model has no turn left to read their results changes nothing of it."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")], tools=[ADD])
+        for messages in ([user("b")], [user("a"), said, *tool_message(said)]):
+            with pytest.raises(openai.RateLimitError):
+                await ask(client, messages, tools=[ADD])
+
+    rollout, _ = run(agent, CALL, max_model_calls=1)
+    assert [turn.went_on for turn in rollout.turns] == [True]
+
+
+def test_text_that_stood_in_the_question_is_not_said_by_the_turn():
+    async def agent(row, client):
+        await ask(client, [user("Is it Paris?")])
+        await ask(client, [user("Is it Paris? Think.")])
+        await ask(client, [user("Judge: Lyon.")])
+
+    rollout, _ = run(agent, "Paris", "Lyon", "yes")
+    assert [turn.went_on for turn in rollout.turns] == [False, True, False]
+
+
+def test_of_equal_answers_the_one_that_the_agent_went_on_from_is_observed():
+    async def agent(row, client):
+        for _ in range(3):
+            said = await ask(client, [user("a")], tools=[ADD])
+        await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, CALL, CALL, "2")
+    assert [turn.went_on for turn in rollout.turns] == [False, False, True, False]
+
+
+def test_the_log_holds_what_a_main_loop_its_sub_agent_and_its_summary_read():
+    async def agent(row, client):
+        plan = await ask(client, [system("Plan."), user("What?")])
+        messages = [system("Use tools."), user(f"Plan: {plan['content']}")]
+        said = await ask(client, messages, tools=[ADD])
+        await ask(client, [*messages, said, *tool_message(said)], tools=[ADD])
+        await ask(client, [system("Sum up."), user("All of it.")])
+
+    rollout, _ = run(agent, "step 1", CALL, "It is 2.", "sum")
+    columns = [{"loss_mask": [1], "advantages": [0.0], "trainer_logprobs": None} for _ in rollout.turns]
+    rows = turn_rows(rollout, columns)
+    assert [(row["record"], row["after"]) for row in rows] == [(0, None), (1, None), (1, 1), (2, None)]
+    read = [row["context"] and [(each["role"], each["content"]) for each in row["context"]] for row in rows]
+    assert read == [
+        None,
+        [("system", "Use tools."), ("user", "Plan: step 1")],
+        None,
+        [("system", "Sum up."), ("user", "All of it.")],
+    ]
+    assert [row["tools"] and json.loads(row["tools"]) for row in rows] == [None, [ADD], None, None]
+
+
+# -- rewards --
+
+
+def test_a_reward_names_its_answer():
+    async def agent(row, client):
+        async def one(name):
+            return await client.chat.completions.create(model="policy", messages=[user(name)])
+
+        a, b, c = await asyncio.gather(*map(one, "abc"))
+        with pytest.raises(ValueError, match=r"several answers were open at the same time.*answer=response"):
+            client.reward(1.0)
+        client.reward(0.25, a)
+        client.reward(0.5, answer=b.id)
+        client.reward(0.125, answer=c.model_dump())
+        d = await respond(client, "d")
+        client.reward(1.0)  # it was alone
+        client.reward(2.0, answer=d)
+        chunks = [chunk async for chunk in await client.chat.completions.create(
+            model="policy", messages=[user("e")], stream=True)]  # fmt: skip
+        client.reward(3.0, chunks[0])
+        for wrong, message in (
+            ("chatcmpl-77", "no answer has the id 'chatcmpl-77'"), (a.choices[0], "expected a response"),
+            (f"{a.id}:1", "has choices up to 0"), ("mine", "no answer has the id"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=message):
+                client.reward(1.0, wrong)
+        with pytest.raises(ValueError, match="without the answer"):
+            client.reward(1.0, choice=0)
+        many = await client.chat.completions.create(model="policy", messages=[user("f")], n=2)
+        with pytest.raises(ValueError, match="several answers were open"):
+            client.reward(1.0)
+        with pytest.raises(ValueError, match="has 2 choices. Say which: choice=k"):
+            client.reward(1.0, many)
+        client.reward(4.0, many, choice=1)
+
+    rollout, _ = run(agent, *"1234567", seconds=0.05)
+    assert rollout.error is None, rollout.error
+    rewards = {m["content"]: turn.reward for turn in rollout.turns for m in (
+        turn.context.messages[-1:] if turn.context else rollout.prompt_messages[-1:])}  # fmt: skip
+    assert rewards == {"a": 0.25, "b": 0.5, "c": 0.125, "d": 3.0, "e": 3.0, "f": 4.0}
+    assert [turn.reward for turn in rollout.turns][-2:] == [None, 4.0]
+
+
+def test_a_reward_while_another_request_is_open_names_its_answer():
+    """A sub-agent whose sibling is still asking: the last answer may be either's."""
+
+    async def agent(row, client):
+        async def side():
+            await ask(client, [user("side")])
+
+        await ask(client, [user("a")])
+        running = asyncio.ensure_future(side())
+        while llm.began < 2:
+            await asyncio.sleep(0.01)
+        client.reward(0.5)  # the only one that was received, and it was alone
+        said = await client.chat.completions.create(model="policy", messages=[user("b")])
+        with pytest.raises(ValueError, match="several answers were open"):
+            client.reward(0.25)
+        client.reward(0.25, said)
+        await running
+
+    llm = Begun("1", "2", "3", seconds=0.1)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None, rollout.error
+    assert [turn.reward for turn in rollout.turns] == [0.5, None, 0.25]
+
+
+def test_a_reward_is_of_a_turn_that_is_trained():
+    """A judge that is the same policy, frozen, is asked in between: its turn is not the one that is meant."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        judge = await client.chat.completions.create(model="policy-frozen", messages=[user(f"Judge {said}.")])
+        client.reward(float(judge.choices[0].message.content))
+        with pytest.raises(ValueError, match="policy-frozen, which is not trained"):
+            client.reward(1.0, judge)
+        messages = [user(f"Judge {said}."), {"role": "assistant", "content": "0.75"}, user("Sure?")]
+        headers = {"X-Turn-Reward": "1"}
+        with pytest.raises(openai.BadRequestError, match="policy-frozen, which is not trained"):
+            await ask(client, messages, extra_headers=headers)
+
+    rollout, _ = run(agent, "1", "0.75")
+    assert rollout.error is None, rollout.error
+    assert [turn.reward for turn in rollout.turns] == [0.75, None]
+
+
+def test_a_frozen_judge_at_the_same_time_leaves_no_doubt():
+    async def agent(row, client):
+        judge = client.chat.completions.create(model="policy-frozen", messages=[user("b")])
+        await asyncio.gather(ask(client, [user("a")]), judge)
+        client.reward(0.5)
+
+    rollout, _ = run(agent, "1", seconds=0.1)
+    assert rollout.error is None, rollout.error
+    assert sorted(((turn.trained, turn.reward) for turn in rollout.turns), key=str) == [(False, None), (True, 0.5)]
+
+
+def test_a_refused_request_at_the_same_time_leaves_no_doubt():
+    async def agent(row, client):
+        asking = asyncio.ensure_future(ask(client, [user("a")]))
+        while not llm.began:
+            await asyncio.sleep(0.01)
+        with pytest.raises(openai.BadRequestError):
+            await ask(client, [user("1 " * 2000)])
+        await asking
+        client.reward(0.5)
+
+    llm = Begun("1", seconds=0.2)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.error is None and [turn.reward for turn in rollout.turns] == [0.5], rollout.error
+
+
+def test_a_reward_by_header_names_its_answer():
+    body = {"model": "policy", "messages": [user("a")]}
+
+    async def agent(row, client):
+        first, second = await asyncio.gather(post(client, body), post(client, body))
+        names = [answer.json()["id"] for answer in (first, second)]
+        for name, reward in zip(names, ("0.5", "-1")):
+            headers = {"X-Turn-Reward": reward, "X-Turn-Answer": name}
+            assert (await post(client, {**body, "messages": [user("b")]}, **headers)).status_code == 200
+        wrong = {"X-Turn-Reward": "1", "X-Turn-Answer": "chatcmpl-9"}
+        assert "no answer has the id" in (await post(client, body, **wrong)).text
+        alone = await post(client, body, **{"X-Turn-Answer": names[0]})
+        assert alone.status_code == 400 and "without X-Turn-Reward" in alone.text
+        return {"reward": 1.0, "names": names}
+
+    rollout, llm = run(agent, "1", "2", "3", "4", seconds=0.05)
+    assert rollout.error is None, rollout.error
+    numbers = [int(name.partition("-")[2]) for name in rollout.environment.result["names"]]
+    assert [rollout.turns[k].reward for k in numbers] == [0.5, -1.0] and len(llm.asked) == 4
+
+
+def test_rewards_by_header_and_by_client():
+    async def agent(row, client):
+        first = await ask(client, [user("a")])
+        side = await ask(client, [user("side")])
+        client.reward(0.125)  # of the last one, the side's
+        assert side["content"] == "2"
+        headers = {"X-Turn-Reward": "-0.5"}  # of the one that this request goes on from
+        await ask(client, [user("a"), first, user("b")], extra_headers=headers)
+        with pytest.raises(openai.BadRequestError, match="X-Turn-Reward: got 'much'"):
+            await ask(client, [user("c")], extra_headers={"X-Turn-Reward": "much"})
+        with pytest.raises(ValueError, match="expected a finite number"):
+            client.reward("much")
+
+    rollout, _ = run(agent, "1", "2", "3")
+    assert rollout.error is None and [turn.reward for turn in rollout.turns] == [-0.5, 0.125, None]
+
+
+def test_rewards_of_a_turn_do_not_overflow():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        client.reward(3e38)
+        with pytest.raises(ValueError, match="with which the turn's rewards add up to 6e"):
+            client.reward(3e38)
+
+    rollout, _ = run(agent, "1")
+    assert [turn.reward for turn in rollout.turns] == [3e38]
+
+
+def test_a_reward_before_the_first_turn():
+    async def agent(row, client):
+        client.reward(1.0)
+
+    rollout, _ = run(agent, "1")
+    assert "no turn was sampled yet" in str(rollout.error)
+
+
+# -- commands --
+
+
+COMMAND = """
+import json, os, subprocess, sys, time
+from openai import OpenAI
+row = json.loads(sys.stdin.read())
+print("some words")
+client = OpenAI()
+said = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["question"]}])
+if row["do"] == "hang":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    open(row["file"], "w").write(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+if row["do"] == "fail":
+    sys.exit("it does not work")
+print(json.dumps({"reward": 0.5, "said": said.choices[0].message.content}) if row["do"] == "return" else "no json")
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    path = tmp_path / "agent file.py"
+    path.write_text(COMMAND)
+    return f"{sys.executable} '{path}'"
+
+
+@pytest.mark.contract("agent by command")
+def test_a_command(command):
+    rollout, _ = run(command, "1", row={"do": "return"})
+    assert rollout.reward == 0.5 and rollout.environment.result["said"] == "1", rollout.error
+    assert rollout.stop_reason == StopReason.AGENT_DONE
+
+
+@pytest.mark.parametrize("do, message", [
+    ("fail", "ended with code 1: it does not work"), ("print", "the last line of the command is 'no json'"),
+])  # fmt: skip
+def test_a_command_that_fails(command, do, message):
+    rollout, _ = run(command, "1", row={"do": do})
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and message in str(rollout.error)
+
+
+def test_nothing_of_a_command_outlives_its_rollout(command, tmp_path, together):
+    rollout, _ = run(command, "1", row={"do": "hang", "file": str(tmp_path / "pids")}, timeout=12.0)
+    assert rollout.stop_reason == StopReason.AGENT_TIMEOUT
+    for pid in (tmp_path / "pids").read_text().split():
+        assert ends(int(pid))
+
+
+# -- what agents do to each other, and to the trainer --
+
+
+def test_an_async_agent_may_call_in_a_blocking_way():
+    """It blocks other async agents meanwhile, and neither the server nor the time limit."""
+
+    async def agent(row, client):
+        blocking = openai.OpenAI(base_url=str(client.base_url), api_key=client.api_key)
+        said = blocking.chat.completions.create(model="policy", messages=[user("a")]).choices[0].message.content
+        return float(said == "1")
+
+    rollout, _ = run(agent, "1", seconds=0.1)
+    assert rollout.reward == 1.0, rollout.error
+
+    async def hangs(row, client):
+        time.sleep(3)
+
+    rollout, _ = run(hangs, "1", timeout=0.3)
+    assert rollout.stop_reason == StopReason.AGENT_ERROR
+
+
+def test_the_policys_time_is_not_the_agents():
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        await ask(client, [user("b")])
+        return 1.0
+
+    rollout, _ = run(agent, "1", seconds=0.8, timeout=0.7)
+    assert rollout.reward == 1.0 and rollout.stop_reason == StopReason.AGENT_DONE
+
+
+def test_requests_within_the_budget_are_answered_before_the_agent_is_ended(monkeypatch):
+    monkeypatch.setattr(openai_agent, "SECONDS_TO_RETURN", 0.3)
+
+    async def agent(row, client):
+        await asyncio.gather(*(ask(client, [user(name)]) for name in "abc"), return_exceptions=True)
+        await asyncio.sleep(60)
+
+    rollout, _ = run(agent, "1", "2", seconds=1.0, max_model_calls=2)
+    assert rollout.stop_reason == StopReason.MAX_TURNS and rollout.reward == 0.0 and len(rollout.turns) == 2
+
+
+def test_an_agent_that_closes_its_client_closes_nobody_elses():
+    async def agent(row, client):
+        if row["closes"]:
+            async with client:
+                await ask(client, [user("a")])
+        else:
+            again = client.with_options(max_retries=0)
+            for text in "abc":
+                await ask(again, [user(text)])
+            again.reward(0.5)
+        return 1.0
+
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    rows = [{"closes": True}, {"closes": False}] * 2
+    rollouts = env.generate([[]] * 4, Scripted("1", seconds=0.05), rows=rows)["rollouts"]
+    assert [rollout.reward for rollout in rollouts] == [1.0] * 4, [rollout.error for rollout in rollouts]
+    assert [rollout.turns[-1].reward for rollout in rollouts] == [None, 0.5] * 2
+
+
+def test_an_agent_has_a_moment_to_end():
+    ended = []
+
+    async def agent(row, client):
+        try:
+            await ask(client, [user("a")])
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.3)
+            ended.append(True)
+
+    rollout, _ = run(agent, "1", timeout=0.3)
+    assert ended and rollout.stop_reason == StopReason.AGENT_TIMEOUT
+
+
+def test_nothing_is_sampled_for_a_rollout_that_is_over():
+    """The head of a request arrives before the end, and its body behind it."""
+    answers = []
+
+    def agent(row, client):
+        def slow_body():
+            yield b'{"model": "policy", '
+            time.sleep(0.5)
+            yield b'"messages": [{"role": "user", "content": "late"}]}'
+
+        def late():
+            headers = {"Authorization": f"Bearer {client.api_key}"}
+            url = f"{client.base_url}chat/completions"
+            answers.append(httpx.post(url, content=slow_body(), headers=headers, trust_env=False, timeout=20))
+
+        client.chat.completions.create(model="policy", messages=[user("a")])
+        threading.Thread(target=late).start()
+        time.sleep(0.2)
+        return 1.0
+
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    llm = Scripted("1")
+    (rollout,) = env.generate([[]], llm, rows=[{}])["rollouts"]
+    for _ in range(100):
+        if answers:
+            break
+        time.sleep(0.05)
+    assert answers[0].status_code == 429 and len(llm.asked) == 1 == len(rollout.turns)
+
+
+def test_an_agent_whose_conversation_is_cancelled_gets_no_answer_any_more():
+    """As where the server has restarted, and all conversations start over."""
+    began, got = threading.Event(), []
+
+    async def agent(row, client):
+        began.set()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            try:
+                got.append((await ask(client, [user("late")]))["content"])
+            except openai.RateLimitError as error:
+                got.append(error.code)
+
+    program = FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    (rollout,), llm = env.start([[]], rows=[{}]), Scripted("1")
+    running = start_in_background(env.converse(rollout, llm, {}))
+    assert began.wait(10)
+    running.cancel()
+    for _ in range(100):
+        if got:
+            break
+        time.sleep(0.05)
+    assert got == ["rollout_over"] and not llm.asked
+
+
+def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent():
+    rollout, _ = run(endless, "1 2 3", max_model_len=60, max_model_calls=99, max_completion_length=4000)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and rollout.reward == 0.0
+    assert len(rollout.turns) > 1 and "context" in rollout.turns[-1].info["refused"]
+
+
+def stamped(row_of):
+    """An agent whose system prompt changes with each request, as by a clock: every turn begins a record."""
+
+    async def agent(row, client):
+        said = []
+        while True:
+            said += [await ask(client, [{"role": "system", "content": f"Turn {len(said)}."}, *row_of(said)])]
+
+    return agent
+
+
+def grown(said):
+    return [user("a"), *(each for message in said for each in (message, user("b")))]
+
+
+def summarised(said):
+    return [user("So far: " + " ".join(message["content"] for message in said))]
+
+
+@pytest.mark.parametrize("row_of", [grown, summarised])
+def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent_where_it_edits_the_history(row_of):
+    """Else a policy would learn to escape a loss by long answers: a rollout that is no agent's fault is trained."""
+    rollout, _ = run(stamped(row_of), "1 2 3", max_model_len=80, max_model_calls=99, max_completion_length=4000)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and rollout.reward == 0.0
+    assert len(rollout.records) == len(rollout.turns) > 1 and not rollout.failed
+    assert "context" in rollout.turns[-1].info["refused"]
+
+
+def test_the_first_prompt_of_an_agent_that_is_too_long_is_its_failure():
+    async def agent(row, client):
+        await ask(client, [user("1 " * 2000)])
+
+    rollout, _ = run(agent, "1")
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "fewer than the context" in str(rollout.error)
+
+
+FAR = "far " * 500_000  # 2 MB
+
+
+def described_at_length(text):
+    return {"type": "function", "function": {**ADD["function"], "description": text}}
+
+
+@pytest.mark.parametrize("messages, tools", [
+    ([user(FAR * 10)], None),
+    ([user("a"), {"role": "assistant", "content": FAR}, user("b")], None),
+    ([user(FAR[:2000])] * 1000, None),
+    ([user("a"), {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": FAR})}}]},
+      {"role": "tool", "tool_call_id": "1", "content": "2"}], None),
+    ([user("a")], [described_at_length(FAR)]),
+], ids=["user", "assistant", "many", "arguments", "tool"])  # fmt: skip
+def test_a_request_far_beyond_the_context_is_refused_and_not_tokenised_whole(monkeypatch, messages, tools):
+    """20 MB take many seconds, on the loop of all conversations. 6144 characters are more than 1024 tokens here."""
+    longest = longest_text(monkeypatch, TOKENIZER)
+
+    async def agent(row, client):
+        with pytest.raises(openai.BadRequestError, match="fewer than the context of 1024") as refused:
+            await ask(client, messages, **({"tools": tools} if tools else {}))
+        said = await ask(client, [user("a")])
+        return {"reward": 0.5, "code": refused.value.code, "said": said["content"]}
+
+    rollout, llm = run(agent, "1", timeout=60.0)
+    assert rollout.error is None and rollout.environment.result == {
+        "reward": 0.5, "code": "context_length_exceeded", "said": "1",
+    }  # fmt: skip
+    assert 0 < longest() <= 6144 and len(llm.asked) == 1 and len(rollout.turns) == 1
+
+
+@pytest.mark.parametrize("behind", [[user(FAR)], [user("b")] * 3 + [user(FAR)]])
+def test_messages_far_beyond_the_context_behind_an_answer_are_not_tokenised_whole(monkeypatch, behind):
+    longest = longest_text(monkeypatch, TOKENIZER)
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        await ask(client, [user("a"), said, *behind])
+
+    rollout, llm = run(agent, "1", timeout=60.0)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and len(llm.asked) == 1
+    assert 0 < longest() <= 6200
+
+
+@pytest.mark.parametrize("size", [100, 1004, 1005, 1006, 1007, 1008, 1100, 3000])
+def test_what_may_fit_into_the_context_is_read_as_it_was(size):
+    """Around the limit: the same ids, and the same refusals, as where the whole text is tokenised."""
+
+    async def agent(row, client):
+        for far in ("1 " * (size // 2), "x" * size):
+            with suppress(openai.BadRequestError):
+                await ask(client, [user("a"), {"role": "assistant", "content": "."}, user(far)], max_tokens=1)
+        return 0.0
+
+    found = run(agent, "1")[1].asked
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("integrations.session", "conversation.formats.base"):
+            patch.setattr(f"mt_grpo.{place}.cut_far_beyond", lambda text, *_: text)
+        assert found == run(agent, "1")[1].asked
+
+
+def test_an_agent_that_fails_behind_a_full_context_that_it_got_over_has_failed():
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        with pytest.raises(openai.BadRequestError):
+            await ask(client, [user("1 " * 2000), said])
+        await ask(client, [user("b")])
+        raise KeyError("gone")
+
+    rollout, _ = run(agent, "1")
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "KeyError" in str(rollout.error)
+
+
+@pytest.mark.parametrize("text, reason", [
+    ("1 " * 2000, StopReason.AGENT_ERROR), ("So far: It is 17. " + "1 " * 2000, StopReason.CONTEXT_LENGTH),
+], ids=["a text of its own", "what the policy said"])  # fmt: skip
+@pytest.mark.parametrize("counts", [False, True], ids=["asked", "counted"])
+def test_a_request_that_is_not_trained_fills_the_context_by_what_the_policy_said(text, reason, counts):
+    """A judge's or a title's own text is no end of the policy's conversation; a summary of its answers is."""
+
+    async def agent(row, client):
+        await ask(client, [user("a")])
+        body = {"model": "policy-frozen", "messages": [user(text)], "max_tokens": 9}
+        if counts:
+            headers = {"x-api-key": client.api_key}
+            async with httpx.AsyncClient(trust_env=False) as http:
+                said = await http.post(f"{client.base_url}messages/count_tokens", json=body, headers=headers)
+            assert said.json()["input_tokens"] >= 1024
+        else:
+            with pytest.raises(openai.BadRequestError, match="fewer than the context"):
+                await client.chat.completions.create(**body)
+        raise KeyError("gone")
+
+    rollout, _ = run(agent, "It is 17.")
+    assert rollout.stop_reason == reason and rollout.failed == (reason == StopReason.AGENT_ERROR), rollout.error
+
+
+def test_a_frozen_answer_does_not_make_a_long_first_prompt_the_policys():
+    async def agent(row, client):
+        await client.chat.completions.create(model="policy-frozen", messages=[user("a")])
+        await ask(client, [user("1 " * 2000)])
+
+    rollout, _ = run(agent, "1")
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and "fewer than the context" in str(rollout.error)
+
+
+def test_a_full_context_beside_a_request_that_fits():
+    """The sibling, which was asked before, is answered after the refusal."""
+
+    async def agent(row, client):
+        said = await ask(client, [user("a")])
+        other = asyncio.ensure_future(ask(client, [user("b")]))
+        while llm.began < 2:
+            await asyncio.sleep(0.01)
+        try:
+            await ask(client, [user("1 " * 2000), said])
+        finally:
+            await other
+
+    llm = Begun("1", seconds=0.3)
+    rollout, _ = run(agent, llm=llm)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and len(rollout.turns) == 2
+
+
+def test_what_was_refused_stands_in_the_log_also_where_the_agent_raised():
+    async def agent(row, client):
+        if row["question"] == "late":
+            await ask(client, [user("a")])
+        for change in ({"logprobs": True}, {"n": 0}, {"n": 0}):
+            answer = await post(client, {"model": "policy", "messages": [user("b")], **change})
+        answer.json()["choices"]
+
+    reasons = "logprobs: not supported. Remove it.\nn: got 0, expected a number from 1 to 128."
+    rollout, _ = run(agent, "1", row={"question": "late"})
+    assert rollout.stop_reason == StopReason.AGENT_ERROR and rollout.turns[0].info == {"refused": reasons}
+    assert "KeyError: 'choices'; its last refused request: n: got 0" in str(rollout.error)
+    rollout, _ = run(agent, "1")
+    assert rollout.turns == [] and "KeyError: 'choices'; its last refused request: n: got 0" in str(rollout.error)
+
+
+def test_an_agent_whose_cache_answers_is_told_of_it():
+    rollout, _ = run(calls_nothing, "1")
+    assert "Does a cache of its client answer" in str(rollout.error) and "cache=False" in str(rollout.error)
+
+
+def test_refused_requests_are_no_calls_and_their_reason_is_told():
+    async def agent(row, client):
+        for _ in range(3):
+            assert (await post(client, {"model": "gpt-5", "messages": [user("a")]})).status_code == 404
+            long = {"model": "policy", "messages": [user("1 " * 1100)]}
+            assert (await post(client, long)).status_code == 400
+        if row["question"] == "ask":
+            await ask(client, [user("a")])
+
+    rollout, _ = run(agent, "1", max_model_calls=1, row={"question": "ask"})
+    assert rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.turns) == 1
+    rollout, _ = run(agent, "1")
+    assert "never got a completion" in str(rollout.error) and "fewer than the context" in str(rollout.error)
+
+
+def test_a_reward_by_header_is_given_once():
+    async def agent(row, client):
+        body = {"model": "policy", "messages": [user("a")]}
+        assert (await post(client, body, **{"X-Turn-Reward": "1"})).status_code == 400  # it goes on from no turn
+        first = (await post(client, body)).json()["choices"][0]["message"]
+        body["messages"] += [first, user("b")]
+        for count in "012":
+            headers = {"X-Turn-Reward": "0.5", "x-stainless-retry-count": count}
+            assert (await post(client, body, **headers)).status_code == 200
+        return numpy.float32(0.5)
+
+    rollout, _ = run(agent, "1", "2")
+    assert [turn.reward for turn in rollout.turns] == [0.5, None] and rollout.reward == 0.5
+
+
+def test_a_reward_by_header_of_a_refused_request_stays_until_the_mended_one():
+    """One that is too long is refused. Sent again and shorter it pays in its place; what is never mended has paid."""
+
+    def agent_that(mends):
+        async def agent(row, client):
+            body = {"model": "policy", "messages": [user("a")]}
+            first = (await post(client, body)).json()["choices"][0]["message"]
+            client.reward(0.125)  # another reward of this turn, which no header replaces
+            for text, reward in [("1 " * 1100, "0.5"), ("2 " * 1100, "0.25"), *([("b", "0.75")] if mends else [])]:
+                body["messages"] = [user("a"), first, user(text)]
+                answer = await post(client, body, **{"X-Turn-Reward": reward})
+                assert answer.status_code == (200 if text == "b" else 400)
+            return 1.0
+
+        return agent
+
+    assert [turn.reward for turn in run(agent_that(True), "1", "2")[0].turns] == [0.875, None]
+    assert [turn.reward for turn in run(agent_that(False), "1")[0].turns] == [0.375]
+
+
+def test_equal_answers_are_told_apart_by_earlier_ids():
+    async def agent(row, client):
+        chains = []
+        for _ in range(2):
+            start = [user("a")]
+            said = await ask(client, start, tools=[ADD])
+            chains.append([*start, said, *tool_message(said)])
+        for chain in chains:
+            chain += [await ask(client, chain, tools=[ADD]), user("b")]
+        for chain in reversed(chains):
+            await ask(client, chain, tools=[ADD])
+
+    rollout, _ = run(agent, f"<think>1</think>{CALL}", f"<think>2</think>{CALL}", "ok", "ok", "3", "4")
+    assert [record.numbers for record in rollout.records] == [[0, 2, 5], [1, 3, 4]]
+
+
+def test_requests_at_the_same_time_behind_equal_answers():
+    async def agent(row, client):
+        said = [await ask(client, [user("a")]) for _ in range(2)]
+        assert said[0]["content"] == said[1]["content"]
+        await asyncio.gather(*(ask(client, [user("a"), said[0], user(name)]) for name in "bc"))
+
+    rollout, _ = run(agent, "1", "1", "2", "3", seconds=0.1)
+    assert [record.numbers for record in rollout.records] == [[0, 2], [1, 3]]
+
+
+NAMES = """{%- for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name is defined and m.role != 'tool' }}
+{{ m.content }}{%- for c in m.tool_calls or [] %}<tool_call>
+{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
+</tool_call>{%- endfor %}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def test_the_name_of_a_message_is_rendered_where_the_chat_template_shows_it():
+    """Elsewhere it is refused (see the list of bad requests). Who speaks is a part of what was said."""
+    tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
+    tokenizer.chat_template = NAMES
+
+    async def agent(row, client):
+        bob, ann = ({"role": "user", "content": "a", "name": name} for name in ("bob", "ann<|im_end|>"))
+        said = await ask(client, [bob])
+        await ask(client, [bob, {**said, "name": "policy"}, user("b")])
+        await ask(client, [ann, said, user("b")])
+        await ask(client, [ann, {**said, "name": "joe"}, user("b")])
+
+    rollout, llm = run(agent, "1", tokenizer=tokenizer)
+    assert rollout.error is None, rollout.error
+    assert [record.numbers for record in rollout.records] == [[0, 1], [2], [3]]
+    assert TOKENIZER.decode(llm.asked[0][0]) == "<|im_start|>user bob\na<|im_end|>\n<|im_start|>assistant\n"
+    assert TOKENIZER.decode(llm.asked[3][0]).startswith(
+        "<|im_start|>user ann< |im_end|>\na<|im_end|>\n<|im_start|>assistant joe\n1<|im_end|>\n"
+    )
+
+
+def test_the_name_of_a_result_is_that_of_its_call_or_refused():
+    async def agent(row, client):
+        start = [user("a")]
+        said = await ask(client, start, tools=[ADD])
+        (result,) = tool_message(said)
+        with pytest.raises(openai.BadRequestError, match="'tool' has the name 'sub'"):
+            await ask(client, [*start, said, {**result, "name": "sub"}], tools=[ADD])
+        await ask(client, [*start, said, {**result, "name": "add"}], tools=[ADD])
+
+    rollout, _ = run(agent, CALL, "2")
+    assert rollout.error is None and [record.numbers for record in rollout.records] == [[0, 1]], rollout.error
+
+
+def test_arguments_of_the_chat_template_are_the_recipes():
+    async def agent(row, client):
+        same = {"chat_template_kwargs": {"enable_thinking": False}}
+        await ask(client, [user("a")], extra_body=same)
+        with pytest.raises(openai.BadRequestError, match="write chat_template_kwargs: {enable_thinking: true}"):
+            await ask(client, [user("a")], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
+
+    rollout, llm = run(agent, "1", chat_template_kwargs={"enable_thinking": False})
+    assert rollout.error is None and len(llm.asked) == 1, rollout.error
+
+
+def test_half_of_a_character_harms_no_request():
+    """A policy writes one in JSON: the agent gets a whole one in its place, which its client can send again."""
+    call = CALL.replace('"x y"', '"\\ud83d"')
+
+    async def agent(row, client):
+        said = (await post(client, {"model": "policy", "messages": [user("a")], "tools": [ADD]})).json()
+        said = said["choices"][0]["message"]
+        assert json.loads(said["tool_calls"][0]["function"]["arguments"])["b"] == "?"
+        for start in (user("a"), user("edited \ud83d"), {"role": "system", "content": "\ud83d"}):
+            body = {"model": "policy", "messages": [start, said, *tool_message(said, "\ud83d")], "tools": [ADD]}
+            assert (await post(client, body)).status_code == 200
+
+    rollout, _ = run(agent, call, "2")
+    assert rollout.error is None and len(rollout.turns) == 4, rollout.error
+
+
+def test_other_tools_with_the_same_messages_are_what_the_model_reads():
+    """The prompts of a group are rendered once: the tools are a part of them."""
+
+    async def agent(row, client):
+        other = {"type": "function", "function": {**ADD["function"], "description": "Add two."}}
+        for tools in ([ADD], [other], []):
+            await ask(client, [user("a")], tools=tools)
+
+    rollout, llm = run(agent, "1")
+    texts = [TOKENIZER.decode(asked) for asked, _ in llm.asked]
+    assert [("Add." in text, "Add two." in text) for text in texts] == [(True, False), (False, True), (False, False)]
+
+
+def test_a_developers_message_in_the_middle_is_read_at_the_beginning():
+    """As vLLM does for templates that do not know the role: so a record begins."""
+
+    async def agent(row, client):
+        messages = [{"role": "system", "content": "S."}, user("a")]
+        messages += [await ask(client, messages), {"role": "developer", "content": "D."}, user("b")]
+        await ask(client, messages)
+        await ask(client, [user("a"), {"role": "developer", "content": "D."}])  # the only one
+
+    rollout, llm = run(agent, "1")
+    assert [record.numbers for record in rollout.records] == [[0], [1], [2]]
+    read = [TOKENIZER.decode(asked) for asked, _ in llm.asked]
+    assert read[1].startswith("<|im_start|>system\nS.\n\nD.<|im_end|>\n<|im_start|>user\na<")
+    assert read[2].startswith("<|im_start|>system\nD.<|im_end|>\n<|im_start|>user\na<")
+
+
+def test_the_prompt_of_a_further_record():
+    """Calls and results have the ids that all templates take; what an agent says of a tool ends no message."""
+    calls = [{"id": f"x{k}", "type": "function", "function": {"name": name, "arguments": text}} for k, (name, text) in
+             enumerate([("add", '{"a": "<|im_end|>"}'), ("sub", "{}")])]  # fmt: skip
+    tool = json.loads(json.dumps(ADD).replace("Add.", "Add.<|im_end|>"))
+
+    async def agent(row, client):
+        said = {"role": "assistant", "content": "", "tool_calls": calls}
+        results = [{"role": "tool", "tool_call_id": f"x{k}", "content": f"result {k}"} for k in (1, 0)]
+        await ask(client, [user("a"), said, *results], tools=[tool])
+
+    prompts = []
+    original = AgentPrompts.rendered
+
+    def note(self, known, messages):
+        prompts.append(original(self, known, messages))
+        return prompts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgentPrompts, "rendered", note)
+        rollout, _ = run(agent, "1")
+    _, said, *results = prompts[0]
+    assert [call["id"] for call in said["tool_calls"]] == ["call00000", "call00001"]
+    assert [(m["tool_call_id"], m["name"], m["content"]) for m in results] == [
+        ("call00001", "sub", "result 1"), ("call00000", "add", "result 0"),
+    ]  # fmt: skip
+    assert rollout.prompt_ids.count(TOKENIZER.eos_token_id) == 5  # the template's own, and that of the assistant
+    assert "Add.< |im_end|>" in TOKENIZER.decode(rollout.prompt_ids)
+
+
+def test_what_ends_a_turn_ends_no_description_and_stands_in_no_name():
+    """Also ids that end a turn and are no control token of the tokenizer."""
+    env = mt.MultiTurnToolEnv([], None, tokenizer=TOKENIZER, tool_format="hermes")
+    prompts = AgentPrompts(copy.copy(env.format_of(TOKENIZER)), TOKENIZER)
+    (end,) = TOKENIZER("@", add_special_tokens=False)["input_ids"]
+    prompts.format.ends = frozenset({end})
+    tool = {"function": {"name": "add", "description": "Add @ 1<|im_end|>.", "parameters": {"properties": {"a": {}}}}}
+    shown = prompts.tools([tool])["add"].json_schema["description"]
+    assert shown == "Add   1< |im_end|>."
+    for function in ({"name": "a@b"}, {"name": "add", "parameters": {"properties": {"a<|im_end|>": {}}}}):
+        with pytest.raises(ApiError, match="holds the control token '(@|<.im_end.>)' of the model in its name"):
+            prompts.tools([{"function": function}])
+
+
+def test_items_of_answers_that_follow_each_other():
+    async def agent(row, client):
+        items = [{"role": "user", "content": "a"}]
+        first = await respond(client, items)
+        items += first.output
+        second = await respond(client, items)
+        items += [*second.output, {"role": "user", "content": "b"}]
+        third = await respond(client, items, tools=[])
+        calls = await respond(client, "c", tools=[FLAT])
+        inputs = [{"role": "user", "content": "c"}]
+        for call in [item for item in calls.output if item.type == "function_call"]:  # call, output, call, output
+            inputs += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
+        await respond(client, inputs, tools=[FLAT])
+        return float(third.output_text == "3")
+
+    rollout, _ = run(agent, "1", "2", "3", f"{CALL}\n{CALL}", "4")
+    assert rollout.reward == 1.0 and [record.numbers for record in rollout.records] == [[0, 1, 2], [3, 4]]
+
+
+# -- commands: their ends --
+
+
+@pytest.fixture
+def together(monkeypatch):
+    """Commands as on a machine without namespaces of processes: their ids are what they say of themselves."""
+    monkeypatch.setattr(programs, "apart", lambda: ())
+
+
+def test_what_a_command_leaves_behind_is_ended_and_not_waited_for(tmp_path, together):
+    (tmp_path / "run.sh").write_text(f"""
+        sleep 600 & echo $! > {tmp_path}/pid
+        {sys.executable} -c "
+import openai
+openai.OpenAI().chat.completions.create(model='policy', messages=[{{'role': 'user', 'content': 'a'}}])
+print('\u2028')
+print('0.5')"
+    """)
+    rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
+    assert rollout.reward == 0.5, rollout.error
+    assert ends(int((tmp_path / "pid").read_text()))
+
+
+DAEMON = """
+import os, sys, time
+import openai
+
+openai.OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+if os.fork() == 0:
+    os.setsid()
+    with open(sys.argv[1] + ".new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(sys.argv[1] + ".new", sys.argv[1])
+    time.sleep(600)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
+print("0.5")
+"""
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_daemon_that_holds_the_output_of_a_command_open_ends_with_it(tmp_path, monkeypatch, is_apart):
+    """It has left the command's group and its session. The result is there, and is not waited for."""
+    if not is_apart:
+        monkeypatch.setattr(programs, "apart", lambda: ())
+    (tmp_path / "agent.py").write_text(DAEMON)
+    rollout, _ = run(f"{sys.executable} {tmp_path}/agent.py {tmp_path}/pid", "1", timeout=30.0)
+    assert rollout.reward == 0.5, rollout.error
+    assert all(ends(pid) for pid in running_in(tmp_path))
+
+
+def running_in(folder):
+    """The ids of processes whose command names a folder: what a command says of its own id is of its namespace."""
+    return [
+        each.pid for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())
+    ]
+
+
+SPY = """
+import glob, json, os, sys, time
+import openai
+
+openai.OpenAI().chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+
+def meet(name):
+    open(f"{sys.argv[1]}/{name}-{os.environ['OPENAI_API_KEY']}", "w").close()
+    while len(glob.glob(f"{sys.argv[1]}/{name}-*")) < 2:
+        time.sleep(0.01)
+
+def read(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read().split(bytes(1))
+    except OSError:
+        return []
+
+meet("here")
+found = [each for path in glob.glob("/proc/[0-9]*/environ") for each in read(path)]
+found = {each for each in found if each.startswith(b"OPENAI_API_KEY=mt-")}
+meet("seen")
+print(json.dumps({"reward": len(found)}))
+"""
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_commands_of_one_run_do_not_see_each_other(tmp_path, monkeypatch, caplog, is_apart):
+    """A key is in an environment, where every client looks for it. Where the machine has no namespaces, it is said."""
+    programs.apart.cache_clear()
+    if not is_apart:
+        monkeypatch.setattr(programs, "OWN_PROCESSES", ["--no-such-option"])
+    try:
+        program = CommandAgent(f"{sys.executable} {tmp_path}/spy.py {tmp_path}")
+        if not (is_apart or "are not isolated from each other (unshare: unrecognized option" in caplog.text):
+            raise AssertionError(caplog.text)
+        if is_apart and not programs.apart():
+            pytest.skip("this machine has no namespaces of processes")
+    finally:
+        programs.apart.cache_clear()
+    (tmp_path / "spy.py").write_text(SPY)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 60.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
+    rollouts = env.generate([[]] * 2, Scripted("1"), rows=[{}] * 2)["rollouts"]
+    assert [rollout.reward for rollout in rollouts] == [1.0, 1.0] if is_apart else [2.0, 2.0], rollouts[0].error
+
+
+READS_PIPE = """
+import glob, json, os, sys
+import openai
+
+with open(os.environ["OPENAI_API_KEY_FILE"]) as file:
+    key, rest = file.readline().strip(), file.read()
+rest += open(os.environ["OPENAI_API_KEY_FILE"]).read()
+openai.OpenAI(api_key=key).chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
+
+def read(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
+
+mine, all_of_them = read("/proc/self/environ"), b"".join(map(read, glob.glob("/proc/[0-9]*/environ")))
+print(json.dumps({"reward": 0.5, "is_key": key.startswith("mt-"), "rest": rest,
+                  "base_url": b"OPENAI_BASE_URL=" in mine, "in_mine": b"OPENAI_API_KEY=" in mine,
+                  "in_any": key.encode() in all_of_them}))
+"""
+
+
+@pytest.mark.parametrize("is_apart", [True, False])
+def test_a_key_by_a_pipe_stands_in_no_environment(tmp_path, monkeypatch, is_apart):
+    """Not even a key of the trainer's own. The pipe is empty once it was read, and its end is there at once."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-trainer")
+    if not is_apart:
+        monkeypatch.setattr(programs, "apart", lambda: ())
+    (tmp_path / "agent.py").write_text(READS_PIPE)
+    rollout, _ = run(CommandAgent(f"{sys.executable} {tmp_path}/agent.py", key_by_pipe=True), "1")
+    assert rollout.error is None and rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.turns) == 1
+    assert rollout.environment.result == {
+        "reward": 0.5, "is_key": True, "rest": "", "base_url": True, "in_mine": False, "in_any": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("code, message", [
+    ("print(0.5)", "RuntimeError: the command ended, and it did not read its key from the file "
+     r"\$OPENAI_API_KEY_FILE \(agent_key: pipe\)$"),
+    ("import openai; openai.OpenAI()", "the command ended with code 1: .*OPENAI_API_KEY.*; it did not read its key"),
+    ("import os, sys; open(os.environ['OPENAI_API_KEY_FILE']).readline(); sys.exit('no')",
+     "RuntimeError: the command ended with code 1: no$"),
+])  # fmt: skip
+def test_a_program_that_never_reads_its_key_is_told_and_leaves_no_file_open(tmp_path, monkeypatch, code, message):
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    (tmp_path / "agent.py").write_text(code)
+    open_before = set()
+    for _ in range(2):  # the first one may start what stays, such as a loop
+        rollout, _ = run(CommandAgent(f"{sys.executable} {tmp_path}/agent.py", key_by_pipe=True), "1")
+        assert rollout.stop_reason == StopReason.AGENT_ERROR
+        assert re.search(message, str(rollout.error), re.DOTALL)
+        open_before, pipes = open_pipes(), open_before
+    assert len(pipes) == len(open_before)
+
+
+def open_pipes():
+    """The pipes that this process has open."""
+    links = []
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the listing's own
+            links.append(os.readlink(f"/proc/self/fd/{name}"))
+    return [link for link in links if link.startswith("pipe:")]
+
+
+NOWHERE = type("Nowhere", (), {"address": "http://127.0.0.1:1/v1", "key": "none"})
+STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"
+
+
+def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tmp_path, together):
+    (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
+    command = CommandAgent(f"bash {tmp_path}/run.sh")
+
+    async def cancelled_twice():
+        running = asyncio.ensure_future(command.run({}, NOWHERE, NOWHERE))
+        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+            await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.sleep(0.2)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    run_async(cancelled_twice())
+    assert ends(int((tmp_path / "pid").read_text()))
+
+
+def test_a_command_that_is_cancelled_while_it_starts_is_killed(tmp_path, together):
+    """asyncio connects a process's pipes after it has started; this waits there, as on a busy machine."""
+    pid = tmp_path / "pid"
+    (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
+
+    async def cancelled():
+        loop = asyncio.get_running_loop()
+        connect, waits = loop.connect_write_pipe, asyncio.Event()
+
+        async def slow(*arguments):
+            while not pid.exists() or not pid.read_text():
+                await asyncio.sleep(0.02)
+            waits.set()
+            await asyncio.sleep(0.2)
+            return await connect(*arguments)
+
+        loop.connect_write_pipe = slow
+        try:
+            running = asyncio.ensure_future(CommandAgent(f"bash {tmp_path}/run.sh").run({}, NOWHERE, NOWHERE))
+            await waits.wait()
+            running.cancel()
+            await asyncio.wait([running], timeout=20)
+            assert running.cancelled()
+            await asyncio.sleep(0.5)
+        finally:
+            del loop.connect_write_pipe
+
+    asyncio.run(cancelled())
+    assert ends(int(pid.read_text()), seconds=20)
+
+
+TRAINER = """
+import asyncio, sys
+from mt_grpo.integrations.agents import programs
+from mt_grpo.integrations.agents.programs import CommandAgent
+
+apart = programs.apart
+programs.apart = lambda: {apart}
+nowhere = type("Nowhere", (), {{"address": "http://127.0.0.1:1/v1", "key": "none"}})
+asyncio.run(CommandAgent("bash {folder}/run.sh").run({{}}, nowhere, nowhere))
+"""
+
+
+@pytest.mark.parametrize("apart", ["()", "apart()"])
+def test_a_command_ends_with_a_trainer_that_is_killed(tmp_path, apart):
+    (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
+    code = TRAINER.format(folder=tmp_path, apart=apart)
+    trainer = subprocess.Popen([warm_python.executable(), "-c", code], cwd=ROOT)
+    try:
+        for _ in range(600):
+            if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+                break
+            time.sleep(0.05)
+        pids = [pid for pid in running_in(f"{tmp_path}/run.sh") if pid != trainer.pid]
+        assert pids and all(map(alive, pids))
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert all(map(ends, pids))
+
+
+def test_the_environment_of_a_command(monkeypatch):
+    for name, value in {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "no_proxy": "example.org", "MINE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    found = environment_of("http://127.0.0.1:1/v1", "key")
+    assert "WORLD_SIZE" not in found and "TORCHELASTIC_RUN_ID" not in found and found["MINE"] == "1"
+    assert found["no_proxy"] == "127.0.0.1,example.org" and found["NO_PROXY"].startswith("127.0.0.1")
+    assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == ("http://127.0.0.1:1/v1", "key")
+    assert "OPENAI_API_KEY" not in environment_of("http://127.0.0.1:1/v1", None)
+
+
+# -- what no client may change --
+
+
+def disturbed(message, rng):
+    """A message as some program would send it again."""
+    message = json.loads(json.dumps(message))
+    for call in message.get("tool_calls", []):
+        arguments = json.loads(call["function"]["arguments"])
+        pairs = list(arguments.items())
+        rng.shuffle(pairs)
+        call["function"]["arguments"] = json.dumps(dict(pairs), indent=rng.choice([None, 2]))
+    if rng.random() < 0.5:
+        message.pop("reasoning_content", None)
+    if rng.random() < 0.3:
+        message["content"] = f" {message.get('content') or ''}\n"
+    return message
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_clients_do_records_are_what_was_read_and_sampled(seed):
+    rng = random.Random(seed)
+
+    async def chain(client, name, depth):
+        messages = [user(name)]
+        for k in range(depth):
+            body = {"model": "policy", "messages": messages, "tools": [ADD]}
+            if rng.random() < 0.2:  # a client that goes away, and asks again
+                gone = asyncio.ensure_future(post(client, body))
+                await asyncio.sleep(rng.random() * 0.02)
+                gone.cancel()
+                await asyncio.gather(gone, return_exceptions=True)
+            count = rng.choice(["0", "0", "1"])
+            answers = await asyncio.gather(
+                *(post(client, body, **{"x-stainless-retry-count": count}) for _ in range(rng.choice([1, 1, 2])))
+            )
+            said = answers[0].json()["choices"][0]["message"]
+            renamed = f"id-{rng.random()}"
+            said = disturbed(said, rng)
+            for call in said.get("tool_calls", []):
+                call["id"] = f"{renamed}-{call['id']}"
+            results = tool_message(said, f"{k}") if "tool_calls" in said else [user(f"{name}{k}")]
+            if rng.random() < 0.2:  # an edit of the history
+                messages = [user(f"short {name}")]
+            else:
+                messages = [*messages, said, *results]
+
+    async def agent(row, client):
+        await asyncio.gather(*(chain(client, f"task {k}", 4) for k in range(3)))
+
+    turns = [rng.choice([CALL, f"<think>Hm.</think>{CALL}\n{CALL}", "Words  here.", "<think>never closed"])
+             for _ in range(60)]  # fmt: skip
+    rollout, llm = run(agent, *turns, seconds=0.005, max_model_calls=60, max_completion_length=3000)
+    assert rollout.error is None and len(rollout.turns) >= 8
+    assert len(rollout.turns) == len(llm.asked)  # every sample is a turn
+    trained = sum(sum(record.loss_mask) for record in rollout.records)
+    lost = [turn for turn in rollout.turns if turn.info.get("received") is False]
+    assert not any(turn.trained for turn in lost) and len(lost) < len(rollout.turns) / 2
+    assert trained + sum(len(turn.token_ids) for turn in lost) == sum(len(sampled) for _, sampled in llm.asked)
+
+
+# -- recipes --
+
+
+RECIPE = {
+    "model_name_or_path": "hf_recipes/tiny/calculator-hermes-model", "dataset_name": "arithmetic", "use_cpu": True,
+    "bf16": False, "environment": "openai_agent", "tool_format": "hermes",
+    "agent": "tools/agents/calculator.py:solve",
+}  # fmt: skip
+AGENT_FILE = """
+def solve(row, client): ...
+def row_only(row): ...
+number = 3
+class Solver: ...
+"""
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"agent": None}, "neither of agent and agent_command"),
+    ({"agent_command": "python x.py"}, "both of agent and agent_command"),
+    ({"agent": None, "agent_command": "no-such-program x"}, "begins with no program"),
+    ({"agent": None, "agent_command": "python 'x"}, "is no command"),
+    ({"agent_key": "pipe"}, "agent_key has no effect without agent_command"),
+    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_key": "pipe"},
+     "agent_key has no effect without the line environment: openai_agent"),
+    ({"agent_other_models": "text"}, "agent_other_models: text and agent_other_text: None"),
+    ({"agent": "agents/none.py:solve"}, "names no file"),
+    ({"agent": "{file}:missing"}, "'missing' of .* is None, expected"),
+    ({"agent": "{file}:row_only"}, r"takes \(row\), expected"),
+    ({"agent": "{broken}:solve"}, "fails to import: ModuleNotFoundError"),
+    ({"tool_format": "xml"}, "tool_format='xml' does not fit"),
+    ({"tools_script": "tools/calculator.py"}, "tools_script has no effect"),
+    ({"max_env_steps": 5}, "max_env_steps has no effect"),
+    ({"environment": None, "tools_script": "tools/calculator.py"}, "agent has no effect without the line environment"),
+    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_timeout": 30.0},
+     "agent_timeout has no effect without"),
+    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "max_model_calls": 3},
+     "max_model_calls has no effect without"),
+    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "environment_timeout": 30.0},
+     "environment_timeout=30 has no effect without an environment"),
+])  # fmt: skip
+def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
+    (tmp_path / "file.py").write_text(AGENT_FILE)
+    (tmp_path / "broken.py").write_text("import no_such_package")
+    monkeypatch.setattr(mt.MTGRPOEnvTrainer, "__init__", lambda *args, **kwargs: pytest.fail("a model is loaded"))
+    recipe = {**RECIPE, "output_dir": str(tmp_path), **change}
+    if isinstance(recipe["agent"], str):
+        recipe["agent"] = recipe["agent"].format(file=tmp_path / "file.py", broken=tmp_path / "broken.py")
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
+    with pytest.raises(ValueError, match=message):
+        mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
+
+
+@pytest.mark.parametrize("way, by_pipe", [(None, False), ("environment", False), ("pipe", True)])
+def test_a_recipe_says_how_a_command_gets_its_key(tmp_path, way, by_pipe):
+    path = tmp_path / "recipe.yaml"
+    recipe = {**RECIPE, "output_dir": str(tmp_path), "agent_command": f"{sys.executable} x.py", "agent_key": way}
+    path.write_text(json.dumps({key: value for key, value in recipe.items() if key != "agent" and value is not None}))
+    script_args, args, _ = mt.parse_arguments(["--config", str(path)])
+    assert mt.load_conversation(script_args, args, mt.MultiTurnToolEnv)[0].agent.key_by_pipe is by_pipe
+
+
+def test_a_rank_must_not_wait_longer_than_the_others_do(monkeypatch, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps({**RECIPE, "output_dir": str(tmp_path), "agent_timeout": 1800, "num_generations": 8}))
+    script_args, args, _ = mt.parse_arguments(["--config", str(path)])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="agent_timeout=1800 s.*ddp_timeout=1800"):
+        mt.load_conversation(script_args, args, mt.MultiTurnToolEnv)
+
+
+BRANCHES = """
+import asyncio
+import copy
+
+async def solve(row, client):
+    async def ask(*texts):
+        messages = [{"role": "user", "content": text} for text in texts]
+        answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+        return [*messages, answer.choices[0].message.model_dump(exclude_none=True)]
+
+    main, _ = await asyncio.gather(ask("main"), ask("side", "two"))
+    for text in "ab":  # two branches behind one answer
+        messages = [*main, {"role": "user", "content": text}]
+        await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+    client.reward(1.0 if len(main[-1]["content"]) % 2 else 0.0)
+    return {"reward": len(main[-1]["content"]) / 10, "said": main[-1]["content"]}
+"""
+
+
+def test_a_run_with_branches_trains_every_sampled_token_once(hermes_model, tmp_path):
+    """In this process: the batch that TRL's loss gets, of three records per rollout."""
+    (tmp_path / "branches.py").write_text(BRANCHES)
+    recipe = {
+        **RECIPE, "model_name_or_path": hermes_model, "agent": f"{tmp_path}/branches.py:solve", "dataset_size": 4,
+        "output_dir": str(tmp_path / "run"), "num_generations": 4, "per_device_train_batch_size": 4, "max_steps": 2,
+        "dtype": "float32", "report_to": "none", "gradient_checkpointing": False, "save_strategy": "no",
+        "logging_steps": 1, "max_completion_length": 256,
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
+    trained, generate = [], trainer._generate_and_score_completions
+
+    def note(inputs):
+        batch = generate(inputs)
+        further = [row for rows in batch[FURTHER_RECORDS] for row in rows]
+        sampled = sum(len(turn.token_ids) for rollout in trainer.batch.rollouts for turn in rollout.turns)
+        masks = [int((batch["completion_mask"] * batch["tool_mask"]).sum())]
+        masks += [int((row["completion_mask"] * row["tool_mask"]).sum()) for row in further]
+        trained.append((sum(masks), sampled, len(further)))
+        assert {type(rollout.environment).__name__ for rollout in trainer.batch.rollouts} == {"solve"}
+        return batch
+
+    trainer._generate_and_score_completions = note
+    trainer.train()
+    assert [(a == b, a > 0, further) for a, b, further in trained] == [(True, True, 8)] * 2
+    logged = trainer.state.log_history[0]
+    assert logged["records/mean"] == 3.0 and logged["turns/mean"] == 4.0 and logged["stop/agent_done"] == 1.0
+    assert logged["rewards/solve/mean"] is not None and logged["rewards/environment/mean"] is not None
+
+
+def credit(*rollouts):
+    """The advantages of a group's turns by `mt_grpo`, coefficient 1, outcomes all 0, scaled by nothing."""
+    num_turns = max(len(rollout.turns) for rollout in rollouts)
+    observed, sampled = turn_flags(list(rollouts), num_turns)
+    given = [[NAN if turn.reward is None else turn.reward for turn in rollout.turns] for rollout in rollouts]
+    count = len(rollouts)
+    table = mt.RewardTable(
+        outcome=torch.zeros(count), rollout_turn=torch.full((count,), NAN), turn=pad_rows(given, num_turns, NAN),
+        has_observation=observed, sampled=sampled, state=torch.zeros(count, num_turns, dtype=torch.long),
+    )  # fmt: skip
+    advantages = mt.turn_advantages(table, "mt_grpo", count, 1.0, "none")
+    return [pytest.approx(row[: len(rollout.turns)].tolist(), abs=1e-6) for row, rollout in zip(advantages, rollouts)]
+
+
+def with_a_planner(reward):
+    async def agent(row, client):
+        await ask(client, [{"role": "system", "content": "Plan."}, user("What?")], tool_choice="none")
+        client.reward(reward)  # of a conversation that nothing goes on from
+        messages = [user("What?")]
+        messages.append(await ask(client, messages, tools=[ADD]))
+        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "7"})
+        await ask(client, messages, tools=[ADD])
+
+    return agent, ("a plan", CALL, "7")
+
+
+def with_a_clock(reward):
+    async def agent(row, client):
+        messages = [user("What?")]
+        for minute in range(2):
+            clock = {"role": "system", "content": f"It is 12:0{minute}."}  # so each turn begins a record of its own
+            messages.append(await ask(client, [clock, *messages], tools=[ADD]))
+            client.reward(reward if minute == 0 else 0.5)
+            if minute == 0:
+                call = messages[-1]["tool_calls"][0]["id"]
+                messages.append({"role": "tool", "tool_call_id": call, "content": "7"})
+
+    return agent, (CALL, "7")
+
+
+def without_tools_at_the_end(reward):
+    async def agent(row, client):
+        messages = [user("What?")]
+        messages.append(await ask(client, messages, tools=[ADD]))
+        client.reward(reward)
+        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "7"})
+        await ask(client, messages)  # other tools: another prompt, and a record of its own
+
+    return agent, (CALL, "7")
+
+
+@pytest.mark.parametrize("kind", [with_a_planner, with_a_clock, without_tools_at_the_end])
+def test_a_turn_behind_which_nothing_is_read_in_its_record_gets_its_credit(kind):
+    """Rewards of 1.5, 0.5 and 0.25 for turn 0, mean 0.75; what is given to a later turn is equal."""
+    rollouts = []
+    for reward in (1.5, 0.5, 0.25):
+        agent, turns = kind(reward)
+        rollout, _ = run(agent, *turns)
+        assert rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.records) > 1
+        rollouts.append(rollout)
+    later = [0.0] * (len(rollouts[0].turns) - 1)
+    assert credit(*rollouts) == [[0.75, *later], [-0.25, *later], [-0.5, *later]]
+
+
+def test_a_developer_says_what_a_system_says():
+    """Clients of newer APIs name the role otherwise in a later request, and go on from the same conversation."""
+    system, developer, user = (
+        keys_of([{"role": role, "content": "Be brief."}], ("", "")) for role in ("system", "developer", "user")
+    )
+    assert system == developer != user
+
+
+def test_what_a_request_had_read_before_tells_of_no_answer():
+    """A word of the question, which the answer repeats, is in each later request as well."""
+    request = types.SimpleNamespace(messages=[{"role": "user", "content": "Yes or no?"}])
+
+    def is_told(text, said="Yes"):
+        messages, answer = [{"role": "user", "content": text}], types.SimpleNamespace(tool_calls=[], content=said)
+        keys = [("assistant", said, ())]
+        asked = Completion(0, request.messages, [], None, None, [], None, 0, None, request, keys, answer)
+        return asked.is_told_in(messages, keys_of(messages, ("", "")), Collapsed())
+
+    assert not is_told("Yes or no?")
+    assert is_told("It said: Perhaps.", "Perhaps")
+    assert not is_told("Perhapses", "Perhaps") and not is_told("Yes or no?", "Perhaps")

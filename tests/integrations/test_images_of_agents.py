@@ -1,0 +1,425 @@
+"""Images that agents send: real clients against the endpoint, and the ids that the policy reads, by hand."""
+
+import asyncio
+import base64
+import contextlib
+import gc
+import io
+import json
+import sys
+import time
+
+import openai
+import pytest
+import vision_model
+from PIL import Image
+from transformers import AutoTokenizer
+
+import mt_grpo_trainer as mt
+from mt_grpo.base.event_loop import run_async
+from mt_grpo.base.pictures import KNOWN, is_picture, pictures_in, uri_or_str
+from mt_grpo.base.rows import Rows
+from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
+from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent
+from mt_grpo.recipe.checks import check_images
+from mt_grpo.rollout import Generation, StopReason
+
+PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
+ASKS = "<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vision_model.save(tmp_path_factory.mktemp("vision"), template=vision_model.HERMES_TEMPLATE)
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return vision_model.reading(folder)
+
+
+class Scripted:
+    """Writes these turns, and notes what it read."""
+
+    max_model_len = 1024
+
+    def __init__(self, tokenizer, *turns):
+        self.tokenizer, self.turns, self.asked = tokenizer, list(turns), []
+
+    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+        text = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
+        ids = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        self.asked.append((list(prompt_ids), ids))
+        return Generation(ids, [-0.5] * len(ids), "stop")
+
+
+def run(agent, tokenizer, *turns, row=None):
+    """(the rollout, the policy) of one agent with a scripted policy."""
+    program = agent if isinstance(agent, CommandAgent) else FunctionAgent(agent)
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
+    env = cls([], None, environment=agent_environment(program), tokenizer=tokenizer, tool_format="hermes",
+              max_completion_length=400)  # fmt: skip
+    llm, row = Scripted(tokenizer, *turns), row or {}
+    llm.env = env
+    (rollout,) = env.start([row.get("prompt") or []], rows=[row])
+    try:
+        run_async(env.converse(rollout, llm, {"temperature": 1.0}))
+    finally:
+        for server, _ in env._servers.values():
+            run_async(server.stop())
+    env.close([rollout])
+    for record in rollout.records if rollout.turns else []:
+        read = list(record.prompt_ids)
+        for turn in record.turns:
+            assert (read, turn.token_ids) in llm.asked
+            read = read + turn.token_ids + turn.observation_ids
+    return rollout, llm
+
+
+def as_bytes(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def uri(content, kind="png"):
+    content = content if isinstance(content, bytes) else as_bytes(content)
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def shown(value, **more):
+    return {"type": "image_url", "image_url": {"url": value, **more}}
+
+
+def said(text):
+    return {"type": "text", "text": text}
+
+
+def user(*parts):
+    return {"role": "user", "content": [said(part) if isinstance(part, str) else part for part in parts]}
+
+
+def expected_ids(folder, text, pictures):
+    """The ids of a text, by the tokenizer as it is saved, with as many ids of each picture as it has tokens."""
+    plain = AutoTokenizer.from_pretrained(folder)
+    found, following = [], iter(pictures)
+    for token in plain(text, add_special_tokens=False)["input_ids"]:
+        pad = token == plain.convert_tokens_to_ids("<|image_pad|>")
+        found += [(p := next(following)).id] * p.num_tokens if pad else [token]
+    assert next(following, None) is None
+    return found
+
+
+ways = pytest.mark.parametrize("way", ["direct", "http"])
+
+
+def by_way(way, client):
+    return client if way == "direct" else openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)
+
+
+# -- ids --
+
+
+@ways
+def test_two_turns_with_an_image_in_the_second_request_are_one_record(way, folder, tokenizer):
+    """The first image comes again with each request, once written anew by another encoder: it is the same one."""
+    one, two = vision_model.picture(1), vision_model.picture(2, (84, 56))
+    again = as_bytes(one, "PNG", compress_level=0)
+    assert again != as_bytes(one)
+
+    async def agent(row, client):
+        client = by_way(way, client)
+        messages = [{"role": "system", "content": "See."}, user("Which ", shown(uri(one), detail="high"), "?", "Say.")]
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        messages[1]["content"][1] = shown(uri(again))
+        messages += [answer.choices[0].message, user(shown(uri(two)), "And this?")]
+        answer = await client.chat.completions.create(model="policy", messages=messages)
+        return float(answer.usage.prompt_tokens)
+
+    rollout, llm = run(agent, tokenizer, "four", "six")
+    first, second = (tokenizer.pictures.read(image, "") for image in (one, two))
+    assert (first.num_tokens, second.num_tokens) == (4, 6)
+    begin = f"<|im_start|>system\nSee.<|im_end|>\n<|im_start|>user\nWhich {PLACE}?Say.<|im_end|>\n{ASKS}"
+    then = f"four<|im_end|>\n<|im_start|>user\n{PLACE}And this?<|im_end|>\n{ASKS}"
+    assert [asked for asked, _ in llm.asked] == [
+        expected_ids(folder, begin, [first]),
+        expected_ids(folder, begin + then, [first, second]),
+    ]
+    (record,) = rollout.records
+    assert record.prompt_ids.count(first.id) == 4 and pictures_in(record.completion_ids) == [second]
+    assert rollout.reward == len(llm.asked[1][0]) and rollout.stop_reason == StopReason.AGENT_DONE
+    assert rollout.loss_mask.count(1) == sum(len(ids) for _, ids in llm.asked)
+
+
+@pytest.mark.parametrize("change", ["another", "removed", "moved"])
+def test_a_changed_image_begins_another_record(change, tokenizer):
+    def agent(row, client):
+        messages = [user("Which ", shown(uri(vision_model.picture(1))), "?")]
+        answer = client.chat.completions.create(model="policy", messages=messages)
+        parts = messages[0]["content"]
+        if change == "another":
+            parts[1] = shown(uri(vision_model.picture(2)))
+        elif change == "removed":
+            del parts[1]
+        else:
+            parts[:] = [parts[1], parts[0], parts[2]]
+        messages += [answer.choices[0].message, user("And now?")]
+        client.chat.completions.create(model="policy", messages=messages)
+
+    rollout, _ = run(agent, tokenizer, "four")
+    names = [[picture.name for picture in pictures_in(record.prompt_ids)] for record in rollout.records]
+    pictures = [tokenizer.pictures.read(vision_model.picture(k), "").name for k in (1, 2)]
+    seconds = {"another": [pictures[1]], "removed": [], "moved": [pictures[0]]}
+    assert names == [[pictures[0]], seconds[change]]
+
+
+def test_an_image_in_the_result_of_a_tool(folder, tokenizer):
+    """It stands in the record, and rewards find it beside the result's text."""
+    image = vision_model.picture(3)
+    call = {"id": "a", "type": "function", "function": {"name": "zoom", "arguments": "{}"}}
+
+    def agent(row, client):
+        content = [said("Corner:"), shown(uri(image)), said("and"), said("no more.")]
+        messages = [user("?"), {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "a", "content": content}]  # fmt: skip
+        answer = client.chat.completions.create(model="policy", messages=messages)
+        messages += [answer.choices[0].message, {"role": "tool", "tool_call_id": "b", "content": content}]
+        client.chat.completions.create(model="policy", messages=messages)
+
+    rollout, llm = run(agent, tokenizer, "four")
+    picture = tokenizer.pictures.read(image, "")
+    turn = f"<|im_start|>user\n<tool_response>\nCorner:{PLACE}and\nno more.\n</tool_response><|im_end|>\n{ASKS}"
+    calls = '<|im_start|>assistant\n\n<tool_call>\n{"name": "zoom", "arguments": {}}\n</tool_call><|im_end|>\n'
+    whole = f"<|im_start|>user\n?<|im_end|>\n{calls}{turn}four<|im_end|>\n{turn}"
+    assert llm.asked[1][0] == expected_ids(folder, whole, [picture, picture])
+    assert [result.pictures for result in rollout.turns[0].results] == [(picture,)] and len(rollout.records) == 1
+
+
+@ways
+def test_images_of_the_responses_api(way, folder, tokenizer):
+    one, two = vision_model.picture(4), vision_model.picture(5, (28, 28))
+
+    async def agent(row, client):
+        client = by_way(way, client)
+        content = [{"type": "input_text", "text": "Which?"}, {"type": "input_image", "image_url": uri(one)}]
+        answer = await client.responses.create(model="policy", input=[{"role": "user", "content": content}])
+        gc.collect()  # the first image is kept for the one that goes on
+        content = [{"type": "input_image", "image_url": uri(two), "detail": "auto"}]
+        await client.responses.create(
+            model="policy", previous_response_id=answer.id, input=[{"role": "user", "content": content}]
+        )
+
+    rollout, llm = run(agent, tokenizer, "four")
+    first, second = (tokenizer.pictures.read(image, "") for image in (one, two))
+    whole = f"<|im_start|>user\nWhich?{PLACE}<|im_end|>\n{ASKS}four<|im_end|>\n"
+    whole += f"<|im_start|>user\n{PLACE}<|im_end|>\n{ASKS}"
+    assert llm.asked[1][0] == expected_ids(folder, whole, [first, second]) and len(rollout.records) == 1
+
+
+def test_a_placeholder_that_an_agent_or_the_policy_writes_is_no_picture(tokenizer):
+    """Also where the agent's own texts keep other tokens as they are."""
+
+    def agent(row, client):
+        messages = [{"role": "system", "content": "Read <|image_pad|>."}, user("<|video_pad|>?"),
+                    {"role": "assistant", "content": "<|image_pad|>"}, user("So?")]  # fmt: skip
+        client.chat.completions.create(model="policy", messages=messages)
+
+    rollout, llm = run(agent, tokenizer, "four")
+    assert not set(llm.asked[0][0]) & set(tokenizer.pictures.unsampled) and len(rollout.turns) == 1
+    assert "Read < |image_pad|>." in tokenizer.decode(rollout.prompt_ids)
+
+
+def test_no_picture_outlives_its_rollouts(tokenizer):
+    """Beginnings of conversations are kept for other rollouts; one with a picture would keep its pixels for ever."""
+
+    def agent(row, client):
+        client.chat.completions.create(model="policy", messages=[user(shown(uri(vision_model.picture(6))))])
+
+    rollout, llm = run(agent, tokenizer, "four")
+    number = int(next(token for token in rollout.prompt_ids if is_picture(token)))
+    gc.collect()
+    assert number in KNOWN
+    env = llm.env  # as it is between two steps
+    del rollout, llm
+    gc.collect()
+    assert env.environments is not None
+    assert number not in KNOWN
+
+
+@ways
+def test_requests_keep_their_order_while_images_are_read(way, tokenizer, monkeypatch):
+    """In a thread, so that no other rollout waits."""
+    on_loop, read = [], PictureReader.read
+
+    def slow(self, value, where, paths=False):
+        on_loop.append(asyncio._get_running_loop() is not None)
+        time.sleep(0.3)
+        return read(self, value, where, paths)
+
+    monkeypatch.setattr(PictureReader, "read", slow)
+
+    async def agent(row, client):
+        client = by_way(way, client)
+        first = asyncio.ensure_future(ask(client, user("1", shown(uri(vision_model.picture(1))))))
+        await asyncio.sleep(0.1)
+        await asyncio.gather(first, ask(client, user("2")))
+
+    async def ask(client, message):
+        await client.chat.completions.create(model="policy", messages=[message])
+
+    rollout, llm = run(agent, tokenizer, "four")
+    assert [len(pictures_in(asked)) for asked, _ in llm.asked] == [1, 0] and on_loop == [False]
+    assert rollout.prompt_ids == llm.asked[0][0]
+
+
+# -- what is refused --
+
+FRAMES = {"save_all": True, "append_images": [vision_model.picture(1)]}
+BAD = {
+    "an address": (shown("https://127.0.0.1:1/x.png"), "got the image 'https://127.0.0.1:1/x.png', expected a data"),
+    "a path": (shown("/etc/passwd"), "no address is fetched, no file is kept, and no path is read"),
+    "nothing": ({"type": "image_url"}, "got the image .*expected a data URI"),
+    "broken": (shown(uri(as_bytes(vision_model.picture(0))[:60])), "the image cannot be read"),
+    "no base64": (shown("data:image/png;base64,%%"), "the image cannot be read: .*Only base64 data is allowed"),
+    "animated": (shown(uri(as_bytes(vision_model.picture(0), "GIF", **FRAMES))), "it is animated .2 frames"),
+    "huge": (shown(uri(Image.new("1", (8192, 8192)))), "it has 8192 x 8192 pixels, expected at most"),
+    "a video": ({"type": "video_url", "video_url": {"url": "data:,"}}, "type .video_url., and the policy reads text"),
+    "an uploaded file": ({"type": "input_image", "file_id": "f"}, "no file is kept"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_an_image_that_cannot_be_read_is_the_apis_error(name, tokenizer):
+    part, message = BAD[name]
+    path = "input" if part["type"] == "input_image" else "messages"
+
+    def agent(row, client):
+        with pytest.raises(openai.BadRequestError, match=rf"{path}\[0\].content: .*{message}") as found:
+            if path == "input":
+                client.responses.create(model="policy", input=[user(part)])
+            else:
+                client.chat.completions.create(model="policy", messages=[user(part)])
+        assert found.value.param == f"{path}[0].content" and found.value.code is not None
+        client.chat.completions.create(model="policy", messages=[user("Go on.")])
+
+    rollout, llm = run(agent, tokenizer, "four")
+    assert rollout.error is None and len(llm.asked) == 1 and "content: " in rollout.turns[-1].info["refused"]
+
+
+def test_a_policy_that_reads_text_alone_says_why(folder):
+    plain = with_pictures(AutoTokenizer.from_pretrained(folder), "images are read in process")
+
+    def agent(row, client):
+        with pytest.raises(openai.BadRequestError, match="reads text only .images are read in process"):
+            client.chat.completions.create(model="policy", messages=[user(shown(uri(vision_model.picture(0))))])
+        client.chat.completions.create(model="policy", messages=[user("Go on.")])
+
+    assert run(agent, plain, "four")[0].error is None
+
+
+# -- rows --
+
+
+def test_an_agents_function_gets_a_rows_images_as_they_are(tokenizer):
+    image, seen = vision_model.picture(7), []
+    row = {"prompt": [user("Which ", {"type": "image"}, "?")], "image": image, "images": [b"any", {"bytes": b"x"}]}
+
+    def agent(row, client):
+        seen.append(row)
+        client.chat.completions.create(model="policy", messages=[user("?")])
+
+    rollout, _ = run(agent, tokenizer, "four", row=row)
+    assert rollout.error is None and seen[0]["images"] == row["images"]
+    given = seen[0]["image"]  # of its own: it may draw on it
+    assert given is not image and (given.size, given.tobytes()) == (image.size, image.tobytes())
+    assert rollout.records[0].prompt_ids and not pictures_in(rollout.prompt_ids)
+
+
+def test_a_command_gets_a_rows_images_as_data_uris(tmp_path, tokenizer):
+    """What it sends of them is the same picture, also of a photograph that a camera held upright."""
+    (tmp_path / "agent.py").write_text(
+        "import json, sys\nimport openai\n\nrow = json.loads(sys.stdin.readline())\n"
+        "parts = [{'type': 'image_url', 'image_url': {'url': u}} for u in (row['image'], row['images'][0]['bytes'])]\n"
+        "openai.OpenAI().chat.completions.create(model='policy', messages=[{'role': 'user', 'content': parts}])\n"
+        "print(json.dumps({'reward': 1.0, 'other': row['other']}))\n"
+    )
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    photograph = Image.open(io.BytesIO(as_bytes(vision_model.picture(8, (84, 56)), "PNG", exif=turned)))
+    written = as_bytes(vision_model.picture(9), "JPEG")
+    row = {"prompt": [], "image": photograph, "images": [{"bytes": written, "path": None}], "other": b"no image"}
+    rollout, _ = run(CommandAgent(f"{sys.executable} {tmp_path / 'agent.py'}"), tokenizer, "four", row=row)
+    expected = [tokenizer.pictures.read(value, "") for value in (photograph, written)]
+    assert rollout.reward == 1.0 and pictures_in(rollout.prompt_ids) == expected
+    assert expected[0].image.size == (56, 84) and rollout.environment.result["other"] == str(b"no image")
+    assert uri_or_str(written).startswith("data:image/jpeg;base64,") and uri_or_str(3) == "3"
+
+
+def test_rows_of_an_agent_are_not_read_at_the_start(folder, tokenizer):
+    """Its program says what the model reads of them; a model that reads text alone refuses them as ever."""
+
+    def agent(row, client):
+        pass
+
+    cls = agent_conversation(mt.MultiTurnToolEnv, FunctionAgent(agent), 20.0, 8)
+    env = cls([], None, environment=agent_environment(FunctionAgent(agent)), tokenizer=tokenizer)
+    rows = Rows([{"image": "no/such.png", "video": "a.mp4"}, {"prompt": [user({"type": "image"})], "images": []}])
+    check_images(rows, "data", env)
+    env.tokenizer = with_pictures(AutoTokenizer.from_pretrained(folder), "it is a test")
+    with pytest.raises(ValueError, match="data, row 0: the column 'image' .* would not see it"):
+        check_images(rows, "data", env)
+
+
+# -- training --
+
+
+AGENT = """
+import base64, io
+
+
+def uri(image):
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+async def solve(row, client):
+    messages = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": uri(row["image"])}},
+                                             {"type": "text", "text": "Which digit?"}]}]
+    answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+    crop = row["image"].crop((0, 0, 28, 28))
+    messages += [answer.choices[0].message, {"role": "user", "content": [
+        {"type": "text", "text": "And here?"}, {"type": "image_url", "image_url": {"url": uri(crop)}}]}]
+    answer = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)
+    return float(len(answer.choices[0].message.content or "") % 5)
+"""
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_two_steps_of_an_agent_that_sends_images(shares, folder, tmp_path):
+    """In process, with the model's own samples. Each rollout is one record with both of its images."""
+    scope = {}
+    exec(AGENT, scope)  # noqa: S102
+    program = FunctionAgent(scope["solve"])
+    cls = agent_conversation(mt.MultiTurnToolEnv, program, 60.0, 8)
+    env = cls([], None, environment=agent_environment(program), tool_format="hermes")
+    args = mt.MTGRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
+        per_device_train_batch_size=8, num_generations=4, max_completion_length=120, max_steps=2, logging_steps=1,
+        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=3, share_prompts=shares, log_rollouts=8,
+    )  # fmt: skip
+    rows = Rows([{"image": vision_model.picture(20 + k)} for k in range(4)])
+    trainer = mt.MTGRPOEnvTrainer(str(folder), env, [], [], args=args, train_dataset=rows)
+    with contextlib.closing(env):
+        trainer.train()
+    logs = [log for log in trainer.state.log_history if "reward" in log]
+    assert len(logs) == 2 and all(log["records/mean"] == 1.0 and log["turns/mean"] == 2.0 for log in logs)
+    assert all(log["grad_norm"] > 0 and log["tokens/ids_differ"] == 0 for log in logs)
+    for rollout in trainer.batch.rollouts:
+        assert [p.num_tokens for p in pictures_in(rollout.prompt_ids)] == [4]
+        assert [p.num_tokens for p in pictures_in(rollout.completion_ids)] == [1]
+    text = (tmp_path / "rollouts.rank0.jsonl").read_text()
+    names = {path.stem for path in (tmp_path / "images").iterdir()}
+    said = "".join(message["content"] for line in text.splitlines() for message in json.loads(line)["messages"])
+    assert len(names) == 8 and all(f"<image {name}>" in said for name in names) and "ufdd0" not in text
