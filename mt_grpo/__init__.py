@@ -53,6 +53,8 @@ warnings.filterwarnings("ignore", "TRL currently supports vLLM versions", module
 
 _MODULES = {
     "ChatFormat": "mt_grpo.conversation.formats.base",
+    "Integration": "mt_grpo.recipe.integrations",
+    "key": "mt_grpo.base.fields",
     "load_environment": "mt_grpo.recipe.plugins",
     "load_rewards": "mt_grpo.recipe.plugins",
     "load_tools": "mt_grpo.recipe.plugins",

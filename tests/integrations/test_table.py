@@ -1,8 +1,13 @@
 """The table of integrations: each has its keys and says which recipes it runs."""
 
 import dataclasses
+import importlib.metadata
+import json
 import os
+import re
+import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +19,8 @@ from mt_grpo.recipe import integrations as choose
 from mt_grpo.recipe.integrations import Integration
 from mt_grpo.recipe.keys import make_absolute
 from mt_grpo.rollout import StopReason
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass
@@ -93,3 +100,46 @@ def test_no_two_have_the_same_key():
     names = [each.name for integration in choose.integrations() for each in dataclasses.fields(integration.keys)]
     names += [each.name for each in dataclasses.fields(mt.MTGRPOConfig)]
     assert len(names) == len(set(names))
+
+
+@pytest.mark.contract("an integration in another package")
+def test_another_package_is_installed_and_trained(tmp_path):
+    """The package of docs/forking.md, by pip: its environment runs a step with its key, and its key is checked."""
+    page = (ROOT / "docs/forking.md").read_text()
+    section = page[page.index("## An integration\n") :]
+    toml, module = re.findall(r"```(?:toml|python)\n(.*?)```", section, re.DOTALL)[:2]
+    assert len(module.splitlines()) <= 40
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source/pyproject.toml").write_text(toml + '\n[tool.setuptools]\npy-modules = ["mt_grpo_guess"]\n')
+    (tmp_path / "source/mt_grpo_guess.py").write_text(module)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target"]
+    subprocess.run([*pip, str(tmp_path / "site"), str(tmp_path / "source")], check=True, cwd=tmp_path)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "site"), str(ROOT)]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(ROOT / "mt_grpo_trainer.py"), "--environment", "guess", "--max_steps", "1",
+               "--model_name_or_path", str(ROOT / "hf_recipes/tiny/calculator-model"), "--num_generations", "4",
+               "--per_device_train_batch_size", "4", "--use_cpu", "true", "--bf16", "false", "--report_to", "none",
+               "--max_completion_length", "32", "--output_dir", str(tmp_path / "out")]  # fmt: skip
+    run = subprocess.run([*command, "--guess_highest", "7"], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    (log,) = (tmp_path / "out").glob("rollouts*.jsonl")
+    assert "Guess a number from 1 to 7." in log.read_text()
+    state = json.loads((tmp_path / "out/trainer_state.json").read_text())
+    assert "rewards/Guess/mean" in state["log_history"][0]
+    run = subprocess.run([*command, "--guess_highest", "0"], env=env, capture_output=True, text=True, check=False)
+    assert run.returncode == 1 and "guess_highest=0, expected a finite number of at least 1" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "value, message",
+    [("no_such_module:A", "no_such_module:A. cannot be loaded: ModuleNotFoundError"),
+     (f"{__name__}:Twice", "Twice and mt_grpo.integrations.gym.keys:GymIntegration both have the recipe key gym_env")],
+)  # fmt: skip
+def test_an_entry_point_that_cannot_be_used_is_named(monkeypatch, value, message):
+    point = importlib.metadata.EntryPoint("mine", value, "mt_grpo.integrations")
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
+    with pytest.raises(ValueError, match=message):
+        choose.integrations.__wrapped__()
+
+
+class Twice(Integration):
+    keys = dataclasses.make_dataclass("TwiceKeys", [("gym_env", str, key("", "A key of another one"))])
