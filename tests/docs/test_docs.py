@@ -43,8 +43,8 @@ from mt_grpo.rollout import Reply
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
-RECIPES, FORKING, ENVIRONMENTS, AGENTS = (
-    PAGES[f"docs/{name}.md"] for name in ("recipes", "forking", "environments", "agents")
+RECIPES, FORKING, CONVERSATION, ENVIRONMENTS, AGENTS = (
+    PAGES[f"docs/{name}.md"] for name in ("recipes", "forking", "conversation", "environments", "agents")
 )
 each_page = pytest.mark.parametrize("page", PAGES)
 
@@ -133,7 +133,7 @@ def test_every_documented_metric_is_logged_and_every_own_metric_documented(rando
     groups = ("turns/", "tools/", "stop/", "credit/", "rollout/", "records/", "refill/", "observation/")
     own = {name for name in logged if name.startswith(groups)}
     assert own <= documented
-    rows = section(ENVIRONMENTS, "One conversation").splitlines()
+    rows = section(CONVERSATION, "One conversation").splitlines()
     ends = re.findall(r"`(\w+)`", " ".join(row.split("|")[-2] for row in rows if row.startswith("| ")))
     stops = {name for name in logged if name.startswith("stop/") and not name.startswith("stop/agent_")}
     assert {f"stop/{name}" for name in ends} == stops
@@ -163,7 +163,7 @@ def test_the_example_of_a_warm_start_trains(tmp_path, monkeypatch):
 
 
 def test_the_example_of_programs_runs(capsys):
-    run(block(ENVIRONMENTS, "python", "import ProgramError"))
+    run(block(PAGES["docs/tools.md"], "python", "import ProgramError"))
     first, *others = capsys.readouterr().out.splitlines()
     assert (first, others[0], others[-1]) == ("144", "Traceback (most recent call last):", "[exit code 1]")
 
@@ -260,7 +260,7 @@ EXAMPLES = {
 
 def test_the_example_of_images_runs(tmp_path):
     """In the prompt, in a tool's result and in a reply, each as it is drawn."""
-    (tmp_path / "example.py").write_text(block(ENVIRONMENTS, "python", "class Board"))
+    (tmp_path / "example.py").write_text(block(CONVERSATION, "python", "class Board"))
     _, cls = load_environment(f"{tmp_path}/example.py:Board", None, mt.MultiTurnToolEnv)
     tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
     turns = say(("move", {}), "<answer>again</answer>", "<answer>1</answer>")
@@ -390,7 +390,7 @@ def test_the_page_says_what_the_protocol_has():
     rows = section(ENVIRONMENTS, "An environment for each conversation")
     assert set(METHODS) <= set(re.findall(r"^\| `(\w+)\(", rows, re.M))
     assert set(re.findall(r"^\| `(\w+)=", rows, re.M)) == {field.name for field in dataclasses.fields(Reply)}
-    assert first_column(ENVIRONMENTS, "The tool format")[1:] == list(TOOL_FORMATS)
+    assert first_column(CONVERSATION, "The tool format")[1:] == list(TOOL_FORMATS)
 
 
 def test_the_notebook_example_runs(random_model, capsys):
@@ -419,7 +419,7 @@ def test_the_notebook_example_runs(random_model, capsys):
         def log_message(self, *_):
             pass
 
-    code = block(ENVIRONMENTS, "python", "VLLMServerClient(")
+    code = block(CONVERSATION, "python", "VLLMServerClient(")
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         replaced = {"8000": str(server.server_port), "Qwen/Qwen3-1.7B": random_model}
