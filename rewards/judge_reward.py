@@ -1,12 +1,12 @@
 """Rewards from a judge: a language model on any server with OpenAI's `/v1/chat/completions`.
 
 Recipe: `reward_fn: rewards/judge_reward.py`, with the judge's address in the environment. Dataset column: `answer`, if
-the rows have accepted answers. Needs: `aiohttp`. The variables are read at every batch:
+the rows have accepted answers. Needs: `openai`. The variables are read at every batch:
 
 | variable | meaning | default |
 |---|---|---|
 | `JUDGE_URL` | the server's base URL, such as `http://127.0.0.1:8001/v1` | required |
-| `JUDGE_MODEL` | the model's name | the only one of `/models`, requested at first use |
+| `JUDGE_MODEL` | the model's name | the first one of `/models` |
 | `JUDGE_API_KEY` | sent as bearer token, never shown in error messages | none |
 | `JUDGE_CONCURRENCY` | concurrent requests, per function and rank | 32 |
 | `JUDGE_TIMEOUT` | seconds that one request may take | 60 |
@@ -15,15 +15,13 @@ the rows have accepted answers. Needs: `aiohttp`. The variables are read at ever
 A judge on a GPU of its own: `CUDA_VISIBLE_DEVICES=7 vllm serve Qwen/Qwen3-8B --host 127.0.0.1 --port 8001`. This model
 thinks before it answers, and the replies here are too short for that: set `EXTRA_BODY` below as its comment says.
 
-Errors. After connection errors, timeouts and the statuses in `RETRY_STATUSES` a request is sent again, up to
-`ATTEMPTS` times in total. Then, and for any other status at once, a RuntimeError with URL, status and answer ends the
+Errors. The client sends a request again, up to `ATTEMPTS` times in total, after connection errors, timeouts and the
+statuses 408, 409, 429 and 5xx. Then, and for any other status at once, a RuntimeError with URL and answer ends the
 batch: a failing judge never becomes a score. A reply without a readable score is the judge's own mistake: its reward
 is None, counted in the metric `judge/unreadable_frequency`; more than half unreadable replies in a batch are an error.
-Keep `ATTEMPTS * (JUDGE_TIMEOUT + MAX_WAIT_SECONDS)` below the recipe's `reward_timeout`, whose error says less.
 
 Protects against: text that imitates the prompt's own tags, roles or the judge's control tokens (`_quote`), overlong
-texts (`MAX_MESSAGE_CHARS`) and responses (`MAX_RESPONSE_BYTES`), redirects, and proxies of the environment, which
-would see the conversations and the key, and could answer instead of the judge.
+texts (`MAX_MESSAGE_CHARS`), redirects, and proxies of the environment, which would see the conversations and the key.
 
 Does not protect against: a policy that learns what the judge likes. The prompt tells the judge to ignore instructions
 in what it grades, but judges sometimes follow them: read the rollouts with the highest scores. Nor against
@@ -35,22 +33,15 @@ This file imports nothing from the trainer: copy it and edit the copy, the promp
 import asyncio
 import json
 import os
-import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
-import aiohttp
+import openai
 
 MAX_MESSAGE_CHARS = 4000  # per message, answer or accepted answer, about 1000 tokens of English; cut in the middle
-MAX_REPLY_TOKENS = 16
-MAX_RESPONSE_BYTES = 1 << 20  # of one HTTP response
+MAX_REPLY_TOKENS = 16  # for each number
 ATTEMPTS = 6  # requests in total, including the first
-RETRY_STATUSES = (429, 500, 502, 503, 504)
-BACKOFF_SECONDS = 0.5  # wait before the second attempt; doubles with each further one, times a random 0.5 to 1
-MAX_WAIT_SECONDS = 10.0  # limit of every wait, also of one that the server requests with Retry-After
 
 # FORK: further fields of the request. For Qwen3: {"chat_template_kwargs": {"enable_thinking": False}}
 EXTRA_BODY: dict[str, Any] = {}
@@ -311,66 +302,6 @@ def _scores(reply: Any, count: int) -> list[float] | float | None:
 # --- The judge -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Judge:
-    """The judge's settings for one batch, read from the environment."""
-
-    url: str
-    model: str | None
-    key: str = field(repr=False)
-    concurrency: int
-    timeout: float
-
-    def failure(self, text: str) -> RuntimeError:
-        return RuntimeError(self._without_key(text))
-
-    def start(self, content: Any) -> str:
-        """Return the start of a server's answer, for an error. The key is removed before the text is cut."""
-        text = content.decode("utf-8", "replace") if isinstance(content, bytes) else str(content)
-        return repr(self._without_key(text)[:300])
-
-    def _without_key(self, text: str) -> str:
-        return text.replace(self.key, "[JUDGE_API_KEY]") if self.key else text  # servers repeat it in their messages
-
-
-_MODELS: dict[str, str] = {}  # URL -> model. Kept, so that a change of the judge during a run is an error
-
-
-def _settings() -> _Judge:
-    """Read the environment variables. Raises ValueError, which shows neither the key nor a password in the URL."""
-    url = os.environ.get("JUDGE_URL", "").strip().rstrip("/")
-    if not url:
-        raise ValueError(
-            "JUDGE_URL is not set. Set it to the judge's base URL: export JUDGE_URL=http://127.0.0.1:8001/v1"
-        )
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 and not set("@?#") & set(url)
-    except ValueError:  # a port that is no number
-        good = False
-    if not good:
-        shown = "an address with '@'" if "@" in url else repr(url)
-        raise ValueError(
-            f"JUDGE_URL is {shown}. Expected a base URL such as http://127.0.0.1:8001/v1: http or https, without "
-            "user, password, ? and #. Set a key in JUDGE_API_KEY."
-        )
-    key = os.environ.get("JUDGE_API_KEY", "").strip()
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError(
-            f"JUDGE_API_KEY has {len(key)} characters, some of them not valid in a header. Expected printable ASCII."
-        )
-    concurrency, timeout = os.environ.get("JUDGE_CONCURRENCY") or "32", os.environ.get("JUDGE_TIMEOUT") or "60"
-    if not (concurrency.isascii() and concurrency.isdigit() and int(concurrency) >= 1):
-        raise ValueError(f"JUDGE_CONCURRENCY is {concurrency!r}. Expected a whole number of requests, 1 or more.")
-    try:
-        seconds = float(timeout)
-    except ValueError:
-        seconds = 0.0
-    if not 0.0 < seconds < float("inf"):
-        raise ValueError(f"JUDGE_TIMEOUT is {timeout!r}. Expected a number of seconds above 0.")
-    return _Judge(url, os.environ.get("JUDGE_MODEL") or None, key, int(concurrency), seconds)
-
-
 async def _ask(
     requests: list[str], log_metric: Callable | None, counts: dict[str, int] | None = None
 ) -> dict[str, Any]:
@@ -378,140 +309,61 @@ async def _ask(
 
     `counts`: how many scores a request asks for; its result is a list if that is more than one.
     """
-    judge, unique = _settings(), list(dict.fromkeys(requests))
+    unique, url = list(dict.fromkeys(requests)), os.environ.get("JUDGE_URL", "").strip()
+    if not url:
+        raise ValueError(
+            "JUDGE_URL is not set. Set it to the judge's base URL: export JUDGE_URL=http://127.0.0.1:8001/v1"
+        )
     if not unique:
         return {}
-    slots = asyncio.Semaphore(judge.concurrency)
-    async with aiohttp.ClientSession(
-        trust_env=False,  # no proxy, no .netrc: see the top of the file
-        connector=aiohttp.TCPConnector(limit=0),  # the slots are the limit
-        timeout=aiohttp.ClientTimeout(total=judge.timeout),
-        headers={"Authorization": f"Bearer {judge.key}"} if judge.key else None,
-    ) as session:
-        model = judge.model or await _only_model(session, judge)
+    key = os.environ.get("JUDGE_API_KEY", "").strip() or "none"
+    client = openai.AsyncOpenAI(
+        base_url=url,
+        api_key=key,
+        timeout=float(os.environ.get("JUDGE_TIMEOUT") or 60),
+        max_retries=ATTEMPTS - 1,
+        http_client=openai.DefaultAsyncHttpxClient(trust_env=False, follow_redirects=False),
+    )
+    slots = asyncio.Semaphore(int(os.environ.get("JUDGE_CONCURRENCY") or 32))
 
-        async def ask(text: str) -> Any:
-            async with slots:  # also during the waits between attempts, to relieve an overloaded judge
-                return await _reply(session, judge, model, text, (counts or {}).get(text, 1))
+    async def ask(model: str, text: str) -> str | None:
+        async with slots:  # also during the waits between attempts, to relieve an overloaded judge
+            answer = await client.chat.completions.create(
+                model=model,
+                messages=[{"role": "user", "content": text}],  # no system message: some chat templates reject one
+                temperature=0,
+                max_tokens=MAX_REPLY_TOKENS * (counts or {}).get(text, 1),
+                extra_body=EXTRA_BODY,
+            )
+        return answer.choices[0].message.content
 
-        try:
-            async with asyncio.TaskGroup() as group:  # the first error cancels the rest
-                tasks = [group.create_task(ask(text)) for text in unique]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+    try:
+        async with client, asyncio.TaskGroup() as group:  # the first error cancels the rest
+            model = os.environ.get("JUDGE_MODEL") or (await client.models.list()).data[0].id
+            tasks = [group.create_task(ask(model, text)) for text in unique]
+    except* Exception as errors:
+        error = errors.exceptions[0]
+        body = getattr(error, "body", None)
+        words = f"{error} {body}" if isinstance(body, str) else str(error)
+        words = words.replace(key, "[JUDGE_API_KEY]")[:300]  # servers repeat it in their messages
+        raise RuntimeError(
+            f"The judge at {url} gives no reply: {type(error).__name__}: {words}. Is it running, with OpenAI's API at "
+            "JUDGE_URL and the model JUDGE_MODEL? If it is overloaded, lower JUDGE_CONCURRENCY; if it is slow, "
+            "raise JUDGE_TIMEOUT; if a text exceeds its context, lower MAX_MESSAGE_CHARS."
+        ) from None
     replies = [task.result() for task in tasks]
     scores = [_scores(reply, (counts or {}).get(text, 1)) for text, reply in zip(unique, replies, strict=True)]
     unreadable = [reply for reply, score in zip(replies, scores, strict=True) if score is None]
     # A judge that counts answers may miscount now and then: a single reply says little.
     if 2 * len(unreadable) > len(replies) and (not counts or len(replies) >= 4):
-        raise judge.failure(
-            f"{len(unreadable)} of {len(replies)} replies of the judge {model} at {judge.url} have no score, for "
-            f"example {judge.start(unreadable[0])}. Expected only numbers from 0 to 10, as many as requested. "
-            "Make the prompts clearer, disable its thinking (EXTRA_BODY), or set another JUDGE_MODEL."
+        raise RuntimeError(
+            f"{len(unreadable)} of {len(replies)} replies of the judge {model} at {url} have no score, for example "
+            f"{unreadable[0]!r:.300}. Expected only numbers from 0 to 10, as many as requested. Make the prompts "
+            "clearer, disable its thinking (EXTRA_BODY), or set another JUDGE_MODEL."
         )
     if log_metric is not None:
         log_metric("judge/unreadable_frequency", len(unreadable) / len(replies))
     return dict(zip(unique, scores, strict=True))
-
-
-async def _only_model(session: aiohttp.ClientSession, judge: _Judge) -> str:
-    if judge.url not in _MODELS:
-        answer = await _request(session, judge, "GET", "/models")
-        try:
-            names = [model["id"] for model in answer["data"]]
-        except (KeyError, TypeError):
-            raise judge.failure(
-                f"GET {judge.url}/models: status 200 {judge.start(answer)}, expected a list of models. "
-                "Set JUDGE_MODEL to the judge's model."
-            ) from None
-        if len(names) != 1:
-            raise judge.failure(
-                f"GET {judge.url}/models: {len(names)} models {judge.start(names)}, expected one. "
-                "Set JUDGE_MODEL to the judge's model."
-            )
-        _MODELS[judge.url] = names[0]
-    return _MODELS[judge.url]
-
-
-async def _reply(session: aiohttp.ClientSession, judge: _Judge, model: str, text: str, count: int = 1) -> Any:
-    """Return the judge's reply: a text, or None if it is empty."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": text}],  # no system message: some chat templates reject one
-        "temperature": 0,
-        "max_tokens": MAX_REPLY_TOKENS * count,
-        **EXTRA_BODY,
-    }
-    answer = await _request(session, judge, "POST", "/chat/completions", body)
-    try:
-        return answer["choices"][0]["message"]["content"]
-    except (KeyError, IndexError, TypeError):
-        raise judge.failure(
-            f"POST {judge.url}/chat/completions: status 200 {judge.start(answer)}, expected "
-            "choices[0].message.content. Is JUDGE_URL the base URL of a server with OpenAI's API?"
-        ) from None
-
-
-_WHAT_TO_DO = {
-    400: "Does a text exceed its context (lower MAX_MESSAGE_CHARS), or does it not know a field of the request?",
-    401: "Set JUDGE_API_KEY to a key that it accepts.",
-    403: "Set JUDGE_API_KEY to a key that it accepts.",
-    404: "Does JUDGE_URL end with /v1, and is JUDGE_MODEL (by default the answer of /models) served there?",
-}
-
-
-async def _request(session: aiohttp.ClientSession, judge: _Judge, method: str, path: str, body: Any = None) -> Any:
-    """Send one request, with retries. Return the parsed JSON of the answer with status 200."""
-    url, name = f"{judge.url}{path}", f"{method} {judge.url}{path}"
-    for attempt in range(1, ATTEMPTS + 1):
-        wait = min(BACKOFF_SECONDS * 2 ** (attempt - 1), MAX_WAIT_SECONDS) * random.uniform(0.5, 1.0)
-        try:
-            # No redirects: they would turn the request into a GET, or carry the conversations elsewhere.
-            async with session.request(method, url, json=body, allow_redirects=False) as response:
-                status, content = response.status, await _read(response)
-                asked = response.headers.get("Retry-After", "")
-        except TimeoutError:
-            problem = f"no answer within JUDGE_TIMEOUT={judge.timeout:g} s"
-        except aiohttp.ClientError as error:
-            problem = f"{type(error).__name__}: {error}"
-        else:
-            if status == 200:
-                return _parsed(judge, name, content)
-            problem = f"status {status} {judge.start(content)}"
-            if status not in RETRY_STATUSES:
-                raise judge.failure(f"{name}: {problem}. {_WHAT_TO_DO.get(status, 'Expected status 200.')}")
-            if asked.isascii() and asked.isdigit():
-                wait = max(wait, min(float(asked), MAX_WAIT_SECONDS))
-        if attempt < ATTEMPTS:
-            await asyncio.sleep(wait)
-    raise judge.failure(
-        f"{name}: {problem}; gave up after {ATTEMPTS} attempts. Is the judge running? If it is overloaded, lower "
-        "JUDGE_CONCURRENCY; if it is slow, raise JUDGE_TIMEOUT."
-    )
-
-
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    """Return the body of a response, truncated soon after MAX_RESPONSE_BYTES."""
-    content = bytearray()
-    async for chunk in response.content.iter_any():
-        content += chunk
-        if len(content) > MAX_RESPONSE_BYTES:
-            break
-    return bytes(content)
-
-
-def _parsed(judge: _Judge, name: str, content: bytes) -> Any:
-    if len(content) > MAX_RESPONSE_BYTES:
-        raise judge.failure(
-            f"{name}: status 200 and more than {MAX_RESPONSE_BYTES} bytes, expected a short reply. Is JUDGE_URL right?"
-        )
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        raise judge.failure(
-            f"{name}: status 200 {judge.start(content)}, expected JSON. Is JUDGE_URL the base URL of a server with "
-            "OpenAI's API, such as http://127.0.0.1:8001/v1?"
-        ) from None
 
 
 TURN_REWARD_FUNCS = [judged_turn_reward_func]

@@ -1,6 +1,5 @@
 """The judge's rewards against a real HTTP server on this machine that answers, fails and hangs as each test says."""
 
-import ast
 import asyncio
 import doctest
 import importlib.util
@@ -12,7 +11,6 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import aiohttp
 import pytest
 import torch
 from aiohttp import web
@@ -21,7 +19,6 @@ from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.reward_numbers import check_reward_values
-from mt_grpo_trainer import MTGRPOConfig
 
 PATH = Path(__file__).resolve().parents[2] / "rewards/judge_reward.py"
 KEY = "sk-secret-0123456789"
@@ -124,10 +121,7 @@ def load():
 
 @pytest.fixture
 def judge():
-    """The file, loaded anew, with waits of milliseconds and 3 attempts."""
-    module = load()
-    module.BACKOFF_SECONDS, module.ATTEMPTS = 0.002, 3
-    return module
+    return load()
 
 
 def question(text="Where was Rollo born?"):
@@ -176,26 +170,10 @@ def test_doctests(judge):
     assert runner.failures == 0 and runner.tries >= 5
 
 
-def test_the_file_stands_alone():
-    tree = ast.parse(PATH.read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    standard = {"asyncio", "json", "os", "random", "re", "collections.abc", "dataclasses", "typing", "urllib.parse"}
-    assert imported == standard | {"aiohttp"}
-
-
 def test_the_trainer_loads_it():
     turn_funcs, outcome_funcs = load_rewards(str(PATH))
     assert [func.__name__ for func in turn_funcs] == ["judged_turn_reward_func"]
     assert [func.__name__ for func in outcome_funcs] == ["judged_answer_reward_func"]
-
-
-def test_with_the_defaults_the_judges_own_error_comes_before_reward_timeout(monkeypatch):
-    module = load()
-    monkeypatch.setenv("JUDGE_URL", "http://127.0.0.1:8001/v1")
-    monkeypatch.delenv("JUDGE_TIMEOUT", raising=False)
-    assert module._settings().timeout == 60.0
-    assert module.ATTEMPTS * (60.0 + module.MAX_WAIT_SECONDS) < MTGRPOConfig.reward_timeout
 
 
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
@@ -289,24 +267,6 @@ def test_no_more_requests_at_a_time_than_allowed(judge, server, monkeypatch, lim
     server.reply = wait_for_the_others
     assert grade_calls(judge, allowed + 5) == [0.7] * (allowed + 5)
     assert server.peak == allowed
-
-
-def test_one_session_per_batch_and_it_is_closed(judge, server, monkeypatch):
-    sessions, make = [], aiohttp.ClientSession
-
-    def recorded(**kwargs):
-        sessions.append(make(**kwargs))
-        return sessions[-1]
-
-    monkeypatch.setattr(judge.aiohttp, "ClientSession", recorded)
-    grade_calls(judge, 5)
-    assert len(sessions) == 1 and sessions[0].closed
-    server.reply = status(400)
-    with pytest.raises(RuntimeError):
-        grade_calls(judge, 5)
-    assert len(sessions) == 2 and sessions[1].closed
-    assert grade_turns(judge, [[final()], []]) == [[None], []]  # nothing to ask
-    assert len(sessions) == 2
 
 
 def test_a_long_message_is_cut_in_its_middle(judge, server):
@@ -434,25 +394,10 @@ def test_a_variable_chooses_what_grades_answers(monkeypatch):
 
 # --- Replies ---------------------------------------------------------------------------------------------------------
 
-READABLE = [
-    ("0", 0.0),
-    ("10", 1.0),
-    ("7", 0.7),
-    (" 7\n", 0.7),
-    ("Score: 7", 0.7),
-    ("score = 7.5", 0.75),
-    ("7 / 10.", 0.7),
-]
 UNREADABLE = [
     "70", "11", "10.5", "-7", "+7", "7/5", "7/100", "7 8", "7\n8", "7, or 8", "0.7.1", "1e1", "٧", "I say 7",
     "7 points", "Score:", "", "nan", "9" * 5000, None, 7, ["7"],
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize("text, score", READABLE)
-def test_readable_scores(judge, server, text, score):
-    server.reply = text
-    assert grade_calls(judge) == [score]
 
 
 def test_an_unreadable_score_is_none_for_its_turn(judge, server):
@@ -483,58 +428,41 @@ def test_equal_requests_count_as_one_reply(judge, server):
 # --- The judge's failures --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("code", [429, 500, 502, 503, 504])
-def test_an_overloaded_judge_is_asked_again(judge, server, code):
-    replies = iter([status(code), status(code), "6"])
+@pytest.mark.parametrize("failure", [status(429), status(500), "drop the connection"])
+def test_an_overloaded_judge_is_asked_again(judge, server, failure):
+    replies = iter([failure, "6"])
     server.reply = lambda prompt: next(replies)
-    assert grade_calls(judge) == [0.6]
-    assert len(server.prompts) == 3
-
-
-def test_a_dropped_connection_is_tried_again(judge, server):
-    replies = iter(["drop the connection", "6"])
-    server.reply = lambda prompt: next(replies)
-    assert grade_calls(judge) == [0.6]
+    assert grade_calls(judge) == [0.6] and len(server.prompts) == 2
 
 
 def test_a_slow_reply_is_asked_for_again(judge, server, monkeypatch):
-    monkeypatch.setenv("JUDGE_TIMEOUT", "0.2")
-    delays = iter([30, 0])
+    monkeypatch.setenv("JUDGE_TIMEOUT", "0.5")
+    delays = iter([3600, 0])
 
     async def reply(prompt):
         await asyncio.sleep(next(delays))
         return "6"
 
     server.reply = reply
-    assert grade_calls(judge) == [0.6]
-    assert len(server.prompts) == 2
+    assert grade_calls(judge) == [0.6] and len(server.prompts) == 2
 
 
-def test_a_judge_that_stays_down_raises(judge, server):
-    server.reply = lambda prompt: status(500, "CUDA error " + "x" * 5000)
-    with pytest.raises(RuntimeError) as error:
+@pytest.mark.parametrize(
+    "reply, shown, requests",
+    [
+        (lambda prompt: status(503, "CUDA error " + "x" * 5000), "CUDA error", 2),
+        (lambda prompt: status(400, "a text is too long"), "a text is too long", 1),
+        (lambda prompt: status(307, Location="http://127.0.0.1:9/v1"), "307", 1),
+        (lambda prompt: web.Response(text="<html>Welcome"), "AttributeError", 1),
+        (lambda prompt: web.json_response({"choices": []}), "IndexError", 1),
+    ],
+)
+def test_a_judge_that_fails_ends_the_batch(judge, server, reply, shown, requests):
+    judge.ATTEMPTS = 2
+    server.reply = reply
+    with pytest.raises(RuntimeError, match=shown) as error:
         grade_calls(judge)
-    message = str(error.value)
-    for part in (
-        f"POST {server.url}/chat/completions",
-        "status 500",
-        "CUDA error",
-        "3 attempts",
-        "Is the judge running?",
-    ):
-        assert part in message
-    assert len(message) < 1000
-    assert len(server.prompts) == 3
-
-
-@pytest.mark.parametrize("code, hint", [(400, "MAX_MESSAGE_CHARS"), (401, "JUDGE_API_KEY"), (404, "JUDGE_MODEL")])
-def test_a_request_that_is_refused_raises_at_once(judge, server, code, hint):
-    server.reply = lambda prompt: status(code, "because of this")
-    with pytest.raises(RuntimeError) as error:
-        grade_calls(judge)
-    for part in (f"{server.url}/chat/completions", f"status {code}", "because of this", hint):
-        assert part in str(error.value)
-    assert len(server.prompts) == 1
+    assert server.url in str(error.value) and len(str(error.value)) < 1000 and len(server.prompts) == requests
 
 
 def test_the_first_failure_ends_the_requests_that_wait(judge, server):
@@ -544,174 +472,25 @@ def test_the_first_failure_ends_the_requests_that_wait(judge, server):
         await asyncio.sleep(3600)
 
     server.reply = reply
-    with pytest.raises(RuntimeError, match="status 400"):
+    with pytest.raises(RuntimeError, match="400"):
         grade_calls(judge, 6)
-    for _ in range(200):
-        if server.in_flight == 0:
-            break
+    wait_until_nobody_is_asked(server)
+
+
+def wait_until_nobody_is_asked(server):
+    while server.in_flight:
         time.sleep(0.01)
-    assert server.in_flight == 0
-
-
-def test_a_judge_that_hangs_raises_in_bounded_time(judge, server, monkeypatch):
-    monkeypatch.setenv("JUDGE_TIMEOUT", "0.1")
-    server.reply = lambda prompt: asyncio.sleep(3600)
-    started = time.perf_counter()
-    with pytest.raises(RuntimeError, match=r"no answer within JUDGE_TIMEOUT=0.1 s") as error:
-        grade_calls(judge, 4)
-    assert time.perf_counter() - started > 0.3
-    assert server.url in str(error.value) and "raise JUDGE_TIMEOUT" in str(error.value)
-
-
-def test_nobody_listens(judge, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound and not listening: connections are refused
-        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{taken.getsockname()[1]}/v1")
-        with pytest.raises(RuntimeError, match=r"GET http://127.0.0.1:\d+/v1/models: ClientConnectorError"):
-            grade_calls(judge)
-
-
-@pytest.mark.parametrize(
-    "content, expected, shown",
-    [
-        ("<html>Welcome", "expected JSON", "<html>Welcome"),
-        ("[" * 100_000, "expected JSON", "[[["),
-        ('{"choices": []}', "expected choices", "{'choices': []}"),
-        ("null", "expected choices", "'None'"),
-    ],
-)
-def test_an_answer_in_another_format_raises(judge, server, content, expected, shown):
-    server.reply = lambda prompt: web.Response(text=content)
-    with pytest.raises(RuntimeError, match=expected) as error:
-        grade_calls(judge)
-    assert f"{server.url}/chat/completions: status 200" in str(error.value) and "JUDGE_URL" in str(error.value)
-    assert shown in str(error.value)
-    assert len(server.prompts) == 1
-
-
-def test_an_endless_answer_raises(judge, server):
-    server.reply = "endless"
-    with pytest.raises(RuntimeError, match="more than 1048576 bytes"):
-        grade_calls(judge)
-    assert len(server.prompts) == 1
-
-
-def test_a_redirect_is_not_followed(judge, server):
-    server.reply = lambda prompt: status(307, Location=f"{server.url}/chat/completions")
-    with pytest.raises(RuntimeError, match="status 307"):
-        grade_calls(judge)
-    assert len(server.prompts) == 1
-
-
-def test_the_server_may_ask_for_a_longer_wait_within_bounds(judge, server):
-    judge.MAX_WAIT_SECONDS = 0.15
-    replies = iter([status(429, **{"Retry-After": "3600"}), "6"])
-    server.reply = lambda prompt: next(replies)
-    started = time.perf_counter()
-    assert grade_calls(judge) == [0.6]
-    assert time.perf_counter() - started >= 0.15
-
-
-def test_waits_double_and_are_jittered_and_bounded(judge, server, monkeypatch):
-    waits, sleep = [], asyncio.sleep
-
-    async def record(seconds):
-        waits.append(seconds)
-        await sleep(0)
-
-    monkeypatch.setenv("JUDGE_MODEL", "mine")  # no other request than the one that fails
-    drawn = iter([0.5, 0.75, 1.0, 0.5, 0.5])
-    monkeypatch.setattr(judge.random, "uniform", lambda low, high: {(0.5, 1.0): next(drawn)}[low, high])
-    monkeypatch.setattr(judge, "asyncio", SimpleNamespace(**{**vars(asyncio), "sleep": record}))
-    judge.BACKOFF_SECONDS, judge.MAX_WAIT_SECONDS, judge.ATTEMPTS = 1.0, 4.0, 5
-    server.reply = lambda prompt: status(503)
-    with pytest.raises(RuntimeError, match="5 attempts"):
-        grade_calls(judge)
-    assert waits == [0.5 * 1, 0.75 * 2, 1.0 * 4, 0.5 * 4]  # and none after the last attempt
-
-
-# --- Settings --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("value", [None, "", "  "])
-def test_a_missing_url_is_named_even_with_nothing_to_ask(judge, monkeypatch, value):
-    monkeypatch.delenv("JUDGE_URL", raising=False)
-    if value is not None:
-        monkeypatch.setenv("JUDGE_URL", value)
-    for grade in (lambda: grade_turns(judge, [[final()]]), lambda: grade_answers(judge, [[]])):
-        with pytest.raises(ValueError, match=r"JUDGE_URL is not set"):
-            grade()
-
-
-@pytest.mark.parametrize(
-    "name, value, got",
-    [
-        ("JUDGE_URL", "127.0.0.1:8001/v1", "JUDGE_URL is '127.0.0.1:8001/v1'"),
-        ("JUDGE_URL", "http://127.0.0.1:high/v1", "JUDGE_URL is 'http://127.0.0.1:high/v1'"),
-        ("JUDGE_URL", "http://127.0.0.1/v1?a=b", "without user"),
-        ("JUDGE_URL", f"http://me:{KEY}@127.0.0.1/v1", "JUDGE_URL is an address with '@'"),
-        ("JUDGE_API_KEY", f"{KEY}\nX-Other: 1", "JUDGE_API_KEY has 31 characters"),
-        ("JUDGE_API_KEY", f"{KEY}é", "printable ASCII"),
-        ("JUDGE_CONCURRENCY", "0", "JUDGE_CONCURRENCY is '0'"),
-        ("JUDGE_TIMEOUT", "0", "JUDGE_TIMEOUT is '0'"),
-    ],
-)
-def test_wrong_settings_say_what_was_got_and_expected(judge, server, monkeypatch, name, value, got):
-    monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match="Expected") as error:
-        grade_calls(judge)
-    assert got in str(error.value) and KEY not in str(error.value)
-    assert server.prompts == [] and server.model_requests == 0
-
-
-def test_a_slash_behind_the_url_does_no_harm(judge, server, monkeypatch):
-    monkeypatch.setenv("JUDGE_URL", f"{server.url}/")
-    assert grade_calls(judge) == [0.7]
-
-
-def test_the_model_is_asked_for_once(judge, server):
-    grade_calls(judge, 3)
-    server.models = ["another"]
-    grade_calls(judge)
-    assert server.model_requests == 1
-    assert [body["model"] for body in server.bodies] == ["judge-model"] * 4
-
-
-def test_a_model_that_is_named_is_not_asked_for(judge, server, monkeypatch):
-    monkeypatch.setenv("JUDGE_MODEL", "mine")
-    grade_calls(judge)
-    assert server.model_requests == 0 and server.bodies[0]["model"] == "mine"
-
-
-@pytest.mark.parametrize("models", [[], ["small", "large"]])
-def test_the_judge_is_not_picked_from_several(judge, server, models):
-    server.models = models
-    with pytest.raises(RuntimeError, match=f"{server.url}/models: {len(models)} models .*Set JUDGE_MODEL") as error:
-        grade_calls(judge)
-    assert str(models) in str(error.value) and server.prompts == []
 
 
 def test_the_key_is_sent_and_never_shown(judge, server, monkeypatch):
-    grade_calls(judge)
-    assert "Authorization" not in server.headers[0]
     monkeypatch.setenv("JUDGE_API_KEY", f"{KEY}\n")  # as read from a file
     grade_calls(judge)
-    assert server.headers[1]["Authorization"] == f"Bearer {KEY}"
-    assert KEY not in repr(judge._settings())
-    shown = []
-    # The third ends in the middle of the key where an excerpt is cut.
-    for text in (f"invalid key {KEY}", "x" * 289 + KEY, "x" * 290 + KEY):
-        for code in (401, 500, 200):
-            server.reply = lambda prompt, code=code, text=text: status(code, text)
-            with pytest.raises(RuntimeError) as error:
-                grade_calls(judge)
-            shown.append(str(error.value))
-    server.reply = f"your key is {KEY}"
-    with pytest.raises(RuntimeError, match="have no score") as error:
-        grade_calls(judge)
-    shown.append(str(error.value))
-    assert "[JUDGE_API_KEY]" in shown[0] and "[JUDGE_API_KEY]" in shown[-1]
-    assert not any(KEY[:4] in message for message in shown)
+    assert server.headers[0]["Authorization"] == f"Bearer {KEY}"
+    for text in (f"invalid key {KEY}", "x" * 289 + KEY):  # the second ends in it where the text is cut
+        server.reply = lambda prompt, text=text: status(401, text)
+        with pytest.raises(RuntimeError, match="401|xxx") as error:
+            grade_calls(judge)
+        assert KEY[:4] not in str(error.value)
 
 
 def test_no_proxy_stands_between(judge, server, monkeypatch):
@@ -722,6 +501,21 @@ def test_no_proxy_stands_between(judge, server, monkeypatch):
         for name in ("NO_PROXY", "no_proxy"):
             monkeypatch.delenv(name, raising=False)
         assert grade_calls(judge) == [0.7]
+
+
+# --- Settings --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_url_is_named_even_with_nothing_to_ask(judge, monkeypatch):
+    monkeypatch.delenv("JUDGE_URL", raising=False)
+    with pytest.raises(ValueError, match="JUDGE_URL is not set"):
+        grade_turns(judge, [[final()]])
+
+
+def test_a_model_that_is_named_is_not_asked_for(judge, server, monkeypatch):
+    monkeypatch.setenv("JUDGE_MODEL", "mine")
+    grade_calls(judge)
+    assert server.model_requests == 0 and server.bodies[0]["model"] == "mine"
 
 
 # --- Through the trainer ---------------------------------------------------------------------------------------------
@@ -756,13 +550,6 @@ def test_both_rewards_through_the_trainer(judge, server):
 
 def test_a_judge_that_hangs_ends_by_reward_timeout(judge, server):
     server.reply = lambda prompt: asyncio.sleep(3600)
-    started = time.perf_counter()
     with pytest.raises(RuntimeError, match="judged_turn_reward_func took longer"):
         run_rewards([judge.judged_turn_reward_func], columns([[call("Rollo")]]), 0.3, CPU)
-    assert time.perf_counter() - started >= 0.3
-    assert server.prompts
-    for _ in range(200):  # the requests are given up too
-        if server.in_flight == 0:
-            break
-        time.sleep(0.01)
-    assert server.in_flight == 0
+    wait_until_nobody_is_asked(server)
