@@ -1,8 +1,4 @@
-"""Texts that begin alike, each beginning tokenised once: the prompts of the further records of a conversation.
-
-A long agent edits what was said, and each edit begins a record with tens of thousands of tokens, most of which an
-earlier record begins with, too.
-"""
+"""Texts with common prefixes, which are tokenised once: the prompts of the records of a long agent's conversation."""
 
 from __future__ import annotations
 
@@ -10,99 +6,80 @@ import bisect
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-MOST_KEPT = 4  # texts
+TRIED: dict[int, tuple[PreTrainedTokenizerBase, bool]] = {}  # id -> (tokenizer, whether its texts may share prefixes)
 
 
-@dataclass(frozen=True)
-class Tokenised:
-    """A text and its ids.
-
-    Attributes:
-        starts, ends: Where its special tokens begin and end, in characters. A token may take white space beside it.
-        places: The indices of these tokens in `ids`.
-    """
+class Tokenised(NamedTuple):
+    """A text, its ids, and (first character, end, index in ids) of each of its special tokens."""
 
     text: str
     ids: list[int]
-    starts: list[int]
-    ends: list[int]
-    places: list[int]
+    special: list[tuple[int, int, int]]
+
+
+NOTHING = Tokenised("", [], [])
 
 
 class SharedPrefixes:
-    """The ids of texts, of which the last ones are kept.
+    """The ids of texts. The last four are kept, and a new one is tokenised only from where it differs from them.
 
     INVARIANT: the ids are those that the tokenizer gives for the whole text. A tokenizer splits a text at its special
-    tokens before anything else. So what stands before one has the same ids whatever stands behind it, and a text is
-    tokenised anew from the last special token on with which both texts go on alike. Whether a tokenizer keeps to this
-    is tried at the first text that shares a beginning; one that does not tokenises each text whole.
-
-    Args:
-        tokenizer: A fast one. With another one each text is tokenised whole.
-
-    Attributes:
-        num_characters: Of texts that were tokenised so far.
+    tokens before anything else, so what stands before one has the same ids whatever follows it. Whether a tokenizer
+    keeps to this is tried at the first text that shares a prefix; one that does not tokenises each text completely.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
-        self.tokenizer, self.num_characters = tokenizer, 0
+        self.tokenizer = tokenizer
         # What stands for unknown characters is no token that a text is split at.
         known = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
         self._special = {number for number, token in known if token != tokenizer.unk_token}
-        self.kept: deque[Tokenised] = deque(maxlen=MOST_KEPT)  # the last one is the newest
+        self.kept: deque[Tokenised] = deque(maxlen=4)
 
     def ids(self, text: str) -> list[int]:
         """The ids of `tokenizer(text, add_special_tokens=False)`, (P,)."""
-        if not self.tokenizer.is_fast or id(self.tokenizer) in unfit:
+        is_fit = TRIED.get(id(self.tokenizer), (None, None))[1]
+        if not self.tokenizer.is_fast or is_fit is False:
             return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        shared = [(self._shared(known, text), known) for known in self.kept]
-        number, known = max(shared, key=lambda each: each[0] and each[1].starts[each[0] - 1], default=(0, None))
-        if not number:
-            found = self._tokenise(text)
+        before = max((self._shared(known, text) for known in self.kept), key=lambda each: len(each.text), default=None)
+        if before is None or not before.text:
+            tokenised = self._tokenise(text)
         else:
-            start, place = known.starts[number - 1], known.places[number - 1]
-            rest = self._tokenise(text[start:])
-            found = Tokenised(
-                text,
-                known.ids[:place] + rest.ids,
-                known.starts[: number - 1] + [start + each for each in rest.starts],
-                known.ends[: number - 1] + [start + each for each in rest.ends],
-                known.places[: number - 1] + [place + each for each in rest.places],
-            )
-            if id(self.tokenizer) not in tried:
-                tried[id(self.tokenizer)] = self.tokenizer
+            tokenised = self._tokenise(text, before)
+            if is_fit is None:
                 whole = self._tokenise(text)
-                if whole.ids != found.ids:
-                    unfit[id(self.tokenizer)] = self.tokenizer
+                TRIED[id(self.tokenizer)] = self.tokenizer, whole.ids == tokenised.ids
+                if whole.ids != tokenised.ids:
                     logger.warning(
                         "This tokenizer does not split texts at special tokens first, so prompts with a common prefix "
                         "are tokenised completely each time."
                     )
                     return whole.ids
-        self.kept.append(found)
-        return list(found.ids)
+        self.kept.append(tokenised)
+        return list(tokenised.ids)
 
-    def _shared(self, known: Tokenised, text: str) -> int:
-        """How many special tokens of a known text stand in what another one begins with alike."""
-        return bisect.bisect_right(known.ends, same_length(known.text, text))
+    def _shared(self, known: Tokenised, text: str) -> Tokenised:
+        """A known text up to the last special token that another text also has."""
+        number = bisect.bisect_right(known.special, same_length(known.text, text), key=lambda each: each[1])
+        if not number:
+            return NOTHING
+        start, _, place = known.special[number - 1]
+        return Tokenised(text[:start], known.ids[:place], known.special[: number - 1])
 
-    def _tokenise(self, text: str) -> Tokenised:
-        self.num_characters += len(text)
-        written = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        ids, spans = written["input_ids"], written["offset_mapping"]
-        places = [k for k, token in enumerate(ids) if token in self._special and spans[k][0] < spans[k][1]]
-        return Tokenised(text, ids, [spans[k][0] for k in places], [spans[k][1] for k in places], places)
-
-
-# Tokenizers by id, which hold them, so that no other one gets the id: those that were tried, and those that are unfit.
-tried: dict[int, PreTrainedTokenizerBase] = {}
-unfit: dict[int, PreTrainedTokenizerBase] = {}
+    def _tokenise(self, text: str, before: Tokenised = NOTHING) -> Tokenised:
+        start, place = len(before.text), len(before.ids)
+        encoded = self.tokenizer(text[start:], add_special_tokens=False, return_offsets_mapping=True)
+        ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+        special = [
+            (start + first, start + end, place + k)
+            for k, (token, (first, end)) in enumerate(zip(ids, spans))
+            if token in self._special and first < end
+        ]
+        return Tokenised(text, before.ids + ids, before.special + special)
 
 
 class Newest:

@@ -1,7 +1,4 @@
-"""One rollout whose requests come from a program of another house, an agent or a scheduler.
-
-What such a program asks is sampled in the rollout's room, and becomes turns.
-"""
+"""One rollout whose requests come from a program, an agent or a scheduler. What it asks for becomes turns."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
 
 
 class StopsAt:
-    """A backend whose samples end at texts, too. A prefix of a sample is still on-policy."""
+    """A backend whose samples also end at texts. A prefix of a sample is still on-policy."""
 
     def __init__(self, llm: Any, stops: tuple[str, ...], text_of: Callable[[list[int]], str]):
         self._llm, self._stops, self._text_of = llm, stops, text_of
@@ -35,19 +32,17 @@ class StopsAt:
         return getattr(self._llm, name)
 
     async def generate(self, prompt_ids: list[int], max_tokens: int, sampling_params: dict, index: int = 0) -> Any:
-        """Sample one continuation, cut behind the token that completes the first stop text."""
+        """Sample one continuation, cut after the token that completes the first stop text."""
         params = {**sampling_params, "stop": [*sampling_params.get("stop", []), *self._stops]}
         sampled = await self._llm.generate(prompt_ids, max_tokens, params, index)
         ids = sampled.token_ids
-        if not self._ends(ids):
+        size = bisect.bisect_left(range(len(ids) + 1), True, key=lambda size: self._has_stop(ids[:size]))
+        if size > len(ids):
             return sampled
-        size = 1 + bisect.bisect_left(range(1, len(ids) + 1), True, key=lambda size: self._ends(ids[:size]))
         logprobs = sampled.logprobs and sampled.logprobs[:size]
-        return dataclasses.replace(
-            sampled, token_ids=sampled.token_ids[:size], logprobs=logprobs, finish_reason="stop"
-        )
+        return dataclasses.replace(sampled, token_ids=ids[:size], logprobs=logprobs, finish_reason="stop")
 
-    def _ends(self, ids: list[int]) -> bool:
+    def _has_stop(self, ids: list[int]) -> bool:
         text = self._text_of(ids)
         return any(stop in text for stop in self._stops)
 

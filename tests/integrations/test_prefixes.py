@@ -86,23 +86,9 @@ def test_ids_are_those_of_the_whole_text(name):
             known = rng.choice(texts)
             texts.append(known[: rng.randrange(len(known) + 1)] + written(rng, rng.randrange(3)) + rng.choice(WORDS))
         for text in texts:
+            shared.ids(text).clear()  # who gets a list may change it
             assert shared.ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"], text
-    assert id(tokenizer) not in prefixes.unfit
-
-
-def test_a_beginning_is_tokenised_once():
-    """Of three records of 4,000 characters that begin alike, as an agent's that edits its last message."""
-    tokenizer, rng = make_tokenizer(QWEN3), random.Random(1)
-    prefixes.tried[id(tokenizer)] = tokenizer  # the first one is tokenised completely, to see whether it may be shared
-    begin = written(rng, 200)
-    shared = SharedPrefixes(tokenizer)
-    for k in range(3):
-        shared.ids(f"{begin}<|im_start|>user\nThe {k}th question.<|im_end|>\n")
-    assert len(begin) > 4000 and shared.num_characters < len(begin) + 400
-    again = SharedPrefixes(tokenizer)
-    for text in (begin, f"{begin}a", begin):
-        again.ids(text).clear()  # who gets a list may change it
-        assert again.ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert prefixes.TRIED[id(tokenizer)] == (tokenizer, True)
 
 
 def test_a_tokenizer_that_looks_behind_its_special_tokens_is_found_out(caplog):
@@ -120,15 +106,21 @@ def test_a_tokenizer_that_looks_behind_its_special_tokens_is_found_out(caplog):
     shared = SharedPrefixes(odd)
     for text in ("<|im_start|>a<|im_end|>b<|im_end|>c", "<|im_start|>a<|im_end|>b<|im_end|>d"):
         assert shared.ids(text) == odd(text, add_special_tokens=False)["input_ids"]
-    assert "tokenised completely" in caplog.text and id(odd) in prefixes.unfit
+    assert "tokenised completely" in caplog.text and prefixes.TRIED[id(odd)] == (odd, False)
 
 
 def test_an_agents_further_records_are_tokenised_from_where_they_differ(monkeypatch):
     """Three records with one message of the system. What the model reads is the whole prompt's ids."""
     system, written = "Be brief. " * 60, []
     tokenise = SharedPrefixes._tokenise
-    monkeypatch.setattr(SharedPrefixes, "_tokenise", lambda self, text: written.append(text) or tokenise(self, text))
-    monkeypatch.setitem(prefixes.tried, id(TOKENIZER), TOKENIZER)
+    monkeypatch.setitem(prefixes.TRIED, id(TOKENIZER), (TOKENIZER, True))
+    monkeypatch.setattr(
+        SharedPrefixes,
+        "_tokenise",
+        lambda self, text, *before: (
+            written.append(len(text) - sum(len(b.text) for b in before)) or tokenise(self, text, *before)
+        ),
+    )
 
     async def solve(row, client):
         for text in ("One?", "Two?", "Three?"):
@@ -141,7 +133,7 @@ def test_an_agents_further_records_are_tokenised_from_where_they_differ(monkeypa
         whole = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert record.prompt_ids == TOKENIZER(whole, add_special_tokens=False)["input_ids"]
     first, *further = written
-    assert len(first) > 500 and len(further) == 2 and all(len(each) < 100 for each in further)
+    assert first > 500 and len(further) == 2 and max(further) < 100
     conversation = run(solve, "1", "2", "3", max_completion_length=4000)[0]  # of another rollout
     assert conversation.prompt_ids == rollout.prompt_ids
 
