@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.base.pictures import KNOWN, is_picture, pictures_in
+from mt_grpo.base.pictures import KNOWN, pictures_in
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
 from mt_grpo.integrations.ms_swift import paths as swift_paths
@@ -49,7 +49,7 @@ def tokenizer(folder):
 def conversations(cls, tokenizer, loss_scale="default", **settings):
     own = {"scheduler_class": cls, "scheduler_kwargs": {"max_turns": settings.pop("max_turns", 3)},
            "loss": read_loss_scale(loss_scale, loss_scale_map), "length_scope": "per_round", "max_model_calls": 8,
-           "passes_dataset": True, "stop_words": []}  # fmt: skip
+           "passes_dataset": True}  # fmt: skip
     mixed = type("SchedulerConversation", (SchedulerConversation, mt.MultiTurnToolEnv), own)
     return mixed([], None, environment=ScheduledConversation, tokenizer=tokenizer, tool_format="hermes",
                  max_completion_length=400, environment_timeout=20.0, **settings)  # fmt: skip
@@ -67,8 +67,7 @@ def run(cls, tokenizer, *turns, row=None, **settings):
     for record in rollout.records:
         read = list(record.prompt_ids)
         for turn in record.turns:
-            if settings.get("loss_scale") != "all":
-                assert (read, turn.token_ids) in llm.asked
+            assert (read, turn.token_ids) in llm.asked
             read = read + turn.token_ids + turn.observation_ids
     return rollout, llm
 
@@ -246,15 +245,6 @@ def test_a_run_of_ones_own_and_a_session_that_is_cut_off(tokenizer):
     assert len(rollout.turns) == 8 and len(rollout.records) == 1 and len(pictures_in(rollout.completion_ids)) == 7
     (output,) = rollout.environment.outputs
     assert [message["content"] for message in output["messages"][:3]] == ["Which <image>?", "four", "Here: <image>!"]
-
-
-def test_pictures_are_no_text_to_learn_where_all_is_trained(tokenizer):
-    rollout, _ = run(stepping(zooms), tokenizer, "four", row=ROW, max_turns=2, loss_scale="all")
-    turn = rollout.turns[1]
-    around = [tokenizer.convert_tokens_to_ids(f"<|vision_{each}|>") for each in ("start", "end")]
-    for token, one in zip(turn.token_ids, turn.mask):
-        assert one == int(not is_picture(token) and token not in around)
-    assert sum(map(is_picture, turn.token_ids)) == 1 and turn.mask.count(0) == 3
 
 
 def test_a_rows_text_beside_an_image_keeps_its_tags(folder, tokenizer):

@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import json
-import math
 import subprocess
 import sys
 import threading
@@ -76,15 +75,12 @@ def user(text):
     return {"role": "user", "content": text}
 
 
-def conversations(
-    cls, loss_scale="default", scope="per_round", max_model_calls=8, passes=True, stop_words=(), **settings
-):
+def conversations(cls, loss_scale="default", scope="per_round", max_model_calls=8, passes=True, **settings):
     """The class of conversations of a scheduler, made."""
     kwargs = {key: settings.pop(key) for key in ("max_turns",) if key in settings}
     own = {"scheduler_class": cls, "scheduler_kwargs": kwargs, "loss": read_loss_scale(loss_scale, loss_scale_map),
            "length_scope": scope,
-           "max_model_calls": max_model_calls, "passes_dataset": passes,
-           "stop_words": list(stop_words)}  # fmt: skip
+           "max_model_calls": max_model_calls, "passes_dataset": passes}  # fmt: skip
     mixed = type("SchedulerConversation", (SchedulerConversation, mt.MultiTurnToolEnv), own)
     settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_completion_length": 400,
                 "environment_timeout": 20.0, **settings}  # fmt: skip
@@ -271,17 +267,6 @@ def test_a_cut_answer_token_for_token():
     assert len(right.turns) == 1 and right.stop_reason == StopReason.ENVIRONMENT_STOP
 
 
-def test_calls_as_react_writes_them():
-    action = "Action: calculator\nAction Input: {}\nObservation:"
-    cls = swift_paths.multi_turns["tool_call_scheduler"]
-    for given, result in (("6*7", "Result: 42"), ("6*", "Error: expected numbers, brackets and + - * /")):
-        rollout, _ = run(cls, action.format(given), "It is 42.", max_turns=3, stop_words=["Observation:"])
-        sampled, last = ids(action.format(given)), ids("It is 42.") + END
-        assert rollout.completion_ids[: len(sampled)] == sampled and rollout.completion_ids[-len(last) :] == last
-        middle = slice(len(sampled), -len(last))
-        assert TOKENIZER.decode(rollout.completion_ids[middle]) == result and not any(rollout.loss_mask[middle])
-
-
 @pytest.mark.contract("math_tip_trick_multi_turn")
 def test_a_tip_as_a_new_turn():
     rollout, _ = run(MathTipsMultiTurnScheduler, "<answer>2</answer>", "<answer>2</answer>", row={"solution": "3"})
@@ -320,11 +305,7 @@ def test_a_message_may_say_whether_it_is_trained(keys, trained):
 
 
 def test_a_loss_scale_masks_parts_of_the_text():
-    """By hand: what stands behind `Observation:`, up to the next of its words; and an empty thinking."""
-    said = "Action: a Observation: b Thought: c"
-    rollout, _ = run(RolloutScheduler, said, loss_scale="react")
-    masked = [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if not one]
-    assert TOKENIZER.decode(masked).strip() == "b" and rollout.loss_mask[-1] == 1
+    """An empty thinking."""
     said = "<think>\n\n</think>\n\nIt is 2."
     rollout, _ = run(RolloutScheduler, said, loss_scale="last_round+ignore_empty_think")
     trained = [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if one]
@@ -351,33 +332,6 @@ def test_a_loss_scale_of_a_plugin(cls, monkeypatch):
     rollout, _ = run(RolloutScheduler, "11 22 33 44", loss_scale="evens")
     trained = TOKENIZER.decode([t for t, one in zip(rollout.completion_ids, rollout.loss_mask) if one][:-1])
     assert trained.split() == ["22", "44"]
-
-
-def test_all_trains_what_is_read_behind_the_prompt():
-    rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2, loss_scale="all", checked=False)
-    first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
-    assert rollout.prompt_ids == ids(PROMPT) and rollout.completion_ids == first + behind + second
-    assert rollout.loss_mask == [1] * len(rollout.completion_ids)
-    assert [math.isnan(p) for p in rollout.logprobs] == [False] * len(first) + [True] * len(behind) + [False] * len(
-        second
-    )
-    assert rollout.turn_ids == [0] * len(first) + [1] * len(behind + second)
-
-
-def test_all_keeps_the_logprobs_of_each_id_where_a_response_is_replaced():
-    class Replaces(MultiTurnScheduler):
-        def step(self, infer_request, response_choice, current_turn):
-            answered = {"infer_request": infer_request}
-            if current_turn == 2:
-                infer_request.messages[-1]["content"], replaced = "No.", ids("No.") + END
-                answered |= {"response_token_ids": replaced, "response_loss_mask": [0] * len(replaced)}
-            infer_request.messages.append(user("And 1?"))
-            return answered
-
-    rollout, _ = run(Replaces, "It is 2.", "It is 3.", "It is 4.", max_turns=3, loss_scale="all", checked=False)
-    assert [len(turn.logprobs) for turn in rollout.turns] == [len(turn.token_ids) for turn in rollout.turns]
-    assert len(rollout.logprobs) == len(rollout.completion_ids) and len(ids("It is 4.") + END) == 6
-    assert rollout.logprobs[-6:] == [-k / 64 for k in range(6)]  # as the scripted policy gives them
 
 
 # -- what schedulers may write --
@@ -577,25 +531,6 @@ def test_texts_and_ids_in_place_of_messages():
 def test_a_base_class_of_one_turn():
     rollout, _ = run(RolloutScheduler, "It is 2.")
     assert rollout.completion_ids == ids("It is 2.") + END and rollout.environment.infos == {"num_turns": 1}
-
-
-def test_the_helpers_of_4_6():
-    class Helps(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            for _ in range(2):
-                response = await self.infer_engine.infer_async(infer_request, request_config)
-                same = self.append_assistant_completion(infer_request, text_of(response))
-                ids, mask = self.get_response_token_data(infer_request, response.choices[0], is_continuation=same)
-                assert (ids, mask) == self.prepare_response_continuation(response.choices[0])[:2]
-                self.set_assistant_message_token_ids(infer_request, [*ids, *self.tokenizer.encode("!")])
-                snapshots = self.snapshot_and_materialize_assistant_messages(infer_request)
-                assert infer_request.messages[-1]["content"].endswith("!")
-                self.restore_assistant_message_snapshots(snapshots)
-            self.snapshot_and_materialize_assistant_messages(infer_request)
-            return RolloutOutput(response=response, messages=infer_request.messages)
-
-    rollout, _ = run(Helps, cut_off("It is 2."), " And 3.")
-    assert rollout.completion_ids == ids("It is 2.") + ids("!") + ids(" And 3.") + END
 
 
 # -- pitfalls of ms-swift, and what happens here --
@@ -867,17 +802,17 @@ HEAD = "from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns\n"
     ],
 )  # fmt: skip
 def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said):
-    monkeypatch.delitem(swift_paths.multi_turns, "mine", raising=False)
+    monkeypatch.delitem(swift_paths.REGISTRIES["multi_turns"], "mine", raising=False)
     script, args = arguments(tmp_path, plugin, multi_turn_scheduler="mine")
     with pytest.raises(ValueError, match=said):
         mt.build_env(script, args, [], TOKENIZER)
-    monkeypatch.delitem(swift_paths.multi_turns, "mine", raising=False)
+    monkeypatch.delitem(swift_paths.REGISTRIES["multi_turns"], "mine", raising=False)
 
 
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"multi_turn_scheduler": "math_tip_trick", "loss_scale": "all+mine"}, "'mine' is unknown"),
+        ({"multi_turn_scheduler": "math_tip_trick", "loss_scale": "last_round+mine"}, "'mine' is unknown"),
         ({"multi_turn_scheduler": "math_tip_trick", "completion_length_limit_scope": "turn"}, "expected one of per_"),
         ({"multi_turn_scheduler": "math_tip_trick", "tools_script": "tools/calculator.py"}, "tools_script has no eff"),
         ({"multi_turn_scheduler": "math_tip_trick", "reward_funcs": ["mine"]}, "'mine' is not in orms"),
@@ -945,14 +880,23 @@ def plugin():
 @pytest.mark.contract("ms-swift plug-ins")
 @needs_plugins
 def test_the_example_scheduler_as_it_is(plugin):
-    """Its text ends where its stop word does; the tool's result is read and not trained, and is the tool's."""
+    """The tool's result is read and not trained. With a stop, the text ends there, and one record goes on."""
     action = "Action: calculator\nAction Input: 6*7\nObservation:"
-    rollout, llm = run(plugin.ToolCallScheduler, action, "It is 42.", max_turns=3, stop_words=["Observation:"])
     sampled, result, last = ids(action), ids("Result: 42"), ids("It is 42.") + END
+    rollout, _ = run(plugin.ToolCallScheduler, action, "It is 42.", max_turns=3)
+    first, second = trained_records(rollout)
+    assert (first.prompt_ids, first.completion_ids) == (ids(PROMPT), sampled + END)
+    assert (second.prompt_ids, second.completion_ids) == (ids(PROMPT) + sampled + result, last)
+    assert rollout.environment.infos == {"tool_results": "Result: 42", "num_turns": 2}
+
+    class Stops(plugin.ToolCallScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            request_config.stop = ["Observation:"]
+            return await super().run(infer_request, request_config, **kwargs)
+
+    rollout, _ = run(Stops, action, "It is 42.", max_turns=3)
     assert rollout.completion_ids == sampled + result + last
     assert rollout.loss_mask == [1] * len(sampled) + [0] * len(result) + [1] * len(last)
-    assert rollout.environment.infos == {"tool_results": "Result: 42", "num_turns": 2}
-    assert llm.params[0]["stop"] == ["Observation:"]
 
 
 @pytest.mark.contract("ms-swift plug-ins")
@@ -1620,15 +1564,9 @@ def test_a_loss_scale_keeps_characters_ends_of_turns_and_choices_of_ids(monkeypa
         response = await ask(*request.messages)
         return RolloutOutput(response=response, response_token_ids=[response.choices[0].token_ids[:2]])
 
-    for loss_scale in ("default", "react"):
+    for loss_scale in ("default", "ignore_empty_think"):
         rollout, _ = run(own_run(part), "It is 2.", loss_scale=loss_scale)
         assert rollout.loss_mask[:3] == [1, 1, 0]
-
-
-def test_all_leaves_a_schedulers_mask():
-    rollout, _ = run(GivesIdsAnyway, cut_off("It is 2."), "3", max_turns=2, loss_scale="all", checked=False)
-    first, behind, second = ids("It is 2."), ids(" Wait:"), ids("3") + END
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
 
 
 def test_a_discarded_response_is_no_beginning_of_another_message():
@@ -1639,15 +1577,6 @@ def test_a_discarded_response_is_no_beginning_of_another_message():
 
     rollout, _ = run(own_run(prefills), "It is 2.", "3")
     assert [turn.trained for turn in rollout.turns] == [False, True]
-
-
-def test_ids_as_contents_go_on_and_reach_rewards_as_text():
-    def step(self, request, choice, turn):
-        self.set_assistant_message_token_ids(request, choice.token_ids + self.tokenizer.encode(" Wait:"))
-        return request
-
-    rollout, _ = run(step_by(step), cut_off("It is 2."), "3", max_turns=2)
-    assert rollout.environment.outputs[-1]["messages"][-1] == answer("It is 2. Wait:3")
 
 
 def test_what_is_in_flight_at_the_end_is_not_sampled_on():

@@ -112,7 +112,6 @@ class SchedulerConversation:
         length_scope: What max_completion_length counts: `per_round` or `total`.
         max_model_calls: Responses per rollout.
         passes_dataset: Whether requests have the row's columns as `data_dict`.
-        stop_words: Texts that end a response, which keeps them.
     """
 
     renders_all = False  # a request's tools and template arguments are its own
@@ -124,7 +123,6 @@ class SchedulerConversation:
     length_scope: str
     max_model_calls: int
     passes_dataset: bool
-    stop_words: list[str]
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -168,9 +166,7 @@ class SchedulerConversation:
             **{kind: row[kind] for kind in ("audios", "videos", "objects", "chat_template_kwargs") if row.get(kind)},
         )
         first, key = copy.deepcopy(request), request.uuid
-        config = protocol.RequestConfig(
-            max_tokens=self.max_completion_length, stop=list(self.stop_words), n=1, logprobs=True, return_details=True
-        )
+        config = protocol.RequestConfig(max_tokens=self.max_completion_length, n=1, logprobs=True, return_details=True)
         self.engine.sessions[key] = session
         try:
             outputs, are_split = await self.watched(session, rollout, scheduler, request, config)
@@ -178,7 +174,7 @@ class SchedulerConversation:
         finally:
             await session.finish()
             del self.engine.sessions[key]
-            fill(rollout, session, self.loss.base == "all")
+            fill(rollout, session)
         rollout.environment.outputs = [self.as_columns(output, first, session.plain) for output in outputs]
         rollout.stop_reason = session.stop_reason or self.why_it_ended(session)
 

@@ -6,7 +6,6 @@ be synchronous or async, and see text: the ids of what was sampled are the engin
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable
@@ -225,9 +224,3 @@ def weight_of(message: Any) -> bool | None:
     if message.get("loss_scale") is not None:
         return bool(message["loss_scale"])
     return None if message.get("loss") is None else bool(message["loss"])
-
-
-async def drive_all(scheduler: Any, requests: list, config: Any, **kwargs: Any) -> list[RolloutOutput]:
-    """The outputs of several requests, in one list."""
-    outputs = await asyncio.gather(*(scheduler.run(request, config, **kwargs) for request in requests))
-    return [each for output in outputs for each in (output if isinstance(output, list) else [output])]

@@ -11,7 +11,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.pictures import is_picture
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure, segment_of, weight_of
 from mt_grpo.integrations.ms_swift.loss import LossMask
 from mt_grpo.integrations.ms_swift.pictures import with_tags
@@ -141,15 +140,10 @@ def earlier_one(session: SchedulerSession, groups: list[list[Sample]], ids: list
     )
 
 
-def fill(rollout: Rollout, session: SchedulerSession, trains_all: bool = False) -> None:
-    """Write the responses into a rollout as its turns, in the order of their requests.
-
-    With `trains_all` what a record reads behind its prompt is trained, too, with the turn that it stands before. Its
-    logprobs are not known (NaN), so that TRL takes an importance ratio of 1.
-    """
-    samples = session.samples
-    fill_turns(rollout, samples)
-    for sample in samples:
+def fill(rollout: Rollout, session: SchedulerSession) -> None:
+    """Write the responses into a rollout as its turns, in the order of their requests."""
+    fill_turns(rollout, session.samples)
+    for sample in session.samples:
         if sample.fresh is not None:
             parent = sample.parent
             parent.turn.continuation = None if sample.said else parent.text[len(parent.bare) :]
@@ -157,21 +151,6 @@ def fill(rollout: Rollout, session: SchedulerSession, trains_all: bool = False) 
         for earlier, later in zip(drive, drive[1:]):  # behind an edit, too, a turn got what the next one reads last
             if later.fresh is None and not later.start:
                 earlier.turn.messages = earlier.turn.messages or later.messages[-1:]
-    for sample in samples if trains_all else []:
-        if sample.turn.after is not None and sample.turn.trained:
-            ids, mask = sample.turn.token_ids, sample.turn.per_token(1, 0)
-            known = sample.turn.logprobs
-            sample.turn.token_ids = sample.fresh + ids
-            sample.turn.logprobs = None if known is None else [float("nan")] * len(sample.fresh) + known
-            masked = len(sample.parent.tail) if sample.parent.masked else 0  # the scheduler's own mask says 0
-            sample.turn.mask = [0] * masked + [int(not one) for one in of_pictures(sample.fresh)[masked:]] + mask
-            sample.parent.turn.observation_ids = []
-
-
-def of_pictures(ids: list[int]) -> list[bool]:
-    """For each id whether it is a picture's, or stands beside one: what opens and closes it is no text either."""
-    shown = [False, *map(is_picture, ids), False]
-    return [any(shown[k : k + 3]) for k in range(len(ids))]
 
 
 def conversation_of(output: Any, request: Any, plain: Callable[[list[int]], str]) -> list[Message]:

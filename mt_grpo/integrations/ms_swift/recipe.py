@@ -20,8 +20,7 @@ from mt_grpo.integrations.ms_swift.conversation import (
     has_own_run,
 )
 from mt_grpo.integrations.ms_swift.loss import read_loss_scale
-from mt_grpo.integrations.ms_swift.paths import MODULES, SwiftPaths, install, registry
-from mt_grpo.integrations.plugin_imports import check_plugin_imports
+from mt_grpo.integrations.ms_swift.paths import install, registry
 from mt_grpo.recipe.plugins import import_file
 
 LENGTH_SCOPES = ("per_round", "total")
@@ -51,7 +50,6 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
         "length_scope": script_args.completion_length_limit_scope,
         "max_model_calls": script_args.max_model_calls,
         "passes_dataset": script_args.vllm_server_pass_dataset,
-        "stop_words": script_args.stop_words or [],
     }
     rewards = [as_reward(each, script_args, args) for each in script_args.reward_funcs or []]
     environment = type(name, (ScheduledConversation,), {"outcome_reward_funcs": rewards})
@@ -61,7 +59,6 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
 def load_plugin(path: str) -> None:
     """Import a plug-in, which may import files that stand beside it. Raises `ValueError`."""
     import_file(path, "external_plugins")
-    check_plugin_imports(path, "external_plugins", "ms-swift", SwiftPaths, MODULES)
 
 
 def registered(kind: str, name: str, key: str) -> Any:
