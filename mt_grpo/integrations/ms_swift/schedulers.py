@@ -8,7 +8,7 @@ from typing import Any
 
 from mt_grpo.conversation.formats.base import behind_thinking
 from mt_grpo.integrations.ms_swift.loop import drive
-from mt_grpo.integrations.ms_swift.protocol import RolloutOutput, logprobs_of
+from mt_grpo.integrations.ms_swift.protocol import RolloutOutput
 from mt_grpo.integrations.ms_swift.rewards import MathAccuracy
 
 
@@ -68,7 +68,7 @@ class MultiTurnScheduler(RolloutScheduler):
 
     @staticmethod
     def _extract_logprobs_from_choice(response_choice: Any) -> list[float]:
-        return logprobs_of(response_choice)
+        return [each["logprob"] for each in (response_choice.logprobs or {}).get("content") or []]
 
 
 # The schedulers of ms-swift that give a tip after a wrong answer: in the same message, or as the user.
