@@ -2,20 +2,17 @@
 
 import asyncio
 import base64
-import contextlib
 import copy
 import gc
 import io
 import json
-import re
 
 import pytest
 import vision_model
 from PIL import Image
-from scripted_schedulers import Scripted, answer, conversations, own_run, run as run_rollout, step_by, user
+from scripted_schedulers import answer, conversations, own_run, run as run_rollout, step_by, user
 from transformers import AutoTokenizer
 
-import mt_grpo_trainer as mt
 from mt_grpo.base.pictures import KNOWN, pictures_in
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
@@ -317,70 +314,3 @@ def test_prompts_with_other_images_have_other_ids():
         return prompt_id(conversation)
 
     assert id_of(IMAGE) == id_of(IMAGE.copy()) != id_of(OTHER) and isinstance(id_of(None), str)
-
-
-# -- training --
-
-
-class Zoom(MultiTurnScheduler):
-    """As DeepEyes' scheduler: the box of a call is cut out of the first image, and shown in a message of the user."""
-
-    def check_finished(self, infer_request, response_choice, current_turn):
-        ended = super().check_finished(infer_request, response_choice, current_turn)
-        return ended or not re.search("<tool_call>(.*?)</tool_call>", infer_request.messages[-1]["content"], re.DOTALL)
-
-    def step(self, infer_request, response_choice, current_turn):
-        call = re.findall("<tool_call>(.*?)</tool_call>", response_choice.message.content, re.DOTALL)[-1]
-        try:
-            box = json.loads(call)["arguments"]["bbox_2d"]
-            infer_request.images.append(opened(infer_request.images[0]).crop(box))
-            said = "<tool_response><image>\nAnswer.</tool_response>"
-        except Exception as error:
-            said = f"Error: {error}"
-        infer_request.messages.append(user(said))
-        return {"infer_request": infer_request, "rollout_infos": {"images": infer_request.images}}
-
-
-class Zooms(Scripted):
-    """Zooms into another box in each rollout of a group, once wrongly, and answers."""
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        box = "x" if index % 4 == 3 else json.dumps([0, 0, 28 * (1 + index % 4), 28])
-        call = f'<tool_call>{{"name": "zoom", "arguments": {{"bbox_2d": {box}}}}}</tool_call>'
-        answered = any(word in self.tokenizer.decode(prompt_ids) for word in ("Answer.", "Error"))
-        self.turns = [f"<answer>{index}</answer>" if answered else call]
-        return await super().generate(prompt_ids, max_tokens, sampling_params, index)
-
-
-@pytest.mark.parametrize("shares", [True, False])
-def test_two_steps_of_a_scheduler_that_zooms(shares, folder, tmp_path, monkeypatch):
-    """With a judge that counts messages of users with a tag, as DeepEyes' reward does."""
-    counted = []
-
-    def judge(completions, messages, images, **kwargs):
-        shown = [sum("<image>" in m["content"] for m in each if m["role"] == "user") for each in messages]
-        counted.extend(zip(shown, map(len, images)))
-        return [float(len(text) % 3) + number for text, number in zip(completions, shown)]
-
-    monkeypatch.setitem(orms, "counts", judge)
-    env = conversations(Zoom, tokenizer=None, max_turns=3)
-    args = mt.MTGRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=8, num_generations=4, max_completion_length=400, max_steps=2, logging_steps=1,
-        learning_rate=1e-3, save_strategy="no", disable_tqdm=True, seed=3, share_prompts=shares, log_rollouts=8,
-    )  # fmt: skip
-    images = [[as_bytes(vision_model.picture(20 + k, (84, 84)))] for k in range(4)]
-    rows = Rows([{"prompt": [user("<image>Which digit?")], "images": each} for each in images])
-    reward = as_reward("counts", None, None)
-    trainer = mt.MTGRPOEnvTrainer(str(folder), env, [], [reward], args=args, train_dataset=rows)
-    trainer.llm = Zooms(tokenizer=trainer.processing_class)
-    with contextlib.closing(env):
-        trainer.train()
-    logs = [log for log in trainer.state.log_history if "reward" in log]
-    assert len(logs) == 2 and all(log["records/mean"] == 1.0 and log["turns/mean"] == 2.0 for log in logs)
-    assert all(log["grad_norm"] > 0 and log["tokens/ids_differ"] == 0 for log in logs)
-    assert sorted(counted) == sorted([(2, 2)] * 12 + [(1, 1)] * 4)
-    sizes = [[p.num_tokens for p in pictures_in(r.completion_ids)] for r in trainer.batch.rollouts]
-    assert sorted(sizes) == [[], [], [1], [1], [2], [2], [3], [3]]
-    text = (tmp_path / "rollouts.rank0.jsonl").read_text()
-    assert "ufdd0" not in text and len(list((tmp_path / "images").iterdir())) > 4

@@ -1,9 +1,4 @@
-"""`multi_turn_scheduler: NAME`: the conversation is a scheduler's of ms-swift, from a plug-in as it is.
-
-    external_plugins: [my_plugin.py]      # multi_turns["mine"] = MyScheduler
-    multi_turn_scheduler: mine
-    max_turns: 3
-    reward_funcs: [my_reward]             # orms["my_reward"] = MyReward
+"""The conversation that a scheduler of ms-swift runs.
 
 A scheduler's methods and its `run` are awaited on a loop of their own, synchronous ones in threads. What they ask of
 `infer_engine.infer_async` is sampled by the trainer's backend.
@@ -54,7 +49,7 @@ class SchedulerEngine:
         return await self._on_its_loop(session, session.infer(infer_request, request_config))
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Call a method of the session of the conversation in which this is called."""
+        """Call a method of this conversation's session."""
         session = CURRENT.get()
         return await self._on_its_loop(session, getattr(session, method)(*args))
 
@@ -63,18 +58,12 @@ class SchedulerEngine:
 
 
 class ScheduledConversation:
-    """A scheduler's conversation, as reward functions get it in `environments`.
-
-    Attributes:
-        row: The row of the dataset.
-        request_id: The id of this rollout.
-        outputs: The outputs of the scheduler, one dict per output with the arguments of its rewards by name.
-    """
+    """A scheduler's conversation, as reward functions get it in `environments`."""
 
     def __init__(self):
         self.row: dict[str, Any] = {}
         self.request_id = ""
-        self.outputs: list[dict[str, Any]] = []
+        self.outputs: list[dict[str, Any]] = []  # of each output of the scheduler, the arguments of rewards by name
 
     def reset(self, **row: Any) -> list[Message] | None:
         """Reset the state for a new conversation."""
@@ -90,26 +79,17 @@ class ScheduledConversation:
 
 
 class SchedulerConversation:
-    """Mixed into the class of conversations: the turns are a scheduler's.
-
-    Attributes:
-        scheduler_class: Of the plug-in.
-        scheduler_kwargs: For its constructor, such as `max_turns`.
-        loss: What is trained, of `loss_scale`.
-        length_scope: What max_completion_length counts: `per_round` or `total`.
-        max_model_calls: Responses per rollout.
-        passes_dataset: Whether requests have the row's columns as `data_dict`.
-    """
+    """Mixed into the class of conversations: the turns are a scheduler's."""
 
     renders_all = False  # a request's tools and template arguments are its own
     place_images, mark_images = staticmethod(place_tags), staticmethod(mark_tags)
 
     scheduler_class: type
-    scheduler_kwargs: dict[str, Any]
+    scheduler_kwargs: dict[str, Any]  # such as `max_turns`
     loss: LossMask
-    length_scope: str
-    max_model_calls: int
-    passes_dataset: bool
+    length_scope: str  # what max_completion_length counts: `per_round` or `total`
+    max_model_calls: int  # responses per rollout
+    passes_dataset: bool  # whether requests have the row's columns as `data_dict`
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -173,10 +153,7 @@ class SchedulerConversation:
     async def watched(
         self, session: SchedulerSession, rollout: Rollout, request: Any, config: Any
     ) -> tuple[list[Any], bool]:
-        """(the outputs of the scheduler, whether they are a list of its own), in its time.
-
-        All that was sampled, if it did not end by itself when its room was spent.
-        """
+        """(the outputs, whether they are a list), of what was sampled so far if the scheduler did not end itself."""
         name, timeout = type(self.scheduler).__name__, self.environment_timeout
         running = self.begin(session, request, config)
         try:
@@ -247,20 +224,14 @@ def as_columns(output: Any, session: SchedulerSession) -> dict[str, Any]:
 
 
 def has_own_run(cls: type, method: str = "run") -> bool:
-    """Whether a class has a `run`, or another method, of its own, and not that of ms-swift's base classes.
-
-    The `run` of `MultiTurnScheduler` is replaced by `drive`. That of `RolloutScheduler` runs.
-    """
+    """Whether a class has a method of its own. The `run` of `MultiTurnScheduler` is replaced by `drive`."""
     owner = next((each for each in cls.__mro__ if method in vars(each)), None)
     bases = ("MultiTurnScheduler",) if method == "run" else ("MultiTurnScheduler", "RolloutScheduler")
     return owner is not None and owner.__name__ not in bases
 
 
 def make_scheduler(cls: type, engine: SchedulerEngine, kwargs: dict[str, Any]) -> Any:
-    """An instance, by either constructor: `(infer_engine, max_turns, ...)` or that of before 3.8, `(max_turns, ...)`.
-
-    Raises `ValueError` where its constructor raises.
-    """
+    """An instance, by either constructor: `(infer_engine, max_turns)`, or `(max_turns)` as before 3.8."""
     parameters = inspect.signature(cls).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     given = {"infer_engine": engine, "tokenizer": engine.tokenizer, **kwargs}

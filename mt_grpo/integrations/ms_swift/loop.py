@@ -68,16 +68,7 @@ def add_response(messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
 
 
 async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> RolloutOutput:
-    """The conversation of a scheduler's methods, until it is finished.
-
-    Args:
-        scheduler: With `step`, and what else it has of `on_trajectory_start`, `on_turn_end`, `check_finished`.
-        request: The first request; a last message of the assistant is taken away from it.
-        config: Of each request.
-
-    Raises:
-        SchedulerFailure: a method returned what it may not.
-    """
+    """The conversation of a scheduler's methods, until it is finished."""
     engine, infos, choices, said, last = scheduler.infer_engine, {}, [], [], None
     if hasattr(scheduler, "on_trajectory_start"):
         await called(scheduler.on_trajectory_start, [request])

@@ -34,7 +34,7 @@ class IgnoreEmptyThink(LossScale):
 
     def get_loss_scale(self, context: str, *args: Any, **kwargs: Any) -> tuple[list[str], list[float]]:
         """(parts of the text, 0 for the empty thinking)."""
-        found = re.match(r"<think>\s*</think>\s*", context)
+        found = re.match(r"(<think>\s*)?</think>\s*", context)  # the prompt may have opened it
         size = found.end() if found else 0
         return [context[:size], context[size:]], [0.0, 1.0]
 
@@ -44,27 +44,15 @@ loss_scale_map: dict[str, type] = {"base": LossScale, "ignore_empty_think": Igno
 
 @dataclass(frozen=True)
 class LossMask:
-    """The parsed `loss_scale` of a recipe.
+    """The parsed `loss_scale` of a recipe."""
 
-    Attributes:
-        base: Which messages are trained: `default` (all) or `last_round`.
-        scales: The loss scales that mask parts of them, applied in order.
-    """
-
-    base: str
-    scales: tuple[Any, ...] = ()
+    base: str  # which messages are trained: `default` (all) or `last_round`
+    scales: tuple[Any, ...] = ()  # loss scales that mask parts of them
 
     def mask(self, turn: Turn, query: str | None, is_last: bool, written: Any) -> list[int]:
         """The mask of a turn's ids: an id is masked if all of its text is. An end of turn has no text.
 
-        Args:
-            turn: What was sampled.
-            query: The last message of others.
-            is_last: Whether the turn belongs to the last message.
-            written: The tool format.
-
-        Raises:
-            SchedulerFailure: A loss scale fails.
+        `query` is the last message of others, `is_last` whether the turn belongs to the last message.
         """
         ids = turn.token_ids
         places = range(len(ids) + 1)
@@ -86,8 +74,6 @@ class LossMask:
 
 def zero_spans(scale: Any, text: str, query: str | None, is_last: bool) -> list[tuple[int, int]]:
     """The spans, in characters, to which a loss scale gives the weight 0.
-
-    Raises `SchedulerFailure` for parts that are not the text.
 
     >>> zero_spans(IgnoreEmptyThink(), "<think>\\n\\n</think>\\n\\nc", None, True)
     [(0, 19)]
@@ -113,11 +99,7 @@ def zero_spans(scale: Any, text: str, query: str | None, is_last: bool) -> list[
 
 
 def read_loss_scale(text: str, known: dict[str, type]) -> LossMask:
-    """Parse a `loss_scale` such as `[base+]type[+type...]`. Raises `ValueError`.
-
-    >>> read_loss_scale("last_round", {}).base, read_loss_scale("base", loss_scale_map).base
-    ('last_round', 'default')
-    """
+    """Parse a `loss_scale` such as `[base+]type[+type...]`. Raises `ValueError`."""
     base, *names = text.split("+")
     if base not in BASES:
         base, names = "default", [base, *names]

@@ -46,13 +46,8 @@ def said_before(messages: list[Message]) -> str:
 def read_messages(request: Any, keeps_thinking: bool, shown: list[Picture] | None) -> list[Message]:
     """The messages of a request, each with a role and a text, in which an image is its mark.
 
-    Args:
-        request: A `RolloutInferRequest`.
-        keeps_thinking: Whether messages of the assistant before the last one of others keep their thinking.
-        shown: The images of its tags; None: the model reads text alone.
-
-    Raises:
-        SchedulerFailure: for images that do not fit their tags, other media, unknown roles, contents that are no text.
+    `keeps_thinking`: whether messages of the assistant before the last one of others keep it. `shown`: the images of
+    the tags; None: the model reads text alone. Raises `SchedulerFailure`.
     """
     for kind in OTHER_MEDIA:
         if getattr(request, kind, None):
@@ -68,7 +63,7 @@ def read_messages(request: Any, keeps_thinking: bool, shown: list[Picture] | Non
 
 
 def read_message(message: dict[str, Any]) -> Message:
-    """One message of a request. Raises `SchedulerFailure` for an unknown role, and a content that is no text."""
+    """One message of a request. Raises `SchedulerFailure`."""
     role, content = message["role"], message["content"] or ""
     if role not in ROLES or not isinstance(content, str):
         raise SchedulerFailure(
@@ -82,11 +77,7 @@ def rendered(
 ) -> list[Message]:
     """Messages as the chat template takes them. Control tokens are broken in what environments and data say.
 
-    Args:
-        messages: What is rendered.
-        calls: To which results among them belong.
-        tokenizer: The tokenizer of the policy.
-        prompt: Of the data set's row, which may show tags of formats, and has tags of images.
+    Results among them belong to `calls`. `prompt` is the row's, which may show tags of formats.
     """
     written, results, of_row = [], 0, keys_of(prompt)
     for message in messages:
@@ -116,11 +107,9 @@ def with_tags(text: str) -> str:
 
 
 def with_images(messages: list[Message], shown: list[Picture]) -> list[Message]:
-    """Messages in which each tag is the mark of the next image. Raises `SchedulerFailure` unless there are as many.
-
-    INVARIANT: a policy cannot end its rollout by writing a tag that a scheduler quotes. So surplus tags after a
-    message of the assistant with a tag are text.
-    """
+    """Messages in which each tag is the mark of the next image. Raises `SchedulerFailure` unless there are as many."""
+    # INVARIANT: a policy cannot end its rollout by writing a tag that a scheduler quotes. So surplus tags after a
+    # message of the assistant with a tag are text.
     surplus = sum(map(num_tags, messages)) - len(shown)
     found, quotes = [], False
     for message in messages:
@@ -145,8 +134,6 @@ def tagged(prompt: list[Message], row: dict[str, Any], where: str) -> tuple[list
 
     A tag, or a part `{"type": "image"}` without an image of its own, takes the next image of the row's columns. Those
     that remain stand in front of the first message that is not the system's, where ms-swift's templates put them.
-
-    Raises `ValueError` if there are more tags than images, or no message for those that remain.
 
     >>> tagged([{"role": "user", "content": "a<image>b"}], {"images": ["x", "y"]}, "row 0")
     ([{'role': 'user', 'content': '<image>a<image>b'}], ['x', 'y'])
@@ -202,10 +189,7 @@ class RequestImages:
         self._known: dict[str, Picture] = {}
 
     async def of(self, request: Any) -> list[Picture] | None:
-        """The images of a request, None if the model reads text alone. They are read in a thread.
-
-        Raises `SchedulerFailure` if one cannot be read, or none may be there.
-        """
+        """The images of a request, None if the model reads text alone. Raises `SchedulerFailure`."""
         images = getattr(request, "images", None) or []
         if self.reader is None and images:
             raise SchedulerFailure(f"The request has images. Expected text alone: {self.why}.")

@@ -49,13 +49,8 @@ def train_outputs(session: SchedulerSession, outputs: list[RolloutOutput], are_s
     """Mark what is trained of a conversation's responses. Raises `SchedulerFailure`.
 
     A response is trained if an output ends with it, or goes through it: a scheduler may ask the policy for more than
-    it returns. Of a conversation by `drive` all are, also those before an edit of the history.
-
-    Args:
-        session: The conversation.
-        outputs: What the scheduler returned.
-        are_split: Whether that was a list: each output is a record of its own.
-        loss: The recipe's `loss_scale`.
+    it returns. Of a conversation by `drive` all are, also those before an edit of the history. If outputs
+    `are_split`, each is a record of its own.
     """
     for sample in session.samples:
         sample.turn.trained = False
@@ -99,10 +94,7 @@ def leave_out_empty(output: RolloutOutput) -> None:
 def take_masks(
     session: SchedulerSession, groups: list[list[Sample]], ids: list[list[int]], masks: list[list[int]]
 ) -> None:
-    """Take over the ids and masks of an output, aligned from its end, for each message of the assistant.
-
-    Raises `SchedulerFailure` for ids that are neither sampled nor those that the scheduler put behind.
-    """
+    """Take over the ids and masks of an output, aligned from its end, for each message of the assistant."""
     if masks and len(masks) != len(ids):
         raise SchedulerFailure(
             f"response_loss_mask has {len(masks)} lists, expected {len(ids)}: one for each list of response_token_ids."

@@ -143,12 +143,7 @@ class ChatCompletionResponse:
 
 
 def as_base64(value: Any, paths: bool = False) -> Any:
-    """An image as ms-swift's requests have it, base64. A text stays as it is.
-
-    Args:
-        value: Of PIL, bytes, text, or a dict with one of them.
-        paths: Whether a text may be the path of a file.
-    """
+    """An image as ms-swift's requests have it, base64. A text stays as it is, unless it may be the path of a file."""
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None)
     if paths and isinstance(value, str) and not value.startswith("data:"):
@@ -159,26 +154,16 @@ def as_base64(value: Any, paths: bool = False) -> Any:
 
 
 class RolloutOutput(BaseModel):
-    """The result of a conversation.
-
-    Attributes:
-        response: The last response.
-        messages: All, with the last response. A text instead of a dict is the assistant's: schedulers of 3.8 to 4.6
-            write such.
-        response_token_ids: One list per message of the assistant, aligned from the last one.
-        response_loss_mask: As long as those.
-        rollout_infos: For rewards. `images` are those of the conversation in place of the row's.
-        rollout_logprobs: Not read: each id has the logprob of its sampling.
-    """
+    """The result of a conversation: ids and masks have one list per message of the assistant, up to the last one."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    response: Any
-    messages: list | None = None
+    response: Any  # the last one
+    messages: list | None = None  # a text is the assistant's: schedulers of 3.8 to 4.6 write such
     response_token_ids: list[list[int]] = Field(default_factory=list)
     response_loss_mask: list[list[int]] = Field(default_factory=list)
     rollout_infos: dict[str, Any] = Field(default_factory=dict)
-    rollout_logprobs: list[list[float]] = Field(default_factory=list)
+    rollout_logprobs: list[list[float]] = Field(default_factory=list)  # not read: ids have those of their sampling
     prompt_logprobs: list | None = None
 
     @field_validator("rollout_infos")
@@ -200,8 +185,6 @@ class RolloutOutput(BaseModel):
 
 def listed_tools(tools: Any) -> list[dict[str, Any]]:
     """The tools of a row or a request: a list, or JSON text, which is ms-swift's documented form.
-
-    Raises an error for anything else, and for a schema that is none.
 
     >>> listed_tools('[{"type": "function", "function": {"name": "f"}}]')
     [{'type': 'function', 'function': {'name': 'f'}}]

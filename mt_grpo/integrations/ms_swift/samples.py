@@ -52,10 +52,7 @@ class GoesOn(NamedTuple):
 
 
 def goes_on(samples: list[Sample], messages: list[Message], tools: str) -> GoesOn | None:
-    """The response whose message a request repeats as its last one of the assistant, as it is or with more behind.
-
-    None without one: the policy never wrote this message.
-    """
+    """The response whose message a request repeats as its last one of the assistant, as it is or with more behind."""
     place = max((k for k, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     if place is None:
         return None
@@ -87,9 +84,7 @@ def num_same(first: list[int], second: list[int]) -> int:
 
 
 def num_kept(ids: list[int], text: str, text_of: Callable[[list[int]], str]) -> int:
-    """How many of the ids a text begins with.
-
-    What a token holds beyond that is not kept. A beginning of the ids may end inside a character.
+    """How many of the ids a text begins with. A beginning of the ids may end inside a character.
 
     >>> num_kept([104, 105, 33], "hi there", lambda ids: bytes(ids).decode(errors="replace"))
     2
@@ -110,10 +105,7 @@ def num_kept(ids: list[int], text: str, text_of: Callable[[list[int]], str]) -> 
 
 
 def own_ids(text: str, written: Any, context: float) -> list[int]:
-    """The ids of a scheduler's own text in the assistant's message. No special token ends the turn in it.
-
-    Its tags, such as those of thinking, stay tokens. A text that is surely longer than the context is cut behind it.
-    """
+    """The ids of a scheduler's own text in the assistant's message: no special token in it ends the turn."""
     tokenizer = written.tokenizer
     special = sorted([*tokenizer.all_special_tokens, *placeholders_of(tokenizer)], key=len, reverse=True)
     if special:
@@ -153,16 +145,13 @@ def edit(
     """Take over what a step made of a response: ids with a mask, text behind it, or a cut.
 
     Args:
-        sample: The response. One that a request has read keeps its ids; without ids for it, it stays as it is.
+        sample: The response.
         text: What its message says; None: the history before it was edited.
         same_message: Whether the next request goes on in its message.
         ids: A beginning of what was sampled, and what the scheduler put behind. None: the text says it.
         mask: 1 for what is trained. None: what was sampled.
         written: The tool format.
         context: Of the model, in tokens.
-
-    Raises:
-        SchedulerFailure: ids and mask do not fit, or one of mask 1 was not sampled.
     """
     turn, sampled, kept = sample.turn, sample.turn.token_ids, None
     if mask and not ids:
@@ -212,16 +201,8 @@ def edit(
 def choose(group: list[Sample], ids: list[int], mask: list[int] | None, ends: frozenset[int]) -> None:
     """Train the given ids of a message under the mask, and drop sampled ids that they leave out. Its records stay.
 
-    An end of turn may be left out, and what was sampled last.
-
-    Args:
-        group: The responses of the message.
-        ids: What an output says that it consists of.
-        mask: 1 for what is trained; None: all of them that were sampled.
-        ends: The ids that end a turn.
-
-    Raises:
-        SchedulerFailure: any other id differs, or one of mask 1 was not sampled.
+    An end of turn may be left out, and what was sampled last. Raises `SchedulerFailure` if any other id differs, or
+    one of mask 1 was not sampled.
     """
     place, kept = 0, checked_mask(ids, mask) if mask else [1] * len(ids)
     for sample, later in zip(group, [*group[1:], None]):

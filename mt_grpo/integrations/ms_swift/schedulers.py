@@ -13,11 +13,7 @@ from mt_grpo.integrations.ms_swift.rewards import MathAccuracy
 
 
 class RolloutScheduler:
-    """Runs conversations of one turn.
-
-    Both constructors are taken: `(infer_engine, max_turns)` of 3.8 and later, and `(max_turns)` of before, which
-    ms-swift's documentation still shows.
-    """
+    """Runs conversations of one turn. Its constructor is also called by `(max_turns)`, as ms-swift's page shows it."""
 
     def __init__(self, infer_engine: Any = None, max_turns: int | None = None, *args: Any, **kwargs: Any):
         if isinstance(infer_engine, int):

@@ -42,16 +42,7 @@ class Reading(NamedTuple):
 
 
 class SchedulerSession(RolloutSession):
-    """The engine's side of one rollout.
-
-    Args:
-        env, rollout, llm, sampling_params: As in `RolloutSession`.
-        protocol: The module of ms-swift's types.
-
-    Attributes:
-        prompt: Of the data set's row.
-        images: What reads the images of requests.
-    """
+    """The engine's side of one rollout."""
 
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, protocol: Any):
         super().__init__(env, rollout, llm, sampling_params)
@@ -70,10 +61,7 @@ class SchedulerSession(RolloutSession):
     # -- a request --
 
     async def infer(self, request: Any, config: Any) -> Any:
-        """A response. If there is no room for one, an empty one that is truncated.
-
-        Raises `SchedulerFailure` if the request cannot be answered.
-        """
+        """A response. If there is no room for one, an empty one that is truncated. Raises `SchedulerFailure`."""
         if self.closed:
             raise RolloutOver("The conversation is over. Expected no further request.")
         task = asyncio.current_task()
@@ -96,7 +84,7 @@ class SchedulerSession(RolloutSession):
         await end_all(self._tasks)
 
     def _read(self, request: Any, config: Any, shown: list[Picture] | None) -> Reading:
-        """What the model reads for a request. Raises `SchedulerFailure` for what a request may not have.
+        """What the model reads for a request.
 
         An end of turn that was sampled is read if messages follow. If the message goes on instead, it is not: a record
         begins. So it does if the assistant's last message is not as it was sampled; its text is read as it is.
@@ -174,10 +162,7 @@ class SchedulerSession(RolloutSession):
         return self._response(request, prompt_ids, turn, f"{self._key}-{number}")
 
     def _response(self, request: Any, prompt_ids: list[int], turn: Turn | None, key: str) -> Any:
-        """The response to a request. Its lists are the scheduler's own: some plug-ins change them in place.
-
-        Raises `RolloutOver` after too many empty ones.
-        """
+        """The response to a request. Its lists are the scheduler's own: some plug-ins change them in place."""
         if turn is None:
             self._num_empty += 1
             if self._num_empty > MAX_EMPTY:
@@ -206,10 +191,7 @@ class SchedulerSession(RolloutSession):
         return protocol.ChatCompletionResponse(model="policy", choices=[choice], usage=usage, id=uuid)
 
     def sample_of(self, choice: Any) -> Sample | None:
-        """The response of a choice; of an empty one the response that it would have gone on from.
-
-        Raises `SchedulerFailure` for a choice that was not given here.
-        """
+        """The response of a choice; of an empty one the response that it would have gone on from."""
         if getattr(choice, "sample_key", None) not in self._by_key:
             raise SchedulerFailure("A response is none that infer_async gave in this conversation.")
         return self._by_key[choice.sample_key]
@@ -245,10 +227,7 @@ class SchedulerSession(RolloutSession):
 
 
 def read_config(config: Any) -> tuple[tuple[str, ...], int | None]:
-    """(the texts that end a response, its limit in tokens or None) of a `RequestConfig`.
-
-    Raises `SchedulerFailure` for several answers to one request. Tells of other settings, which are the recipe's.
-    """
+    """(the texts that end a response, its limit in tokens or None) of a `RequestConfig`."""
     if getattr(config, "n", None) not in (None, 1):
         raise SchedulerFailure(f"A request's config has n={config.n!r:.100}, expected 1: a response has one choice.")
     for name in IGNORED:
