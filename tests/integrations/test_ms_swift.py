@@ -2,10 +2,7 @@
 
 import asyncio
 import copy
-import dataclasses
-import functools
 import json
-import math
 import subprocess
 import sys
 import threading
@@ -17,14 +14,31 @@ from types import SimpleNamespace
 
 import pytest
 from scripted import longest_text
-from transformers import AutoTokenizer
+from scripted_schedulers import (
+    END,
+    NEXT,
+    PLUGINS,
+    PROMPT,
+    ROOT,
+    TOKENIZER,
+    Scripted,
+    answer,
+    conversations,
+    converse,
+    ids,
+    own_run,
+    run,
+    step_by,
+    text_of,
+    truncated,
+    user,
+)
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.integrations.ms_swift import paths as swift_paths
-from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation, SchedulerConversation
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
-from mt_grpo.integrations.ms_swift.loss import LossScale, loss_scale_map, read_loss_scale
+from mt_grpo.integrations.ms_swift.loss import LossScale, loss_scale_map
 from mt_grpo.integrations.ms_swift.protocol import RequestConfig, RolloutInferRequest, RolloutOutput
 from mt_grpo.integrations.ms_swift.recipe import as_reward, columns_of
 from mt_grpo.integrations.ms_swift.rewards import AsyncORM
@@ -36,84 +50,11 @@ from mt_grpo.integrations.ms_swift.schedulers import (
     ThinkingModelTipsScheduler,
 )
 from mt_grpo.recipe.plugins import import_file
-from mt_grpo.rollout import Generation, StopReason
+from mt_grpo.rollout import StopReason
 from mt_grpo.training.records import trained_records
 
-ROOT = Path(__file__).resolve().parents[2]
-PLUGINS = ROOT / "../shared/data/plugins/ms_swift"
-needs_plugins = pytest.mark.skipif(not PLUGINS.is_dir(), reason="ms-swift's example plug-ins are not there")
-TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
-END = [TOKENIZER.eos_token_id]
-PROMPT = "<|im_start|>user\nWhat?<|im_end|>\n<|im_start|>assistant\n"
-NEXT = "\n<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-swift_paths.install()
-
-
-class Scripted:
-    """Writes these texts, each with an end of turn; notes what it read and wrote. A pair is cut off at its end."""
-
-    def __init__(self, *turns, max_model_len=1024):
-        self.turns, self.max_model_len, self.asked, self.params = list(turns), max_model_len, [], []
-
-    async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-        turn = self.turns.pop(0) if len(self.turns) > 1 else self.turns[0]
-        await asyncio.sleep(0)
-        if isinstance(turn, Exception):
-            raise turn
-        whole = ids(turn) + END if isinstance(turn, str) else ids(turn[0])
-        sampled = whole[:max_tokens]
-        self.asked.append((list(prompt_ids), sampled))
-        self.params.append(sampling_params)
-        logprobs = [-k / 64 for k in range(len(sampled))]
-        return Generation(sampled, logprobs, "stop" if sampled == whole and isinstance(turn, str) else "length")
-
-
-def ids(text):
-    return TOKENIZER(text, add_special_tokens=False)["input_ids"]
-
-
-def user(text):
-    return {"role": "user", "content": text}
-
-
-def conversations(
-    cls, loss_scale="default", scope="per_round", max_model_calls=8, passes=True, stop_words=(), **settings
-):
-    """The class of conversations of a scheduler, made."""
-    kwargs = {key: settings.pop(key) for key in ("max_turns",) if key in settings}
-    own = {"scheduler_class": cls, "scheduler_kwargs": kwargs, "loss": read_loss_scale(loss_scale, loss_scale_map),
-           "length_scope": scope,
-           "max_model_calls": max_model_calls, "passes_dataset": passes,
-           "stop_words": list(stop_words)}  # fmt: skip
-    mixed = type("SchedulerConversation", (SchedulerConversation, mt.MultiTurnToolEnv), own)
-    settings = {"tokenizer": TOKENIZER, "tool_format": "hermes", "max_completion_length": 400,
-                "environment_timeout": 20.0, **settings}  # fmt: skip
-    return mixed([], None, environment=ScheduledConversation, **settings)
-
-
-def run(cls, *turns, row=None, llm=None, messages=None, checked=True, **settings):
-    """(the rollout, the policy) of one conversation with a scripted policy."""
-    env, llm = conversations(cls, **settings), llm or Scripted(*turns)
-    prompt = messages or [user("What?")]
-    (rollout,) = env.start([prompt], rows=[{"prompt": prompt, **(row or {})}])
-    run_async(env.converse(rollout, llm, {"temperature": 1.0}))
-    if rollout.error is not None:
-        raise rollout.error
-    if checked:
-        verify(rollout, llm)
-    return rollout, llm
-
-
-def verify(rollout, llm):
-    """Each turn was read as its record says, and is a beginning of what was sampled there."""
-    for record in rollout.records if rollout.turns else []:
-        read = list(record.prompt_ids)
-        for turn in record.turns:
-            size = len(turn.token_ids)
-            assert any(asked == read and sampled[:size] == turn.token_ids for asked, sampled in llm.asked)
-            assert turn.logprobs is None or len(turn.logprobs) == size
-            read = read + turn.token_ids + turn.observation_ids
-    assert sorted(k for r in rollout.records for k in r.numbers) == list(range(len(rollout.turns)))
+FIRST, SECOND = "It is 2.", "It is 3."
+ASKED = ids(NEXT.format("And 1?"))  # what is read between two turns of `Asks`
 
 
 class Asks(MultiTurnScheduler):
@@ -124,27 +65,22 @@ class Asks(MultiTurnScheduler):
         return {"infer_request": infer_request, "rollout_infos": {"asked": current_turn}}
 
 
-class GoesOn(MultiTurnScheduler):
+def waits(self, request, choice, turn):
     """The same message goes on behind a text, which is not trained."""
-
-    def step(self, infer_request, response_choice, current_turn):
-        infer_request.messages[-1]["content"] += " Wait:"
-        return {"infer_request": infer_request}
+    request.messages[-1]["content"] += " Wait:"
+    return {"infer_request": request}
 
 
-class GivesIds(MultiTurnScheduler):
+def waits_by_ids(self, request, choice, turn):
     """The same, with ids and a mask."""
+    added = self.tokenizer.encode(" Wait:", add_special_tokens=False)
+    given = {"response_token_ids": choice.token_ids + added, "response_loss_mask": [1] * len(choice.token_ids)}
+    given["response_loss_mask"] += [0] * len(added)
+    return {**waits(self, request, choice, turn), **given}
 
-    mask = staticmethod(lambda sampled, added: [1] * sampled + [0] * added)
 
-    def step(self, infer_request, response_choice, current_turn):
-        added = self.tokenizer.encode(" Wait:", add_special_tokens=False)
-        infer_request.messages[-1]["content"] += " Wait:"
-        return {
-            "infer_request": infer_request,
-            "response_token_ids": response_choice.token_ids + added,
-            "response_loss_mask": self.mask(len(response_choice.token_ids), len(added)),
-        }
+def trained_ids(rollout):
+    return [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if one]
 
 
 # -- ids by hand --
@@ -152,43 +88,24 @@ class GivesIds(MultiTurnScheduler):
 
 @pytest.mark.contract("scheduler step")
 def test_a_new_turn_token_for_token():
-    rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2)
-    first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
+    rollout, _ = run(Asks, FIRST, SECOND, max_turns=2)
+    first, second = ids(FIRST) + END, ids(SECOND) + END
     assert rollout.prompt_ids == ids(PROMPT)
-    assert rollout.completion_ids == first + behind + second
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
-    assert rollout.turn_ids == [0] * len(first) + [-1] * len(behind) + [1] * len(second)
+    assert rollout.completion_ids == first + ASKED + second
+    assert rollout.loss_mask == [1] * len(first) + [0] * len(ASKED) + [1] * len(second)
+    assert rollout.turn_ids == [0] * len(first) + [-1] * len(ASKED) + [1] * len(second)
     (output,) = rollout.environment.outputs
     assert output["response_token_ids"] == [first, second] and rollout.stop_reason == StopReason.MAX_TURNS
     assert output["rollout_infos"] == {"asked": 1, "num_turns": 2}
-    said = [user("What?"), "It is 2.", user("And 1?"), "It is 3."]
-    assert output["messages"] == [each if isinstance(each, dict) else answer(each) for each in said]
+    assert output["messages"] == [user("What?"), answer(FIRST), user("And 1?"), answer(SECOND)]
     assert len(trained_records(rollout)) == 1
 
 
-def answer(text):
-    return {"role": "assistant", "content": text}
-
-
-def cut_off(text):
-    """A turn without an end of turn, which `check_finished` does not take for the last one."""
-    return (text, "goes on")
-
-
-class GoesOnAnyway(GoesOn):
-    def check_finished(self, infer_request, response_choice, current_turn):
-        return current_turn >= self.max_turns
-
-
-class GivesIdsAnyway(GivesIds, GoesOnAnyway):
-    step = GivesIds.step
-
-
-@pytest.mark.parametrize("cls", [GoesOnAnyway, GivesIdsAnyway])
-def test_a_continuation_token_for_token(cls):
+@pytest.mark.parametrize("step", [waits, waits_by_ids])
+def test_a_continuation_token_for_token(step):
     """The text that the scheduler put behind is read, and not trained; with its ids and without."""
-    rollout, _ = run(cls, cut_off("It is 2."), "It is 3.", max_turns=2)
-    first, behind, second = ids("It is 2."), ids(" Wait:"), ids("It is 3.") + END
+    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
+    first, behind, second = ids(FIRST), ids(" Wait:"), ids(SECOND) + END
     assert rollout.completion_ids == first + behind + second
     assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
     assert rollout.messages == [answer("It is 2. Wait:It is 3.")]
@@ -196,43 +113,45 @@ def test_a_continuation_token_for_token(cls):
     assert output["messages"][-1] == answer("It is 2. Wait:It is 3.")
 
 
+def says_more(self, request, choice, turn):
+    return {**waits(self, request, choice, turn), "response_token_ids": choice.token_ids + ids(" Wait: so")}
+
+
+def says_less(self, request, choice, turn):
+    return {**waits(self, request, choice, turn), "response_token_ids": choice.token_ids}
+
+
 @pytest.mark.contract("response_token_ids")
-def test_ids_are_read_as_a_scheduler_gives_them():
-    """Also where its text says less. What was not sampled is not trained."""
-
-    class SaysMore(GoesOnAnyway):
-        def step(self, infer_request, response_choice, current_turn):
-            step = super().step(infer_request, response_choice, current_turn)
-            return {**step, "response_token_ids": response_choice.token_ids + ids(" Wait: so")}
-
-    rollout, _ = run(SaysMore, cut_off("It is 2."), "It is 3.", max_turns=2)
-    first, behind, second = ids("It is 2."), ids(" Wait: so"), ids("It is 3.") + END
+@pytest.mark.parametrize("step, read", [(says_more, " Wait: so"), (says_less, " Wait:")])
+def test_ids_are_read_as_a_scheduler_gives_them(step, read):
+    """Also if its text says less. Text that the ids do not hold is read, too. What was not sampled is not trained."""
+    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
+    first, behind, second = ids(FIRST), ids(read), ids(SECOND) + END
     assert rollout.completion_ids == first + behind + second
     assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
 
 
-@pytest.mark.parametrize("cls", [GoesOn, GivesIds])
-def test_a_message_that_goes_on_behind_an_end_of_turn_is_read_without_it(cls):
+@pytest.mark.parametrize("step", [waits, waits_by_ids])
+def test_a_message_that_goes_on_behind_an_end_of_turn_is_read_without_it(step):
     """The end was sampled and is trained. What goes on does not follow it, so that a record begins."""
-    rollout, _ = run(cls, "It is 2.", "It is 3.", max_turns=2)
+    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
     first, second = trained_records(rollout)
-    assert first.prompt_ids == ids(PROMPT) and first.completion_ids == ids("It is 2.") + END
-    assert second.prompt_ids == ids(PROMPT) + ids("It is 2.") + ids(" Wait:")
-    assert second.completion_ids == ids("It is 3.") + END and second.loss_mask == [1] * len(ids("It is 3.") + END)
+    assert first.prompt_ids == ids(PROMPT) and first.completion_ids == ids(FIRST) + END
+    assert second.prompt_ids == ids(PROMPT) + ids(FIRST) + ids(" Wait:")
+    assert second.completion_ids == ids(SECOND) + END and second.loss_mask == [1] * len(ids(SECOND) + END)
 
 
-@pytest.mark.parametrize("said", ["Right.", "It is 2."])
+@pytest.mark.parametrize("said", ["Right.", FIRST])
 def test_an_edited_history_begins_a_record(said):
-    """Also where the last response stands in it as it was."""
+    """Also if the last response stands in it as it was."""
 
-    class Edits(MultiTurnScheduler):
-        def step(self, infer_request, response_choice, current_turn):
-            infer_request.messages = [user("Said: 2."), answer(said), user("And now?")]
-            return {"infer_request": infer_request}
+    def step(self, request, choice, turn):
+        request.messages = [user("Said: 2."), answer(said), user("And now?")]
+        return {"infer_request": request}
 
-    rollout, _ = run(Edits, "It is 2.", "It is 3.", max_turns=2)
+    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
     first, second = trained_records(rollout)
-    assert first.completion_ids == ids("It is 2.") + END and second.completion_ids == ids("It is 3.") + END
+    assert first.completion_ids == ids(FIRST) + END and second.completion_ids == ids(SECOND) + END
     assert TOKENIZER.decode(second.prompt_ids) == (
         f"<|im_start|>user\nSaid: 2.<|im_end|>\n<|im_start|>assistant\n{said}<|im_end|>\n"
         "<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
@@ -241,17 +160,24 @@ def test_an_edited_history_begins_a_record(said):
 
 @pytest.mark.contract("response_loss_mask")
 def test_a_mask_chooses_among_what_was_sampled():
-    """Its logprobs are those of the ids with mask 1, and the ids stay in the record."""
+    """The ids stay in the record, with their logprobs."""
 
-    class Masks(GivesIdsAnyway):
-        mask = staticmethod(lambda sampled, added: [0, 1] + [1] * (sampled - 2) + [0] * added)
+    def step(self, request, choice, turn):
+        given = waits_by_ids(self, request, choice, turn)
+        return {**given, "response_loss_mask": [0, *given["response_loss_mask"][1:]]}
 
-    rollout, _ = run(Masks, cut_off("It is 2."), "It is 3.", max_turns=2)
-    first, behind, second = ids("It is 2."), ids(" Wait:"), ids("It is 3.") + END
+    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
+    first, behind, second = ids(FIRST), ids(" Wait:"), ids(SECOND) + END
     assert rollout.completion_ids == first + behind + second
     assert rollout.loss_mask == [0] + [1] * (len(first) - 1) + [0] * len(behind) + [1] * len(second)
     assert rollout.turn_ids == [-1] + [0] * (len(first) - 1) + [-1] * len(behind) + [1] * len(second)
     assert len(rollout.logprobs) == len(rollout.completion_ids)
+
+
+def test_all_segments_of_a_message_are_trained():
+    rollout, _ = run(step_by(waits), truncated("1"), truncated("2"), "3", max_turns=3)
+    assert trained_ids(rollout) == ids("1") + ids("2") + ids("3") + END
+    assert TOKENIZER.decode(rollout.completion_ids[:-1]) == "1 Wait:2 Wait:3"
 
 
 @pytest.mark.contract("math_tip_trick", "check_finished")
@@ -259,32 +185,49 @@ def test_a_cut_answer_token_for_token():
     """`math_tip_trick`: what stands from the answer on is neither read nor trained."""
     solution = {"solution": "3"}
     rollout, _ = run(MathTipsScheduler, "so <answer>2</answer>", "<answer>3</answer>", row=solution, max_turns=3)
-    kept, tip, second = ids("so "), ids(MathTipsScheduler.tips_prompt), ids("<answer>3</answer>") + END
+    second = ids("<answer>3</answer>") + END
     (record,) = trained_records(rollout)
-    size = len(record.completion_ids) - len(second)
+    size, num_kept = len(record.completion_ids) - len(second), len(trained_ids(rollout)) - len(second)
     assert TOKENIZER.decode(record.completion_ids[:size]) == "so But wait... It seems I made a mistake,"
-    assert record.loss_mask[:size] == [1] * record.loss_mask[:size].count(1) + [0] * record.loss_mask[:size].count(0)
-    assert TOKENIZER.decode(record.completion_ids[: record.loss_mask[:size].count(1)]).strip() == "so"
-    assert record.completion_ids[size:] == second and 0 < size <= len(kept) + len(tip) + 1
+    assert TOKENIZER.decode(record.completion_ids[:num_kept]).strip() == "so"
+    assert record.loss_mask == [1] * num_kept + [0] * (size - num_kept) + [1] * len(second)
+    assert record.completion_ids[size:] == second
     assert rollout.environment.outputs[0]["rollout_infos"]["num_turns"] == 2
     right, _ = run(MathTipsScheduler, "<answer>3</answer>", row=solution, max_turns=3)
     assert len(right.turns) == 1 and right.stop_reason == StopReason.ENVIRONMENT_STOP
 
 
-def test_calls_as_react_writes_them():
-    action = "Action: calculator\nAction Input: {}\nObservation:"
-    cls = swift_paths.multi_turns["tool_call_scheduler"]
-    for given, result in (("6*7", "Result: 42"), ("6*", "Error: expected numbers, brackets and + - * /")):
-        rollout, _ = run(cls, action.format(given), "It is 42.", max_turns=3, stop_words=["Observation:"])
-        sampled, last = ids(action.format(given)), ids("It is 42.") + END
-        assert rollout.completion_ids[: len(sampled)] == sampled and rollout.completion_ids[-len(last) :] == last
-        middle = slice(len(sampled), -len(last))
-        assert TOKENIZER.decode(rollout.completion_ids[middle]) == result and not any(rollout.loss_mask[middle])
+def test_an_answer_that_is_taken_back_is_not_trained():
+    said = "<answer>2</answer>", "<answer>3</answer>"
+    rollout, _ = run(MathTipsScheduler, *said, row={"solution": "3"}, max_turns=3)
+    (record,) = trained_records(rollout)
+    assert record.completion_ids == ids("<answer>3</answer>") + END
+    assert TOKENIZER.decode(record.prompt_ids).endswith("assistant\nBut wait... It seems I made a mistake,")
+
+    def empties(self, request, choice, turn):
+        request.messages[-1]["content"] = ""
+        request.messages.append(user("Again!"))
+        return request
+
+    rollout, _ = run(step_by(empties), FIRST, SECOND, max_turns=2)
+    assert [turn.trained for turn in rollout.turns] == [False, True]
+
+
+@pytest.mark.parametrize("said", ["😀😀😀 ab ", "好的好的 so 我 ", "é"])
+def test_a_cut_keeps_whole_characters(said):
+    def step(self, request, choice, turn):
+        request.messages[-1]["content"] = request.messages[-1]["content"].split("<answer>")[0] + "Hm"
+        return request
+
+    rollout, _ = run(step_by(step), f"{said}<answer>2", "3", max_turns=2)
+    trained = TOKENIZER.decode(trained_ids(rollout)[:-1])
+    assert TOKENIZER.decode(rollout.completion_ids[:-1]) == f"{said}Hm3" and len(trained_records(rollout)) == 1
+    assert trained.startswith(said.rstrip()) and "answer" not in trained
 
 
 @pytest.mark.contract("math_tip_trick_multi_turn")
 def test_a_tip_as_a_new_turn():
-    rollout, _ = run(MathTipsMultiTurnScheduler, "<answer>2</answer>", "<answer>2</answer>", row={"solution": "3"})
+    rollout, _ = run(MathTipsMultiTurnScheduler, "<answer>2</answer>", row={"solution": "3"})
     assert [m["role"] for m in rollout.environment.outputs[0]["messages"]] == ["user", "assistant"] * 2
     assert len(trained_records(rollout)) == 1 and len(rollout.turns) == 2
 
@@ -293,42 +236,45 @@ def test_a_tip_as_a_new_turn():
 @pytest.mark.parametrize("loss_scale", ["default", "last_round"])
 def test_thinking_of_earlier_turns_is_left_out_one_record_per_turn(loss_scale):
     said = "<think>much</think> <answer>2</answer>"
-    rollout, _ = run(ThinkingModelTipsScheduler, said, said, row={"solution": "3"}, loss_scale=loss_scale)
+    rollout, _ = run(ThinkingModelTipsScheduler, said, row={"solution": "3"}, loss_scale=loss_scale)
     first, second = trained_records(rollout)
     assert first.completion_ids == second.completion_ids == ids(said) + END
     assert "much" not in TOKENIZER.decode(second.prompt_ids) and "<answer>2" in TOKENIZER.decode(second.prompt_ids)
     assert [o["rollout_infos"]["num_turns"] for o in rollout.environment.outputs] == [1, 2]
 
 
+def test_a_schedulers_tags_stay_and_its_ends_of_turn_do_not():
+    def step(self, request, choice, turn):
+        request.messages[-1]["content"] += "<tool_response>42</tool_response><|im_end|>"
+        return request
+
+    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
+    added = ids("<tool_response>42</tool_response>< |im_end|>")
+    assert rollout.completion_ids == ids(FIRST) + added + ids(SECOND) + END
+
+
+# -- loss_scale --
+
+
 @pytest.mark.contract("loss_scale")
-def test_last_round_trains_the_last_message_alone():
-    rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2, loss_scale="last_round")
-    first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
-    assert rollout.completion_ids == first + behind + second
-    assert rollout.loss_mask == [0] * len(first + behind) + [1] * len(second)
+@pytest.mark.parametrize("gives_ids", [False, True])
+def test_last_round_trains_the_last_message_alone(gives_ids):
+    """Ids without a mask leave `loss_scale` its say."""
+
+    def step(self, request, choice, turn):
+        given = {"response_token_ids": choice.token_ids} if gives_ids else {}
+        return {**Asks.step(self, request, choice, turn), **given}
+
+    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2, loss_scale="last_round")
+    first, second = ids(FIRST) + END, ids(SECOND) + END
+    assert rollout.completion_ids == first + ASKED + second
+    assert rollout.loss_mask == [0] * len(first + ASKED) + [1] * len(second)
 
 
-@pytest.mark.parametrize("keys, trained", [({"loss": False}, 0), ({"loss_scale": 0.0}, 0), ({"loss": True}, 1)])
-def test_a_message_may_say_whether_it_is_trained(keys, trained):
-    class Marks(Asks):
-        def step(self, infer_request, response_choice, current_turn):
-            infer_request.messages[-1].update(keys)
-            return super().step(infer_request, response_choice, current_turn)
-
-    rollout, _ = run(Marks, "It is 2.", max_turns=2, loss_scale="last_round" if trained else "default")
-    assert rollout.loss_mask[0] == trained and rollout.loss_mask[-1] == 1
-
-
-def test_a_loss_scale_masks_parts_of_the_text():
-    """By hand: what stands behind `Observation:`, up to the next of its words; and an empty thinking."""
-    said = "Action: a Observation: b Thought: c"
-    rollout, _ = run(RolloutScheduler, said, loss_scale="react")
-    masked = [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if not one]
-    assert TOKENIZER.decode(masked).strip() == "b" and rollout.loss_mask[-1] == 1
-    said = "<think>\n\n</think>\n\nIt is 2."
-    rollout, _ = run(RolloutScheduler, said, loss_scale="last_round+ignore_empty_think")
-    trained = [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if one]
-    assert TOKENIZER.decode(trained[:-1]) == "It is 2."
+@pytest.mark.parametrize("thinking", ["<think>\n\n</think>\n\n", "</think>\n\n"])  # the prompt may have opened it
+def test_a_loss_scale_masks_an_empty_thinking(thinking):
+    rollout, _ = run(RolloutScheduler, f"{thinking}It is 2.", loss_scale="last_round+ignore_empty_think")
+    assert TOKENIZER.decode(trained_ids(rollout)[:-1]) == FIRST
 
 
 class Evens(LossScale):
@@ -349,35 +295,28 @@ class OldEvens(Evens):  # 3.x
 def test_a_loss_scale_of_a_plugin(cls, monkeypatch):
     monkeypatch.setitem(loss_scale_map, "evens", cls)
     rollout, _ = run(RolloutScheduler, "11 22 33 44", loss_scale="evens")
-    trained = TOKENIZER.decode([t for t, one in zip(rollout.completion_ids, rollout.loss_mask) if one][:-1])
-    assert trained.split() == ["22", "44"]
+    assert TOKENIZER.decode(trained_ids(rollout)[:-1]).split() == ["22", "44"]
 
 
-def test_all_trains_what_is_read_behind_the_prompt():
-    rollout, _ = run(Asks, "It is 2.", "It is 3.", max_turns=2, loss_scale="all", checked=False)
-    first, behind, second = ids("It is 2.") + END, ids(NEXT.format("And 1?")), ids("It is 3.") + END
-    assert rollout.prompt_ids == ids(PROMPT) and rollout.completion_ids == first + behind + second
-    assert rollout.loss_mask == [1] * len(rollout.completion_ids)
-    assert [math.isnan(p) for p in rollout.logprobs] == [False] * len(first) + [True] * len(behind) + [False] * len(
-        second
-    )
-    assert rollout.turn_ids == [0] * len(first) + [1] * len(behind + second)
+class BehindBar(LossScale):
+    def get_loss_scale(self, context, *, query=None):
+        before, bar, behind = context.partition("|")
+        return [before, bar + behind], [1.0, 0.0]
 
 
-def test_all_keeps_the_logprobs_of_each_id_where_a_response_is_replaced():
-    class Replaces(MultiTurnScheduler):
-        def step(self, infer_request, response_choice, current_turn):
-            answered = {"infer_request": infer_request}
-            if current_turn == 2:
-                infer_request.messages[-1]["content"], replaced = "No.", ids("No.") + END
-                answered |= {"response_token_ids": replaced, "response_loss_mask": [0] * len(replaced)}
-            infer_request.messages.append(user("And 1?"))
-            return answered
+def test_a_loss_scale_keeps_characters_ends_of_turns_and_choices_of_ids(monkeypatch):
+    monkeypatch.setitem(loss_scale_map, "bar", BehindBar)
+    rollout, _ = run(RolloutScheduler, "a😀|b", loss_scale="bar")
+    trained = trained_ids(rollout)
+    assert TOKENIZER.decode(trained[:-1]) == "a😀" and trained[-1:] == END
 
-    rollout, _ = run(Replaces, "It is 2.", "It is 3.", "It is 4.", max_turns=3, loss_scale="all", checked=False)
-    assert [len(turn.logprobs) for turn in rollout.turns] == [len(turn.token_ids) for turn in rollout.turns]
-    assert len(rollout.logprobs) == len(rollout.completion_ids) and len(ids("It is 4.") + END) == 6
-    assert rollout.logprobs[-6:] == [-k / 64 for k in range(6)]  # as the scripted policy gives them
+    async def part(self, ask, request, config):
+        response = await ask(*request.messages)
+        return RolloutOutput(response=response, response_token_ids=[response.choices[0].token_ids[:2]])
+
+    for loss_scale in ("default", "bar"):
+        rollout, _ = run(own_run(part), FIRST, loss_scale=loss_scale)
+        assert rollout.loss_mask[:3] == [1, 1, 0]
 
 
 # -- what schedulers may write --
@@ -398,55 +337,53 @@ def new_dict(self, infer_request, response_choice, current_turn):  # 3.8
 
 def new_dict_with_ids(self, infer_request, response_choice, current_turn):  # 4.6
     choice = response_choice
-    return {**new_dict(self, infer_request, choice, current_turn), "response_token_ids": choice.token_ids,
-            "response_loss_mask": [1] * len(choice.token_ids),
-            "rollout_logprobs": [each["logprob"] for each in choice.logprobs["content"]]}  # fmt: skip
+    given = {"response_token_ids": choice.token_ids, "response_loss_mask": [1] * len(choice.token_ids)}
+    logprobs = self._extract_logprobs_from_choice(choice)
+    assert logprobs == [-k / 64 for k in range(len(choice.token_ids))]
+    return {**new_dict(self, infer_request, choice, current_turn), **given, "rollout_logprobs": logprobs}
 
 
 @pytest.mark.contract("step returns dict", "step returns a pair", "response_choice or result")
 @pytest.mark.parametrize("step", [old_request, old_pair, new_dict, new_dict_with_ids])
 def test_every_form_of_step(step):
-    rollout, _ = run(type("Old", (MultiTurnScheduler,), {"step": step}), "It is 2.", max_turns=2)
-    first, behind = ids("It is 2.") + END, ids(NEXT.format("And 1?"))
-    assert rollout.completion_ids == first + behind + first and rollout.logprobs.count(0.0) == len(behind) + 2
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(first)
+    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
+    first, second = ids(FIRST) + END, ids(SECOND) + END
+    assert rollout.completion_ids == first + ASKED + second
+    assert rollout.logprobs.count(0.0) == len(ASKED) + 2
+    assert rollout.loss_mask == [1] * len(first) + [0] * len(ASKED) + [1] * len(second)
+    assert rollout.environment.outputs[0]["response_token_ids"] == [first, second]
 
 
 def test_a_dummy_message_means_that_the_last_one_goes_on():
-    class Dummy(GoesOnAnyway):
-        def step(self, infer_request, response_choice, current_turn):
-            super().step(infer_request, response_choice, current_turn)
-            infer_request.messages.append({"role": "assistant", "content": None})
-            return infer_request
+    def step(self, request, choice, turn):
+        waits(self, request, choice, turn)
+        request.messages.append({"role": "assistant", "content": None})
+        return request
 
-    rollout, _ = run(Dummy, cut_off("It is 2."), "It is 3.", max_turns=2)
-    assert rollout.completion_ids == ids("It is 2.") + ids(" Wait:") + ids("It is 3.") + END
+    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
+    assert rollout.completion_ids == ids(FIRST) + ids(" Wait:") + ids(SECOND) + END
     assert rollout.environment.outputs[0]["messages"][-1] == answer("It is 2. Wait:It is 3.")
 
 
-class Calls(Asks):
-    """Notes the order of its methods."""
-
+@pytest.mark.contract("check_finished", "max_turns")
+def test_the_order_of_the_methods():
+    """`check_finished` is always asked, and `max_turns` ends what it lets go on."""
     order = []
 
-    async def on_trajectory_start(self, requests):
-        self.order.append(("start", len(requests)))
+    class Calls(Asks):
+        async def on_trajectory_start(self, requests):
+            order.append(("start", len(requests)))
 
-    def on_turn_end(self, infer_request, response_choice, current_turn):
-        self.order.append(("end", current_turn, infer_request.messages[-1]["content"]))
-        return {"rollout_infos": {"ended": current_turn}}
+        def on_turn_end(self, infer_request, response_choice, current_turn):
+            order.append(("end", current_turn, infer_request.messages[-1]["content"]))
+            return {"rollout_infos": {"ended": current_turn}}
 
-    def check_finished(self, infer_request, response_choice, current_turn):
-        self.order.append(("check", current_turn))
-        return False
+        def check_finished(self, infer_request, response_choice, current_turn):
+            order.append(("check", current_turn))
+            return False
 
-
-@pytest.mark.contract("check_finished", "max_turns")
-def test_the_order_of_the_methods(monkeypatch):
-    """`check_finished` is always asked, and `max_turns` ends what it lets go on."""
-    monkeypatch.setattr(Calls, "order", [])
-    rollout, _ = run(Calls, "It is 2.", max_turns=2)
-    assert Calls.order == [("start", 1), ("end", 1, "It is 2."), ("check", 1), ("end", 2, "It is 2."), ("check", 2)]
+    rollout, _ = run(Calls, FIRST, max_turns=2)
+    assert order == [("start", 1), ("end", 1, FIRST), ("check", 1), ("end", 2, FIRST), ("check", 2)]
     assert rollout.environment.infos == {"asked": 1, "ended": 2, "num_turns": 2}
 
 
@@ -454,58 +391,87 @@ def test_both_constructors():
     class Old(Asks):
         def __init__(self, max_turns=None, *args, **kwargs):
             super().__init__(max_turns, *args, **kwargs)
+            self.tip = self.tokenizer.encode("x")
 
     class Bare(Asks):
         def __init__(self, max_turns):
             self.max_turns = max_turns
 
     for cls in (Old, Bare, Asks):
-        assert len(run(cls, "It is 2.", max_turns=3)[0].turns) == 3
+        assert len(run(cls, FIRST, max_turns=3)[0].turns) == 3
+
+
+def test_other_tools_begin_a_record():
+    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
+
+    def step(self, request, choice, turn):
+        request.tools = [tool]
+        return Asks.step(self, request, choice, turn)
+
+    first, second = trained_records(run(step_by(step), FIRST, max_turns=2)[0])
+    assert '"add"' not in TOKENIZER.decode(first.prompt_ids) and '"add"' in TOKENIZER.decode(second.prompt_ids)
+
+
+@pytest.mark.parametrize("gives_ids", [False, True])
+def test_a_response_that_a_judge_has_read_keeps_its_ids(gives_ids):
+    """It is cut for the next turn alone."""
+
+    async def step(self, request, choice, turn):
+        judged = [*copy.deepcopy(request.messages), user("Right?")]
+        await self.infer_engine.infer_async(RolloutInferRequest(messages=judged), RequestConfig())
+        request.messages[-1]["content"] = "It is Wait:"
+        tip = self.tokenizer.encode(" Wait:")
+        given = {"response_token_ids": choice.token_ids[:2] + tip, "response_loss_mask": [1] * 2 + [0] * len(tip)}
+        return {"infer_request": request, **(given if gives_ids else {})}
+
+    rollout, _ = run(step_by(step), truncated(FIRST), "No.", SECOND, max_turns=2)
+    size = len(ids(FIRST))
+    assert rollout.turns[0].token_ids == ids(FIRST) and [t.trained for t in rollout.turns] == [True, False, True]
+    assert rollout.turns[0].per_token(1, 0) == ([1] * 2 + [0] * (size - 2) if gives_ids else [1] * size)
+
+
+# -- a run of one's own --
 
 
 @pytest.mark.contract("scheduler run")
 def test_a_run_of_ones_own():
     """Every request is exact, at the same time too; what no output goes through is not trained."""
 
-    class Own(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            judge = RolloutInferRequest(messages=[user("Judge!")], uuid="another")
-            first, _ = await asyncio.gather(
-                self.infer_engine.infer_async(infer_request, request_config),
-                self.infer_engine.infer_async(judge, request_config),
-            )
-            messages = [*infer_request.messages, answer(first.choices[0].message.content), user("And 1?")]
-            last = await self.infer_engine.infer_async(RolloutInferRequest(messages=messages), request_config)
-            messages.append(answer(last.choices[0].message.content))
-            return RolloutOutput(response=last, messages=messages, rollout_infos={"mine": True})
+    async def function(self, ask, request, config):
+        judge = ask(user("Judge!"), uuid="another")
+        first, _ = await asyncio.gather(self.infer_engine.infer_async(request, config), judge)
+        messages = [*request.messages, answer(text_of(first)), user("And 1?")]
+        last = await ask(*messages)
+        return RolloutOutput(response=last, messages=[*messages, text_of(last)], rollout_infos={"mine": True})
 
-    rollout, _ = run(Own, "It is 2.")
-    assert len(rollout.turns) == 3 and [turn.trained for turn in rollout.turns] == [True, False, True]
+    rollout, _ = run(own_run(function), FIRST)
+    assert [turn.trained for turn in rollout.turns] == [True, False, True]
     (record,) = trained_records(rollout)
-    first, behind = ids("It is 2.") + END, ids(NEXT.format("And 1?"))
-    assert record.completion_ids == first + behind + first and record.turn_ids[-1] == 2
+    first = ids(FIRST) + END
+    assert record.completion_ids == first + ASKED + first and record.turn_ids[-1] == 2
     assert rollout.environment.infos == {"mine": True}
+    said = rollout.environment.outputs[0]["messages"]  # a text among messages is the assistant's
+    assert said == [user("What?"), answer(FIRST), user("And 1?"), answer(FIRST)]
+    rollout, _ = run(RolloutScheduler, FIRST)
+    assert rollout.completion_ids == ids(FIRST) + END and rollout.environment.infos == {"num_turns": 1}
 
 
 @pytest.mark.contract("trajectory_inputs")
 def test_outputs_that_are_a_list_are_a_record_each():
-    class Splits(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            outputs = []
-            for turn in range(3):
-                response = await self.infer_engine.infer_async(infer_request, request_config)
-                infer_request.messages.append(answer(response.choices[0].message.content))
-                outputs.append(RolloutOutput(
-                    response=response, messages=list(infer_request.messages),
-                    response_token_ids=response.choices[0].token_ids, rollout_infos={"turn": turn},
-                ))  # fmt: skip
-                infer_request.messages.append(user("And?"))
-            return outputs
+    async def splits(self, ask, request, config):
+        outputs, messages = [], list(request.messages)
+        for turn in range(3):
+            response = await ask(*messages)
+            messages.append(answer(text_of(response)))
+            given = {"response_token_ids": response.choices[0].token_ids, "rollout_infos": {"turn": turn}}
+            outputs.append(RolloutOutput(response=response, messages=list(messages), **given))
+            messages.append(user("And?"))
+        return outputs
 
-    rollout, _ = run(Splits, "It is 2.")
+    rollout, _ = run(own_run(splits), FIRST)
     records = trained_records(rollout)
-    assert [record.completion_ids for record in records] == [ids("It is 2.") + END] * 3
-    behind = ids("It is 2.") + END + ids(NEXT.format("And?"))
+    assert [record.completion_ids for record in records] == [ids(FIRST) + END] * 3
+    behind = ids(FIRST) + END + ids(NEXT.format("And?"))
     assert [record.prompt_ids for record in records] == [ids(PROMPT) + behind * k for k in range(3)]
     columns = columns_of([rollout.environment])
     (rows,) = columns["trajectory_inputs"].values()
@@ -515,202 +481,296 @@ def test_outputs_that_are_a_list_are_a_record_each():
 def test_two_requests_from_one_response_are_two_records():
     """Each with all that it read; what was sampled first is trained once."""
 
-    class Branches(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            first = await self.infer_engine.infer_async(infer_request, request_config)
-            outputs = []
-            for question in ("And?", "Or?"):
-                messages = [*infer_request.messages, answer(first.choices[0].message.content), user(question)]
-                last = await self.infer_engine.infer_async(RolloutInferRequest(messages=messages), request_config)
-                messages.append(answer(last.choices[0].message.content))
-                outputs.append(RolloutOutput(response=last, messages=messages))
-            return outputs[0] if self.max_turns == 1 else outputs
+    async def branches(self, ask, request, config):
+        first = await ask(*request.messages)
+        outputs = []
+        for question in ("And?", "Or?"):
+            last = await ask(*request.messages, answer(text_of(first)), user(question))
+            outputs.append(RolloutOutput(response=last))
+        return outputs[0] if self.max_turns == 1 else outputs
 
-    rollout, _ = run(Branches, "It is 2.", "3", "4")
-    said = [ids("It is 2.") + END + ids(NEXT.format(question)) for question in ("And?", "Or?")]
+    rollout, _ = run(own_run(branches), FIRST, "3", "4")
+    said = [ids(FIRST) + END + ids(NEXT.format(question)) for question in ("And?", "Or?")]
     records = [(r.prompt_ids, r.completion_ids) for r in trained_records(rollout)]
     assert records == [(ids(PROMPT) + said[0], ids("3") + END), (ids(PROMPT) + said[1], ids("4") + END)]
     assert [turn.trained for turn in rollout.turns] == [False, True, True]
-    rollout, _ = run(Branches, "It is 2.", "3", "4", max_turns=1)
-    (record,) = trained_records(rollout)
+    said_last = [output["messages"] for output in rollout.environment.outputs]
+    assert said_last[1] == [user("What?"), answer(FIRST), user("Or?"), answer("4")]
+    (record,) = trained_records(run(own_run(branches), FIRST, "3", "4", max_turns=1)[0])
     assert record.completion_ids == said[0] + ids("3") + END
 
 
+async def three_turns(self, ask, request, config):
+    """Three turns, with the ids of all, as it may send thinking that the model does not read."""
+    messages, all_ids = list(request.messages), []
+    for _ in range(3):
+        response = await ask(*messages)
+        all_ids.append(response.choices[0].token_ids)
+        messages += [answer(text_of(response)), user("And?")]
+    return RolloutOutput(response=response, messages=messages[:-1], response_token_ids=all_ids)
+
+
 def test_last_round_leaves_thinking_out_of_a_run_of_ones_own():
-    """The scheduler sends it, as that of ms-swift does; its history is read without, and with `default` as sampled."""
-
-    class Sends(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            for question in ("And?", None):
-                response = await self.infer_engine.infer_async(infer_request, request_config)
-                infer_request.messages.append(answer(response.choices[0].message.content))
-                if question:
-                    infer_request.messages.append(user(question))
-            return RolloutOutput(response=response, messages=infer_request.messages)
-
+    """With `default` the history is read as it was sampled. The ids of turns before an edit are found."""
     said = "<think>much</think> It is 2."
-    stripped, _ = run(Sends, said, loss_scale="last_round")
-    (record,) = trained_records(stripped)
-    assert "much" not in TOKENIZER.decode(record.prompt_ids) and record.completion_ids == ids(said) + END
-    kept, _ = run(Sends, said)
-    (record,) = trained_records(kept)
-    assert record.completion_ids == ids(said) + END + ids(NEXT.format("And?")) + ids(said) + END
-
-
-def test_texts_and_ids_in_place_of_messages():
-    """Pitfall 11: texts among the messages of an output. Contents may be ids, as in 4.6."""
-
-    class Odd(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            first = await self.infer_engine.infer_async(infer_request, request_config)
-            sampled = {"role": "assistant", "content": list(first.choices[0].token_ids)}
-            messages = [*infer_request.messages, sampled, user("And?")]
-            last = await self.infer_engine.infer_async(RolloutInferRequest(messages=messages), request_config)
-            return RolloutOutput(response=last, messages=[messages[0], "It is 2.", messages[2], answer("3")])
-
-    rollout, _ = run(Odd, "It is 2.", "3")
+    rollout, _ = run(own_run(three_turns), said, loss_scale="last_round")
     (record,) = trained_records(rollout)
-    assert record.completion_ids == ids("It is 2.") + END + ids(NEXT.format("And?")) + ids("3") + END
-    assert rollout.environment.outputs[0]["messages"][1] == answer("It is 2.")
+    assert "much" not in TOKENIZER.decode(record.prompt_ids) and record.completion_ids == ids(said) + END
+    assert [turn.trained for turn in rollout.turns] == [False, False, True]
+    (record,) = trained_records(run(own_run(three_turns), said)[0])
+    behind = ids(NEXT.format("And?"))
+    assert record.completion_ids == (ids(said) + END + behind) * 2 + ids(said) + END
 
 
-def test_a_base_class_of_one_turn():
-    rollout, _ = run(RolloutScheduler, "It is 2.")
-    assert rollout.completion_ids == ids("It is 2.") + END and rollout.environment.infos == {"num_turns": 1}
+def test_ids_that_leave_out_an_end_of_turn_only_mask_it():
+    """The record stays what the model read."""
+
+    async def leaves_out(self, ask, request, config):
+        first = await ask(*request.messages)
+        second = await ask(*request.messages, answer(text_of(first)), user("And?"))
+        a, b = first.choices[0].token_ids[:-1], second.choices[0].token_ids
+        masks = [[1] * len(a), [1] * len(b)]
+        return RolloutOutput(response=second, response_token_ids=[a, b], response_loss_mask=masks)
+
+    rollout, _ = run(own_run(leaves_out), FIRST)
+    first, behind = ids(FIRST), ids(NEXT.format("And?"))
+    assert rollout.completion_ids == first + END + behind + first + END
+    assert rollout.loss_mask == [1] * len(first) + [0] * (1 + len(behind)) + [1] * len(first + END)
 
 
-def test_the_helpers_of_4_6():
-    class Helps(MultiTurnScheduler):
+@pytest.mark.parametrize("first", [FIRST, truncated(FIRST)])
+def test_ids_of_a_message_that_goes_on(first):
+    async def goes_on(self, ask, request, config):
+        begun = await ask(*request.messages)
+        last = await ask(*request.messages, answer(text_of(begun) + " Wait:"))
+        a, tip, b = begun.choices[0].token_ids, ids(" Wait:"), last.choices[0].token_ids
+        mask = [1] * len(a) + [0] * len(tip) + [1] * len(b)
+        return RolloutOutput(response=last, response_token_ids=[a + tip + b], response_loss_mask=[mask])
+
+    rollout, _ = run(own_run(goes_on), first, "3")
+    assert all(turn.trained and turn.mask is None for turn in rollout.turns)
+
+
+def test_a_branch_that_cuts_leaves_the_other_responses_whole():
+    """What it keeps is read as it is. The response before the cut one is trained with it."""
+
+    async def branches(self, ask, request, config):
+        before = [*request.messages, answer(text_of(await ask(*request.messages))), user("And?")]
+        a, b = await ask(*before), await ask(*before)
+        c = await ask(*before, answer(text_of(a).split("<answer>")[0] + "Wait:"))
+        outputs = [RolloutOutput(response=each) for each in (c, a, b)]
+        return outputs if self.max_turns is None else outputs[0]
+
+    said = [FIRST, "so it is <answer>2</answer>", "so it is <answer>7</answer>", "3"]
+    rollout, _ = run(own_run(branches), *said)
+    assert [TOKENIZER.decode(r.completion_ids[:-1]) for r in trained_records(rollout)] == said[1:]
+    rollout, _ = run(own_run(branches), *said, max_turns=1)
+    assert [turn.trained for turn in rollout.turns] == [True, False, False, True]
+    before = ids(PROMPT) + ids(FIRST) + END + ids(NEXT.format("And?"))
+    assert rollout.records[-1].prompt_ids == before + ids("so it is Wait:")
+    assert rollout.environment.outputs[0]["messages"][-1] == answer("so it is Wait:3")
+
+
+def test_text_behind_one_branch_is_not_read_in_another():
+    async def branches(self, ask, request, config):
+        a = await ask(*request.messages)
+        b = await ask(*request.messages, answer(text_of(a) + " Wait:"))
+        c = await ask(*request.messages, answer(text_of(a)), user("And?"))
+        return [RolloutOutput(response=each) for each in (b, c)]
+
+    b, c = trained_records(run(own_run(branches), truncated(FIRST), "3", "4")[0])
+    assert b.prompt_ids == ids(PROMPT) and b.completion_ids == ids(FIRST) + ids(" Wait:") + ids("3") + END
+    assert c.prompt_ids == ids(PROMPT) + ids(FIRST) + ids("<|im_end|>" + NEXT.format("And?"))
+
+
+def test_a_discarded_response_is_no_beginning_of_another_message():
+    async def prefills(self, ask, request, config):
+        await ask(*request.messages)
+        last = await ask(*request.messages, answer("It follows:"))
+        return RolloutOutput(response=last, response_token_ids=[last.choices[0].token_ids])
+
+    rollout, _ = run(own_run(prefills), FIRST, "3")
+    assert [turn.trained for turn in rollout.turns] == [False, True]
+
+
+def test_a_second_run_of_the_base_class_replaces_the_first():
+    class Twice(Asks):
         async def run(self, infer_request, request_config, **kwargs):
-            for _ in range(2):
-                response = await self.infer_engine.infer_async(infer_request, request_config)
-                same = self.append_assistant_completion(infer_request, text_of(response))
-                ids, mask = self.get_response_token_data(infer_request, response.choices[0], is_continuation=same)
-                assert (ids, mask) == self.prepare_response_continuation(response.choices[0])[:2]
-                self.set_assistant_message_token_ids(infer_request, [*ids, *self.tokenizer.encode("!")])
-                snapshots = self.snapshot_and_materialize_assistant_messages(infer_request)
-                assert infer_request.messages[-1]["content"].endswith("!")
-                self.restore_assistant_message_snapshots(snapshots)
-            self.snapshot_and_materialize_assistant_messages(infer_request)
-            return RolloutOutput(response=response, messages=infer_request.messages)
+            copies = [copy.deepcopy(infer_request) for _ in range(2)]
+            outputs = [await super(Twice, self).run(each, request_config) for each in copies]
+            return outputs if self.all else outputs[-1]
 
-    rollout, _ = run(Helps, cut_off("It is 2."), " And 3.")
-    assert rollout.completion_ids == ids("It is 2.") + ids("!") + ids(" And 3.") + END
+    for is_list in (False, True):  # a list of whole conversations trains all their turns
+        rollout, _ = run(type("Twice", (Twice,), {"all": is_list}), FIRST, max_turns=2)
+        assert [turn.trained for turn in rollout.turns] == [is_list, is_list, True, True]
+        assert len(trained_records(rollout)) == 1 + is_list
 
 
-# -- pitfalls of ms-swift, and what happens here --
+def test_a_mask_that_is_changed_behind_the_base_class_holds():
+    class Changes(Asks):
+        async def run(self, infer_request, request_config, **kwargs):
+            output = await super().run(infer_request, request_config)
+            output.response_loss_mask = [[0] * len(output.response_token_ids[0]), [1] * 6]
+            return output
+
+    rollout, _ = run(Changes, FIRST, max_turns=2)
+    first = ids(FIRST) + END
+    assert rollout.loss_mask == [0] * len(first + ASKED) + [1] * len(first)
 
 
-def test_the_last_turn_of_new_turns_with_ids_keeps_its_own():
-    """Pitfall 1: the ids of turn N-1 were given to turn N."""
-    rollout, _ = run(
-        type("Ids", (MultiTurnScheduler,), {"step": new_dict_with_ids}), "It is 2.", "It is 3.", max_turns=2
-    )
-    assert rollout.environment.outputs[0]["response_token_ids"] == [ids("It is 2.") + END, ids("It is 3.") + END]
-
-
-def test_ids_without_a_mask_have_one():
-    """Pitfalls 2 and 5: an AssertionError. What the scheduler put behind what was sampled is not trained."""
-
-    class NoMask(GivesIdsAnyway):
-        def step(self, *args):
-            step = super().step(*args)
-            del step["response_loss_mask"]
-            return step
-
-    rollout, _ = run(NoMask, cut_off("It is 2."), "It is 3.", max_turns=2)
-    masked = len(ids(" Wait:"))
-    assert rollout.loss_mask == [1] * len(ids("It is 2.")) + [0] * masked + [1] * len(ids("It is 3.") + END)
-
-
-def test_earlier_segments_of_a_message_are_trained():
-    """Pitfalls 3 and 4: without ids, all segments but the last vanished, or the text that was put behind."""
-    rollout, _ = run(GoesOnAnyway, cut_off("1"), cut_off("2"), "3", max_turns=3)
-    trained = [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if one]
-    assert trained == ids("1") + ids("2") + ids("3") + END
-    assert TOKENIZER.decode(rollout.completion_ids[:-1]) == "1 Wait:2 Wait:3"
-
-
-def test_contents_are_text_at_every_turn():
-    """Pitfall 6: from the second turn on, earlier contents were lists of ids."""
+def test_a_row_is_a_request_without_its_solution():
+    """Its column is `prompt` or `messages`; keys of messages for other kinds of training are left out."""
     seen = []
 
-    class Looks(Asks):
-        def step(self, infer_request, response_choice, current_turn):
-            seen.extend(type(message["content"]) for message in infer_request.messages)
-            return super().step(infer_request, response_choice, current_turn)
+    async def looks(self, ask, request, config):
+        seen.append(request.messages)
+        return RolloutOutput(response=await self.infer_engine.infer_async(request, config))
 
-    rollout, _ = run(Looks, "It is 2.", max_turns=3)
-    assert set(seen) == {str} and len(rollout.turns) == 3
+    solved = [user("2+2?"), {**answer("5"), "loss": False}, user("No."), answer("<answer>4</answer>")]
+    for column in ("prompt", "messages"):
+        rollout, llm = run(own_run(looks), FIRST, row={column: solved})
+        assert seen.pop() == [user("2+2?"), answer("5"), user("No.")]
+        assert "<answer>4" not in TOKENIZER.decode(llm.asked[0][0]) and len(rollout.turns) == 1
 
 
-def test_a_typing_error_is_no_attribute():
-    """Pitfall 16: unknown names were None."""
-    scheduler = MultiTurnScheduler(infer_engine=SimpleNamespace(tokenizer=TOKENIZER), max_turns=2)
-    assert scheduler.tokenizer is TOKENIZER
-    with pytest.raises(AttributeError, match="tokeniser"):
-        scheduler.tokeniser  # noqa: B018
+# -- budgets --
+
+
+@pytest.mark.contract("completion_length_limit_scope")
+def test_the_budget_ends_a_conversation():
+    """`total` bounds all that is sampled and newly read; `per_round` each response. A full context ends both."""
+    first = len(ids(FIRST) + END + ASKED)
+    rollout, _ = run(Asks, FIRST, scope="total", max_completion_length=first + 2, max_turns=9)
+    assert len(rollout.completion_ids) == first + 2 and rollout.stop_reason == StopReason.MAX_TOKENS
+    rollout, _ = run(Asks, FIRST, max_completion_length=6, max_turns=3)
+    assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
+    llm = Scripted(FIRST, max_model_len=len(ids(PROMPT)) + first)
+    rollout, _ = run(Asks, llm=llm, max_turns=9)
+    assert len(rollout.turns) == 1 and rollout.stop_reason == StopReason.CONTEXT_LENGTH
+    rollout, _ = run(Asks, FIRST, max_model_calls=4)
+    assert len(rollout.turns) == 4 and rollout.stop_reason == StopReason.MAX_TURNS
+
+
+@pytest.mark.parametrize("cls", [Asks, RolloutScheduler])
+def test_a_prompt_without_room_for_a_response_reaches_rewards(cls, tmp_path):
+    rollout, llm = run(cls, llm=Scripted(FIRST, max_model_len=len(ids(PROMPT))), max_turns=2)
+    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and not rollout.turns and not llm.asked
+    rewarded = as_reward("format", None, settings(tmp_path))(environments=[rollout.environment])
+    assert rewarded == [0.0] and columns_of([rollout.environment])["is_truncated"] == [True]
+
+
+def test_a_budget_that_ends_a_run_of_ones_own_trains_what_was_sampled():
+    async def loops(self, ask, request, config):
+        messages, infos = list(request.messages), {"mine": 1}
+        while True:
+            response = await ask(*messages)
+            messages.append(answer(text_of(response)))
+            if response.choices[0].finish_reason == "length" and self.max_turns is None:
+                return RolloutOutput(response=response, messages=messages, rollout_infos=infos)
+            messages.append(user("And?"))
+
+    room = len(ids(FIRST) + END + ids(NEXT.format("And?")))
+    for max_turns, infos in ((None, {"mine": 1}), (1, {"num_turns": 1})):  # the second asks on and on
+        cls = own_run(loops)
+        rollout, _ = run(cls, FIRST, scope="total", max_completion_length=room, max_turns=max_turns)
+        assert rollout.stop_reason == StopReason.MAX_TOKENS and [turn.trained for turn in rollout.turns] == [True]
+        assert rollout.environment.outputs[-1]["messages"] == [user("What?"), answer(FIRST)]
+        assert rollout.environment.infos == infos
+
+
+def test_a_budget_ends_drive_with_the_output_so_far():
+    """No method is called for a response that is none."""
+
+    class Never(Asks):
+        def on_turn_end(self, infer_request, response_choice, current_turn):
+            return {"done": False, "rollout_infos": {"share": 1 / len(response_choice.message.content)}}
+
+    room = len(ids(FIRST) + END + ASKED)
+    rollout, llm = run(Never, FIRST, scope="total", max_completion_length=room)
+    (output,) = rollout.environment.outputs
+    assert output["messages"] == [user("What?"), answer(FIRST)] and output["rollout_infos"]["num_turns"] == 1
+    assert rollout.stop_reason == StopReason.MAX_TOKENS and len(llm.asked) == 1
+
+
+def test_an_empty_response_behind_the_end_shifts_nothing():
+    rollout, _ = run(own_run(three_turns), "1", "2", max_model_calls=2)
+    assert [turn.trained for turn in rollout.turns] == [True, True]
+    (output,) = rollout.environment.outputs
+    assert output["messages"][-1] == answer("2") and output["response_token_ids"] == [ids("1") + END, ids("2") + END]
+
+
+def test_requests_at_the_same_time_share_the_budget():
+    async def gathers(self, ask, request, config):
+        responses = await asyncio.gather(*(ask(*request.messages) for _ in range(4)))
+        return [RolloutOutput(response=response) for response in responses if response.choices[0].token_ids]
+
+    size = len(ids(FIRST) + END)
+    rollout, _ = run(own_run(gathers), FIRST, scope="total", max_completion_length=size + 2)
+    assert [len(turn.token_ids) for turn in rollout.turns] == [size, 2]
+    rollout, _ = run(own_run(gathers), FIRST, max_model_calls=3)
+    assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_text_far_beyond_the_context_is_not_tokenised_whole(monkeypatch, begun):
+    """It ends the conversation as one that is a little too long. 6144 characters are more than 1024 tokens here."""
+    longest = longest_text(monkeypatch, TOKENIZER)
+
+    def step(self, request, choice, turn):
+        if begun:
+            request.messages[-1]["content"] = ""
+        request.messages[-1]["content"] += "far " * 5_000_000
+        return {"infer_request": request}
+
+    rollout, llm = run(step_by(step), FIRST, max_turns=3, environment_timeout=120.0)
+    assert (rollout.stop_reason, len(rollout.turns), len(llm.asked)) == (StopReason.CONTEXT_LENGTH, 1, 1)
+    assert 0 < longest() <= 6200
 
 
 # -- what fails --
 
 
-def returns(value):
-    """A scheduler whose `step` returns this, with the request where it is a dict."""
-
-    def step(self, infer_request, response_choice, current_turn):
-        return {"infer_request": infer_request, **value} if isinstance(value, dict) else value
-
-    return type("Returns", (GoesOnAnyway,), {"step": step})
+def gives(**values):
+    """A scheduler whose `step` returns these."""
+    return step_by(lambda self, request, choice, turn: {"infer_request": request, **values})
 
 
-class Offers(GoesOnAnyway):
-    def step(self, infer_request, response_choice, current_turn):
-        infer_request.tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]
-        return {"infer_request": infer_request}
+def changing(change):
+    """A scheduler whose `step` changes the request, and asks."""
+
+    def step(self, request, choice, turn):
+        change(request)
+        return Asks.step(self, request, choice, turn)
+
+    return step_by(step)
 
 
-class Raises(Asks):
-    def step(self, infer_request, response_choice, current_turn):
-        raise KeyError("solution")
+def returning(**fields):
+    """A scheduler whose `run` returns an output with these fields, made of the response's ids."""
+
+    async def function(self, ask, request, config):
+        response = await ask(*request.messages)
+        made = {key: make(response.choices[0].token_ids) for key, make in fields.items()}
+        return SimpleNamespace(response=response, **made)
+
+    return own_run(function)
 
 
-class Exits(Asks):
+async def exits(self, request, choice, turn):
+    raise SystemExit(3)
+
+
+class Cancels(Asks):
     async def on_turn_end(self, infer_request, response_choice, current_turn):
-        raise SystemExit(3)
+        task = asyncio.ensure_future(asyncio.sleep(9))
+        task.cancel()
+        await task
 
 
-class Media(Asks):
+class Marks(Asks):
     def step(self, infer_request, response_choice, current_turn):
-        infer_request.images.append("a.png")
+        infer_request.messages[-1]["loss"] = False
         return super().step(infer_request, response_choice, current_turn)
-
-
-def sets(messages):
-    class Sets(Asks):
-        def step(self, infer_request, response_choice, current_turn):
-            infer_request.messages = messages
-            return {"infer_request": infer_request}
-
-    return Sets
-
-
-class Nothing(MultiTurnScheduler):
-    async def run(self, infer_request, request_config, **kwargs):
-        return "text"
-
-
-class Invents(MultiTurnScheduler):
-    async def run(self, infer_request, request_config, **kwargs):
-        response = await self.infer_engine.infer_async(infer_request, request_config)
-        return RolloutOutput(response=response, response_token_ids=[9, 9], response_loss_mask=[1, 1])
-
-
-class Misaligned(MultiTurnScheduler):
-    async def run(self, infer_request, request_config, **kwargs):
-        response = await self.infer_engine.infer_async(infer_request, request_config)
-        ids = response.choices[0].token_ids
-        return RolloutOutput(response=response, response_token_ids=[ids, ids, ids])
 
 
 class Blocks(Asks):
@@ -723,33 +783,36 @@ class Hangs(Asks):
         time.sleep(3)
 
 
+BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}
+
+
 @pytest.mark.parametrize(
     "cls, said",
     [
-        (Raises, "Raises raised KeyError: 'solution'"),
-        (Exits, "SystemExit: 3"),
-        (Media, "The request has images"),
-        (returns("text"), "step returned 'text', expected"),
-        (returns({"response_loss_mask": [1]}), "response_loss_mask was returned without response_token_ids"),
-        (returns({"response_token_ids": [[1]]}), r"response_token_ids is \[\[1\]\], expected"),
-        (returns({"response_token_ids": [1, 2], "response_loss_mask": [1]}), "response_loss_mask has 1 values"),
-        (returns({"response_token_ids": [1], "response_loss_mask": [2]}), r"\[2\]. Expected a 0 or a 1"),
-        (returns({"response_token_ids": [1], "response_loss_mask": [1]}), "is 1 for id 1 at 0, which the policy did"),
-        (returns({"response_token_ids": [1], "response_loss_mask": [0], "rollout_logprobs": [-1.0]}),
-         "rollout_logprobs has 1 values, expected"),
-        (returns({"response_token_ids": [len(TOKENIZER)]}),
-         f"has the id {len(TOKENIZER)} behind"),
-        (returns({"response_token_ids": [1], "response_loss_mask": [0], "rollout_logprobs": [float("nan")]}),
-         "rollout_logprobs has nan, expected"),
-        (Offers, "tools has .*a schema of type 5"),
-        (returns({"rollout_infos": "x"}), "step returned rollout_infos='x', expected"),
-        (sets(None), "A request's messages is None, expected"),
-        (sets([5]), "A message is 5, expected"),
-        (sets([{"role": "user", "content": [{"type": "text"}]}]), "and a text as content"),
-        (sets([{"role": "user", "content": [-1]}]), "A message's content has the id -1, expected"),
-        (Nothing, "Nothing.run returned 'text', expected"),
-        (Invents, "response_token_ids has 9 at 0, expected"),
-        (Misaligned, "has a list .* for which there is no response"),
+        (step_by(lambda *_: {}["solution"]), "Steps raised KeyError: 'solution'"),
+        (step_by(exits), "SystemExit: 3"),
+        (step_by(lambda *_: "text"), "step returned 'text', expected"),
+        (gives(response_loss_mask=[1]), "without response_token_ids"),
+        (gives(response_token_ids=[[1]]), r"response_token_ids has \[1\]"),
+        (gives(response_token_ids=[len(TOKENIZER)]), f"has {len(TOKENIZER)} behind"),
+        (gives(response_token_ids=[1, 2], response_loss_mask=[1]), "response_loss_mask has 1 values"),
+        (gives(response_token_ids=[1], response_loss_mask=[2]), "Expected a 0 or a 1"),
+        (gives(response_token_ids=[1], response_loss_mask=[1]), "is 1 for id 1 at 0, which the policy did"),
+        (changing(lambda r: setattr(r, "tools", [BAD_TOOL])), "a schema of type 5"),
+        (changing(lambda r: r.messages.append(3)), "cannot be read"),
+        (changing(lambda r: r.messages.append(user([1, 2]))), "a text as content"),
+        (changing(lambda r: setattr(r, "chat_template_kwargs", {"a": 1})), "the recipe {}"),
+        (changing(lambda r: r.images.append("a.png")), "The request has images"),
+        (Marks, "set loss or loss_scale on a message"),
+        (Cancels, "cancelled itself"),
+        (own_run(lambda *_: asyncio.sleep(0, "text")), "run returned 'text', expected"),
+        (returning(messages=lambda ids: [None, 3]), "raised TypeError"),
+        (returning(response_token_ids=lambda ids: "text"), "an output that is none"),
+        (returning(response_token_ids=lambda ids: [[9, 9]]), "has 9 at 0, expected"),
+        (returning(response_token_ids=lambda ids: [ids, ids]), "for which there is no response"),
+        (returning(response_token_ids=lambda ids: [ids], response_loss_mask=lambda ids: [[1]]), "has 1 values"),
+        (returning(response_token_ids=lambda ids: [ids + [9]], response_loss_mask=lambda ids: [[1] * (len(ids) + 1)]),
+         "is 1 for id 9"),
         (Blocks, "took longer than environment_timeout=1 s between two responses"),
         (Hangs, "took longer than environment_timeout=1 s between two responses"),
     ],
@@ -757,24 +820,32 @@ class Hangs(Asks):
 def test_a_failure_is_the_environments_and_says_why(cls, said):
     """The rollout is not trained on; the others go on."""
     timeout = 1.0 if cls in (Blocks, Hangs) else 60.0
-    env, llm = conversations(cls, max_turns=2, environment_timeout=timeout), Scripted("It is 2.")
-    (rollout,) = env.start([[user("What?")]], rows=[{"prompt": [user("What?")]}])
-    run_async(env.converse(rollout, llm))
+    rollout = converse(conversations(cls, max_turns=2, environment_timeout=timeout), Scripted(FIRST))
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.failed
     with pytest.raises(SchedulerFailure, match=said):
         raise rollout.error
     assert not any(turn.trained for record in trained_records(rollout) for turn in record.turns)
 
 
+def test_a_response_of_nobody_is_not_taken_for_one():
+    async def invents(self, ask, request, config):
+        response = await ask(*request.messages)
+        response.choices[0] = SimpleNamespace(token_ids=response.choices[0].token_ids, finish_reason="stop")
+        return RolloutOutput(response=response)
+
+    with pytest.raises(SchedulerFailure, match="none that infer_async gave"):
+        run(own_run(invents), FIRST)
+
+
 def test_a_slow_method_stalls_no_other_conversation():
     everyone = threading.Barrier(16)
 
-    class Slow(Asks):
-        def step(self, infer_request, response_choice, current_turn):
-            everyone.wait(30)  # until all conversations are here
-            return super().step(infer_request, response_choice, current_turn)
+    def step(self, request, choice, turn):
+        everyone.wait(30)  # until all conversations are here
+        request.uuid = "x"  # which is the scheduler's to change
+        return Asks.step(self, request, choice, turn)
 
-    env, llm = conversations(Slow, max_turns=2), Scripted("It is 2.")
+    env, llm = conversations(step_by(step), max_turns=2), Scripted(FIRST)
     rollouts = env.start([[user("What?")]] * 16, rows=[{}] * 16)
 
     async def all_of_them():
@@ -786,60 +857,67 @@ def test_a_slow_method_stalls_no_other_conversation():
 
 
 def test_a_lost_server_is_the_trainers_to_hear_of():
-    llm = Scripted(mt.ServerError("gone"))
     with pytest.raises(mt.ServerError, match="gone"):
-        run(Asks, llm=llm, max_turns=2)
+        run(Asks, llm=Scripted(mt.ServerError("gone")), max_turns=2)
 
 
-class SaysFar(MultiTurnScheduler):
-    """Behind the first response 20 MB: of the user, behind its text, or in another history."""
+def test_what_a_config_asks_for():
+    """Stops and a limit. A judge that is to be greedy is sampled as the recipe says. There is one choice."""
 
-    kind = "user"
+    def asking(**config):
+        async def function(self, ask, request, given):
+            return RolloutOutput(response=await self.infer_engine.infer_async(request, RequestConfig(**config)))
 
-    def step(self, infer_request, response_choice, current_turn):
-        far = "far " * 5_000_000
-        if self.kind == "user":
-            infer_request.messages.append(user(far))
-        elif self.kind == "goes on":
-            infer_request.messages[-1]["content"] += far
-        elif self.kind == "history":
-            infer_request.messages[:] = [user(far), {"role": "assistant", "content": "a"}, user("b")]
-        else:
-            infer_request.messages[:] = [user("a"), {"role": "assistant", "content": far}]
-        return {"infer_request": infer_request}
+        return own_run(function)
 
-
-@pytest.mark.parametrize("kind", ["user", "goes on", "history", "begun"])
-def test_a_request_far_beyond_the_context_is_not_tokenised_whole(monkeypatch, kind):
-    """It ends the conversation as one that is a little too long. 6144 characters are more than 1024 tokens here."""
-    longest = longest_text(monkeypatch, TOKENIZER)
-    rollout, llm = run(type("SaysFar", (SaysFar,), {"kind": kind}), "It is 2.", max_turns=3, environment_timeout=120.0)
-    assert (rollout.stop_reason, len(rollout.turns), len(llm.asked)) == (StopReason.CONTEXT_LENGTH, 1, 1)
-    assert 0 < longest() <= 6200
+    rollout, llm = run(asking(temperature=0.0, stop="Observation:"), "Action: x Observation: y")
+    assert TOKENIZER.decode(rollout.completion_ids) == "Action: x Observation:"
+    assert llm.params[0]["temperature"] == 1.0
+    rollout, _ = run(asking(max_tokens=3), FIRST)
+    assert rollout.completion_ids == ids(FIRST)[:3] and rollout.stop_reason == StopReason.MAX_TOKENS
+    for config in ({"n": 4}, {"stop": 5}, {"max_tokens": "many"}):
+        with pytest.raises(SchedulerFailure):
+            run(asking(**config), FIRST)
 
 
-@pytest.mark.contract("completion_length_limit_scope")
-def test_the_budget_ends_a_conversation():
-    """`total` bounds all that is sampled and newly read; `per_round` each response. A full context ends both."""
-    first = len(ids("It is 2.") + END + ids(NEXT.format("And 1?")))
-    rollout, _ = run(Asks, "It is 2.", scope="total", max_completion_length=first + 2, max_turns=9)
-    assert len(rollout.completion_ids) == first + 2 and rollout.stop_reason == StopReason.MAX_TOKENS
-    rollout, _ = run(Asks, "It is 2.", max_completion_length=6, max_turns=3)
-    assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
-    size = len(ids(PROMPT)) + first
-    rollout, _ = run(Asks, "It is 2.", llm=Scripted("It is 2.", max_model_len=size), max_turns=9)
-    assert len(rollout.turns) == 1 and rollout.stop_reason == StopReason.CONTEXT_LENGTH
-    rollout, _ = run(Asks, "It is 2.", max_model_calls=4)
-    assert len(rollout.turns) == 4 and rollout.stop_reason == StopReason.MAX_TURNS
+@pytest.mark.parametrize("after", ["the end", "a refusal"])
+def test_a_scheduler_that_asks_on_and_on_is_ended(after):
+    async def insists(self, ask, request, config):
+        while True:
+            try:
+                await self.infer_engine.infer_async(request, config)
+                request.images = ["a.png"] if after == "a refusal" else []
+            except Exception:
+                await asyncio.sleep(0.01)
+
+    rollout = converse(conversations(own_run(insists), max_model_calls=2, environment_timeout=1.0), Scripted(FIRST))
+    if after == "the end":
+        assert rollout.stop_reason == StopReason.MAX_TURNS and [t.trained for t in rollout.turns] == [True, True]
+    else:
+        assert "took longer" in str(rollout.error)
+
+
+def test_what_is_in_flight_at_the_end_is_not_sampled_on():
+    started = threading.Event()
+
+    async def leaves(self, ask, request, config):
+        first = await ask(*request.messages)
+        self.later = asyncio.ensure_future(ask(user("Later?")))
+        await asyncio.to_thread(started.wait, 30)
+        return RolloutOutput(response=first)
+
+    class Waits(Scripted):
+        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
+            if self.asked:
+                started.set()
+                await asyncio.sleep(60.0)
+            return await super().generate(prompt_ids, max_tokens, sampling_params, index)
+
+    rollout, llm = run(own_run(leaves), llm=Waits(FIRST))
+    assert len(rollout.turns) == len(llm.asked) == 1
 
 
 # -- what a recipe says --
-
-
-def arguments(folder, plugin, **keys):
-    (folder / "plugin.py").write_text(plugin)
-    script = mt.recipe_classes()[0](external_plugins=[str(folder / "plugin.py")], **keys)
-    return script, settings(folder)
 
 
 def settings(folder):
@@ -847,6 +925,7 @@ def settings(folder):
 
 
 HEAD = "from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns\n"
+CLASS = HEAD + "class A(MultiTurnScheduler):\n    {}\nmulti_turns['mine'] = A"
 
 
 @pytest.mark.parametrize(
@@ -854,153 +933,34 @@ HEAD = "from swift.rollout.multi_turn import MultiTurnScheduler, multi_turns\n"
     [
         ("import nonsense_module", "external_plugins: .* fails to import: ModuleNotFoundError"),
         (HEAD, "'mine' is not in multi_turns.*math_tip_trick"),
-        (HEAD + "multi_turns['mine'] = 3", "'mine' is 3, expected"),
-        (HEAD + "class A(MultiTurnScheduler):\n    pass\nmulti_turns['mine'] = A", "A has neither step nor run"),
-        (HEAD + "class A:\n    def check_finished(self, a, b, c): ...\nmulti_turns['mine'] = A",
-         "A has neither run nor step"),
-        (HEAD + "class A(MultiTurnScheduler):\n    def step(self, request): ...\nmulti_turns['mine'] = A",
-         r"A.step.* cannot take"),
-        (HEAD + "class A(MultiTurnScheduler):\n    def run(self, a, b): ...\nmulti_turns['mine'] = A",
-         "A.run is not an async function"),
-        (HEAD + "class A(MultiTurnScheduler):\n    def __init__(self, **k): raise OSError('no disk')\n"
-         "    def step(self, a, b, c): ...\nmulti_turns['mine'] = A", "raised OSError: no disk"),
+        (HEAD + "multi_turns['mine'] = 3", "'mine': 3 has neither step nor run"),
+        (CLASS.format("pass"), "has neither step nor run"),
+        (CLASS.format("def run(self): ...\n    def async_infer(self): ..."), "has an async_infer of its own"),
+        (CLASS.format("def step(self, a, b, c): ...\n    def __init__(self, **k): 1 / 0"), "raised ZeroDivisionError"),
     ],
-)  # fmt: skip
+)
 def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said):
-    monkeypatch.delitem(swift_paths.multi_turns, "mine", raising=False)
-    script, args = arguments(tmp_path, plugin, multi_turn_scheduler="mine")
+    monkeypatch.setitem(swift_paths.REGISTRIES["multi_turns"], "mine", None)
+    monkeypatch.delitem(swift_paths.REGISTRIES["multi_turns"], "mine")
+    (tmp_path / "plugin.py").write_text(plugin)
+    script = mt.recipe_classes()[0](external_plugins=[str(tmp_path / "plugin.py")], multi_turn_scheduler="mine")
     with pytest.raises(ValueError, match=said):
-        mt.build_env(script, args, [], TOKENIZER)
-    monkeypatch.delitem(swift_paths.multi_turns, "mine", raising=False)
+        mt.build_env(script, settings(tmp_path), [], TOKENIZER)
 
 
 @pytest.mark.parametrize(
     "keys, said",
     [
-        ({"multi_turn_scheduler": "math_tip_trick", "loss_scale": "all+mine"}, "'mine' is unknown"),
+        ({"multi_turn_scheduler": "math_tip_trick", "loss_scale": "last_round+mine"}, "'mine' is unknown"),
         ({"multi_turn_scheduler": "math_tip_trick", "completion_length_limit_scope": "turn"}, "expected one of per_"),
-        ({"multi_turn_scheduler": "math_tip_trick", "tools_script": "tools/calculator.py"}, "tools_script has no eff"),
         ({"multi_turn_scheduler": "math_tip_trick", "reward_funcs": ["mine"]}, "'mine' is not in orms"),
         ({"max_turns": 3}, "max_turns has no effect without the key multi_turn_scheduler"),
-        ({"multi_turn_scheduler": "math_tip_trick", "agent": "a.py:b"}, "agent has no effect without the line envi"),
         ({"multi_turn_scheduler": "math_tip_trick", "environment": "openai_agent"}, "both run the conversation"),
     ],
 )
 def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
-    script, args = mt.recipe_classes()[0](**keys), settings(tmp_path)
     with pytest.raises(ValueError, match=said):
-        mt.build_env(script, args, [], TOKENIZER)
-
-
-OLD_AND_NEW = """
-from swift.infer_engine import InferRequest, RequestConfig
-from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutInferRequest, RolloutOutput
-from swift.llm import RolloutInferRequest as A
-from swift.llm.infer.protocol import GymRolloutResponseChoice, RolloutOutput as B, RolloutResponseChoice
-from swift.llm.template.template_inputs import RolloutInferRequest as C
-from swift.plugin import ORM, orms, rm_plugins
-from swift.plugin.context_manager import ContextManager, context_managers
-from swift.plugin.env import Env, envs
-from swift.plugin.multi_turn import MultiTurnScheduler, multi_turns
-from swift.plugin.orm import MathAccuracy
-from swift.rewards import AsyncORM, ORM as D, orms as E
-from swift.rollout import MultiTurnScheduler as F
-from swift.rollout.gym_env import Env as G
-from swift.rollout.multi_turn import MultiTurnScheduler as H, RolloutScheduler, multi_turns as I
-from swift.utils import get_logger
-import swift.rollout.multi_turn
-
-assert A is C is RolloutInferRequest and B is RolloutOutput and D is ORM and E is orms and G is Env
-assert F is H is MultiTurnScheduler and I is multi_turns
-"""
-
-
-@pytest.mark.contract("protocol objects")
-def test_old_and_new_import_paths_are_the_same_classes():
-    exec(OLD_AND_NEW, {})
-
-
-def test_another_package_of_that_name_is_left_alone(tmp_path, monkeypatch):
-    """Python's own finders are asked first; what the other package lacks comes from here."""
-    (tmp_path / "swift").mkdir()
-    (tmp_path / "swift/__init__.py").write_text("mine = 1")
-    (tmp_path / "swift/utils.py").write_text("mine = 2")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-        monkeypatch.delitem(sys.modules, name)
-    exec("import swift, swift.utils, swift.rollout.multi_turn\nassert (swift.mine, swift.utils.mine) == (1, 2)", {})
-    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-        del sys.modules[name]
-
-
-# -- plug-ins as they are --
-
-
-@pytest.fixture()
-def plugin():
-    """ms-swift's example plug-in, imported as it is."""
-    return import_file(str(PLUGINS / "plugin.py"), "external_plugins")
-
-
-@pytest.mark.contract("ms-swift plug-ins")
-@needs_plugins
-def test_the_example_scheduler_as_it_is(plugin):
-    """Its text ends where its stop word does; the tool's result is read and not trained, and is the tool's."""
-    action = "Action: calculator\nAction Input: 6*7\nObservation:"
-    rollout, llm = run(plugin.ToolCallScheduler, action, "It is 42.", max_turns=3, stop_words=["Observation:"])
-    sampled, result, last = ids(action), ids("Result: 42"), ids("It is 42.") + END
-    assert rollout.completion_ids == sampled + result + last
-    assert rollout.loss_mask == [1] * len(sampled) + [0] * len(result) + [1] * len(last)
-    assert rollout.environment.infos == {"tool_results": "Result: 42", "num_turns": 2}
-    assert llm.params[0]["stop"] == ["Observation:"]
-
-
-@pytest.mark.contract("ms-swift plug-ins")
-@needs_plugins
-def test_the_example_rewards_as_they_are(tmp_path):
-    script, args = SimpleNamespace(), settings(tmp_path)
-    import_file(str(PLUGINS / "plugin.py"), "external_plugins")
-    import_file(str(PLUGINS / "gsm8k_plugin.py"), "external_plugins")
-    said = ["<answer>(1+2)*3</answer>", "<answer>9</answer>"]
-    runs = [run(RolloutScheduler, text)[0].environment for text in said]
-    countdown = as_reward("external_countdown", script, args)
-    assert countdown(environments=runs, target=[9, 9], nums=[[1, 2, 3]] * 2) == [1.0, 0.0]
-    tips = as_reward("thinking_tips", script, args)
-    for each in runs:
-        each.row["solution"] = "9"
-    assert tips(environments=runs, solution=["9", "9"]) == [1.0, 1.0]
-    (worked,) = [run(RolloutScheduler, "3 + 4 is 7.\n#### 7")[0].environment]
-    gsm8k, written = as_reward("gsm8k_accuracy", script, args), as_reward("gsm8k_format", script, args)
-    assert gsm8k(environments=[worked], solution=["so\n#### 7"]) == [1.0] and gsm8k.__name__ == "gsm8k_accuracy"
-    assert written(environments=[worked, runs[0]]) == [1.0, 0.0]
-
-
-class Waits(AsyncORM):
-    async def __call__(self, completions, solution, request_id, **kwargs):
-        await asyncio.sleep(0)
-        assert kwargs["trainer_state"] == "state" and len(set(request_id)) == len(completions)
-        return [float(text == right) for text, right in zip(completions, solution)]
-
-
-def counted(completions, rollout_infos, messages, finish_reason, is_truncated, **kwargs):
-    assert finish_reason == ["stop"] * 2 and is_truncated == [False] * 2 and messages[0][-1]["role"] == "assistant"
-    return [infos["num_turns"] if "num_turns" in infos else None for infos in rollout_infos]
-
-
-@pytest.mark.contract("ms-swift rewards")
-def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
-    """They get texts and columns; a column of the data goes before one of the same name."""
-    hidden = functools.partial(Waits())  # it does not look async
-    for name, reward in (("waits", Waits), ("counted", counted), ("hidden", hidden)):
-        monkeypatch.setitem(swift_paths.rewards.orms, name, reward)
-    script, args = SimpleNamespace(), settings(tmp_path)
-    runs = [run(RolloutScheduler, text)[0].environment for text in ("2", "3")]
-    waits, function = (as_reward(name, script, args) for name in ("waits", "counted"))
-    columns = {"environments": runs, "trainer_state": "state", "prompts": [], "completions": [[], []]}
-    assert asyncio.run(waits(**columns, solution=["2", "2"])) == [1.0, 0.0]
-    assert as_reward("hidden", script, args)(**columns, solution=["2", "2"]) == [1.0, 0.0]
-    assert function(**columns) == [1.0, 1.0]
-    assert function(**columns, rollout_infos=[{"num_turns": 7}, {}]) == [7.0, None]
+        mt.build_env(mt.recipe_classes()[0](**keys), settings(tmp_path), [], TOKENIZER)
 
 
 @pytest.mark.contract("external_plugins")
@@ -1019,7 +979,60 @@ def test_a_recipe_trains_by_a_plugin(tmp_path, monkeypatch):
     assert any(row["grad_norm"] > 0.0 for row in steps)
 
 
-# -- the schedulers of ms-swift's own releases --
+# -- rewards --
+
+
+class Waits(AsyncORM):
+    async def __call__(self, completions, solution, request_id, **kwargs):
+        await asyncio.sleep(0)
+        assert kwargs["trainer_state"] == "state" and len(set(request_id)) == len(completions)
+        return [float(text == right) for text, right in zip(completions, solution)]
+
+
+def counted(completions, rollout_infos, messages, finish_reason, is_truncated, prompt_id, **kwargs):
+    assert finish_reason == ["stop"] * 2 and is_truncated == [False] * 2 and len(set(prompt_id)) == 1
+    assert [each[-1]["content"] for each in messages] == completions  # whatever a column of this name says
+    return [infos["num_turns"] if "num_turns" in infos else None for infos in rollout_infos]
+
+
+@pytest.mark.contract("ms-swift rewards")
+def test_rewards_as_classes_functions_and_async(tmp_path, monkeypatch):
+    """They get texts and columns; a column of the data goes before one of the same name, except of the rollout."""
+    for name, reward in (("waits", Waits), ("counted", counted)):
+        monkeypatch.setitem(swift_paths.rewards.orms, name, reward)
+    runs = [run(RolloutScheduler, text)[0].environment for text in ("2", "3")]
+    by_class, function = (as_reward(name, SimpleNamespace(), settings(tmp_path)) for name in ("waits", "counted"))
+    columns = {"environments": runs, "trainer_state": "state", "prompts": [], "completions": [[], []]}
+    assert asyncio.run(by_class(**columns, solution=["2", "2"])) == [1.0, 0.0]
+    columns["messages"] = [[user("What?")]] * 2
+    assert function(**columns) == [1.0, 1.0]
+    assert function(**columns, rollout_infos=[{"num_turns": 7}, {}]) == [7.0, None]
+
+
+# -- plug-ins as they are --
+
+
+@pytest.mark.contract("ms-swift plug-ins")
+@pytest.mark.skipif(not PLUGINS.is_dir(), reason="ms-swift's example plug-ins are not there")
+def test_the_example_scheduler_as_it_is():
+    """The tool's result is read and not trained. With a stop, the text ends there, and one record goes on."""
+    plugin = import_file(str(PLUGINS / "plugin.py"), "external_plugins")
+    action = "Action: calculator\nAction Input: 6*7\nObservation:"
+    sampled, result, last = ids(action), ids("Result: 42"), ids("It is 42.") + END
+    rollout, _ = run(plugin.ToolCallScheduler, action, "It is 42.", max_turns=3)
+    first, second = trained_records(rollout)
+    assert (first.prompt_ids, first.completion_ids) == (ids(PROMPT), sampled + END)
+    assert (second.prompt_ids, second.completion_ids) == (ids(PROMPT) + sampled + result, last)
+    assert rollout.environment.infos == {"tool_results": "Result: 42", "num_turns": 2}
+
+    class Stops(plugin.ToolCallScheduler):
+        async def run(self, infer_request, request_config, **kwargs):
+            request_config.stop = ["Observation:"]
+            return await super().run(infer_request, request_config, **kwargs)
+
+    rollout, _ = run(Stops, action, "It is 42.", max_turns=3)
+    assert rollout.completion_ids == sampled + result + last
+    assert rollout.loss_mask == [1] * len(sampled) + [0] * len(result) + [1] * len(last)
 
 
 def from_wheel(version, file, folder):
@@ -1046,621 +1059,61 @@ def from_wheel(version, file, folder):
 )
 def test_the_schedulers_of_a_release(version, file, tmp_path):
     """Loaded from the wheel as they are, on the classes of their own file."""
-    module = from_wheel(version, file, tmp_path)
-    found, solution = module.multi_turns, {"solution": "3"}
+    schedulers, solution = from_wheel(version, file, tmp_path).multi_turns, {"solution": "3"}
     wrong = "so <answer>2</answer>"
-    rollout, _ = run(found["math_tip_trick"], wrong, "<answer>3</answer>", row=solution, max_turns=3)
+    rollout, _ = run(schedulers["math_tip_trick"], wrong, "<answer>3</answer>", row=solution, max_turns=3)
     (record,) = trained_records(rollout)
     said = TOKENIZER.decode(record.completion_ids[:-1])
     assert said.startswith("so ") and "But wait... It seems I made a mistake,<answer>3</answer>" in said
-    trained = [token for token, one in zip(record.completion_ids, record.loss_mask) if one]
-    assert "mistake" not in TOKENIZER.decode(trained) and trained[-1:] == END
-    if "math_tip_trick_multi_turn" in found:
-        rollout, _ = run(found["math_tip_trick_multi_turn"], wrong, row=solution, max_turns=3)
+    assert "mistake" not in TOKENIZER.decode(trained_ids(rollout)) and trained_ids(rollout)[-1:] == END
+    if "math_tip_trick_multi_turn" in schedulers:
+        rollout, _ = run(schedulers["math_tip_trick_multi_turn"], wrong, row=solution, max_turns=3)
         assert len(rollout.turns) == 2 and len(trained_records(rollout)) == 1
-    if "thinking_tips_scheduler" in found:
-        thought = "<think>much</think> <answer>2</answer>"
-        rollout, _ = run(found["thinking_tips_scheduler"], thought, row=solution, loss_scale="last_round", max_turns=3)
+    if "thinking_tips_scheduler" in schedulers:
+        thought, keys = "<think>much</think> <answer>2</answer>", {"loss_scale": "last_round", "max_turns": 3}
+        rollout, _ = run(schedulers["thinking_tips_scheduler"], thought, row=solution, **keys)
         first, second = trained_records(rollout)
         assert "much" not in TOKENIZER.decode(second.prompt_ids)
         assert first.completion_ids == second.completion_ids == ids(thought) + END
 
 
-# -- what no record may lose --
-
-
-def own_run(function):
-    """A scheduler whose `run` gets itself, a shorthand for requests, and the first request."""
-
-    async def run(self, infer_request, request_config, **kwargs):
-        async def ask(*messages, **fields):
-            request = RolloutInferRequest(messages=list(messages), **fields)
-            return await self.infer_engine.infer_async(request, request_config)
-
-        return await function(self, ask, infer_request, request_config)
-
-    return type("Own", (MultiTurnScheduler,), {"run": run})
-
-
-def text_of(response):
-    return response.choices[0].message.content
-
-
-def test_ids_that_leave_out_an_end_of_turn_only_mask_it():
-    """The record stays what the model read."""
-
-    async def leaves_out(self, ask, request, config):
-        first = await ask(*request.messages)
-        second = await ask(*request.messages, answer(text_of(first)), user("And?"))
-        a, b = first.choices[0].token_ids[:-1], second.choices[0].token_ids
-        return RolloutOutput(
-            response=second, response_token_ids=[a, b], response_loss_mask=[[1] * len(a), [1] * len(b)]
-        )
-
-    rollout, _ = run(own_run(leaves_out), "It is 2.")
-    first, behind = ids("It is 2."), ids(NEXT.format("And?"))
-    assert rollout.completion_ids == first + END + behind + first + END
-    assert rollout.loss_mask == [1] * len(first) + [0] * (1 + len(behind)) + [1] * len(first + END)
-
-
-def test_an_answer_that_is_taken_back_is_not_trained():
-    said = "<answer>2</answer>", "<answer>3</answer>"
-    rollout, _ = run(MathTipsScheduler, *said, row={"solution": "3"}, max_turns=3)
-    (record,) = trained_records(rollout)
-    assert record.completion_ids == ids("<answer>3</answer>") + END
-    assert TOKENIZER.decode(record.prompt_ids).endswith("assistant\nBut wait... It seems I made a mistake,")
-
-    class Empties(MultiTurnScheduler):
-        def step(self, infer_request, response_choice, current_turn):
-            infer_request.messages[-1]["content"] = ""
-            infer_request.messages.append(user("Again!"))
-            return infer_request
-
-    rollout, _ = run(Empties, "It is 2.", "It is 3.", max_turns=2)
-    assert [turn.trained for turn in rollout.turns] == [False, True]
-
-
-@pytest.mark.parametrize("said", ["😀😀😀 ab ", "好的好的 so 我 ", "é"])
-def test_a_cut_keeps_whole_characters(said):
-    class Cuts(MultiTurnScheduler):
-        def step(self, infer_request, response_choice, current_turn):
-            kept = infer_request.messages[-1]["content"].split("<answer>")[0]
-            infer_request.messages[-1]["content"] = kept + "Hm"
-            return infer_request
-
-    rollout, _ = run(Cuts, f"{said}<answer>2", "3", max_turns=2)
-    (record,) = trained_records(rollout)
-    trained = [token for token, one in zip(record.completion_ids, record.loss_mask) if one]
-    assert TOKENIZER.decode(record.completion_ids[:-1]) == f"{said}Hm3"
-    assert TOKENIZER.decode(trained[:-1]).startswith(said.rstrip()) and "answer" not in TOKENIZER.decode(trained)
-
-
-def test_a_branch_that_cuts_leaves_the_other_responses_whole():
-    async def branches(self, ask, request, config):
-        a, b = await ask(*request.messages), await ask(*request.messages)
-        begun = answer(text_of(a).split("<answer>")[0] + "Wait:")
-        c = await ask(*request.messages, begun)
-        return [
-            RolloutOutput(response=each, messages=[*request.messages, answer(text_of(each))]) for each in (c, a, b)
-        ]
-
-    rollout, _ = run(own_run(branches), "so it is <answer>2</answer>", "so it is <answer>7</answer>", "3")
-    said = sorted(TOKENIZER.decode(record.completion_ids[:-1]) for record in trained_records(rollout))
-    assert said == ["3", "so it is <answer>2</answer>", "so it is <answer>7</answer>"]
-
-
-def test_text_behind_one_branch_is_not_read_in_another():
-    async def branches(self, ask, request, config):
-        a = await ask(*request.messages)
-        b = await ask(*request.messages, answer(text_of(a) + " Wait:"))
-        c = await ask(*request.messages, answer(text_of(a)), user("And?"))
-        return [RolloutOutput(response=each) for each in (b, c)]
-
-    rollout, _ = run(own_run(branches), cut_off("It is 2."), "3", "4")
-    b, c = trained_records(rollout)  # the message that goes on is one with its beginning
-    assert b.prompt_ids == ids(PROMPT) and b.completion_ids == ids("It is 2.") + ids(" Wait:") + ids("3") + END
-    assert c.prompt_ids == ids(PROMPT) + ids("It is 2.") + ids("<|im_end|>" + NEXT.format("And?"))
-
-
-def test_requests_of_a_shared_worker_reach_their_own_conversation():
-    """By the request's uuid, whichever conversation's task asks."""
-
-    class Worker(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            if not hasattr(self, "queue"):
-                self.queue = asyncio.Queue()
-                self.task = asyncio.ensure_future(self.work())
-            first = await self.infer_engine.infer_async(infer_request, request_config)
-            infer_request.messages += [answer(text_of(first)), user("And?")]
-            done = asyncio.get_running_loop().create_future()
-            await self.queue.put((infer_request, request_config, done))
-            return RolloutOutput(response=await done, messages=infer_request.messages)
-
-        async def work(self):
-            while True:
-                request, config, done = await self.queue.get()
-                done.set_result(await self.infer_engine.infer_async(request, config))
-
-    env, llm = conversations(Worker), Scripted("It is 2.")
-    for rollout in env.start([[user("What?")]] * 3, rows=[{"prompt": [user("What?")]}] * 3):
-        run_async(env.converse(rollout, llm))
-        assert rollout.error is None and [turn.trained for turn in rollout.turns] == [True, True]
-
-
-def test_a_response_may_be_copied_and_no_other_is_taken_for_it():
-    async def copies(self, ask, request, config):
-        response = await ask(*request.messages)
-        response.choices[0] = dataclasses.replace(response.choices[0])
-        return RolloutOutput(response=response)
-
-    async def invents(self, ask, request, config):
-        response = await ask(*request.messages)
-        response.choices[0] = dataclasses.replace(response.choices[0], token_ids=[5])
-        return RolloutOutput(response=response)
-
-    rollout, _ = run(own_run(copies), "It is 2.")
-    assert rollout.turns[0].trained
-    with pytest.raises(SchedulerFailure, match="none that infer_async gave"):
-        run(own_run(invents), "It is 2.")
-
-
-FIRST_TURN = len(ids("It is 2.") + END + ids(NEXT.format("And?")))
-
-
-def test_a_budget_that_ends_a_run_of_ones_own_trains_what_was_sampled():
-    async def loops(self, ask, request, config):
-        while True:
-            response = await ask(*request.messages)
-            request.messages.append(answer(text_of(response)))
-            if response.choices[0].finish_reason == "length":
-                return RolloutOutput(response=response, messages=request.messages)
-            request.messages.append(user("And?"))
-
-    async def never_ends(self, ask, request, config):
-        while True:
-            request.messages += [answer(text_of(await ask(*request.messages))), user("And?")]
-
-    for function in (loops, never_ends):
-        rollout, _ = run(own_run(function), "It is 2.", scope="total", max_completion_length=FIRST_TURN)
-        assert rollout.stop_reason == StopReason.MAX_TOKENS and [turn.trained for turn in rollout.turns] == [True]
-        assert rollout.environment.outputs[-1]["messages"][-1]["role"] == "assistant"
-
-
-def test_a_budget_ends_drive_with_the_output_so_far():
-    """No method is called for a response that is none."""
-
-    class Never(Asks):
-        def on_turn_end(self, infer_request, response_choice, current_turn):
-            return {"rollout_infos": {"share": 1 / len(response_choice.message.content)}}
-
-        def check_finished(self, infer_request, response_choice, current_turn):
-            return False
-
-    rollout, llm = run(Never, "It is 2.", scope="total", max_completion_length=FIRST_TURN + 1)
-    (output,) = rollout.environment.outputs
-    assert output["messages"] == [user("What?"), answer("It is 2.")] and output["rollout_infos"]["num_turns"] == 1
-    assert rollout.stop_reason == StopReason.MAX_TOKENS and len(llm.asked) == 1
-
-
-def test_requests_at_the_same_time_share_the_budget():
-    async def gathers(self, ask, request, config):
-        responses = await asyncio.gather(*(ask(*request.messages) for _ in range(4)))
-        return [RolloutOutput(response=response) for response in responses if response.choices[0].token_ids]
-
-    size = len(ids("It is 2.") + END)
-    rollout, _ = run(own_run(gathers), "It is 2.", scope="total", max_completion_length=size + 2)
-    assert [len(turn.token_ids) for turn in rollout.turns] == [size, 2]
-    rollout, _ = run(own_run(gathers), "It is 2.", max_model_calls=3)
-    assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
-
-
-def test_a_response_that_is_cut_for_the_others_reads_as_any_that_is_cut():
-    """Its whole call is there, and its open thinking is noted, as where its own limit cuts it."""
-
-    async def gathers(self, ask, request, config):
-        responses = await asyncio.gather(*(ask(*request.messages) for _ in range(2)))
-        return [RolloutOutput(response=response) for response in responses]
-
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
-    for text, kept in ((f"{call} And so on.", call), ("<think>It is 2, I think.</think> 2", "<think>It is")):
-        size, whole = len(ids(kept)), len(ids(text) + END)
-        both, _ = run(own_run(gathers), text, scope="total", max_completion_length=whole + size)
-        alone, _ = run(Asks, text, scope="total", max_completion_length=size, max_turns=1)
-        cut, by_itself = both.turns[1], alone.turns[0]
-        assert len(both.turns) == 2 and cut.token_ids == by_itself.token_ids == ids(text)[:size]
-        for key in ("text", "calls", "answer", "open_thinking", "finish_reason", "logprobs"):
-            assert getattr(cut, key) == getattr(by_itself, key), key
-        assert len(cut.calls) == (kept == call) and cut.open_thinking == (kept != call)
-
-
-def test_a_messages_own_keys_hold_before_an_edit_of_the_history():
-    class Edits(MultiTurnScheduler):
-        def step(self, infer_request, response_choice, current_turn):
-            infer_request.messages[-1]["loss"] = False
-            infer_request.messages += [user("So?"), answer("fake"), user("And?")]
-            return infer_request
-
-    rollout, _ = run(Edits, "It is 2.", max_turns=2)
-    assert [turn.trained for turn in rollout.turns] == [False, True]
-
-
-def test_ids_without_a_mask_leave_loss_scale_its_say():
-    class Ids(Asks):
-        def step(self, infer_request, response_choice, current_turn):
-            step = super().step(infer_request, response_choice, current_turn)
-            return {**step, "response_token_ids": response_choice.token_ids}
-
-    rollout, _ = run(Ids, "It is 2.", max_turns=2, loss_scale="last_round")
-    assert [turn.trained for turn in rollout.turns] == [False, True]
-
-
-def test_a_second_run_of_the_base_class_replaces_the_first():
-    class Twice(Asks):
-        async def run(self, infer_request, request_config, **kwargs):
-            await super().run(copy.deepcopy(infer_request), request_config)
-            return await super().run(copy.deepcopy(infer_request), request_config)
-
-    rollout, _ = run(Twice, "It is 2.", max_turns=2)
-    assert [turn.trained for turn in rollout.turns] == [False, False, True, True]
-
-
-def test_text_that_the_ids_do_not_hold_is_read():
-    class Forgets(GoesOnAnyway):
-        def step(self, infer_request, response_choice, current_turn):
-            ids = list(response_choice.token_ids)
-            return {"infer_request": super().step(infer_request, response_choice, current_turn)["infer_request"],
-                    "response_token_ids": ids}  # fmt: skip
-
-    rollout, _ = run(Forgets, cut_off("It is 2."), "It is 3.", max_turns=2)
-    assert rollout.completion_ids == ids("It is 2.") + ids(" Wait:") + ids("It is 3.") + END
-
-
-def test_a_schedulers_tags_stay_and_its_ends_of_turn_do_not():
-    class Adds(GoesOnAnyway):
-        def step(self, infer_request, response_choice, current_turn):
-            infer_request.messages[-1]["content"] += "<tool_response>42</tool_response><|im_end|>"
-            return infer_request
-
-    rollout, _ = run(Adds, cut_off("It is 2."), "It is 3.", max_turns=2)
-    added = ids("<tool_response>42</tool_response>< |im_end|>")
-    assert rollout.completion_ids == ids("It is 2.") + added + ids("It is 3.") + END
-
-
-def test_other_tools_begin_a_record():
-    tool = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {}}}
-
-    class Gives(Asks):
-        def step(self, infer_request, response_choice, current_turn):
-            infer_request.tools = [tool]
-            return super().step(infer_request, response_choice, current_turn)
-
-    rollout, _ = run(Gives, "It is 2.", max_turns=2)
-    first, second = trained_records(rollout)
-    assert '"add"' not in TOKENIZER.decode(first.prompt_ids) and '"add"' in TOKENIZER.decode(second.prompt_ids)
-
-
-def test_a_stop_may_be_a_text():
-    async def stops(self, ask, request, config):
-        config.stop = "Observation:"
-        return RolloutOutput(response=await ask(*request.messages))
-
-    rollout, _ = run(own_run(stops), "Action: x Observation: y")
-    assert TOKENIZER.decode(rollout.completion_ids) == "Action: x Observation:"
-
-
-def test_what_a_scheduler_does_to_its_request_fails_no_other_rollout():
-    def broken(change):
-        class Breaks(Asks):
-            def step(self, infer_request, response_choice, current_turn):
-                change(infer_request)
-                return super().step(infer_request, response_choice, current_turn)
-
-        return Breaks
-
-    rollout, _ = run(broken(lambda request: setattr(request, "uuid", "x")), "It is 2.", max_turns=2)
-    assert len(rollout.turns) == 2
-    ids_as_content = broken(lambda request: request.messages[-1].update(content=ids("It is 2.")))
-    rollout, _ = run(ids_as_content, "It is 2.", max_turns=2)
-    assert len(trained_records(rollout)) == 1
-    for change in (
-        lambda request: setattr(request, "tools", ["calc"]),
-        lambda request: request.messages[-1].update(content=[{"type": "text", "text": None}]),
-        lambda request: request.messages.append(3),
-        lambda request: setattr(request, "chat_template_kwargs", {"enable_thinking": False}),
-    ):
-        with pytest.raises(SchedulerFailure):
-            run(broken(change), "It is 2.", max_turns=2)
-
-    row = {"chat_template_kwargs": {"enable_thinking": False}}
-    with pytest.raises(SchedulerFailure, match="'enable_thinking': False}, the recipe {}"):
-        run(Asks, "It is 2.", row=row, max_turns=2)
-
-    class Cancels(Asks):
-        async def on_turn_end(self, infer_request, response_choice, current_turn):
-            task = asyncio.ensure_future(asyncio.sleep(9))
-            task.cancel()
-            await task
-
-    with pytest.raises(SchedulerFailure, match="it cancelled itself"):
-        run(Cancels, "It is 2.", max_turns=2)
-
-
-def test_a_scheduler_with_a_run_of_its_own_is_not_shown_the_solution_of_its_row():
-    class Runs(Asks):
-        async def run(self, infer_request, request_config, **kwargs):
-            roles.append([message["role"] for message in infer_request.messages])
-            response = await self.infer_engine.infer_async(infer_request, request_config)
-            infer_request.messages.append(answer(response.choices[0].message.content))
-            return RolloutOutput(response=response, messages=infer_request.messages)
-
-    roles = []
-    solved = [user("2+2?"), {"role": "assistant", "content": "<answer>4</answer>"}]
-    rollout, llm = run(Runs, "It is 2.", messages=solved, max_turns=1, checked=False)
-    assert roles == [["user"]] and "<answer>4" not in TOKENIZER.decode(llm.asked[0][0])
-
-
-def test_a_constructor_may_use_the_tokenizer_and_rows_may_have_messages():
-    class Encodes(Asks):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            self.tip = self.tokenizer.encode("x")
-
-    env, llm = conversations(Encodes, max_turns=1), Scripted("It is 2.")
-    (rollout,) = env.start([[]], rows=[{"messages": [user("What?")]}])
-    run_async(env.converse(rollout, llm))
-    assert rollout.error is None and rollout.completion_ids == ids("It is 2.") + END
-
-
-def test_columns_of_the_rollout_go_before_those_of_the_data(tmp_path, monkeypatch):
-    monkeypatch.setitem(swift_paths.rewards.orms, "said", lambda completions, messages, **kwargs: [
-        float(each[-1]["content"] == "2") for each in messages])  # fmt: skip
-    environment = run(RolloutScheduler, "2")[0].environment
-    reward = as_reward("said", SimpleNamespace(), settings(tmp_path))
-    assert reward(environments=[environment], messages=[[user("What?")]]) == [1.0]
-    assert (
-        columns_of([environment])["prompt_id"] == columns_of([run(RolloutScheduler, "3")[0].environment])["prompt_id"]
-    )
-
-
-def step_by(function, **attributes):
-    """A scheduler whose `step` is this function of (itself, request, choice, turn), until `max_turns`."""
-    return type("Steps", (GoesOnAnyway,), {"step": function, **attributes})
-
-
-@pytest.mark.parametrize("gives_ids", [False, True])
-def test_a_response_that_a_judge_has_read_keeps_its_ids(gives_ids):
-    """It is cut for the next turn alone."""
-
-    async def step(self, request, choice, turn):
-        judged = [*copy.deepcopy(request.messages), user("Right?")]
-        await self.infer_engine.infer_async(RolloutInferRequest(messages=judged), RequestConfig())
-        request.messages[-1]["content"] = "It is Wait:"
-        tip = self.tokenizer.encode(" Wait:")
-        given = {"response_token_ids": choice.token_ids[:2] + tip, "response_loss_mask": [1] * 2 + [0] * len(tip)}
-        return {"infer_request": request, **(given if gives_ids else {})}
-
-    rollout, _ = run(step_by(step), cut_off("It is 2."), "No.", "It is 3.", max_turns=2)
-    assert rollout.error is None and rollout.turns[-1].trained
-
-
-def test_what_a_config_asks_for_and_does_not_get_is_said(caplog, monkeypatch):
-    """A judge that is to be greedy is sampled as the recipe says; of several choices there would be one."""
-    monkeypatch.setattr("mt_grpo.base.errors._told", set())
-
-    def judged_with(**config):
-        async def step(self, request, choice, turn):
-            asked = RolloutInferRequest(messages=[user("Right?")])
-            await self.infer_engine.infer_async(asked, RequestConfig(**config))
-            return {"infer_request": request}
-
-        return step_by(step)
-
-    _, llm = run(judged_with(temperature=0.0, seed=3, max_tokens=9), "It is 2.", "No.", "It is 3.", max_turns=2)
-    assert [params["temperature"] for params in llm.params] == [1.0] * 3
-    told = [record.message.partition(".")[0] for record in caplog.records if "RequestConfig" in record.message]
-    assert told == ["A scheduler's RequestConfig has temperature=0", "A scheduler's RequestConfig has seed=3"]
-    with pytest.raises(SchedulerFailure, match="config has n=4, expected"):
-        run(judged_with(n=4), "It is 2.", "No.", "It is 3.", max_turns=2)
-
-
-@pytest.mark.parametrize("after", ["the end", "a refusal"])
-def test_a_scheduler_that_asks_on_and_on_is_ended(after):
-    class Insists(MultiTurnScheduler):
-        async def run(self, infer_request, request_config, **kwargs):
-            while True:
-                try:
-                    await self.infer_engine.infer_async(infer_request, request_config)
-                    if after == "a refusal":
-                        infer_request.images = ["a.png"]
-                except Exception:
-                    await asyncio.sleep(0.01)
-
-    env, llm = conversations(Insists, max_model_calls=2, environment_timeout=1.0), Scripted("It is 2.")
-    (rollout,) = env.start([[user("What?")]], rows=[{"prompt": [user("What?")]}])
-    run_async(env.converse(rollout, llm), timeout=30)
-    if after == "the end":
-        assert rollout.stop_reason == StopReason.MAX_TURNS and [t.trained for t in rollout.turns] == [True, True]
-    else:
-        assert "took longer" in str(rollout.error)
-
-
-def changed(**fields):
-    """A run whose output, or whose config, has these fields."""
-
-    async def function(self, ask, request, config):
-        for key in set(fields) & {"max_tokens", "stop"}:
-            setattr(config, key, fields[key])
-        output = RolloutOutput(response=await ask(*request.messages))
-        for key in set(fields) - {"max_tokens", "stop"}:
-            setattr(output, key, fields[key])
-        return output
-
-    return own_run(function)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [{"max_tokens": "100"}, {"stop": 5}, {"messages": [None, 3]},
-     {"response_token_ids": "text"}],
-)  # fmt: skip
-def test_what_cannot_be_read_fails_its_own_rollout(fields):
-    with pytest.raises(SchedulerFailure):
-        run(changed(**fields), "It is 2.")
-
-
-def test_fields_that_are_none_are_left_out(monkeypatch):
-    rollout, _ = run(changed(rollout_infos=None, response_token_ids=None), "It is 2.")
-    assert rollout.turns[0].trained
-    monkeypatch.setitem(loss_scale_map, "broken", type("Broken", (), {"get_loss_scale": lambda *_, **__: 1 / 0}))
-    with pytest.raises(SchedulerFailure, match="get_loss_scale failed: ZeroDivisionError"):
-        run(RolloutScheduler, "It is 2.", loss_scale="broken")
-
-    async def ends(self, request, choice, turn):
-        raise GeneratorExit
-
-    with pytest.raises(SchedulerFailure, match="GeneratorExit"):
-        run(step_by(ends), "It is 2.", max_turns=2)
-
-
-def test_ids_of_a_message_that_goes_on_behind_an_end_of_turn():
-    async def goes_on(self, ask, request, config):
-        first = await ask(*request.messages)
-        last = await ask(*request.messages, answer(text_of(first) + " Wait:"))
-        a, tip, b = first.choices[0].token_ids, ids(" Wait:"), last.choices[0].token_ids
-        return RolloutOutput(response=last, response_token_ids=[a + tip + b],
-                             response_loss_mask=[[1] * len(a) + [0] * len(tip) + [1] * len(b)])  # fmt: skip
-
-    for turns in (("It is 2.", "3"), (cut_off("It is 2."), "3")):
-        rollout, _ = run(own_run(goes_on), *turns)
-        assert all(turn.trained and turn.mask is None for turn in rollout.turns)
-
-
-def test_ids_of_turns_before_an_edit_are_found():
-    """The engine leaves earlier thinking out, so that a record begins at each turn."""
-
-    async def loops(self, ask, request, config):
-        messages, all_ids = list(request.messages), []
-        for _ in range(3):
-            response = await ask(*messages)
-            all_ids.append(response.choices[0].token_ids)
-            messages += [answer(text_of(response)), user("And?")]
-        return RolloutOutput(response=response, messages=messages[:-1], response_token_ids=all_ids)
-
-    rollout, _ = run(own_run(loops), "<think>much</think> It is 2.", loss_scale="last_round")
-    assert [turn.trained for turn in rollout.turns] == [False, False, True]
-
-
-def test_an_empty_response_behind_the_end_shifts_nothing():
-    async def loops(self, ask, request, config):
-        messages, all_ids = list(request.messages), []
-        for turn in range(3):
-            response = await ask(*messages)
-            all_ids.append(response.choices[0].token_ids)
-            messages += [answer(text_of(response)) | ({"loss": False} if turn == 0 else {}), user("And?")]
-        given = {"response_token_ids": all_ids} if self.max_turns else {}
-        return RolloutOutput(response=response, messages=messages[:-1], **given)
-
-    for max_turns in (None, 3):
-        kwargs = {"max_turns": max_turns} if max_turns else {}
-        rollout, _ = run(own_run(loops), "It is 2.", max_model_calls=2, **kwargs)
-        assert [turn.trained for turn in rollout.turns] == [False, True]
-        assert rollout.environment.outputs[-1]["messages"][-1] == answer("It is 2.")
-
-
-@pytest.mark.parametrize("by", ["mask", "message"])
-def test_what_is_changed_behind_the_base_class_holds(by):
-    class Changes(Asks):
-        async def run(self, infer_request, request_config, **kwargs):
-            output = await super().run(infer_request, request_config)
-            if by == "mask":
-                output.response_loss_mask = [[0] * len(output.response_token_ids[0]), [1] * 6]
-            else:
-                output.messages[1]["loss"] = False
-            return output
-
-    rollout, _ = run(Changes, "It is 2.", max_turns=2)
-    first, behind = ids("It is 2.") + END, ids(NEXT.format("And 1?"))
-    assert rollout.loss_mask == [0] * len(first + behind) + [1] * len(first)
-
-
-def test_a_list_of_whole_conversations_trains_all_their_turns():
-    class Both(Asks):
-        async def run(self, infer_request, request_config, **kwargs):
-            copies = [copy.deepcopy(infer_request) for _ in range(2)]
-            return list(await asyncio.gather(*(super(Both, self).run(each, request_config) for each in copies)))
-
-    rollout, _ = run(Both, "It is 2.", max_turns=2)
-    assert [turn.trained for turn in rollout.turns] == [True] * 4 and len(trained_records(rollout)) == 2
-
-
-def test_a_key_on_a_copied_message_holds():
-    def step(self, request, choice, turn):
-        request = copy.deepcopy(request)
-        request.messages[-1]["loss"] = False
-        request.messages.append(user("And?"))
-        return request
-
-    rollout, _ = run(step_by(step), "It is 2.", max_turns=2)
-    assert [turn.trained for turn in rollout.turns] == [False, True]
-
-
-class BehindBar(LossScale):
-    def get_loss_scale(self, context, *, query=None):
-        before, bar, behind = context.partition("|")
-        return [before, bar + behind], [1.0, 0.0]
-
-
-def test_a_loss_scale_keeps_characters_ends_of_turns_and_choices_of_ids(monkeypatch):
-    monkeypatch.setitem(loss_scale_map, "bar", BehindBar)
-    rollout, _ = run(RolloutScheduler, "a😀|b", loss_scale="bar")
-    trained = [token for token, one in zip(rollout.completion_ids, rollout.loss_mask) if one]
-    assert TOKENIZER.decode(trained[:-1]) == "a😀" and trained[-1:] == END
-
-    async def part(self, ask, request, config):
-        response = await ask(*request.messages)
-        return RolloutOutput(response=response, response_token_ids=[response.choices[0].token_ids[:2]])
-
-    for loss_scale in ("default", "react"):
-        rollout, _ = run(own_run(part), "It is 2.", loss_scale=loss_scale)
-        assert rollout.loss_mask[:3] == [1, 1, 0]
-
-
-def test_all_leaves_a_schedulers_mask():
-    rollout, _ = run(GivesIdsAnyway, cut_off("It is 2."), "3", max_turns=2, loss_scale="all", checked=False)
-    first, behind, second = ids("It is 2."), ids(" Wait:"), ids("3") + END
-    assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
-
-
-def test_a_discarded_response_is_no_beginning_of_another_message():
-    async def prefills(self, ask, request, config):
-        await ask(*request.messages)
-        last = await ask(*request.messages, answer("It follows:"))
-        return RolloutOutput(response=last, response_token_ids=[last.choices[0].token_ids])
-
-    rollout, _ = run(own_run(prefills), "It is 2.", "3")
-    assert [turn.trained for turn in rollout.turns] == [False, True]
-
-
-def test_ids_as_contents_go_on_and_reach_rewards_as_text():
-    def step(self, request, choice, turn):
-        self.set_assistant_message_token_ids(request, choice.token_ids + self.tokenizer.encode(" Wait:"))
-        return request
-
-    rollout, _ = run(step_by(step), cut_off("It is 2."), "3", max_turns=2)
-    assert rollout.environment.outputs[-1]["messages"][-1] == answer("It is 2. Wait:3")
-
-
-def test_what_is_in_flight_at_the_end_is_not_sampled_on():
-    async def leaves(self, ask, request, config):
-        first = await ask(*request.messages)
-        asyncio.ensure_future(ask(user("Later?")))
-        await asyncio.sleep(0.05)
-        return RolloutOutput(response=first)
-
-    class Waits(Scripted):
-        async def generate(self, prompt_ids, max_tokens, sampling_params=None, index=0):
-            await asyncio.sleep(60.0 if self.asked else 0.0)
-            return await super().generate(prompt_ids, max_tokens, sampling_params, index)
-
-    rollout, llm = run(own_run(leaves), llm=Waits("It is 2."))
-    assert len(rollout.turns) == len(llm.asked) == 1
+@pytest.mark.contract("protocol objects")
+def test_old_and_new_import_paths_are_the_same_classes():
+    with pytest.raises(NotImplementedError, match="PtEngine of ms-swift is not supported here"):
+        exec(OLD_AND_NEW, {})
+
+
+OLD_AND_NEW = """
+from swift.infer_engine import InferRequest, RequestConfig, TransformersEngine
+from swift.infer_engine.protocol import ChatCompletionResponseChoice, RolloutInferRequest, RolloutOutput
+from swift.llm import PtEngine, RolloutInferRequest as A, Template, to_device
+from swift.llm.infer.protocol import RolloutOutput as B, RolloutResponseChoice
+from swift.llm.template.template_inputs import RolloutInferRequest as C
+from swift.plugin import ORM, orms, rm_plugins
+from swift.plugin.env import Env, envs
+from swift.plugin.multi_turn import MultiTurnScheduler, multi_turns
+from swift.plugin.orm import Format, MathAccuracy
+from swift.rewards import AsyncORM, ORM as D, orms as E
+from swift.rewards.rm_plugin import DefaultRMPlugin
+from swift.rollout.gym_env import Env as G
+from swift.rollout.multi_turn import Messages, MultiTurnScheduler as H, RolloutScheduler, multi_turns as I
+from swift.utils import get_logger, remove_response
+import swift.rollout.multi_turn
+
+assert A is C is RolloutInferRequest and B is RolloutOutput and D is ORM and E is orms and G is Env
+assert H is MultiTurnScheduler and I is multi_turns
+PtEngine("model")
+"""
+
+
+def test_another_package_of_that_name_is_left_alone(tmp_path, monkeypatch):
+    """Python's own finders are asked first; what the other package lacks comes from here."""
+    (tmp_path / "swift").mkdir()
+    (tmp_path / "swift/__init__.py").write_text("mine = 1")
+    (tmp_path / "swift/utils.py").write_text("mine = 2")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
+        monkeypatch.delitem(sys.modules, name)
+    exec("import swift, swift.utils, swift.rollout.multi_turn\nassert (swift.mine, swift.utils.mine) == (1, 2)", {})
+    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
+        del sys.modules[name]

@@ -1,9 +1,4 @@
-"""`multi_turn_scheduler: NAME`: the conversation is a scheduler's of ms-swift, from a plug-in as it is.
-
-    external_plugins: [my_plugin.py]      # multi_turns["mine"] = MyScheduler
-    multi_turn_scheduler: mine
-    max_turns: 3
-    reward_funcs: [my_reward]             # orms["my_reward"] = MyReward
+"""The conversation that a scheduler of ms-swift runs.
 
 A scheduler's methods and its `run` are awaited on a loop of their own, synchronous ones in threads. What they ask of
 `infer_engine.infer_async` is sampled by the trainer's backend.
@@ -13,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import copy
 import functools
 import inspect
 import uuid
@@ -27,18 +21,17 @@ from mt_grpo.conversation.picture_parts import images_of
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
 from mt_grpo.integrations.ms_swift.loop import RolloutOver, SchedulerFailure, drive
 from mt_grpo.integrations.ms_swift.loss import LossMask
+from mt_grpo.integrations.ms_swift.messages import mark_tags, place_tags, tagged
 from mt_grpo.integrations.ms_swift.outputs import conversation_of, fill, read_outputs, train_outputs
 from mt_grpo.integrations.ms_swift.paths import protocol_module
-from mt_grpo.integrations.ms_swift.pictures import mark_tags, parts_as_tags, place_tags, tagged
 from mt_grpo.integrations.ms_swift.protocol import as_base64, listed_tools, remove_response
 from mt_grpo.integrations.ms_swift.session import SchedulerSession
 from mt_grpo.rollout import Message, Rollout, StopReason
 
 SCHEDULER_THREAD = "mt-grpo-schedulers"  # their loop: one that blocks must not stop the trainer's
 CURRENT: contextvars.ContextVar[SchedulerSession | None] = contextvars.ContextVar("scheduler_session", default=None)
-# Columns of a row that are the request's own, and not in its `data_dict`.
-STANDARD_COLUMNS = ("prompt", "messages", "tools", "image", "images", "audios", "videos", "objects",
-                    "chat_template_kwargs")  # fmt: skip
+MEDIA = ("audios", "videos", "objects", "chat_template_kwargs")
+STANDARD_COLUMNS = ("prompt", "messages", "tools", "image", "images", "data_dict", *MEDIA)  # not of `data_dict`
 
 
 class SchedulerEngine:
@@ -53,48 +46,31 @@ class SchedulerEngine:
         session = self.sessions.get(getattr(infer_request, "uuid", None)) or CURRENT.get()
         if session is None:
             raise SchedulerFailure("infer_async was called outside of a conversation, with the uuid of none.")
-        return await self._on_session(session, session.infer(infer_request, request_config))
+        return await self._on_its_loop(session, session.infer(infer_request, request_config))
 
-    def text(self, ids: list[int]) -> str:
-        """`SchedulerSession.plain` of the conversation in which this is called."""
-        return CURRENT.get().plain(ids)
-
-    async def drove(self, *args: Any) -> None:
-        """`SchedulerSession.drove` of the conversation in which this is called."""
+    async def call(self, method: str, *args: Any) -> Any:
+        """Call a method of this conversation's session."""
         session = CURRENT.get()
-        await self._on_session(session, session.drove(*args))
+        return await self._on_its_loop(session, getattr(session, method)(*args))
 
-    async def ended(self, choices: list[Any]) -> dict[str, list]:
-        """`SchedulerSession.ended` of the conversation in which this is called."""
-        session = CURRENT.get()
-        return await self._on_session(session, session.ended(choices))
-
-    async def _on_session(self, session: SchedulerSession, coroutine: Any) -> Any:
+    async def _on_its_loop(self, session: SchedulerSession, coroutine: Any) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, session.loop))
 
 
 class ScheduledConversation:
-    """A scheduler's conversation, as reward functions get it in `environments`.
-
-    Attributes:
-        row: The row of the dataset.
-        request_id: The id of this rollout.
-        outputs: The outputs of the scheduler, one dict per output with the arguments of its rewards by name.
-    """
+    """A scheduler's conversation, as reward functions get it in `environments`."""
 
     def __init__(self):
         self.row: dict[str, Any] = {}
         self.request_id = ""
-        self.outputs: list[dict[str, Any]] = []
+        self.outputs: list[dict[str, Any]] = []  # of each output of the scheduler, the arguments of rewards by name
 
     def reset(self, **row: Any) -> list[Message] | None:
         """Reset the state for a new conversation."""
         self.row, self.request_id, self.outputs = row, f"chatcmpl-{uuid.uuid4()}", []
         if row.get("prompt"):
             return None
-        if row.get("messages"):
-            return parts_as_tags(row["messages"])[0]
-        return [{"role": "user", "content": "The environment writes the prompt."}]
+        return [{"role": "user", "content": "The scheduler writes the prompt."}]
 
     @property
     def infos(self) -> dict[str, Any]:
@@ -103,28 +79,17 @@ class ScheduledConversation:
 
 
 class SchedulerConversation:
-    """Mixed into the class of conversations: the turns are a scheduler's.
-
-    Attributes:
-        scheduler_class: Of the plug-in.
-        scheduler_kwargs: For its constructor, such as `max_turns`.
-        loss: What is trained, of `loss_scale`.
-        length_scope: What max_completion_length counts: `per_round` or `total`.
-        max_model_calls: Responses per rollout.
-        passes_dataset: Whether requests have the row's columns as `data_dict`.
-        stop_words: Texts that end a response, which keeps them.
-    """
+    """Mixed into the class of conversations: the turns are a scheduler's."""
 
     renders_all = False  # a request's tools and template arguments are its own
     place_images, mark_images = staticmethod(place_tags), staticmethod(mark_tags)
 
     scheduler_class: type
-    scheduler_kwargs: dict[str, Any]
+    scheduler_kwargs: dict[str, Any]  # such as `max_turns`
     loss: LossMask
-    length_scope: str
-    max_model_calls: int
-    passes_dataset: bool
-    stop_words: list[str]
+    length_scope: str  # what max_completion_length counts: `per_round` or `total`
+    max_model_calls: int  # responses per rollout
+    passes_dataset: bool  # whether requests have the row's columns as `data_dict`
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -134,63 +99,63 @@ class SchedulerConversation:
 
     @property
     def keeps_thinking(self) -> bool:
-        """Whether the model reads the thinking of earlier turns: as in ms-swift, not for `last_round`."""
+        """Whether the model reads the thinking of earlier turns: as in ms-swift, not with `last_round`."""
         return self.loss.base != "last_round"
 
     async def take_turn(self, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None = None) -> None:
         """All turns: run the scheduler to its end. Its requests become the rollout's turns."""
         with failures_end(rollout):
             messages = await self.environments.open(rollout)
-            await self.run_scheduler(rollout, messages, llm, sampling_params)
+            session = SchedulerSession(self, rollout, llm, sampling_params, protocol_module())
+            try:
+                request = self.first_request(rollout, session, messages)
+            except Exception as error:
+                raise SchedulerFailure(f"The row cannot be a request: {error_line(error)}") from error
+            await self.run_scheduler(rollout, session, request)
 
-    async def run_scheduler(
-        self, rollout: Rollout, messages: list[Message], llm: Any, sampling_params: dict[str, Any] | None
-    ) -> None:
-        """Let the scheduler run, and fill the rollout. Raises `SchedulerFailure`."""
-        protocol = protocol_module()
-        session = SchedulerSession(self, rollout, llm, sampling_params, protocol)
-        scheduler = self.scheduler
-        row = with_own_keys(rollout.row, getattr(scheduler, "keyword_columns", ()))
+    def first_request(self, rollout: Rollout, session: SchedulerSession, messages: list[Message]) -> Any:
+        """The request with which a conversation begins, without the row's solution. Raises any error."""
+        row = with_own_keys(rollout.row, getattr(self.scheduler, "keyword_columns", ()))
         columns = {key: value for key, value in row.items() if key not in STANDARD_COLUMNS and value is not None}
-        try:
-            tools = listed_tools(row.get("tools"))
-        except ValueError as error:
-            raise SchedulerFailure(f"The row's {error}") from error
-        messages, images = row_images(messages, row, session)
-        messages = list(messages)
-        remove_response(messages)  # of a row: its solution, which no scheduler may see
-        request = protocol.RolloutInferRequest(
-            messages=copy.deepcopy(messages),
-            images=images,
-            tools=tools,
+        images = images_of(row)
+        if session.images.reader is not None:
+            session.prompt, images = tagged(session.prompt or messages, row, "The row")
+        messages = messages if row.get("prompt") else session.prompt or messages
+        own = ("loss", "loss_scale")  # of messages, for other kinds of training
+        messages = [{key: value for key, value in message.items() if key not in own} for message in messages]
+        remove_response(messages)
+        return session.protocol.RolloutInferRequest(
+            messages=messages,
+            images=[as_base64(image, paths=True) for image in images],
+            tools=listed_tools(row.get("tools")) or None,
             uuid=rollout.environment.request_id,
             data_dict={**columns, **(row.get("data_dict") or {})} if self.passes_dataset else {},
-            **{kind: row[kind] for kind in ("audios", "videos", "objects", "chat_template_kwargs") if row.get(kind)},
+            **{kind: row[kind] for kind in MEDIA if row.get(kind)},
         )
-        first, key = copy.deepcopy(request), request.uuid
-        config = protocol.RequestConfig(
-            max_tokens=self.max_completion_length, stop=list(self.stop_words), n=1, logprobs=True, return_details=True
+
+    async def run_scheduler(self, rollout: Rollout, session: SchedulerSession, request: Any) -> None:
+        """Let the scheduler run, and fill the rollout. Raises `SchedulerFailure`."""
+        config = session.protocol.RequestConfig(
+            max_tokens=self.max_completion_length, n=1, logprobs=True, return_details=True
         )
+        key = request.uuid  # which the scheduler may change
         self.engine.sessions[key] = session
         try:
-            outputs, are_split = await self.watched(session, rollout, scheduler, request, config)
+            outputs, are_split = await self.watched(session, rollout, request, config)
             train_outputs(session, outputs, are_split, self.loss)
         finally:
             await session.finish()
             del self.engine.sessions[key]
-            fill(rollout, session, self.loss.base == "all")
-        rollout.environment.outputs = [self.as_columns(output, first, session.plain) for output in outputs]
+            fill(rollout, session)
+        rollout.environment.outputs = [as_columns(output, session) for output in outputs]
         rollout.stop_reason = session.stop_reason or self.why_it_ended(session)
 
     async def watched(
-        self, session: SchedulerSession, rollout: Rollout, scheduler: Any, request: Any, config: Any
+        self, session: SchedulerSession, rollout: Rollout, request: Any, config: Any
     ) -> tuple[list[Any], bool]:
-        """(the outputs of a scheduler, whether they are a list of its own), in its time.
-
-        All that was sampled, where it did not end by itself when its room was spent.
-        """
-        name, timeout = type(scheduler).__name__, self.environment_timeout
-        running = self.begin(session, scheduler, request, config)
+        """(the outputs, whether they are a list), of what was sampled so far if the scheduler did not end itself."""
+        name, timeout = type(self.scheduler).__name__, self.environment_timeout
+        running = self.begin(session, request, config)
         try:
             while not running.done() and session.failure is None and not session.over.is_set():
                 left = timeout - session.idle_seconds
@@ -203,8 +168,10 @@ class SchedulerConversation:
                 await asyncio.wait([running], timeout=min(left, 1.0))
             if session.failure is not None:
                 raise session.failure
-            if not running.done():  # it asks on behind the end, whatever it is told
+            if not running.done():  # it asks on after the end, whatever it is told
                 return session.so_far(), False
+            if running.cancelled():
+                raise SchedulerFailure(f"{name} cancelled itself.")
             returned = running.result()
             return read_outputs(returned, name), isinstance(returned, list)
         except RolloutOver:
@@ -218,39 +185,19 @@ class SchedulerConversation:
         finally:
             running.cancel()
 
-    def begin(self, session: SchedulerSession, scheduler: Any, request: Any, config: Any) -> asyncio.Future:
+    def begin(self, session: SchedulerSession, request: Any, config: Any) -> asyncio.Future:
         """Begin a conversation on the loop of schedulers. A future of this loop with its result."""
         loop = background_loop(SCHEDULER_THREAD)  # whose own context must not keep the first session
         CURRENT.set(session)  # in this task, whose context the other loop's task gets
+        own_run = self.scheduler.run if has_own_run(type(self.scheduler)) else functools.partial(drive, self.scheduler)
 
         async def run() -> Any:
             try:
-                own_run = scheduler.run if has_own_run(type(scheduler)) else functools.partial(drive, scheduler)
                 return await own_run(request, config)
-            except asyncio.CancelledError:
-                if session.closed or session.failure is not None or asyncio.current_task().cancelling():
-                    raise
-                raise RuntimeError("it cancelled itself") from None
-            except Exception:
-                raise
-            except BaseException as error:  # such as SystemExit, which would end the loop of all schedulers
+            except (SystemExit, KeyboardInterrupt, GeneratorExit) as error:  # would end the loop of all schedulers
                 raise RuntimeError(error_line(error)) from error
 
         return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), loop))
-
-    def as_columns(self, output: Any, request: Any, plain: Any) -> dict[str, Any]:
-        """An output by the names that ms-swift's rewards get."""
-        choice, infos = output.response.choices[0], output.rollout_infos
-        ids = output.response_token_ids or [list(choice.token_ids or [])]
-        return {
-            "messages": conversation_of(output, request, plain),
-            "finish_reason": choice.finish_reason,
-            "is_truncated": choice.finish_reason == "length",
-            "rollout_infos": dict(infos),
-            "multi_turn_infos": dict(infos),
-            "response_token_ids": ids,
-            **({"images": infos["images"]} if infos.get("images") is not None else {}),
-        }
 
     def why_it_ended(self, session: SchedulerSession) -> StopReason:
         """The reason of a conversation that had room left."""
@@ -262,41 +209,29 @@ class SchedulerConversation:
         return StopReason.MAX_TURNS if most and len(session.samples) >= most else StopReason.ENVIRONMENT_STOP
 
 
-def row_images(
-    messages: list[Message], row: dict[str, Any], session: SchedulerSession
-) -> tuple[list[Message], list[Any]]:
-    """(messages with tags, the row's images as base64) of a conversation that begins. Raises `SchedulerFailure`.
-
-    Args:
-        messages: As its environment begins. Those of a row's prompt have tags already.
-        row: Of the data set.
-        session: Whose `prompt` has tags, too, from now on.
-    """
-    if session.images.reader is None:
-        return messages, images_of(row) + parts_as_tags(row.get("messages") or [])[1]  # which no request may have
-    try:
-        session.prompt, images = tagged(session.prompt or messages, row, "The row")
-        images = [as_base64(image, paths=True) for image in images]
-    except (OSError, ValueError) as error:
-        raise SchedulerFailure(f"A row's images cannot be shown: {error_line(error)}") from error
-    return messages if row.get("prompt") else session.prompt, images
+def as_columns(output: Any, session: SchedulerSession) -> dict[str, Any]:
+    """An output by the names that ms-swift's rewards get."""
+    choice, infos = output.response.choices[0], output.rollout_infos
+    return {
+        "messages": conversation_of(output, session),
+        "finish_reason": choice.finish_reason,
+        "is_truncated": choice.finish_reason == "length",
+        "rollout_infos": infos,
+        "multi_turn_infos": infos,
+        "response_token_ids": output.response_token_ids or [list(choice.token_ids or [])],
+        **({"images": infos["images"]} if infos.get("images") is not None else {}),
+    }
 
 
 def has_own_run(cls: type, method: str = "run") -> bool:
-    """Whether a class has a `run`, or another method, of its own, and not that of ms-swift's base classes.
-
-    The `run` of `MultiTurnScheduler` is replaced by `drive`. That of `RolloutScheduler` runs.
-    """
+    """Whether a class has a method of its own. The `run` of `MultiTurnScheduler` is replaced by `drive`."""
     owner = next((each for each in cls.__mro__ if method in vars(each)), None)
     bases = ("MultiTurnScheduler",) if method == "run" else ("MultiTurnScheduler", "RolloutScheduler")
     return owner is not None and owner.__name__ not in bases
 
 
 def make_scheduler(cls: type, engine: SchedulerEngine, kwargs: dict[str, Any]) -> Any:
-    """An instance, by either constructor: `(infer_engine, max_turns, ...)` or that of before 3.8, `(max_turns, ...)`.
-
-    Raises `ValueError` where its constructor raises.
-    """
+    """An instance, by either constructor: `(infer_engine, max_turns)`, or `(max_turns)` as before 3.8."""
     parameters = inspect.signature(cls).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     given = {"infer_engine": engine, "tokenizer": engine.tokenizer, **kwargs}

@@ -23,14 +23,9 @@ class SwiftKeys:
     )
     reward_funcs: list[str] | None = key(None, "ms-swift's: names in orms, with multi_turn_scheduler", needs=SCHEDULER)
     max_turns: int | None = key(None, "ms-swift's: responses per conversation", within="[1, inf)", needs=SCHEDULER)
-    loss_scale: str = key(
-        "default", "ms-swift's: [base+]type[+type...], base of default, last_round, all", needs=SCHEDULER
-    )
+    loss_scale: str = key("default", "ms-swift's: [base+]type[+type...], base of default, last_round", needs=SCHEDULER)
     completion_length_limit_scope: str = key(
         "per_round", "ms-swift's: what max_completion_length bounds, per_round or total", needs=SCHEDULER
-    )
-    stop_words: list[str] | None = key(
-        None, "ms-swift's: texts that end a response, which keeps them", needs=SCHEDULER
     )
     vllm_server_pass_dataset: bool = key(
         True, "ms-swift's: requests have the row's columns as data_dict", needs=SCHEDULER

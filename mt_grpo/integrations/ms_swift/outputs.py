@@ -5,135 +5,113 @@ Every record is what the model read and sampled. `response_token_ids` and `respo
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from pydantic import ValidationError
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.pictures import is_picture
-from mt_grpo.integrations.ms_swift.loop import SchedulerFailure, segment_of, weight_of
+from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.loss import LossMask
-from mt_grpo.integrations.ms_swift.pictures import with_tags
-from mt_grpo.integrations.ms_swift.protocol import RolloutOutput, is_ids, remove_response
+from mt_grpo.integrations.ms_swift.messages import answer, with_tags
+from mt_grpo.integrations.ms_swift.protocol import RolloutOutput
 from mt_grpo.integrations.ms_swift.samples import Sample, choose, messages_of
 from mt_grpo.integrations.ms_swift.session import SchedulerSession
 from mt_grpo.integrations.session import fill_turns
 from mt_grpo.rollout import Message, Rollout, join
 
-MASKS = ("response_token_ids", "response_loss_mask")
-
 
 def read_outputs(returned: Any, name: str) -> list[RolloutOutput]:
     """Validate the return value of `run`, as a list of outputs. Raises `SchedulerFailure`."""
     outputs = []
-    for given in returned if isinstance(returned, list) else [returned]:
-        if not getattr(getattr(given, "response", None), "choices", None):
+    for each in (returned if isinstance(returned, list) else [returned]) or [None]:
+        if not getattr(getattr(each, "response", None), "choices", None):
             raise SchedulerFailure(
                 f"{name}.run returned {returned!r:.200}, expected a RolloutOutput with a response of "
                 "infer_engine.infer_async, or a list of them."
             )
-        fields = {key: getattr(given, key, None) for key in RolloutOutput.model_fields}
+        fields = {key: getattr(each, key, None) for key in RolloutOutput.model_fields}
         try:
             output = RolloutOutput(**{key: value for key, value in fields.items() if value is not None})
         except ValidationError as error:
             raise SchedulerFailure(f"{name}.run returned an output that is none: {error_line(error)}") from error
-        if not all(isinstance(message, (dict, str)) for message in output.messages or []):
-            raise SchedulerFailure(f"{name}.run returned messages={output.messages!r:.200}, expected dicts.")
+        if output.messages is not None:  # schedulers of 3.8 to 4.6 write texts in place of the assistant's messages
+            output.messages = [answer(m) if isinstance(m, str) else m for m in output.messages]
+        if any(m["role"] == "assistant" and {"loss", "loss_scale"} & set(m) for m in output.messages or []):
+            raise SchedulerFailure(
+                f"{name} set loss or loss_scale on a message, which is not supported. Return response_token_ids and "
+                "response_loss_mask, or set the key loss_scale."
+            )
         outputs.append(output)
-    if not outputs:
-        raise SchedulerFailure(f"{name}.run returned [], expected a RolloutOutput, or a list of them.")
     return outputs
 
 
 def train_outputs(session: SchedulerSession, outputs: list[RolloutOutput], are_split: bool, loss: LossMask) -> None:
     """Mark what is trained of a conversation's responses. Raises `SchedulerFailure`.
 
-    A response is where an output ends with it, or goes through it: a scheduler may ask the policy for more than it
-    returns. Of a conversation by `drive` all are, also those before an edit of the history.
-
-    Args:
-        session: The conversation.
-        outputs: What the scheduler returned.
-        are_split: Whether that was a list: each output is a record of its own.
-        loss: The recipe's `loss_scale`.
+    A response is trained if an output ends with it, or goes through it: a scheduler may ask the policy for more than
+    it returns. Of a conversation by `drive` all are, also those before an edit of the history. If outputs
+    `are_split`, each is a record of its own.
     """
     for sample in session.samples:
         sample.turn.trained = False
     for output in outputs:
         choice = output.response.choices[0]
         last = session.sample_of(choice)
-        if session.is_empty(choice):
+        if choice.is_over:
             leave_out_empty(output)
         if last is None:
             continue  # there was no room for any response
-        driven = session.drives.get(last.key, [])
-        groups = messages_of(last)
+        ids, masks, groups = output.response_token_ids, output.response_loss_mask, messages_of(last)
         if are_split:
-            groups = groups if driven else groups[-max(1, len(output.response_token_ids)) :]
+            groups = groups if last.drive else groups[-max(1, len(ids)) :]
             groups[0][0].fresh = None
-        given = session.given.get(last.key)
-        if given is None or any(getattr(output, key) != given[key] for key in MASKS):
-            take_masks(session, groups, output)
-        messages = [m for m in output.messages or [] if isinstance(m, str) or m.get("role") == "assistant"]
-        for group, message in zip(reversed(groups), reversed(messages)):
-            for sample in group:
-                sample.weight = sample.weight if weight_of(message) is None else weight_of(message)
+        if (ids, masks) != last.given:
+            take_masks(session, groups, ids, masks)
         for sample in groups[-1]:
             sample.is_last = True
-        for sample in {id(each): each for each in [*join(groups), *driven]}.values():
-            by_rule = sample.is_last or loss.base != "last_round"
-            by_rule = by_rule if sample.weight is None else sample.weight
-            sample.turn.trained = not sample.taken_back and (sample.masked or by_rule)
+        for sample in [*join(groups), *last.drive]:
+            by_rule = sample.masked or sample.is_last or loss.base != "last_round"
+            sample.turn.trained = by_rule and not sample.taken_back
     for sample in session.samples:
-        if loss.scales and sample.turn.trained and not sample.masked and sample.weight is None:
-            query = next((m["content"] for m in reversed(sample.messages) if m["role"] != "assistant"), None)
-            mask = loss.mask(sample.turn, query and with_tags(query), sample.is_last, session.format)
-            chosen = [a & b for a, b in zip(mask, sample.turn.per_token(1, 0))]
-            sample.turn.mask = chosen if 0 in chosen else None
+        if loss.scales and sample.turn.trained and not sample.masked:
+            queries = [with_tags(m["content"]) for m in sample.messages if m["role"] != "assistant"]
+            mask = loss.mask(sample.turn, queries[-1] if queries else None, sample.is_last, session.format)
+            mask = [a & b for a, b in zip(mask, sample.turn.per_token(1, 0))]
+            sample.turn.mask = mask if 0 in mask else None
 
 
 def leave_out_empty(output: RolloutOutput) -> None:
-    """Take an empty response behind the end out of its output."""
+    """Remove an empty response after the end from its output, unless it is the only one."""
     for lists in (output.response_token_ids, output.response_loss_mask):
         if lists and not lists[-1]:
             lists.pop()
-    if output.messages and output.messages[-1] == {"role": "assistant", "content": ""}:
-        output.messages = output.messages[:-1]
-        while output.messages and output.messages[-1].get("role") != "assistant":
-            output.messages = output.messages[:-1]
+    messages = output.messages or []
+    earlier = [k for k, message in enumerate(messages[:-1]) if message["role"] == "assistant"]
+    if earlier and messages[-1] == answer(""):
+        output.messages = messages[: earlier[-1] + 1]
 
 
-def take_masks(session: SchedulerSession, groups: list[list[Sample]], output: Any) -> None:
-    """Take over the ids and masks of an output, aligned from its end, for each message of the assistant.
-
-    Raises `SchedulerFailure` where ids are neither those that were sampled, nor those that the scheduler put behind.
-    """
-    ids, masks = output.response_token_ids, output.response_loss_mask
+def take_masks(
+    session: SchedulerSession, groups: list[list[Sample]], ids: list[list[int]], masks: list[list[int]]
+) -> None:
+    """Take over the ids and masks of an output, aligned from its end, for each message of the assistant."""
     if masks and len(masks) != len(ids):
         raise SchedulerFailure(
             f"response_loss_mask has {len(masks)} lists, expected {len(ids)}: one for each list of response_token_ids."
         )
+    ends = session.format.ends
     for given in reversed(ids[: max(0, len(ids) - len(groups))]):  # of records before this one
-        groups.insert(0, [earlier_one(session, groups, given)])
+        groups.insert(0, [earlier_one(session.samples, groups[0][0], given, ends)])
     for k in range(1, len(ids) + 1):
-        group, given = groups[-k], {"response_token_ids": ids[-k], "response_loss_mask": masks[-k] if masks else None}
-        found = segment_of(given, ids[-k])
-        if found is not None:
-            choose(group, found[0], found[1] if masks else None, session.format.ends)
-            for sample in group:
-                sample.masked = bool(masks)
+        if ids[-k]:
+            choose(groups[-k], ids[-k], masks[-k] if masks else None, ends)
 
 
-def earlier_one(session: SchedulerSession, groups: list[list[Sample]], ids: list[int]) -> Sample:
-    """The last response before a conversation that was sampled as these ids. Raises `SchedulerFailure`."""
-    first, ends = groups[0][0], session.format.ends
-    for sample in reversed(session.samples):
+def earlier_one(samples: list[Sample], first: Sample, ids: list[int], ends: frozenset[int]) -> Sample:
+    """The last response before one that was sampled as these ids. Raises `SchedulerFailure`."""
+    for sample in reversed(samples):
         sampled = sample.turn.token_ids
-        if sample.number < first.number and ids in (
-            sampled,
-            sampled[:-1] if sampled[-1:] and sampled[-1] in ends else [],
-        ):
+        if sample.number < first.number and (ids == sampled or (ids == sampled[:-1] and sampled[-1] in ends)):
             return sample
     raise SchedulerFailure(
         f"response_token_ids has a list {ids[:8]} for which there is no response. Expected at most one list for each "
@@ -141,44 +119,24 @@ def earlier_one(session: SchedulerSession, groups: list[list[Sample]], ids: list
     )
 
 
-def fill(rollout: Rollout, session: SchedulerSession, trains_all: bool = False) -> None:
-    """Write the responses into a rollout as its turns, in the order of their requests.
-
-    With `trains_all` what a record reads behind its prompt is trained, too, with the turn that it stands before. Its
-    logprobs are not known (NaN), so that TRL takes an importance ratio of 1.
-    """
-    samples = session.samples
-    fill_turns(rollout, samples)
-    for sample in samples:
+def fill(rollout: Rollout, session: SchedulerSession) -> None:
+    """Write the responses into a rollout as its turns, in the order of their requests."""
+    fill_turns(rollout, session.samples)
+    for sample in session.samples:
         if sample.fresh is not None:
             parent = sample.parent
-            parent.turn.continuation = None if sample.said else parent.text[len(parent.bare) :]
-    for drive in session.drives.values():
-        for earlier, later in zip(drive, drive[1:]):  # behind an edit, too, a turn got what the next one reads last
-            if later.fresh is None and not later.start:
+            parent.turn.continuation = None if sample.said else sample.start[len(parent.bare) :]
+        for earlier, later in zip(sample.drive, sample.drive[1:]):
+            if later.fresh is None and not later.start:  # after an edit, too, a turn got what the next one reads last
                 earlier.turn.messages = earlier.turn.messages or later.messages[-1:]
-    for sample in samples if trains_all else []:
-        if sample.turn.after is not None and sample.turn.trained:
-            ids, mask = sample.turn.token_ids, sample.turn.per_token(1, 0)
-            known = sample.turn.logprobs
-            sample.turn.token_ids = sample.fresh + ids
-            sample.turn.logprobs = None if known is None else [float("nan")] * len(sample.fresh) + known
-            masked = len(sample.parent.tail) if sample.parent.masked else 0  # the scheduler's own mask says 0
-            sample.turn.mask = [0] * masked + [int(not one) for one in of_pictures(sample.fresh)[masked:]] + mask
-            sample.parent.turn.observation_ids = []
 
 
-def of_pictures(ids: list[int]) -> list[bool]:
-    """For each id whether it is a picture's, or stands beside one: what opens and closes it is no text either."""
-    shown = [False, *map(is_picture, ids), False]
-    return [any(shown[k : k + 3]) for k in range(len(ids))]
-
-
-def conversation_of(output: Any, request: Any, plain: Callable[[list[int]], str]) -> list[Message]:
-    """All messages of an output as text: its own, or the request's with the response."""
+def conversation_of(output: Any, session: SchedulerSession) -> list[Message]:
+    """All messages of an output: its own, or those that its last response read, with it."""
     if output.messages is not None:
-        said = [{"role": "assistant", "content": m} if isinstance(m, str) else m for m in output.messages]
-        return [{**m, "content": plain(m["content"])} if is_ids(m.get("content")) else m for m in said]
-    messages = list(request.messages)
-    remove_response(messages)
-    return [*messages, {"role": "assistant", "content": output.response.choices[0].message.content}]
+        return output.messages
+    sample = session.sample_of(output.response.choices[0])
+    if sample is None:
+        return [answer("")]
+    messages = sample.messages[:-1] if sample.start else sample.messages
+    return [*({**message, "content": with_tags(message["content"])} for message in messages), answer(sample.bare)]

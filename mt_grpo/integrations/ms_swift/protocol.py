@@ -143,51 +143,37 @@ class ChatCompletionResponse:
 
 
 def as_base64(value: Any, paths: bool = False) -> Any:
-    """An image as ms-swift's requests have it: base64, or the text that it is already. Else the value itself.
-
-    Args:
-        value: Of PIL, bytes, text, or a dict with one of them.
-        paths: Whether a text may be the path of a file.
-    """
+    """An image as ms-swift's requests have it, base64. A text stays as it is, unless it may be the path of a file."""
     if isinstance(value, dict):
         value = next((value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None)
     if paths and isinstance(value, str) and not value.startswith("data:"):
         value = Path(value).read_bytes()
-    if isinstance(value, (bytes, bytearray)):
+    if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     return uri_or_str(value).partition(",")[2] if hasattr(value, "getbands") else value
 
 
 class RolloutOutput(BaseModel):
-    """The result of a conversation.
-
-    Attributes:
-        response: The last response.
-        messages: All, with the last response. A text instead of a dict is the assistant's: schedulers of 3.8 to 4.6
-            write such.
-        response_token_ids: One list per message of the assistant, in their order; it may begin later than the first.
-        response_loss_mask: As long as those.
-        rollout_infos: For rewards. `images` are those of the conversation in place of the row's.
-        rollout_logprobs: One per id with mask 1.
-    """
+    """The result of a conversation: ids and masks have one list per message of the assistant, up to the last one."""
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    response: Any
-    messages: list | None = None
+    response: Any  # the last one
+    messages: list | None = None  # a text is the assistant's: schedulers of 3.8 to 4.6 write such
     response_token_ids: list[list[int]] = Field(default_factory=list)
     response_loss_mask: list[list[int]] = Field(default_factory=list)
     rollout_infos: dict[str, Any] = Field(default_factory=dict)
-    rollout_logprobs: list[list[float]] = Field(default_factory=list)
+    rollout_logprobs: list[list[float]] = Field(default_factory=list)  # not read: ids have those of their sampling
     prompt_logprobs: list | None = None
 
     @field_validator("rollout_infos")
     @classmethod
     def _written(cls, infos: dict[str, Any]) -> dict[str, Any]:
-        """Images as a list of texts: those of PIL, and bytes, as base64. Rewards and the log get them."""
-        if infos.get("images") is None:
+        """Images as a list of base64. Rewards and the log get them."""
+        images = infos.get("images")
+        if images is None:
             return infos
-        images = infos["images"] if isinstance(infos["images"], (list, tuple)) else [infos["images"]]
+        images = images if isinstance(images, (list, tuple)) else [images]
         return {**infos, "images": [as_base64(image) for image in images]}
 
     @field_validator("response_token_ids", "response_loss_mask", "rollout_logprobs", mode="before")
@@ -197,52 +183,19 @@ class RolloutOutput(BaseModel):
         return [value] if isinstance(value, list) and value and isinstance(value[0], (int, float)) else value
 
 
-def listed_tools(given: Any) -> list[dict[str, Any]] | None:
-    """The tools of a row or a request: a list, or JSON text of one, which is ms-swift's documented form.
-
-    Raises `ValueError` for anything else.
+def listed_tools(tools: Any) -> list[dict[str, Any]]:
+    """The tools of a row or a request: a list, or JSON text, which is ms-swift's documented form.
 
     >>> listed_tools('[{"type": "function", "function": {"name": "f"}}]')
     [{'type': 'function', 'function': {'name': 'f'}}]
-    >>> listed_tools(['{"name": "f"}']), listed_tools(""), listed_tools(None)
-    ([{'name': 'f'}], None, None)
     """
-    try:
-        tools = json.loads(given) if isinstance(given, str) and given.strip() else given or None
-        tools = [tools] if isinstance(tools, dict) else tools
-        tools = tools and [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
-    except (TypeError, ValueError):
-        tools = given
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(f"tools is {given!r:.200}, expected a list of tools, or JSON text of such a list.")
-    for tool in tools or []:
-        function = tool.get("function", tool)
-        try:
-            check_schema((function.get("parameters") if isinstance(function, dict) else function) or {})
-        except ValueError as error:
-            raise ValueError(f"tools has {tool!r:.200}: {error}.") from None
-    return tools or None
+    tools = json.loads(tools) if isinstance(tools, str) and tools else tools or []
+    tools = [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+    for tool in tools:
+        check_schema(tool["function"].get("parameters") or {})
+    return tools
 
 
 def remove_response(messages: Messages) -> str | None:
     """Take away a last message of the assistant; return what it said."""
     return messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else None
-
-
-def logprobs_of(choice: Any) -> list[float]:
-    """The logprobs of a choice; empty where it has none.
-
-    >>> message = ChatMessage("assistant", "")
-    >>> logprobs_of(ChatCompletionResponseChoice(0, message, "stop", {"content": [{"logprob": -1}]}))
-    [-1]
-    """
-    return [each["logprob"] for each in (choice.logprobs or {}).get("content") or []]
-
-
-def is_ids(content: Any) -> bool:
-    """Whether a message's content is ids instead of text, as in ms-swift 4.6.
-
-    >>> is_ids([1, 2]), is_ids([]), is_ids("12")
-    (True, False, False)
-    """
-    return isinstance(content, list) and content != [] and all(isinstance(each, int) for each in content)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import types
 from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.pictures import image_or_str
 from mt_grpo.conversation.picture_parts import images_of
 from mt_grpo.integrations.checks import check_settings_of
@@ -20,8 +18,7 @@ from mt_grpo.integrations.ms_swift.conversation import (
     has_own_run,
 )
 from mt_grpo.integrations.ms_swift.loss import read_loss_scale
-from mt_grpo.integrations.ms_swift.paths import MODULES, SwiftPaths, install, registry
-from mt_grpo.integrations.plugin_imports import check_plugin_imports
+from mt_grpo.integrations.ms_swift.paths import install, registry
 from mt_grpo.recipe.plugins import import_file
 
 LENGTH_SCOPES = ("per_round", "total")
@@ -39,29 +36,21 @@ def load_scheduler_conversation(script_args: Any, args: Any, base: type) -> tupl
         raise ValueError(f"completion_length_limit_scope={scope!r}, expected one of {', '.join(LENGTH_SCOPES)}.")
     install()
     for path in script_args.external_plugins or []:
-        load_plugin(path)
+        import_file(path, "external_plugins")  # which may import files that stand beside it
     name = script_args.multi_turn_scheduler
     cls = registered("multi_turns", name, "multi_turn_scheduler")
-    kwargs = {} if script_args.max_turns is None else {"max_turns": script_args.max_turns}
     check_scheduler(cls, name)
     settings = {
         "scheduler_class": cls,
-        "scheduler_kwargs": kwargs,
+        "scheduler_kwargs": {} if script_args.max_turns is None else {"max_turns": script_args.max_turns},
         "loss": read_loss_scale(script_args.loss_scale, registry("loss_scale_map")),
-        "length_scope": script_args.completion_length_limit_scope,
+        "length_scope": scope,
         "max_model_calls": script_args.max_model_calls,
         "passes_dataset": script_args.vllm_server_pass_dataset,
-        "stop_words": script_args.stop_words or [],
     }
     rewards = [as_reward(each, script_args, args) for each in script_args.reward_funcs or []]
     environment = type(name, (ScheduledConversation,), {"outcome_reward_funcs": rewards})
     return type("SchedulerConversation", (SchedulerConversation, base), settings), environment
-
-
-def load_plugin(path: str) -> None:
-    """Import a plug-in, which may import files that stand beside it. Raises `ValueError`."""
-    import_file(path, "external_plugins")
-    check_plugin_imports(path, "external_plugins", "ms-swift", SwiftPaths, MODULES)
 
 
 def registered(kind: str, name: str, key: str) -> Any:
@@ -76,46 +65,25 @@ def registered(kind: str, name: str, key: str) -> Any:
 
 
 def check_scheduler(cls: Any, name: str) -> None:
-    """Raise `ValueError` unless a class can run conversations: its methods take what the trainer passes."""
-    where = f"multi_turn_scheduler: {name!r}"
-    if not isinstance(cls, type):
-        raise ValueError(f"{where} is {cls!r}, expected a class.")
+    """Raise `ValueError` for a class that cannot run conversations, or would not run as it does in ms-swift."""
+    where = f"multi_turn_scheduler: {name!r}: {cls!r}"
+    if not isinstance(cls, type) or not (has_own_run(cls) or has_own_run(cls, "step")):
+        raise ValueError(f"{where} has neither step nor run. Expected a class with one of them.")
     if has_own_run(cls, "async_infer"):
         raise ValueError(
-            f"{where}: {cls.__name__} has an async_infer of its own, which in ms-swift gets the requests of a whole "
-            "batch. It is not supported: here each rollout is a separate conversation. Move its code into `run`, or "
-            "remove it. Schedulers that share a tree among the rollouts of a prompt are not supported."
+            f"{where} has an async_infer of its own, which in ms-swift gets the requests of a whole batch. It is not "
+            "supported: here each rollout is a separate conversation. Move its code into `run`, or remove it."
         )
-    if has_own_run(cls):
-        if not inspect.iscoroutinefunction(cls.run):
-            raise ValueError(f"{where}: {cls.__name__}.run is not an async function, expected `async def run`.")
-        return
-    for method, count in (("step", 3), ("check_finished", 3), ("on_turn_end", 3), ("on_trajectory_start", 1)):
-        function = getattr(cls, method, None)
-        if function is None and method in ("step", "check_finished"):
-            raise ValueError(
-                f"{where}: {cls.__name__} has neither run nor {method}. Write `run`, or `step` and `check_finished`."
-            )
-        if function is None:
-            continue
-        try:
-            inspect.signature(types.MethodType(function, cls)).bind(*[None] * count)
-        except TypeError as error:
-            takes = ("infer_request", "response_choice", "current_turn") if count == 3 else ("requests",)
-            raise ValueError(
-                f"{where}: {cls.__name__}.{method}{inspect.signature(function)} cannot take ({', '.join(takes)}), "
-                f"which are passed by position: {error}."
-            ) from None
-    if getattr(cls.step, "__qualname__", "") == "MultiTurnScheduler.step":
-        raise ValueError(f"{where}: {cls.__name__} has neither step nor run. Expected one of them.")
 
 
 def as_reward(name: str, script_args: Any, args: Any) -> Callable:
     """A reward of `orms`, a class or a function, as an outcome reward of the trainer. Raises `ValueError`."""
-    found = registered("orms", name, "reward_funcs")
+    reward = registered("orms", name, "reward_funcs")
     try:
-        settings = Settings(script_args, args)
-        reward = found(**({"args": settings} if takes(found, "args") else {})) if isinstance(found, type) else found
+        if isinstance(reward, type):
+            parameters = inspect.signature(reward).parameters
+            takes = "args" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+            reward = reward(**({"args": Settings(script_args, args)} if takes else {}))
     except Exception as error:
         raise ValueError(f"reward_funcs: {name!r} raised {error_line(error)}.") from error
     call = reward if inspect.isroutine(reward) else type(reward).__call__
@@ -128,10 +96,7 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
         return await reward(completions_of(environments), **arguments(environments, kwargs))
 
     def run(environments: list, **kwargs: Any) -> list:
-        values = reward(completions_of(environments), **arguments(environments, kwargs))
-        if inspect.isawaitable(values):  # an async function that does not look like one
-            values = run_async(values)
-        return [None if value is None else float(value) for value in values]
+        return reward(completions_of(environments), **arguments(environments, kwargs))
 
     function = run_awaited if inspect.iscoroutinefunction(call) else run
     function.__name__ = name
@@ -149,12 +114,6 @@ class Settings:
             if hasattr(config, key):
                 return getattr(config, key)
         raise AttributeError(f"There is no setting {key!r}.")
-
-
-def takes(function: Callable, name: str) -> bool:
-    """Whether a function or a class takes an argument of this name."""
-    parameters = inspect.signature(function).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def completions_of(environments: list[ScheduledConversation]) -> list[str]:
@@ -199,9 +158,6 @@ def nothing(conversation: ScheduledConversation | None) -> dict[str, Any]:
 
 def prompt_id(conversation: ScheduledConversation) -> str:
     """An id that all conversations of a prompt share. It covers the prompt's images."""
-    if images := images_of(conversation.row):
-        text = json.dumps(
-            [conversation.row.get("prompt") or conversation.row.get("messages"), images], default=image_or_str
-        )
-        return hashlib.sha256(text.encode()).hexdigest()
-    return repr(conversation.row.get("prompt") or sorted(conversation.row.items(), key=lambda item: item[0]))
+    row = conversation.row
+    text = json.dumps([row.get("prompt") or row.get("messages") or row, images_of(row)], default=image_or_str)
+    return hashlib.sha256(text.encode()).hexdigest()
