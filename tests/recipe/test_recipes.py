@@ -964,7 +964,7 @@ NUMBERS_OUT_OF_RANGE = {
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
          "max_tokens_per_pass",
          "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
-         "max_tool_response_length", "openenv_sessions",
+         "max_tool_response_length",
          "mcp_max_concurrent_calls"),
         (0, -5),
     ),
@@ -994,7 +994,6 @@ NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), (0, 65_536)),
     **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
     "environment_reward_weight": (math.inf, math.nan), "gym_unfinished_reward": (math.inf, math.nan),
-    "openenv_unfinished_reward": (math.inf, math.nan),
     "num_generations": (1, 0), "max_tool_response_tokens": (9,), "seed": (-1, 2**32),
     "pad_to_multiple_of": (0, "some"),
 }  # fmt: skip
