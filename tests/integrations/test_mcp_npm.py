@@ -5,21 +5,17 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from processes import IMPORTS, ends
-from scripted import CHATML_TOKENIZER, Scripted, call
-from test_environments import ANSWER
+from processes import ends
+from scripted import call
 from test_mcp import talk, tools_of, wait_for
 from test_verl import free_port
 
-import mt_grpo_trainer as mt
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.integrations.mcp import servers as mcp_servers
-from mt_grpo.rollout import StopReason
 
 pytestmark = pytest.mark.slow
 FILES = "@modelcontextprotocol/server-filesystem"
@@ -77,32 +73,21 @@ def test_the_filesystem_server(packages, tmp_path):
     allowed = tmp_path / "allowed"
     allowed.mkdir()
     (tmp_path / "secret.txt").write_text("secret")
-    os.symlink(tmp_path / "secret.txt", allowed / "link.txt")
     entries = {"files": npx(packages, FILES, str(allowed))}
-    tools = tools_of(tmp_path, entries, mcp_tools=["write_file", "read_text_file", "list_directory"])
-    assert [tool.__name__ for tool in tools] == ["read_text_file", "write_file", "list_directory"]
+    tools = tools_of(tmp_path, entries, mcp_tools=["write_file", "read_text_file"])
+    assert [tool.__name__ for tool in tools] == ["read_text_file", "write_file"]
     file, outside = str(allowed / "notes.txt"), str(tmp_path / "secret.txt")
     calls = [
-        call("write_file", path=file, content="Ünder\nway"), call("read_text_file", path=file),
-        call("read_text_file", path=file, head=1), call("list_directory", path=str(allowed)),
-        call("read_text_file", path=outside), call("write_file", path=outside, content="x"),
-        call("read_text_file", path=str(allowed / "link.txt")), call("read_text_file", path=str(allowed / "none.txt")),
-        call("write_file", path=file), call("move_file", source=file, destination=outside),
+        call("write_file", path=file, content="Ünder\nway"), call("read_text_file", path=file, head=1),
+        call("read_text_file", path=outside), call("write_file", path=file), call("move_file", source=file),
     ]  # fmt: skip
     turns = talk(tools, *calls, max_completion_length=8000)
     denied = f"Error: Access denied - path outside allowed directories: {outside} not in {allowed}"
-    assert [(turn.error, turn.observation) for turn in turns[:6]] == [
-        (None, f"Successfully wrote to {file}"),
-        (None, "Ünder\nway"),
-        (None, "Ünder"),
-        (None, "[FILE] link.txt\n[FILE] notes.txt"),
-        ("tool", denied),
-        ("tool", denied),
-    ]
-    assert (turns[6].error, turns[6].observation[:22]) == ("tool", "Error: Access denied -")
-    assert turns[7].error == "tool" and "ENOENT: no such file" in turns[7].observation
-    assert turns[8].error == "call" and "missing a required argument: 'content'" in turns[8].observation
-    assert turns[9].error == "call" and "unknown tool 'move_file'" in turns[9].observation  # not selected
+    assert [(turn.error, turn.observation) for turn in turns[:3]] == [
+        (None, f"Successfully wrote to {file}"), (None, "Ünder"), ("tool", denied)
+    ]  # fmt: skip
+    assert turns[3].error == "call" and "missing a required argument: 'content'" in turns[3].observation
+    assert turns[4].error == "call" and "unknown tool 'move_file'" in turns[4].observation  # not selected
     assert Path(file).read_text() == "Ünder\nway" and Path(outside).read_text() == "secret"
 
 
@@ -134,7 +119,7 @@ SAID = [
     (None, "Here's the image you requested:\n[image: not shown]\nThe image above is the MCP logo."),
     (None, '{"temperature":36,"conditions":"Light rain / drizzle","humidity":82}'),
     (None, "Here are 1 resource links to resources available in this server:\n[resource_link: not shown]"),
-    ("call", "Error: missing a required argument: 'message'. Usage: echo(message: str) -> 'str'"),
+    ("call", "Error: missing a required argument: 'message'. Usage: echo(message: str) -> str | ResultInParts"),
 ]
 
 
@@ -154,22 +139,19 @@ def test_the_server_of_everything(packages, tmp_path, monkeypatch):
     assert variables["GIVEN"] == "yes" and "MT_GRPO_TEST_SECRET" not in variables
 
 
-@pytest.mark.parametrize("mode, path, more", [
-    ("streamableHttp", "/mcp", {}), ("sse", "/sse", {"type": "sse"}), ("sse", "/sse", {}),
-])  # fmt: skip
-def test_the_server_of_everything_on_a_port(packages, tmp_path, mode, path, more):
-    """Over streamable HTTP, and over the older transport with and without its name."""
+def test_the_server_of_everything_on_a_port(packages, tmp_path):
+    """Over streamable HTTP."""
     port = free_port()
     (tmp_path / "loopback.cjs").write_text(LOOPBACK)
     program = packages / "node_modules" / EVERYTHING / "dist/index.js"
     process = subprocess.Popen(
-        ["node", "--require", str(tmp_path / "loopback.cjs"), str(program), mode],
+        ["node", "--require", str(tmp_path / "loopback.cjs"), str(program), "streamableHttp"],
         env={**os.environ, "PORT": str(port)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         wait_for(port)
         assert {each.laddr.ip for each in psutil.Process(process.pid).net_connections()} == {"127.0.0.1"}
-        entry = {"url": f"http://127.0.0.1:{port}{path}", **more}
+        entry = {"url": f"http://127.0.0.1:{port}/mcp"}
         tools = tools_of(tmp_path, {"everything": entry}, mcp_tools=TOOLS[:-1])
         assert [tool.__name__ for tool in tools] == TOOLS[:-1]
         assert asked(tools) == SAID
@@ -181,51 +163,11 @@ def test_the_server_of_everything_on_a_port(packages, tmp_path, mode, path, more
         process.wait(timeout=30)
 
 
-def test_conversations_share_both_servers(packages, tmp_path):
-    """Eight at the same time; tools by name, and by the name of their server."""
-    entries = {"everything": npx(packages, EVERYTHING), "files": npx(packages, FILES, str(tmp_path))}
-    tools = tools_of(tmp_path, entries, mcp_tools=["everything:get-sum", "write_file"])
-    assert [tool.__name__ for tool in tools] == ["get-sum", "write_file"]
-    env = mt.MultiTurnToolEnv(tools, None, 2, tokenizer=CHATML_TOKENIZER)
-    scripts = [
-        [call("get-sum", a=k, b=1), call("write_file", path=f"{tmp_path}/{k}.txt", content=str(k)), ANSWER]
-        for k in range(8)
-    ]
-    rollouts = env.generate(["?"] * 8, Scripted(scripts))["rollouts"]
-    assert [rollout.turns[0].observation for rollout in rollouts] == [
-        f"The sum of {k} and 1 is {k + 1}." for k in range(8)
-    ]
-    assert [(tmp_path / f"{k}.txt").read_text() for k in range(8)] == list("01234567")
-    assert {rollout.stop_reason for rollout in rollouts} == {StopReason.ANSWERED}
-
-
 def test_a_server_behind_npx_that_is_killed_is_started_again(packages, tmp_path):
     tools = tools_of(tmp_path, {"everything": npx(packages, EVERYTHING)}, mcp_tools=["echo"])
     for process in psutil.Process().children(recursive=True):
         if "mcp-server-everything" in " ".join(process.cmdline()):
             process.kill()
     first, second = talk(tools, call("echo", message="1"), call("echo", message="2"))
-    assert first.error == "tool" and "everything ended during the call. Try again." in first.observation
+    assert first.error == "tool" and "everything was lost during the call. Try again." in first.observation
     assert (second.error, second.observation) == (None, "Echo: 2")
-
-
-def test_servers_behind_npx_end_with_a_trainer_that_is_killed(packages, tmp_path):
-    """Nobody closes them then: they see that their input has ended."""
-    entries = {"everything": npx(packages, EVERYTHING), "files": npx(packages, FILES, str(tmp_path))}
-    (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": entries}))
-    code = (
-        "import time\nfrom test_verl import settings\nfrom mt_grpo.recipe.integrations import load_integration_tools\n"
-        f"load_integration_tools(settings(mcp_config_file={str(tmp_path / 'servers.json')!r}))\n"
-        "print('up', flush=True)\ntime.sleep(600)"
-    )
-    env = {**os.environ, "PYTHONPATH": IMPORTS}
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env)
-    try:
-        assert process.stdout.readline() == "up\n"
-        started = psutil.Process(process.pid).children(recursive=True)
-        assert len(started) >= 6  # npm, a shell and node, twice
-        process.kill()
-        assert [each.pid for each in started if not ends(each.pid)] == []
-    finally:
-        process.kill()
-        process.wait()

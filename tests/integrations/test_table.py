@@ -81,9 +81,8 @@ def test_results_of_mcp_are_cut_as_those_of_verl(monkeypatch):
     tools = SimpleNamespace(load_mcp_tools=lambda *given: given)
     monkeypatch.setitem(sys.modules, "mt_grpo.integrations.mcp.tools", tools)
     keys = dict(mcp_config_file="g.json", max_tool_response_length=4, tool_response_truncate_side="left")
-    path, names, seconds, calls, finish = choose.load_integration_tools(settings(**keys))
-    assert (path, names, seconds, calls) == ("g.json", None, 60.0, 16)
-    assert finish("0123456789") == "(truncated)...6789"
+    path, names, cut = choose.load_integration_tools(settings(**keys))
+    assert (path, names, cut("0123456789")) == ("g.json", None, "(truncated)...6789")
 
 
 def test_the_first_reason_to_end_a_rollout_counts():

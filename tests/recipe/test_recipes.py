@@ -39,7 +39,7 @@ from mt_grpo.conversation.tools.signature import fill_in_tools
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.integrations.mcp import servers as mcp_servers
-from mt_grpo.integrations.mcp.files import read_servers
+from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe import plugins
 from mt_grpo.recipe.checks import check_context, check_dataset, longest_prompt
 from mt_grpo.recipe.data import load_rows, make_arithmetic, not_here
@@ -964,13 +964,12 @@ NUMBERS_OUT_OF_RANGE = {
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
          "max_tokens_per_pass",
          "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
-         "max_tool_response_length", "openenv_sessions",
-         "mcp_max_concurrent_calls"),
+         "max_tool_response_length"),
         (0, -5),
     ),
     **dict.fromkeys(
         ("num_train_epochs", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "temperature", "delta",
-         "repetition_penalty", "vllm_server_timeout", "mcp_start_timeout", "sapo_temperature_neg",
+         "repetition_penalty", "vllm_server_timeout", "sapo_temperature_neg",
          "sapo_temperature_pos", "tool_timeout",
          "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
          "vllm_request_timeout", "environment_timeout", "agent_timeout"),
@@ -994,7 +993,6 @@ NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), (0, 65_536)),
     **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
     "environment_reward_weight": (math.inf, math.nan), "gym_unfinished_reward": (math.inf, math.nan),
-    "openenv_unfinished_reward": (math.inf, math.nan),
     "num_generations": (1, 0), "max_tool_response_tokens": (9,), "seed": (-1, 2**32),
     "pad_to_multiple_of": (0, "some"),
 }  # fmt: skip

@@ -1,9 +1,9 @@
 """FrozenLake as an OpenEnv server, for hf_recipes/tiny/openenv.yaml: each turn is a move, and reaching G earns 1.
 
-    python -m venv openenv && openenv/bin/pip install "openenv-core>=0.3,<0.4"
+    python -m venv openenv && openenv/bin/pip install "openenv==0.10.*"
     openenv/bin/python tools/openenv/frozen_lake.py --port 8030
 
-Needs: openenv-core in a separate virtual environment, since its dependencies conflict with those of the trainer.
+Needs: openenv in a separate virtual environment, since its dependencies conflict with those of the trainer.
 
 Protects against: nothing, and needs no protection: it moves a mark on a board of 16 letters, and listens on loopback.
 
@@ -49,7 +49,7 @@ class Lake:
 
 
 def make_app(sessions: int):
-    """Create the FastAPI application of the server with openenv-core."""
+    """Create the FastAPI application of the server with openenv."""
     from openenv.core.env_server import Action, Environment, Observation, State, create_fastapi_app
 
     class Say(Action):

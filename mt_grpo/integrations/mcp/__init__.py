@@ -1,7 +1,6 @@
-"""Tools of servers of the Model Context Protocol.
+"""Tools of servers of the Model Context Protocol, through the official SDK.
 
-keys      what a recipe says of servers
-files     files that name servers, of several clients
-servers   servers: started, asked, started again
-tools     their tools
+keys      recipe keys
+servers   servers: read from a file, started, asked, and started again if they die
+tools     tools of servers as tools of the trainer
 """

@@ -1,4 +1,4 @@
-"""Servers of the Model Context Protocol (MCP), by the official SDK: started, asked, started again where they die."""
+"""MCP servers: read from a file, started, asked, and started again if they die."""
 
 from __future__ import annotations
 
@@ -8,249 +8,137 @@ import contextlib
 import json
 import logging
 import os
-import signal
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import httpx2
-from mcp import Client, StdioServerParameters, stdio_client
+from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
+from mcp_types import CONNECTION_CLOSED
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
-from mt_grpo.conversation.tools.results import error_text
-from mt_grpo.integrations.mcp.files import without_filled
 
 logger = logging.getLogger(__name__)
-LOOP = "mt-grpo-mcp"
-MOST_PAGES = 1000  # of a server's list of tools
-SECONDS_TO_CLOSE = 8.0  # the SDK gives a server 2 s to end by itself, and 2 s behind SIGTERM
-
-
-SECONDS_TO_EXIT = 0.5  # a process that has closed its output has as good as ended
-
-
-class ServerEnded(RuntimeError):
-    """The process of a server ended by itself. The message says how, and what the connection said of it."""
+LOOP = "mt-grpo-mcp"  # the thread of all servers
+SECONDS_TO_START, SECONDS_TO_CLOSE, MOST_CALLS = 60.0, 8.0, 16  # of one server
+KEYS = {"command", "args", "env", "cwd", "url", "headers", "type", "auth_token"}  # auth_token is verl's
 
 
 class McpToolError(RuntimeError):
     """A tool call failed on the server. The model reads its message."""
 
 
+def read_servers(path: str, key: str) -> dict[str, dict[str, Any]]:
+    """The entries of `mcpServers` of a JSON file by name, with `${NAME}` and `${NAME:-default}` filled in.
+
+    Raises `ValueError`, which names the recipe key `key`, for a file in another form, and for a variable not set.
+    """
+
+    def value(found: re.Match) -> str:
+        name, has_default, default = found[1].partition(":-")
+        return json.dumps(os.environ.get(name, default) if has_default else os.environ[name])[1:-1]
+
+    try:
+        servers = json.loads(re.sub(r"\$\{([^}]+)\}", value, Path(path).read_text(encoding="utf-8")))["mcpServers"]
+        for name, entry in servers.items():
+            if entry.keys() - KEYS or ("command" in entry) == ("url" in entry):
+                raise TypeError(f"{name!r} has {', '.join(entry)}")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{key}: {path!r} cannot be read ({error_line(error)}). Expected JSON with mcpServers, each with command, "
+            "args, env, cwd, or with url, headers, type. ${NAME} is an environment variable, which must be set."
+        ) from error
+    return servers
+
+
 class McpServer:
     """One server, and the connection to it, which conversations share.
 
-    A task of its own opens the connection and closes it, as the SDK wants it. Where the connection is lost, the call
-    that notices it fails, and the next one opens another.
-
-    Args:
-        name: Its name in `mcpServers`.
-        entry: What stands there, as `read_servers` has it.
-        start_timeout: Seconds until it answers.
-        concurrency: Calls at the same time.
-        rate_limit: Calls per second. None: any number.
+    A task of its own opens the connection and closes it, as the SDK wants it. If the connection is lost, the call that
+    notices it fails, and the next one opens another. No call is sent twice: the server may have run it.
     """
 
-    def __init__(
-        self, name: str, entry: dict[str, Any], start_timeout: float, concurrency: int, rate_limit: float | None = None
-    ):
-        self.name, self.entry, self.start_timeout = name, entry, start_timeout
-        self.slots, self.interval, self.next_call = asyncio.Semaphore(concurrency), 1 / (rate_limit or 1e9), 0.0
-        self.owner: asyncio.Task | None = None
-        self.ready: asyncio.Future | None = None  # the client, once it is connected
-        self.closing: asyncio.Event | None = None
-        self.deadline = 0.0
-        self.check: asyncio.Task | None = None
-        self.starts = 0
+    def __init__(self, name: str, entry: dict[str, Any]):
+        self.name, self.entry, self.starts = name, entry, 0
+        self.slots = asyncio.Semaphore(MOST_CALLS)
+        self.owner = self.ready = self.closing = None  # a task, a future of its client, and an event that ends it
 
     async def tools(self) -> list[Any]:
-        """All tools that it offers.
-
-        Raises:
-            TimeoutError: Its list does not end within `start_timeout`.
-            ValueError: Its list goes round, or has more than `MOST_PAGES` pages.
-        """
-        client, found, cursors = await self.connected(), [], [None]
-        try:
-            async with asyncio.timeout(self.start_timeout):
-                while len(cursors) <= MOST_PAGES:
-                    page = await client.list_tools(cursor=cursors[-1])
-                    found += page.tools
-                    if not page.next_cursor:
-                        return found
-                    if page.next_cursor in cursors:
-                        raise ValueError(
-                            f"tools/list gave the nextCursor {page.next_cursor!r:.100} twice: its list never ends. "
-                            "Expected a last page without nextCursor"
-                        )
-                    cursors.append(page.next_cursor)
-        except TimeoutError:
-            raise TimeoutError(
-                f"tools/list did not end in {self.start_timeout:g} s: it gave {len(found)} tools on "
-                f"{len(cursors) - 1} pages. Raise mcp_start_timeout if it needs longer"
-            ) from None
-        raise ValueError(f"tools/list has more than {MOST_PAGES} pages, and a nextCursor on each")
-
-    def told(self, error: BaseException) -> str:
-        """An error's message without URLs, which may contain a key."""
-        return without_filled(error_text(error), self.entry)
+        """All tools of the server, page by page."""
+        async with asyncio.timeout(SECONDS_TO_START):
+            client, tools, cursor = await self.connected(), [], None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                tools += page.tools
+                if not (cursor := page.next_cursor):
+                    return tools
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
         """The server's `CallToolResult`. Raises `McpToolError` with what the model may read of a failure."""
-        try:  # a half character ends the connection that all conversations share; NaN would arrive as null
+        try:  # half a character would end the connection that all conversations share; NaN would arrive as null
             json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
         except ValueError:
-            raise McpToolError(
-                "the call holds half a character, or a number that JSON has not (NaN, Infinity). Write another value."
-            ) from None
+            raise McpToolError("the call holds half a character, or a number that JSON has not (NaN)") from None
         async with self.slots:
-            loop = asyncio.get_running_loop()
-            self.next_call = max(self.next_call, loop.time()) + self.interval
-            await asyncio.sleep(self.next_call - self.interval - loop.time())
             try:
-                client = await self.connected()
+                client, owner = await self.connected(), self.owner
             except Exception as error:
-                raise McpToolError(f"the server {self.name} does not start: {self.told(error)}") from error
-            owner = self.owner
+                raise McpToolError(f"the server {self.name} does not start ({type(error).__name__})") from error
             try:
                 return await client.call_tool(tool, arguments)
-            except asyncio.CancelledError:  # the call's time is over: is it the server's?
-                self.check = self.check or asyncio.create_task(self.close_if_dead(client, owner))
-                raise
             except Exception as error:
-                if not await self.close_if_dead(client, owner):
-                    raise McpToolError(self.told(error)) from error
-                raise McpToolError(f"the server {self.name} ended during the call. Try again.") from error
-
-    async def close_if_dead(self, client: Client, owner: asyncio.Task) -> bool:
-        """Close a connection that answers no more; whether it was one. Asked after a call that failed, or hung."""
-        try:
-            if owner.done():
-                raise ConnectionError
-            await asyncio.wait_for(client.list_tools(cache_mode="refresh"), self.start_timeout)
-            return False
-        except Exception:
-            if self.owner is owner:  # else another call has closed it, and there may be a new one
-                await self.close()
-            return True
-        finally:
-            self.check = None
+                if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED and "ession" not in str(error):
+                    raise McpToolError(str(error)) from error
+                if self.owner is owner:  # otherwise another call has noticed it, too
+                    await self.close()
+                raise McpToolError(f"the server {self.name} was lost during the call. Try again.") from error
 
     async def connected(self) -> Client:
-        """The connection; a new one where there is none. Raises what keeps it from opening.
-
-        A start goes on where the call that began it is given up: the next call waits for the same one.
-        """
-        loop = asyncio.get_running_loop()
+        """The connection; a new one if there is none. A start goes on if the call that began it is given up."""
         if self.owner is None or self.owner.done():
-            self.ready, self.closing = loop.create_future(), asyncio.Event()
-            self.owner = asyncio.create_task(self.own(self.ready, self.closing))
-            self.deadline, self.starts = loop.time() + self.start_timeout, self.starts + 1
+            self.ready, self.closing = asyncio.get_running_loop().create_future(), asyncio.Event()
+            self.owner, self.starts = asyncio.create_task(self._own(self.ready, self.closing)), self.starts + 1
             if self.starts > 1:
                 logger.warning(f"The MCP server {self.name} had ended and is restarted.")
-        try:
-            return await asyncio.wait_for(asyncio.shield(self.ready), max(0.0, self.deadline - loop.time()))
-        except TimeoutError:
-            await self.close()
-            raise TimeoutError(f"no answer in {self.start_timeout:g} s") from None
+        return await asyncio.shield(self.ready)
 
-    async def own(self, ready: asyncio.Future, closing: asyncio.Event) -> None:
+    async def _own(self, ready: asyncio.Future, closing: asyncio.Event) -> None:
         """Hold the connection open until it is to be closed."""
-        failures: list[BaseException] = []
-        for kind in kinds(self.entry):
-            try:
-                async with self.transport(kind) as target, Client(target) as client:
-                    if not ready.done():
-                        ready.set_result(client)
-                        await closing.wait()
-                return
-            except BaseException as error:
-                failures.append(leaves(error)[0])
-                if ready.done() or not isinstance(error, Exception):
-                    break
-        if not ready.done():
-            first = failures[0]
-            ready.set_exception(first if isinstance(first, Exception) else RuntimeError(repr(first)))
-        elif not closing.is_set():
-            logger.warning(f"The connection to the MCP server {self.name} ended: {self.told(failures[-1])}")
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout(SECONDS_TO_START):
+                    client = await stack.enter_async_context(Client(await self._target(stack)))
+                ready.set_result(client)
+                await closing.wait()
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error if isinstance(error, Exception) else RuntimeError(repr(error)))
+                ready.exception()  # perhaps nobody waits for it
 
-    @contextlib.asynccontextmanager
-    async def transport(self, kind: str) -> Any:
-        """The transport that the SDK's client connects to."""
+    async def _target(self, stack: contextlib.AsyncExitStack) -> Any:
         entry = self.entry
-        if "command" in entry:
-            # The commands of this Python's own environment first, as where it is activated.
-            env = {"PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])}
-            env |= entry["env"]
-            yield process_of(
-                StdioServerParameters(
-                    command=entry["command"],
-                    args=entry["args"],
-                    env=env,
-                    cwd=entry.get("cwd"),
-                )
-            )
-            return
-        headers = entry["headers"]
-        if kind == "sse":
-            # Between two calls it may be silent for as long as a training step takes; the SDK would give it 300 s.
-            yield sse_client(entry["url"], headers=headers, timeout=self.start_timeout, sse_read_timeout=None)
-            return
-        timeout = httpx2.Timeout(self.start_timeout, read=None)
-        async with httpx2.AsyncClient(headers=headers, timeout=timeout, follow_redirects=True) as http:
-            yield streamable_http_client(entry["url"], http_client=http)
+        if "command" in entry:  # commands of this Python's environment are found first
+            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+            return StdioServerParameters(**{"args": [], **entry, "env": {"PATH": path, **entry.get("env", {})}})
+        token, headers = entry.get("auth_token"), entry.get("headers", {})
+        headers = headers if token is None else {**headers, "Authorization": f"Bearer {token}"}
+        if token is not None or entry.get("type") == "sse":  # it may be silent for long
+            return sse_client(entry["url"], headers=headers, timeout=SECONDS_TO_START, sse_read_timeout=None)
+        limits = httpx2.Timeout(SECONDS_TO_START, read=None)
+        client = httpx2.AsyncClient(headers=headers, timeout=limits, follow_redirects=True)
+        return streamable_http_client(entry["url"], http_client=await stack.enter_async_context(client))
 
     async def close(self) -> None:
         """Close the connection; a process ends with it."""
         owner, self.owner = self.owner, None
         if owner is not None:
-            if not self.ready.done():
-                self.ready.set_exception(ConnectionError("it was closed before it answered"))
-                self.ready.exception()  # somebody has seen it
             self.closing.set()
-            done, _ = await asyncio.wait([owner], timeout=SECONDS_TO_CLOSE)
-            if not done:
-                owner.cancel()
-
-
-@contextlib.asynccontextmanager
-async def process_of(parameters: StdioServerParameters) -> Any:
-    """The SDK's streams of a server that is a process. Raises `ServerEnded` where it has ended before they are closed.
-
-    The SDK says "Connection closed" then. It holds the process, with its exit code, in its generator alone.
-    """
-    started = stdio_client(parameters)
-    async with started as streams:
-        process = started.gen.ag_frame.f_locals.get("process")
-        try:
-            yield streams
-        except Exception as error:
-            deadline = asyncio.get_running_loop().time() + SECONDS_TO_EXIT
-            while (code := getattr(process, "returncode", None)) is None:
-                if asyncio.get_running_loop().time() > deadline:
-                    raise
-                await asyncio.sleep(0.01)
-            how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-            raise ServerEnded(f"its process ended {how} ({error_line(leaves(error)[0])})") from error
-
-
-def kinds(entry: dict[str, Any]) -> list[str]:
-    """The transports to try, one after the other. An address without a type may also be of the older one, as in verl.
-
-    >>> kinds({"type": "stdio"}), kinds({"type": None}), kinds({"type": "sse"})
-    (['stdio'], ['http', 'sse'], ['sse'])
-    """
-    return [entry["type"]] if entry["type"] else ["http", "sse"]
-
-
-def leaves(error: BaseException) -> list[BaseException]:
-    """The errors of a group, or the error itself."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in leaves(each)]
-    return [error]
+            await asyncio.wait([owner], timeout=SECONDS_TO_CLOSE)
+            owner.cancel()
 
 
 servers_to_close: list[McpServer] = []
@@ -258,9 +146,9 @@ servers_to_close: list[McpServer] = []
 
 @atexit.register
 def close_servers() -> None:
-    """Close all connections when this process ends. Its loop is still there: its thread is a daemon."""
+    """Close all connections when this process ends. Their loop is still there: its thread is a daemon."""
     closing = [server.close() for server in servers_to_close]
     servers_to_close.clear()
-    for each in [asyncio.run_coroutine_threadsafe(one, background_loop(LOOP)) for one in closing]:
+    for future in [asyncio.run_coroutine_threadsafe(each, background_loop(LOOP)) for each in closing]:
         with contextlib.suppress(Exception):
-            each.result(SECONDS_TO_CLOSE + 1)
+            future.result(SECONDS_TO_CLOSE + 1)

@@ -1,8 +1,5 @@
-"""Environments behind OpenEnv's servers, by their protocol (0.2 and 0.3). No package of theirs is needed.
+"""Environments on OpenEnv servers, through their protocol. No package of OpenEnv is needed.
 
-keys          what a recipe says of servers
-server        a server: what it says of itself, and its sessions
-text          observations as text, and text as actions
-environment   one session per conversation
-load          a recipe's environment, tried before a model is loaded
+keys          recipe keys
+environment   a session of a server per conversation, and questions to servers before a model is loaded
 """
