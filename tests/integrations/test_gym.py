@@ -11,10 +11,8 @@ from gymnasium import spaces
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.environments import class_tools
 from mt_grpo.integrations.gym.environment import GymEnvironment, gym_environment
 from mt_grpo.integrations.gym.text import GymText
-from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Generation, StopReason
 
@@ -165,11 +163,6 @@ def test_an_episode_of_frozen_lake_by_hand():
     assert sum(record.loss_mask) == said == 6 * len([*ids(act("down")), *END])
 
 
-def test_a_hole_ends_the_episode_with_nothing():
-    (rollout,), _ = play(lake(unfinished_reward=-7.0), act("right"), act("down"))
-    assert rollout.reward == 0.0 and len(rollout.turns) == 2 and rollout.environment.terminated
-
-
 def test_states_are_the_boards():
     """The key of a turn is what was seen before it. So a step against the wall begins in the same state again."""
     (rollout,), _ = play(lake(), act("left"), act("right"), act("down"))
@@ -194,11 +187,7 @@ def test_what_was_thought_is_no_action():
     text = "<think>I say <action>up</action>.</think> First <action>right</action>, no: <action>down</action>"
     game.respond(None, mt.Turn([], None, text, "stop"))
     assert game.env.unwrapped.s == 4
-    for text, thinks in (
-        ("<think><action>down</action>", True),
-        ("<think><action>down</action></think> So.", False),
-        ("<|channel>thought\n<action>down</action><channel|>So.", False),
-    ):
+    for text, thinks in (("<think><action>down</action>", True), ("<think><action>down</action></think> So.", False)):
         reply = game.respond(None, mt.Turn([], None, text, "stop", open_thinking=thinks))
         assert game.env.unwrapped.s == 4 and reply.messages[0]["content"].startswith("Error: expected an action")
 
@@ -336,19 +325,6 @@ def test_the_columns_of_a_row_begin_the_episode(games):
     assert "Step 2." in TOKENIZER.decode(backend.asked[0][0]) and rollout.reward == 0.5
 
 
-def test_a_null_that_a_row_of_json_says_is_an_option(games, monkeypatch, tmp_path):
-    """A key that the row does not have is none."""
-    rows = [{"options": {"from": 0, "a": None, "b": {"c": None}}}, {"options": {"from": 1}}, {"options": None}, {}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cls = load_class(f"{games}:Steps", "gym_env")
-    reset, got = cls.reset, []
-    monkeypatch.setattr(cls, "reset", lambda self, **kwargs: got.append(kwargs["options"]) or reset(self, **kwargs))
-    data = load_rows(str(tmp_path / "rows.jsonl"), "train", needs_prompt=False)
-    play(gym_environment(cls, "Steps"), "1", rows=list(data), max_steps=0)
-    expected = [{"from": 0, "a": None, "b": {"c": None}}, {"from": 1}, None, None]
-    assert sorted(got, key=str) == sorted(expected, key=str)
-
-
 def test_a_game_that_raises_is_an_environments_failure(games):
     rollouts, _ = play(steps_game(games, breaks=True), "1")
     assert rollouts[0].stop_reason == StopReason.ENVIRONMENT_ERROR and "OSError: the board fell" in str(
@@ -362,11 +338,6 @@ def test_games_share_no_arguments(games, monkeypatch):
                  "--gym_actions", "a", "b", "c"]  # fmt: skip
     _, cls = load(*arguments, recipe=BLACKJACK)
     assert [cls().reset(), cls().reset()] == ["Play!\n[7, 1]"] * 2
-
-
-def test_a_game_is_no_tool():
-    """Public methods of an environment are tools; its prompt would name them."""
-    assert class_tools(lake()) == {}
 
 
 def test_an_environment_is_played_again(games):
@@ -432,13 +403,6 @@ def test_bad_input_is_rejected_before_a_model_is_loaded(arguments, message, game
     monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError, match=message):
         load(*[argument.replace("{games}", str(games)) for argument in arguments])
-
-
-def test_a_game_needs_its_line(monkeypatch):
-    """Without it the run would train without the game."""
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ValueError, match="gym_env has no effect without the line environment: gym"):
-        load("--gym_env", "FrozenLake-v1", recipe="hf_recipes/tiny/calculator.yaml")
 
 
 def test_a_recipe_trains(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """verl's tools by YAML, function tools and interactions, written by others and unmodified."""
 
 import asyncio
+import functools
 import importlib
 import json
 import shutil
@@ -22,7 +23,6 @@ from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.pictures import pictures_in
-from mt_grpo.conversation.environments import EnvironmentFailure
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
 from mt_grpo.integrations.verl import (
@@ -31,12 +31,10 @@ from mt_grpo.integrations.verl import (
 )
 from mt_grpo.integrations.verl.base import BaseTool
 from mt_grpo.integrations.verl.builtin import (
-    Gsm8kInteraction,
     Gsm8kTool,
-    SearchTool,
+    score_of,
 )
 from mt_grpo.integrations.verl.config import load_interactions, load_tools_config
-from mt_grpo.integrations.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.recipe.checks import check_dataset
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.integrations import load_conversation, load_integration_tools
@@ -95,31 +93,25 @@ def write_yaml(folder, text, source=None, name="written_tools"):
     return str(folder / "tools.yaml")
 
 
-def truth(value):
-    return {"extra_info": {"tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": value}}}}}
-
-
 @pytest.mark.contract("GSM8K tool and interaction")
 @pytest.mark.parametrize("unmodified", [True, False])
 def test_the_gsm8k_tool_with_its_yaml(tmp_path, unmodified):
-    """verl's own file beside its YAML; without the file what is built in does the same."""
+    """verl's own file next to its YAML; without the file what is built in does the same."""
     config = data_file("plugins/verl/gsm8k_tool_config.yaml")
     if not unmodified:
-        config = tmp_path / "tools.yaml"
-        config.write_text(data_file("plugins/verl/gsm8k_tool_config.yaml").read_text())
+        config = shutil.copy(config, tmp_path)
     env = build(tools_config_file=str(config))()
     wrong, right = call(TOOL, answer="5"), call(TOOL, answer="72")
-    rollouts = converse(env, [[wrong, right, ANSWER], [right, wrong, ANSWER]], [truth("72"), truth("72")])
+    row = {"extra_info": {"tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": "72"}}}}}
+    rollouts = converse(env, [[wrong, right, ANSWER], [right, wrong, ANSWER]], [row, row])
     tool = env.environments.by_name[None].verl_tools[TOOL]
     assert type(tool).__module__ == ("verl.tools.gsm8k_tool" if unmodified else BUILT_IN)
-    first, second = rollouts
-    assert [turn.observation for turn in first.turns[:2]] == [
-        "Current parsed answer='5' reward=0.0",
-        "Current parsed answer='72' reward=1.0",
-    ]
-    assert [turn.results[0].reward for turn in first.turns[:2]] == [-0.05, 0.0]
-    assert [turn.results[0].reward for turn in second.turns[:2]] == [0.0, -0.05]
-    assert (first.reward, second.reward) == (1.0, 0.0)  # calc_reward: what the last answer is worth
+    assert [turn.observation for turn in rollouts[0].turns[:2]] == [
+        "Current parsed answer='5' reward=0.0", "Current parsed answer='72' reward=1.0",
+    ]  # fmt: skip
+    rewards = [[turn.results[0].reward for turn in rollout.turns[:2]] for rollout in rollouts]
+    assert rewards == [[-0.05, 0.0], [0.0, -0.05]]
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]  # calc_reward: what the last answer is worth
     assert tool._instance_dict == {}  # all were released
 
 
@@ -245,22 +237,14 @@ def test_what_a_create_says_is_read_behind_the_prompt(tmp_path):
 def test_results_and_failures_of_tools(tmp_path):
     """What raises is an error that the model reads; a failed `create` ends its conversation."""
     counter(tmp_path, {"CREATED": "instance_id, None", "RETURNED": "ToolResponse(text=parameters['text']), None"})
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"), max_tool_response_length=6)()
-    first, second = converse(
-        env,
-        [[call("count", by="a"), call("counter"), call("count", more=1), ANSWER], []],
-        [{}, {"tools_kwargs": {"count": {"create_kwargs": {"instance_id": "twice"}}}}],
-    )
-    assert [(turn.error, turn.observation) for turn in first.turns] == [
-        ("tool", first.turns[0].observation),  # arguments reach the tool as they were written
-        ("call", "Error: unknown tool 'counter'. Known tools: count"),
-        ("call", first.turns[2].observation),
-        (None, None),
-    ]
-    assert "unsupported operand" in first.turns[0].observation
-    assert first.turns[2].observation.startswith(
-        "Error: got an unexpected keyword argument 'more'. Usage: count(by: int"
-    )
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
+    calls = [call("count", by="a"), call("counter"), call("count", more=1), ANSWER]
+    twice = {"tools_kwargs": {"count": {"create_kwargs": {"instance_id": "twice"}}}}
+    first, second = converse(env, [calls, []], [{}, twice])
+    assert [turn.error for turn in first.turns] == ["tool", "call", "call", None]
+    assert "unsupported operand" in first.turns[0].observation  # arguments reach the tool as they were written
+    assert first.turns[1].observation == "Error: unknown tool 'counter'. Known tools: count"
+    assert "unexpected keyword argument 'more'. Usage: count(by: int" in first.turns[2].observation
     assert second.stop_reason == StopReason.ENVIRONMENT_ERROR and "multiple values" in str(second.error)
     assert [step for step, *_ in importlib.import_module("written_tools").log].count("release") == 1
 
@@ -316,9 +300,8 @@ def test_a_reward_that_is_no_number_is_told_once(tmp_path, caplog):
 
 def test_a_row_selects_tools(tmp_path):
     counter(tmp_path, NEW)
-    (tmp_path / "written_other.py").write_text(
-        (tmp_path / "written_tools.py").read_text().replace('"name": "count"', '"name": "other"')
-    )
+    other = (tmp_path / "written_tools.py").read_text().replace('"name": "count"', '"name": "other"')
+    (tmp_path / "written_other.py").write_text(other)
     path = write_yaml(tmp_path, "tools: [{class_name: written_tools.Counter}, {class_name: written_other.Counter}]")
     (tmp_path / "written_functions.py").write_text(FUNCTIONS)
     env = build(tools_config_file=path, function_tool_path=str(tmp_path / "written_functions.py"))()
@@ -328,10 +311,7 @@ def test_a_row_selects_tools(tmp_path):
     assert [list(rollout.tools) for rollout in (first, second, third)] == [
         ["other", "double"], ["count"], ["double", "rewarded", "described", "waits", "count", "other"],
     ]  # fmt: skip
-    assert [turn.observation for turn in first.turns[:2]] == [
-        "Error: unknown tool 'count'. Known tools: other, double",
-        "8",
-    ]
+    assert [turn.error for turn in first.turns[:2]] == ["call", None] and first.turns[1].observation == "8"
     made = [step for step, *_ in importlib.import_module("written_tools").log].count("create")
     assert made == 2  # of three conversations two have it
 
@@ -441,22 +421,6 @@ def test_an_interaction_answers_turns_without_a_call(tmp_path):
     )
 
 
-def test_a_row_without_arguments_has_no_interaction(tmp_path):
-    env = build(interaction_config_file=interaction(tmp_path))()
-    first, second = converse(env, [["3"], ["7"]], [{}, {"extra_info": {"interaction_kwargs": {"number": 1}}}])
-    assert [turn.reward for turn in first.turns + second.turns] == [None, 1.0]
-    assert [step for step, *_ in importlib.import_module("written_talk").log] == ["start", "generate", "finalize"]
-
-
-def test_tools_go_before_the_interaction(tmp_path):
-    counter(tmp_path, NEW)
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"), interaction_config_file=interaction(tmp_path))()
-    (rollout,) = converse(env, [[call("count"), "7"]], [{"interaction_kwargs": {"x": 1}}])
-    log = importlib.import_module("written_talk").log
-    assert [step for step, *_ in log] == ["start", "generate", "finalize"] and rollout.turns[0].observation == "1"
-    assert rollout.environment.outcome_rewards == {"count": 0.1, "guess": 0.25} and rollout.reward == 0.35
-
-
 def test_an_interaction_and_a_tool_read_results_of_role_tool(tmp_path):
     """As in verl, also in the format in which the model reads them as the user's."""
     counter(tmp_path, {**NEW, "RETURNED": NEW["RETURNED"].replace("{}", "{'seen': kwargs['agent_data'].messages}")})
@@ -467,45 +431,39 @@ def test_an_interaction_and_a_tool_read_results_of_role_tool(tmp_path):
     begin = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": calls[0]},
              {"role": "tool", "content": "1"}, {"role": "assistant", "content": calls[1]}]  # fmt: skip
     end = [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "7"}]
-    assert importlib.import_module("written_talk").log[1][2] == begin + end
+    log = importlib.import_module("written_talk").log
+    assert [step for step, *_ in log] == ["start", "generate", "finalize"] and log[1][2] == begin + end
+    assert rollout.environment.outcome_rewards == {"count": 0.3, "guess": 0.25} and rollout.reward == 0.55
     seen = [metrics["seen"] for metrics in rollout.environment.agent_data.metrics["count"]]
     assert seen == [begin[:2], begin]
 
 
-@pytest.mark.parametrize(
-    "old, new, error",
-    [
-        ('said == "7", "No', '1, said == "7", "No', "too many values to unpack"),
-        ("float(said", "float(1 / 0 + said", "division by zero"),
-    ],
-)
-def test_an_interaction_that_fails_ends_its_conversation(tmp_path, old, new, error):
-    env = build(interaction_config_file=interaction(tmp_path, INTERACTION.replace(old, new)))()
-    (rollout,) = converse(env, [["3"]], [{"interaction_kwargs": {"x": 1}}])
-    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
-    with pytest.raises(EnvironmentFailure, match=error):
-        raise rollout.error
+def test_an_interaction_that_fails_ends_its_conversation(tmp_path):
+    source = INTERACTION.replace("float(said", "float(1 / 0 + said")
+    env = build(interaction_config_file=interaction(tmp_path, source))()
+    first, without = converse(env, [["3"], ["3"]], [{"interaction_kwargs": {"x": 1}}, {}])
+    assert first.stop_reason == StopReason.ENVIRONMENT_ERROR and "division by zero" in str(first.error)
     assert importlib.import_module("written_talk").log[-1] == ("finalize", "own")
+    assert without.turns[0].reward is None  # a row without arguments has no interaction
 
 
 @pytest.mark.contract("GSM8K tool and interaction")
 @pytest.mark.parametrize("unmodified", [True, False])
 def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
-    """verl's own file beside its YAML, and what is built in."""
+    """verl's own file next to its YAML, and what is built in."""
     config = data_file("plugins/verl/gsm8k_interaction_config.yaml")
     if not unmodified:
-        (tmp_path / "talk.yaml").write_text(config.read_text())
-        config = tmp_path / "talk.yaml"
+        config = shutil.copy(config, tmp_path)
     env = build(interaction_config_file=str(config))()
     kwargs = {"name": "gsm8k", "query": "How many?", "ground_truth": "72"}
     (rollout,) = converse(env, [["#### 71", "So #### 72"]], [{"extra_info": {"interaction_kwargs": kwargs}}])
     wrong = "Your response is incorrect! You need to reflect on your answer and try again."
     assert [turn.observation for turn in rollout.turns] == [wrong, None]
     assert [turn.reward for turn in rollout.turns] == [0.0, 1.0] and rollout.reward == 1.0
-    assert rollout.environment.agent_data.turn_scores == [0.0, 1.0]  # what tools and rewards of verl read
-    (found,) = env.environments.by_name[None].interactions.values()
-    assert type(found).__module__ == ("verl.interactions.gsm8k_interaction" if unmodified else BUILT_IN)
-    assert vars(found).get("_instance_dict", getattr(found, "states", None)) == {}
+    assert rollout.environment.agent_data.turn_scores == [0.0, 1.0]
+    (talk,) = env.environments.by_name[None].interactions.values()
+    assert type(talk).__module__ == ("verl.interactions.gsm8k_interaction" if unmodified else BUILT_IN)
+    assert talk._instance_dict == {}
 
 
 # -- what bad input gets, before a model is loaded --
@@ -571,37 +529,24 @@ def test_bad_rows_are_rejected(tmp_path, name):
     check_dataset(Dataset.from_list([{**good, **all_kwargs(create="start")}]), "train_dataset", env)
 
 
-def test_rows_of_a_table(tmp_path):
-    """A table has None where a row lacks what another one has."""
-    env = build(tools_config_file=counter(tmp_path, NEW))()
-    kwargs = ({"start": 5}, {"other": 1})
-    table = Dataset.from_list([{"tools_kwargs": {"count": {"create_kwargs": each}}} for each in kwargs])
-    assert table[1]["tools_kwargs"]["count"]["create_kwargs"] == {"start": None, "other": 1}
-    rollouts = converse(env, [[call("count"), ANSWER]] * 2, list(table))
-    assert [rollout.turns[0].observation for rollout in rollouts] == ["6", "1"]
-
-
 def test_a_null_that_a_row_of_json_says_is_an_argument(tmp_path):
-    """Of tools and of the interaction. A tool, or a step of one, whose arguments are null has none."""
+    """Of tools and of the interaction. A table's null, where another row has the key, is none."""
     own = {"create_kwargs": {"start": 5, "of": {"x": None}}, "execute_kwargs": {"z": None}, "release_kwargs": None}
-    rows = [
-        {"tools_kwargs": {"count": own}, "interaction_kwargs": {"number": 7, "name": None}},
-        {"extra_info": {"tools_kwargs": {"count": None}, "interaction_kwargs": {"other": None}}},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"prompt": "?"}) + "\n" for row in rows))
-    data = load_rows(str(tmp_path / "rows.jsonl"), "train")
+    rows = [{"prompt": "?", "tools_kwargs": {"count": own}, "interaction_kwargs": {"number": 7, "name": None}},
+            {"prompt": "?", "extra_info": {"tools_kwargs": {"count": None}}}]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = Dataset.from_list(
+        [{"tools_kwargs": {"count": {"create_kwargs": each}}} for each in ({"start": 2}, {"y": 2})]
+    )
+    data = [*load_rows(str(tmp_path / "rows.jsonl"), "train"), table[1]]
     env = build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=interaction(tmp_path))()
-    check_dataset(data, "train_dataset", env)
-    rollouts = converse(env, [[call("count"), "7"]] * 2, list(data))
+    rollouts = converse(env, [[call("count"), "7"]] * 3, data)
     log, talk = (importlib.import_module(name).log for name in ("written_tools", "written_talk"))
-    first, second = ({"agent_data": rollout.environment.agent_data} for rollout in rollouts)
-
-    def entries(kind):
-        return sorted((entry for entry in [*log, *talk] if entry[0] == kind), key=lambda entry: -len(entry[-1]))
-
-    assert entries("create") == [("create", 5, {"start": 5, "of": {"x": None}}), ("create", 0, {})]
-    assert entries("execute") == [("execute", {}, {"z": None, **first}), ("execute", {}, second)]
-    assert entries("start") == [("start", {"number": 7, "name": None}), ("start", {"other": None})]
+    assert sorted((kwargs for step, *_, kwargs in log if step == "create"), key=str) == [
+        {"start": 5, "of": {"x": None}}, {"y": 2}, {},
+    ]  # fmt: skip
+    assert ("execute", {}, {"z": None, "agent_data": rollouts[0].environment.agent_data}) in log
+    assert talk[0] == ("start", {"number": 7, "name": None})
 
 
 def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
@@ -616,34 +561,16 @@ def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
     assert rollout.turns[0].observation == "1"
 
 
-def test_rows_select_function_tools_without_a_yaml(tmp_path):
-    (tmp_path / "written_functions.py").write_text(FUNCTIONS)
-    env = build(function_tool_path=str(tmp_path / "written_functions.py"))()
-    rows = [{"tool_selection": ["double"]}, {"tools_kwargs": {"waits": {}}}]
-    first, second = converse(env, [[call("waits", text="a"), ANSWER], [call("waits", text="a"), ANSWER]], rows)
-    assert [rollout.turns[0].error for rollout in (first, second)] == ["call", None]
-    # Nobody gives a reward, but what functions return.
-    assert not hasattr(first.environment, "get_reward") and not hasattr(first.environment, "respond")
-    with pytest.raises(ValueError, match="Row 1: The row names the unknown tool 'triple'"):
-        prompt = [{"role": "user", "content": "?"}]
-        rows = [{"prompt": prompt, "tool_selection": [name]} for name in ("double", "triple")]
-        check_dataset(Dataset.from_list(rows), "train_dataset", env)
-
-
 def test_a_create_that_is_abandoned_is_released(tmp_path):
     counter(tmp_path, NEW)
     rewrite(
-        tmp_path,
-        "        return instance_id, ToolResponse()",
-        "        import asyncio\n        await asyncio.sleep(3600)",
+        tmp_path, "        return instance_id, ToolResponse()", "        import asyncio; await asyncio.sleep(3600)"
     )
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))(environment_timeout=0.5)
     (rollout,) = converse(env, [[ANSWER]], [{}])
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
     log = importlib.import_module("written_tools").log
-    for _ in range(100):
-        if log[-1][0] == "release":
-            break
+    while log[-1][0] != "release":
         time.sleep(0.05)
     assert [step for step, *_ in log] == ["create", "release"]
 
@@ -716,39 +643,8 @@ def test_images_of_a_tool_by_yaml(tmp_path):
     assert seen.messages[0]["content"] == begin
 
 
-def test_images_of_a_function_tool(tmp_path):
-    source = (
-        DRAWS
-        + """
-from verl.tools.function_tool import function_tool
-from verl.tools.schemas import ToolResponse
-
-@function_tool
-def draw(seed: int):
-    '''Draws.
-
-    Args:
-        seed: Any.
-    '''
-    return ToolResponse(image=[drawn(seed)]), 0.25
-"""
-    )
-    (tmp_path / "written_functions.py").write_text(source)
-    tools = load_integration_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
-    env = mt.MultiTurnToolEnv(tools, None, 4, tokenizer=CHATML_TOKENIZER)
-    refused = env.generate(["?"], Scripted([[call("draw", seed=3), ANSWER]]))["rollouts"][0].turns[0]
-    assert refused.error == "tool"
-    assert refused.observation == "Error: the tool returned an image, and this run's model reads text alone"
-    rollout, tokenizer = with_vision(env, tmp_path, [call("draw", seed=3), ANSWER], {})
-    picture = tokenizer.pictures.read(vision_model.picture(3), "")
-    assert pictures_in(rollout.completion_ids) == [picture] and rollout.turns[0].results[0].reward == 0.25
-
-
-@pytest.mark.parametrize("media", ["video=[1]", "image=[drawn(1)], video=[1]"])
-def test_videos_of_a_tool_are_refused(tmp_path, media):
-    counter(tmp_path, {**NEW, "RETURNED": f"ToolResponse(text='x', {media})"})
-    (tmp_path / "written_tools.py").write_text(DRAWS + (tmp_path / "written_tools.py").read_text())
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
+def test_a_video_of_a_tool_is_an_error(tmp_path):
+    env = build(tools_config_file=counter(tmp_path, {**NEW, "RETURNED": "ToolResponse(text='x', video=[1])"}))()
     rollout, _ = with_vision(env, tmp_path, [call("count"), ANSWER], {})
     assert rollout.turns[0].observation.startswith("Error: the tool returned a video")
 
@@ -811,11 +707,8 @@ def test_the_search_server_speaks_search_r1s_protocol(search_server):
     (plain,) = asked(search_server, queries=["Norman conquest of England"], topk=1).json()["result"]
     assert plain == [first["document"]]
     assert len(asked(search_server, queries=["Normans"]).json()["result"][0]) == 3
-    for wrong in (dict(), dict(queries="x"), dict(queries=[1]), dict(queries=["x"], topk=0),
-                  dict(queries=["x"], topk=101), dict(queries=["x"] * 257)):  # fmt: skip
-        response = asked(search_server, **wrong)
-        assert response.status_code == 400 and "expected" in response.json()["error"]
-    assert requests.post(search_server, data=b"{", timeout=30).status_code == 400
+    for wrong in (dict(), dict(queries=[1]), dict(queries=["x"], topk=0), dict(queries=["x"] * 257)):
+        assert asked(search_server, **wrong).status_code == 400
     assert requests.post(search_server, data=b" " * (2**20 + 1), timeout=30).status_code == 413
     assert requests.get(search_server.replace("/retrieve", "/health"), timeout=30).status_code == 200
 
@@ -827,17 +720,21 @@ def test_the_search_server_says_what_is_missing(tmp_path):
 
 
 class Ray(types.ModuleType):
-    """What verl's search tool needs of ray: actors whose methods run in threads."""
+    """What verl's tools need of ray: actors whose methods run in threads."""
 
-    class Handle:
-        def __init__(self, cls, args, kwargs, workers):
-            self.made, self.pool = cls(*args, **kwargs), ThreadPoolExecutor(workers)
+    class Actor:
+        def __init__(self, cls):
+            self.cls, self.options = cls, lambda **kwargs: self
 
-        def __getattr__(self, name):
-            def remote(*args, **kwargs):
-                return Ray.Result(self.pool.submit(getattr(self.made, name), *args, **kwargs))
+        def remote(self, *args, **kwargs):
+            made, pool = self.cls(*args, **kwargs), ThreadPoolExecutor(8)
 
-            return types.SimpleNamespace(remote=remote)
+            class Handle:
+                def __getattr__(self, name):
+                    submit = functools.partial(pool.submit, getattr(made, name))
+                    return types.SimpleNamespace(remote=lambda *args, **kwargs: Ray.Result(submit(*args, **kwargs)))
+
+            return Handle()
 
     class Result:
         def __init__(self, future):
@@ -845,16 +742,6 @@ class Ray(types.ModuleType):
 
         def __await__(self):
             return asyncio.wrap_future(self.future).__await__()
-
-    class Actor:
-        def __init__(self, cls, workers=8):
-            self.cls, self.workers = cls, workers
-
-        def options(self, max_concurrency=8, **kwargs):
-            return Ray.Actor(self.cls, max_concurrency)
-
-        def remote(self, *args, **kwargs):
-            return Ray.Handle(self.cls, args, kwargs, self.workers)
 
     @staticmethod
     def remote(*args, **kwargs):
@@ -894,159 +781,61 @@ def test_the_search_tool_against_the_server(search_server, tmp_path, monkeypatch
     assert rollout.environment.agent_data.metrics["search"][0]["total_results"] == 3
 
 
-def test_a_search_asks_for_as_many_passages_and_at_the_same_time_as_its_config_says(search_server):
-    config = {"retrieval_service_url": search_server, "topk": 1, "rate_limit": 2}
-    tool = SearchTool(config, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK))
-    asked(search_server, queries=["up"])
-
-    async def story():
-        response, reward, metrics = await tool.execute("a", {"query_list": ["Norman conquest of England"]})
-        assert metrics["total_results"] == 1 and "Doc 1 (" in response.text and "Doc 2 (" not in response.text
-        async with tool.slots, tool.slots:  # two requests wait for their answers
-            third = asyncio.ensure_future(tool.execute("b", {"query_list": ["Normans"]}))
-            await asyncio.sleep(0)
-            assert tool.slots.locked() and not third.done()
-        assert (await third)[2]["status"] == "success"
-
-    asyncio.run(story())
+REFUSED, BUSY = requests.ConnectionError("refused"), (503, b"")
 
 
-def test_a_search_service_that_fails(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("answers, text, status", [
+    ([REFUSED, BUSY, (200, b'{"result": [[]]}')], "No search results found.", "no_results"),
+    ([(404, b"")], "Search error: http://x: HTTPError: 404", "api_error"),
+    ([(200, b"<html>")], "Search error: http://x: JSONDecodeError", "api_error"),
+    ([(200, b'{"found": []}')], "Search error: http://x: KeyError: 'result'", "api_error"),
+    ([BUSY] * 10, "Search error: http://x: HTTPError: 503", "api_error"),
+])  # fmt: skip
+def test_a_search_service_that_fails(monkeypatch, caplog, answers, text, status):
     """A busy one is asked ten times; another error, or an answer of another form, ends it."""
-    monkeypatch.setattr("mt_grpo.base.errors._told", set())
-    answers, slept = [], []
+    answers, slept = list(answers), []
     monkeypatch.setattr(verl_search.time, "sleep", slept.append)
 
-    def post(url, **kwargs):
-        answer = answers.pop(0)
+    def post(url, json, timeout):
+        response, answer = requests.Response(), answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        response = requests.Response()
         response.status_code, response._content = answer
         return response
 
     monkeypatch.setattr(requests, "post", post)
-    search = verl_search.perform_single_search_batch
-    answers[:] = [requests.ConnectionError("refused"), (503, b""), (200, b'{"result": [[]]}')]
-    text, metrics = search("http://x", ["q"])
-    assert (text, metrics["status"], slept) == ('{"result": "No search results found."}', "no_results", [1, 2])
-    answers[:] = [(404, b"")]
-    text, metrics = search("http://x", ["q"])
-    assert "404" in text and (metrics["status"], answers) == ("api_error", [])
-    assert "A search failed, and the model reads the error" in caplog.text
-    answers[:] = [(200, b"<html>")]
-    assert "JSON" in search("http://x", ["q"])[1]["api_request_error"]
-    answers[:] = [(200, b'{"found": []}')]
-    text, metrics = search("http://x", ["q"])
-    assert (text, metrics["status"]) == ('{"result": "Search error: http://x: KeyError: \'result\'"}', "api_error")
-    answers[:] = [(503, b"")] * 10
-    assert "503" in search("http://x", ["q"])[0] and answers == []
+    num_answers = len(answers)
+    result, metrics = verl_search.perform_single_search_batch("http://x", ["q"])
+    assert json.loads(result)["result"].startswith(text) and metrics["status"] == status
+    assert slept == list(range(1, num_answers)) and answers == []
+    assert (status == "api_error") == ("A search failed, and the model reads the error" in caplog.text)
 
 
-# -- tools behind MCP servers --
-
-
-class EchoServer:
-    """Stands for a server that runs: it answers with what it was asked."""
-
-    name = "echoes"
-
-    async def call(self, tool, arguments):
-        parts = [types.SimpleNamespace(type="text", text=f"{tool} {arguments}")]
-        return types.SimpleNamespace(content=parts, structured_content=None, is_error="bad" in arguments)
-
-
-def test_a_class_of_ones_own_reads_what_a_server_answers(tmp_path, monkeypatch):
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "bad": {"type": "integer"}}}
-    tool = types.SimpleNamespace(name="echo", description="Echoes.", input_schema=schema)
-    monkeypatch.setattr("mt_grpo.integrations.mcp.tools.start_servers", lambda *given: [(EchoServer(), [tool])])
-    text = "tools: [{class_name: written_tools.Own, config: {type: mcp}, mcp: {mcp_servers_config_path: x.json}}]"
-    source = """
-from verl.tools.mcp_base_tool import MCPBaseTool
-
-class Own(MCPBaseTool):
-    def _parse_tool_result(self, content):
-        return "own: " + content[0].text, {"parts": len(content)}
-"""
-    env = build(tools_config_file=write_yaml(tmp_path, text, source))()
-    (rollout,) = converse(env, [[call("echo", a=1), call("echo", bad=1), ANSWER]], [{}])
-    good, bad, _ = rollout.turns
-    assert good.observation == "own: echo {'a': 1}"
-    assert bad.error == "tool" and bad.observation == "Error: echo {'bad': 1}"  # which its class does not read
-    assert rollout.environment.agent_data.metrics == {"echo": [{"parts": 1}]}
-
-
-# -- what subclasses of verl's own classes rely on --
-
-
-def test_the_gsm8k_tool_keeps_verls_state_for_subclasses():
-    class Strict(Gsm8kTool):
-        async def calc_reward(self, instance_id, **kwargs):
-            state = self._instance_dict[instance_id]
-            return 1.0 if state["response"] == f"#### {state['ground_truth']}" else 0.0
-
-    async def story():
-        tool = Strict({}, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK))
-        own_id, response = await tool.create(ground_truth="72")
-        assert len(own_id) == 36 and response.text is None
-        assert tool._instance_dict == {own_id: {"response": "", "ground_truth": "72", "reward": 0.0}}
-        assert await tool.create("mine", create_kwargs={"ground_truth": "5"}) == ("mine", ToolResponse())
-        assert tool._instance_dict["mine"]["ground_truth"] == "5"
-        response, reward, metrics = await tool.execute(own_id, {"answer": 72})
-        assert (response.text, reward, metrics) == ("Current parsed answer='72' reward=1.0", 0.0, {})
-        assert tool._instance_dict[own_id] == {"response": "#### 72", "ground_truth": "72", "reward": 1.0}
-        again, reward, _ = await tool.execute(own_id, {"answer": "#### 72"})  # right again, with its mark: no better
-        assert (again.text, reward) == ("Current parsed answer='#### 72' reward=1.0", -0.05)
-        await tool.release(own_id)
-        assert list(tool._instance_dict) == ["mine"]
-
-    asyncio.run(story())
-
-
-SCHEMA_OF_CHECK = {"type": "function", "function": {"name": "check", "description": "Checks it.", "parameters": {
-    "type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}}}  # fmt: skip
-
-
-def test_the_gsm8k_interaction_keeps_verls_state_for_subclasses(caplog):
-    async def story():
-        interaction = Gsm8kInteraction({})
-        assert await interaction.start_interaction("a", ground_truth=42) == "a"  # of a JSON row
-        assert interaction._instance_dict == {"a": {"response": "", "ground_truth": 42, "reward": 0.0}}
-        said = [{"role": "assistant", "content": text} for text in ("#### 7", "#### 42")]
-        asked = {"role": "user", "content": "#### 42"}
-        for messages, response, score in (
-            ([said[0], asked, said[1]], "#### 42", 1.0), (said[:1], "#### 7", 0.0), ([asked], "", 0.0),
-            ([{"role": "assistant"}], None, 0.0),
-        ):  # fmt: skip
-            over, text, given, info = await interaction.generate_response("a", messages)
-            assert (over, given, info) == (score == 1.0, score, {})
-            assert interaction._instance_dict["a"]["response"] == response
-        await interaction.finalize_interaction("a", further="ignored")
-        assert interaction._instance_dict == {}
-        own_id = await interaction.start_interaction()
-        assert (await interaction.generate_response(own_id, said))[2] == 0.0
-
-    asyncio.run(story())
+def test_scores_of_gsm8k(caplog):
+    """A number of a JSON row is as good as its text; without one all answers are wrong, which is told once."""
+    truths = [
+        ("#### 72", 72),
+        ("#### 72", "72"),
+        ("#### 0.5", 0.5),
+        ("#### 7", 72),
+        (None, "72"),
+        ("", None),
+        ("", None),
+    ]
+    states = [{"response": said, "ground_truth": truth} for said, truth in truths]
+    assert [score_of(state, "strict") for state in states] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert ["There is no ground_truth" in text for text in caplog.messages] == [True]
 
 
-INTERACTIONS = """
-interaction:
-  - {name: first, class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {level: 2}}
-  - {name: NAME, class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction}
-"""
-
-
 def test_interactions_have_names_of_their_own_which_they_are_told(tmp_path):
-    path = tmp_path / "interactions.yaml"
-    path.write_text(INTERACTIONS.replace("NAME", "second"))
-    found = load_interactions(str(path))
-    assert {name: (each.name, each.config) for name, each in found.items()} == {
-        "first": ("first", {"level": 2, "name": "first"}), "second": ("second", {"name": "second"}),
+    entry = "class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction"
+    path = write_yaml(tmp_path, f"interaction: [{{name: first, {entry}, config: {{level: 2}}}}, {{{entry}}}]")
+    assert {name: (each.name, each.config) for name, each in load_interactions(path).items()} == {
+        "first": ("first", {"level": 2, "name": "first"}), "gsm8k": ("gsm8k", {"name": "gsm8k"}),
     }  # fmt: skip
-    path.write_text(INTERACTIONS.replace("NAME", "first"))
-    with pytest.raises(ValueError, match="two interactions are called 'first'"):
-        load_interactions(str(path))
+    write_yaml(tmp_path, f"interaction: [{{name: gsm8k, {entry}}}, {{{entry}}}]")
+    with pytest.raises(ValueError, match="two interactions are called 'gsm8k'"):
+        load_interactions(path)
 
 
 def test_a_folder_that_is_called_verl_is_not_verl(tmp_path, monkeypatch):
@@ -1069,24 +858,3 @@ def test_an_installed_verl_is_found_first(tmp_path, monkeypatch):
     assert importlib.import_module("verl.tools.base_tool").installed
     assert not hasattr(importlib.import_module("verl.tools.function_tool"), "installed")
     assert importlib.import_module("verl.tools.gsm8k_tool").Gsm8kTool is Gsm8kTool  # which this release lacks
-
-
-NAMES = """
-from verl.interactions.base import BaseInteraction
-from verl.interactions.gsm8k_interaction import Gsm8kInteraction
-from verl.tools.base_tool import BaseTool, OpenAIFunctionToolSchema, ToolResponse
-from verl.tools.function_tool import function_tool
-from verl.tools.gsm8k_tool import Gsm8kTool
-from verl.tools.mcp_base_tool import MCPBaseTool
-from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
-from verl.tools.search_tool import SearchTool
-from verl.tools.utils.search_r1_like_utils import perform_single_search_batch
-from verl.utils.reward_score import gsm8k
-from verl.utils.rollout_trace import rollout_trace_op
-"""
-
-
-@pytest.mark.parametrize("line", NAMES.strip().splitlines())
-def test_a_name_that_official_files_import_is_there(line):
-    verl_paths.install()
-    exec(line, {})
