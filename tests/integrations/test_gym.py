@@ -2,21 +2,17 @@
 
 import asyncio
 import json
-import logging
 from pathlib import Path
 
 import gymnasium
 import numpy as np
 import pytest
-from datasets import Dataset
 from gymnasium import spaces
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.environments import class_tools
-from mt_grpo.integrations.gym.environment import GymEnvironment, gym_environment, read_kwargs
-from mt_grpo.integrations.gym.text import GymText, from_json, plain
-from mt_grpo.recipe.data import load_rows
+from mt_grpo.integrations.gym.environment import GymEnvironment, gym_environment
+from mt_grpo.integrations.gym.text import GymText
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Generation, StopReason
 
@@ -30,12 +26,10 @@ FrozenLakeText = load_class(f"{ROOT}/tools/gym/frozen_lake.py:FrozenLakeText", "
 OWN_GAMES = '''
 """Games with each kind of space."""
 
-import threading
-
 import gymnasium
 from gymnasium import spaces
 
-from mt_grpo.integrations.gym.text import GymText
+from mt_grpo import GymText
 
 
 class Steps(gymnasium.Env):
@@ -58,68 +52,18 @@ class Steps(gymnasium.Env):
         return f"Step {self.step_number}.", 0.5, self.step_number == 3, self.step_number >= self.most, {"took": action}
 
 
-class NoGame:
-    """Not of gymnasium."""
-
-
 class Loud(GymText):
     def rules(self):
         return "Play!\\n"
 
 
-class Numbers(GymText):
-    def observation(self, observation, info):
-        return 3
-
-
-class NoRules(GymText):
-    def rules(self):
-        return None
-
-
-class LaterNumbers(GymText):
-    def observation(self, observation, info):
-        return observation if observation == "Step 0." else 3
-
-
-class Licensed(Steps):
-    def __init__(self, **kwargs):
-        raise SystemExit("no license")
-
-
 class Gives(Steps):
-    def __init__(self, what, value=None):
+    def __init__(self, reward):
         super().__init__()
-        self.what, self.value = what, object() if value == "object" else value
+        self.reward = reward
 
     def step(self, action):
-        given = dict(observation="Step 1.", reward=0.5, terminated=False, truncated=False, info={})
-        return tuple({**given, self.what: self.value}.values()) if self.what in given else tuple(given.values())
-
-    def close(self):
-        if self.what == "close":
-            raise OSError("the door is stuck")
-
-
-class Hangs(Steps):
-    def __init__(self, where):
-        super().__init__()
-        self.where = where
-
-    def hang(self, method):
-        if method == self.where:
-            threading.Event().wait()
-
-    def reset(self, **kwargs):
-        self.hang("reset")
-        return super().reset(**kwargs)
-
-    def step(self, action):
-        self.hang("step")
-        return super().step(action)
-
-    def close(self):
-        self.hang("close")
+        return "Step 1.", self.reward, False, False, {}
 
 
 class Old(Steps):
@@ -158,10 +102,9 @@ def lake(**settings):
     return gym_environment(make, "FrozenLake-v1", FrozenLakeText, ("left", "down", "right", "up"), **settings)
 
 
-def steps_game(games, text_class=GymText, unfinished_reward=0.0, most_turns=None, **kwargs):
+def steps_game(games, unfinished_reward=0.0, **kwargs):
     cls = load_class(f"{games}:Steps", "gym_env")
-    limits = {"unfinished_reward": unfinished_reward, "most_turns": most_turns}
-    return gym_environment(lambda: cls(**kwargs), "Steps", text_class, **limits)
+    return gym_environment(lambda: cls(**kwargs), "Steps", unfinished_reward=unfinished_reward)
 
 
 class Scripted:
@@ -220,11 +163,6 @@ def test_an_episode_of_frozen_lake_by_hand():
     assert sum(record.loss_mask) == said == 6 * len([*ids(act("down")), *END])
 
 
-def test_a_hole_ends_the_episode_with_nothing():
-    (rollout,), _ = play(lake(unfinished_reward=-7.0), act("right"), act("down"))
-    assert rollout.reward == 0.0 and len(rollout.turns) == 2 and rollout.environment.terminated
-
-
 def test_states_are_the_boards():
     """The key of a turn is what was seen before it. So a step against the wall begins in the same state again."""
     (rollout,), _ = play(lake(), act("left"), act("right"), act("down"))
@@ -232,11 +170,10 @@ def test_states_are_the_boards():
     assert [turn.state_key for turn in rollout.turns] == [start, start, right]
 
 
-@pytest.mark.parametrize("text", ["jump", "<action>jump</action>", "<action></action>", "", "down", "left down"])
-def test_a_text_that_is_no_action_moves_nothing(text):
-    turns = [text, act("DOWN")] if text != "down" else [act("jump"), "down"]
-    got = repr(text.removeprefix("<action>").removesuffix("</action>")) if text != "down" else "'jump'"
-    (rollout,), backend = play(lake(), *turns, max_steps=1)
+@pytest.mark.parametrize("text, got", [("jump", "'jump'"), (act("jump"), "'jump'"), (act(""), "''"), ("", "''"),
+                                       ("left down", "'left down'")])  # fmt: skip
+def test_a_text_that_is_no_action_moves_nothing(text, got):
+    (rollout,), _ = play(lake(), text, "DOWN", max_steps=1)
     error = f"Error: expected an action as <action>...</action>: left, down, right or up. Got {got}."
     assert rollout.turns[0].observation_ids == ids(f"\n<|im_start|>user\n{error}<|im_end|>\n<|im_start|>assistant\n")
     assert rollout.turns[0].reward is None
@@ -250,14 +187,7 @@ def test_what_was_thought_is_no_action():
     text = "<think>I say <action>up</action>.</think> First <action>right</action>, no: <action>down</action>"
     game.respond(None, mt.Turn([], None, text, "stop"))
     assert game.env.unwrapped.s == 4
-    analysis = "<|channel|>analysis<|message|><action>down</action><|end|><|start|>assistant"
-    for text, thinks in (
-        ("<think><action>down</action>", True),
-        ("<think><action>down</action></think> So.", False),
-        ("<|channel>thought\n<action>down</action><channel|>So.", False),
-        ("<|channel>thought\nNot </think>, nor <action>down</action><channel|>So.", False),
-        (analysis, False),
-    ):
+    for text, thinks in (("<think><action>down</action>", True), ("<think><action>down</action></think> So.", False)):
         reply = game.respond(None, mt.Turn([], None, text, "stop", open_thinking=thinks))
         assert game.env.unwrapped.s == 4 and reply.messages[0]["content"].startswith("Error: expected an action")
 
@@ -284,15 +214,13 @@ def test_a_rows_prompt_stands_before_the_rules():
 
 
 SPACES = [
-    (spaces.Discrete(3, start=-1), "a whole number from -1 to 1", {"-1": -1, "1": 1}, ["2", "1.0", "true", "one"]),
+    (spaces.Discrete(3, start=-1), "a whole number from -1 to 1", {"-1": -1, "1": 1},
+     ["2", "1.0", "true", "one", "9" * 5000, "<action>" * 200_000]),
     (spaces.Text(5, charset="ab"), "a text of 1 to 5 of the characters ab", {"ab": "ab"}, ["aaaaaa", "a-b"]),
     (spaces.MultiDiscrete([2, 3]), None, {"[1, 2]": [1, 2]}, ["[1]", "[1, 3]", "[0.5, 1]", "5", '["a", 1]']),
     (spaces.MultiBinary(2), None, {"[1, 0]": [1, 0]}, ["[2, 0]", "[256, 0]"]),
-    (spaces.Box(-1, 1, (2,)), None, {"[0.5, -1]": [0.5, -1]}, ["[2, 0]", "[0.5]", '"x"', "NaN", "[NaN, 0]",
-                                                         '["0", "0"]', "[true, false]"]),
-    (spaces.Dict(a=spaces.Discrete(2), b=spaces.Tuple([spaces.Discrete(9)])), None,
-     {'{"a": 1, "b": [8]}': {"a": 1, "b": (8,)}}, ['{"a": 1}', '{"a": 1, "b": [9]}', '{"a": 1, "b": [1, 2]}', "3",
-                                                   '{"a": 1, "b": [1], "c": 2}']),
+    (spaces.Box(-1, np.inf, (2,)), None, {"[0.5, -1]": [0.5, -1]},
+     ["[-2, 0]", "[0.5]", '"x"', "NaN", "[NaN, 0]", '["0", "0"]', "[true, false]", "[1e39, 0]"]),  # of float32
 ]  # fmt: skip
 
 
@@ -302,42 +230,25 @@ def test_each_space_takes_its_members_alone(games, space, words, members, others
     game.action_space = space
     text = GymText(game)
     assert text.choices() == (words or f"JSON of {space}")
-    for said, wanted in members.items():
+    for said, expected in members.items():
         action = text.action(act(said))
-        assert space.contains(action)
-        if isinstance(wanted, list):
-            assert action.tolist() == wanted and action.dtype == space.dtype
-        else:
-            assert action == wanted
-    for said in [*others, "", "[" * 5000]:
-        if said or not isinstance(space, spaces.Text):
-            with pytest.raises(ValueError, match="expected an action as"):
-                text.action(act(said))
-
-
-def test_a_number_that_is_too_long_is_no_action(games):
-    game = load_class(f"{games}:Steps", "gym_env")()
-    game.action_space = spaces.Box(0, 5, ())
-    boxed = GymText(game).action
-    assert boxed("4.5") == 4.5
-    assert from_json("9" * 5000, spaces.Discrete(3)) is None
-    game.action_space = spaces.Box(0, np.inf, ())
-    for number in ("1e999", "1e39", "Infinity"):  # of float32
-        with pytest.raises(ValueError, match="expected an action"):
-            boxed(number)
+        assert space.contains(action) and np.array_equal(action, expected)
+    for said in [*others, "[" * 5000]:
+        with pytest.raises(ValueError, match="expected an action as"):
+            text.action(act(said))
 
 
 def test_names_must_fit_the_space(games):
     game = load_class(f"{games}:Steps", "gym_env")()
-    for names in (("a", "b"), ("a", "b", "b"), ("a", "b", "c", "d"), ("a", "b", "A"), ("a", "b", " ")):
-        with pytest.raises(ValueError, match="gym_actions (has|is)"):
+    for names in (("a", "b"), ("a", "b", "b"), ("a", "b", "c", "d"), ("a", "b", "A")):
+        with pytest.raises(ValueError, match="gym_actions is"):
             GymText(game, names)
     text = GymText(game, ("a", "b", "Cut"))
     assert [text.action(name) for name in ("a", "A", "cut", "CUT", "Cut")] == [-1, -1, 1, 1, 1]  # it begins at -1
 
 
-def test_a_drawing_keeps_no_colours(games):
-    """Marked places stand in brackets; a mark inside a mark keeps its text."""
+def test_observations_as_text(games):
+    """Marked places of a drawing stand in brackets. What is not drawn is JSON, with six digits of a float."""
     game = load_class(f"{games}:Steps", "gym_env")()
     game.render_mode = "ansi"
     drawings = {
@@ -348,34 +259,9 @@ def test_a_drawing_keeps_no_colours(games):
     for drawn, shown in drawings.items():
         game.render = lambda drawn=drawn: drawn
         assert GymText(game).observation(0, {}) == shown
-    game.render = lambda: None
-    with pytest.raises(TypeError, match="render.. gave NoneType, expected"):
-        GymText(game).observation(0, {})
-
-
-def test_tags_without_an_end_cost_no_time_and_are_no_action(games):
-    game = load_class(f"{games}:Steps", "gym_env")()
-    text = GymText(game, ("a", "b", "c"))
-    with pytest.raises(ValueError, match="expected an action"):
-        text.action("<action>" * 200_000)  # 4,000 seconds, where each is looked for an end
-    assert text.action("<action>a <action>b</action>") == 0
-
-
-def test_what_other_spaces_take(games):
-    game = load_class(f"{games}:Steps", "gym_env")()
-    game.action_space = spaces.Sequence(spaces.Discrete(3))
-    assert GymText(game).action("[0, 2]") == (0, 2)
-    game.action_space = spaces.OneOf([spaces.Discrete(3), spaces.MultiBinary(2)])
-    assert GymText(game).action("[0, 2]") == (0, 2)
-    game.action_space = spaces.Sequence(spaces.Discrete(3), stack=True)
-    with pytest.raises(ValueError, match="expected an action"):  # of the policy, and no failure of the game
-        GymText(game).action("3")
-
-
-def test_texts_are_as_they_are(games):
-    assert plain({"a": "größe", "b": "\ud800", "c": np.longdouble(0.5)}) == {"a": "größe", "b": "?", "c": 0.5}
-    game = load_class(f"{games}:Steps", "gym_env")()
-    assert GymText(game).observation({"city": "北京"}, {}) == '{"city": "北京"}'
+    game.render_mode = None
+    observation = {"city": "北京", "at": np.array([1, 2]), 3: (1 / 3, 12345.678)}
+    assert GymText(game).observation(observation, {}) == '{"city": "北京", "at": [1, 2], "3": [0.333333, 12345.7]}'
 
 
 # --- rewards and ends ------------------------------------------------------------------------------------------------
@@ -411,7 +297,7 @@ CALL = '<tool_call>{"name": "x", "arguments": {}}</tool_call>'
 def test_an_episode_that_the_policy_left(games, turns, stop, rewards, returned):
     """What it costs is in the outcome and in the last turn, as a step's reward is. A cut-off turn is no step."""
     most = 1 if stop == StopReason.MAX_TURNS else 19
-    (rollout,), _ = play(steps_game(games, unfinished_reward=-4.0, most_turns=most + 1), *turns, max_steps=most)
+    (rollout,), _ = play(steps_game(games, unfinished_reward=-4.0), *turns, max_steps=most)
     assert (rollout.stop_reason, rollout.reward) == (stop, returned)
     assert [turn.reward for turn in rollout.turns] == rewards
     (rollout,), _ = play(steps_game(games), *turns, max_steps=most)
@@ -427,17 +313,6 @@ def test_a_turn_behind_which_nothing_fits_is_one_by_which_the_policy_left(games)
         assert [turn.reward for turn in rollout.turns] == rewards and rollout.reward == sum(rewards)
 
 
-def test_an_object_in_the_info_of_a_step_costs_no_episode(games):
-    """The info is for the log and for reward functions. What a model is to read has to be data."""
-    game = steps_game(games)()
-    game.reset()
-    game.env.step = lambda action: ("Step.", 0.5, False, False, {"who": object(), "at": [1]})
-    reply = game.respond(None, mt.Turn([], None, "1", "stop"))
-    assert reply.info["gym"] == {"who": "object", "at": [1]}
-    with pytest.raises(TypeError, match="object cannot be shown to a model"):
-        plain({"who": object()})
-
-
 def test_what_looks_like_a_call_is_text(games):
     """A game has no tools."""
     (rollout,), backend = play(steps_game(games), f"{CALL} <action>1</action>", CALL, "1", "1")
@@ -445,40 +320,9 @@ def test_what_looks_like_a_call_is_text(games):
     assert [turn.reward for turn in rollout.turns] == [0.5, None, 0.5, 0.5]
 
 
-def test_an_action_beside_an_answer_counts():
-    game = lake()()
-    game.reset()
-    text = "<action>down</action> <answer>done</answer>"
-    game.respond(None, mt.Turn([], None, text, "stop", answer="done"))
-    assert game.env.unwrapped.s == 4
-
-
 def test_the_columns_of_a_row_begin_the_episode(games):
     (rollout,), backend = play(steps_game(games), "1", rows=[{"options": {"from": 2}, "answer": "x"}])
     assert "Step 2." in TOKENIZER.decode(backend.asked[0][0]) and rollout.reward == 0.5
-
-
-def test_options_of_a_table_are_a_rows_own(games, monkeypatch):
-    """A table has None for the keys of other rows' options: a game does not get them. What is falsy, it gets."""
-    table = Dataset.from_list([{"options": {"from": 0}}, {"options": {"other": False}}, {"options": None}])
-    cls = load_class(f"{games}:Steps", "gym_env")
-    reset, got = cls.reset, []
-    monkeypatch.setattr(cls, "reset", lambda self, **kwargs: got.append(kwargs["options"]) or reset(self, **kwargs))
-    play(gym_environment(cls, "Steps"), "1", rows=list(table), max_steps=0)
-    assert sorted(got, key=str) == [None, {"from": 0}, {"other": False}]
-
-
-def test_a_null_that_a_row_of_json_says_is_an_option(games, monkeypatch, tmp_path):
-    """A key that the row does not have is none."""
-    rows = [{"options": {"from": 0, "a": None, "b": {"c": None}}}, {"options": {"from": 1}}, {"options": None}, {}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cls = load_class(f"{games}:Steps", "gym_env")
-    reset, got = cls.reset, []
-    monkeypatch.setattr(cls, "reset", lambda self, **kwargs: got.append(kwargs["options"]) or reset(self, **kwargs))
-    data = load_rows(str(tmp_path / "rows.jsonl"), "train", needs_prompt=False)
-    play(gym_environment(cls, "Steps"), "1", rows=list(data), max_steps=0)
-    expected = [{"from": 0, "a": None, "b": {"c": None}}, {"from": 1}, None, None]
-    assert sorted(got, key=str) == sorted(expected, key=str)
 
 
 def test_a_game_that_raises_is_an_environments_failure(games):
@@ -486,11 +330,6 @@ def test_a_game_that_raises_is_an_environments_failure(games):
     assert rollouts[0].stop_reason == StopReason.ENVIRONMENT_ERROR and "OSError: the board fell" in str(
         rollouts[0].error
     )
-
-
-def test_a_text_that_is_none_is_an_environments_failure(games):
-    (rollout,), _ = play(steps_game(games, load_class(f"{games}:LaterNumbers", "gym_text")), "1")
-    assert "TypeError: gym_text: observation gave int, expected text" in str(rollout.error)
 
 
 def test_games_share_no_arguments(games, monkeypatch):
@@ -501,26 +340,14 @@ def test_games_share_no_arguments(games, monkeypatch):
     assert [cls().reset(), cls().reset()] == ["Play!\n[7, 1]"] * 2
 
 
-def test_a_game_whose_text_cannot_be_made_is_closed(games, monkeypatch):
-    closed = []
-    monkeypatch.setattr(gymnasium.Env, "close", lambda self: closed.append(self))
-    cls = load_class(f"{games}:Steps", "gym_env")
-    with pytest.raises(ValueError, match="gym_actions has 1 names"):
-        gym_environment(cls, "Steps", actions=("a",))()
-    assert len(closed) == 1
-
-
-def test_a_game_is_no_tool():
-    """Public methods of an environment are tools; its prompt would name them."""
-    assert class_tools(lake()) == {}
-
-
 def test_an_environment_is_played_again(games):
-    game = steps_game(games)()
+    game = steps_game(games, unfinished_reward=-2.0)()
     for _ in range(2):
         assert game.reset().endswith("Step 0.")
-        assert game.respond(None, mt.Turn([], None, "1", "stop")).reward == 0.5
-        assert game.get_reward() == 0.5 and asyncio.run(game.state_key()) == "Step 1."
+        turn = mt.Turn([], None, "1", "stop")
+        turn.reward = game.respond(None, turn).reward
+        assert [game.get_reward(), game.get_reward(), turn.reward] == [-1.5] * 3  # what it costs is paid once
+        assert asyncio.run(game.state_key()) == "Step 1."
     game.close()
 
 
@@ -557,86 +384,25 @@ def test_a_class_of_ones_own(games, monkeypatch):
     assert game.reset() == "Play!\nStep 0." and game.env.most == 2 and game.text.actions["on"] == 1
 
 
-def gives(what, value):
-    kwargs = json.dumps({"what": what, "value": value})
-    return ["--gym_env", "{games}:Gives", "--gym_text", "null", "--gym_actions", "null", "--gym_kwargs", kwargs]
-
-
-def test_a_conversation_shorter_than_the_episode_is_said(caplog, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    with caplog.at_level(logging.WARNING):
-        load()
-        assert "FrozenLake-v1 has up to 100 steps" in caplog.text
-        caplog.clear()
-        load("--max_env_steps", "99")
-    assert caplog.text == ""
+OWN_GAME = ["--gym_text", "null", "--gym_actions", "null", "--gym_kwargs", "null", "--gym_env"]
 
 
 @pytest.mark.parametrize("arguments, message", [
+    (["--gym_env", "null"], "environment: gym without gym_env"),
     (["--gym_env", "FrozenLake-v9"], "gym_env: 'FrozenLake-v9' cannot begin: .*v9"),
     (["--gym_kwargs", '{"is_slipery": 1}'], "cannot begin: TypeError: .*is_slipery"),
-    (["--gym_kwargs", "[1]"], "is list, expected"),
-    (["--gym_env", "{games}:NoGame"], "is NoGame, expected"),
-    (["--gym_text", "{games}:Steps"], "is no subclass of mt_grpo.integrations.gym.text.GymText"),
-    (["--gym_text", "{games}:Numbers"], "TypeError: gym_text: observation gave int, expected"),
-    (["--gym_env", "{games}:Licensed"], "cannot begin: SystemExit: no license"),
-    (gives("reward", None), "step gave the reward None, expected"),
-    (gives("terminated", "False"), "step returned terminated='False', expected"),
-    (gives("observation", "object"), "object cannot be shown to a model"),
-    (gives("close", 0), "RuntimeError: close raised OSError: the door is stuck"),
+    ([*OWN_GAME, "{games}:Gives", "--gym_kwargs", '{"reward": null}'], "returned the reward None, expected"),
+    ([*OWN_GAME, "{games}:Old"], "cannot begin: ValueError: not enough values to unpack"),
+    ([*OWN_GAME, "{games}:Graphs"], "cannot begin: TypeError: an action of Graph.* cannot be read from JSON"),
     (["--gym_kwargs", "{}"], "FrozenLakeText reads a text rendering, got render_mode: None"),
-    (["--gym_actions", "left", "down", "right", "Left"], "Expected names that differ by more than their case"),
+    (["--gym_actions", "left", "down", "right", "Left"], "names differ by more than their case"),
     (["--tool_format", "xml"], "tool_format='xml' does not fit"),
     (["--tools_script", "tools/calculator.py"], "tools_script has no effect with environment: gym"),
 ])  # fmt: skip
-def test_bad_input_is_refused_before_a_model_is_loaded(arguments, message, games, monkeypatch):
+def test_bad_input_is_rejected_before_a_model_is_loaded(arguments, message, games, monkeypatch):
     monkeypatch.chdir(ROOT)
-    with pytest.raises((ValueError, SystemExit), match=message):
-        load(*[argument.format(games=games) if argument.startswith("{games") else argument for argument in arguments])
-
-
-@pytest.mark.parametrize("where", ["reset", "step", "close"])
-def test_a_game_that_hangs_at_its_first_check_is_refused(where, games, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    message = f"Hangs' cannot begin: TimeoutError: {where} took longer than environment_timeout=0.2 s"
-    with pytest.raises((ValueError, SystemExit), match=message):
-        load("--gym_env", f"{games}:Hangs", "--gym_text", "null", "--gym_actions", "null",
-             "--environment_timeout", "0.2", "--gym_kwargs", json.dumps({"where": where}))  # fmt: skip
-
-
-@pytest.mark.parametrize("name, message", [
-    ("Old", "cannot begin: ValueError: not enough values to unpack"),
-    ("Graphs", "cannot begin: TypeError: GraphInstance.* of Graph.* cannot be read from JSON"),
-])  # fmt: skip
-def test_a_class_that_cannot_be_played(name, message, games, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "own.yaml").write_text(
-        f"environment: gym\ngym_env: games.py:{name}\nmax_steps: 1\nuse_cpu: true\nbf16: false\ndtype: float32\n"
-        f"model_name_or_path: {MODEL}\ntool_format: hermes\n"
-    )
     with pytest.raises(ValueError, match=message):
-        load(recipe="own.yaml")
-
-
-def test_gym_without_a_game(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.yaml").write_text(
-        "environment: gym\ntool_format: hermes\nmax_steps: 1\nuse_cpu: true\nbf16: false\n"
-        f"model_name_or_path: {MODEL}\n"
-    )
-    with pytest.raises(ValueError, match="environment: gym without gym_env"):
-        load(recipe="a.yaml")
-
-
-def test_a_game_needs_its_line(monkeypatch):
-    """Without it the run would train without the game."""
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ValueError, match="gym_env has no effect without the line environment: gym"):
-        load("--gym_env", "FrozenLake-v1", recipe="hf_recipes/tiny/calculator.yaml")
-
-
-def test_arguments_are_a_mapping():
-    assert read_kwargs(None) == {} == read_kwargs("{}") and read_kwargs({"a": 1}) == {"a": 1}
+        load(*[argument.replace("{games}", str(games)) for argument in arguments])
 
 
 def test_a_recipe_trains(tmp_path, monkeypatch):
@@ -652,7 +418,3 @@ def test_a_recipe_trains(tmp_path, monkeypatch):
         assert -1 <= step[f"rewards/{name}/mean"] <= 1 and step["turns/mean"] > 1
         rows = [json.loads(line) for line in (out / "rollouts.rank0.jsonl").read_text().splitlines()]
         assert rows and all("terminated" in json.dumps(row) for row in rows)
-
-
-def test_of_a_float_six_digits_count():
-    assert plain([1 / 3, 12345.678, 1e-7, 2.0]) == [0.333333, 12345.7, 1e-07, 2.0]

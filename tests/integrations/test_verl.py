@@ -1,6 +1,7 @@
 """verl's tools by YAML, function tools and interactions, written by others and unmodified."""
 
 import asyncio
+import functools
 import importlib
 import json
 import shutil
@@ -9,7 +10,6 @@ import subprocess
 import sys
 import time
 import types
-import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,26 +23,18 @@ from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.pictures import pictures_in
-from mt_grpo.conversation.environments import EnvironmentFailure
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
 from mt_grpo.integrations.verl import (
-    environment as verl_environment,
-    mcp,
     paths as verl_paths,
     search as verl_search,
 )
-from mt_grpo.integrations.verl.base import BaseInteraction, BaseTool
+from mt_grpo.integrations.verl.base import BaseTool
 from mt_grpo.integrations.verl.builtin import (
-    Gsm8kInteraction,
     Gsm8kTool,
-    SearchTool,
-    WeatherInteraction,
     score_of,
-    warn_of_no_truth,
 )
-from mt_grpo.integrations.verl.config import load_interactions
-from mt_grpo.integrations.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
+from mt_grpo.integrations.verl.config import load_interactions, load_tools_config
 from mt_grpo.recipe.checks import check_dataset
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.integrations import load_conversation, load_integration_tools
@@ -67,7 +59,7 @@ def fresh_verl(monkeypatch):
 
     forget()
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(verl_environment, "warned_of", set())
+    monkeypatch.setattr("mt_grpo.base.errors._told", set())
     yield
     forget()
 
@@ -101,31 +93,25 @@ def write_yaml(folder, text, source=None, name="written_tools"):
     return str(folder / "tools.yaml")
 
 
-def truth(value):
-    return {"extra_info": {"tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": value}}}}}
-
-
 @pytest.mark.contract("GSM8K tool and interaction")
 @pytest.mark.parametrize("unmodified", [True, False])
 def test_the_gsm8k_tool_with_its_yaml(tmp_path, unmodified):
-    """verl's own file beside its YAML; without the file what is built in does the same."""
+    """verl's own file next to its YAML; without the file what is built in does the same."""
     config = data_file("plugins/verl/gsm8k_tool_config.yaml")
     if not unmodified:
-        config = tmp_path / "tools.yaml"
-        config.write_text(data_file("plugins/verl/gsm8k_tool_config.yaml").read_text())
+        config = shutil.copy(config, tmp_path)
     env = build(tools_config_file=str(config))()
     wrong, right = call(TOOL, answer="5"), call(TOOL, answer="72")
-    rollouts = converse(env, [[wrong, right, ANSWER], [right, wrong, ANSWER]], [truth("72"), truth("72")])
+    row = {"extra_info": {"tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": "72"}}}}}
+    rollouts = converse(env, [[wrong, right, ANSWER], [right, wrong, ANSWER]], [row, row])
     tool = env.environments.by_name[None].verl_tools[TOOL]
     assert type(tool).__module__ == ("verl.tools.gsm8k_tool" if unmodified else BUILT_IN)
-    first, second = rollouts
-    assert [turn.observation for turn in first.turns[:2]] == [
-        "Current parsed answer='5' reward=0.0",
-        "Current parsed answer='72' reward=1.0",
-    ]
-    assert [turn.results[0].reward for turn in first.turns[:2]] == [-0.05, 0.0]
-    assert [turn.results[0].reward for turn in second.turns[:2]] == [0.0, -0.05]
-    assert (first.reward, second.reward) == (1.0, 0.0)  # calc_reward: what the last answer is worth
+    assert [turn.observation for turn in rollouts[0].turns[:2]] == [
+        "Current parsed answer='5' reward=0.0", "Current parsed answer='72' reward=1.0",
+    ]  # fmt: skip
+    rewards = [[turn.results[0].reward for turn in rollout.turns[:2]] for rollout in rollouts]
+    assert rewards == [[-0.05, 0.0], [0.0, -0.05]]
+    assert [rollout.reward for rollout in rollouts] == [1.0, 0.0]  # calc_reward: what the last answer is worth
     assert tool._instance_dict == {}  # all were released
 
 
@@ -206,14 +192,6 @@ def test_the_life_of_a_tool_and_the_rows_arguments(tmp_path, shape):
     assert agent_data.tool_rewards == [0.5, 0.5] and agent_data.metrics == {"count": [{}, {}]}
 
 
-def test_per_call_a_tool_is_new_each_time(tmp_path):
-    env = build(tools_config_file=counter(tmp_path), tool_lifecycle="call")()
-    (rollout,) = converse(env, [[call("count"), call("count"), ANSWER]], [all_kwargs(create="start")])
-    steps = [step for step, *_ in importlib.import_module("written_tools").log]
-    assert steps == ["create", "execute", "release"] * 2  # and never calc_reward: there is no state to judge
-    assert [turn.observation for turn in rollout.turns] == ["2", "2", None] and rollout.reward is None
-
-
 def test_arguments_of_create_under_one_name(tmp_path):
     """verl 0.6 and later pass `create_kwargs=`, earlier ones each by its name."""
     source = COUNTER.replace("start=0, **kwargs", "create_kwargs=None").replace('kwargs.get("create_kwargs")', "0")
@@ -233,7 +211,7 @@ def test_arguments_of_create_from_the_rows_columns(tmp_path):
     rollouts = converse(env, [[call("count"), ANSWER]] * 2, [{"answer": 3}, own])
     assert [rollout.turns[0].observation for rollout in rollouts] == ["4", "41"]
     prompt = [{"role": "user", "content": "?"}]
-    with pytest.raises(ValueError, match="Row 0: create_kwargs_from of 'count' names the column 'answer'"):
+    with pytest.raises(ValueError, match="Row 0: create_kwargs_from names the column 'answer'"):
         check_dataset(Dataset.from_list([{"prompt": prompt, "other": 3}]), "train_dataset", env)
     check_dataset(Dataset.from_list([{"prompt": prompt, "answer": 3}]), "train_dataset", env)
     check_dataset(Dataset.from_list([{"prompt": prompt, "tool_selection": []}]), "train_dataset", env)
@@ -259,22 +237,14 @@ def test_what_a_create_says_is_read_behind_the_prompt(tmp_path):
 def test_results_and_failures_of_tools(tmp_path):
     """What raises is an error that the model reads; a failed `create` ends its conversation."""
     counter(tmp_path, {"CREATED": "instance_id, None", "RETURNED": "ToolResponse(text=parameters['text']), None"})
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"), max_tool_response_length=6)()
-    first, second = converse(
-        env,
-        [[call("count", by="a"), call("counter"), call("count", more=1), ANSWER], []],
-        [{}, {"tools_kwargs": {"count": {"create_kwargs": {"instance_id": "twice"}}}}],
-    )
-    assert [(turn.error, turn.observation) for turn in first.turns] == [
-        ("tool", first.turns[0].observation),  # arguments reach the tool as they were written
-        ("call", "Error: unknown tool 'counter'. Known tools: count"),
-        ("call", first.turns[2].observation),
-        (None, None),
-    ]
-    assert "unsupported operand" in first.turns[0].observation
-    assert first.turns[2].observation.startswith(
-        "Error: got an unexpected keyword argument 'more'. Usage: count(by: int"
-    )
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
+    calls = [call("count", by="a"), call("counter"), call("count", more=1), ANSWER]
+    twice = {"tools_kwargs": {"count": {"create_kwargs": {"instance_id": "twice"}}}}
+    first, second = converse(env, [calls, []], [{}, twice])
+    assert [turn.error for turn in first.turns] == ["tool", "call", "call", None]
+    assert "unsupported operand" in first.turns[0].observation  # arguments reach the tool as they were written
+    assert first.turns[1].observation == "Error: unknown tool 'counter'. Known tools: count"
+    assert "unexpected keyword argument 'more'. Usage: count(by: int" in first.turns[2].observation
     assert second.stop_reason == StopReason.ENVIRONMENT_ERROR and "multiple values" in str(second.error)
     assert [step for step, *_ in importlib.import_module("written_tools").log].count("release") == 1
 
@@ -325,14 +295,13 @@ def test_a_reward_that_is_no_number_is_told_once(tmp_path, caplog):
     env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
     rollouts = converse(env, [[ANSWER], [ANSWER]], [{}, {}])
     assert [rollout.reward for rollout in rollouts] == [None, None]
-    assert sum("calc_reward of count returned ['a text']" in message for message in caplog.messages) == 1
+    assert sum("count returned the reward ['a text']" in message for message in caplog.messages) == 1
 
 
 def test_a_row_selects_tools(tmp_path):
     counter(tmp_path, NEW)
-    (tmp_path / "written_other.py").write_text(
-        (tmp_path / "written_tools.py").read_text().replace('"name": "count"', '"name": "other"')
-    )
+    other = (tmp_path / "written_tools.py").read_text().replace('"name": "count"', '"name": "other"')
+    (tmp_path / "written_other.py").write_text(other)
     path = write_yaml(tmp_path, "tools: [{class_name: written_tools.Counter}, {class_name: written_other.Counter}]")
     (tmp_path / "written_functions.py").write_text(FUNCTIONS)
     env = build(tools_config_file=path, function_tool_path=str(tmp_path / "written_functions.py"))()
@@ -342,10 +311,7 @@ def test_a_row_selects_tools(tmp_path):
     assert [list(rollout.tools) for rollout in (first, second, third)] == [
         ["other", "double"], ["count"], ["double", "rewarded", "described", "waits", "count", "other"],
     ]  # fmt: skip
-    assert [turn.observation for turn in first.turns[:2]] == [
-        "Error: unknown tool 'count'. Known tools: other, double",
-        "8",
-    ]
+    assert [turn.error for turn in first.turns[:2]] == ["call", None] and first.turns[1].observation == "8"
     made = [step for step, *_ in importlib.import_module("written_tools").log].count("create")
     assert made == 2  # of three conversations two have it
 
@@ -399,31 +365,6 @@ def test_function_tools(tmp_path):
     assert [turn.observation for turn in rollout.turns[:4]] == ["8", "so", "cba", "1234...(truncated)"]
     assert rollout.turns[4].error == "call"  # the types of a function are checked, as those of any other tool
     assert [turn.results[0].reward for turn in rollout.turns[:4]] == [None, 0.25, None, None]
-
-
-def data_from_wheel(version, file, folder):
-    """A file of a release, out of its archive."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    subprocess.run([*command, f"verl=={version}"], check=True)
-    (wheel,) = Path(folder).glob(f"verl-{version}-*.whl")
-    path = folder / f"written_{Path(file).name}"
-    path.write_bytes(zipfile.ZipFile(wheel).read(file))
-    return path
-
-
-@pytest.mark.slow
-def test_verls_function_tool_examples(tmp_path):
-    """The file of the wheel of verl 0.9.1."""
-    source = data_from_wheel("0.9.1", "tests/experimental/agent_loop/function_tool_examples.py", tmp_path)
-    tools = load_integration_tools(settings(function_tool_path=str(source)))
-    env = mt.MultiTurnToolEnv(tools, None, 6, tokenizer=CHATML_TOKENIZER)
-    calls = [call("get_weather", city="Tokyo"), call("calculator", expression="(3+4)*5"),
-             call("fetch_url", url="http://x"), call("calculator", expression="__import__('os')"), ANSWER]  # fmt: skip
-    (rollout,) = env.generate(["?"], Scripted([calls]))["rollouts"]
-    assert [turn.observation for turn in rollout.turns[:3]] == [
-        '{"temperature_c": 17.3, "condition": "drizzle"}', "35", "<stub body for http://x>",
-    ]  # fmt: skip
-    assert rollout.turns[3].observation.startswith("ERROR: unsupported node")
 
 
 # -- interactions --
@@ -480,33 +421,6 @@ def test_an_interaction_answers_turns_without_a_call(tmp_path):
     )
 
 
-def test_a_row_without_arguments_has_no_interaction(tmp_path):
-    env = build(interaction_config_file=interaction(tmp_path))()
-    first, second = converse(env, [["3"], ["7"]], [{}, {"extra_info": {"interaction_kwargs": {"number": 1}}}])
-    assert [turn.reward for turn in first.turns + second.turns] == [None, 1.0]
-    assert [step for step, *_ in importlib.import_module("written_talk").log] == ["start", "generate", "finalize"]
-
-
-def test_arguments_of_an_interaction_from_the_rows_columns(tmp_path):
-    text = "interaction: [{class_name: written_talk.GuessInteraction, interaction_kwargs_from: {number: answer}}]"
-    env = build(interaction_config_file=interaction(tmp_path, text=text))()
-    converse(env, [["7"]] * 2, [{"answer": 3}, {"answer": 3, "interaction_kwargs": {"number": 1, "name": "guess"}}])
-    log = importlib.import_module("written_talk").log
-    begun = [given for step, *given in log if step == "start"]
-    assert sorted(begun, key=str) == [[{"number": 1, "name": "guess"}], [{"number": 3}]]
-    with pytest.raises(ValueError, match="interaction_kwargs_from of 'guess'.*'answer'"):
-        env.environments.by_name[None].check_row({"other": 1})
-
-
-def test_tools_go_before_the_interaction(tmp_path):
-    counter(tmp_path, NEW)
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"), interaction_config_file=interaction(tmp_path))()
-    (rollout,) = converse(env, [[call("count"), "7"]], [{"interaction_kwargs": {"x": 1}}])
-    log = importlib.import_module("written_talk").log
-    assert [step for step, *_ in log] == ["start", "generate", "finalize"] and rollout.turns[0].observation == "1"
-    assert rollout.environment.outcome_rewards == {"count": 0.1, "guess": 0.25} and rollout.reward == 0.35
-
-
 def test_an_interaction_and_a_tool_read_results_of_role_tool(tmp_path):
     """As in verl, also in the format in which the model reads them as the user's."""
     counter(tmp_path, {**NEW, "RETURNED": NEW["RETURNED"].replace("{}", "{'seen': kwargs['agent_data'].messages}")})
@@ -517,124 +431,76 @@ def test_an_interaction_and_a_tool_read_results_of_role_tool(tmp_path):
     begin = [{"role": "user", "content": "How many?"}, {"role": "assistant", "content": calls[0]},
              {"role": "tool", "content": "1"}, {"role": "assistant", "content": calls[1]}]  # fmt: skip
     end = [{"role": "tool", "content": "3"}, {"role": "assistant", "content": "7"}]
-    assert importlib.import_module("written_talk").log[1][2] == begin + end
+    log = importlib.import_module("written_talk").log
+    assert [step for step, *_ in log] == ["start", "generate", "finalize"] and log[1][2] == begin + end
+    assert rollout.environment.outcome_rewards == {"count": 0.3, "guess": 0.25} and rollout.reward == 0.55
     seen = [metrics["seen"] for metrics in rollout.environment.agent_data.metrics["count"]]
     assert seen == [begin[:2], begin]
 
 
-@pytest.mark.parametrize(
-    "old, new, error",
-    [
-        ('said == "7", "No', '1, said == "7", "No', "gave \\(1, False"),
-        ("float(said", "float(1 / 0 + said", "division by zero"),
-    ],
-)
-def test_an_interaction_that_fails_ends_its_conversation(tmp_path, old, new, error):
-    env = build(interaction_config_file=interaction(tmp_path, INTERACTION.replace(old, new)))()
-    (rollout,) = converse(env, [["3"]], [{"interaction_kwargs": {"x": 1}}])
-    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
-    with pytest.raises(EnvironmentFailure, match=error):
-        raise rollout.error
+def test_an_interaction_that_fails_ends_its_conversation(tmp_path):
+    source = INTERACTION.replace("float(said", "float(1 / 0 + said")
+    env = build(interaction_config_file=interaction(tmp_path, source))()
+    first, without = converse(env, [["3"], ["3"]], [{"interaction_kwargs": {"x": 1}}, {}])
+    assert first.stop_reason == StopReason.ENVIRONMENT_ERROR and "division by zero" in str(first.error)
     assert importlib.import_module("written_talk").log[-1] == ("finalize", "own")
+    assert without.turns[0].reward is None  # a row without arguments has no interaction
 
 
 @pytest.mark.contract("GSM8K tool and interaction")
 @pytest.mark.parametrize("unmodified", [True, False])
 def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
-    """verl's own file beside its YAML, and what is built in."""
+    """verl's own file next to its YAML, and what is built in."""
     config = data_file("plugins/verl/gsm8k_interaction_config.yaml")
     if not unmodified:
-        (tmp_path / "talk.yaml").write_text(config.read_text())
-        config = tmp_path / "talk.yaml"
+        config = shutil.copy(config, tmp_path)
     env = build(interaction_config_file=str(config))()
     kwargs = {"name": "gsm8k", "query": "How many?", "ground_truth": "72"}
     (rollout,) = converse(env, [["#### 71", "So #### 72"]], [{"extra_info": {"interaction_kwargs": kwargs}}])
     wrong = "Your response is incorrect! You need to reflect on your answer and try again."
     assert [turn.observation for turn in rollout.turns] == [wrong, None]
     assert [turn.reward for turn in rollout.turns] == [0.0, 1.0] and rollout.reward == 1.0
-    assert rollout.environment.agent_data.turn_scores == [0.0, 1.0]  # what tools and rewards of verl read
-    (found,) = env.environments.by_name[None].interactions.values()
-    assert type(found).__module__ == ("verl.interactions.gsm8k_interaction" if unmodified else BUILT_IN)
-    assert vars(found).get("_instance_dict", getattr(found, "states", None)) == {}
+    assert rollout.environment.agent_data.turn_scores == [0.0, 1.0]
+    (talk,) = env.environments.by_name[None].interactions.values()
+    assert type(talk).__module__ == ("verl.interactions.gsm8k_interaction" if unmodified else BUILT_IN)
+    assert talk._instance_dict == {}
 
 
 # -- what bad input gets, before a model is loaded --
 
 
-def test_a_tool_without_a_schema_is_refused(tmp_path):
-    """A class that keeps none, and a function whose schema is none."""
-    text = "tools: [{class_name: bare.Bare, tool_schema: {type: function, function: {name: f, description: x}}}]"
-    path = counter(tmp_path, NEW, text)
-    names = ("create", "execute", "calc_reward", "release")
-    steps = [f"    async def {name}(self, *args):\n        pass\n" for name in names]
-    begin = "class Bare:\n    def __init__(self, config, tool_schema):\n        pass\n"
-    (tmp_path / "bare.py").write_text(begin + "".join(steps))
-    with pytest.raises(ValueError, match="Bare has no tool_schema"):
-        build(tools_config_file=path)
-    (tmp_path / "five.py").write_text(
-        "from verl.tools.function_tool import function_tool\n\n\n@function_tool(schema=5)\ndef f(a: int):\n    pass\n"
-    )
-    with pytest.raises(ValueError, match="@function_tool f: schema is 5"):
-        load_integration_tools(settings(function_tool_path=str(tmp_path / "five.py")))
-
-
 BAD_YAML = {
-    "no list": ("x: 1", "has no list `tools:`"),
-    "an object": ("tools: [!!python/object/apply:os.getcwd []]", "could not determine a constructor"),
-    "an interpolation": ("tools: ${oc.env:X}", "pip install omegaconf"),
-    "no class": ("tools: [{config: {}}]", "expected a mapping with class_name"),
-    "no module": ("tools: [{class_name: not_there.Tool}]", "cannot be imported: ModuleNotFoundError"),
-    "no name": ("tools: [{class_name: written_tools.Missing}]", "names None, expected a class"),
-    "no tool": ("tools: [{class_name: pathlib.Path}]", "has no `async def create`"),
-    "an unknown key": (
-        "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]",
-        "has the unknown key 'create_kwarg_from'",
-    ),
-    "no config": ("tools: [{class_name: written_tools.Counter, config: [1]}]", "config of .* is not a mapping"),
-    "two of one name": (
-        "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]", "are called 'count'"
-    ),
-    "mcp": ("tools: [{class_name: written_tools.Counter, config: {type: mcp}}]", "mcp_servers_config_path"),
-    "columns that are none": (
-        "tools: [{class_name: written_tools.Counter, create_kwargs_from: [start]}]", "create_kwargs_from is"
-    ),
-    "a schema that is none": (
-        "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]", "created: ValidationError"
-    ),
-}  # fmt: skip
+    "x: 1": "KeyError: 'tools'",
+    "tools: [{config: {}}]": "KeyError: 'class_name'",
+    "tools: []": "no entry",
+    "tools: [{class_name: a.B}]\ntools: [{class_name: a.C}]": "'tools' is set on line 1 and again on line 2",
+    "tools: [{class_name: not_there.Tool}]": "No module named 'not_there'",
+    "tools: [{class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool}]": "No module named 'verl.tools.sandbox",
+    "tools: [{class_name: written_tools.Missing}]": "no attribute 'Missing'",
+    "tools: [{class_name: pathlib.Path}]": "'pathlib.Path' of .* no attribute 'tool_schema'",
+    "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]": "argument 'create_kwarg_from'",
+    "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]": "function: Field required",
+    "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]": "are called 'count'",
+}
 
 
-@pytest.mark.parametrize("name", BAD_YAML)
-def test_a_bad_yaml_is_refused(tmp_path, name):
-    text, message = BAD_YAML[name]
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("text", BAD_YAML)
+def test_a_bad_yaml_is_rejected(tmp_path, text):
+    with pytest.raises(ValueError, match=f"^tools_config_file: .*{BAD_YAML[text]}"):
         build(tools_config_file=counter(tmp_path, NEW, text))
 
 
-@pytest.mark.parametrize("key, text, message", [
-    ("tools_config_file", b"tools:\n  - class_name: caf\xe9.Tool\n", "is not UTF-8 text"),
-    ("interaction_config_file", b"interaction: []\nother: 1\ninteraction: []\n", "'interaction' is set on line 1 and"),
-])  # fmt: skip
-def test_a_yaml_in_latin_1_or_with_a_key_twice(tmp_path, key, text, message):
-    (tmp_path / "config.yaml").write_bytes(text)
-    with pytest.raises(ValueError, match=f"^{key}: .*{message}"):
-        build(**{key: str(tmp_path / "config.yaml")})()
-
-
 BAD_KEYS = {
-    "no file": (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' is not a file"),
-    "a lifecycle": (dict(tools_config_file="@", tool_lifecycle="turn"), "expected trajectory or call"),
-    "a lifecycle of nothing": (dict(tools_script="x.py", tool_lifecycle="call"), "no effect without"),
+    "no file": (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' cannot be read"),
     "a side": (dict(tools_config_file="@", tool_response_truncate_side="top"), "expected one of left, middle, right"),
     "another environment": (dict(tools_config_file="@", environment="@:Other"), "another one"),
     "a game": (dict(tools_config_file="@", environment="gym"), "no effect without"),
     "functions that are none": (dict(function_tool_path="@"), "declares no tool"),
-    "functions of a game": (dict(function_tool_path="@", environment="gym"), "no effect without"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_KEYS)
-def test_bad_keys_are_refused(tmp_path, name):
+def test_bad_keys_are_rejected(tmp_path, name):
     keys, message = BAD_KEYS[name]
     path, python = counter(tmp_path, NEW), tmp_path / "written_env.py"
     python.write_text("class Other:\n    def reset(self, **row):\n        pass\n")
@@ -647,14 +513,13 @@ def test_bad_keys_are_refused(tmp_path, name):
 BAD_ROWS = {
     "an unknown tool": ({"tools_kwargs": {"other": {}}}, "names the unknown tool 'other'. Known tools: count"),
     "an unknown step": ({"tools_kwargs": {"count": {"make_kwargs": {}}}}, "has \\['make_kwargs'\\]"),
-    "a selection that is none": ({"tool_selection": "count"}, "tool_selection is str, expected a list"),
+    "an unknown selection": ({"tool_selection": ["count", "other"]}, "names the unknown tool 'other'"),
     "an unknown interaction": ({"interaction_kwargs": {"name": "x"}}, "name='x', expected one of guess"),
-    "arguments that are none": ({"tools_kwargs": ["count"]}, "tools_kwargs is list, expected a dict"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_bad_rows_are_refused(tmp_path, name):
+def test_bad_rows_are_rejected(tmp_path, name):
     row, message = BAD_ROWS[name]
     env = build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=interaction(tmp_path))()
     prompt = [{"role": "user", "content": "?"}]
@@ -664,44 +529,24 @@ def test_bad_rows_are_refused(tmp_path, name):
     check_dataset(Dataset.from_list([{**good, **all_kwargs(create="start")}]), "train_dataset", env)
 
 
-def test_rows_of_a_table(tmp_path):
-    """A table has None where a row lacks what another one has."""
-    env = build(tools_config_file=counter(tmp_path, NEW))()
-    kwargs = ({"start": 5}, {"other": 1})
-    table = Dataset.from_list([{"tools_kwargs": {"count": {"create_kwargs": each}}} for each in kwargs])
-    assert table[1]["tools_kwargs"]["count"]["create_kwargs"] == {"start": None, "other": 1}
-    rollouts = converse(env, [[call("count"), ANSWER]] * 2, list(table))
-    assert [rollout.turns[0].observation for rollout in rollouts] == ["6", "1"]
-
-
 def test_a_null_that_a_row_of_json_says_is_an_argument(tmp_path):
-    """Of tools and of the interaction. A tool, or a step of one, whose arguments are null has none."""
+    """Of tools and of the interaction. A table's null, where another row has the key, is none."""
     own = {"create_kwargs": {"start": 5, "of": {"x": None}}, "execute_kwargs": {"z": None}, "release_kwargs": None}
-    rows = [
-        {"tools_kwargs": {"count": own}, "interaction_kwargs": {"number": 7, "name": None}},
-        {"extra_info": {"tools_kwargs": {"count": None}, "interaction_kwargs": {"other": None}}},
-    ]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row | {"prompt": "?"}) + "\n" for row in rows))
-    data = load_rows(str(tmp_path / "rows.jsonl"), "train")
+    rows = [{"prompt": "?", "tools_kwargs": {"count": own}, "interaction_kwargs": {"number": 7, "name": None}},
+            {"prompt": "?", "extra_info": {"tools_kwargs": {"count": None}}}]  # fmt: skip
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = Dataset.from_list(
+        [{"tools_kwargs": {"count": {"create_kwargs": each}}} for each in ({"start": 2}, {"y": 2})]
+    )
+    data = [*load_rows(str(tmp_path / "rows.jsonl"), "train"), table[1]]
     env = build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=interaction(tmp_path))()
-    check_dataset(data, "train_dataset", env)
-    rollouts = converse(env, [[call("count"), "7"]] * 2, list(data))
+    rollouts = converse(env, [[call("count"), "7"]] * 3, data)
     log, talk = (importlib.import_module(name).log for name in ("written_tools", "written_talk"))
-    first, second = ({"agent_data": rollout.environment.agent_data} for rollout in rollouts)
-
-    def entries(kind):
-        return sorted((entry for entry in [*log, *talk] if entry[0] == kind), key=lambda entry: -len(entry[-1]))
-
-    assert entries("create") == [("create", 5, {"start": 5, "of": {"x": None}}), ("create", 0, {})]
-    assert entries("execute") == [("execute", {}, {"z": None, **first}), ("execute", {}, second)]
-    assert entries("start") == [("start", {"number": 7, "name": None}), ("start", {"other": None})]
-
-
-def test_a_function_tool_that_takes_args_is_refused(tmp_path):
-    source = FUNCTIONS.replace("def double(x: int) -> dict:", "def double(*x: int):")
-    (tmp_path / "written_functions.py").write_text(source)
-    with pytest.raises(ValueError, match="double takes \\*args"):
-        load_integration_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
+    assert sorted((kwargs for step, *_, kwargs in log if step == "create"), key=str) == [
+        {"start": 5, "of": {"x": None}}, {"y": 2}, {},
+    ]  # fmt: skip
+    assert ("execute", {}, {"z": None, "agent_data": rollouts[0].environment.agent_data}) in log
+    assert talk[0] == ("start", {"number": 7, "name": None})
 
 
 def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
@@ -716,59 +561,35 @@ def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
     assert rollout.turns[0].observation == "1"
 
 
-def test_rows_select_function_tools_without_a_yaml(tmp_path):
-    (tmp_path / "written_functions.py").write_text(FUNCTIONS)
-    env = build(function_tool_path=str(tmp_path / "written_functions.py"))()
-    rows = [{"tool_selection": ["double"]}, {"tools_kwargs": {"waits": {}}}]
-    first, second = converse(env, [[call("waits", text="a"), ANSWER], [call("waits", text="a"), ANSWER]], rows)
-    assert [rollout.turns[0].error for rollout in (first, second)] == ["call", None]
-    # Nobody gives a reward, but what functions return.
-    assert not hasattr(first.environment, "get_reward") and not hasattr(first.environment, "respond")
-    with pytest.raises(ValueError, match="Row 1: The row names the unknown tool 'triple'"):
-        prompt = [{"role": "user", "content": "?"}]
-        rows = [{"prompt": prompt, "tool_selection": [name]} for name in ("double", "triple")]
-        check_dataset(Dataset.from_list(rows), "train_dataset", env)
-
-
-@pytest.mark.parametrize("lifecycle", ["trajectory", "call"])
-def test_a_create_that_is_given_up_is_released(tmp_path, lifecycle):
+def test_a_create_that_is_abandoned_is_released(tmp_path):
     counter(tmp_path, NEW)
     rewrite(
-        tmp_path,
-        "        return instance_id, ToolResponse()",
-        "        import asyncio\n        await asyncio.sleep(3600)",
+        tmp_path, "        return instance_id, ToolResponse()", "        import asyncio; await asyncio.sleep(3600)"
     )
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"), tool_lifecycle=lifecycle)(
-        tool_timeout=0.5, environment_timeout=0.5
-    )
-    (rollout,) = converse(env, [[call("count"), ANSWER]], [{}])
-    failed = rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
-    assert failed if lifecycle == "trajectory" else rollout.turns[0].error == "timeout"
+    env = build(tools_config_file=str(tmp_path / "tools.yaml"))(environment_timeout=0.5)
+    (rollout,) = converse(env, [[ANSWER]], [{}])
+    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
     log = importlib.import_module("written_tools").log
-    for _ in range(100):
-        if log[-1][0] == "release":
-            break
+    while log[-1][0] != "release":
         time.sleep(0.05)
     assert [step for step, *_ in log] == ["create", "release"]
 
 
-def test_names_that_clash_are_refused(tmp_path):
+def test_names_that_clash_are_rejected(tmp_path):
     talk = interaction(tmp_path, text="interaction: [{class_name: written_talk.GuessInteraction, name: count}]")
-    with pytest.raises(ValueError, match="A tool and an interaction are both called 'count'"):
+    with pytest.raises(ValueError, match="A tool is called 'count'"):
         build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=talk)
-    counter(tmp_path, NEW)
     rewrite(tmp_path, '"name": "count"', '"name": "agent_data"')
     del sys.modules["written_tools"]
-    with pytest.raises(ValueError, match="'agent_data', which is a name of the trainer's"):
+    with pytest.raises(ValueError, match="A tool is called 'agent_data'"):
         build(tools_config_file=str(tmp_path / "tools.yaml"))
 
 
-def test_numbers_and_dates_of_a_yaml(tmp_path):
-    """As OmegaConf reads them."""
-    text = "tools: [{class_name: written_tools.Counter, config: {a: 1e-4, b: 2024-01-01, c: 7, d: 1.5, e: true}}]"
-    env = build(tools_config_file=counter(tmp_path, NEW, text))()
-    (tool,) = env.environments.by_name[None].verl_tools.values()
-    assert tool.config == {"a": 1e-4, "b": "2024-01-01", "c": 7, "d": 1.5, "e": True}
+def test_a_number_with_an_exponent(tmp_path):
+    """As OmegaConf reads it."""
+    text = "tools: [{class_name: written_tools.Counter, config: {a: 1e-4, b: 1.5, c: 7}}]"
+    (tool,) = load_tools_config(counter(tmp_path, NEW, text)).values()
+    assert tool.config == {"a": 1e-4, "b": 1.5, "c": 7}
 
 
 @pytest.mark.parametrize(
@@ -822,39 +643,8 @@ def test_images_of_a_tool_by_yaml(tmp_path):
     assert seen.messages[0]["content"] == begin
 
 
-def test_images_of_a_function_tool(tmp_path):
-    source = (
-        DRAWS
-        + """
-from verl.tools.function_tool import function_tool
-from verl.tools.schemas import ToolResponse
-
-@function_tool
-def draw(seed: int):
-    '''Draws.
-
-    Args:
-        seed: Any.
-    '''
-    return ToolResponse(image=[drawn(seed)]), 0.25
-"""
-    )
-    (tmp_path / "written_functions.py").write_text(source)
-    tools = load_integration_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
-    env = mt.MultiTurnToolEnv(tools, None, 4, tokenizer=CHATML_TOKENIZER)
-    refused = env.generate(["?"], Scripted([[call("draw", seed=3), ANSWER]]))["rollouts"][0].turns[0]
-    assert refused.error == "tool"
-    assert refused.observation == "Error: the tool returned an image, and this run's model reads text alone"
-    rollout, tokenizer = with_vision(env, tmp_path, [call("draw", seed=3), ANSWER], {})
-    picture = tokenizer.pictures.read(vision_model.picture(3), "")
-    assert pictures_in(rollout.completion_ids) == [picture] and rollout.turns[0].results[0].reward == 0.25
-
-
-@pytest.mark.parametrize("media", ["video=[1]", "image=[drawn(1)], video=[1]"])
-def test_videos_of_a_tool_are_refused(tmp_path, media):
-    counter(tmp_path, {**NEW, "RETURNED": f"ToolResponse(text='x', {media})"})
-    (tmp_path / "written_tools.py").write_text(DRAWS + (tmp_path / "written_tools.py").read_text())
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
+def test_a_video_of_a_tool_is_an_error(tmp_path):
+    env = build(tools_config_file=counter(tmp_path, {**NEW, "RETURNED": "ToolResponse(text='x', video=[1])"}))()
     rollout, _ = with_vision(env, tmp_path, [call("count"), ANSWER], {})
     assert rollout.turns[0].observation.startswith("Error: the tool returned a video")
 
@@ -917,11 +707,8 @@ def test_the_search_server_speaks_search_r1s_protocol(search_server):
     (plain,) = asked(search_server, queries=["Norman conquest of England"], topk=1).json()["result"]
     assert plain == [first["document"]]
     assert len(asked(search_server, queries=["Normans"]).json()["result"][0]) == 3
-    for wrong in (dict(), dict(queries="x"), dict(queries=[1]), dict(queries=["x"], topk=0),
-                  dict(queries=["x"], topk=101), dict(queries=["x"] * 257)):  # fmt: skip
-        response = asked(search_server, **wrong)
-        assert response.status_code == 400 and "expected" in response.json()["error"]
-    assert requests.post(search_server, data=b"{", timeout=30).status_code == 400
+    for wrong in (dict(), dict(queries=[1]), dict(queries=["x"], topk=0), dict(queries=["x"] * 257)):
+        assert asked(search_server, **wrong).status_code == 400
     assert requests.post(search_server, data=b" " * (2**20 + 1), timeout=30).status_code == 413
     assert requests.get(search_server.replace("/retrieve", "/health"), timeout=30).status_code == 200
 
@@ -933,17 +720,21 @@ def test_the_search_server_says_what_is_missing(tmp_path):
 
 
 class Ray(types.ModuleType):
-    """What verl's search tool needs of ray: actors whose methods run in threads."""
+    """What verl's tools need of ray: actors whose methods run in threads."""
 
-    class Handle:
-        def __init__(self, cls, args, kwargs, workers):
-            self.made, self.pool = cls(*args, **kwargs), ThreadPoolExecutor(workers)
+    class Actor:
+        def __init__(self, cls):
+            self.cls, self.options = cls, lambda **kwargs: self
 
-        def __getattr__(self, name):
-            def remote(*args, **kwargs):
-                return Ray.Result(self.pool.submit(getattr(self.made, name), *args, **kwargs))
+        def remote(self, *args, **kwargs):
+            made, pool = self.cls(*args, **kwargs), ThreadPoolExecutor(8)
 
-            return types.SimpleNamespace(remote=remote)
+            class Handle:
+                def __getattr__(self, name):
+                    submit = functools.partial(pool.submit, getattr(made, name))
+                    return types.SimpleNamespace(remote=lambda *args, **kwargs: Ray.Result(submit(*args, **kwargs)))
+
+            return Handle()
 
     class Result:
         def __init__(self, future):
@@ -951,16 +742,6 @@ class Ray(types.ModuleType):
 
         def __await__(self):
             return asyncio.wrap_future(self.future).__await__()
-
-    class Actor:
-        def __init__(self, cls, workers=8):
-            self.cls, self.workers = cls, workers
-
-        def options(self, max_concurrency=8, **kwargs):
-            return Ray.Actor(self.cls, max_concurrency)
-
-        def remote(self, *args, **kwargs):
-            return Ray.Handle(self.cls, args, kwargs, self.workers)
 
     @staticmethod
     def remote(*args, **kwargs):
@@ -1000,314 +781,80 @@ def test_the_search_tool_against_the_server(search_server, tmp_path, monkeypatch
     assert rollout.environment.agent_data.metrics["search"][0]["total_results"] == 3
 
 
-def test_a_search_asks_for_as_many_passages_and_at_the_same_time_as_its_config_says(search_server):
-    config = {"retrieval_service_url": search_server, "topk": 1, "rate_limit": 2}
-    tool = SearchTool(config, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK))
-    asked(search_server, queries=["up"])
-
-    async def story():
-        response, reward, metrics = await tool.execute("a", {"query_list": ["Norman conquest of England"]})
-        assert metrics["total_results"] == 1 and "Doc 1 (" in response.text and "Doc 2 (" not in response.text
-        async with tool.slots, tool.slots:  # two requests wait for their answers
-            third = asyncio.ensure_future(tool.execute("b", {"query_list": ["Normans"]}))
-            await asyncio.sleep(0)
-            assert tool.slots.locked() and not third.done()
-        assert (await third)[2]["status"] == "success"
-
-    asyncio.run(story())
+REFUSED, BUSY = requests.ConnectionError("refused"), (503, b"")
 
 
-def test_a_search_service_that_fails(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("answers, text, status", [
+    ([REFUSED, BUSY, (200, b'{"result": [[]]}')], "No search results found.", "no_results"),
+    ([(404, b"")], "Search error: http://x: HTTPError: 404", "api_error"),
+    ([(200, b"<html>")], "Search error: http://x: JSONDecodeError", "api_error"),
+    ([(200, b'{"found": []}')], "Search error: http://x: KeyError: 'result'", "api_error"),
+    ([BUSY] * 10, "Search error: http://x: HTTPError: 503", "api_error"),
+])  # fmt: skip
+def test_a_search_service_that_fails(monkeypatch, caplog, answers, text, status):
     """A busy one is asked ten times; another error, or an answer of another form, ends it."""
-    monkeypatch.setattr("mt_grpo.base.errors._told", set())
-    answers, slept = [], []
+    answers, slept = list(answers), []
     monkeypatch.setattr(verl_search.time, "sleep", slept.append)
 
-    def post(url, **kwargs):
-        answer = answers.pop(0)
+    def post(url, json, timeout):
+        response, answer = requests.Response(), answers.pop(0)
         if isinstance(answer, Exception):
             raise answer
-        response = requests.Response()
         response.status_code, response._content = answer
         return response
 
     monkeypatch.setattr(requests, "post", post)
-    search = verl_search.perform_single_search_batch
-    answers[:] = [requests.ConnectionError("refused"), (503, b""), (200, b'{"result": [[]]}')]
-    text, metrics = search("http://x", ["q"])
-    assert (text, metrics["status"], slept) == ('{"result": "No search results found."}', "no_results", [1, 2])
-    answers[:] = [(404, b"")]
-    text, metrics = search("http://x", ["q"])
-    assert "404" in text and (metrics["status"], answers) == ("api_error", [])
-    assert "A search failed, and the model reads the error" in caplog.text
-    answers[:] = [(200, b"<html>")]
-    assert "JSON" in search("http://x", ["q"])[1]["api_request_error"]
-    answers[:] = [(200, b'{"found": []}')]
-    text, metrics = search("http://x", ["q"])
-    assert (text, metrics["status"]) == (
-        '{"result": "Search error: the answer of http://x is not Search-R1\'s."}', "processing_error",
-    )  # fmt: skip
-    answers[:] = [(503, b"")] * 10
-    assert "10 attempts" in search("http://x", ["q"])[0] and answers == []
+    num_answers = len(answers)
+    result, metrics = verl_search.perform_single_search_batch("http://x", ["q"])
+    assert json.loads(result)["result"].startswith(text) and metrics["status"] == status
+    assert slept == list(range(1, num_answers)) and answers == []
+    assert (status == "api_error") == ("A search failed, and the model reads the error" in caplog.text)
 
 
-# -- tools behind MCP servers, with a class that asks them as verl's own does --
-
-OWN_MCP = """
-from fastmcp.exceptions import ClientError
-from verl.tools.base_tool import BaseTool
-from verl.tools.schemas import ToolResponse
-from verl.tools.utils.mcp_clients.McpClientManager import ClientManager
-
-
-class MCPBaseTool(BaseTool):
-    async def _call_tool(self, instance_id, parameters):
-        return self._parse_tool_result(await ClientManager.call_tool(self.name, parameters))
-
-    async def execute(self, instance_id, parameters, **kwargs):
-        text, metrics = await self._call_tool(instance_id, parameters)
-        return ToolResponse(text=text), 0.25, metrics
-
-    def _parse_tool_result(self, content):
-        return "own: " + content[0].text, {"parts": len(content)}
-"""
-OF_MCP = "tools: [{class_name: verl.tools.mcp_base_tool.MCPBaseTool, config: {type: mcp}, mcp: %s}]"
-
-
-class EchoServer:
-    """Stands for a server that runs: it says what it was asked."""
-
-    name = "echoes"
-
-    async def call(self, tool, arguments):
-        parts = [types.SimpleNamespace(type="text", text=f"{tool} {arguments}")]
-        return types.SimpleNamespace(content=parts, structured_content=None, is_error="bad" in arguments)
-
-
-@pytest.fixture
-def own_mcp_tool(tmp_path, monkeypatch):
-    """A YAML of a server's tool `echo`, and verl's class beside it."""
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "bad": {"type": "integer"}}}
-    tool = types.SimpleNamespace(name="echo", description="Echoes.", input_schema=schema)
-    monkeypatch.setattr("mt_grpo.integrations.mcp.tools.start_servers", lambda *given: [(EchoServer(), [tool])])
-    return write_yaml(tmp_path, OF_MCP % "{mcp_servers_config_path: x.json}", OWN_MCP, "mcp_base_tool")
-
-
-def give_mcp_client(monkeypatch):
-    """What verl's own class imports, with no server behind it."""
-    clients = "verl.tools.utils.mcp_clients"
-    for name in ("fastmcp", "fastmcp.exceptions", clients, f"{clients}.McpClientManager"):
-        module = types.ModuleType(name)
-        module.ClientError, module.ClientManager = RuntimeError, None
-        monkeypatch.setitem(sys.modules, name, module)
-
-
-def test_verls_own_mcp_tool_asks_the_servers_of_its_entry(own_mcp_tool, monkeypatch):
-    """Its `ClientManager` would know none of them."""
-    give_mcp_client(monkeypatch)
-    env = build(tools_config_file=own_mcp_tool)()
-    (rollout,) = converse(env, [[call("echo", a=1), call("echo", bad=1), ANSWER]], [{}])
-    good, bad, _ = rollout.turns
-    assert (good.observation, good.results[0].reward) == ("own: echo {'a': 1}", 0.25)
-    assert bad.error == "tool" and bad.observation == "Error: echo {'bad': 1}"  # which its class does not read
-    assert rollout.environment.agent_data.metrics == {"echo": [{"parts": 1}]}
-
-
-def test_what_is_built_in_stands_for_verls_own_mcp_tool_without_its_client(own_mcp_tool, caplog):
-    env = build(tools_config_file=own_mcp_tool)()
-    (rollout,) = converse(env, [[call("echo", a=1), call("echo", bad=1), ANSWER]], [{}])
-    assert rollout.turns[0].observation == "echo {'a': 1}"
-    assert rollout.turns[1].error == "tool" and rollout.turns[1].observation == "Error: echo {'bad': 1}"
-    assert sum("needs fastmcp" in message for message in caplog.messages) == 1
-
-
-def test_what_is_no_text_of_a_servers_result_is_named():
-    image, told = types.SimpleNamespace(type="image", data="eA=="), types.SimpleNamespace(type="text", text="a dot")
-
-    class Answers:
-        async def call(self, tool, arguments):
-            return arguments["result"]
-
-    tool = mcp.MCPBaseTool({}, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK))
-    tool.server = Answers()
-    for content, structured, expected in [
-        ([told, image], None, "a dot [image: not shown]"), ([], {"sum": 7}, '{"sum": 7}'), ([], None, "")
-    ]:  # fmt: skip
-        result = types.SimpleNamespace(content=content, structured_content=structured, is_error=False)
-        answer, reward, metrics = asyncio.run(tool.execute("1", {"result": result}))
-        assert (answer.text, reward, metrics) == (expected, 0.0, {})
-
-
-def test_a_tool_that_lacks_a_package_of_its_own_is_refused(tmp_path):
-    path = counter(tmp_path, NEW)
-    rewrite(tmp_path, "log = []", "import fastmcp_not_there")
-    with pytest.raises(ValueError, match="cannot be imported: ModuleNotFoundError: No module named 'fastmcp_not_"):
-        build(tools_config_file=path)
-
-
-# -- what subclasses of verl's own classes rely on --
-
-
-def test_the_gsm8k_tool_keeps_verls_state_for_subclasses():
-    class Strict(Gsm8kTool):
-        async def calc_reward(self, instance_id, **kwargs):
-            state = self._instance_dict[instance_id]
-            return 1.0 if state["response"] == f"#### {state['ground_truth']}" else 0.0
-
-    async def story():
-        tool = Strict({}, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK))
-        own_id, response = await tool.create(ground_truth="72")
-        assert len(own_id) == 36 and response.text is None
-        assert tool._instance_dict == {own_id: {"response": "", "ground_truth": "72", "reward": 0.0}}
-        assert await tool.create("mine", create_kwargs={"ground_truth": "5"}) == ("mine", ToolResponse())
-        assert tool._instance_dict["mine"]["ground_truth"] == "5"
-        response, reward, metrics = await tool.execute(own_id, {"answer": 72})
-        assert (response.text, reward, metrics) == ("Current parsed answer='72' reward=1.0", 0.0, {})
-        assert tool._instance_dict[own_id] == {"response": "#### 72", "ground_truth": "72", "reward": 1.0}
-        again, reward, _ = await tool.execute(own_id, {"answer": "#### 72"})  # right again, with its mark: no better
-        assert (again.text, reward) == ("Current parsed answer='#### 72' reward=1.0", -0.05)
-        assert tool._instance_dict[own_id]["response"] == "#### 72"
-        assert (await tool.execute(own_id, {}))[0].text == "Current parsed answer='' reward=0.0"
-        await tool.release(own_id)
-        assert list(tool._instance_dict) == ["mine"]
-        with pytest.raises(KeyError):
-            await tool.release(own_id)
-
-    asyncio.run(story())
-
-
-SCHEMA_OF_CHECK = {"type": "function", "function": {"name": "check", "description": "Checks it.", "parameters": {
-    "type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]}}}  # fmt: skip
-
-
-def test_the_gsm8k_interaction_keeps_verls_state_for_subclasses(caplog):
-    async def story():
-        interaction = Gsm8kInteraction({"name": "mine"})
-        assert (interaction.name, Gsm8kInteraction({}).name) == ("mine", "interaction_agent")
-        assert await interaction.start_interaction("a", ground_truth="42") == "a"
-        assert interaction._instance_dict == {"a": {"response": "", "ground_truth": "42", "reward": 0.0}}
-        said = [{"role": "assistant", "content": text} for text in ("#### 7", "#### 42")]
-        said.insert(1, {"role": "user"})
-        assert (await interaction.generate_response("a", said))[::2] == (True, 1.0)
-        assert interaction._instance_dict["a"]["response"] == "#### 42"
-        asked = {"role": "user", "content": "#### 42"}
-        for messages, kept in (([], ""), ([asked], ""), ([{"role": "assistant"}], None)):
-            over, text, score, info = await interaction.generate_response("a", messages)
-            assert (over, score, info, text[:26]) == (False, 0.0, {}, "Your response is incorrect")
-            assert interaction._instance_dict["a"]["response"] == kept
-        await interaction.finalize_interaction("a", further="ignored")
-        with pytest.raises(KeyError):
-            await interaction.finalize_interaction("a")
-        own_id = await interaction.start_interaction()  # a subclass may find the truth later
-        assert len(own_id) == 36 and interaction._instance_dict[own_id]["ground_truth"] is None
-        assert (await interaction.generate_response(own_id, said))[2] == 0.0
-        assert (await BaseInteraction({}).generate_response("a", [])) == (
-            False, "Your current result seems acceptable.", 0.8, {}
-        )  # fmt: skip
-
-    verl_paths.install()
-    warn_of_no_truth.cache_clear()
-    asyncio.run(story())
+def test_scores_of_gsm8k(caplog):
+    """A number of a JSON row is as good as its text; without one all answers are wrong, which is told once."""
+    truths = [
+        ("#### 72", 72),
+        ("#### 72", "72"),
+        ("#### 0.5", 0.5),
+        ("#### 7", 72),
+        (None, "72"),
+        ("", None),
+        ("", None),
+    ]
+    states = [{"response": said, "ground_truth": truth} for said, truth in truths]
+    assert [score_of(state, "strict") for state in states] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     assert ["There is no ground_truth" in text for text in caplog.messages] == [True]
 
 
-def test_a_score_that_a_plugin_replaces_is_the_one_that_counts(monkeypatch):
-    """verl looks `compute_score` up in its module at each call, with these arguments."""
-    verl_paths.install()
-    import verl.utils.reward_score.gsm8k as gsm8k
-
-    asked = []
-    monkeypatch.setattr(gsm8k, "compute_score", lambda *args, **kwargs: asked.append((args, kwargs)) or 0.25)
-
-    async def story():
-        tool, interaction = Gsm8kTool({}, OpenAIFunctionToolSchema(**SCHEMA_OF_CHECK)), Gsm8kInteraction({})
-        await tool.create("a", ground_truth="42")
-        await interaction.start_interaction("b", ground_truth="42")
-        interaction._instance_dict["b"]["response"] = "#### 24"
-        assert (await tool.execute("a", {"answer": "7"}))[0].text.endswith("reward=0.25")
-        assert await interaction.calculate_score("b", further=1) == 0.25
-
-    asyncio.run(story())
-    monkeypatch.undo()
-    numbers = [
-        (72, "#### 72", 1.0),
-        (72.0, "#### 72", 1.0),
-        (0.5, "#### 0.5", 1.0),
-        (72, "#### 7", 0.0),
-    ]  # of a JSON row
-    assert [score_of(said, truth, "strict") for truth, said, _ in numbers] == [score for *_, score in numbers]
-    weights = {"format_score": 0.0, "score": 1.0}
-    assert asked == [(("#### 7", "42"), {"method": "flexible", **weights}),
-                     (("#### 24", "42"), {"method": "strict", **weights})]  # fmt: skip
-
-
-def test_an_interaction_without_a_response_of_its_own_is_refused(tmp_path):
-    config = tmp_path / "interaction.yaml"
-    (tmp_path / "silent_one.py").write_text(
-        "from verl.interactions.base import BaseInteraction\nclass Silent(BaseInteraction):\n    pass\n"
-    )
-    config.write_text(f"interaction:\n  - class_name: {tmp_path}/silent_one.py:Silent\n    config: {{}}\n")
-    with pytest.raises(ValueError, match="Silent has no generate_response of its own"):
-        load_interactions(str(config))
-
-
-def test_scores_of_searches_by_hand():
-    scores = verl_paths.MODULES["verl.utils.reward_score.search_r1_like_qa_em"]
-    exact, within, target = scores["compute_score"], scores["compute_score_subem"], {"target": ["Paris", "the city"]}
-    for text, right, inside in (
-        ("<answer>Rome</answer> <answer> paris! </answer>", 1.0, 1.0), ("<answer>A City</answer>", 1.0, 1.0),
-        ("<answer>It is Paris</answer>", 0.1, 1.0), ("<answer>Rome</answer>", 0.1, 0.1), ("Paris", 0, 0),
-        ("<answer>paris</answer>" * 10, 1.0, 1.0), ("<answer>paris</answer>" * 11, 0.25, 1.0),
-    ):  # fmt: skip
-        assert exact(text, target, format_score=0.1) == right and within(text, target, format_score=0.1) == inside
-    default = verl_paths.MODULES["verl.utils.reward_score"]["default_compute_score"]
-    assert default("openai/gsm8k", "#### 7", "7") == 1.0
-    assert default("searchR1_nq", "<answer>Paris</answer>", {"target": "paris"}) == 1.0
-    with pytest.raises(NotImplementedError, match="data_source='lighteval/MATH' is not supported"):
-        default("lighteval/MATH", "", "")
-
-
-def test_the_weather_interaction_ends_after_one_turn():
-    async def story():
-        interaction = WeatherInteraction({})
-        await interaction.start_interaction("a")
-        called = [{"role": "tool", "content": "sunny"}, {"role": "assistant", "content": "Sunny."}]
-        more = [*called, {"role": "tool", "content": "rain"}]
-        assert (await interaction.generate_response("a", more))[::2] == (True, 1.0)
-        assert interaction._instance_dict["a"]["response"] == "rain"
-        assert (await interaction.generate_response("a", called))[::2] == (True, 1.0)
-        assert (await interaction.generate_response("a", called[1:]))[::2] == (True, 0.0)
-        await interaction.finalize_interaction("a")
-        assert interaction._instance_dict == {}
-
-    asyncio.run(story())
-
-
-INTERACTIONS = """
-interaction:
-  - {name: first, class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction, config: {level: 2}}
-  - {name: NAME, class_name: verl.interactions.weather_interaction.WeatherInteraction}
-"""
-
-
 def test_interactions_have_names_of_their_own_which_they_are_told(tmp_path):
-    path = tmp_path / "interactions.yaml"
-    path.write_text(INTERACTIONS.replace("NAME", "second"))
-    found = load_interactions(str(path))
-    assert {name: (each.name, each.config) for name, each in found.items()} == {
-        "first": ("first", {"level": 2, "name": "first"}), "second": ("second", {"name": "second"}),
+    entry = "class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction"
+    path = write_yaml(tmp_path, f"interaction: [{{name: first, {entry}, config: {{level: 2}}}}, {{{entry}}}]")
+    assert {name: (each.name, each.config) for name, each in load_interactions(path).items()} == {
+        "first": ("first", {"level": 2, "name": "first"}), "gsm8k": ("gsm8k", {"name": "gsm8k"}),
     }  # fmt: skip
-    path.write_text(INTERACTIONS.replace("NAME", "first"))
-    with pytest.raises(ValueError, match="two interactions are called 'first'"):
-        load_interactions(str(path))
+    write_yaml(tmp_path, f"interaction: [{{name: gsm8k, {entry}}}, {{{entry}}}]")
+    with pytest.raises(ValueError, match="two interactions are called 'gsm8k'"):
+        load_interactions(path)
 
 
 def test_a_folder_that_is_called_verl_is_not_verl(tmp_path, monkeypatch):
     """tools/ has one: it may stand on the path, as the folder of a recipe's file, and may have been imported."""
     (tmp_path / "verl").mkdir()
-    (tmp_path / "verl/data.txt").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
     assert importlib.import_module("verl").__spec__.origin is None  # a namespace package: nothing of verl is in it
     verl_paths.install()
     assert importlib.import_module("verl.tools.base_tool").BaseTool is BaseTool
-    assert isinstance(sys.modules["verl"].__spec__.loader, verl_paths.VerlPaths)
+
+
+def test_an_installed_verl_is_found_first(tmp_path, monkeypatch):
+    """Except for functions and MCP servers, which it does not know."""
+    for name in ("", "tools/", "tools/base_tool", "tools/function_tool", "utils/"):
+        path = tmp_path / "verl" / (f"{name}__init__.py" if name.endswith("/") or not name else f"{name}.py")
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("installed = True")
+    monkeypatch.syspath_prepend(tmp_path)
+    verl_paths.install()
+    assert importlib.import_module("verl.tools.base_tool").installed
+    assert not hasattr(importlib.import_module("verl.tools.function_tool"), "installed")
+    assert importlib.import_module("verl.tools.gsm8k_tool").Gsm8kTool is Gsm8kTool  # which this release lacks

@@ -1,7 +1,7 @@
 """Files of verl's releases as they are in the wheels: tools, interactions, function tools, and their YAML.
 
-They are found in two ways: as those of an installed verl, and beside the YAML where verl is not installed. Stand-ins
-are there for what they import and is not installed: ray, qwen_vl_utils.
+They are found in two ways: as those of an installed verl, and next to the YAML if verl is not installed. Stand-ins
+replace what they import and is not installed: ray, qwen_vl_utils.
 """
 
 import ast
@@ -19,22 +19,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import vision_model
 from conftest import data_file
-from scripted import CHATML_TOKENIZER, Scripted, call
+from scripted import call
 from test_environments import ANSWER
 from test_mcp import wait_for
-from test_verl import Ray, build, converse, free_port, fresh_verl, give_mcp_client, settings, write_yaml  # noqa: F401
+from test_verl import Ray, build, converse, free_port, fresh_verl, settings, write_yaml  # noqa: F401
 
-import mt_grpo_trainer as mt
 from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.pictures import mark_of
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.verl import paths as verl_paths
-from mt_grpo.recipe.integrations import load_integration_tools
 from mt_grpo.rollout import StopReason
 
 pytestmark = pytest.mark.slow
 OWN = "verl.tools."  # the modules of verl's own files; what is built in has the trainer's
+FUNCTIONS = "tests/experimental/agent_loop/function_tool_examples.py"
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +44,8 @@ def release(tmp_path_factory):
     @functools.cache
     def unpacked(version):
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps"]
-        command += ["--dest", str(folder)]
-        ended = subprocess.run([*command, f"verl=={version}"], capture_output=True, text=True)
+        command += ["--dest", str(folder), f"verl=={version}"]
+        ended = subprocess.run(command, capture_output=True, text=True)
         if ended.returncode:
             pytest.skip(f"pip cannot download verl {version}: {ended.stderr.strip()[-200:]}")
         (wheel,) = folder.glob(f"verl-{version}-*.whl")
@@ -59,26 +58,20 @@ def release(tmp_path_factory):
 
 @pytest.fixture
 def found(release, tmp_path, monkeypatch):
-    """Has a file of a release be found, as one of an installed verl or beside the YAML."""
+    """Has a file of a release be found, as one of an installed verl or next to the YAML."""
     monkeypatch.setitem(sys.modules, "ray", Ray("ray"))
     monkeypatch.setitem(sys.modules, "ray.actor", types.ModuleType("ray.actor"))
 
     def find(file, way, version="0.7.1"):
         folder = release(version)
         if way == "installed":
-            # Where it is found from the start, as an installed one: what stands for a missing verl comes last then.
             monkeypatch.syspath_prepend(folder)
-            others = [each for each in sys.meta_path if not isinstance(each, verl_paths.VerlPaths)]
-            monkeypatch.setattr(sys, "meta_path", others)
             package(monkeypatch, "verl", folder / "verl")  # its own `__init__` wants tensordict
             package(monkeypatch, "verl.utils", folder / "verl/utils")
         else:
             shutil.copy(folder / file, tmp_path)
-            for name in [each for each in verl_paths.MODULES if each.startswith("verl.utils.reward_score.")]:
-                monkeypatch.delitem(verl_paths.MODULES, name)  # the release's own are read
-                monkeypatch.delitem(sys.modules, name, raising=False)
             verl_paths.install()
-            scores = importlib.import_module("verl.utils.reward_score")
+            scores = importlib.import_module("verl.utils.reward_score")  # the release's own are read
             scores.__path__.append(str(folder / "verl/utils/reward_score"))
         return folder
 
@@ -89,12 +82,6 @@ def package(monkeypatch, name, folder):
     """Have the modules of a folder be those of a package, whose `__init__` is not run."""
     module = types.ModuleType(name)
     module.__path__ = [str(folder)]
-    monkeypatch.setitem(sys.modules, name, module)
-
-
-def module_with(monkeypatch, name, **contents):
-    module = types.ModuleType(name)
-    vars(module).update(contents)
     monkeypatch.setitem(sys.modules, name, module)
 
 
@@ -113,9 +100,8 @@ def http():
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                sent.append(body)
-                status, content = answer(body)
+                sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+                status, content = answer(sent[-1])
                 self.send_response(status)
                 self.end_headers()
                 self.wfile.write(json.dumps(content).encode())
@@ -135,197 +121,73 @@ def http():
 
 WAYS = pytest.mark.parametrize("way", ["installed", "beside"])
 
-# -- tools that judge an answer --
 
-JUDGE = """
-tools:
-  - class_name: "verl.tools.{name}_tool.{cls}"
-    config:
-      type: native
-    tool_schema:
-      type: "function"
-      function:
-        name: "calc_{name}_reward"
-        description: "A tool for calculating the reward of {name}."
-        parameters:
-          type: "object"
-          properties:
-            answer:
-              type: "string"
-              description: "The model's answer to the {name} problem, must be a digits"
-          required: ["answer"]
-"""
-
-
-@WAYS
-@pytest.mark.parametrize("name, cls", [("gsm8k", "Gsm8kTool")])
-def test_tools_that_judge(found, tmp_path, monkeypatch, name, cls, way):
-    """An answer that is no better than the one before costs 0.05; the outcome reward is the last one's."""
-    found(f"verl/tools/{name}_tool.py", way)
-    env = build(tools_config_file=write_yaml(tmp_path, JUDGE.format(name=name, cls=cls)))()
-    tool = f"calc_{name}_reward"
-    row = {"extra_info": {"tools_kwargs": {tool: {"create_kwargs": {"ground_truth": "72"}}}}}
-    scripts = [[call(tool, answer="5"), call(tool, answer="72"), ANSWER], [call(tool, answer="72"), ANSWER]]
-    first, second = converse(env, scripts, [row, row])
-    assert type(tool_of(env)).__module__ == f"{OWN}{name}_tool"
-    assert [turn.observation for turn in first.turns] == [
-        "Current parsed answer='5' reward=0.0", "Current parsed answer='72' reward=1.0", None,
-    ]  # fmt: skip
-    assert [turn.results[0].reward for turn in first.turns[:2]] == [-0.05, 0.0]
-    assert (second.turns[0].results[0].reward, first.reward, second.reward) == (0.0, 1.0, 1.0)
-    assert tool_of(env)._instance_dict == {}  # all were released
-
-
-# -- tools that ask a server --
-
-SEARCH = """
-tools:
-  - class_name: verl.tools.search_tool.SearchTool
-    config:
-      retrieval_service_url: URL
-      num_workers: 120
-      rate_limit: 120
-      timeout: 30
-      type: native
-    tool_schema:
-      type: function
-      function:
-        name: search
-        description: Searches the web for relevant information based on the given query.
-        parameters:
-          type: object
-          properties:
-            query_list:
-              type: array
-              item:
-                type: string
-              description: A list of fully-formed semantic queries.
-          required:
-            - query_list
-"""
+def tools_yaml(folder, class_name, tool, argument, schema, **config):
+    """The YAML of a tool with one argument, as the release's examples have it."""
+    parameters = {"type": "object", "properties": {argument: schema}, "required": [argument]}
+    function = {"name": tool, "description": f"The tool {tool}.", "parameters": parameters}
+    entry = {"class_name": OWN + class_name, "config": {"type": "native", **config},
+             "tool_schema": {"type": "function", "function": function}}  # fmt: skip
+    return write_yaml(folder, json.dumps({"tools": [entry]}))
 
 
 @WAYS
 def test_the_search_tool(found, tmp_path, http, way):
     document = {"document": {"contents": "Paris\nA city of France."}, "score": 0.5}
-    url, sent = http(lambda body: (200, {"result": [[document] * ("France" in query) for query in body["queries"]]}))
+    url, sent = http(lambda body: (200, {"result": [[document] for _ in body["queries"]]}))
     found("verl/tools/search_tool.py", way)
-    env = build(tools_config_file=write_yaml(tmp_path, SEARCH.replace("URL", url)))()
-    calls = [call("search", query_list=["France"]), call("search", query_list=["x"]), call("search", query_list="x")]
+    schema = {"type": "array", "item": {"type": "string"}}
+    config = tools_yaml(tmp_path, "search_tool.SearchTool", "search", "query_list", schema, retrieval_service_url=url)
+    env = build(tools_config_file=config)()
+    calls = [call("search", query_list=["France"]), call("search", query_list="x")]
     (rollout,) = converse(env, [[*calls, ANSWER]], [{}])
     assert type(tool_of(env)).__module__ == f"{OWN}search_tool"
-    assert sent == [{"queries": [query], "topk": 3, "return_scores": True} for query in ("France", "x")]
-    assert [turn.observation for turn in rollout.turns] == [
+    assert sent == [{"queries": ["France"], "topk": 3, "return_scores": True}]
+    assert [turn.observation for turn in rollout.turns[:2]] == [
         '{"result": "Doc 1 (Title: Paris)\\nA city of France."}',
-        '{"result": ""}' if way == "installed" else '{"result": "No search results found."}',
         '{"result": "Error: \'query_list\' is missing, empty, or not a list in parameters."}',
-        None,
     ]
-    assert [turn.results[0].reward for turn in rollout.turns[:3]] == [0.0] * 3 and rollout.reward is None
-
-
-SANDBOX = """
-tools:
-  - class_name: "verl.tools.sandbox_fusion_tools.SandboxFusionTool"
-    config: {
-      "sandbox_fusion_url": "URL/run_code"
-    }
-    tool_schema:
-      type: "function"
-      function:
-        name: "code_interpreter"
-        description: "A tool for executing code."
-        parameters:
-          type: "object"
-          properties:
-            code:
-              type: "string"
-              description: "The code to execute."
-          required: ["code"]
-"""
-RAN = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "", "stderr": ""}
-
-
-def sandbox(body):
-    """Answers in Sandbox Fusion's form, and runs nothing."""
-    if "timeout" in body["code"]:
-        return 200, {"status": "Failed", "run_result": {**RAN, "status": "TimeLimitExceeded"}}
-    if "busy" in body["code"]:
-        return 500, {}
-    ran = {"print(6 * 7)": {"stdout": "42\n"}, "1 / 0": {"stderr": "ZeroDivisionError", "return_code": 1}}
-    run_result = {**RAN, **ran[body["code"]]}
-    return 200, {"status": "Failed" if run_result["return_code"] else "Success", "run_result": run_result}
+    assert [turn.results[0].reward for turn in rollout.turns[:2]] == [0.0] * 2 and rollout.reward is None
 
 
 @WAYS
 def test_the_sandbox_tool(found, tmp_path, http, caplog, way):
-    url, sent = http(sandbox)
+    """Against a server that answers in Sandbox Fusion's form, and runs nothing."""
+    ran = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "42\n", "stderr": ""}
+    failed = {**ran, "stdout": "", "stderr": "ZeroDivisionError", "return_code": 1}
+    answers = {"print(6 * 7)": (200, {"status": "Success", "run_result": ran}),
+               "1 / 0": (200, {"status": "Failed", "run_result": failed}), "busy": (500, {})}  # fmt: skip
+    url, sent = http(lambda body: answers[body["code"]])
     found("verl/tools/sandbox_fusion_tools.py", way)
-    env = build(tools_config_file=write_yaml(tmp_path, SANDBOX.replace("URL", url)))()
-    codes = ["print(6 * 7)", "1 / 0", "timeout", "busy"]
-    (rollout,) = converse(env, [[*(call("code_interpreter", code=code) for code in codes), ANSWER]], [{}])
+    config = tools_yaml(tmp_path, "sandbox_fusion_tools.SandboxFusionTool", "code_interpreter", "code",
+                        {"type": "string"}, sandbox_fusion_url=f"{url}/run_code")  # fmt: skip
+    env = build(tools_config_file=config)()
+    (rollout,) = converse(env, [[*(call("code_interpreter", code=code) for code in answers), ANSWER]], [{}])
     assert type(tool_of(env)).__module__ == f"{OWN}sandbox_fusion_tools"
-    assert sent[0] == {
-        "compile_timeout": 30, "run_timeout": 30, "code": "print(6 * 7)", "stdin": None, "memory_limit_MB": 1024,
-        "language": "python", "files": {}, "fetch_files": [],
-    }  # fmt: skip
-    assert [body["code"] for body in sent] == codes
-    assert [turn.observation for turn in rollout.turns] == [
-        "42\n", "ZeroDivisionError", "no stdout here", "no stdout here", None,
-    ]  # fmt: skip
-    assert [turn.results[0].reward for turn in rollout.turns[:4]] == [None] * 4
-    assert rollout.reward is None and "calc_reward of code_interpreter gave [], which is no" in caplog.text
-
-
-# -- images --
-
-ZOOM = """
-tools:
-  - class_name: "verl.tools.image_zoom_in_tool.ImageZoomInTool"
-    config:
-      type: native
-    tool_schema:
-      type: "function"
-      function:
-        name: "image_zoom_in_tool"
-        description: "Zoom in on a specific region of an image by cropping it based on a bounding box (bbox)."
-        parameters:
-          type: "object"
-          properties:
-            bbox_2d:
-              type: "array"
-              items:
-                type: "number"
-              minItems: 4
-              maxItems: 4
-              description: "The bounding box of the region to zoom in, as [x1, y1, x2, y2]."
-            label:
-              type: "string"
-              description: "The name or label of the object in the specified bounding box (optional)."
-          required: ["bbox_2d"]
-"""
+    assert [body["code"] for body in sent] == list(answers)
+    assert [turn.observation for turn in rollout.turns[:3]] == ["42\n", "ZeroDivisionError", "no stdout here"]
+    assert [turn.results[0].reward for turn in rollout.turns[:3]] == [None] * 3
+    assert rollout.reward is None and "code_interpreter returned the reward [], not a finite number" in caplog.text
 
 
 @WAYS
 def test_the_zoom_tool(found, tmp_path, monkeypatch, way):
-    """Its texts are read, and the image that it crops where the model reads images; another one reads why not."""
+    """Its texts are read, and the image that it crops if the model reads images; another one reads why not."""
     image = pytest.importorskip("PIL.Image", reason="the tool crops images with Pillow")
-    module_with(monkeypatch, "qwen_vl_utils", fetch_image=lambda given: image.open(given["image"]))
+    fetch = types.SimpleNamespace(fetch_image=lambda given: image.open(given["image"]))
+    monkeypatch.setitem(sys.modules, "qwen_vl_utils", fetch)
     image.new("RGB", (100, 80)).save(tmp_path / "image.png")
     found("verl/tools/image_zoom_in_tool.py", way)
-    env = build(tools_config_file=write_yaml(tmp_path, ZOOM))()
-    name = "image_zoom_in_tool"
+    name, schema = "image_zoom_in_tool", {"type": "array", "items": {"type": "number"}, "minItems": 4, "maxItems": 4}
+    config = tools_yaml(tmp_path, "image_zoom_in_tool.ImageZoomInTool", name, "bbox_2d", schema)
+    env = build(tools_config_file=config)()
     row = {"tools_kwargs": {name: {"create_kwargs": {"image": str(tmp_path / "image.png")}}}}
-    calls = [call(name, bbox_2d=[0, 0, 50, 40]), call(name, bbox_2d=[50, 0, 0, 40]), call(name, bbox_2d=[1])]
+    calls = [call(name, bbox_2d=[0, 0, 50, 40]), call(name, bbox_2d=[1])]
     with_image, without = converse(env, [[*calls, ANSWER], []], [row, {}])
-    crops, invalid, short, _ = with_image.turns
+    crops, short, _ = with_image.turns
     assert crops.observation == "Error: the tool returned an image, and this run's model reads text alone"
-    assert invalid.observation == (
-        "Error: The specified bounding box [50, 0, 0, 40] is invalid or results in a crop smaller than the minimum "
-        "size of 28x28."
-    )
     assert short.observation == "Error: bbox_2d parameter is missing or not a list of 4 numbers."
-    assert (invalid.results[0].reward, short.results[0].reward, short.error) == (-0.05, -0.05, None)
+    assert (short.results[0].reward, short.error) == (-0.05, None)
     assert without.stop_reason == StopReason.ENVIRONMENT_ERROR and "required 'image'" in str(without.error)
     tokenizer = env.tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
     script = [tokenizer(turn, add_special_tokens=False)["input_ids"] for turn in (calls[0], ANSWER)]
@@ -348,8 +210,7 @@ server = MCPServer("Tavily Expert")
 
 @server.tool()
 def tavily_search_tool(query: str) -> str:
-    found = [{"title": "Paris", "url": "http://x", "content": "A city."}] * (query == "France")
-    return json.dumps({"query": query, "results": found}) if query else 1 / 0
+    return json.dumps({"query": query, "results": [{"title": "Paris"}]}) if query else 1 / 0
 
 
 @server.tool()
@@ -359,8 +220,6 @@ def tavily_extract_tool(url: str) -> str:
 
 server.run("sse", host="127.0.0.1", port=int(sys.argv[1]))
 """
-FAILED = "Error executing tool tavily_search_tool"
-PARIS = '[{"title": "Paris", "url": "http://x", "content": "A city."}]'
 
 
 @pytest.fixture
@@ -370,10 +229,8 @@ def tavily(tmp_path):
     (tmp_path / "tavily.py").write_text(SERVER)
     shutil.copy(data_file("plugins/verl/mcp_tool_config.yaml"), tmp_path)
     servers = data_file("plugins/verl/mcp_server.json").read_text()
-    assert servers.count("your_tavily_expert_url") == 1
-    (tmp_path / "mcp_server.json").write_text(
-        servers.replace("your_tavily_expert_url", f"http://127.0.0.1:{port}/sse")
-    )
+    servers = servers.replace("your_tavily_expert_url", f"http://127.0.0.1:{port}/sse")
+    (tmp_path / "mcp_server.json").write_text(servers)
     command = [sys.executable, str(tmp_path / "tavily.py"), str(port)]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
@@ -385,132 +242,32 @@ def tavily(tmp_path):
         process.wait(timeout=30)
 
 
-CALLS = [call("tavily_search_tool", query="France"), call("tavily_search_tool", query=""),
-         call("tavily_extract_tool", url="x"), ANSWER]  # fmt: skip
-
-
-def search(config, cls="MCPSearchTool"):
-    if cls != "MCPSearchTool":
-        config.write_text(config.read_text().replace("mcp_search_tool.MCPSearchTool", cls))
-    env = build(tools_config_file=str(config))()
-    (rollout,) = converse(env, [CALLS], [{}])
-    assert list(rollout.tools) == ["tavily_search_tool"]  # tool_selected_list
-    assert rollout.turns[2].error == "call"
-    return env, rollout
-
-
-def test_the_mcp_yaml_with_what_is_built_in(tavily):
-    env, rollout = search(tavily)
-    assert type(tool_of(env)).__module__ == "mt_grpo.integrations.verl.mcp"
-    assert rollout.turns[0].observation == PARIS
-    assert (rollout.turns[1].error, rollout.turns[1].observation) == ("tool", f"Error: {FAILED}")
-
-
-@pytest.mark.parametrize("way", ["installed", "beside", "both files beside"])
-def test_the_mcp_search_tool_of_the_wheel(found, tavily, tmp_path, caplog, way):
-    """It stands on the base class that is built in: what verl's own one imports is not even in the wheel."""
-    folder = found("verl/tools/mcp_search_tool.py", way)
-    if way == "both files beside":
+@pytest.mark.parametrize("way", ["installed", "beside", "built in"])
+def test_the_mcp_search_tool(found, tavily, tmp_path, way):
+    """The release's stands on the base class that is built in: verl's own imports what is not even in the wheel."""
+    if way != "built in":
+        folder = found("verl/tools/mcp_search_tool.py", way)
         shutil.copy(folder / "verl/tools/mcp_base_tool.py", tmp_path)
-    env, rollout = search(tavily)
-    assert type(tool_of(env)).__module__ == f"{OWN}mcp_search_tool"
-    assert type(tool_of(env)).__base__.__module__ == "mt_grpo.integrations.verl.mcp"
-    assert rollout.turns[0].observation == PARIS
-    assert (rollout.turns[1].error, rollout.turns[1].observation) == ("tool", f"Error: {FAILED}")
+    env = build(tools_config_file=str(tavily))()
+    calls = [
+        *(call("tavily_search_tool", query=query) for query in ("France", "")),
+        call("tavily_extract_tool", url="x"),
+    ]
+    (rollout,) = converse(env, [[*calls, ANSWER]], [{}])
+    built_in = "mt_grpo.integrations.verl.mcp"
+    cls = type(tool_of(env))
+    assert cls.__module__ == (built_in if way == "built in" else f"{OWN}mcp_search_tool")
+    assert cls.__base__.__module__ == built_in
+    found_it, failed, unknown = rollout.turns[:3]
+    assert found_it.observation == '[{"title": "Paris"}]'
+    assert (failed.error, failed.observation) == ("tool", "Error: Error executing tool tavily_search_tool")
+    assert unknown.error == "call"  # tool_selected_list
     assert rollout.environment.agent_data.metrics["tavily_search_tool"][0]["queries"] == ["France"]
-    assert ("mcp_base_tool needs fastmcp, which is not installed" in caplog.text) == (way == "installed")
-
-
-@WAYS
-@pytest.mark.parametrize("client", [True, False], ids=["with its client", "without"])
-def test_the_mcp_base_tool_of_the_wheel(found, tavily, monkeypatch, caplog, client, way):
-    """With what it imports it runs as it is, and asks the entry's servers; without, The built-in version is used."""
-    found("verl/tools/mcp_base_tool.py", way)
-    if client:
-        give_mcp_client(monkeypatch)
-    env, rollout = search(tavily, "mcp_base_tool.MCPBaseTool")
-    assert type(tool_of(env)).__module__ == (f"{OWN}mcp_base_tool" if client else "mt_grpo.integrations.verl.mcp")
-    assert rollout.turns[0].observation == f'{{"query": "France", "results": {PARIS}}}'
-    assert FAILED in rollout.turns[1].observation
-    assert rollout.turns[1].error == (None if client else "tool")  # verl's own answers a failure with a text
-    assert ("The built-in version is used" in caplog.text) == (not client)
-    assert rollout.reward is None
-
-
-# -- interactions --
-
-INTERACTION = """
-interaction:
-  - name: "{name}"
-    class_name: "verl.interactions.{name}_interaction.{cls}"
-    config: {{}}
-"""
-
-
-def interaction(folder, name, cls):
-    (folder / "talk.yaml").write_text(INTERACTION.format(name=name, cls=cls))
-    return str(folder / "talk.yaml")
-
-
-@WAYS
-def test_the_gsm8k_interaction(found, tmp_path, way):
-    found("verl/interactions/gsm8k_interaction.py", way)
-    env = build(interaction_config_file=interaction(tmp_path, "gsm8k", "Gsm8kInteraction"))()
-    kwargs = {"name": "gsm8k", "query": "How many?", "ground_truth": "72"}
-    (rollout,) = converse(env, [["#### 71", "So #### 72"]], [{"extra_info": {"interaction_kwargs": kwargs}}])
-    wrong = "Your response is incorrect! You need to reflect on your answer and try again."
-    assert [turn.observation for turn in rollout.turns] == [wrong, None]
-    assert [turn.reward for turn in rollout.turns] == [0.0, 1.0] and rollout.reward == 1.0
-    (talk,) = env.environments.by_name[None].interactions.values()
-    assert type(talk).__module__ == "verl.interactions.gsm8k_interaction" and talk._instance_dict == {}
-
-
-@WAYS
-def test_the_weather_interaction(found, release, tmp_path, way):
-    """It looks for a tool's message in the conversation, and ends it in either case."""
-    found("verl/interactions/weather_interaction.py", way)
-    functions = release("0.9.1") / "tests/experimental/agent_loop/function_tool_examples.py"
-    shutil.copy(functions, tmp_path / "written_functions.py")
-    env = build(
-        interaction_config_file=interaction(tmp_path, "weather", "WeatherInteraction"),
-        function_tool_path=str(tmp_path / "written_functions.py"),
-    )()
-    row = {"extra_info": {"interaction_kwargs": {"name": "weather"}}}
-    asked, silent = converse(env, [[call("get_weather", city="Tokyo"), "17.3."], ["Warm."]], [row, row])
-    assert asked.turns[0].observation == '{"temperature_c": 17.3, "condition": "drizzle"}'
-    assert (asked.turns[1].reward, asked.reward, silent.turns[0].reward, silent.reward) == (1.0, 1.0, 0.0, 0.0)
-    assert [rollout.stop_reason for rollout in (asked, silent)] == [StopReason.ENVIRONMENT_STOP] * 2
-    assert silent.turns[0].info["said"] == "Please use the weather tool to get the weather information."
 
 
 # -- 0.9.1: function tools, and tools of its own tests --
 
-
-def text_of(path, name):
-    """A text that a Python file gives a name."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and node.targets[0].id == name:
-            return ast.literal_eval(node.value)
-    raise AssertionError(f"{path} has no {name}")
-
-
-@WAYS
-def test_function_tools(found, tmp_path, way):
-    """The examples of the release, on its own `verl.tools.function_tool` and on what is built in."""
-    folder = found("tests/experimental/agent_loop/function_tool_examples.py", way, "0.9.1")
-    path = tmp_path / "written_functions.py"
-    shutil.copy(folder / "tests/experimental/agent_loop/function_tool_examples.py", path)
-    tools = load_integration_tools(settings(function_tool_path=str(path)))
-    own = importlib.import_module("verl.tools.function_tool").FunctionTool.__module__
-    assert own == (f"{OWN}function_tool" if way == "installed" else "mt_grpo.integrations.verl.base")
-    env = mt.MultiTurnToolEnv(tools, None, 6, tokenizer=CHATML_TOKENIZER)
-    calls = [call("get_weather", city="Tokyo"), call("calculator", expression="(3+4)*5"),
-             call("fetch_url", url="http://x"), call("calculator", expression=5), ANSWER]  # fmt: skip
-    (rollout,) = env.generate(["?"], Scripted([calls]))["rollouts"]
-    assert [turn.observation for turn in rollout.turns[:3]] == [
-        '{"temperature_c": 17.3, "condition": "drizzle"}', "35", "<stub body for http://x>",
-    ]  # fmt: skip
-    assert rollout.turns[3].error == "call" and "'expression'" in rollout.turns[3].observation
+WEATHER = '{"temperature_c": 17.3, "condition": "drizzle"}'
 
 
 @WAYS
@@ -520,53 +277,39 @@ def test_tools_by_yaml_and_functions_together(found, tmp_path, monkeypatch, way)
     package(monkeypatch, "tests", folder / "tests")
     package(monkeypatch, "tests.tools", folder / "tests/tools")
     monkeypatch.delitem(sys.modules, "tests.tools._stub_search_tools", raising=False)
-    source = folder / "tests/tools/test_mixed_tools_on_cpu.py"
-    config = write_yaml(tmp_path, text_of(source, "_NATIVE_TOOL_YAML"))
-    (tmp_path / "written_functions.py").write_text(text_of(source, "_FUNCTION_TOOL_BODY"))
+    nodes = ast.parse((folder / "tests/tools/test_mixed_tools_on_cpu.py").read_text()).body
+    texts = {node.targets[0].id: node.value for node in nodes if isinstance(node, ast.Assign)}
+    config = write_yaml(tmp_path, ast.literal_eval(texts["_NATIVE_TOOL_YAML"]))
+    (tmp_path / "written_functions.py").write_text(ast.literal_eval(texts["_FUNCTION_TOOL_BODY"]))
     env = build(tools_config_file=config, function_tool_path=str(tmp_path / "written_functions.py"))()
     calls = [call("search", query_list=["foo", "bar"]), call("crawler", url_list=["http://a"]),
              call("get_weather", city="Tokyo"), call("calculator", expression="2 + 3 * 4")]  # fmt: skip
     (rollout,) = converse(env, [[*calls, ANSWER]], [{}])
-    assert [turn.observation for turn in rollout.turns] == [
-        "hits-for:foo; hits-for:bar", "crawled:http://a", '{"temperature_c": 17.3, "condition": "drizzle"}', "14",
-        None,
+    assert [turn.observation for turn in rollout.turns[:4]] == [
+        "hits-for:foo; hits-for:bar", "crawled:http://a", WEATHER, "14",
     ]  # fmt: skip
-    found_tools = env.environments.by_name[None].verl_tools
-    assert found_tools["search"].calls == [{"query_list": ["foo", "bar"]}]
+    assert env.environments.by_name[None].verl_tools["search"].calls == [{"query_list": ["foo", "bar"]}]
     assert rollout.environment.agent_data.metrics == {"search": [{"num_queries": 2}], "crawler": [{"num_urls": 1}]}
 
 
-def classes_of(path, *names):
-    """The source of classes of a file, beneath what they import."""
-    lines = path.read_text().splitlines()
-    head = ["import json", "from typing import Any", "from transformers.utils import get_json_schema",
-            "from verl.tools.base_tool import BaseTool, OpenAIFunctionToolSchema",
-            "from verl.tools.schemas import ToolResponse"]  # fmt: skip
-    nodes = [node for node in ast.parse(path.read_text()).body if getattr(node, "name", None) in names]
-    return "\n".join(head + [line for node in nodes for line in lines[node.lineno - 1 : node.end_lineno]])
-
-
 @WAYS
-def test_tools_whose_schema_is_that_of_a_method(found, tmp_path, way):
-    """The weather tools of the release's test of its agent loop; their entries have no `tool_schema`."""
-    folder = found("verl/tools/base_tool.py", way, "0.9.1")
-    (tmp_path / "base_tool.py").unlink(missing_ok=True)
-    source = folder / "tests/experimental/agent_loop/test_basic_agent_loop.py"
-    text = """
-    tools: [{class_name: written_tools.WeatherTool, config: {type: native}},
-            {class_name: written_tools.WeatherToolWithData, config: {type: native}}]
-    """
-    classes = classes_of(source, "WeatherTool", "WeatherToolWithData")
-    env = build(tools_config_file=write_yaml(tmp_path, text, classes))()
-    calls = [call("get_current_temperature", location="Paris"),
-             call("get_temperature_date", location="Paris", date="2024-10-01", unit="fahrenheit"),
-             call("get_current_temperature", unit="celsius")]  # fmt: skip
-    (rollout,) = converse(env, [[*calls, ANSWER]], [{}])
-    assert [turn.observation for turn in rollout.turns[:2]] == [
-        '{"temperature": 26.1, "location": "Paris", "unit": "celsius"}',
-        '{"temperature": 25.9, "location": "Paris", "date": "2024-10-01", "unit": "fahrenheit"}',
-    ]
-    assert rollout.turns[2].error == "call"
+def test_a_tool_whose_schema_is_that_of_a_method(found, tmp_path, way):
+    """The weather tool of the release's test of its agent loop; its entry has no `tool_schema`."""
+    folder = found("verl/tools/schemas.py", way, "0.9.1")
+    source = (folder / "tests/experimental/agent_loop/test_basic_agent_loop.py").read_text()
+    (node,) = [node for node in ast.parse(source).body if getattr(node, "name", None) == "WeatherTool"]
+    head = """
+import json
+from typing import Any
+from transformers.utils import get_json_schema
+from verl.tools.base_tool import BaseTool, OpenAIFunctionToolSchema
+from verl.tools.schemas import ToolResponse
+"""
+    text = "tools: [{class_name: written_tools.WeatherTool, config: {type: native}}]"
+    env = build(tools_config_file=write_yaml(tmp_path, text, head + ast.unparse(node)))()
     name = "get_current_temperature"
+    (rollout,) = converse(env, [[call(name, location="Paris"), call(name, unit="celsius"), ANSWER]], [{}])
+    assert rollout.turns[0].observation == '{"temperature": 26.1, "location": "Paris", "unit": "celsius"}'
+    assert rollout.turns[1].error == "call"
     schema = tool_schema(name, env.environments.tools_of_class({})[name])["function"]["parameters"]
     assert schema["properties"]["unit"]["enum"] == ["celsius", "fahrenheit"] and schema["required"] == ["location"]

@@ -17,7 +17,7 @@ HFFG
 
 from typing import Any
 
-from mt_grpo.integrations.gym.text import GymText
+from mt_grpo import GymText
 
 
 class FrozenLakeText(GymText):

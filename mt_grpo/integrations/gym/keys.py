@@ -15,20 +15,18 @@ GYM = "the line environment: gym"
 class GymKeys:
     """A game of gymnasium, with `environment: gym`."""
 
-    gym_env: str | None = key(
-        None, "The game of environment: gym: an id of gymnasium, or path.py:Class", path=".py:", needs=GYM
-    )
-    gym_kwargs: dict[str, Any] | str | None = key(
-        None, "Arguments of the game of environment: gym, a mapping", needs=GYM
-    )
+    gym_env: str | None = key(None, "The game: an id of gymnasium, or path.py:Class", path=".py:", needs=GYM)
+    gym_kwargs: dict[str, Any] | str | None = key(None, "Arguments of the game, a mapping", needs=GYM)
     gym_actions: list[str] | None = key(None, "Names of the game's actions, in the order of their numbers", needs=GYM)
     gym_text: str | None = key(
         None, "path.py:Class, a GymText: how the game reads, and what is an action", path=".py:", needs=GYM
     )
     gym_unfinished_reward: float = key(
-        0.0, "Added to the return of an episode that the conversation ended, not the game",
-        within="(-inf, inf)", needs=GYM,
-    )  # fmt: skip
+        0.0,
+        "Added to the return of an episode that the conversation ended, not the game",
+        within="(-inf, inf)",
+        needs=GYM,
+    )
 
 
 class GymIntegration(Integration):

@@ -1,4 +1,4 @@
-"""verl's `BaseTool` and `@function_tool`, and what tools of either kind return as results."""
+"""verl's `BaseTool`, `BaseInteraction` and `@function_tool`, and conversion of what tools return."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from mt_grpo.conversation.tools.signature import as_tool
 from mt_grpo.integrations.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.rollout import ToolResult
 
-# verl's `BaseInteraction`: the other side of a conversation, by YAML.
-
 
 class BaseInteraction:
     """Base class of interactions. One object serves all conversations, each with its own `instance_id`."""
@@ -28,15 +26,12 @@ class BaseInteraction:
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
         """Begin a conversation. Returns its id."""
-        return str(uuid.uuid4()) if instance_id is None else instance_id
+        return instance_id or str(uuid.uuid4())
 
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """(whether the conversation is over, the user's next message, the reward of the turn, information).
-
-        These are verl's, for a subclass that asks `super()`. An interaction without one of its own is refused.
-        """
+        """(whether the conversation is over, the user's next message, the reward of the turn, information)."""
         return False, "Your current result seems acceptable.", 0.8, {}
 
     async def calculate_score(self, *args: Any, **kwargs: Any) -> float:
@@ -47,13 +42,8 @@ class BaseInteraction:
         """End a conversation."""
 
 
-def rollout_trace_op(function: Callable) -> Callable:
-    """The function itself. In verl it traces the calls."""
-    return function
-
-
 class BaseTool:
-    """A tool by YAML: one object for all conversations. What belongs to one of them stands under its `instance_id`.
+    """Base class of tools. One object serves all conversations, each with its own `instance_id`.
 
     Args:
         config: The YAML's `config`.
@@ -69,13 +59,13 @@ class BaseTool:
             raise ValueError(f"{type(self).__name__} has no tool_schema. Write one in the YAML.")
         self.name = self.tool_schema.function.name
 
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return the tool's JSON schema, as the model reads it."""
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
+        """Return the tool's schema, as the model reads it."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
         """Begin a conversation: (its id, what the model reads of that)."""
-        return str(uuid.uuid4()) if instance_id is None else instance_id, ToolResponse()
+        return instance_id or str(uuid.uuid4()), ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
         """Run one call. Returns (result, turn reward, metrics)."""
@@ -90,7 +80,7 @@ class BaseTool:
 
 
 class FunctionTool(types.SimpleNamespace):
-    """A function that a file has declared a tool: `name`, `fn` and `tool_schema`, None for that of its signature."""
+    """A function that a file declared a tool: `name`, `fn` and `tool_schema`, None for that of its signature."""
 
 
 declared: list[FunctionTool] = []  # by the file that is being imported
@@ -104,48 +94,36 @@ def function_tool(name: Any = None, *, schema: Any = None) -> Callable:
     """
 
     def decorate(function: Callable) -> Callable:
-        declared.append(
-            FunctionTool(name=name if isinstance(name, str) else function.__name__, fn=function, tool_schema=schema)
-        )
+        named = name if isinstance(name, str) else function.__name__
+        declared.append(FunctionTool(name=named, fn=function, tool_schema=schema))
         return function
 
     return decorate(name) if callable(name) else decorate
 
 
 async def on_own_loop(coroutine: Coroutine) -> Any:
-    """Run a coroutine of verl's tools on their own event loop. Who stops waiting for it cancels it."""
+    """Run a coroutine of verl's tools on their own event loop. Cancelling the caller cancels it."""
     return await run_on_thread(coroutine, "mt-grpo-verl")
 
 
 def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResult]) -> Callable:
-    """A declared function as a tool of the trainer. Raises `ValueError` for *args and **kwargs.
+    """Convert a declared function to a tool of the trainer. `finish` is applied to its results, to truncate them."""
 
-    Args:
-        finish: Makes the last of its results, as by cutting its text.
-    """
-    parameters = inspect.signature(tool.fn).parameters.values()
-    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
-        raise ValueError(f"@function_tool {tool.name} takes *args or **kwargs. Expected parameters with names.")
-    if inspect.iscoroutinefunction(tool.fn):
+    @functools.wraps(tool.fn)
+    def run(*args: Any, **kwargs: Any) -> ToolResult:
+        return finish(read_result(tool.fn(*args, **kwargs)))
 
-        @functools.wraps(tool.fn)
-        async def run(*args: Any, **kwargs: Any) -> ToolResult:
-            return finish(read_result(await on_own_loop(tool.fn(*args, **kwargs))))
-    else:
+    @functools.wraps(tool.fn)
+    async def run_async(*args: Any, **kwargs: Any) -> ToolResult:
+        return finish(read_result(await on_own_loop(tool.fn(*args, **kwargs))))
 
-        @functools.wraps(tool.fn)
-        def run(*args: Any, **kwargs: Any) -> ToolResult:
-            return finish(read_result(tool.fn(*args, **kwargs)))
-
-    run.__name__ = tool.name
-    run.__signature__ = inspect.signature(tool.fn).replace(return_annotation=ToolResult)
+    made = run_async if inspect.iscoroutinefunction(tool.fn) else run
+    made.__name__ = tool.name
+    made.__signature__ = inspect.signature(tool.fn).replace(return_annotation=ToolResult)
     if tool.tool_schema is None:
-        return run
-    schema = tool.tool_schema
-    if not isinstance(schema, dict) and not hasattr(schema, "model_dump"):
-        raise ValueError(f"@function_tool {tool.name}: schema is {schema!r:.100}, expected a dict or a tool's schema.")
-    schema = schema if isinstance(schema, dict) else schema_dict(schema)
-    return as_tool(types.SimpleNamespace(name=tool.name, schema=schema, run=run))
+        return made
+    schema = tool.tool_schema if isinstance(tool.tool_schema, dict) else schema_dict(tool.tool_schema)
+    return as_tool(types.SimpleNamespace(name=tool.name, schema=schema, run=made))
 
 
 def schema_dict(schema: Any) -> dict[str, Any]:
@@ -154,7 +132,7 @@ def schema_dict(schema: Any) -> dict[str, Any]:
 
 
 def read_result(returned: Any) -> ToolResult:
-    """Normalise a tool's return value: its text or `ResultInParts`, and the turn reward.
+    """Convert a tool's return value: its text or `ResultInParts`, and the turn reward.
 
     >>> read_result(("7", 0.5, {"queries": 1}))
     ToolResult(text='7', error=None, seconds=0.0, reward=0.5)
@@ -166,12 +144,12 @@ def read_result(returned: Any) -> ToolResult:
         raise TypeError(f"the tool returned {len(parts)} values, expected a result, its reward, and metrics")
     reward = parts[1] if len(parts) > 1 else None
     if reward is not None and not is_number(reward):
-        raise ValueError(f"the tool gave the reward {reward!r}, expected a finite number")
+        raise ValueError(f"the tool returned the reward {reward!r}, expected a finite number")
     return ToolResult(response_content(parts[0]), reward=None if reward is None else float(reward))
 
 
 def response_content(response: Any) -> str | ResultInParts:
-    """A `ToolResponse`, verl's own too, or what may stand for one: its images, as in verl, before its text.
+    """What the model reads of a `ToolResponse`, verl's own too: its images before its text, as in verl.
 
     Raises `ValueError` for a video.
     """
@@ -179,5 +157,5 @@ def response_content(response: Any) -> str | ResultInParts:
         return as_text(response)
     if response.video:
         raise ValueError("the tool returned a video, which this trainer cannot show to a model")
-    images = [{"type": "image", "image": each} for each in response.image or [] if each is not None]
+    images = [{"type": "image", "image": image} for image in response.image or [] if image is not None]
     return ResultInParts([*images, *filter(None, [response.text])]) if images else response.text or ""

@@ -18,11 +18,6 @@ class VerlKeys:
     tools_config_file: str | None = key(
         None, "verl's YAML of tools: a list of class_name, config, tool_schema", path=True, opens=True, needs=OWN
     )
-    tool_lifecycle: str = key(
-        "trajectory",
-        "When verl's tools are created and released: once per trajectory, or per call",
-        needs=OWN,
-    )
     function_tool_path: str | None = key(
         None, "verl's Python file of functions under @function_tool", path=True, opens=True, needs=OWN
     )
@@ -53,20 +48,15 @@ class VerlIntegration(Integration):
         """Raise `ValueError` for a key that has no effect."""
         if runner is not None and runner.line:
             refuse(script_args, VerlKeys)
-        tools = script_args.tools_config_file
-        if tools is None:
-            refuse(script_args, VerlKeys, "the key tools_config_file", ("tool_lifecycle",))
-        if tools is None and script_args.function_tool_path is None and script_args.mcp_config_file is None:
+        if not any((script_args.tools_config_file, script_args.function_tool_path, script_args.mcp_config_file)):
             names = ("max_tool_response_length", "tool_response_truncate_side")
             refuse(script_args, VerlKeys, "tools_config_file, function_tool_path or mcp_config_file", names)
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The trainer's own, or a subclass that the recipe names, with verl's environment."""
-        from mt_grpo.integrations.verl.recipe import load_verl_conversation
+        from mt_grpo.integrations.verl.conversation import load_verl_conversation
 
-        return load_verl_conversation(
-            script_args, base, script_args.tools_config_file, script_args.interaction_config_file
-        )
+        return load_verl_conversation(script_args, base)
 
     def around(self, script_args: Any, conversation: type) -> type:
         """With `use_inference_chat_template`, the conversation that renders its history anew."""
@@ -76,7 +66,7 @@ class VerlIntegration(Integration):
             raise ValueError(
                 "use_inference_chat_template has no effect if an agent or a scheduler brings its messages. Remove it."
             )
-        from mt_grpo.integrations.verl.inference_template import RenderedConversation
+        from mt_grpo.integrations.verl.conversation import RenderedConversation
 
         return type("RenderedConversation", (RenderedConversation, conversation), {})
 
@@ -84,6 +74,6 @@ class VerlIntegration(Integration):
         """The tools of `function_tool_path`, as functions."""
         if script_args.function_tool_path is None:
             return []
-        from mt_grpo.integrations.verl.recipe import load_function_tool_list
+        from mt_grpo.integrations.verl.conversation import load_function_tool_list
 
         return load_function_tool_list(script_args)

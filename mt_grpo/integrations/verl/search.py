@@ -12,7 +12,7 @@ from typing import Any
 
 import requests
 
-from mt_grpo.base.errors import tell_once
+from mt_grpo.base.errors import error_line, tell_once
 
 ATTEMPTS = 10
 SENT_AGAIN = (500, 502, 503, 504)
@@ -25,68 +25,50 @@ def perform_single_search_batch(
     concurrent_semaphore: Any = None,
     timeout: float = 30,
 ) -> tuple[str, dict[str, Any]]:
-    """(JSON with what was found as text, metrics) for queries. What fails is told in the text; nothing is raised."""
-    metrics: dict[str, Any] = {
-        "query_count": len(query_list),
-        "queries": query_list,
-        "status": "api_error",
-        "total_results": 0,
-        "api_request_error": None,
-        "formatted_result": None,
-    }
-    with concurrent_semaphore or contextlib.nullcontext():
-        answer, error = call_search_api(retrieval_service_url, query_list, topk, timeout=timeout)
-    if error:
-        tell_once(f"A search failed, and the model reads the error as its result: {error}.", retrieval_service_url)
-        metrics["api_request_error"] = error
-        return as_json(f"Search error: {error}"), metrics
+    """(JSON with the results as text, metrics) of queries. A failure is told in the text; nothing is raised."""
+    metrics: dict[str, Any] = {"query_count": len(query_list), "total_results": 0, "api_request_error": None}
     try:
-        found = answer["result"]
-        text = "\n---\n".join(passages(each) for each in found)
-        metrics["total_results"] = sum(map(len, found))
-    except (KeyError, TypeError, AttributeError) as raised:
-        tell_once(f"The answer of {retrieval_service_url} is not Search-R1's. The model reads this as its result.")
-        metrics.update(status="processing_error", api_request_error=f"{type(raised).__name__}: {raised}")
-        return as_json(f"Search error: the answer of {retrieval_service_url} is not Search-R1's."), metrics
-    metrics.update(status="success" if metrics["total_results"] else "no_results", formatted_result=text)
+        with concurrent_semaphore or contextlib.nullcontext():
+            matches = ask(retrieval_service_url, query_list, topk, timeout)["result"]
+        text = "\n---\n".join(passages(each) for each in matches)
+        metrics["total_results"] = sum(map(len, matches))
+    except Exception as raised:
+        error = f"{retrieval_service_url}: {error_line(raised)}"
+        tell_once(f"A search failed, and the model reads the error as its result: {error}.", retrieval_service_url)
+        metrics.update(status="api_error", api_request_error=error)
+        return as_json(f"Search error: {error}"), metrics
+    metrics["status"] = "success" if metrics["total_results"] else "no_results"
     return as_json(text if metrics["total_results"] else "No search results found."), metrics
 
 
-def call_search_api(
-    retrieval_service_url: str, query_list: list[str], topk: int = 3, return_scores: bool = True, timeout: float = 30
-) -> tuple[dict | None, str | None]:
-    """(the service's answer, None) or (None, what went wrong). A service that is busy is asked ten times."""
-    payload = {"queries": query_list, "topk": topk, "return_scores": return_scores}
-    error = ""
-    for attempt in range(ATTEMPTS):
+def ask(url: str, queries: list[str], topk: int, timeout: float) -> dict[str, Any]:
+    """The answer of the service, which is asked ten times if it is busy. Raises what it failed with."""
+    for seconds in range(1, ATTEMPTS + 1):
         try:
-            response = requests.post(retrieval_service_url, json=payload, timeout=timeout)
-            if response.status_code not in SENT_AGAIN:
-                response.raise_for_status()
-                return response.json(), None
-            error = f"{retrieval_service_url} answered with status {response.status_code}"
-        except (requests.exceptions.ConnectionError, requests.exceptions.Timeout) as raised:
-            error = f"{type(raised).__name__}: {raised}"
-        except requests.exceptions.RequestException as raised:  # another status, or an answer that is no JSON
-            return None, f"{type(raised).__name__}: {raised}"
-        if attempt < ATTEMPTS - 1:
-            time.sleep(attempt + 1)
-    return None, f"{error} ({ATTEMPTS} attempts)"
+            payload = {"queries": queries, "topk": topk, "return_scores": True}
+            response = requests.post(url, json=payload, timeout=timeout)
+            response.raise_for_status()
+            return response.json()
+        except (requests.ConnectionError, requests.Timeout, requests.HTTPError) as error:
+            busy = error.response is None or error.response.status_code in SENT_AGAIN
+            if not busy or seconds == ATTEMPTS:
+                raise
+        time.sleep(seconds)
 
 
-def passages(found: list[dict[str, Any]]) -> str:
-    r"""Format the passages that a query found as text.
+def passages(matches: list[dict[str, Any]]) -> str:
+    r"""Format the matches of a query as text.
 
     >>> passages([{"document": {"contents": "Paris\nA city."}, "score": 1.0}, {"document": {"contents": "Rome"}}])
     'Doc 1 (Title: Paris)\nA city.\n\nDoc 2 (Title: Rome)'
     """
     texts = []
-    for number, each in enumerate(found, 1):
-        title, _, text = each["document"]["contents"].partition("\n")
+    for number, match in enumerate(matches, 1):
+        title, _, text = match["document"]["contents"].partition("\n")
         texts.append(f"Doc {number} (Title: {title})\n{text}\n\n")
     return "".join(texts).strip()
 
 
 def as_json(text: str) -> str:
-    """A result as the tool gives it."""
+    """A result as the tool returns it."""
     return json.dumps({"result": text}, ensure_ascii=False)
