@@ -150,14 +150,21 @@ def core() -> dict[str, str]:
 
 
 def undocumented() -> list[str]:
-    """Public functions, classes and methods of script and package without a docstring."""
+    """Public functions, classes and methods without a docstring. A method inherits one, as `inspect.getdoc` does."""
     kinds, names = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, []
+    classes = [
+        node for name in files("script", "package") for node in tree(name).body if isinstance(node, ast.ClassDef)
+    ]
+    has_doc = {(node.name, each.name) for node in classes for each in node.body
+               if isinstance(each, kinds) and ast.get_docstring(each)}  # fmt: skip
     for name in files("script", "package"):
         for node in tree(name).body:
             members = node.body if isinstance(node, ast.ClassDef) else []
             for each in [node, *members]:
                 if isinstance(each, kinds) and not f"{node.name}.{each.name}".startswith("_"):
-                    if not each.name.startswith("_") and not ast.get_docstring(each):
+                    bases = getattr(node, "bases", []) if each is not node else []
+                    inherits = any((ast.unparse(base), each.name) in has_doc for base in bases)
+                    if not each.name.startswith("_") and not ast.get_docstring(each) and not inherits:
                         names.append(f"{name}: {node.name}.{each.name}")
     return names
 
