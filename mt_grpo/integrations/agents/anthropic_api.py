@@ -39,21 +39,15 @@ KINDS_OF_ERRORS = {401: "authentication_error", 404: "not_found_error", 429: "ra
 # -- requests --
 
 
-def read_anthropic_request(
-    body: dict[str, Any], contents: Contents = TEXT, later_systems: bool = True
-) -> ModelRequest:
-    """A request as it is sampled. Raises `ApiError`.
-
-    Args:
-        body: The request.
-        contents: What reads contents.
-        later_systems: Whether the chat template accepts a system message that is not the first one.
-    """
+def read(body: dict[str, Any], session: Any) -> ModelRequest:
+    """A request as it is sampled. Raises `ApiError`."""
     choice = expect(body.get("tool_choice") or {}, dict, "tool_choice")
     if choice.get("disable_parallel_tool_use"):
         tell_once("An agent sent disable_parallel_tool_use. It is accepted and has no effect.")
     return ModelRequest(
-        read_conversation(body.get("system"), body.get("messages"), contents, later_systems),
+        read_conversation(
+            body.get("system"), body.get("messages"), session.contents, session.prompts.takes_later_systems
+        ),
         read_tools(read_schemas(body.get("tools"))),
         read_stops(body.get("stop_sequences"), "stop_sequences"),
         read_limit(body.get("max_tokens"), "max_tokens"),
@@ -141,7 +135,7 @@ def result_messages(block: dict[str, Any], param: str, contents: Contents) -> li
             images += parts_of(each, f"{param}.content[{k}]", contents)
     failed = {"failed": True} if expect(block.get("is_error") or False, bool, f"{param}.is_error") else {}
     text = contents.text("\n".join(texts), param)
-    read: list[Message] = [{"role": "tool", "content": text, "tool_call_id": own_id(call_id), **failed}]
+    read: list[Message] = [{"role": "tool", "content": text, "tool_call_id": call_id, **failed}]
     return [*read, {"role": "user", "content": contents.text(images, param)}] if images else read
 
 
@@ -157,7 +151,7 @@ def assistant_messages(blocks: list[Any], param: str, contents: Contents) -> lis
         elif kind == "tool_use":
             call_id, name = (expect(block.get(key), str, f"{param_of_block}.{key}") for key in ("id", "name"))
             arguments = expect(block.get("input"), dict, f"{param_of_block}.input")
-            calls.append(tool_call(own_id(call_id), name, json.dumps(arguments)))
+            calls.append(tool_call(call_id, name, json.dumps(arguments)))
         elif kind != "redacted_thinking":
             parts += parts_of(block, param_of_block, contents)
     message: Message = {"role": "assistant", "content": contents.text(parts, param)}
@@ -166,15 +160,6 @@ def assistant_messages(blocks: list[Any], param: str, contents: Contents) -> lis
     if isinstance(signature, str) and SIGNED.fullmatch(signature):
         message["signature"] = signature
     return [message | ({"tool_calls": calls} if calls else {})]
-
-
-def own_id(tool_use_id: str) -> str:
-    """A call's id as the other endpoints know it.
-
-    >>> own_id("toolu_00000003"), own_id("toolu_01A09q90qw90lq91")
-    ('call_00000003', 'toolu_01A09q90qw90lq91')
-    """
-    return re.sub(r"\Atoolu_(\d{8,12})\Z", r"call_\1", tool_use_id)
 
 
 def read_schemas(tools: Any) -> list[dict[str, Any]]:
@@ -203,8 +188,7 @@ def content_blocks(answer: Answer) -> list[dict[str, Any]]:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.tool_calls:
         name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
-        call_id = call["id"].replace("call_", "toolu_", 1)
-        blocks.append({"type": "tool_use", "id": call_id, "name": name, "input": arguments})
+        blocks.append({"type": "tool_use", "id": call["id"], "name": name, "input": arguments})
     return blocks
 
 
@@ -226,7 +210,7 @@ def usage_of(answer: Answer, output_tokens: int) -> dict[str, int]:
     return {"input_tokens": answer.prompt_tokens, **cached, "output_tokens": output_tokens}
 
 
-def anthropic_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
+def write(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request that is no stream. This endpoint has one answer to each."""
     (answer,) = answers
     about = {"id": f"msg_{answer.number}", "type": "message", "role": "assistant", "model": body["model"]}
@@ -239,11 +223,11 @@ def named_event(kind: str, **values: Any) -> str:
     return f"event: {kind}\ndata: {json_text({'type': kind, **values})}\n\n"
 
 
-def anthropic_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
+def events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
     """The answer as the events of a stream, once it is whole."""
     (answer,) = answers
     begun = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage_of(answer, 0)}
-    yield named_event("message_start", message={**anthropic_answer(answers, body), **begun})
+    yield named_event("message_start", message={**write(answers, body), **begun})
     yield named_event("ping")
     for k, block in enumerate(content_blocks(answer)):
         if block["type"] == "tool_use":
@@ -261,13 +245,13 @@ def anthropic_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[st
     yield named_event("message_stop")
 
 
-def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """An error as Anthropic's API has it."""
-    kind = KINDS_OF_ERRORS.get(error.status, "invalid_request_error")
-    too_long = "prompt is too long: " if error.code == "context_length_exceeded" else ""  # by which programs know it
-    return {"type": "error", "error": {"type": kind, "message": f"{too_long}{error}"}}
-
-
-def anthropic_error_event(error: ApiError) -> Iterator[str]:
+def error(raised: ApiError) -> Iterator[str]:
     """An error after the beginning of a stream."""
-    yield named_event("error", error=anthropic_error(error)["error"])
+    yield named_event("error", error=refusal(raised)["error"])
+
+
+def refusal(raised: ApiError) -> dict[str, Any]:
+    """An error as the body of an answer."""
+    kind = KINDS_OF_ERRORS.get(raised.status, "invalid_request_error")
+    too_long = "prompt is too long: " if raised.code == "context_length_exceeded" else ""  # by which programs know it
+    return {"type": "error", "error": {"type": kind, "message": f"{too_long}{raised}"}}

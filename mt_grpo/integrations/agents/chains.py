@@ -142,11 +142,9 @@ class Completion(Sampled):
         return bool(text) and any(text in each and self._pattern.search(each) for each in contents)
 
     def is_told_in(self, messages: list[Message], keys: list[Key]) -> bool:
-        """Whether messages tell of this answer: results of its calls, its text with something after it, or in a text.
+        """Whether messages of a request that does not continue this answer tell of it.
 
-        Args:
-            messages: Messages of another request that does not continue this answer.
-            keys: The key of each of them.
+        They do by results of its calls, by its own message with something after it, or by its text within a text.
         """
         calls = {call["id"] for call in self.answer.tool_calls}
         if any(message.get("tool_call_id") in calls for message in messages):

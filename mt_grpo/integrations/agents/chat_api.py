@@ -1,4 +1,7 @@
-"""/v1/chat/completions: requests read, answers written, whole or as a stream."""
+"""/v1/chat/completions: requests read, answers written, whole or as a stream.
+
+A module of an API has `read`, `write`, `events` (of a stream), `error` (after the beginning of a stream), `refusal`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from typing import Any
 from mt_grpo.base.json_types import json_text
 from mt_grpo.integrations.agents.messages import (
     MOST_ANSWERS,
-    TEXT,
     Answer,
     ApiError,
     Contents,
@@ -26,17 +28,12 @@ from mt_grpo.rollout import Message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def read_chat_request(body: dict[str, Any], contents: Contents = TEXT) -> ModelRequest:
-    """A request as it is sampled. Raises `ApiError`.
-
-    Args:
-        body: The request.
-        contents: What reads contents.
-    """
+def read(body: dict[str, Any], session: Any) -> ModelRequest:
+    """A request as it is sampled. Raises `ApiError`."""
     expect(body.get("stream_options") or {}, dict, "stream_options")
     limit = "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
     return ModelRequest(
-        read_messages(body.get("messages"), contents),
+        read_messages(body.get("messages"), session.contents),
         read_tools(body.get("tools")),
         read_stops(body.get("stop"), "stop"),
         read_limit(body.get(limit), limit),
@@ -45,11 +42,11 @@ def read_chat_request(body: dict[str, Any], contents: Contents = TEXT) -> ModelR
     )
 
 
-def read_messages(messages: Any, contents: Contents = TEXT) -> list[Message]:
+def read_messages(messages: Any, contents: Contents) -> list[Message]:
     """Messages in one form, with texts as content. Raises `ApiError`."""
     if not expect(messages, list, "messages"):
         raise refuse("messages", "got none, expected at least one message.")
-    read = []
+    messages_read = []
     for k, message in enumerate(messages):
         param = f"messages[{k}]"
         role = expect(message, dict, param).get("role")
@@ -63,8 +60,8 @@ def read_messages(messages: Any, contents: Contents = TEXT) -> list[Message]:
             each["tool_call_id"] = expect(message.get("tool_call_id"), str, f"{param}.tool_call_id")
         elif role == "assistant":
             each |= read_assistant(message, param)
-        read.append(each)
-    return read
+        messages_read.append(each)
+    return messages_read
 
 
 def read_name(message: dict[str, Any], param: str) -> Message:
@@ -108,7 +105,7 @@ def message_of(answer: Answer) -> dict[str, Any]:
     return message | ({"tool_calls": answer.tool_calls} if answer.tool_calls else {})
 
 
-def chat_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
+def write(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
     """The answers to a request that is no stream: a choice of each."""
     choices = [
         {"index": k, "message": message_of(answer), "logprobs": None, "finish_reason": answer.finish_reason}
@@ -117,7 +114,7 @@ def chat_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
     return {**head(answers[0], body, "chat.completion"), "choices": choices, "usage": usage(answers)}
 
 
-def chat_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
+def events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
     """The answers as the events of a stream, once they are whole: one choice after the other."""
     start = head(answers[0], body, "chat.completion.chunk")
 
@@ -137,9 +134,14 @@ def chat_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def chat_error(error: ApiError) -> Iterator[str]:
+def error(raised: ApiError) -> Iterator[str]:
     """An error after the beginning of a stream."""
-    yield data(error.body)
+    yield data(raised.body)
+
+
+def refusal(raised: ApiError) -> dict[str, Any]:
+    """An error as the body of an answer."""
+    return raised.body
 
 
 def data(value: dict[str, Any]) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 
 from mt_grpo.base.event_loop import close_on
 from mt_grpo.conversation.environments import failures_end
-from mt_grpo.conversation.picture_parts import is_image_part
 from mt_grpo.integrations.agents.programs import (
     AgentFailure,
     CommandAgent,
@@ -94,11 +93,7 @@ class AgentConversation:
         """The prompt as text, which stands for the agent's requests: an image is `<image>`, and none is read."""
 
         def text(content: Any) -> str:
-            parts = [content] if isinstance(content, str) else content
-            shown = (
-                each if isinstance(each, str) else "<image>" if is_image_part(each) else each["text"] for each in parts
-            )
-            return "".join(shown)
+            return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
 
         return [{**message, "content": text(message["content"])} for message in prompt], []
 
@@ -155,12 +150,7 @@ class AgentConversation:
 def agent_conversation(
     base: type, program: FunctionAgent | CommandAgent, timeout: float, max_model_calls: int, **settings: Any
 ) -> type:
-    """The subclass of the class of conversations, `base`, that an agent's program runs.
-
-    Args:
-        base, program, timeout, max_model_calls: As the attributes of `AgentConversation`.
-        settings: Its other attributes that are not their defaults.
-    """
+    """The subclass of the class of conversations, `base`, that an agent's program runs."""
     settings |= {"agent": program, "agent_timeout": timeout, "max_model_calls": max_model_calls}
     return type("AgentConversation", (AgentConversation, base), settings)
 

@@ -20,7 +20,6 @@ PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
 PARTS_OF_IMAGES = ("image_url", "input_image")  # of /v1/chat/completions, of /v1/responses
 DEEPEST = 200  # of lists and objects in a request, and in a call's arguments: what reads them is recursive
 NAMES_OF_KINDS = {str: "text", list: "a list", dict: "an object", int: "a whole number", bool: "true or false"}
-FORCED = ("required", "any", "function", "tool", "custom", "allowed_tools")  # of tool_choice
 # Fields that change the prompt, or that an answer would have to show.
 NOT_SERVED = (
     "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "audio", "functions", "function_call",
@@ -141,13 +140,7 @@ class Contents:
         self.pictures: dict[bytes, Picture] = {}
 
     def text(self, content: Any, param: str, joint: str | None = None) -> str:
-        """Return content as text: null is empty, parts are joined. Raises `ApiError`.
-
-        Args:
-            content: Text, parts, or None.
-            param: What the error names.
-            joint: What stands between two parts of text; None: as everywhere.
-        """
+        """Return content as text: null is empty, parts are joined by `joint`. Raises `ApiError`."""
         if content is None or isinstance(content, str):
             return marks_replaced(content or "")
         text, after_text = "", False
@@ -190,9 +183,7 @@ TEXT = Contents()
 def check_fields(body: dict[str, Any], arguments: dict[str, Any]) -> None:
     """Raise `ApiError` for fields that are not served, and warn once of each that is not enforced.
 
-    Args:
-        body: The request, of any endpoint.
-        arguments: The recipe's `chat_template_kwargs`, with which everything is rendered.
+    `arguments` are the recipe's `chat_template_kwargs`, with which everything is rendered.
     """
     for key in NOT_SERVED:
         if body.get(key):
@@ -252,11 +243,9 @@ def read_tools(tools: Any) -> list[dict[str, Any]]:
 def read_tool_choice(choice: Any) -> bool:
     """Whether the policy may call tools. It is never forced to, since that would not be its own sample."""
     name = choice if isinstance(choice, str) else expect(choice or {}, dict, "tool_choice").get("type")
-    if name not in (None, "auto", "none", *FORCED):
-        raise refuse("tool_choice", f"got {choice!r:.100}, expected auto, none, or a choice of a tool.")
-    if name in FORCED:
+    if name not in (None, "auto", "none"):
         tell_once(
-            f"An agent sent tool_choice={name!r}. It is accepted and has no effect: the policy chooses its calls."
+            f"An agent sent tool_choice={name!r:.100}. It is accepted and has no effect: the policy chooses its calls."
         )
     return name != "none"
 

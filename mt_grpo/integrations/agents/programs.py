@@ -81,9 +81,6 @@ class CommandAgent:
     """An agent that is a program: it reads the row from standard input, and writes the result as its last line.
 
     Each one sees only its own processes, if the machine allows it (`apart`).
-
-    Args:
-        command: The program and its arguments, as a shell command line.
     """
 
     def __init__(self, command: str):
@@ -183,9 +180,10 @@ class Rewarding:
         """
         if not is_number(value):
             raise ValueError(f"client.reward: got {value!r}, expected a finite number.")
-        name = answer if answer is None or isinstance(answer, str) else id_of(answer)
+        if answer is not None and not isinstance(answer, str):
+            answer = answer["id"] if isinstance(answer, dict) else answer.id
         try:
-            self.session.reward(float(value), name if choice is None else f"{name}:{choice}")
+            self.session.reward(float(value), answer if choice is None else f"{answer}:{choice}")
         except ApiError as error:
             raise ValueError(f"client.reward: {error}") from None
 
@@ -196,14 +194,6 @@ class Rewarding:
         return made
 
     with_options = copy
-
-
-def id_of(answer: Any) -> str:
-    """The id of an answer. Raises `ValueError`."""
-    found = answer.get("id") if isinstance(answer, dict) else getattr(answer, "id", None)
-    if not isinstance(found, str):
-        raise ValueError(f"client.reward: got answer={answer!r:.100}, expected a response of the client, or its id.")
-    return found
 
 
 class AgentClient(Rewarding, openai.OpenAI):
@@ -298,10 +288,6 @@ async def run_program(
     loss so.
 
     Args:
-        agent: The agent's program.
-        row: The row of the dataset.
-        server: The server that answers its requests.
-        session: The session of the rollout.
         timeout: Seconds that the agent may take, without those in which it waits for the policy.
         grace: Seconds, counted in the same way, that it may take after its budget is used up.
 
@@ -342,13 +328,8 @@ async def run_program(
 async def own_time(running: asyncio.Future, session: AgentSession, seconds: float, until_over: bool = True) -> None:
     """Wait for an agent, at most so many seconds in which it does not wait for the policy.
 
-    The policy's time is not the agent's: where this process generates, all conversations wait for the slowest agent.
-
-    Args:
-        running: The agent.
-        session: Its rollout.
-        seconds: How long.
-        until_over: Whether to return when the rollout is over.
+    With `until_over` also return when the rollout is over. The policy's time is not the agent's: if this process
+    generates, all conversations wait for the slowest agent.
     """
     over = asyncio.ensure_future(session.over.wait())
     began, before = time.monotonic(), session.policy_seconds

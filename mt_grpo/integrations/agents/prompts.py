@@ -31,11 +31,9 @@ class AgentPrompts:
         self.format, self.tokenizer = tool_format, tokenizer
 
     def rendered(self, before: list[Message], messages: list[Message]) -> list[Message]:
-        """Messages for the chat template. A result is that of the nearest call before it with its id.
+        """Messages for the chat template, after others, which may have the calls to which results belong.
 
-        Args:
-            before: The messages before them. They may have the calls to which results belong.
-            messages: What is rendered.
+        A result is that of the nearest call before it with its id.
         """
         names, numbers = {}, {}  # of the calls so far, by id
         for message in before:

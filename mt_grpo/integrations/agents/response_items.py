@@ -31,11 +31,6 @@ OWN = re.compile(r"(?:rs|msg|fc|ctc)_(\w+?)_(\d+)(?:_\d+)?")  # the id of an ite
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
 INPUT = "input"  # the only parameter of the function that a tool of type custom is shown as
-# Codex sends such tools by default. Servers of open models leave them out, and the program goes on with the others.
-OF_OPENAI = re.compile(
-    r"(web_search|web_search_preview|file_search|code_interpreter|image_generation|computer|computer_use_preview|mcp"
-    r"|local_shell|shell|apply_patch|tool_search|programmatic_tool_calling)(_\d{4}_\d\d_\d\d)?"
-)
 
 
 # -- tools --
@@ -56,12 +51,7 @@ def read_response_tools(tools: Any) -> list[dict[str, Any]]:
 
 
 def functions_of(tool: Any, space: str | None = None) -> Iterator[dict[str, Any]]:
-    """The functions that a tool is shown as. Raises `ApiError`.
-
-    Args:
-        tool: The tool.
-        space: The name of the namespace that it stands in, None: in none.
-    """
+    """The functions that a tool, of a namespace or of none, is shown as. Raises `ApiError`."""
     kind = expect(expect(tool, dict, "tools").get("type"), str, "tools")
     if kind == "function":
         yield {**tool, "name": joined_name(space, expect(tool.get("name"), str, "tools"))}
@@ -77,13 +67,8 @@ def functions_of(tool: Any, space: str | None = None) -> Iterator[dict[str, Any]
         schema = {"type": "object", "properties": {INPUT: shown}, "required": [INPUT], "additionalProperties": False}
         about = {"name": tool.get("name"), "description": tool.get("description")}
         yield {"type": "function", **about, "parameters": schema}
-    elif kind == "custom" or OF_OPENAI.fullmatch(kind):
-        tell_once(
-            f"An agent offered a tool of type {kind!r}{f' in the namespace {space!r:.100}' if space else ''}, which "
-            "is not served. The policy does not see it, and reads the other tools."
-        )
-    else:
-        raise refuse("tools", f"got type {kind!r:.100}, which is not known. Switch this tool off in the agent.")
+    else:  # such as the web search that Codex offers by default. vLLM leaves it out, too
+        tell_once(f"An agent offered a tool of type {kind!r:.100}, which is not served. The policy does not see it.")
 
 
 def joined_name(space: str | None, name: str) -> str:
@@ -110,12 +95,7 @@ def response_id(answer: Answer) -> str:
 
 
 def output_items(answer: Answer, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The items of an answer: its reasoning, its text, its calls.
-
-    Args:
-        answer: The answer.
-        body: The request, whose tools were read.
-    """
+    """The items of an answer to a request: its reasoning, its text, its calls."""
     items: list[dict[str, Any]] = []
     ending = f"{answer.conversation}_{answer.number}"
     if answer.reasoning:
@@ -159,13 +139,7 @@ class Responses:
     calls: dict[str, tuple[str, str]] = field(default_factory=dict)  # (number of the answer, arguments), by call id
 
     def add(self, answer: Answer, body: dict[str, Any], messages: list[Message]) -> None:
-        """Keep an answer.
-
-        Args:
-            answer: The answer.
-            body: The request.
-            messages: Those of the request, as they were read.
-        """
+        """Keep the answer to a request with these messages."""
         self.items |= {item["id"]: item for item in output_items(answer, body)}
         calls = answer.tool_calls
         self.calls |= {call["id"]: (str(answer.number), call["function"]["arguments"]) for call in calls}
@@ -195,13 +169,7 @@ class Responses:
 
 
 def read_items(items: Any, contents: Contents = TEXT, stored: Responses | None = None) -> list[Message]:
-    """Items as messages. Raises `ApiError`.
-
-    Args:
-        items: Text, or a list of items.
-        contents: What reads contents.
-        stored: The earlier answers of the conversation, to which items may refer.
-    """
+    """Text or items, which may refer to earlier answers of the conversation, as messages. Raises `ApiError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": contents.text(items, "input")}]
     reader = ItemReader(contents, stored or Responses())
@@ -216,10 +184,6 @@ class ItemReader:
     Items with ids of answers of this conversation say by them which answer they are of. Others are of one answer if
     they are neighbours and it has none of their kind, as for vLLM. A call is known by its own id, too, so that it is
     of its answer if results stand between.
-
-    Args:
-        contents: What reads contents.
-        stored: The earlier answers of the conversation.
     """
 
     def __init__(self, contents: Contents, stored: Responses):

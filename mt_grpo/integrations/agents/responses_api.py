@@ -7,10 +7,8 @@ from typing import Any
 
 from mt_grpo.base.json_types import json_text
 from mt_grpo.integrations.agents.messages import (
-    TEXT,
     Answer,
     ApiError,
-    Contents,
     ModelRequest,
     expect,
     read_limit,
@@ -19,7 +17,6 @@ from mt_grpo.integrations.agents.messages import (
     refuse,
 )
 from mt_grpo.integrations.agents.response_items import (
-    Responses,
     output_items,
     read_items,
     read_response_tools,
@@ -30,22 +27,13 @@ LOGPROBS = "message.output_text.logprobs"  # of `include`: what an answer would 
 TEXT_OF_CALLS = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
-def read_responses_request(
-    body: dict[str, Any], contents: Contents = TEXT, stored: Responses | None = None
-) -> ModelRequest:
-    """A request as it is sampled. Raises `ApiError`.
-
-    Args:
-        body: The request.
-        contents: What reads contents.
-        stored: The earlier answers of the conversation over this endpoint.
-    """
-    stored = stored or Responses()
+def read(body: dict[str, Any], session: Any) -> ModelRequest:
+    """A request as it is sampled. Raises `ApiError`."""
     if LOGPROBS in (body.get("include") or []):
         raise refuse("include", f"{LOGPROBS} is not supported. Remove it.", "unsupported_parameter")
     text = expect(body.get("instructions") or "", str, "instructions")
     instructions = [{"role": "system", "content": text}] if text else []  # of this request only
-    messages = [*stored.before(body), *read_items(body.get("input"), contents, stored)]
+    messages = [*session.responses.before(body), *read_items(body.get("input"), session.contents, session.responses)]
     if not instructions and not messages:
         raise refuse("input", "got nothing, expected text or items.")
     return ModelRequest(
@@ -80,13 +68,13 @@ def final_status(answer: Answer) -> str:
     return "incomplete" if answer.finish_reason == "length" else "completed"
 
 
-def responses_answer(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
+def write(answers: list[Answer], body: dict[str, Any]) -> dict[str, Any]:
     """The answer to a request that is no stream. This endpoint has one answer to each."""
     (answer,) = answers
     return response(answer, body, output_items(answer, body), final_status(answer))
 
 
-def responses_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
+def events(answers: list[Answer], body: dict[str, Any]) -> Iterator[str]:
     """The answer as the events of a stream, once it is whole."""
     (answer,) = answers
     items, status, number = output_items(answer, body), final_status(answer), 0
@@ -120,7 +108,18 @@ def responses_events(answers: list[Answer], body: dict[str, Any]) -> Iterator[st
     yield event(f"response.{status}", response=response(answer, body, items, status))
 
 
-def responses_error(error: ApiError) -> Iterator[str]:
+def error(raised: ApiError) -> Iterator[str]:
     """An error after the beginning of a stream."""
-    values = {"type": "error", "code": error.code, "message": str(error), "param": error.param, "sequence_number": 0}
+    values = {
+        "type": "error",
+        "code": raised.code,
+        "message": str(raised),
+        "param": raised.param,
+        "sequence_number": 0,
+    }
     yield f"event: error\ndata: {json_text(values)}\n\n"
+
+
+def refusal(raised: ApiError) -> dict[str, Any]:
+    """An error as the body of an answer."""
+    return raised.body

@@ -6,8 +6,9 @@ import asyncio
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
 
 from aiohttp import web
 
@@ -15,30 +16,8 @@ from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import allow_many_open_files
 from mt_grpo.base.json_types import is_nested, json_text
 from mt_grpo.conversation.environments import is_number
-from mt_grpo.integrations.agents.anthropic_api import (
-    anthropic_answer,
-    anthropic_error,
-    anthropic_error_event,
-    anthropic_events,
-    read_anthropic_request,
-)
-from mt_grpo.integrations.agents.chat_api import chat_answer, chat_error, chat_events, read_chat_request
-from mt_grpo.integrations.agents.messages import (
-    DEEPEST,
-    FROZEN,
-    POLICY,
-    Answer,
-    ApiError,
-    ModelRequest,
-    check_fields,
-    refuse,
-)
-from mt_grpo.integrations.agents.responses_api import (
-    read_responses_request,
-    responses_answer,
-    responses_error,
-    responses_events,
-)
+from mt_grpo.integrations.agents import anthropic_api, chat_api, responses_api
+from mt_grpo.integrations.agents.messages import DEEPEST, FROZEN, POLICY, ApiError, ModelRequest, check_fields, refuse
 from mt_grpo.integrations.agents.session import AgentSession
 
 MAX_BYTES = 256 * 2**20  # of one request, which has all images of a conversation again
@@ -46,32 +25,10 @@ KEEP_ALIVE_SECONDS = 5.0  # between the comments of a stream that waits for its 
 MODEL = {"object": "model", "type": "model", "created": 0, "created_at": "1970-01-01T00:00:00Z", "owned_by": "mt-grpo"}
 
 
-class Endpoint(NamedTuple):
-    """How an API reads requests and writes answers."""
-
-    read: Callable[[dict, AgentSession], ModelRequest]
-    write: Callable[[list[Answer], dict], dict]
-    events: Callable[[list[Answer], dict], Iterator[str]]
-    error: Callable[[ApiError], Iterator[str]]  # after the beginning of a stream
-    refusal: Callable[[ApiError], dict] = lambda error: error.body
-
-
-CHAT = Endpoint(lambda body, session: read_chat_request(body, session.contents), chat_answer, chat_events, chat_error)
-RESPONSES = Endpoint(
-    lambda body, session: read_responses_request(body, session.contents, session.responses),
-    responses_answer,
-    responses_events,
-    responses_error,
-)
-ANTHROPIC = Endpoint(
-    lambda body, session: read_anthropic_request(body, session.contents, session.prompts.takes_later_systems),
-    anthropic_answer,
-    anthropic_events,
-    anthropic_error_event,
-    anthropic_error,
-)
 COUNT = "messages/count_tokens"
-ENDPOINTS = {"chat/completions": CHAT, "responses": RESPONSES, "messages": ANTHROPIC, COUNT: ANTHROPIC}
+ENDPOINTS = {  # the name of an endpoint -> the module of its API
+    "chat/completions": chat_api, "responses": responses_api, "messages": anthropic_api, COUNT: anthropic_api,
+}  # fmt: skip
 
 
 class AgentServer:
@@ -138,26 +95,26 @@ class AgentServer:
 
         The status of a stream is sent with its first comment, or with the answer.
         """
-        endpoint, session = endpoint_of(request.path, request.headers), None
+        api, session = api_of(request.path, request.headers), None
         opened = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         try:
             session = self._session_of(request.path, request.headers)
-            return await self._answer(request, endpoint, session, opened)
+            return await self._answer(request, api, session, opened)
         except ApiError as error:
             if session is not None:
                 session.refuse(error)
             elif error.status == 401:
                 tell_once(f"A request of an agent was refused. {error}", "a key of no rollout")
             if opened.prepared:
-                await opened.write("".join(endpoint.error(error)).encode())
+                await opened.write("".join(api.error(error)).encode())
                 await opened.write_eof()
                 return opened
             # The official clients send 429 and 5xx again unless they are told not to.
             headers = {"x-should-retry": "false"} | ({"Upgrade": "HTTP/1.1"} if error.status == 426 else {})
-            return json_response(endpoint.refusal(error), status=error.status, headers=headers)
+            return json_response(api.refusal(error), status=error.status, headers=headers)
 
     async def _answer(
-        self, request: web.Request, endpoint: Endpoint, session: AgentSession, opened: web.StreamResponse
+        self, request: web.Request, api: ModuleType, session: AgentSession, opened: web.StreamResponse
     ) -> web.StreamResponse:
         """The answer to a request of a rollout. Raises `ApiError`."""
         name, headers = split_path(request.path)[1], request.headers
@@ -170,7 +127,7 @@ class AgentServer:
             message = f"{request.method} /v1/{name:.100} is not served. Expected one of {expected}."
             raise ApiError(404, message, "unknown_url")
         body = read_body(await request.read())
-        read = await session.in_order(functools.partial(read_request, endpoint, body, session))
+        read = await session.in_order(functools.partial(read_request, api, body, session))
         if name == COUNT:
             return json_response({"input_tokens": session.count_tokens(read)})
         reward, rewarded = read_reward(headers.get("X-Turn-Reward")), headers.get("X-Turn-Answer")
@@ -188,16 +145,16 @@ class AgentServer:
         except BaseException:  # it is refused, or the client has left
             session.lost(asked)
             raise
-        if endpoint is RESPONSES:
+        if api is responses_api:
             session.responses.add(answers[0], body, read.messages)
         session.received(asked)
         try:
             if body.get("stream"):
                 if not opened.prepared:
                     await opened.prepare(request)
-                await opened.write("".join(endpoint.events(answers, body)).encode())
+                await opened.write("".join(api.events(answers, body)).encode())
             else:
-                opened = json_response(endpoint.write(answers, body))
+                opened = json_response(api.write(answers, body))
                 await opened.prepare(request)
             await opened.write_eof()
         except BaseException:  # the client has left
@@ -221,10 +178,10 @@ def split_path(path: str) -> tuple[str | None, str]:
     return (found[1], found[2]) if found else (None, "")
 
 
-def endpoint_of(path: str, headers: Mapping[str, str]) -> Endpoint:
-    """The endpoint of a request. If there is none: one of the API that the request looks like, for its errors."""
+def api_of(path: str, headers: Mapping[str, str]) -> ModuleType:
+    """The API of a request; for an unknown path the one that the request looks like, for its errors."""
     is_anthropic = "x-api-key" in headers or "anthropic-version" in headers
-    return ENDPOINTS.get(split_path(path)[1], ANTHROPIC if is_anthropic else CHAT)
+    return ENDPOINTS.get(split_path(path)[1], anthropic_api if is_anthropic else chat_api)
 
 
 def models(name: str, session: AgentSession) -> dict[str, Any]:
@@ -249,12 +206,12 @@ def read_body(content: bytes) -> dict[str, Any]:
     return body
 
 
-def read_request(endpoint: Endpoint, body: dict[str, Any], session: AgentSession) -> ModelRequest:
+def read_request(api: ModuleType, body: dict[str, Any], session: AgentSession) -> ModelRequest:
     """A request as it is sampled. Raises `ApiError`, also for an error that no check expects."""
     try:
         trained = session.trains(body.get("model"))
         check_fields(body, session.format.chat_template_kwargs)
-        request = endpoint.read(body, session)
+        request = api.read(body, session)
     except (TypeError, AttributeError, LookupError, ValueError, RecursionError) as error:
         raise ApiError(400, f"The request cannot be read: {error_line(error)}.") from error
     request.trained = trained

@@ -89,17 +89,13 @@ class AgentSession(RolloutSession):
         """Begin to sample the answers to a request, or join the request that a retry sends again.
 
         Equal requests are samples of their own: votes, branches of a search, sub-agents. Only a client that says so
-        asks for the same sample again. `received` or `lost` has to follow.
+        asks for the same sample again. `received` or `lost` has to follow. Raises `ApiError`.
 
         Args:
-            request: The request as it is sampled.
-            body: The request as it came.
+            request, body: The request as it is sampled, and as it came.
             is_retry: Whether the client says that it sends the request again.
             reward: For the turn that the request continues; that of a retry was given already.
             rewarded: The id of the answer that the reward is for, if it is another one.
-
-        Raises:
-            ApiError: the request is invalid; 429 if the rollout is over.
         """
         same = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
         asked = self._asked_before(same) if is_retry else None
@@ -131,11 +127,7 @@ class AgentSession(RolloutSession):
         return found
 
     def count_tokens(self, request: ModelRequest) -> int:
-        """How many tokens the model would read, at least. Nothing is sampled, and no budget is spent.
-
-        Raises:
-            ApiError: the request is invalid; 429 if the rollout is over.
-        """
+        """How many tokens the model would read, at least. No budget is spent. Raises `ApiError`."""
         self._check_open()
         count = len(self._read(request)[-1])
         if count >= self.context:  # an agent may raise here, as if it were refused
@@ -152,11 +144,7 @@ class AgentSession(RolloutSession):
             self._full_at = self._num_requests
 
     async def answers(self, asked: Asked) -> list[Answer]:
-        """The answers of a request. They are sampled even if the client goes away meanwhile: it may ask again.
-
-        Raises:
-            ApiError: the request is invalid; 429 if the rollout is over.
-        """
+        """The answers of a request, sampled even if the client leaves: it may ask again. Raises `ApiError`."""
         try:
             return await asyncio.shield(asked.task)
         except asyncio.CancelledError:
