@@ -2,7 +2,6 @@
 
 plugin_imports   placeholders for imports of a framework that is not installed
 session          the base of the sessions of agents and of schedulers
-prefixes         a tokenizer cache for texts with common prefixes
 checks           checks of recipes, and limits on results, that several of them share
 acting           the tags of an action, and the text of a turn that is an action
 agents/          a program that speaks OpenAI's or Anthropic's API runs the conversation

@@ -18,7 +18,6 @@ from mt_grpo.base.pictures import has_too_many
 from mt_grpo.conversation.formats.control_tokens import Origin
 from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.conversation.tools.results import cut_far_beyond
-from mt_grpo.integrations.prefixes import SharedPrefixes
 from mt_grpo.rollout import Context, Message, Rollout, StopReason, Turn
 
 
@@ -55,34 +54,16 @@ def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ids_of_prompt(
-    env: Any,
-    messages: list[Message],
-    tokenizer: PreTrainedTokenizerBase,
-    tools: dict[str, Any],
-    context: float,
-    prefixes: SharedPrefixes | None = None,
+    env: Any, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Any], context: float
 ) -> list[int]:
-    """Ids of a prompt. Where it is surely longer than the context, those of a beginning that is longer, too.
+    """Ids of a prompt. Of one that is surely longer than the context (in tokens), only those of a longer prefix.
 
-    A program may send megabytes. To tokenise them takes seconds, in which no other conversation goes on.
-
-    Args:
-        env: The conversations.
-        messages, tokenizer, tools: As `env.prompt_ids` takes them.
-        context: Of the model, in tokens.
-        prefixes: Of the rollout, whose records begin alike. None: the prompt is tokenised whole.
+    A program may send megabytes, and no other conversation goes on while they are tokenised.
     """
-    if len(str([messages, tools])) > 5 * context:  # shorter ones are tokenised whole in any case
+    if len(str([messages, tools])) > 5 * context:
         arguments = {**env.format_of(tokenizer).prompt(messages, tools), "tokenize": False}
-        text = tokenizer.apply_chat_template(**arguments)
-        readable = cut_far_beyond(text, context, tokenizer)
-        if len(readable) < len(text):
-            return tokenizer(readable, add_special_tokens=False)["input_ids"]
-        if prefixes is not None:
-            return prefixes.ids(text)
-    elif prefixes is not None:
-        arguments = {**env.format_of(tokenizer).prompt(messages, tools), "tokenize": False}
-        return prefixes.ids(tokenizer.apply_chat_template(**arguments))
+        text = cut_far_beyond(tokenizer.apply_chat_template(**arguments), context, tokenizer)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
     return env.prompt_ids(messages, tokenizer, tools)
 
 

@@ -1,22 +1,15 @@
 """Programs that people run, unchanged, on a scripted policy: records are exact, and credit is on the right turns."""
 
-import asyncio
-import functools
 import json
 import os
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-from aiohttp import web
-from real_programs import OF_PYTHON
-from test_agents import CALL, RECIPE, TOKENIZER, Scripted, ids, run
+from test_agents import CALL, TOKENIZER, ids, run
 from vllm_prompts import VllmPrompts
 
-import mt_grpo_trainer as mt
-from mt_grpo.integrations.agents import server as agent_server
 from mt_grpo.rollout import StopReason
 from mt_grpo.training.records import trained_records
 
@@ -127,18 +120,6 @@ def test_pi(packages, tmp_path, monkeypatch):
     turn = THINKS + bash("bash", {"command": "echo $((17 * 23))"})
     rollout = rollout_of(command, turn, turn, "391")
     assert [[each.text for each in turn.results] for turn in rollout.turns] == [["391\n"], ["391\n"], []]
-
-
-@tries("@mariozechner/pi-coding-agent")
-@slow
-def test_pi_tells_of_a_command_that_fails(packages, tmp_path, monkeypatch):
-    """By `is_error`: the turn that called has failed, and the one behind it has not."""
-    command = by_shell(tmp_path, monkeypatch, packages, block("pi --provider"))
-    wrong, right = (bash("bash", {"command": line}) for line in ("exit 7", "echo 391"))
-    limits = {"max_completion_length": 100_000, "max_model_len": 120_000}
-    rollout, _ = run(command, wrong, right, "391", row=ROW, timeout=600.0, **limits)
-    assert rollout.error is None and [record.numbers for record in rollout.records] == [[0, 1, 2]], rollout.error
-    assert [turn.error for turn in rollout.turns] == ["tool", None, None]
 
 
 @tries("@qwen-code/qwen-code")
@@ -472,64 +453,6 @@ def test_a_verifiers_taskset_by_its_command_line(python, tmp_path):
     assert rollout.turns[0].observation == "1 and x y"
 
 
-SMOL = """
-import json, os, sys
-from smolagents import CodeAgent, OpenAIServerModel
-from smolagents.utils import AgentError
-
-row = json.loads(sys.stdin.read())
-model = OpenAIServerModel("policy", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
-try:
-    said = CodeAgent([], model, max_steps=3, verbosity_level=0).run(row["question"])
-except AgentError:
-    said = ""
-print(json.dumps({"reward": float(str(said).strip() == row["answer"])}))
-"""
-FILES = {
-    "crewai": CREW, "dspy": DSPY, "langchain": SUMMARY, "mini-swe-agent": MINI, "qwen-agent": QWEN, "smolagents": SMOL,
-}  # fmt: skip
-BLOCKS = {"curl": "curl --silent"}  # what a block of the page is known by, where not by the same words
-
-
-def command_of(word, packages, python, tmp_path, monkeypatch):
-    """What starts a program on a row."""
-    if word == "ai sdk":
-        (packages / "agent.mjs").write_text(SDK)
-        return f"node {packages}/agent.mjs default whole"
-    if word in FILES:
-        (tmp_path / "agent.py").write_text(FILES[word])
-        interpreter = sys.executable if word == "smolagents" else python(word)
-        return f"{interpreter} {tmp_path}/agent.py" + " policy" * (word == "langchain")
-    return by_shell(tmp_path, monkeypatch, packages, qwen_code() if word == "qwen" else block(BLOCKS.get(word, word)))
-
-
-@tries
-@slow
-@pytest.mark.parametrize("word", ["ai sdk", "codex exec", "pi --provider", "qwen", "curl", *FILES])
-def test_a_recipe_trains_a_program(packages, python, hermes_model, tmp_path, quiet, monkeypatch, word):
-    """A step by the command line's way, whatever the model says."""
-    model = tmp_path / "model"  # the same with a context for Codex, whose prompt is a text of 40 kB
-    shutil.copytree(hermes_model, model)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 131_072}))
-    recipe = {
-        **RECIPE, "model_name_or_path": str(model), "agent": None, "dataset_size": 4, "num_generations": 4,
-        "agent_command": command_of(word, packages, python, tmp_path, monkeypatch), "agent_timeout": 300,
-        "output_dir": str(tmp_path / "run"), "per_device_train_batch_size": 4, "max_steps": 1, "dtype": "float32",
-        "report_to": "none", "gradient_checkpointing": False, "save_strategy": "no", "logging_steps": 1,
-        "max_completion_length": 4096, "max_turn_tokens": 48, "max_model_calls": 3,
-    }  # fmt: skip
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
-    trainer = mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
-    trainer.train()
-    (row, *_) = trainer.state.log_history
-    errors = [json.loads(line)["error"] for line in (tmp_path / "run/rollouts.rank0.jsonl").read_text().splitlines()]
-    # Codex ends with an error where a turn is cut off.
-    assert all(error is None or "reason: max_output_tokens" in error for error in errors) and None in errors, errors
-    assert len(errors) == 4 and row["turns/mean"] >= 1.0 and row["stop/agent_timeout"] == 0.0, row
-
-
 # -- what programs do in long runs --
 
 RUNS = {  # the tool of each program that runs a line of shell, and what it says beside the line
@@ -546,18 +469,6 @@ def line(word, text):
     """The policy's call by which a program runs a line of shell."""
     name, key, more = RUNS[word]
     return THINKS + bash(name, {key: text}, **more)
-
-
-class ByPrompt(Scripted):
-    """Writes what a function says of the text that it reads, where requests come in any order."""
-
-    def __init__(self, say):
-        super().__init__("")
-        self.say = say
-
-    async def generate(self, prompt_ids, *args, **kwargs):
-        self.turns = [self.say(TOKENIZER.decode(prompt_ids))]  # read before it waits for anything
-        return await super().generate(prompt_ids, *args, **kwargs)
 
 
 @tries("@openai/codex")
@@ -577,17 +488,6 @@ def test_codex_compacts_its_history(packages, tmp_path, monkeypatch):
 COMPACTS = "--config model_auto_compact_token_limit=7000"
 
 
-@tries("@openai/codex")
-@slow
-def test_what_codex_asks_openais_server_to_compact_is_refused(packages, tmp_path, monkeypatch):
-    """It would be answered with what OpenAI alone can read. The refusal names it, and nothing is trained."""
-    body = block("codex exec").replace("--output-last-message", f"{COMPACTS} --output-last-message")
-    command = by_shell(tmp_path, monkeypatch, packages, body)
-    limits = {"max_completion_length": 100_000, "max_model_len": 120_000}
-    rollout, _ = run(command, line("codex exec", "echo 391"), "391", row=ROW, timeout=600.0, **limits)
-    assert rollout.stop_reason == StopReason.AGENT_ERROR and "compaction_trigger" in str(rollout.error)
-
-
 @tries("@qwen-code/qwen-code")
 @slow
 def test_qwen_code_compacts_its_history(packages, tmp_path, monkeypatch):
@@ -597,225 +497,3 @@ def test_qwen_code_compacts_its_history(packages, tmp_path, monkeypatch):
     rollout = rollout_of(command, *turns, records=[[0], [1], [2]])
     read = [TOKENIZER.decode(record.prompt_ids) for record in rollout.records]
     assert "<tools>" not in read[1] and "It is 391." in read[2] and "Output: 391" in read[2]
-
-
-def compacting(text):
-    """What the policy writes for Pi: a call of a long result, a summary of it, and what is asked behind that."""
-    if "Summarize the prefix" in text:
-        return "I have computed 391."
-    if "And now?" in text:
-        return "391"
-    return "Noted." if "\n999\n" in text else line("pi --provider", "seq 1000")
-
-
-@tries("@mariozechner/pi-coding-agent")
-@slow
-def test_pi_compacts_its_history(packages, tmp_path, monkeypatch):
-    """Between two prompts. It may ask for a summary twice: when a prompt has ended, and before the next one."""
-    settings = {"compaction": {"reserveTokens": 27_500, "keepRecentTokens": 1}}
-    written = f"echo '{json.dumps(settings)}' >\"$PI_CODING_AGENT_DIR/settings.json\"\ncd "
-    body = block("pi --provider").replace("cd ", written).replace("</dev/null", '"And now?" </dev/null')
-    command = by_shell(tmp_path, monkeypatch, packages, body)
-    rollout, _ = run(command, llm=ByPrompt(compacting), row=ROW, **LONG)
-    assert rollout.error is None and rollout.stop_reason == StopReason.AGENT_DONE and rollout.reward == 1.0
-    number = len(rollout.turns)
-    summaries = ["I have computed 391."] * (number - 3)
-    said = [turn.text for turn in rollout.turns]
-    assert summaries and said == [line("pi --provider", "seq 1000"), "Noted.", *summaries, "391"]
-    assert [record.numbers for record in rollout.records] == [[0, 1], *([k] for k in range(2, number))]
-    *asked, behind = (TOKENIZER.decode(record.prompt_ids) for record in rollout.records[1:])
-    assert all("<tools>" not in each and "[Tool result]: 1\n2\n" in each for each in asked)
-    assert "I have computed 391." in behind and "And now?" in behind and "\n999\n" not in behind
-    assert [turn.has_observation for turn in rollout.turns] == [True] * (number - 1) + [False]
-    assert all(turn.trained for turn in rollout.turns)
-    check_beginnings(rollout)
-
-
-def parted(text, spawn):
-    """What the policy writes: it lets one sub-agent compute 17 * 20, and another one 17 * 3.
-
-    Args:
-        text: What it reads.
-        spawn: (the calls that begin both, what runs a line of shell, the call that waits for ids of sub-agents).
-    """
-    calls, run_line, wait = spawn
-    last = text.rpartition("<|im_start|>user")[2]
-    if "gives 340" in text and "gives 51" in text:
-        return "391"
-    for what in ("17 * 20", "17 * 3"):
-        if last.strip().startswith(f"Compute {what}."):
-            return run_line(f"echo '{what} is' $(({what}))")
-        if f"{what} is {eval(what)}" in last:
-            return f"{what} gives {eval(what)}."
-    begun = re.findall(r'"agent_id":"([^"]+)"', text)
-    return wait(begun) if len(begun) == 2 else THINKS + "\n".join(calls)
-
-
-def check_parted(rollout):
-    """Three records: the main conversation, and those of the sub-agents, all of whose turns were observed but one."""
-    assert rollout.error is None and rollout.reward == 1.0, rollout.error
-    main, *others = [[rollout.turns[k] for k in record.numbers] for record in rollout.records]
-    assert len(others) == 2 and main[0].text.startswith(THINKS) and main[-1].text == "391"
-    assert sorted(turns[-1].text for turns in others) == ["17 * 20 gives 340.", "17 * 3 gives 51."]
-    assert [len(turns) for turns in others] == [2, 2] and not main[-1].has_observation
-    assert all(turn.has_observation for turns in (main[:-1], *others) for turn in turns)
-    assert all(turn.trained for turn in rollout.turns)
-    check_beginnings(rollout)
-
-
-LONG = {"max_completion_length": 500_000, "max_model_len": 120_000, "max_model_calls": 20, "timeout": 600.0}
-
-
-@tries("@openai/codex")
-@slow
-def test_codex_has_sub_agents_side_by_side(packages, tmp_path, monkeypatch):
-    """Both are asked before either is answered."""
-    both = asyncio.Event()
-    calls = [bash("multi_agent_v1__spawn_agent", {"message": f"Compute {what}."}) for what in ("17 * 20", "17 * 3")]
-    spawn = (
-        calls, functools.partial(line, "codex exec"),
-        lambda begun: bash("multi_agent_v1__wait_agent", {"targets": begun, "timeout_ms": 60_000}),
-    )  # fmt: skip
-
-    class Both(ByPrompt):
-        begun = 0
-
-        async def generate(self, prompt_ids, *args, **kwargs):
-            last = TOKENIZER.decode(prompt_ids).rpartition("<|im_start|>user")[2]
-            if last.strip().startswith("Compute "):
-                Both.begun += 1
-                if Both.begun == 2:
-                    both.set()
-                await asyncio.wait_for(both.wait(), 300)
-            return await super().generate(prompt_ids, *args, **kwargs)
-
-    command = by_shell(tmp_path, monkeypatch, packages, block("codex exec"))
-    rollout, _ = run(command, llm=Both(lambda text: parted(text, spawn)), row=ROW, **LONG)
-    check_parted(rollout)
-
-
-@tries("@qwen-code/qwen-code")
-@slow
-def test_qwen_code_has_sub_agents(packages, tmp_path, monkeypatch):
-    """One behind the other."""
-    given = [{"description": "Compute.", "prompt": f"Compute {what}."} for what in ("17 * 20", "17 * 3")]
-    spawn = (
-        [bash("agent", each, subagent_type="general-purpose") for each in given],
-        functools.partial(line, "qwen"),
-        None,
-    )
-    command = by_shell(tmp_path, monkeypatch, packages, qwen_code())
-    rollout, _ = run(command, llm=ByPrompt(lambda text: parted(text, spawn)), row=ROW, **LONG)
-    check_parted(rollout)
-    assert [record.numbers for record in rollout.records] == [[0, 5], [1, 2], [3, 4]]
-
-
-@tries
-@slow
-@pytest.mark.parametrize("word", RUNS)
-def test_a_result_of_a_hundred_kilobytes(packages, tmp_path, monkeypatch, word):
-    """Each program shortens it in its own way; what it sends is what the model reads."""
-    command = by_shell(tmp_path, monkeypatch, packages, program(word))
-    limits = {"max_completion_length": 300_000, "max_model_len": 400_000}
-    turns = [line(word, "seq -w 16700"), line(word, "echo 391"), "391"]  # lines of 6 bytes
-    rollout = rollout_of(command, *turns, **limits)
-    (result,) = rollout.turns[0].results
-    assert 1000 < len(result.text) < 101_000 and "16700" in result.text, result.text[:2000]
-
-
-@tries(*SDKS)
-@slow
-@pytest.mark.parametrize("api", ["default", "chat", "anthropic"])
-def test_a_result_of_a_hundred_kilobytes_is_sent_whole(packages, api, monkeypatch):
-    monkeypatch.setenv("MORE", "100000")
-    (packages / "agent.mjs").write_text(SDK)
-    limits = {"max_completion_length": 800_000, "max_model_len": 800_000}
-    rollout = rollout_of(f"node {packages}/agent.mjs {api} whole", CALL, f"{CALL}\n{CALL}", "391", **limits)
-    assert [len(each.text) for turn in rollout.turns for each in turn.results] == [100_009] * 3
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """A server that answers a program's requests by these numbers with a fault, before it reads them."""
-    faults, seen, handle = {}, [], agent_server.AgentServer._handle
-
-    async def maybe(self, request):
-        seen.append(request.path)
-        status = faults.get(len(seen)) if request.method == "POST" else None
-        if status is None:
-            return await handle(self, request)
-        await request.read()
-        body = {"error": {"message": "busy", "type": "server_error", "code": None, "param": None}}
-        return web.json_response(body, status=status, headers={"Retry-After": "1"})
-
-    monkeypatch.setattr(agent_server.AgentServer, "_handle", maybe)
-    return faults, seen
-
-
-@tries
-@slow
-@pytest.mark.parametrize("word, faults", [
-    ("codex exec", [503, 500]), ("pi --provider", [503, 429]), ("qwen", [503, 429]), ("ai sdk", [503, 429]),
-    ("mini-swe-agent", [503, 429]), ("crewai", [503, 429]),
-])  # fmt: skip
-def test_programs_ask_again_behind_a_fault(packages, python, tmp_path, monkeypatch, failing, quiet, word, faults):
-    """Of a proxy, or of a server that is full: a request that never came is no turn."""
-    turns = [CALL, "391"]
-    if word == "ai sdk":
-        (packages / "agent.mjs").write_text(SDK)
-        command = f"node {packages}/agent.mjs chat whole"
-    elif word in OF_PYTHON:
-        (tmp_path / "agent.py").write_text({"crewai": CREW, "mini-swe-agent": MINI}[word])
-        command = f"{python(word)} {tmp_path}/agent.py"
-        if word == "mini-swe-agent":
-            turns = [bash("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && echo 391"})]
-    else:
-        command = by_shell(tmp_path, monkeypatch, packages, program(word))
-        turns = [line(word, "echo 391"), "391"]
-    given, seen = failing
-    first = 2 if word == "codex exec" else 1  # it asks for a WebSocket before
-    given |= dict(zip((first, first + 1), faults))
-    rollout_of(command, *turns)
-    assert len(seen) >= len(turns) + 2
-
-
-class Endless(Scripted):
-    """Writes its first turn, and never a second one; then a file says that it was asked."""
-
-    def __init__(self, turn, path):
-        super().__init__(turn)
-        self.path, self.cancelled = path, False
-
-    async def generate(self, *args, **kwargs):
-        if not self.asked:
-            return await super().generate(*args, **kwargs)
-        self.path.write_text("")
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            self.cancelled = True
-            raise
-
-
-@tries
-@slow
-@pytest.mark.parametrize("word", RUNS)
-def test_a_program_that_is_killed_in_the_middle_of_a_call(packages, tmp_path, monkeypatch, word):
-    """What was sampled before is trained, and what it waited for is given up."""
-    asked = tmp_path / "asked"
-    *begin, _ = program(word).strip().splitlines()  # its last line prints the reward
-    begin = "\n".join(begin)
-    body = f"""({begin}) <"$0.row" &
-pid=$!
-while [ ! -e {asked} ]; do sleep 0.1; done
-pkill -KILL -P $pid
-kill -KILL $pid
-echo 0.5
-"""
-    command = by_shell(tmp_path, monkeypatch, packages, f'cat >"$0.row"\n{body}')
-    llm = Endless(line(word, "echo 391"), asked)
-    rollout, _ = run(command, llm=llm, row=ROW, **LONG)
-    assert rollout.error is None and rollout.reward == 0.5 and llm.cancelled, rollout.error
-    (turn,) = rollout.turns
-    assert turn.trained and turn.went_on and rollout.stop_reason == StopReason.AGENT_DONE
-    check_beginnings(rollout)

@@ -1,19 +1,11 @@
 """Agents that speak OpenAI's API: real clients over real HTTP; the policy is scripted where its ids are known."""
 
 import asyncio
-import copy
-import functools
 import json
-import math
-import os
 import random
-import re
 import subprocess
 import sys
-import threading
 import time
-import types
-from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -21,27 +13,18 @@ import numpy
 import openai
 import psutil
 import pytest
-import torch
 import warm_python
 from processes import alive, ends
-from scripted import longest_text
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.event_loop import run_async, start_in_background
+from mt_grpo.base.event_loop import run_async
 from mt_grpo.integrations.agents import conversation as openai_agent, programs, server as agent_server
-from mt_grpo.integrations.agents.chains import Asked, Collapsed, Completion, keys_of
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
-from mt_grpo.integrations.agents.messages import ApiError
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent, environment_of
-from mt_grpo.integrations.agents.prompts import AgentPrompts
-from mt_grpo.integrations.agents.response_items import read_items
 from mt_grpo.integrations.agents.session import AgentSession
-from mt_grpo.reports.rollout_log import turn_rows
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo.training.records import FURTHER_RECORDS, is_cut_off, trained_records
-from mt_grpo.training.reward_numbers import turn_flags
-from mt_grpo.training.tensors import NAN, pad_rows
 
 pytestmark = pytest.mark.faults  # a group of scripts/test.sh
 
@@ -123,14 +106,6 @@ async def ask(client, messages, **options):
     return answer.choices[0].message.model_dump(exclude_none=True)
 
 
-def by_way(way, client):
-    """The agent's own client, or one that goes over HTTP."""
-    return client if way == "direct" else openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)
-
-
-ways = pytest.mark.parametrize("way", ["direct", "http"])
-
-
 def tool_message(message, text="2"):
     return [{"role": "tool", "tool_call_id": call["id"], "content": text} for call in message["tool_calls"]]
 
@@ -170,12 +145,10 @@ def test_a_conversation_token_for_token():
 
 
 @pytest.mark.contract("OpenAI chat API")
-@ways
-def test_what_the_api_says_of_an_answer(way):
+def test_what_the_api_says_of_an_answer():
     said = []
 
-    async def agent(row, own):
-        client = by_way(way, own)
+    async def agent(row, client):
         for messages, options in (
             ([user("a")], {"tools": [ADD]}), ([user("b")], {"max_tokens": 3}), ([user("c")], {"stop": "END"}),
             ([user("d")], {"tools": [ADD], "tool_choice": "none"}), ([user("e")], {"tools": [ADD]}),
@@ -183,6 +156,12 @@ def test_what_the_api_says_of_an_answer(way):
             said.append(await client.chat.completions.create(model="policy", messages=messages, **options))
         assert [model.id async for model in client.models.list()] == ["policy", "policy-frozen"]
         assert (await client.models.retrieve("policy")).id == "policy"
+        cut = await respond(client, "f", max_output_tokens=3)
+        assert (cut.usage.output_tokens, cut.status, cut.incomplete_details.reason) == (
+            3,
+            "incomplete",
+            "max_output_tokens",
+        )
 
     broken = '<tool_call>\n{"name": "add", "arguments": {}\n</tool_call>'
     rollout, llm = run(agent, f"<think>Hm.</think>Now.\n{CALL}", "1 2 3 4 5 6", "1 END 2", CALL, f"{CALL}\n{broken}")
@@ -203,74 +182,21 @@ def test_what_the_api_says_of_an_answer(way):
     last = said[4].choices[0].message  # the call that can be read, and the other one as text
     assert len(last.tool_calls) == 1 and last.content == broken
     assert [call.error is None for call in rollout.turns[4].calls] == [True, False]
-    assert len(rollout.records) == 5 and rollout.reward is None
+    assert len(rollout.records) == 6 and rollout.reward is None
 
 
-NOT_OFFERED = {"no tools": {}, "an empty list": {"tools": []}, "none": {"tools": [ADD], "tool_choice": "none"}}
-
-
-@ways
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", NOT_OFFERED)
-def test_what_looks_like_a_call_is_text_where_no_tools_are_offered(name, stream, way):
-    """The docs' first example takes the length of the content; programs with tools in the system prompt read it."""
-    options = NOT_OFFERED[name]
-    flat = {**options, **({"tools": [FLAT]} if options.get("tools") else {})}
-
-    async def agent(row, own):
-        client = by_way(way, own)
-        if stream:
-            chunks = [c async for c in await client.chat.completions.create(
-                model="policy", messages=[user("a")], stream=True, **options)]  # fmt: skip
-            assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == f"Now.\n{CALL}"
-            assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
-            assert chunks[-1].choices[0].finish_reason == "stop"
-            events = [event async for event in await respond(client, "b", stream=True, **flat)]
-            answer = events[-1].response
-        else:
-            said = await client.chat.completions.create(model="policy", messages=[user("a")], **options)
-            message = said.choices[0].message
-            assert (message.content, message.tool_calls) == (f"Now.\n{CALL}", None)
-            assert said.choices[0].finish_reason == "stop"
-            answer = await respond(client, "b", **flat)
-        assert [item.type for item in answer.output] == ["message"] and answer.output_text == f"Now.\n{CALL}"
-        sent = [user("a"), {"role": "assistant", "content": f"Now.\n{CALL}"}, user("<tool_response>2</tool_response>")]
-        await ask(client, sent, **options)
-
-    rollout, _ = run(agent, f"Now.\n{CALL}")
-    assert rollout.error is None, rollout.error
-    assert all(turn.calls == [] and turn.answer == f"Now.\n{CALL}" for turn in rollout.turns)
-    assert [record.numbers for record in rollout.records] == [[0, 2], [1]]
-
-
-@ways
-def test_arguments_are_json_that_every_reader_takes(way):
+def test_arguments_are_json_that_every_reader_takes():
     """JSON has no NaN and no infinities. Python's `json` and a policy write them; Node's `JSON.parse` fails."""
     call = CALL.replace('"a": 1, "b": "x y"', '"a": NaN, "b": [1e999, -Infinity, 1.5], "NaN": "NaN"')
 
-    def strict(text):
-        return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-    async def agent(row, own):
-        client = by_way(way, own)
+    async def agent(row, client):
         said = await ask(client, [user("a")], tools=[ADD])
-        arguments = {"a": None, "b": [None, None, 1.5], "NaN": "NaN"}
-        assert strict(said["tool_calls"][0]["function"]["arguments"]) == arguments
+        arguments = said["tool_calls"][0]["function"]["arguments"]
+        assert json.loads(arguments, parse_constant=pytest.fail) == {"a": None, "b": [None, None, 1.5], "NaN": "NaN"}
         await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])  # as it was given
-        # A schema may hold them, too, and /v1/responses tells the tools again.
-        raw = json.dumps({"model": "policy", "input": "b", "tools": [{**FLAT, "parameters": {"default": math.nan}}]})
-        async with httpx.AsyncClient(trust_env=False) as http:
-            headers = {"Authorization": f"Bearer {client.api_key}"}
-            for stream in ("false", "true"):
-                content = f'{raw[:-1]}, "stream": {stream}}}'
-                answer = await http.post(f"{client.base_url}responses", content=content, headers=headers)
-                texts = [part for part in answer.text.split("\n") if part.startswith(("{", "data: "))]
-                found = [strict(text.removeprefix("data: ")) for text in texts]
-                assert found[-1].get("response", found[-1])["status"] == "completed", answer.text
 
     rollout, _ = run(agent, call, "2")
-    assert rollout.error is None, rollout.error
-    assert rollout.records[0].numbers == [0, 1]
+    assert rollout.error is None and rollout.records[0].numbers == [0, 1], rollout.error
 
 
 SAME = {
@@ -337,146 +263,114 @@ def test_what_was_not_said_begins_a_record(name):
     )
 
 
-def test_other_tools_begin_a_record():
-    async def agent(row, client):
-        said = await ask(client, [user("Add.")], tools=[ADD])
-        other = {"type": "function", "function": {**ADD["function"], "description": "Add two."}}
-        await ask(client, [user("Add."), said, *tool_message(said)], tools=[other])
-
-    rollout, _ = run(agent, CALL, "2")
-    assert [record.numbers for record in rollout.records] == [[0], [1]]
-    assert "Add two." in TOKENIZER.decode(rollout.records[1].prompt_ids)
+RECORDS = {}  # the name of an agent -> (the agent, what the policy writes, the turns of each record, settings)
 
 
-def test_an_assistants_message_that_was_not_sampled_begins_a_record():
-    async def agent(row, client):
-        messages = [user("a")]
-        messages += [await ask(client, messages), user("b")]
-        await ask(client, [*messages, {"role": "assistant", "content": "Mine."}, user("c")])
-        await ask(client, messages)  # goes on
-        await ask(client, [*messages, {"role": "assistant", "content": "3"}, user("c")])  # sampled: goes on
-
-    rollout, _ = run(agent, "1", "2", "3", "4")
-    assert [record.numbers for record in rollout.records] == [[0, 2, 3], [1]]
-    assert "Mine." in TOKENIZER.decode(rollout.records[1].prompt_ids)
+def records(expected, *turns, **settings):
+    """Register an agent with the records that its requests make."""
+    return lambda agent: RECORDS.update({agent.__name__: (agent, turns, expected, settings)})
 
 
-def test_repetitions_and_branches():
-    async def agent(row, client):
-        start = [user("a")]
-        one, two = await ask(client, start), await ask(client, start)  # an identical request: another sample
-        assert (one["content"], two["content"]) == ("1", "2")
-        for said in (two, one):
-            await ask(client, [*start, said, user("b")])
-        await ask(client, [*start, one, user("c")])  # a second branch behind the same answer
-
-    rollout, _ = run(agent, "1", "2", "3", "4", "5")
-    assert [record.numbers for record in rollout.records] == [[0, 3], [1, 2], [4]]
-    assert rollout.records[2].prompt_ids == rollout.prompt_ids + rollout.turns[0].token_ids + ids(
-        "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert [m["content"] for m in rollout.messages if m["role"] == "assistant"] == ["1", "2", "3", "4", "5"]
+@records([[0], [1]], CALL, "2")
+async def other_tools(row, client):
+    said = await ask(client, [user("Add.")], tools=[ADD])
+    other = {"type": "function", "function": {**ADD["function"], "description": "Add two."}}
+    await ask(client, [user("Add."), said, *tool_message(said)], tools=[other])
 
 
-def test_requests_at_the_same_time_go_on_from_their_own_answers():
+@records([[0, 2, 3], [1]], "1", "2", "3", "4")
+async def an_assistants_message_that_was_not_sampled(row, client):
+    messages = [user("a")]
+    messages += [await ask(client, messages), user("b")]
+    await ask(client, [*messages, {"role": "assistant", "content": "Mine."}, user("c")])
+    await ask(client, messages)  # continues
+    await ask(client, [*messages, {"role": "assistant", "content": "3"}, user("c")])  # sampled: continues
+
+
+@records([[0, 3], [1, 2], [4]], "1", "2", "3", "4", "5")
+async def repetitions_and_branches(row, client):
+    one, two = await ask(client, [user("a")]), await ask(client, [user("a")])
+    for said in (two, one):
+        await ask(client, [user("a"), said, user("b")])
+    await ask(client, [user("a"), one, user("c")])  # a second branch of the same answer
+
+
+@records([[0], [1], [2], [3]], *"ABCD", seconds=0.05)
+async def equal_requests_at_the_same_time(row, client):
+    votes = await asyncio.gather(*(ask(client, [user("Vote.")]) for _ in range(4)))
+    assert sorted(vote["content"] for vote in votes) == ["A", "B", "C", "D"]
+
+
+@records([[0, 1], [2]], "1 END 2 3 4", "2", "3")
+async def a_stop_text_that_is_put_back(row, client):
+    said = await ask(client, [user("a")], stop=["END"])
+    assert said["content"] == "1 "
+    await ask(client, [user("a"), {**said, "content": "1 END"}, user("b")], stop=["END"])
+    await ask(client, [user("a"), {**said, "content": "1 ENDE"}, user("b")], stop=["END"])  # another text
+
+
+@records([[0, 1, 4], [2, 3]], f"{CALL}\n{CALL}", "ok", max_completion_length=2000)
+async def exchanged_results(row, client):
+    start = [user("a")]
+    said = await ask(client, start, tools=[ADD])
+    one, two = tool_message(said)
+    told = []
+    for contents in (("one", "two"), ("two", "one")):
+        results = [{**each, "content": content} for each, content in zip((one, two), contents)]
+        told.append([*start, said, *results, await ask(client, [*start, said, *results], tools=[ADD])])
+    for messages in reversed(told):
+        await ask(client, [*messages, user("b")], tools=[ADD])
+
+
+@records([[0, 2, 5], [1, 3, 4]], f"<think>1</think>{CALL}", f"<think>2</think>{CALL}", "ok", "ok", "3", "4")
+async def equal_answers_with_other_ids_of_calls(row, client):
+    chains = []
+    for _ in range(2):
+        said = await ask(client, [user("a")], tools=[ADD])
+        chains.append([user("a"), said, *tool_message(said)])
+    for chain in chains:
+        chain += [await ask(client, chain, tools=[ADD]), user("b")]
+    for chain in reversed(chains):
+        await ask(client, chain, tools=[ADD])
+
+
+@records([[0], [1]], "1")
+async def a_developers_message_in_the_middle(row, client):
+    messages = [{"role": "system", "content": "S."}, user("a")]
+    messages += [await ask(client, messages), {"role": "developer", "content": "D."}, user("b")]
+    await ask(client, messages)  # the template reads it at the beginning
+
+
+@pytest.mark.contract("token for token")
+@pytest.mark.parametrize("name", RECORDS)
+def test_records_of(name):
+    agent, turns, expected, settings = RECORDS[name]
+    rollout, _ = run(agent, *turns, **settings)
+    assert rollout.error is None and [record.numbers for record in rollout.records] == expected, rollout.error
+    assert all(turn.trained for turn in rollout.turns)
+    assert [len(turn.logprobs) for turn in rollout.turns] == [len(turn.token_ids) for turn in rollout.turns]
+
+
+def test_requests_at_the_same_time_continue_their_own_answers():
     async def agent(row, client):
         async def one(name):
             messages = [user(name)]
             for k in range(3):
                 messages += [await ask(client, messages), user(f"{name}{k}")]
 
-        await client.models.retrieve("policy")  # the first request of a client finds its platform out, in a thread
         await asyncio.gather(*map(one, "abc"))
 
-    rollout, llm = run(agent, *map(str, range(9)), seconds=0.01, max_model_calls=9)
-    assert len(rollout.turns) == 9 and [len(record.turns) for record in rollout.records] == [3, 3, 3]
+    rollout, _ = run(agent, *map(str, range(9)), seconds=0.01, max_model_calls=9)
+    assert [len(record.turns) for record in rollout.records] == [3, 3, 3]
     first = [TOKENIZER.decode(record.prompt_ids).partition("user\n")[2][0] for record in rollout.records]
-    assert first == ["a", "b", "c"]  # in the order of the requests
-
-
-def test_the_same_text_twice_is_told_apart_by_the_ids_of_its_calls():
-    async def agent(row, client):
-        start = [user("a")]
-        one, two = [await ask(client, start, tools=[ADD]) for _ in range(2)]
-        for said, text in ((two, "two"), (one, "one")):
-            await ask(client, [*start, said, *tool_message(said, text)], tools=[ADD])
-
-    rollout, _ = run(agent, CALL, CALL, "1", "2")
-    assert [record.numbers for record in rollout.records] == [[0, 3], [1, 2]]
-
-
-def test_a_stop_text_that_is_put_back_goes_on():
-    """The answer ends before the text, and some programs write it behind again. Logprobs end where the ids do."""
-
-    async def agent(row, client):
-        said = await ask(client, [user("a")], stop=["END"])
-        assert said["content"] == "1 "
-        await ask(client, [user("a"), {**said, "content": "1 END"}, user("b")], stop=["END"])
-        await ask(client, [user("a"), {**said, "content": "1 ENDE"}, user("b")], stop=["END"])  # another text
-
-    rollout, _ = run(agent, "1 END 2 3 4", "2", "3")
-    assert rollout.error is None, rollout.error
-    assert [record.numbers for record in rollout.records] == [[0, 1], [2]]
-    assert [len(turn.logprobs) for turn in rollout.turns] == [len(turn.token_ids) for turn in rollout.turns]
-
-
-def test_each_call_has_an_id_and_each_result_its_call():
-    seen = []
-
-    async def agent(row, client):
-        start = [user("a")]
-        said = await ask(client, start, tools=[ADD])
-        one, two = tool_message(said)
-        results = [{**one, "content": "one"}, {**two, "content": "two"}]
-        exchanged = [{**results[0], "tool_call_id": two["tool_call_id"]},
-                     {**results[1], "tool_call_id": one["tool_call_id"]}]  # fmt: skip
-        for behind in (results, exchanged):
-            again = await ask(client, [*start, said, *behind], tools=[ADD])
-            seen.extend(call["id"] for call in again["tool_calls"])
-            again = await ask(client, [*start, said, *behind, again, *tool_message(again)], tools=[ADD])
-            seen.extend(call["id"] for call in again["tool_calls"])
-        seen.extend(call["id"] for call in said["tool_calls"])
-
-    rollout, _ = run(agent, f"{CALL}\n{CALL}", max_completion_length=2000)
-    assert len(set(seen)) == len(seen) == 10
-    # Told apart by the results of their calls, each branch goes on as its own.
-    assert [record.numbers for record in rollout.records] == [[0, 1, 2], [3, 4]]
-
-
-def test_exchanged_results_are_another_conversation():
-    async def agent(row, client):
-        start = [user("a")]
-        said = await ask(client, start, tools=[ADD])
-        one, two = tool_message(said)
-        results = [{**one, "content": "one"}, {**two, "content": "two"}]
-        exchanged = [{**two, "content": "one"}, {**one, "content": "two"}]
-        told = [[*start, said, *behind, await ask(client, [*start, said, *behind], tools=[ADD])]
-                for behind in (results, exchanged)]  # fmt: skip
-        for messages in reversed(told):
-            await ask(client, [*messages, user("b")], tools=[ADD])
-
-    rollout, _ = run(agent, f"{CALL}\n{CALL}", "ok", max_completion_length=2000)
-    assert rollout.error is None, rollout.error
-    assert [record.numbers for record in rollout.records] == [[0, 1, 4], [2, 3]]
-
-
-def test_rollouts_of_one_prompt_have_lists_of_their_own():
-    async def agent(row, client):
-        await ask(client, [user("a")])
-
-    program = FunctionAgent(agent)
-    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
-    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
-    ids = [rollout.prompt_ids for rollout in env.generate([[]] * 3, Scripted("1"), rows=[{}] * 3)["rollouts"]]
-    assert ids[0] == ids[1] == ids[2] and len(set(map(id, ids))) == 3
+    assert sorted(first) == ["a", "b", "c"]
 
 
 def test_a_frozen_branch_is_read_and_not_trained():
     async def agent(row, client):
         said = await ask(client, [user("a")])
-        side = await client.chat.completions.create(model="policy-frozen", messages=[user("other")])
+        await client.chat.completions.create(model="policy-frozen", messages=[user("other")])
         frozen = await client.chat.completions.create(model="policy-frozen", messages=[user("a"), said, user("b")])
-        assert (side.model, side.choices[0].message.content) == ("policy-frozen", "2")
         message = frozen.choices[0].message.model_dump(exclude_none=True)
         await ask(client, [user("a"), said, user("b"), message, user("c")])
 
@@ -520,95 +414,15 @@ async def respond(client, items, **options):
 FLAT = {"type": "function", **ADD["function"]}
 
 
-@pytest.mark.contract("OpenAI Responses API")
-@ways
-@pytest.mark.parametrize("by_id", [False, True])
-def test_responses(by_id, way):
-    async def agent(row, own):
-        client = by_way(way, own)
-        options = {"instructions": "Be brief.", "tools": [FLAT]}
-        items = [{"role": "user", "content": [{"type": "input_text", "text": "Add."}]}]
-        first = await respond(client, items, **options)
-        kinds = [item.type for item in first.output]
-        assert kinds == ["reasoning", "message", "function_call", "function_call"] and first.output_text == "Now."
-        calls = [item for item in first.output if item.type == "function_call"]
-        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "2"} for call in calls]
-        if by_id:
-            second = await respond(client, results, previous_response_id=first.id, **options)
-        else:
-            second = await respond(client, [*items, *first.output, *results], **options)
-        assert second.status == "completed" and second.usage.input_tokens > first.usage.input_tokens
-        return float(second.output_text == "4")
-
-    rollout, _ = run(agent, f"<think>Hm.</think>Now.\n{CALL}\n{CALL}", "4")
-    assert rollout.reward == 1.0 and len(rollout.records) == 1 and len(rollout.turns) == 2
-    assert [result.text for result in rollout.turns[0].results] == ["2", "2"]
-
-
-def test_both_endpoints_are_one_conversation():
-    async def agent(row, client):
-        first = await respond(client, "a")
-        await ask(client, [user("a"), {"role": "assistant", "content": first.output_text}, user("b")])
-
-    rollout, _ = run(agent, "1", "2")
-    assert len(rollout.records) == 1 and len(rollout.turns) == 2
-
-
-def test_items_as_messages():
-    """The reasoning, the text and the calls of one answer are one message; a refusal is text."""
-    items = [
-        {"role": "developer", "content": "Be brief."},
-        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "Hm."}]},
-        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
-        {"type": "function_call", "call_id": "a", "name": "add", "arguments": "{}"},
-        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_text", "text": "2"}]},
-        {"role": "user", "content": [{"type": "input_text", "text": text} for text in ("b", "c")]},
-    ]
-    call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-    assert read_items(items) == [
-        {"role": "developer", "content": "Be brief."},
-        {"role": "assistant", "content": "No.", "reasoning_content": "Hm.", "tool_calls": [call]},
-        {"role": "tool", "content": "2", "tool_call_id": "a"},
-        {"role": "user", "content": "b\nc"},
-    ]
-
-
-@ways
-def test_an_answer_that_a_limit_cut_off_says_so(way):
-    """Also where it holds a whole call. A limit of three tokens is one of three, by each of its names."""
-    long = f"{CALL} and so on"
-
-    async def agent(row, own):
-        client = by_way(way, own)
-        cut = await client.chat.completions.create(
-            model="policy", messages=[user("a")], tools=[ADD], max_tokens=len(ids(CALL)) + 1
-        )
-        assert cut.choices[0].finish_reason == "length" and len(cut.choices[0].message.tool_calls) == 1
-        for limits in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 9}):
-            answer = await client.chat.completions.create(model="policy", messages=[user("b")], **limits)
-            assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (3, "length")
-        answer = await respond(client, "c", max_output_tokens=3)
-        assert (answer.usage.output_tokens, answer.status) == (3, "incomplete")
-        assert answer.incomplete_details.reason == "max_output_tokens"
-        events = [event async for event in await respond(client, "d", max_output_tokens=3, stream=True)]
-        assert events[-1].type == "response.incomplete" and events[-1].response.status == "incomplete"
-
-    rollout, _ = run(agent, long, max_completion_length=2000)
-    assert rollout.error is None, rollout.error
-    assert [len(turn.token_ids) for turn in rollout.turns][1:] == [3, 3, 3, 3]
-
-
 # -- streams --
 
 
 @pytest.mark.contract("streaming")
-@ways
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
-def test_streams(monkeypatch, seconds, way):
+def test_streams(monkeypatch, seconds):
     monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.1)
 
-    async def agent(row, own):
-        client = by_way(way, own)
+    async def agent(row, client):
         options = {"stream": True, "stream_options": {"include_usage": True}, "tools": [ADD]}
         chunks = [
             c async for c in await client.chat.completions.create(model="policy", messages=[user("a")], **options)
@@ -633,39 +447,16 @@ def test_streams(monkeypatch, seconds, way):
     assert rollout.error is None and rollout.reward == 1.0 and len(rollout.turns) == 3
 
 
-@ways
-def test_an_error_inside_a_stream(monkeypatch, way):
+def test_an_error_inside_a_stream(monkeypatch):
     monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
 
-    async def agent(row, own):
-        client = by_way(way, own)
+    async def agent(row, client):
         with pytest.raises(openai.APIError, match="server failed: gone"):
             async for _ in await client.chat.completions.create(model="policy", messages=[user("a")], stream=True):
                 pass
 
     with pytest.raises(mt.ServerError, match="gone"):
         run(agent, mt.ServerError("gone"), seconds=0.2)
-
-
-@ways
-def test_the_end_of_a_rollout_inside_a_stream_is_told(monkeypatch, way):
-    """The status was sent with the first comment, so the error is an event."""
-    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
-    seen = []
-
-    async def agent(row, own):
-        client = by_way(way, own)
-
-        async def one(name):
-            stream = await client.chat.completions.create(model="policy", messages=[user(name)], stream=True)
-            return [chunk async for chunk in stream]
-
-        found = await asyncio.gather(*map(one, "abcd"), return_exceptions=True)
-        seen.extend(str(each) for each in found if isinstance(each, openai.APIError))
-        return 0.5
-
-    rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.3)
-    assert rollout.reward == 0.5 and seen and all("The rollout is over: max_tokens" in each for each in seen), seen
 
 
 # -- retries and disconnects --
@@ -684,22 +475,6 @@ def said_in(answer):
 
 
 RETRY = {"x-stainless-retry-count": "1"}
-
-
-@ways
-def test_equal_requests_at_the_same_time_are_samples_of_their_own(way):
-    """Votes, a search's branches, equal sub-agents. On commit 9a4505e all four were the first."""
-
-    async def agent(row, own):
-        client = by_way(way, own)
-        votes = await asyncio.gather(*(ask(client, [user("Vote.")]) for _ in range(4)))
-        assert sorted(vote["content"] for vote in votes) == ["A", "B", "C", "D"]
-
-    rollout, llm = run(agent, "A", "B", "C", "D", seconds=0.05)
-    assert rollout.error is None, rollout.error
-    assert sorted(turn.text for turn in rollout.turns) == ["A", "B", "C", "D"] and len(llm.asked) == 4
-    assert [record.numbers for record in rollout.records] == [[0], [1], [2], [3]]
-    assert all(turn.trained for turn in rollout.turns)
 
 
 def test_a_retry_joins_what_is_in_flight_and_gets_what_was_sampled():
@@ -730,26 +505,8 @@ class Begun(Scripted):
         return await super().generate(*arguments, **options)
 
 
-def test_an_idempotency_key_is_one_request():
-    body = {"model": "policy", "messages": [user("a")]}
-
+def test_an_answer_that_nobody_received_is_not_trained():
     async def agent(row, client):
-        key = {"Idempotency-Key": "vote-1"}
-        both = await asyncio.gather(post(client, body, **key), post(client, body, **key))
-        assert [said_in(answer) for answer in both] == [["1"], ["1"]]
-        other = await asyncio.gather(*(post(client, body, **{"Idempotency-Key": f"vote-{k}"}) for k in "123"))
-        assert sorted(text for answer in other for text in said_in(answer)) == ["1", "2", "3"]
-        wrong = await post(client, {**body, "messages": [user("b")]}, **key)
-        assert wrong.status_code == 400 and "was sent with another request" in wrong.text
-
-    rollout, llm = run(agent, "1", "2", "3", seconds=0.1)
-    assert rollout.error is None and len(rollout.turns) == 3 == len(llm.asked), rollout.error
-
-
-@ways
-def test_an_answer_that_nobody_received_is_not_trained(way):
-    async def agent(row, own):
-        client = by_way(way, own)
         gone = asyncio.ensure_future(ask(client, [user("a")]))
         while not llm.began:
             await asyncio.sleep(0.01)
@@ -759,7 +516,7 @@ def test_an_answer_that_nobody_received_is_not_trained(way):
             await asyncio.sleep(0.01)
         said = await ask(client, [user("a")])  # no retry: an agent that goes on without the answer
         await ask(client, [user("a"), said, user("b")])
-        own.reward(0.5)
+        client.reward(0.5)
 
     llm = Begun("same", "same", "2", seconds=0.2)
     rollout, _ = run(agent, llm=llm)
@@ -771,193 +528,34 @@ def test_an_answer_that_nobody_received_is_not_trained(way):
     assert rollout.turns[0].info == {"received": False} and rollout.turns[2].reward == 0.5
 
 
-@ways
-def test_an_answer_that_a_retry_receives_is_trained(way):
-    """A client's time limit ends its request, and its retry gets the answer to one of two equal ones."""
-
-    async def agent(row, own):
-        client = by_way(way, own)
-        hasty = client.with_options(timeout=0.3, max_retries=4)
-        both = await asyncio.gather(*(ask(hasty, [user("a")]) for _ in range(2)))
-        assert sorted(said["content"] for said in both) == ["1", "2"]
-
-    rollout, llm = run(agent, "1", "2", seconds=0.8)
-    assert rollout.error is None and len(llm.asked) == 2, rollout.error
-    assert [turn.trained for turn in rollout.turns] == [True, True]
-
-
-def test_retries_of_equal_requests_join_different_ones():
-    """Also before the server has noticed that a client left. Each client gets an answer of its own."""
-    equal = [Asked("x", None, range(k, k + 1), True, waiting=1) for k in range(2)]
-    session = types.SimpleNamespace(_asked=[Asked("y", None, range(2, 3), True, waiting=1), *equal])
-    joined = [AgentSession._asked_before(session, "x", True, None) for _ in range(4)]
-    assert [each.numbers[0] for each in joined] == [0, 1, 0, 1]
-    equal[1].waiting = 0
-    assert AgentSession._asked_before(session, "x", True, None) is equal[1]
-    assert AgentSession._asked_before(session, "x", False, None) is None
-
-
-def test_a_client_that_left_over_http_is_known_before_its_answer():
-    """So its retry gets the answer that it left, and not that of an equal request whose client still waits."""
-
-    class Held(Begun):
-        released = False
-
-        async def generate(self, *arguments, **options):
-            sampled = await super().generate(*arguments, **options)
-            while not self.released:
-                await asyncio.sleep(0.01)
-            return sampled
-
-    async def agent(row, client):
-        body, open_ = {"model": "policy", "messages": [user("a")]}, []
-        for k in range(2):
-            open_.append(asyncio.ensure_future(post(client, body)))
-            while llm.began <= k:
-                await asyncio.sleep(0.01)
-        first, second = open_
-        second.cancel()
-        for _ in range(6000):  # were it never noticed: the policy's time, which is no agent's, has no limit
-            if not client.session._asked[1].waiting:
-                break
-            await asyncio.sleep(0.01)
-        retry = asyncio.ensure_future(post(client, body, **RETRY))
-        while not client.session._asked[1].waiting:
-            await asyncio.sleep(0.01)
-        llm.released = True
-        assert (said_in(await first), said_in(await retry)) == (["1"], ["2"])
-
-    llm = Held("1", "2")
-    rollout, _ = run(agent, llm=llm)
-    assert rollout.error is None and [turn.trained for turn in rollout.turns] == [True, True], rollout.error
-
-
-def test_an_answer_that_is_lost_on_its_way_is_not_trained():
-    """The connection breaks while the answer is written: at the server's door, as no client does it on demand."""
-
-    async def agent(row, client):
-        body = json.dumps({"model": "policy", "messages": [user("a")]}).encode()
-        headers = {"Authorization": f"Bearer {client.api_key}"}
-
-        async def serve():
-            (server, _), *_ = env._servers.values()
-            served = await server.serve("POST", "/v1/chat/completions", headers, body)
-            served.receipt()
-            served.receipt(received=False)
-
-        await asyncio.wrap_future(start_in_background(serve()))
-        await ask(client, [user("b")])
-
-    program = FunctionAgent(agent)
-    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
-    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
-    (rollout,) = env.generate([[]], Scripted("1", "2"), rows=[{}])["rollouts"]
-    assert rollout.error is None, rollout.error
-    assert [turn.trained for turn in rollout.turns] == [False, True]
-
-
-def test_refused_requests_do_not_gather():
-    async def agent(row, client):
-        long = {"model": "policy", "messages": [user("a " * 5000)]}
-        assert [(await post(client, long)).status_code for _ in range(3)] == [400] * 3
-        await ask(client, [user("a")])
-
-    asked, original = [], AgentSession.received
-
-    def received(self, each):
-        asked.append(list(self._asked))
-        original(self, each)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AgentSession, "received", received)
-        rollout, _ = run(agent, "1")
-    assert rollout.error is None and [len(each) for each in asked] == [1], rollout.error
-
-
-def test_an_agent_that_received_nothing_has_failed():
-    async def agent(row, client):
-        with pytest.raises(openai.APITimeoutError):
-            await ask(client.with_options(timeout=0.05, max_retries=0), [user("a")])
-        await asyncio.sleep(0.5)
-        return 1.0
-
-    rollout, _ = run(agent, "1", seconds=0.2)
-    assert rollout.stop_reason == StopReason.AGENT_ERROR and "never got a completion" in str(rollout.error)
-
-
-@ways
 @pytest.mark.parametrize("stream", [False, True])
-def test_n_answers(way, stream):
+def test_n_answers(stream):
     """Each is a turn and a branch of its own; the prompt of all counts once."""
     got = {}
 
-    async def agent(row, own):
-        client = by_way(way, own)
+    async def agent(row, client):
         options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
-        answer = await client.chat.completions.create(
-            model="policy", messages=[user("a")], n=3, tools=[ADD], **options
-        )
-        if stream:
-            chunks = [chunk async for chunk in answer]
-            said = [[c.choices[0].delta for c in chunks if c.choices and c.choices[0].index == k] for k in range(3)]
-            texts = ["".join(delta.content or "" for delta in deltas) for deltas in said]
-            calls = [[call for delta in deltas for call in delta.tool_calls or []] for deltas in said]
-            reasons = [c.choices[0].finish_reason for c in chunks if c.choices and c.choices[0].finish_reason]
-            usage, response = chunks[-1].usage, chunks[0]
-        else:
-            choices = answer.choices
-            assert [choice.index for choice in choices] == [0, 1, 2]
-            texts = [choice.message.content or "" for choice in choices]
-            calls = [choice.message.tool_calls or [] for choice in choices]
-            reasons, usage, response = [choice.finish_reason for choice in choices], answer.usage, answer
-        assert texts == ["one", "", "three 3"] and [len(each) for each in calls] == [0, 1, 0]
+        create = client.chat.completions.create
+        answer = await create(model="policy", messages=[user("a")], n=3, tools=[ADD], **options)
+        chunks = [chunk async for chunk in answer] if stream else [answer]
+        texts = ["", "", ""]
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            texts[choice.index] += (choice.delta if stream else choice.message).content or ""
+        assert texts == ["one", "", "three 3"]
+        reasons = [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason]
         assert reasons == ["stop", "tool_calls", "stop"]
-        got["usage"] = usage
-        own.reward(0.5, response, choice=2)
-        await ask(client, [user("a"), {"role": "assistant", "content": texts[2]}, user("b")], tools=[ADD])
-        await ask(client, [user("a"), {"role": "assistant", "content": texts[0]}, user("c")], tools=[ADD])
-        return 1.0
+        got["usage"] = chunks[-1].usage
+        client.reward(0.5, chunks[0], choice=2)
+        for k, text in ((2, "b"), (0, "c")):
+            await ask(client, [user("a"), {"role": "assistant", "content": texts[k]}, user(text)], tools=[ADD])
 
     rollout, llm = run(agent, "one", CALL, "three 3", "4", "5", max_model_calls=5)
     assert rollout.error is None, rollout.error
     assert [turn.text for turn in rollout.turns] == ["one", CALL, "three 3", "4", "5"]
     assert [record.numbers for record in rollout.records] == [[0, 4], [1], [2, 3]]
     assert [turn.reward for turn in rollout.turns] == [None, None, 0.5, None, None]
-    written = sum(len(sampled) for _, sampled in llm.asked[:3])
-    read = len(llm.asked[0][0])
-    usage = got["usage"]
-    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (read, written, read + written)
-
-
-def test_n_answers_within_the_limit_of_calls():
-    async def agent(row, client):
-        await ask(client, [user("a")])
-        await client.chat.completions.create(model="policy", messages=[user("b")], n=3)
-
-    rollout, llm = run(agent, "1", max_model_calls=3)
-    assert rollout.stop_reason == StopReason.MAX_TURNS and len(llm.asked) == 1 == len(rollout.turns)
-
-
-def test_one_of_n_that_has_no_room_ends_all_of_them():
-    async def agent(row, client):
-        with pytest.raises(openai.RateLimitError):
-            await client.chat.completions.create(model="policy", messages=[user("a")], n=3)
-        return 0.5
-
-    rollout, _ = run(agent, "1 2 3 4 5 6 7 8", max_completion_length=20, seconds=0.05)
-    assert rollout.stop_reason == StopReason.MAX_TOKENS and rollout.reward == 0.5
-    assert not any(turn.trained for turn in rollout.turns)  # the client got none of them
-
-
-@ways
-def test_a_client_that_disconnects_gets_its_answer_by_a_retry(way):
-    async def agent(row, client):
-        impatient = by_way(way, client).with_options(timeout=0.2, max_retries=3)
-        answer = await impatient.chat.completions.create(model="policy", messages=[user("a")])
-        return float(answer.choices[0].message.content == "1")
-
-    rollout, llm = run(agent, "1", "2", seconds=0.6)
-    assert rollout.reward == 1.0 and len(llm.asked) == 1
+    written, usage = sum(len(sampled) for _, sampled in llm.asked[:3]), got["usage"]
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(llm.asked[0][0]), written)
 
 
 # -- endings --
@@ -1030,7 +628,7 @@ CUT = {  # limits -> (why the rollout ended, whether the agent's own failure)
 
 @pytest.mark.parametrize("name", CUT)
 def test_an_agent_that_raises_at_an_answer_that_was_cut(name):
-    """The policy's doing, unless it is the agent's own limit, or the agent went on and raised at another one."""
+    """The policy's doing, unless it is the agent's own limit."""
     limits, options, reason = CUT[name]
 
     async def agent(row, client):
@@ -1041,14 +639,6 @@ def test_an_agent_that_raises_at_an_answer_that_was_cut(name):
     rollout, _ = run(agent, "word " * 90, **limits)
     failed = reason == StopReason.AGENT_ERROR
     assert (rollout.stop_reason, rollout.failed, rollout.reward) == (reason, failed, None if failed else 0.0)
-
-    async def goes_on(row, client):
-        await ask(client, [user("a")])
-        await ask(client, [user("b")])
-        raise RuntimeError("its own")
-
-    rollout, _ = run(goes_on, "word " * 90, "1", max_turn_tokens=20)
-    assert rollout.stop_reason == StopReason.AGENT_ERROR
 
 
 def test_an_agent_that_swallows_its_end_is_ended(monkeypatch):
@@ -1085,12 +675,10 @@ async def returns_nan(row, client):
 
 
 def sync_in_two_ways(row, client):
-    """As streams and over both endpoints, with a time limit that the first request does not keep."""
+    """As streams and over both endpoints."""
     chunks = client.chat.completions.create(model="policy", messages=[user("a")], stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "1"
-    assert (
-        client.with_options(timeout=0.2, max_retries=3).responses.create(model="policy", input="b").output_text == "2"
-    )
+    assert client.responses.create(model="policy", input="b").output_text == "2"
     with client.responses.stream(model="policy", input="c") as events:
         assert [event.type for event in events][-1] == "response.completed"
     return 1.0
@@ -1098,7 +686,7 @@ def sync_in_two_ways(row, client):
 
 @pytest.mark.contract("agent by function")
 def test_a_function_without_async():
-    rollout, llm = run(sync_in_two_ways, "1", "2", "3", seconds=0.5)
+    rollout, llm = run(sync_in_two_ways, "1", "2", "3")
     assert rollout.reward == 1.0 and len(llm.asked) == 3, rollout.error
 
 
@@ -1120,29 +708,16 @@ def test_an_agents_failure_is_not_trained(agent, message):
 
 
 def test_a_request_after_the_end():
-    kept = []
-
     async def agent(row, client):
-        kept.append(client.api_key)
+        for key in (row["late"], "mine"):
+            with pytest.raises(openai.AuthenticationError, match="The key is of no rollout that is running"):
+                await ask(client.with_options(api_key=key), [user("b")])
         await ask(client, [user("a")])
+        return {"reward": 1.0, "key": client.api_key}
 
-    async def late(row, client):
-        with pytest.raises(openai.RateLimitError, match="The rollout is over"):
-            await ask(client.with_options(api_key=kept[0]), [user("b")])
-        with pytest.raises(openai.AuthenticationError, match="The key is of no rollout"):
-            await ask(client.with_options(api_key="mine"), [user("b")])
-        await ask(client, [user("a")])
-        return 1.0
-
-    async def both(row, client):
-        return await (agent if row["question"] == "first" else late)(row, client)
-
-    program = FunctionAgent(both)
-    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
-    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
-    for question in ("first", "second"):
-        rollouts = env.generate([[]], Scripted("1"), rows=[{"question": question}])["rollouts"]
-    assert rollouts[0].reward == 1.0, rollouts[0].error
+    first, _ = run(agent, "1", row={"late": "none"})
+    rollout, _ = run(agent, "1", row={"late": first.environment.result["key"]})
+    assert rollout.reward == 1.0, rollout.error
 
 
 def test_a_fault_of_the_endpoint_is_no_agents_failure(monkeypatch):
@@ -1160,37 +735,21 @@ def test_a_fault_of_the_endpoint_is_no_agents_failure(monkeypatch):
 BAD = [
     ({"messages": []}, 400, "messages: got none"),
     ({"messages": [{"role": "robot", "content": ""}]}, 400, "messages[0].role: got 'robot'"),
-    ({"messages": [{"role": "user"}]}, 400, "messages[0].content: got null"),
     ({"messages": [{"role": "tool", "content": "2"}]}, 400, "tool_call_id"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "reads text only"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "expected a function's name"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"id": "a"}]}]}, 400, "messages[0].tool_calls: got None"),
     ({"model": "gpt-5"}, 404, "does not exist"),
     ({"n": 129}, 400, "n: got 129, expected a number from 1 to 128"),
-    ({"max_tokens": 0}, 400, "max_tokens: got 0"),
-    ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs.enable_thinking: got False"),
-    ({"add_generation_prompt": False}, 400, "The policy always answers"),
-    ({"messages": [{"role": "user", "content": "a", "name": "bob"}]}, 400, "'user' has the name 'bob'"),
-    ({"messages": [{"role": "assistant", "content": "", "function_call": {"name": "x"}}]}, 400, "function_call: not"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, 400, "chat_template_kwargs: got"),
     ({"logprobs": True}, 400, "logprobs: not supported"),
     ({"tools": [{"type": "web_search"}]}, 400, "expected 'function'"),
-    ({"tools": [{"type": "function", "function": {"name": "x", "parameters": "y"}}]}, 400, "a JSON schema"),
-    *(
-        (
-            {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": schema}}}}]},
-            400,
-            message,
-        )
-        for schema, message in (
-            ({"type": 5}, "got a schema of type 5"),
-            ({"anyOf": None}, "anyOf that is a list"),
-            ({"properties": {"b": 1}}, "schemas that are objects"),
-            (functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(80), {}), "on more than 64 levels"),
-        )
+    (
+        {"tools": [{"type": "function", "function": {"name": "x", "parameters": {"properties": {"a": 1}}}}]},
+        400,
+        "tools",
     ),
+    ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": 5}}}]}, 400, "of type 5"),
     ({"stop": "\ud800"}, 400, "stop"),
-    ({"response_format": "json"}, 400, "response_format: got 'json', expected an object"),
-    ({"stream": True, "stream_options": "x"}, 400, "stream_options"),
-    ({"tool_choice": "sometimes"}, 400, "tool_choice"),
     ({"messages": [{"role": "user", "content": "1 " * 1100}]}, 400, "context"),
 ]
 HARMLESS = {
@@ -1199,25 +758,6 @@ HARMLESS = {
     "tool_choice": "required", "reasoning_effort": "low",
     "tools": [{"type": "function", "function": {"name": "x", "parameters": None}}],
 }  # fmt: skip
-
-
-def test_a_body_that_is_not_encoded_as_it_says_is_refused(caplog):
-    async def agent(row, client):
-        headers = {"Authorization": f"Bearer {client.api_key}", "Content-Type": "application/json"}
-        async with httpx.AsyncClient() as http:
-            for encoding in ("gzip", "deflate"):
-                answer = await http.post(
-                    f"{client.base_url}chat/completions", content=b"no such thing",
-                    headers={**headers, "Content-Encoding": encoding},
-                )  # fmt: skip
-                assert answer.status_code == 400, answer.text
-                message = answer.json()["error"]["message"]
-                assert message.startswith(f"body: cannot be read by its Content-Encoding, '{encoding}'"), message
-        await ask(client, [user("a")])
-        return 1.0
-
-    assert run(agent, "1")[0].reward == 1.0
-    assert "Unhandled exception" not in caplog.text
 
 
 def test_bad_requests_get_the_apis_errors_and_harm_nothing():
@@ -1234,20 +774,10 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
             lost = await http.post(f"{client.base_url}embeddings", json={}, headers=headers)
             assert lost.status_code == 404 and "not served" in lost.json()["error"]["message"]
             root = str(client.base_url).removesuffix("v1/")
-            body = {"model": "policy", "messages": [user("a")]}
-            by_path = await http.post(f"{root}{client.api_key}/v1/chat/completions", json=body)
-            by_header = await http.post(
-                f"{root}v1/chat/completions", json=body, headers={"X-Session-ID": client.api_key}
-            )
+            body, key = {"model": "policy", "messages": [user("a")]}, client.api_key
+            by_path = await http.post(f"{root}{key}/v1/chat/completions", json=body)
+            by_header = await http.post(f"{root}v1/chat/completions", json=body, headers={"X-Session-ID": key})
             assert by_path.status_code == by_header.status_code == 200
-        for change, message in (
-            ({"previous_response_id": "resp_9"}, "not found"), ({"input": None}, "got nothing"),
-            ({"input": [{"type": "image"}]}, "not served"), ({"text": "x"}, "text: got 'x', expected"),
-            ({"input": [{"role": ["user"], "content": ""}]}, "expected system, developer"),
-            ({"previous_response_id": ["a"]}, "expected text"), ({"background": True}, "background"),
-        ):  # fmt: skip
-            with pytest.raises(openai.BadRequestError, match=message):
-                await client.responses.create(**{"model": "policy", "input": "a", **change})
         harmless = await post(client, {"model": "policy", "messages": [user("a")], **HARMLESS})
         assert harmless.status_code == 200, harmless.text
         return 1.0
@@ -1255,21 +785,7 @@ def test_bad_requests_get_the_apis_errors_and_harm_nothing():
     rollout, llm = run(agent, "1", max_model_calls=99)
     assert rollout.reward == 1.0, rollout.error
     assert len(llm.asked) == 3 and all(params == {"temperature": 1.0, "stop": []} for params in llm.params)
-    assert "background" in rollout.turns[-1].info["refused"]
-
-
-def test_what_is_no_http_is_a_line_and_no_traceback(caplog):
-    async def agent(row, client):
-        address = httpx.URL(str(client.base_url))
-        reader, writer = await asyncio.open_connection(address.host, address.port)
-        writer.write(b"POST / HTTP/9.9\r\n\r\n")
-        assert b" 400 " in await reader.readline()
-        writer.close()
-        return 1.0
-
-    rollout, _ = run(agent, "1")
-    (said,) = [record for record in caplog.records if "invalid HTTP" in record.getMessage()]
-    assert said.getMessage().startswith("An agent sent invalid HTTP: BadStatusLine: 400") and not said.exc_info
+    assert "is not served" in rollout.turns[-1].info["refused"]
 
 
 # -- what a later request tells of a turn --
@@ -1355,38 +871,6 @@ def test_text_that_stood_in_the_question_is_not_said_by_the_turn():
     assert [turn.went_on for turn in rollout.turns] == [False, True, False]
 
 
-def test_of_equal_answers_the_one_that_the_agent_went_on_from_is_observed():
-    async def agent(row, client):
-        for _ in range(3):
-            said = await ask(client, [user("a")], tools=[ADD])
-        await ask(client, [user("a"), said, *tool_message(said)], tools=[ADD])
-
-    rollout, _ = run(agent, CALL, CALL, CALL, "2")
-    assert [turn.went_on for turn in rollout.turns] == [False, False, True, False]
-
-
-def test_the_log_holds_what_a_main_loop_its_sub_agent_and_its_summary_read():
-    async def agent(row, client):
-        plan = await ask(client, [system("Plan."), user("What?")])
-        messages = [system("Use tools."), user(f"Plan: {plan['content']}")]
-        said = await ask(client, messages, tools=[ADD])
-        await ask(client, [*messages, said, *tool_message(said)], tools=[ADD])
-        await ask(client, [system("Sum up."), user("All of it.")])
-
-    rollout, _ = run(agent, "step 1", CALL, "It is 2.", "sum")
-    columns = [{"loss_mask": [1], "advantages": [0.0], "trainer_logprobs": None} for _ in rollout.turns]
-    rows = turn_rows(rollout, columns)
-    assert [(row["record"], row["after"]) for row in rows] == [(0, None), (1, None), (1, 1), (2, None)]
-    read = [row["context"] and [(each["role"], each["content"]) for each in row["context"]] for row in rows]
-    assert read == [
-        None,
-        [("system", "Use tools."), ("user", "Plan: step 1")],
-        None,
-        [("system", "Sum up."), ("user", "All of it.")],
-    ]
-    assert [row["tools"] and json.loads(row["tools"]) for row in rows] == [None, [ADD], None, None]
-
-
 # -- rewards --
 
 
@@ -1396,7 +880,7 @@ def test_a_reward_names_its_answer():
             return await client.chat.completions.create(model="policy", messages=[user(name)])
 
         a, b, c = await asyncio.gather(*map(one, "abc"))
-        with pytest.raises(ValueError, match=r"several answers were open at the same time.*answer=response"):
+        with pytest.raises(ValueError, match="several answers were open at the same time"):
             client.reward(1.0)
         client.reward(0.25, a)
         client.reward(0.5, answer=b.id)
@@ -1404,22 +888,13 @@ def test_a_reward_names_its_answer():
         d = await respond(client, "d")
         client.reward(1.0)  # it was alone
         client.reward(2.0, answer=d)
-        chunks = [chunk async for chunk in await client.chat.completions.create(
-            model="policy", messages=[user("e")], stream=True)]  # fmt: skip
+        create = client.chat.completions.create
+        chunks = [chunk async for chunk in await create(model="policy", messages=[user("e")], stream=True)]
         client.reward(3.0, chunks[0])
-        for wrong, message in (
-            ("chatcmpl-77", "no answer has the id 'chatcmpl-77'"), (a.choices[0], "expected a response"),
-            (f"{a.id}:1", "has choices up to 0"), ("mine", "no answer has the id"),
-        ):  # fmt: skip
-            with pytest.raises(ValueError, match=message):
-                client.reward(1.0, wrong)
-        with pytest.raises(ValueError, match="without the answer"):
-            client.reward(1.0, choice=0)
         many = await client.chat.completions.create(model="policy", messages=[user("f")], n=2)
-        with pytest.raises(ValueError, match="several answers were open"):
-            client.reward(1.0)
-        with pytest.raises(ValueError, match="has 2 choices. Say which: choice=k"):
-            client.reward(1.0, many)
+        for wrong in ("chatcmpl-77", f"{a.id}:1", "mine", None, many):
+            with pytest.raises(ValueError, match="client.reward: "):
+                client.reward(1.0, wrong)
         client.reward(4.0, many, choice=1)
 
     rollout, _ = run(agent, *"1234567", seconds=0.05)
@@ -1461,115 +936,45 @@ def test_a_reward_is_of_a_turn_that_is_trained():
         said = await ask(client, [user("a")])
         judge = await client.chat.completions.create(model="policy-frozen", messages=[user(f"Judge {said}.")])
         client.reward(float(judge.choices[0].message.content))
-        with pytest.raises(ValueError, match="policy-frozen, which is not trained"):
+        with pytest.raises(ValueError, match="no trained answer"):
             client.reward(1.0, judge)
         messages = [user(f"Judge {said}."), {"role": "assistant", "content": "0.75"}, user("Sure?")]
-        headers = {"X-Turn-Reward": "1"}
-        with pytest.raises(openai.BadRequestError, match="policy-frozen, which is not trained"):
-            await ask(client, messages, extra_headers=headers)
+        with pytest.raises(openai.BadRequestError, match="continues no trained turn"):
+            await ask(client, messages, extra_headers={"X-Turn-Reward": "1"})
 
     rollout, _ = run(agent, "1", "0.75")
     assert rollout.error is None, rollout.error
     assert [turn.reward for turn in rollout.turns] == [0.75, None]
 
 
-def test_a_frozen_judge_at_the_same_time_leaves_no_doubt():
-    async def agent(row, client):
-        judge = client.chat.completions.create(model="policy-frozen", messages=[user("b")])
-        await asyncio.gather(ask(client, [user("a")]), judge)
-        client.reward(0.5)
-
-    rollout, _ = run(agent, "1", seconds=0.1)
-    assert rollout.error is None, rollout.error
-    assert sorted(((turn.trained, turn.reward) for turn in rollout.turns), key=str) == [(False, None), (True, 0.5)]
-
-
-def test_a_refused_request_at_the_same_time_leaves_no_doubt():
-    async def agent(row, client):
-        asking = asyncio.ensure_future(ask(client, [user("a")]))
-        while not llm.began:
-            await asyncio.sleep(0.01)
-        with pytest.raises(openai.BadRequestError):
-            await ask(client, [user("1 " * 2000)])
-        await asking
-        client.reward(0.5)
-
-    llm = Begun("1", seconds=0.2)
-    rollout, _ = run(agent, llm=llm)
-    assert rollout.error is None and [turn.reward for turn in rollout.turns] == [0.5], rollout.error
-
-
-def test_a_reward_by_header_names_its_answer():
-    body = {"model": "policy", "messages": [user("a")]}
-
-    async def agent(row, client):
-        first, second = await asyncio.gather(post(client, body), post(client, body))
-        names = [answer.json()["id"] for answer in (first, second)]
-        for name, reward in zip(names, ("0.5", "-1")):
-            headers = {"X-Turn-Reward": reward, "X-Turn-Answer": name}
-            assert (await post(client, {**body, "messages": [user("b")]}, **headers)).status_code == 200
-        wrong = {"X-Turn-Reward": "1", "X-Turn-Answer": "chatcmpl-9"}
-        assert "no answer has the id" in (await post(client, body, **wrong)).text
-        alone = await post(client, body, **{"X-Turn-Answer": names[0]})
-        assert alone.status_code == 400 and "without X-Turn-Reward" in alone.text
-        return {"reward": 1.0, "names": names}
-
-    rollout, llm = run(agent, "1", "2", "3", "4", seconds=0.05)
-    assert rollout.error is None, rollout.error
-    numbers = [int(name.partition("-")[2]) for name in rollout.environment.result["names"]]
-    assert [rollout.turns[k].reward for k in numbers] == [0.5, -1.0] and len(llm.asked) == 4
-
-
 def test_rewards_by_header_and_by_client():
     async def agent(row, client):
         first = await ask(client, [user("a")])
-        side = await ask(client, [user("side")])
+        side = await client.chat.completions.create(model="policy", messages=[user("side")])
         client.reward(0.125)  # of the last one, the side's
-        assert side["content"] == "2"
-        headers = {"X-Turn-Reward": "-0.5"}  # of the one that this request goes on from
-        await ask(client, [user("a"), first, user("b")], extra_headers=headers)
-        with pytest.raises(openai.BadRequestError, match="X-Turn-Reward: got 'much'"):
-            await ask(client, [user("c")], extra_headers={"X-Turn-Reward": "much"})
+        # Of the one that this request continues, and of another one by its id.
+        await ask(client, [user("a"), first, user("b")], extra_headers={"X-Turn-Reward": "-0.5"})
+        await ask(client, [user("c")], extra_headers={"X-Turn-Reward": "2", "X-Turn-Answer": side.id})
+        for more in ({"X-Turn-Reward": "much"}, {"X-Turn-Reward": "1", "X-Turn-Answer": "chatcmpl-9"}):
+            with pytest.raises(openai.BadRequestError):
+                await ask(client, [user("c")], extra_headers=more)
         with pytest.raises(ValueError, match="expected a finite number"):
             client.reward("much")
 
-    rollout, _ = run(agent, "1", "2", "3")
-    assert rollout.error is None and [turn.reward for turn in rollout.turns] == [-0.5, 0.125, None]
-
-
-def test_rewards_of_a_turn_do_not_overflow():
-    async def agent(row, client):
-        await ask(client, [user("a")])
-        client.reward(3e38)
-        with pytest.raises(ValueError, match="with which the turn's rewards add up to 6e"):
-            client.reward(3e38)
-
-    rollout, _ = run(agent, "1")
-    assert [turn.reward for turn in rollout.turns] == [3e38]
-
-
-def test_a_reward_before_the_first_turn():
-    async def agent(row, client):
-        client.reward(1.0)
-
-    rollout, _ = run(agent, "1")
-    assert "no turn was sampled yet" in str(rollout.error)
+    rollout, _ = run(agent, "1", "2", "3", "4")
+    assert rollout.error is None and [turn.reward for turn in rollout.turns] == [-0.5, 2.125, None, None]
 
 
 # -- commands --
 
 
 COMMAND = """
-import json, os, subprocess, sys, time
+import json, sys
 from openai import OpenAI
 row = json.loads(sys.stdin.read())
 print("some words")
 client = OpenAI()
 said = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["question"]}])
-if row["do"] == "hang":
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    open(row["file"], "w").write(f"{os.getpid()} {child.pid}")
-    time.sleep(600)
 if row["do"] == "fail":
     sys.exit("it does not work")
 print(json.dumps({"reward": 0.5, "said": said.choices[0].message.content}) if row["do"] == "return" else "no json")
@@ -1598,32 +1003,19 @@ def test_a_command_that_fails(command, do, message):
     assert rollout.stop_reason == StopReason.AGENT_ERROR and message in str(rollout.error)
 
 
-def test_nothing_of_a_command_outlives_its_rollout(command, tmp_path, together):
-    rollout, _ = run(command, "1", row={"do": "hang", "file": str(tmp_path / "pids")}, timeout=12.0)
-    assert rollout.stop_reason == StopReason.AGENT_TIMEOUT
-    for pid in (tmp_path / "pids").read_text().split():
-        assert ends(int(pid))
-
-
 # -- what agents do to each other, and to the trainer --
 
 
 def test_an_async_agent_may_call_in_a_blocking_way():
-    """It blocks other async agents meanwhile, and neither the server nor the time limit."""
+    """It blocks other async agents meanwhile, and not the server."""
 
     async def agent(row, client):
         blocking = openai.OpenAI(base_url=str(client.base_url), api_key=client.api_key)
         said = blocking.chat.completions.create(model="policy", messages=[user("a")]).choices[0].message.content
         return float(said == "1")
 
-    rollout, _ = run(agent, "1", seconds=0.1)
+    rollout, _ = run(agent, "1")
     assert rollout.reward == 1.0, rollout.error
-
-    async def hangs(row, client):
-        time.sleep(3)
-
-    rollout, _ = run(hangs, "1", timeout=0.3)
-    assert rollout.stop_reason == StopReason.AGENT_ERROR
 
 
 def test_the_policys_time_is_not_the_agents():
@@ -1636,216 +1028,24 @@ def test_the_policys_time_is_not_the_agents():
     assert rollout.reward == 1.0 and rollout.stop_reason == StopReason.AGENT_DONE
 
 
-def test_requests_within_the_budget_are_answered_before_the_agent_is_ended(monkeypatch):
-    monkeypatch.setattr(openai_agent, "SECONDS_TO_RETURN", 0.3)
-
-    async def agent(row, client):
-        await asyncio.gather(*(ask(client, [user(name)]) for name in "abc"), return_exceptions=True)
-        await asyncio.sleep(60)
-
-    rollout, _ = run(agent, "1", "2", seconds=1.0, max_model_calls=2)
-    assert rollout.stop_reason == StopReason.MAX_TURNS and rollout.reward == 0.0 and len(rollout.turns) == 2
-
-
-def test_an_agent_that_closes_its_client_closes_nobody_elses():
-    async def agent(row, client):
-        if row["closes"]:
-            async with client:
-                await ask(client, [user("a")])
-        else:
-            again = client.with_options(max_retries=0)
-            for text in "abc":
-                await ask(again, [user(text)])
-            again.reward(0.5)
-        return 1.0
-
-    program = FunctionAgent(agent)
-    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
-    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
-    rows = [{"closes": True}, {"closes": False}] * 2
-    rollouts = env.generate([[]] * 4, Scripted("1", seconds=0.05), rows=rows)["rollouts"]
-    assert [rollout.reward for rollout in rollouts] == [1.0] * 4, [rollout.error for rollout in rollouts]
-    assert [rollout.turns[-1].reward for rollout in rollouts] == [None, 0.5] * 2
-
-
-def test_an_agent_has_a_moment_to_end():
-    ended = []
-
-    async def agent(row, client):
-        try:
-            await ask(client, [user("a")])
-            await asyncio.sleep(60)
-        finally:
-            await asyncio.sleep(0.3)
-            ended.append(True)
-
-    rollout, _ = run(agent, "1", timeout=0.3)
-    assert ended and rollout.stop_reason == StopReason.AGENT_TIMEOUT
-
-
-def test_nothing_is_sampled_for_a_rollout_that_is_over():
-    """The head of a request arrives before the end, and its body behind it."""
-    answers = []
-
-    def agent(row, client):
-        def slow_body():
-            yield b'{"model": "policy", '
-            time.sleep(0.5)
-            yield b'"messages": [{"role": "user", "content": "late"}]}'
-
-        def late():
-            headers = {"Authorization": f"Bearer {client.api_key}"}
-            url = f"{client.base_url}chat/completions"
-            answers.append(httpx.post(url, content=slow_body(), headers=headers, trust_env=False, timeout=20))
-
-        client.chat.completions.create(model="policy", messages=[user("a")])
-        threading.Thread(target=late).start()
-        time.sleep(0.2)
-        return 1.0
-
-    program = FunctionAgent(agent)
-    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
-    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
-    llm = Scripted("1")
-    (rollout,) = env.generate([[]], llm, rows=[{}])["rollouts"]
-    for _ in range(100):
-        if answers:
-            break
-        time.sleep(0.05)
-    assert answers[0].status_code == 429 and len(llm.asked) == 1 == len(rollout.turns)
-
-
-def test_an_agent_whose_conversation_is_cancelled_gets_no_answer_any_more():
-    """As where the server has restarted, and all conversations start over."""
-    began, got = threading.Event(), []
-
-    async def agent(row, client):
-        began.set()
-        try:
-            await asyncio.sleep(60)
-        finally:
-            try:
-                got.append((await ask(client, [user("late")]))["content"])
-            except openai.RateLimitError as error:
-                got.append(error.code)
-
-    program = FunctionAgent(agent)
-    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
-    env = cls([], None, environment=agent_environment(program), tokenizer=TOKENIZER, tool_format="hermes")
-    (rollout,), llm = env.start([[]], rows=[{}]), Scripted("1")
-    running = start_in_background(env.converse(rollout, llm, {}))
-    assert began.wait(10)
-    running.cancel()
-    for _ in range(100):
-        if got:
-            break
-        time.sleep(0.05)
-    assert got == ["rollout_over"] and not llm.asked
-
-
 def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent():
     rollout, _ = run(endless, "1 2 3", max_model_len=60, max_model_calls=99, max_completion_length=4000)
     assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and rollout.reward == 0.0
     assert len(rollout.turns) > 1 and "context" in rollout.turns[-1].info["refused"]
 
 
-def stamped(row_of):
-    """An agent whose system prompt changes with each request, as by a clock: every turn begins a record."""
+def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent_where_it_edits_the_history():
+    """Else a policy would learn to escape a loss by long answers: a rollout that is no agent's fault is trained."""
 
     async def agent(row, client):
         said = []
         while True:
-            said += [await ask(client, [{"role": "system", "content": f"Turn {len(said)}."}, *row_of(said)])]
+            summary = "So far: " + " ".join(message["content"] for message in said)
+            said += [await ask(client, [system(f"Turn {len(said)}."), user(summary)])]
 
-    return agent
-
-
-def grown(said):
-    return [user("a"), *(each for message in said for each in (message, user("b")))]
-
-
-def summarised(said):
-    return [user("So far: " + " ".join(message["content"] for message in said))]
-
-
-@pytest.mark.parametrize("row_of", [grown, summarised])
-def test_a_context_that_the_policy_filled_is_no_failure_of_the_agent_where_it_edits_the_history(row_of):
-    """Else a policy would learn to escape a loss by long answers: a rollout that is no agent's fault is trained."""
-    rollout, _ = run(stamped(row_of), "1 2 3", max_model_len=80, max_model_calls=99, max_completion_length=4000)
+    rollout, _ = run(agent, "1 2 3", max_model_len=80, max_model_calls=99, max_completion_length=4000)
     assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and rollout.reward == 0.0
     assert len(rollout.records) == len(rollout.turns) > 1 and not rollout.failed
-    assert "context" in rollout.turns[-1].info["refused"]
-
-
-def test_the_first_prompt_of_an_agent_that_is_too_long_is_its_failure():
-    async def agent(row, client):
-        await ask(client, [user("1 " * 2000)])
-
-    rollout, _ = run(agent, "1")
-    assert rollout.stop_reason == StopReason.AGENT_ERROR and "fewer than the context" in str(rollout.error)
-
-
-FAR = "far " * 500_000  # 2 MB
-
-
-def described_at_length(text):
-    return {"type": "function", "function": {**ADD["function"], "description": text}}
-
-
-@pytest.mark.parametrize("messages, tools", [
-    ([user(FAR * 10)], None),
-    ([user("a"), {"role": "assistant", "content": FAR}, user("b")], None),
-    ([user(FAR[:2000])] * 1000, None),
-    ([user("a"), {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "1", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": FAR})}}]},
-      {"role": "tool", "tool_call_id": "1", "content": "2"}], None),
-    ([user("a")], [described_at_length(FAR)]),
-], ids=["user", "assistant", "many", "arguments", "tool"])  # fmt: skip
-def test_a_request_far_beyond_the_context_is_refused_and_not_tokenised_whole(monkeypatch, messages, tools):
-    """20 MB take many seconds, on the loop of all conversations. 6144 characters are more than 1024 tokens here."""
-    longest = longest_text(monkeypatch, TOKENIZER)
-
-    async def agent(row, client):
-        with pytest.raises(openai.BadRequestError, match="fewer than the context of 1024") as refused:
-            await ask(client, messages, **({"tools": tools} if tools else {}))
-        said = await ask(client, [user("a")])
-        return {"reward": 0.5, "code": refused.value.code, "said": said["content"]}
-
-    rollout, llm = run(agent, "1", timeout=60.0)
-    assert rollout.error is None and rollout.environment.result == {
-        "reward": 0.5, "code": "context_length_exceeded", "said": "1",
-    }  # fmt: skip
-    assert 0 < longest() <= 6144 and len(llm.asked) == 1 and len(rollout.turns) == 1
-
-
-@pytest.mark.parametrize("behind", [[user(FAR)], [user("b")] * 3 + [user(FAR)]])
-def test_messages_far_beyond_the_context_behind_an_answer_are_not_tokenised_whole(monkeypatch, behind):
-    longest = longest_text(monkeypatch, TOKENIZER)
-
-    async def agent(row, client):
-        said = await ask(client, [user("a")])
-        await ask(client, [user("a"), said, *behind])
-
-    rollout, llm = run(agent, "1", timeout=60.0)
-    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.error is None and len(llm.asked) == 1
-    assert 0 < longest() <= 6200
-
-
-@pytest.mark.parametrize("size", [100, 1004, 1005, 1006, 1007, 1008, 1100, 3000])
-def test_what_may_fit_into_the_context_is_read_as_it_was(size):
-    """Around the limit: the same ids, and the same refusals, as where the whole text is tokenised."""
-
-    async def agent(row, client):
-        for far in ("1 " * (size // 2), "x" * size):
-            with suppress(openai.BadRequestError):
-                await ask(client, [user("a"), {"role": "assistant", "content": "."}, user(far)], max_tokens=1)
-        return 0.0
-
-    found = run(agent, "1")[1].asked
-    with pytest.MonkeyPatch.context() as patch:
-        for place in ("integrations.session", "conversation.formats.base"):
-            patch.setattr(f"mt_grpo.{place}.cut_far_beyond", lambda text, *_: text)
-        assert found == run(agent, "1")[1].asked
 
 
 def test_an_agent_that_fails_behind_a_full_context_that_it_got_over_has_failed():
@@ -1884,69 +1084,6 @@ def test_a_request_that_is_not_trained_fills_the_context_by_what_the_policy_said
     assert rollout.stop_reason == reason and rollout.failed == (reason == StopReason.AGENT_ERROR), rollout.error
 
 
-def test_a_frozen_answer_does_not_make_a_long_first_prompt_the_policys():
-    async def agent(row, client):
-        await client.chat.completions.create(model="policy-frozen", messages=[user("a")])
-        await ask(client, [user("1 " * 2000)])
-
-    rollout, _ = run(agent, "1")
-    assert rollout.stop_reason == StopReason.AGENT_ERROR and "fewer than the context" in str(rollout.error)
-
-
-def test_a_full_context_beside_a_request_that_fits():
-    """The sibling, which was asked before, is answered after the refusal."""
-
-    async def agent(row, client):
-        said = await ask(client, [user("a")])
-        other = asyncio.ensure_future(ask(client, [user("b")]))
-        while llm.began < 2:
-            await asyncio.sleep(0.01)
-        try:
-            await ask(client, [user("1 " * 2000), said])
-        finally:
-            await other
-
-    llm = Begun("1", seconds=0.3)
-    rollout, _ = run(agent, llm=llm)
-    assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and len(rollout.turns) == 2
-
-
-def test_what_was_refused_stands_in_the_log_also_where_the_agent_raised():
-    async def agent(row, client):
-        if row["question"] == "late":
-            await ask(client, [user("a")])
-        for change in ({"logprobs": True}, {"n": 0}, {"n": 0}):
-            answer = await post(client, {"model": "policy", "messages": [user("b")], **change})
-        answer.json()["choices"]
-
-    reasons = "logprobs: not supported. Remove it.\nn: got 0, expected a number from 1 to 128."
-    rollout, _ = run(agent, "1", row={"question": "late"})
-    assert rollout.stop_reason == StopReason.AGENT_ERROR and rollout.turns[0].info == {"refused": reasons}
-    assert "KeyError: 'choices'; its last refused request: n: got 0" in str(rollout.error)
-    rollout, _ = run(agent, "1")
-    assert rollout.turns == [] and "KeyError: 'choices'; its last refused request: n: got 0" in str(rollout.error)
-
-
-def test_an_agent_whose_cache_answers_is_told_of_it():
-    rollout, _ = run(calls_nothing, "1")
-    assert "Does a cache of its client answer" in str(rollout.error) and "cache=False" in str(rollout.error)
-
-
-def test_refused_requests_are_no_calls_and_their_reason_is_told():
-    async def agent(row, client):
-        for _ in range(3):
-            assert (await post(client, {"model": "gpt-5", "messages": [user("a")]})).status_code == 404
-            long = {"model": "policy", "messages": [user("1 " * 1100)]}
-            assert (await post(client, long)).status_code == 400
-        if row["question"] == "ask":
-            await ask(client, [user("a")])
-
-    rollout, _ = run(agent, "1", max_model_calls=1, row={"question": "ask"})
-    assert rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.turns) == 1
-    rollout, _ = run(agent, "1")
-    assert "never got a completion" in str(rollout.error) and "fewer than the context" in str(rollout.error)
-
-
 def test_a_reward_by_header_is_given_once():
     async def agent(row, client):
         body = {"model": "policy", "messages": [user("a")]}
@@ -1982,214 +1119,7 @@ def test_a_reward_by_header_of_a_refused_request_stays_until_the_mended_one():
     assert [turn.reward for turn in run(agent_that(False), "1")[0].turns] == [0.375]
 
 
-def test_equal_answers_are_told_apart_by_earlier_ids():
-    async def agent(row, client):
-        chains = []
-        for _ in range(2):
-            start = [user("a")]
-            said = await ask(client, start, tools=[ADD])
-            chains.append([*start, said, *tool_message(said)])
-        for chain in chains:
-            chain += [await ask(client, chain, tools=[ADD]), user("b")]
-        for chain in reversed(chains):
-            await ask(client, chain, tools=[ADD])
-
-    rollout, _ = run(agent, f"<think>1</think>{CALL}", f"<think>2</think>{CALL}", "ok", "ok", "3", "4")
-    assert [record.numbers for record in rollout.records] == [[0, 2, 5], [1, 3, 4]]
-
-
-def test_requests_at_the_same_time_behind_equal_answers():
-    async def agent(row, client):
-        said = [await ask(client, [user("a")]) for _ in range(2)]
-        assert said[0]["content"] == said[1]["content"]
-        await asyncio.gather(*(ask(client, [user("a"), said[0], user(name)]) for name in "bc"))
-
-    rollout, _ = run(agent, "1", "1", "2", "3", seconds=0.1)
-    assert [record.numbers for record in rollout.records] == [[0, 2], [1, 3]]
-
-
-NAMES = """{%- for m in messages %}<|im_start|>{{ m.role }}{{ ' ' + m.name if m.name is defined and m.role != 'tool' }}
-{{ m.content }}{%- for c in m.tool_calls or [] %}<tool_call>
-{{ {'name': c.function.name, 'arguments': c.function.arguments} | tojson }}
-</tool_call>{%- endfor %}<|im_end|>
-{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-
-
-def test_the_name_of_a_message_is_rendered_where_the_chat_template_shows_it():
-    """Elsewhere it is refused (see the list of bad requests). Who speaks is a part of what was said."""
-    tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
-    tokenizer.chat_template = NAMES
-
-    async def agent(row, client):
-        bob, ann = ({"role": "user", "content": "a", "name": name} for name in ("bob", "ann<|im_end|>"))
-        said = await ask(client, [bob])
-        await ask(client, [bob, {**said, "name": "policy"}, user("b")])
-        await ask(client, [ann, said, user("b")])
-        await ask(client, [ann, {**said, "name": "joe"}, user("b")])
-
-    rollout, llm = run(agent, "1", tokenizer=tokenizer)
-    assert rollout.error is None, rollout.error
-    assert [record.numbers for record in rollout.records] == [[0, 1], [2], [3]]
-    assert TOKENIZER.decode(llm.asked[0][0]) == "<|im_start|>user bob\na<|im_end|>\n<|im_start|>assistant\n"
-    assert TOKENIZER.decode(llm.asked[3][0]).startswith(
-        "<|im_start|>user ann< |im_end|>\na<|im_end|>\n<|im_start|>assistant joe\n1<|im_end|>\n"
-    )
-
-
-def test_the_name_of_a_result_is_that_of_its_call_or_refused():
-    async def agent(row, client):
-        start = [user("a")]
-        said = await ask(client, start, tools=[ADD])
-        (result,) = tool_message(said)
-        with pytest.raises(openai.BadRequestError, match="'tool' has the name 'sub'"):
-            await ask(client, [*start, said, {**result, "name": "sub"}], tools=[ADD])
-        await ask(client, [*start, said, {**result, "name": "add"}], tools=[ADD])
-
-    rollout, _ = run(agent, CALL, "2")
-    assert rollout.error is None and [record.numbers for record in rollout.records] == [[0, 1]], rollout.error
-
-
-def test_arguments_of_the_chat_template_are_the_recipes():
-    async def agent(row, client):
-        same = {"chat_template_kwargs": {"enable_thinking": False}}
-        await ask(client, [user("a")], extra_body=same)
-        with pytest.raises(openai.BadRequestError, match="write chat_template_kwargs: {enable_thinking: true}"):
-            await ask(client, [user("a")], extra_body={"chat_template_kwargs": {"enable_thinking": True}})
-
-    rollout, llm = run(agent, "1", chat_template_kwargs={"enable_thinking": False})
-    assert rollout.error is None and len(llm.asked) == 1, rollout.error
-
-
-def test_half_of_a_character_harms_no_request():
-    """A policy writes one in JSON: the agent gets a whole one in its place, which its client can send again."""
-    call = CALL.replace('"x y"', '"\\ud83d"')
-
-    async def agent(row, client):
-        said = (await post(client, {"model": "policy", "messages": [user("a")], "tools": [ADD]})).json()
-        said = said["choices"][0]["message"]
-        assert json.loads(said["tool_calls"][0]["function"]["arguments"])["b"] == "?"
-        for start in (user("a"), user("edited \ud83d"), {"role": "system", "content": "\ud83d"}):
-            body = {"model": "policy", "messages": [start, said, *tool_message(said, "\ud83d")], "tools": [ADD]}
-            assert (await post(client, body)).status_code == 200
-
-    rollout, _ = run(agent, call, "2")
-    assert rollout.error is None and len(rollout.turns) == 4, rollout.error
-
-
-def test_other_tools_with_the_same_messages_are_what_the_model_reads():
-    """The prompts of a group are rendered once: the tools are a part of them."""
-
-    async def agent(row, client):
-        other = {"type": "function", "function": {**ADD["function"], "description": "Add two."}}
-        for tools in ([ADD], [other], []):
-            await ask(client, [user("a")], tools=tools)
-
-    rollout, llm = run(agent, "1")
-    texts = [TOKENIZER.decode(asked) for asked, _ in llm.asked]
-    assert [("Add." in text, "Add two." in text) for text in texts] == [(True, False), (False, True), (False, False)]
-
-
-def test_a_developers_message_in_the_middle_is_read_at_the_beginning():
-    """As vLLM does for templates that do not know the role: so a record begins."""
-
-    async def agent(row, client):
-        messages = [{"role": "system", "content": "S."}, user("a")]
-        messages += [await ask(client, messages), {"role": "developer", "content": "D."}, user("b")]
-        await ask(client, messages)
-        await ask(client, [user("a"), {"role": "developer", "content": "D."}])  # the only one
-
-    rollout, llm = run(agent, "1")
-    assert [record.numbers for record in rollout.records] == [[0], [1], [2]]
-    read = [TOKENIZER.decode(asked) for asked, _ in llm.asked]
-    assert read[1].startswith("<|im_start|>system\nS.\n\nD.<|im_end|>\n<|im_start|>user\na<")
-    assert read[2].startswith("<|im_start|>system\nD.<|im_end|>\n<|im_start|>user\na<")
-
-
-def test_the_prompt_of_a_further_record():
-    """Calls and results have the ids that all templates take; what an agent says of a tool ends no message."""
-    calls = [{"id": f"x{k}", "type": "function", "function": {"name": name, "arguments": text}} for k, (name, text) in
-             enumerate([("add", '{"a": "<|im_end|>"}'), ("sub", "{}")])]  # fmt: skip
-    tool = json.loads(json.dumps(ADD).replace("Add.", "Add.<|im_end|>"))
-
-    async def agent(row, client):
-        said = {"role": "assistant", "content": "", "tool_calls": calls}
-        results = [{"role": "tool", "tool_call_id": f"x{k}", "content": f"result {k}"} for k in (1, 0)]
-        await ask(client, [user("a"), said, *results], tools=[tool])
-
-    prompts = []
-    original = AgentPrompts.rendered
-
-    def note(self, known, messages):
-        prompts.append(original(self, known, messages))
-        return prompts[-1]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AgentPrompts, "rendered", note)
-        rollout, _ = run(agent, "1")
-    _, said, *results = prompts[0]
-    assert [call["id"] for call in said["tool_calls"]] == ["call00000", "call00001"]
-    assert [(m["tool_call_id"], m["name"], m["content"]) for m in results] == [
-        ("call00001", "sub", "result 1"), ("call00000", "add", "result 0"),
-    ]  # fmt: skip
-    assert rollout.prompt_ids.count(TOKENIZER.eos_token_id) == 5  # the template's own, and that of the assistant
-    assert "Add.< |im_end|>" in TOKENIZER.decode(rollout.prompt_ids)
-
-
-def test_what_ends_a_turn_ends_no_description_and_stands_in_no_name():
-    """Also ids that end a turn and are no control token of the tokenizer."""
-    env = mt.MultiTurnToolEnv([], None, tokenizer=TOKENIZER, tool_format="hermes")
-    prompts = AgentPrompts(copy.copy(env.format_of(TOKENIZER)), TOKENIZER)
-    (end,) = TOKENIZER("@", add_special_tokens=False)["input_ids"]
-    prompts.format.ends = frozenset({end})
-    tool = {"function": {"name": "add", "description": "Add @ 1<|im_end|>.", "parameters": {"properties": {"a": {}}}}}
-    shown = prompts.tools([tool])["add"].json_schema["description"]
-    assert shown == "Add   1< |im_end|>."
-    for function in ({"name": "a@b"}, {"name": "add", "parameters": {"properties": {"a<|im_end|>": {}}}}):
-        with pytest.raises(ApiError, match="holds the control token '(@|<.im_end.>)' of the model in its name"):
-            prompts.tools([{"function": function}])
-
-
-def test_items_of_answers_that_follow_each_other():
-    async def agent(row, client):
-        items = [{"role": "user", "content": "a"}]
-        first = await respond(client, items)
-        items += first.output
-        second = await respond(client, items)
-        items += [*second.output, {"role": "user", "content": "b"}]
-        third = await respond(client, items, tools=[])
-        calls = await respond(client, "c", tools=[FLAT])
-        inputs = [{"role": "user", "content": "c"}]
-        for call in [item for item in calls.output if item.type == "function_call"]:  # call, output, call, output
-            inputs += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "2"}]
-        await respond(client, inputs, tools=[FLAT])
-        return float(third.output_text == "3")
-
-    rollout, _ = run(agent, "1", "2", "3", f"{CALL}\n{CALL}", "4")
-    assert rollout.reward == 1.0 and [record.numbers for record in rollout.records] == [[0, 1, 2], [3, 4]]
-
-
 # -- commands: their ends --
-
-
-@pytest.fixture
-def together(monkeypatch):
-    """Commands as on a machine without namespaces of processes: their ids are what they say of themselves."""
-    monkeypatch.setattr(programs, "apart", lambda: ())
-
-
-def test_what_a_command_leaves_behind_is_ended_and_not_waited_for(tmp_path, together):
-    (tmp_path / "run.sh").write_text(f"""
-        sleep 600 & echo $! > {tmp_path}/pid
-        {sys.executable} -c "
-import openai
-openai.OpenAI().chat.completions.create(model='policy', messages=[{{'role': 'user', 'content': 'a'}}])
-print('\u2028')
-print('0.5')"
-    """)
-    rollout, _ = run(f"bash {tmp_path}/run.sh", "1", timeout=60.0)
-    assert rollout.reward == 0.5, rollout.error
-    assert ends(int((tmp_path / "pid").read_text()))
 
 
 DAEMON = """
@@ -2274,121 +1204,7 @@ def test_commands_of_one_run_do_not_see_each_other(tmp_path, monkeypatch, caplog
     assert [rollout.reward for rollout in rollouts] == [1.0, 1.0] if is_apart else [2.0, 2.0], rollouts[0].error
 
 
-READS_PIPE = """
-import glob, json, os, sys
-import openai
-
-with open(os.environ["OPENAI_API_KEY_FILE"]) as file:
-    key, rest = file.readline().strip(), file.read()
-rest += open(os.environ["OPENAI_API_KEY_FILE"]).read()
-openai.OpenAI(api_key=key).chat.completions.create(model="policy", messages=[{"role": "user", "content": "a"}])
-
-def read(path):
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError:
-        return b""
-
-mine, all_of_them = read("/proc/self/environ"), b"".join(map(read, glob.glob("/proc/[0-9]*/environ")))
-print(json.dumps({"reward": 0.5, "is_key": key.startswith("mt-"), "rest": rest,
-                  "base_url": b"OPENAI_BASE_URL=" in mine, "in_mine": b"OPENAI_API_KEY=" in mine,
-                  "in_any": key.encode() in all_of_them}))
-"""
-
-
-@pytest.mark.parametrize("is_apart", [True, False])
-def test_a_key_by_a_pipe_stands_in_no_environment(tmp_path, monkeypatch, is_apart):
-    """Not even a key of the trainer's own. The pipe is empty once it was read, and its end is there at once."""
-    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-trainer")
-    if not is_apart:
-        monkeypatch.setattr(programs, "apart", lambda: ())
-    (tmp_path / "agent.py").write_text(READS_PIPE)
-    rollout, _ = run(CommandAgent(f"{sys.executable} {tmp_path}/agent.py", key_by_pipe=True), "1")
-    assert rollout.error is None and rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.turns) == 1
-    assert rollout.environment.result == {
-        "reward": 0.5, "is_key": True, "rest": "", "base_url": True, "in_mine": False, "in_any": False,
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("code, message", [
-    ("print(0.5)", "RuntimeError: the command ended, and it did not read its key from the file "
-     r"\$OPENAI_API_KEY_FILE \(agent_key: pipe\)$"),
-    ("import openai; openai.OpenAI()", "the command ended with code 1: .*OPENAI_API_KEY.*; it did not read its key"),
-    ("import os, sys; open(os.environ['OPENAI_API_KEY_FILE']).readline(); sys.exit('no')",
-     "RuntimeError: the command ended with code 1: no$"),
-])  # fmt: skip
-def test_a_program_that_never_reads_its_key_is_told_and_leaves_no_file_open(tmp_path, monkeypatch, code, message):
-    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    (tmp_path / "agent.py").write_text(code)
-    open_before = set()
-    for _ in range(2):  # the first one may start what stays, such as a loop
-        rollout, _ = run(CommandAgent(f"{sys.executable} {tmp_path}/agent.py", key_by_pipe=True), "1")
-        assert rollout.stop_reason == StopReason.AGENT_ERROR
-        assert re.search(message, str(rollout.error), re.DOTALL)
-        open_before, pipes = open_pipes(), open_before
-    assert len(pipes) == len(open_before)
-
-
-def open_pipes():
-    """The pipes that this process has open."""
-    links = []
-    for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the listing's own
-            links.append(os.readlink(f"/proc/self/fd/{name}"))
-    return [link for link in links if link.startswith("pipe:")]
-
-
-NOWHERE = type("Nowhere", (), {"address": "http://127.0.0.1:1/v1", "key": "none"})
 STUBBORN = "trap '' TERM; echo $$ > {folder}/pid; while true; do sleep 0.1; done"
-
-
-def test_a_command_that_ignores_its_end_is_killed_even_when_that_is_cancelled(tmp_path, together):
-    (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
-    command = CommandAgent(f"bash {tmp_path}/run.sh")
-
-    async def cancelled_twice():
-        running = asyncio.ensure_future(command.run({}, NOWHERE, NOWHERE))
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            await asyncio.sleep(0.05)
-        running.cancel()
-        await asyncio.sleep(0.2)
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    run_async(cancelled_twice())
-    assert ends(int((tmp_path / "pid").read_text()))
-
-
-def test_a_command_that_is_cancelled_while_it_starts_is_killed(tmp_path, together):
-    """asyncio connects a process's pipes after it has started; this waits there, as on a busy machine."""
-    pid = tmp_path / "pid"
-    (tmp_path / "run.sh").write_text(STUBBORN.format(folder=tmp_path))
-
-    async def cancelled():
-        loop = asyncio.get_running_loop()
-        connect, waits = loop.connect_write_pipe, asyncio.Event()
-
-        async def slow(*arguments):
-            while not pid.exists() or not pid.read_text():
-                await asyncio.sleep(0.02)
-            waits.set()
-            await asyncio.sleep(0.2)
-            return await connect(*arguments)
-
-        loop.connect_write_pipe = slow
-        try:
-            running = asyncio.ensure_future(CommandAgent(f"bash {tmp_path}/run.sh").run({}, NOWHERE, NOWHERE))
-            await waits.wait()
-            running.cancel()
-            await asyncio.wait([running], timeout=20)
-            assert running.cancelled()
-            await asyncio.sleep(0.5)
-        finally:
-            del loop.connect_write_pipe
-
-    asyncio.run(cancelled())
-    assert ends(int(pid.read_text()), seconds=20)
 
 
 TRAINER = """
@@ -2422,13 +1238,16 @@ def test_a_command_ends_with_a_trainer_that_is_killed(tmp_path, apart):
 
 
 def test_the_environment_of_a_command(monkeypatch):
-    for name, value in {"WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", "no_proxy": "example.org", "MINE": "1"}.items():
-        monkeypatch.setenv(name, value)
+    """It is no rank of a training run, and no key of the user's own reaches it, which it would send along."""
+    of_users = ("ANTHROPIC_AUTH_TOKEN", "ANTHROPIC_API_KEY", "OPENAI_API_KEY", "CLAUDE_CODE_USE_BEDROCK", "WORLD_SIZE")
+    for name in (*of_users, "TORCHELASTIC_RUN_ID", "ANTHROPIC_MODEL"):
+        monkeypatch.setenv(name, "mine")
+    monkeypatch.setenv("no_proxy", "example.org")
     found = environment_of("http://127.0.0.1:1/v1", "key")
-    assert "WORLD_SIZE" not in found and "TORCHELASTIC_RUN_ID" not in found and found["MINE"] == "1"
+    assert {name for name in found if found[name] == "mine"} == {"ANTHROPIC_MODEL"}
     assert found["no_proxy"] == "127.0.0.1,example.org" and found["NO_PROXY"].startswith("127.0.0.1")
     assert (found["OPENAI_BASE_URL"], found["OPENAI_API_KEY"]) == ("http://127.0.0.1:1/v1", "key")
-    assert "OPENAI_API_KEY" not in environment_of("http://127.0.0.1:1/v1", None)
+    assert (found["ANTHROPIC_BASE_URL"], found["ANTHROPIC_API_KEY"]) == ("http://127.0.0.1:1", "key")
 
 
 # -- what no client may change --
@@ -2502,34 +1321,24 @@ RECIPE = {
 AGENT_FILE = """
 def solve(row, client): ...
 def row_only(row): ...
-number = 3
-class Solver: ...
 """
+TOOLS = {"environment": None, "agent": None, "tools_script": "tools/calculator.py"}
 
 
 @pytest.mark.parametrize("change, message", [
     ({"agent": None}, "neither of agent and agent_command"),
     ({"agent_command": "python x.py"}, "both of agent and agent_command"),
     ({"agent": None, "agent_command": "no-such-program x"}, "begins with no program"),
-    ({"agent": None, "agent_command": "python 'x"}, "is no command"),
-    ({"agent_key": "pipe"}, "agent_key has no effect without agent_command"),
-    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_key": "pipe"},
-     "agent_key has no effect without the line environment: openai_agent"),
-    ({"agent_other_models": "text"}, "agent_other_models: text and agent_other_text: None"),
     ({"agent": "agents/none.py:solve"}, "names no file"),
-    ({"agent": "{file}:missing"}, "'missing' of .* is None, expected"),
-    ({"agent": "{file}:row_only"}, r"takes \(row\), expected"),
+    ({"agent": "{file}:missing"}, r"Expected a function of \(row, client\)"),
+    ({"agent": "{file}:row_only"}, r"Expected a function of \(row, client\)"),
     ({"agent": "{broken}:solve"}, "fails to import: ModuleNotFoundError"),
     ({"tool_format": "xml"}, "tool_format='xml' does not fit"),
-    ({"tools_script": "tools/calculator.py"}, "tools_script has no effect"),
     ({"max_env_steps": 5}, "max_env_steps has no effect"),
-    ({"environment": None, "tools_script": "tools/calculator.py"}, "agent has no effect without the line environment"),
-    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "agent_timeout": 30.0},
-     "agent_timeout has no effect without"),
-    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "max_model_calls": 3},
-     "max_model_calls has no effect without"),
-    ({"environment": None, "agent": None, "tools_script": "tools/calculator.py", "environment_timeout": 30.0},
-     "environment_timeout=30 has no effect without an environment"),
+    ({**TOOLS, "agent": "{file}:solve"}, "agent has no effect without the line environment"),
+    ({**TOOLS, "max_model_calls": 3}, "max_model_calls has no effect without"),
+    ({**TOOLS, "environment_timeout": 30.0}, "environment_timeout=30 has no effect without an environment"),
+    ({"agent_timeout": 1800, "num_generations": 8}, "agent_timeout=1800 s.*ddp_timeout=1800"),
 ])  # fmt: skip
 def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path, monkeypatch, change, message):
     (tmp_path / "file.py").write_text(AGENT_FILE)
@@ -2541,25 +1350,9 @@ def test_a_recipe_that_cannot_work_is_refused_before_a_model_is_loaded(tmp_path,
     path = tmp_path / "recipe.yaml"
     path.write_text(json.dumps({key: value for key, value in recipe.items() if value is not None}))
     with pytest.raises(ValueError, match=message):
-        mt.build_trainer(*mt.parse_arguments(["--config", str(path)]))
-
-
-@pytest.mark.parametrize("way, by_pipe", [(None, False), ("environment", False), ("pipe", True)])
-def test_a_recipe_says_how_a_command_gets_its_key(tmp_path, way, by_pipe):
-    path = tmp_path / "recipe.yaml"
-    recipe = {**RECIPE, "output_dir": str(tmp_path), "agent_command": f"{sys.executable} x.py", "agent_key": way}
-    path.write_text(json.dumps({key: value for key, value in recipe.items() if key != "agent" and value is not None}))
-    script_args, args, _ = mt.parse_arguments(["--config", str(path)])
-    assert mt.load_conversation(script_args, args, mt.MultiTurnToolEnv)[0].agent.key_by_pipe is by_pipe
-
-
-def test_a_rank_must_not_wait_longer_than_the_others_do(monkeypatch, tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(json.dumps({**RECIPE, "output_dir": str(tmp_path), "agent_timeout": 1800, "num_generations": 8}))
-    script_args, args, _ = mt.parse_arguments(["--config", str(path)])
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="agent_timeout=1800 s.*ddp_timeout=1800"):
-        mt.load_conversation(script_args, args, mt.MultiTurnToolEnv)
+        arguments = mt.parse_arguments(["--config", str(path)])
+        monkeypatch.setenv("WORLD_SIZE", "2" if "agent_timeout" in change else "1")
+        mt.build_trainer(*arguments)
 
 
 BRANCHES = """
@@ -2611,90 +1404,3 @@ def test_a_run_with_branches_trains_every_sampled_token_once(hermes_model, tmp_p
     logged = trainer.state.log_history[0]
     assert logged["records/mean"] == 3.0 and logged["turns/mean"] == 4.0 and logged["stop/agent_done"] == 1.0
     assert logged["rewards/solve/mean"] is not None and logged["rewards/environment/mean"] is not None
-
-
-def credit(*rollouts):
-    """The advantages of a group's turns by `mt_grpo`, coefficient 1, outcomes all 0, scaled by nothing."""
-    num_turns = max(len(rollout.turns) for rollout in rollouts)
-    observed, sampled = turn_flags(list(rollouts), num_turns)
-    given = [[NAN if turn.reward is None else turn.reward for turn in rollout.turns] for rollout in rollouts]
-    count = len(rollouts)
-    table = mt.RewardTable(
-        outcome=torch.zeros(count), rollout_turn=torch.full((count,), NAN), turn=pad_rows(given, num_turns, NAN),
-        has_observation=observed, sampled=sampled, state=torch.zeros(count, num_turns, dtype=torch.long),
-    )  # fmt: skip
-    advantages = mt.turn_advantages(table, "mt_grpo", count, 1.0, "none")
-    return [pytest.approx(row[: len(rollout.turns)].tolist(), abs=1e-6) for row, rollout in zip(advantages, rollouts)]
-
-
-def with_a_planner(reward):
-    async def agent(row, client):
-        await ask(client, [{"role": "system", "content": "Plan."}, user("What?")], tool_choice="none")
-        client.reward(reward)  # of a conversation that nothing goes on from
-        messages = [user("What?")]
-        messages.append(await ask(client, messages, tools=[ADD]))
-        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "7"})
-        await ask(client, messages, tools=[ADD])
-
-    return agent, ("a plan", CALL, "7")
-
-
-def with_a_clock(reward):
-    async def agent(row, client):
-        messages = [user("What?")]
-        for minute in range(2):
-            clock = {"role": "system", "content": f"It is 12:0{minute}."}  # so each turn begins a record of its own
-            messages.append(await ask(client, [clock, *messages], tools=[ADD]))
-            client.reward(reward if minute == 0 else 0.5)
-            if minute == 0:
-                call = messages[-1]["tool_calls"][0]["id"]
-                messages.append({"role": "tool", "tool_call_id": call, "content": "7"})
-
-    return agent, (CALL, "7")
-
-
-def without_tools_at_the_end(reward):
-    async def agent(row, client):
-        messages = [user("What?")]
-        messages.append(await ask(client, messages, tools=[ADD]))
-        client.reward(reward)
-        messages.append({"role": "tool", "tool_call_id": messages[-1]["tool_calls"][0]["id"], "content": "7"})
-        await ask(client, messages)  # other tools: another prompt, and a record of its own
-
-    return agent, (CALL, "7")
-
-
-@pytest.mark.parametrize("kind", [with_a_planner, with_a_clock, without_tools_at_the_end])
-def test_a_turn_behind_which_nothing_is_read_in_its_record_gets_its_credit(kind):
-    """Rewards of 1.5, 0.5 and 0.25 for turn 0, mean 0.75; what is given to a later turn is equal."""
-    rollouts = []
-    for reward in (1.5, 0.5, 0.25):
-        agent, turns = kind(reward)
-        rollout, _ = run(agent, *turns)
-        assert rollout.stop_reason == StopReason.AGENT_DONE and len(rollout.records) > 1
-        rollouts.append(rollout)
-    later = [0.0] * (len(rollouts[0].turns) - 1)
-    assert credit(*rollouts) == [[0.75, *later], [-0.25, *later], [-0.5, *later]]
-
-
-def test_a_developer_says_what_a_system_says():
-    """Clients of newer APIs name the role otherwise in a later request, and go on from the same conversation."""
-    system, developer, user = (
-        keys_of([{"role": role, "content": "Be brief."}], ("", "")) for role in ("system", "developer", "user")
-    )
-    assert system == developer != user
-
-
-def test_what_a_request_had_read_before_tells_of_no_answer():
-    """A word of the question, which the answer repeats, is in each later request as well."""
-    request = types.SimpleNamespace(messages=[{"role": "user", "content": "Yes or no?"}])
-
-    def is_told(text, said="Yes"):
-        messages, answer = [{"role": "user", "content": text}], types.SimpleNamespace(tool_calls=[], content=said)
-        keys = [("assistant", said, ())]
-        asked = Completion(0, request.messages, [], None, None, [], None, 0, None, request, keys, answer)
-        return asked.is_told_in(messages, keys_of(messages, ("", "")), Collapsed())
-
-    assert not is_told("Yes or no?")
-    assert is_told("It said: Perhaps.", "Perhaps")
-    assert not is_told("Perhapses", "Perhaps") and not is_told("Yes or no?", "Perhaps")

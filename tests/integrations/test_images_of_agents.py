@@ -1,13 +1,11 @@
 """Images that agents send: real clients against the endpoint, and the ids that the policy reads, by hand."""
 
-import asyncio
 import base64
 import contextlib
 import gc
 import io
 import json
 import sys
-import time
 
 import openai
 import pytest
@@ -17,12 +15,10 @@ from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.base.pictures import KNOWN, is_picture, pictures_in, uri_or_str
+from mt_grpo.base.pictures import pictures_in, uri_or_str
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.pictures import PictureReader, with_pictures
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent
-from mt_grpo.recipe.checks import check_images
 from mt_grpo.rollout import Generation, StopReason
 
 PLACE = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -111,25 +107,16 @@ def expected_ids(folder, text, pictures):
     return found
 
 
-ways = pytest.mark.parametrize("way", ["direct", "http"])
-
-
-def by_way(way, client):
-    return client if way == "direct" else openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key)
-
-
 # -- ids --
 
 
-@ways
-def test_two_turns_with_an_image_in_the_second_request_are_one_record(way, folder, tokenizer):
+def test_two_turns_with_an_image_in_the_second_request_are_one_record(folder, tokenizer):
     """The first image comes again with each request, once written anew by another encoder: it is the same one."""
     one, two = vision_model.picture(1), vision_model.picture(2, (84, 56))
     again = as_bytes(one, "PNG", compress_level=0)
     assert again != as_bytes(one)
 
     async def agent(row, client):
-        client = by_way(way, client)
         messages = [{"role": "system", "content": "See."}, user("Which ", shown(uri(one), detail="high"), "?", "Say.")]
         answer = await client.chat.completions.create(model="policy", messages=messages)
         messages[1]["content"][1] = shown(uri(again))
@@ -196,12 +183,10 @@ def test_an_image_in_the_result_of_a_tool(folder, tokenizer):
     assert [result.pictures for result in rollout.turns[0].results] == [(picture,)] and len(rollout.records) == 1
 
 
-@ways
-def test_images_of_the_responses_api(way, folder, tokenizer):
+def test_images_of_the_responses_api(folder, tokenizer):
     one, two = vision_model.picture(4), vision_model.picture(5, (28, 28))
 
     async def agent(row, client):
-        client = by_way(way, client)
         content = [{"type": "input_text", "text": "Which?"}, {"type": "input_image", "image_url": uri(one)}]
         answer = await client.responses.create(model="policy", input=[{"role": "user", "content": content}])
         gc.collect()  # the first image is kept for the one that goes on
@@ -228,49 +213,6 @@ def test_a_placeholder_that_an_agent_or_the_policy_writes_is_no_picture(tokenize
     rollout, llm = run(agent, tokenizer, "four")
     assert not set(llm.asked[0][0]) & set(tokenizer.pictures.unsampled) and len(rollout.turns) == 1
     assert "Read < |image_pad|>." in tokenizer.decode(rollout.prompt_ids)
-
-
-def test_no_picture_outlives_its_rollouts(tokenizer):
-    """Beginnings of conversations are kept for other rollouts; one with a picture would keep its pixels for ever."""
-
-    def agent(row, client):
-        client.chat.completions.create(model="policy", messages=[user(shown(uri(vision_model.picture(6))))])
-
-    rollout, llm = run(agent, tokenizer, "four")
-    number = int(next(token for token in rollout.prompt_ids if is_picture(token)))
-    gc.collect()
-    assert number in KNOWN
-    env = llm.env  # as it is between two steps
-    del rollout, llm
-    gc.collect()
-    assert env.environments is not None
-    assert number not in KNOWN
-
-
-@ways
-def test_requests_keep_their_order_while_images_are_read(way, tokenizer, monkeypatch):
-    """In a thread, so that no other rollout waits."""
-    on_loop, read = [], PictureReader.read
-
-    def slow(self, value, where, paths=False):
-        on_loop.append(asyncio._get_running_loop() is not None)
-        time.sleep(0.3)
-        return read(self, value, where, paths)
-
-    monkeypatch.setattr(PictureReader, "read", slow)
-
-    async def agent(row, client):
-        client = by_way(way, client)
-        first = asyncio.ensure_future(ask(client, user("1", shown(uri(vision_model.picture(1))))))
-        await asyncio.sleep(0.1)
-        await asyncio.gather(first, ask(client, user("2")))
-
-    async def ask(client, message):
-        await client.chat.completions.create(model="policy", messages=[message])
-
-    rollout, llm = run(agent, tokenizer, "four")
-    assert [len(pictures_in(asked)) for asked, _ in llm.asked] == [1, 0] and on_loop == [False]
-    assert rollout.prompt_ids == llm.asked[0][0]
 
 
 # -- what is refused --
@@ -307,33 +249,7 @@ def test_an_image_that_cannot_be_read_is_the_apis_error(name, tokenizer):
     assert rollout.error is None and len(llm.asked) == 1 and "content: " in rollout.turns[-1].info["refused"]
 
 
-def test_a_policy_that_reads_text_alone_says_why(folder):
-    plain = with_pictures(AutoTokenizer.from_pretrained(folder), "images are read in process")
-
-    def agent(row, client):
-        with pytest.raises(openai.BadRequestError, match="reads text only .images are read in process"):
-            client.chat.completions.create(model="policy", messages=[user(shown(uri(vision_model.picture(0))))])
-        client.chat.completions.create(model="policy", messages=[user("Go on.")])
-
-    assert run(agent, plain, "four")[0].error is None
-
-
 # -- rows --
-
-
-def test_an_agents_function_gets_a_rows_images_as_they_are(tokenizer):
-    image, seen = vision_model.picture(7), []
-    row = {"prompt": [user("Which ", {"type": "image"}, "?")], "image": image, "images": [b"any", {"bytes": b"x"}]}
-
-    def agent(row, client):
-        seen.append(row)
-        client.chat.completions.create(model="policy", messages=[user("?")])
-
-    rollout, _ = run(agent, tokenizer, "four", row=row)
-    assert rollout.error is None and seen[0]["images"] == row["images"]
-    given = seen[0]["image"]  # of its own: it may draw on it
-    assert given is not image and (given.size, given.tobytes()) == (image.size, image.tobytes())
-    assert rollout.records[0].prompt_ids and not pictures_in(rollout.prompt_ids)
 
 
 def test_a_command_gets_a_rows_images_as_data_uris(tmp_path, tokenizer):
@@ -354,21 +270,6 @@ def test_a_command_gets_a_rows_images_as_data_uris(tmp_path, tokenizer):
     assert rollout.reward == 1.0 and pictures_in(rollout.prompt_ids) == expected
     assert expected[0].image.size == (56, 84) and rollout.environment.result["other"] == str(b"no image")
     assert uri_or_str(written).startswith("data:image/jpeg;base64,") and uri_or_str(3) == "3"
-
-
-def test_rows_of_an_agent_are_not_read_at_the_start(folder, tokenizer):
-    """Its program says what the model reads of them; a model that reads text alone refuses them as ever."""
-
-    def agent(row, client):
-        pass
-
-    cls = agent_conversation(mt.MultiTurnToolEnv, FunctionAgent(agent), 20.0, 8)
-    env = cls([], None, environment=agent_environment(FunctionAgent(agent)), tokenizer=tokenizer)
-    rows = Rows([{"image": "no/such.png", "video": "a.mp4"}, {"prompt": [user({"type": "image"})], "images": []}])
-    check_images(rows, "data", env)
-    env.tokenizer = with_pictures(AutoTokenizer.from_pretrained(folder), "it is a test")
-    with pytest.raises(ValueError, match="data, row 0: the column 'image' .* would not see it"):
-        check_images(rows, "data", env)
 
 
 # -- training --

@@ -282,9 +282,7 @@ READ_BACK = {
     "gym_text": lambda t: source_of(game_of(t).text_class.observation) + ":" + game_of(t).text_class.__name__,
     "gym_unfinished_reward": lambda t: game_of(t).unfinished_reward,
     "agent": lambda t: f"tools/agents/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
-    "agent_key": lambda t: "pipe" if t.env.agent.key_by_pipe else "environment",
     "agent_other_models": lambda t: t.env.other_models,
-    "agent_other_text": lambda t: t.env.other_text,
     "agent_timeout": lambda t: t.env.agent_timeout,
     "multi_turn_scheduler": lambda t: t.env.scheduler_class.__name__.lower(),
     "external_plugins": lambda t: [os.path.relpath(inspect.getfile(t.env.scheduler_class), ROOT)],
@@ -1154,8 +1152,8 @@ def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
 
 
 def test_a_choice_that_is_none_is_refused_on_the_command_line_too():
-    with pytest.raises(ValueError, match="agent_key='pip' .*environment, pipe"):
-        mt.parse_arguments(["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--agent_key", "pip"])
+    with pytest.raises(ValueError, match="agent_other_models='pip' .*refused, frozen"):
+        mt.parse_arguments(["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--agent_other_models", "pip"])
 
 
 def test_merged_mappings_are_no_repeated_keys(tmp_path):

@@ -30,7 +30,7 @@ def plain_text(text: str, thinking: tuple[str, str]) -> str:
     """
     opening, closing = map(str.strip, thinking)
     text = re.sub(f"{re.escape(opening)}.*?(?:{re.escape(closing)}|$)", "", text, flags=re.DOTALL)
-    return " ".join(text.rpartition(closing)[2].split())
+    return collapsed(text.rpartition(closing)[2])
 
 
 def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]:
@@ -61,16 +61,10 @@ def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]
     return keys
 
 
-class Collapsed(dict[str, str]):
-    """Texts -> the same with a blank for each white space, made once: a program sends them again and again.
-
-    >>> Collapsed()[" a \\n b"]
-    'a b'
-    """
-
-    def __missing__(self, text: str) -> str:
-        self[text] = " ".join(text.split())
-        return self[text]
+@functools.lru_cache(maxsize=512)  # a program sends its texts again and again
+def collapsed(text: str) -> str:
+    """A text with one blank for each white space."""
+    return " ".join(text.split())
 
 
 @dataclass(eq=False)
@@ -78,10 +72,8 @@ class Asked:
     """A request that is sampled, which a retry joins."""
 
     same: str  # a hash of the request as text: a retry's is equal
-    idempotency_key: str | None
     numbers: range  # of its answers in the rollout
     trained: bool
-    sampled: bool = True  # by the policy; False: a fixed text
     paid: tuple[int, float] | None = None  # the number of an answer, and the reward that its turn got with the request
     task: asyncio.Task[list[Answer]] | None = None
     waiting: int = 0  # clients that wait for the answers
@@ -135,39 +127,32 @@ class Completion(Sampled):
         return signed, thought
 
     @functools.cached_property
-    def _text(self) -> str:
-        """The answer's text, white space collapsed."""
-        return " ".join(self.answer.content.split())
-
-    @functools.cached_property
     def _pattern(self) -> re.Pattern:
-        """A pattern that matches the text as whole words.
+        """A pattern that matches the answer's text as whole words.
 
-        It begins with the text itself, which is searched for fast, and looks behind it at what stands before.
+        It begins with the text itself, which is searched for fast, and then looks at what stands before.
         """
-        literal = re.escape(self._text)
+        literal = re.escape(collapsed(self.answer.content))
         return re.compile(rf"{literal}(?<!\w{literal})(?!\w)")
 
-    def _stands_in(self, messages: list[Message], collapsed: Collapsed) -> bool:
+    def _stands_in(self, messages: list[Message]) -> bool:
         """Whether the answer's text stands in one of these messages."""
-        contents = (collapsed[message["content"]] for message in messages)
-        return bool(self._text) and any(self._text in each and self._pattern.search(each) for each in contents)
+        text = collapsed(self.answer.content)
+        contents = (collapsed(message["content"]) for message in messages)
+        return bool(text) and any(text in each and self._pattern.search(each) for each in contents)
 
-    def is_told_in(self, messages: list[Message], keys: list[Key], collapsed: Collapsed) -> bool:
-        """Whether messages tell of this answer: results of its calls, what it said with something behind, its text.
+    def is_told_in(self, messages: list[Message], keys: list[Key]) -> bool:
+        """Whether messages of a request that does not continue this answer tell of it.
 
-        Args:
-            messages: What another request says that does not go on from this answer.
-            keys: What each of them says.
-            collapsed: The texts that were looked at so far.
+        They do by results of its calls, by its own message with something after it, or by its text within a text.
         """
         calls = {call["id"] for call in self.answer.tool_calls}
         if any(message.get("tool_call_id") in calls for message in messages):
             return True
         if any(key[0] == "assistant" and key[1:] == self.keys[-1][1:] for key in keys[:-1]):
             return True
-        # What stood there before was not said by it.
-        return self._stands_in(messages, collapsed) and not self._stands_in(self.request.messages, collapsed)
+        # A text of the request itself was not said by the answer.
+        return self._stands_in(messages) and not self._stands_in(self.request.messages)
 
     def is_begun_by(self, keys: list[Key]) -> bool:
         """Whether a conversation begins with this one, including the answer."""
@@ -178,8 +163,14 @@ class Completion(Sampled):
         if sent[0] != "assistant" or sent[2] != calls:
             return False
         # Some programs put the stop text, which is not in the answer, behind it again.
-        texts = {sent[1], *(sent[1].removesuffix(" ".join(stop.split())).strip() for stop in self.request.stops)}
+        texts = {sent[1], *(sent[1].removesuffix(collapsed(stop)).strip() for stop in self.request.stops)}
         return given[1] in texts
+
+
+@functools.lru_cache(maxsize=64)  # a program sends its tools with each request
+def tools_of(tools: str) -> str:
+    """A request's tools, as JSON, in one way of writing them."""
+    return same_json(tools)
 
 
 class Chains:
@@ -190,25 +181,17 @@ class Chains:
         self.sends_thinking = False  # whether the program has sent any back
         self.requests: list[tuple[int, ModelRequest]] = []  # (number of the first answer), also those that got none
         self._keys: dict[Key, Key] = {}
-        self._tools: dict[str, str] = {}
 
     def keys_of(self, messages: Iterable[Message]) -> list[Key]:
         """A comparison key per message. Equal keys are one object, so that long conversations compare fast."""
         return [self._keys.setdefault(key, key) for key in keys_of(messages, self.thinking)]
-
-    def tools_of(self, request: ModelRequest) -> str:
-        """A request's tools in one way of writing them."""
-        written = json.dumps(request.tools)
-        if written not in self._tools:
-            self._tools[written] = same_json(written)
-        return self._tools[written]
 
     def longest(self, request: ModelRequest, keys: list[Key]) -> Completion | None:
         """The completion that a request goes on from; None where it begins a record.
 
         An assistant's message that was not sampled here is one that the policy never wrote: it has to be rendered.
         """
-        tools = self.tools_of(request)
+        tools = tools_of(json.dumps(request.tools))
         # Where a program never sends thinking back, its lack says nothing.
         self.sends_thinking = self.sends_thinking or any(each.get("reasoning_content") for each in request.messages)
         ids = {call["id"] for message in request.messages for call in message.get("tool_calls") or []}
@@ -229,19 +212,19 @@ class Chains:
     def add(self, completion: Completion) -> None:
         """Add an answered request. Its answer is compared as the agent will send it."""
         completion.keys = self.keys_of([*completion.messages, completion.answer.message])
-        completion.tools = self.tools_of(completion.request)
+        completion.tools = tools_of(json.dumps(completion.request.tools))
         bisect.insort(self.completions, completion, key=lambda each: each.number)
         if completion.parent is not None:
             completion.parent.children.append(completion)
 
     def tells_of_trained(self, request: ModelRequest) -> bool:
         """Whether a request continues a trained answer, or contains one."""
-        keys, collapsed = self.keys_of(request.messages), Collapsed()
+        keys = self.keys_of(request.messages)
         each = self.longest(request, keys)
         while each is not None and not each.request.trained:
             each = each.parent
         trained = (other for other in self.completions if other.request.trained and other.received)
-        return each is not None or any(other.is_told_in(request.messages, keys, collapsed) for other in trained)
+        return each is not None or any(other.is_told_in(request.messages, keys) for other in trained)
 
     def fill(self, rollout: Rollout) -> None:
         """Write the completions into a rollout as its turns, in the order of their requests.
@@ -264,7 +247,7 @@ class Chains:
 
     def find_what_went_on(self) -> None:
         """Mark the turns of which a later request tells, in whatever record, and whether or not it was answered."""
-        answered, collapsed = {each.asked.numbers[0]: each for each in self.completions}, Collapsed()
+        answered = {each.asked.numbers[0]: each for each in self.completions}
         for number, request in self.requests:
             found, keys = answered.get(number), self.keys_of(request.messages)
             parent = found.parent if found else self.longest(request, keys)
@@ -273,7 +256,7 @@ class Chains:
             start = len(parent.keys) if parent else 0
             for each in self.completions:
                 if each.number < number and each.received and not each.turn.went_on:
-                    each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:], collapsed)
+                    each.turn.went_on = each.is_told_in(request.messages[start:], keys[start:])
 
 
 def first_of_record(each: Completion) -> tuple[bool, int]:

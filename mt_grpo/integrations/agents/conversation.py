@@ -3,9 +3,8 @@ or over Anthropic's.
 
     agent: my_agent.py:solve             # async def solve(row, client): an AsyncOpenAI client, or a function
     agent_command: python my_agent.py    # the row on standard input, OPENAI_BASE_URL and OPENAI_API_KEY, ANTHROPIC_...
-    agent_key: pipe                      # not OPENAI_API_KEY: the command reads the file OPENAI_API_KEY_FILE
 
-The agent is not changed. What it asks is sampled token for token behind what was sampled before; each completion is a
+The agent is not changed. Its requests are sampled token for token after what was sampled before; each completion is a
 turn with its own credit.
 """
 
@@ -16,12 +15,10 @@ import inspect
 import os
 import shlex
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.base.event_loop import close_on
 from mt_grpo.conversation.environments import failures_end
-from mt_grpo.conversation.picture_parts import is_image_part
 from mt_grpo.integrations.agents.programs import (
     AgentFailure,
     CommandAgent,
@@ -33,11 +30,9 @@ from mt_grpo.integrations.agents.programs import (
 from mt_grpo.integrations.agents.server import AgentServer
 from mt_grpo.integrations.agents.session import AgentSession
 from mt_grpo.integrations.checks import check_settings_of
-from mt_grpo.integrations.prefixes import Newest, Tokenised
 from mt_grpo.recipe.plugins import load_named
 from mt_grpo.rollout import Message, Rollout, StopReason
 
-MOST_IDS = 2**22  # of prompts that begin a record, which others of the group begin with: 32 MiB
 SECONDS_TO_RETURN = 5.0  # for the agent, once its budget is spent
 
 
@@ -78,8 +73,7 @@ class AgentConversation:
         agent: The program.
         agent_timeout: Seconds that it may take for one row.
         max_model_calls: Completions per rollout.
-        other_models: What becomes of requests to other models than the policy's: refused, frozen or text.
-        other_text: Their answer where it is text.
+        other_models: What becomes of requests to other models than the policy's: refused or frozen.
     """
 
     renders_all = False  # a request's tools and template arguments are its own
@@ -89,26 +83,19 @@ class AgentConversation:
     agent_timeout: float
     max_model_calls: int
     other_models: str = "refused"
-    other_text: str | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.prompt_cache: Newest = Newest(MOST_IDS, len)  # by a hash of messages and tools as JSON
-        self.begun_alike: dict[bytes, Tokenised] = {}  # the newest of them, with which further records begin
         self._servers: dict[asyncio.AbstractEventLoop, tuple[AgentServer, asyncio.Task]] = {}
 
     @staticmethod
     def place_images(prompt: list[Message], *_: Any) -> tuple[list[Message], list]:
-        """The prompt as text, which stands for what the agent asks: an image of it is `<image>`, and none is read."""
-        return [
-            {
-                **message,
-                "content": message["content"]
-                if isinstance(message["content"], str)
-                else "".join("<image>" if is_image_part(part) else part["text"] for part in message["content"]),
-            }
-            for message in prompt
-        ], []
+        """The prompt as text, which stands for the agent's requests: an image is `<image>`, and none is read."""
+
+        def text(content: Any) -> str:
+            return content if isinstance(content, str) else "".join(part.get("text", "<image>") for part in content)
+
+        return [{**message, "content": text(message["content"])} for message in prompt], []
 
     mark_images = place_images
 
@@ -163,12 +150,7 @@ class AgentConversation:
 def agent_conversation(
     base: type, program: FunctionAgent | CommandAgent, timeout: float, max_model_calls: int, **settings: Any
 ) -> type:
-    """The subclass of the class of conversations, `base`, that an agent's program runs.
-
-    Args:
-        base, program, timeout, max_model_calls: As the attributes of `AgentConversation`.
-        settings: Its other attributes that are not their defaults.
-    """
+    """The subclass of the class of conversations, `base`, that an agent's program runs."""
     settings |= {"agent": program, "agent_timeout": timeout, "max_model_calls": max_model_calls}
     return type("AgentConversation", (AgentConversation, base), settings)
 
@@ -179,67 +161,36 @@ def agent_conversation(
 def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type]:
     """(class of conversations, class of environments) of a recipe. Raises `ValueError` for one that cannot work."""
     check_settings_of("agent", "environment: openai_agent", script_args, args)
-    check_agent_time(script_args, args)
+    timeout = script_args.agent_timeout
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and timeout >= args.ddp_timeout:
+        raise ValueError(
+            f"agent_timeout={timeout:g} s: if a rank waits so long, the others time out after "
+            f"ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above agent_timeout."
+        )
     if (script_args.agent is None) == (script_args.agent_command is None):
         got = "neither" if script_args.agent is None else "both"
         raise ValueError(f"environment: openai_agent got {got} of agent and agent_command. Set exactly one of them.")
-    if script_args.agent is not None and script_args.agent_key != "environment":
-        raise ValueError("agent_key has no effect without agent_command: a function gets a client. Remove agent_key.")
-    program = (
-        load_function(script_args.agent)
-        if script_args.agent
-        else load_command(script_args.agent_command, key_by_pipe=script_args.agent_key == "pipe")
-    )
-    others = read_other_models(script_args)
-    conversation = agent_conversation(base, program, script_args.agent_timeout, script_args.max_model_calls, **others)
+    program = load_function(script_args.agent) if script_args.agent else load_command(script_args.agent_command)
+    others = {"other_models": script_args.agent_other_models}
+    conversation = agent_conversation(base, program, timeout, script_args.max_model_calls, **others)
     return conversation, agent_environment(program)
 
 
-def check_agent_time(script_args: Any, args: Any) -> None:
-    """Raise `ValueError` where other ranks would not wait for an agent."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and script_args.agent_timeout >= args.ddp_timeout:
-        raise ValueError(
-            f"agent_timeout={script_args.agent_timeout:g} s: if a rank waits so long, the others time out after "
-            f"ddp_timeout={args.ddp_timeout} s. Set ddp_timeout above agent_timeout."
-        )
-
-
-def read_other_models(script_args: Any) -> dict[str, Any]:
-    """The settings for models other than the policy, as attributes of the conversation. Raises `ValueError`."""
-    others, text = script_args.agent_other_models, script_args.agent_other_text
-    if (others == "text") != (text is not None):
-        raise ValueError(
-            f"got agent_other_models: {others} and agent_other_text: {text!r:.100}. Set both `agent_other_models: "
-            "text` and the text that such a model answers, or neither."
-        )
-    return {"other_models": others, "other_text": text}
-
-
 def load_function(reference: str) -> FunctionAgent:
-    """The function that `path.py:function` names. Raises `ValueError` where there is none that takes a row."""
+    """The function that `path.py:function` names. Raises `ValueError` unless it takes a row and a client."""
     function, name, path = load_named(reference, "agent", "function")
-    if not inspect.isfunction(function):
-        raise ValueError(f"agent: {name!r} of {path!r} is {function!r}, expected a function of (row, client).")
-    check_signature(function, reference)
+    try:
+        if not inspect.isfunction(function):
+            raise TypeError(f"{name!r} of {path!r} is {function!r}")
+        inspect.signature(function).bind({}, None)
+    except TypeError as error:
+        raise ValueError(f"agent: {reference!r}: {error}. Expected a function of (row, client).") from None
     return FunctionAgent(function)
 
 
-def check_signature(function: Callable, reference: str) -> None:
-    """Raise `ValueError` unless a function takes a row and a client."""
-    try:
-        inspect.signature(function).bind({}, None)
-    except TypeError as error:
-        raise ValueError(
-            f"agent: {reference!r} takes {inspect.signature(function)}, expected (row, client): {error}."
-        ) from None
-
-
-def load_command(command: str, key_by_pipe: bool = False) -> CommandAgent:
-    """The program of a command. Raises `ValueError` where there is none."""
-    try:
-        words = shlex.split(command)
-    except ValueError as error:
-        raise ValueError(f"agent_command: {command!r} is no command: {error}.") from None
+def load_command(command: str) -> CommandAgent:
+    """The program of a command. Raises `ValueError` if there is none."""
+    words = shlex.split(command)
     if not words or shutil.which(words[0]) is None:
         raise ValueError(f"agent_command: {command!r} begins with no program. Expected one like `python my_agent.py`.")
-    return CommandAgent(command, key_by_pipe)
+    return CommandAgent(command)

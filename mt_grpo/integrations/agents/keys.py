@@ -16,25 +16,16 @@ AGENT = "the line environment: openai_agent"
 class AgentKeys:
     """A program that speaks OpenAI's or Anthropic's API, with `environment: openai_agent`."""
 
-    agent: str | None = key(
-        None, "path.py:function of (row, client), with environment: openai_agent",
-        needs=AGENT,
-    )  # fmt: skip
+    agent: str | None = key(None, "path.py:function of (row, client), with environment: openai_agent", needs=AGENT)
     agent_command: str | None = key(
-        None, "A program in place of agent: a row on standard input, OpenAI's or Anthropic's API by address",
+        None,
+        "A program instead of agent: a row on standard input, OpenAI's or Anthropic's API by address",
         needs=AGENT,
-    )  # fmt: skip
-    agent_key: str = key(
-        "environment", "How agent_command gets its key: environment (OPENAI_API_KEY), or pipe (OPENAI_API_KEY_FILE)",
-        one_of=("environment", "pipe"), needs=AGENT, trained=False,
-    )  # fmt: skip
-    agent_other_models: str = key(
-        "refused", "Models that an agent asks for beside policy: refused, frozen (policy, untrained), text (fixed)",
-        one_of=("refused", "frozen", "text"), needs=AGENT,
-    )  # fmt: skip
-    agent_other_text: str | None = key(
-        None, "What agent_other_models: text answers in the policy's place; never trained on", needs=AGENT
     )
+    agent_other_models: str = key(
+        "refused", "Models other than policy that an agent asks for: refused, or frozen (the policy, untrained)",
+        one_of=("refused", "frozen"), needs=AGENT,
+    )  # fmt: skip
     agent_timeout: float = key(
         600.0, "Seconds of the agent's own for one row, without its waits for the policy; then its outcome is 0",
         within="(0, inf)", needs=AGENT,

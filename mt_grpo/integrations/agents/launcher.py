@@ -1,10 +1,10 @@
-"""Runs a command for `agent_commands` in a process group of its own, and ends that group. Imports no package.
+"""Runs a command of `agent_command` in a process group of its own, and ends that group. Imports no package.
 
-    python -I -S launcher.py FD[,FD ...] COMMAND ...
+    python -I -S launcher.py FD COMMAND ...
 
-The first FD is the reading end of a pipe whose other end the trainer holds. Where that is closed, as when the trainer
-is killed, the group is killed. The further ones are for the command alone. SIGTERM is passed on. What the command
-leaves behind when it ends is killed, too: its group, and daemons that have left it, which this process inherits.
+FD is the reading end of a pipe whose other end the trainer holds. If that is closed, as when the trainer is killed,
+the group is killed. SIGTERM is passed on. What the command leaves behind when it ends is killed, too: its group, and
+daemons that have left it, which this process inherits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROUNDS = 200  # of killing what a command leaves behind
 
 def main() -> None:
     """Run the command, and exit with its exit code."""
-    (pipe, *for_command), command = map(int, sys.argv[1].split(",")), sys.argv[2:]
+    pipe, command = int(sys.argv[1]), sys.argv[2:]
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: a daemon of the command becomes a child of this process
     os.set_inheritable(pipe, False)
     woken, wake = os.pipe()
@@ -41,67 +41,48 @@ def main() -> None:
         except OSError as error:
             os.write(2, f"{command[0]}: {error.strerror}\n".encode())
             os._exit(127)
-
     try:  # on both sides: whoever is first, the group is there before it is signalled
         os.setpgid(child, child)
     except OSError:  # the child runs its command already, or has ended
         pass
-
-    def end(signum: int) -> None:
-        try:
-            os.killpg(child, signum)
-        except ProcessLookupError:  # all have ended
-            pass
-
-    signal.signal(signal.SIGTERM, lambda *_: end(signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: end(child, signal.SIGTERM, group=True))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    for stream in (0, 1, 2, *for_command):  # else a reader of the command's output would wait for this process
+    for stream in (0, 1, 2):  # else a reader of the command's output would wait for this process
         os.close(stream)
     while True:
         ready, _, _ = select.select([pipe, woken], [], [])
         if pipe in ready:
-            end(signal.SIGKILL)
+            end(child, signal.SIGKILL, group=True)
         if woken in ready:
             os.read(woken, 512)
         ended, status = os.waitpid(child, 0 if pipe in ready else os.WNOHANG)
         if ended == child:
-            end(signal.SIGKILL)
+            end(child, signal.SIGKILL, group=True)
             end_inherited()
             code = os.waitstatus_to_exitcode(status)
             os._exit(code if code >= 0 else 128 - code)
 
 
+def end(pid: int, signum: int, group: bool = False) -> None:
+    """Send a signal to a process or a group that may have ended."""
+    try:
+        (os.killpg if group else os.kill)(pid, signum)
+    except ProcessLookupError:
+        pass
+
+
 def end_inherited() -> None:
-    """Kill all that descends from this process, again and again: what is killed may have started others."""
+    """Kill the children of this process, which then gets theirs as its own, until none is left."""
     for _ in range(ROUNDS):
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        except ChildProcessError:  # none is left: what has died is gone, and its children are this process's
+        except ChildProcessError:
             return
-        for pid in descendants(os.getpid()):
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
+        with open(f"/proc/self/task/{os.getpid()}/children") as file:
+            for pid in file.read().split():
+                end(int(pid), signal.SIGKILL)
         time.sleep(0.01)
-
-
-def descendants(root: int) -> list[int]:
-    """The ids of all processes below one, by /proc."""
-    children: dict[int, list[int]] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    parent = int(file.read().rpartition(b")")[2].split()[1])
-            except (OSError, ValueError, IndexError):  # it has ended
-                continue
-            children.setdefault(parent, []).append(int(name))
-    found = children.get(root, [])
-    for pid in found:  # grows meanwhile
-        found += children.get(pid, [])
-    return found
 
 
 if __name__ == "__main__":

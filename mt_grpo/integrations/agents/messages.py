@@ -18,9 +18,19 @@ POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are
 MOST_ANSWERS = 128  # of one request, as OpenAI's API has it
 PARTS_OF_TEXT = ("text", "input_text", "output_text", "refusal")
 PARTS_OF_IMAGES = ("image_url", "input_image")  # of /v1/chat/completions, of /v1/responses
-# A line of Claude Code with a hash of the request in it. Were it read, no request would go on from an earlier one.
-BILLING = "x-anthropic-billing-header"
 DEEPEST = 200  # of lists and objects in a request, and in a call's arguments: what reads them is recursive
+NAMES_OF_KINDS = {str: "text", list: "a list", dict: "an object", int: "a whole number", bool: "true or false"}
+# Fields that change the prompt, or that an answer would have to show.
+NOT_SERVED = (
+    "logprobs", "top_logprobs", "prompt_logprobs", "return_token_ids", "audio", "functions", "function_call",
+    "web_search_options", "chat_template", "documents", "continue_final_message", "echo", "truncate_prompt_tokens",
+    "add_special_tokens", "mm_processor_kwargs", "background", "conversation", "prompt", "mcp_servers", "container",
+)  # fmt: skip
+# Fields that change nothing, with the value for which nothing is logged. Sampling parameters are ignored silently.
+NOT_ENFORCED = {
+    "response_format": None, "text": None, "parallel_tool_calls": True, "truncation": "disabled", "thinking": None,
+    "reasoning_effort": None, "reasoning": None, "output_config": None, "output_format": None,
+}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -28,7 +38,7 @@ class ApiError(Exception):
 
     Args:
         status: The HTTP status.
-        message: What was got, and what was expected.
+        message: The value that was received, and the expected one.
         code, param: The fields of OpenAI's error object.
     """
 
@@ -49,12 +59,11 @@ def refuse(param: str, message: str, code: str | None = None) -> ApiError:
     return ApiError(400, f"{param}: {message}", code, param)
 
 
-def tell_of_parallel_calls(body: dict[str, Any]) -> None:
-    """Tell of a request of OpenAI's API that wants one call at a time."""
-    if body.get("parallel_tool_calls") is False:
-        tell_once(
-            "An agent sent parallel_tool_calls: false. It is accepted but not enforced: answers may have more calls."
-        )
+def expect(value: Any, kind: type, param: str) -> Any:
+    """Return the value if it is of this kind, else raise `ApiError`."""
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
+        raise refuse(param, f"got {value!r:.100}, expected {NAMES_OF_KINDS[kind]}.")
+    return value
 
 
 @dataclass
@@ -63,20 +72,17 @@ class ModelRequest:
 
     Messages have `role` (system, developer, user, assistant, tool) and `content` (text), and may have a `name`. Those
     of the assistant may have `tool_calls` (as in /v1/chat/completions), `reasoning_content`, and the `signature` of
-    the answer that they are. Those of a tool have `tool_call_id`, and `failed` where the program says so. In a content
-    a picture is its mark; the session keeps the pictures.
+    the answer that they are. Those of a tool have `tool_call_id`, and `failed` if the program says so. In a content
+    an image is its mark; the session keeps the images.
     """
 
     messages: list[Message]
     tools: list[dict[str, Any]] = field(default_factory=list)  # as in /v1/chat/completions
     stops: tuple[str, ...] = ()
     max_tokens: int | None = None
-    trained: bool = True
     may_call: bool = True  # False: tool_choice is none
-    stream: bool = False
     n: int = 1  # answers
-    fixed: str | None = None  # what is answered in the policy's place, and never sampled
-    effort: str | None = None  # of its reasoning, which vLLM shows to the chat template; NO_THINKING: disabled
+    trained: bool = True
 
     @property
     def reads_calls(self) -> bool:
@@ -116,20 +122,13 @@ def tool_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def expect(value: Any, kind: type | tuple, param: str, expected: str) -> Any:
-    """The value, if it is of this kind. Raises `ApiError`."""
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise refuse(param, f"got {value!r:.100}, expected {expected}.")
-    return value
-
-
 class Contents:
-    """Reads contents of messages as text, in which a picture is its mark.
+    """Reads contents of messages as text, in which an image is its mark.
 
     Args:
-        joint: What stands between two parts of text. Beside a picture there is nothing, as in Qwen's templates.
-        reader: What reads pictures for the policy; None: it reads text alone.
-        why: Why it does.
+        joint: What stands between two parts of text. Next to an image there is nothing, as in Qwen's templates.
+        reader: What reads images for the policy; None: it reads text alone.
+        why: Why it reads text alone.
 
     Attributes:
         pictures: All that were read, by hashes of their URIs: a program sends them again with each request. They are
@@ -141,58 +140,34 @@ class Contents:
         self.pictures: dict[bytes, Picture] = {}
 
     def text(self, content: Any, param: str, joint: str | None = None) -> str:
-        """Content as text: null is empty, parts are joined.
-
-        Args:
-            content: Text, parts, or None.
-            param: What the error names.
-            joint: What stands between two parts of text; None: as everywhere.
-
-        Raises:
-            ApiError: a part is neither text nor an image that can be read.
-        """
+        """Return content as text: null is empty, parts are joined by `joint`. Raises `ApiError`."""
         if content is None or isinstance(content, str):
             return marks_replaced(content or "")
-        text, behind_text = "", False
-        for part in expect(content, list, param, "text, or a list of parts"):
-            kind = expect(part, dict, param, "parts with a type").get("type")
+        text, after_text = "", False
+        for part in expect(content, list, param):
+            kind = expect(part, dict, param).get("type")
             if kind in PARTS_OF_TEXT:
-                key = "refusal" if kind == "refusal" else "text"
-                said = marks_replaced(expect(part.get(key), str, param, f"a part with {key}"))
-                text += (self.joint if joint is None else joint) * behind_text + said
-            elif self.reader is None:
-                raise refuse(
-                    param,
-                    f"a part has type {kind!r}, and the policy reads text only ({self.why}).",
-                    "unsupported_content",
-                )
-            elif kind in PARTS_OF_IMAGES:
+                part_text = expect(part.get("refusal" if kind == "refusal" else "text"), str, f"{param}.text")
+                text += (self.joint if joint is None else joint) * after_text + marks_replaced(part_text)
+            elif kind in PARTS_OF_IMAGES and self.reader is not None:
                 text += self.mark(part, param)
             else:
-                raise refuse(
-                    param,
-                    f"a part has type {kind!r}, and the policy reads text and images only.",
-                    "unsupported_content",
-                )
-            behind_text = kind in PARTS_OF_TEXT
+                reads = "text and images" if self.reader else f"text only ({self.why})"
+                message = f"a part has type {kind!r:.100}, and the policy reads {reads}."
+                raise refuse(param, message, "unsupported_content")
+            after_text = kind in PARTS_OF_TEXT
         return text
 
     def mark(self, part: dict[str, Any], param: str) -> str:
-        """The mark of a part's picture. Its `detail` changes nothing: the model's processor says how large it is.
-
-        Raises `ApiError`.
-        """
-        given = part.get("image_url")
-        uri = given.get("url") if isinstance(given, dict) else given
+        """The mark of a part's image. Its `detail` changes nothing. Raises `ApiError`."""
+        image = part.get("image_url")
+        uri = image.get("url") if isinstance(image, dict) else image
         if not isinstance(uri, str) or not uri[:5].lower() == "data:":
-            raise refuse(
-                param,
+            message = (
                 f"got the image {uri or part!r:.100}, expected a data URI, as data:image/png;base64,... : no "
-                "address is fetched, no file is kept, and no path is read. Send the image itself.",
-                "invalid_image",
+                "address is fetched, no file is kept, and no path is read."
             )
-        if part.get("detail", given.get("detail") if isinstance(given, dict) else None) not in (None, "auto"):
-            tell_once("An agent sent an image with detail. It is accepted and ignored: the model's processor decides.")
+            raise refuse(param, message, "invalid_image")
         sent = hashlib.sha256(uri.encode(errors="replace")).digest()
         if sent not in self.pictures:
             try:
@@ -203,105 +178,74 @@ class Contents:
 
 
 TEXT = Contents()
-NO_THINKING = "disabled"  # of /v1/messages, for which vLLM chooses an effort that the chat template knows
-FORCED = ("required", "function", "custom", "allowed_tools")  # of tool_choice
 
 
-def read_model(name: Any) -> bool:
-    """Whether the turns of a request with this model are trained on. Raises `ApiError` for another model."""
-    if name not in (POLICY, FROZEN):
-        raise ApiError(
-            404,
-            f"The model {name!r:.100} does not exist. Expected {POLICY!r}, or {FROZEN!r} for what is not to be "
-            "trained on.",
-            "model_not_found",
-            "model",
-        )
-    return name == POLICY
+def check_fields(body: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """Raise `ApiError` for fields that are not served, and warn once of each that is not enforced.
 
-
-def without_bill(content: Any) -> Any:
-    """A system's content without the line that Claude Code writes of its bill, as vLLM reads it.
-
-    >>> without_bill("x-anthropic-billing-header: 1\\nBe brief."), without_bill([{"type": "text", "text": BILLING}])
-    ('Be brief.', [])
+    `arguments` are the recipe's `chat_template_kwargs`, with which everything is rendered.
     """
-    if isinstance(content, str):
-        return content.partition("\n")[2] if content.startswith(BILLING) else content
-    if not isinstance(content, list):
-        return content
-    texts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-    cut = [without_bill(text) if isinstance(text, str) else text for text in texts]
-    parts = [part if new == old else {**part, "text": new} for part, old, new in zip(content, texts, cut)]
-    return [part for part, old, new in zip(parts, texts, cut) if new or new == old]
+    for key in NOT_SERVED:
+        if body.get(key):
+            raise refuse(key, "not supported. Remove it.", "unsupported_parameter")
+    sent = body.get("chat_template_kwargs") or {}
+    if {**arguments, **expect(sent, dict, "chat_template_kwargs")} != arguments:
+        message = f"got {sent!r:.200}, and the recipe has {arguments!r:.200}. Set chat_template_kwargs in the recipe."
+        raise refuse("chat_template_kwargs", message)
+    for key, default in NOT_ENFORCED.items():
+        if body.get(key) not in (None, default):
+            tell_once(
+                f"An agent sent {key}. It is accepted and has no effect: the recipe says how the policy samples, and "
+                "its chat_template_kwargs what the chat template reads."
+            )
 
 
-def read_effort(value: Any, param: str) -> str | None:
-    """How much a request's answer is to reason."""
-    return None if value is None else expect(value, str, param, "a word such as low, or none")
-
-
-def read_limit(value: Any, param: str) -> int | None:
-    """A number of tokens, None for no limit."""
-    if value is not None and expect(value, int, param, "a positive number") < 1:
-        raise refuse(param, f"got {value}, expected a positive number.")
+def read_limit(value: Any, param: str, most: float = float("inf")) -> int | None:
+    """Return a positive number, None for no limit. Raises `ApiError`."""
+    if value is not None and not 1 <= expect(value, int, param) <= most:
+        raise refuse(param, f"got {value}, expected a number from 1 to {most}.")
     return value
 
 
 def read_stops(value: Any, param: str) -> tuple[str, ...]:
-    """Texts that end an answer: a list, or one of them."""
-    stops = (
-        [value] if isinstance(value, str) and value else expect(value or [], list, param, "text or a list of texts")
-    )
+    """Return the texts that end an answer, which are a list or one text. Raises `ApiError`."""
+    stops = [value] if isinstance(value, str) and value else expect(value or [], list, param)
     if not all(isinstance(text, str) and text == text.encode(errors="replace").decode() != "" for text in stops):
         raise refuse(param, f"got {value!r:.100}, expected texts that are not empty.")
     return tuple(stops)
 
 
-def read_number(value: Any) -> int:
-    """How many answers a request asks for."""
-    if value is not None and not 1 <= expect(value, int, "n", f"a number from 1 to {MOST_ANSWERS}") <= MOST_ANSWERS:
-        raise refuse("n", f"got {value}, expected a number from 1 to {MOST_ANSWERS}.")
-    return value or 1
-
-
 def read_tools(tools: Any) -> list[dict[str, Any]]:
-    """Tools in the form of /v1/chat/completions; those of /v1/responses are flat."""
-    read = []
-    for tool in expect(tools or [], list, "tools", "a list"):
-        expect(tool, dict, "tools", "objects")
-        if tool.get("type") != "function":
-            raise refuse("tools", f"got type {tool.get('type')!r}, expected 'function': the agent runs its tools.")
+    """Return tools in the form of /v1/chat/completions; those of /v1/responses are flat. Raises `ApiError`."""
+    tools_read = []
+    for tool in expect(tools or [], list, "tools"):
+        if expect(tool, dict, "tools").get("type") != "function":
+            raise refuse(
+                "tools", f"got type {tool.get('type')!r:.100}, expected 'function': the agent runs its tools."
+            )
         if "function" not in tool:
             tool = {"type": "function", "function": {key: v for key, v in tool.items() if key != "type"}}
-        function = expect(tool["function"], dict, "tools", "an object `function`")
-        expect(function.get("name"), str, "tools", "a name of each function")
-        parameters = expect(function.get("parameters") or {}, dict, "tools", "parameters that are a JSON schema")
-        properties = expect(parameters.get("properties") or {}, dict, "tools", "properties that are an object")
-        if not all(isinstance(schema, dict) for schema in properties.values()):
-            raise refuse("tools", f"got properties {properties!r:.100}, expected a schema of each.")
+        expect(expect(tool["function"], dict, "tools").get("name"), str, "tools")
+        parameters = expect(tool["function"].get("parameters") or {}, dict, "tools")
+        for schema in expect(parameters.get("properties") or {}, dict, "tools").values():
+            expect(schema, dict, "tools")
         try:
             check_schema(parameters)
         except ValueError as error:
             raise refuse("tools", f"{error}.") from None
-        read.append(tool)
-    names = [tool["function"]["name"] for tool in read]
+        tools_read.append(tool)
+    names = [tool["function"]["name"] for tool in tools_read]
     if len(set(names)) < len(names):  # the model would be shown one of them, and a program would run another
-        twice = next(name for k, name in enumerate(names) if name in names[:k])
-        raise refuse("tools", f"got the name {twice!r:.100} twice, expected names that differ.")
-    return read
+        raise refuse("tools", f"got a name twice in {names!r:.200}, expected names that differ.")
+    return tools_read
 
 
 def read_tool_choice(choice: Any) -> bool:
     """Whether the policy may call tools. It is never forced to, since that would not be its own sample."""
-    name = (
-        choice if isinstance(choice, str) else expect(choice or {}, dict, "tool_choice", "text or object").get("type")
-    )
-    if name not in (None, "auto", "none", *FORCED):
-        raise refuse("tool_choice", f"got {choice!r:.100}, expected auto, none, required or a function.")
-    if name in FORCED:
+    name = choice if isinstance(choice, str) else expect(choice or {}, dict, "tool_choice").get("type")
+    if name not in (None, "auto", "none"):
         tell_once(
-            f"An agent sent tool_choice={name!r}. It is accepted and not enforced: the policy chooses its calls."
+            f"An agent sent tool_choice={name!r:.100}. It is accepted and has no effect: the policy chooses its calls."
         )
     return name != "none"
 

@@ -1,7 +1,7 @@
 """An agent's messages and tools as the chat template takes them.
 
-INVARIANT: what the model reads is what vLLM's /v1/chat/completions would give it, but for tokens that begin or end a
-message in texts of users and tools. Else the policy is trained on another prompt than it is deployed with.
+INVARIANT: the model reads what vLLM's /v1/chat/completions would give it, except that in texts of users and tools
+tokens that begin or end a message are broken. Else the policy is trained on another prompt than it is deployed with.
 """
 
 from __future__ import annotations
@@ -15,34 +15,25 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.conversation.formats.control_tokens import Origin, check_names, forbidden_in, neutralise_json
 from mt_grpo.conversation.formats.hermes import HermesFormat, call_id, plain_name
-from mt_grpo.integrations.agents.messages import NO_THINKING, refuse, tool_call
-from mt_grpo.integrations.prefixes import Newest
+from mt_grpo.integrations.agents.messages import refuse, tool_call
 from mt_grpo.integrations.session import tools_by_name
 from mt_grpo.rollout import Message, ToolCall
 
-OF_A_TOOL = ("name", "description", "parameters")  # what vLLM shows of one, in this order, null where it is missing
+OF_A_TOOL = ("name", "description", "parameters")  # what vLLM shows of one, in this order, null if it is missing
 IF_GIVEN = ("strict", "defer_loading")
-MOST_CHARACTERS, BESIDE_ONE = 2**21, 200  # of a rollout's texts that are kept; what each costs beside its own
-EFFORTS = ("none", "low", "medium", "high", "xhigh", "max")  # of /v1/messages; `none` is how one says: disabled
+FIRST, SECOND = "first-part-of-it", "second-part-of-it"  # texts that no chat template has
 
 
 class AgentPrompts:
-    """How a tokenizer's chat template shows what agents send."""
+    """How a tokenizer's chat template shows the messages and tools of agents."""
 
     def __init__(self, tool_format: HermesFormat, tokenizer: PreTrainedTokenizerBase):
         self.format, self.tokenizer = tool_format, tokenizer
-        # A program sends its texts again with each request. By what is broken in them, and the text.
-        self._broken: Newest = Newest(MOST_CHARACTERS, lambda text: len(text) + BESIDE_ONE)
 
     def rendered(self, before: list[Message], messages: list[Message]) -> list[Message]:
-        """Messages for the chat template. A result is that of the nearest call before it with its id.
+        """Messages for the chat template, after others, which may have the calls to which results belong.
 
-        Args:
-            before: The messages before them. They may have the calls to which results belong.
-            messages: What is rendered.
-
-        Raises:
-            ApiError: a name that the chat template does not show.
+        A result is that of the nearest call before it with its id.
         """
         names, numbers = {}, {}  # of the calls so far, by id
         for message in before:
@@ -55,59 +46,28 @@ class AgentPrompts:
             note_calls(message, names, numbers)
             each = {key: message[key] for key in ("role", "content", "name") if key in message}
             if message["role"] == "tool":
-                called = names.get(message["tool_call_id"])
-                self._check_name(each, called)
-                name = each.get("name") or plain_name(ToolCall(called, {}))
+                name = each.get("name") or plain_name(ToolCall(names.get(message["tool_call_id"]), {}))
                 each |= {"name": name, "tool_call_id": call_id(numbers.get(message["tool_call_id"], 0))}
-            else:
-                self._check_name(each, None)
             if "reasoning_content" in message:
                 each |= dict.fromkeys(("reasoning", "reasoning_content"), message["reasoning_content"])
             if "tool_calls" in message:
                 each["tool_calls"] = [self._call(k, call) for k, call in enumerate(message["tool_calls"])]
-            content = self._broken_text(each.pop("content"), message["role"])
-            rendered.append({"role": each.pop("role"), "content": content, **self.broken(each, message["role"])})
+            rendered.append({"role": each.pop("role"), **self.broken(each, message["role"])})
         rendered = rendered if self.knows_developers else developers_first(rendered)
         return [{**each, "content": self._content(each["role"], each["content"])} for each in rendered]
 
     def _content(self, role: str, text: str) -> str | list[dict[str, str]]:
-        """A message's content: a part where the template takes parts, since some write something behind each."""
+        """A message's content: a part if the template takes parts, since some write something after each."""
         parts = role in ("system", "developer", "user") and self._takes_parts(role)
         return [{"type": "text", "text": text}] if parts else text
 
-    def _check_name(self, message: Message, called: str | None) -> None:
-        """Raise `ApiError` where a message's name would be dropped; a result may say the name of its call."""
-        if "name" in message and message["name"] != called and not self._shows_name(message["role"]):
-            raise refuse(
-                "messages",
-                f"a message of role {message['role']!r} has the name {message['name']!r:.100}, which this "
-                "model's chat template does not show. Remove it, or write it into the content.",
-            )
-
     @functools.lru_cache(maxsize=8)  # noqa: B019  an agent's session is short
-    def _shows_name(self, role: str) -> bool:
-        """Whether the chat template shows the names of messages of this role."""
-        name = "name-of-a-speaker"
-        message = {"role": role, "content": "Text.", "name": name}
-        before = [] if role == "system" else [{"role": "user", "content": "."}]
-        if role == "tool":
-            calls = self.format.turn_message([ToolCall("add", {})])
-            before, message = [*before, calls], {**message, "tool_call_id": call_id(0)}
-        try:
-            return name in self._render([*before, message])
-        except Exception:  # whatever a template raises
-            return False
-
-    @functools.lru_cache(maxsize=8)  # noqa: B019
     def _takes_parts(self, role: str) -> bool:
         """Whether the chat template reads content of parts, and shows no list of Python's."""
-        content = [{"type": "text", "text": "first-part-of-it"}]
+        content = [{"type": "text", "text": FIRST}]
         after = [{"role": "user", "content": content}] if role == "system" else []
-        try:
-            text = self._render([{"role": role, "content": content}, *after])
-        except Exception:  # whatever a template raises
-            return False
-        return text.count("first-part-of-it") == 1 + len(after) and not re.search("""['"]text['"]""", text)
+        text = self._render([{"role": role, "content": content}, *after])
+        return text.count(FIRST) == 1 + len(after) and not re.search("""['"]text['"]""", text)
 
     @functools.cached_property
     def joint(self) -> str:
@@ -115,63 +75,31 @@ class AgentPrompts:
 
         Another one gets the parts as one text of lines, as from vLLM.
         """
-        first, second = "first-part-of-it", "second-part-of-it"
-        parts = [{"type": "text", "text": text} for text in (first, second)]
-        try:
-            between = self._render([{"role": "user", "content": parts}]).partition(first)[2].partition(second)
-        except Exception:  # whatever a template raises
-            return "\n"
-        return between[0] if between[1] and not between[0].strip() else "\n"
+        parts = [{"type": "text", "text": text} for text in (FIRST, SECOND)]
+        between, found, _ = self._render([{"role": "user", "content": parts}]).partition(FIRST)[2].partition(SECOND)
+        return between if found and not between.strip() else "\n"
 
     @functools.cached_property
     def knows_developers(self) -> bool:
         """Whether the chat template knows the role `developer`."""
-        template = str(self._template())
-        return '"developer"' in template or "'developer'" in template
+        return re.search("""['"]developer['"]""", str(self._template())) is not None
 
     @functools.cached_property
     def takes_later_systems(self) -> bool:
         """Whether the chat template takes a message of the system that is not the first one."""
         roles = ("system", "user", "system", "user")
-        try:
-            return bool(self._render([{"role": role, "content": "Text."} for role in roles]))
-        except Exception:  # whatever a template raises
-            return False
-
-    @functools.lru_cache(maxsize=8)  # noqa: B019
-    def arguments_of_effort(self, effort: str | None, given: tuple[str, ...] = ()) -> dict[str, Any]:
-        """The chat template's arguments that vLLM makes of a request's effort; none where they change no prompt.
-
-        Args:
-            effort: Of the request.
-            given: Names of the arguments that the request has itself, which are the recipe's.
-        """
-        if effort is None:
-            return {}
-        word = self._effort_of_disabled() if effort == NO_THINKING else effort
-        made = {"reasoning_effort": word, "enable_thinking": word != "none"}
-        made = {key: value for key, value in made.items() if key != "enable_thinking" or key not in given}
-        return {} if self._prompt_with(made) == self._prompt_with({}) else made
-
-    def _effort_of_disabled(self) -> str:
-        """What vLLM makes of thinking that is disabled: `none`, or `low` where the template does not know it."""
-        shown = [self._prompt_with({"reasoning_effort": each, "enable_thinking": each != "none"}) for each in EFFORTS]
-        return "none" if shown[0] is not None and shown[0] not in shown[1:] else "low"
-
-    def _prompt_with(self, arguments: dict[str, Any]) -> str | None:
-        """How a prompt is shown with further arguments of the chat template; None where it refuses them."""
-        message = [{"role": "user", "content": "Text."}]
-        try:
-            return self._render(message, add_generation_prompt=True, **arguments)
-        except Exception:  # whatever a template raises
-            return None
+        return bool(self._render([{"role": role, "content": "Text."} for role in roles]))
 
     def _template(self) -> str:
         return self.tokenizer.get_chat_template(self.format.chat_template_kwargs.get("chat_template"), tools=[])
 
-    def _render(self, messages: list[Message], **more: Any) -> str:
-        arguments = {**self.format.chat_template_kwargs, "tokenize": False, "chat_template": self._template(), **more}
-        return self.tokenizer.apply_chat_template(messages, **arguments)
+    def _render(self, messages: list[Message]) -> str:
+        """The text of messages, empty if the template does not take them."""
+        arguments = {**self.format.chat_template_kwargs, "tokenize": False, "chat_template": self._template()}
+        try:
+            return self.tokenizer.apply_chat_template(messages, **arguments)
+        except Exception:  # whatever a template raises
+            return ""
 
     def _call(self, number: int, call: dict[str, Any]) -> dict[str, Any]:
         """A call with its arguments as the chat template takes them. What is no JSON object is an empty one."""
@@ -201,11 +129,6 @@ class AgentPrompts:
             given = {key: function[key] for key in IF_GIVEN if function.get(key) is not None}
             shown.append({"function": {**{key: function.get(key) for key in OF_A_TOOL}, **given}})
         return tools_by_name(self.broken(shown, "tool"))
-
-    def _broken_text(self, text: str, role: str) -> str:
-        """Apply `broken` to the text of a message, and keep the result."""
-        pattern = forbidden_in(Origin.AGENT, role, self.tokenizer, self.format.ends)
-        return self._broken.of((pattern and pattern.pattern, text), lambda: self.broken(text, role))
 
     def broken(self, value: Any, role: str) -> Any:
         """A JSON value in whose texts the tokens are broken that a message of this role may not hold.

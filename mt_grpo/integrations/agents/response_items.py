@@ -1,11 +1,19 @@
-"""Items of /v1/responses: those of an answer, and those of a request as messages."""
+"""Items and tools of /v1/responses: those of an answer, and those of a request as messages and functions.
+
+INVARIANT: the model is shown the functions that vLLM's /v1/responses makes of the same tools, so that a policy is
+trained on the prompts that it is deployed with.
+"""
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
+from mt_grpo.base.errors import tell_once
+from mt_grpo.base.json_types import json_text
 from mt_grpo.integrations.agents.chat_api import ROLES, read_name
 from mt_grpo.integrations.agents.messages import (
     TEXT,
@@ -13,16 +21,69 @@ from mt_grpo.integrations.agents.messages import (
     ApiError,
     Contents,
     expect,
+    read_tools,
     refuse,
     tool_call,
-    without_bill,
 )
-from mt_grpo.integrations.agents.response_tools import CallItems, arguments_of, joined_name
 from mt_grpo.rollout import Message
 
 OWN = re.compile(r"(?:rs|msg|fc|ctc)_(\w+?)_(\d+)(?:_\d+)?")  # the id of an item: its conversation, its answer
 CALLS = ("function_call", "custom_tool_call")
 RESULTS = ("function_call_output", "custom_tool_call_output")
+INPUT = "input"  # the only parameter of the function that a tool of type custom is shown as
+
+
+# -- tools --
+
+
+def read_response_tools(tools: Any) -> list[dict[str, Any]]:
+    """Tools in the form of /v1/chat/completions: functions, those of namespaces, and custom tools.
+
+    Raises:
+        ApiError: a tool is invalid, or its type is not known.
+
+    >>> tool = {"type": "function", "name": "say"}
+    >>> spaces = [{"type": "namespace", "name": "team", "tools": [tool]}, {"type": "file_search"}]
+    >>> [each["function"]["name"] for each in read_response_tools([tool, *spaces])]
+    ['say', 'team__say']
+    """
+    return read_tools([function for tool in expect(tools or [], list, "tools") for function in functions_of(tool)])
+
+
+def functions_of(tool: Any, space: str | None = None) -> Iterator[dict[str, Any]]:
+    """The functions that a tool, of a namespace or of none, is shown as. Raises `ApiError`."""
+    kind = expect(expect(tool, dict, "tools").get("type"), str, "tools")
+    if kind == "function":
+        yield {**tool, "name": joined_name(space, expect(tool.get("name"), str, "tools"))}
+    elif kind == "namespace" and space is None:
+        for each in expect(tool.get("tools"), list, "tools"):
+            yield from functions_of(each, expect(tool.get("name"), str, "tools"))
+    elif kind == "custom" and space is None:
+        if (tool.get("format") or {}).get("type", "text") != "text":
+            raise refuse(
+                "tools", f"the tool {tool.get('name')!r:.100} has a grammar, which the policy does not follow."
+            )
+        shown = {"type": "string", "description": "The freeform text payload for this tool."}
+        schema = {"type": "object", "properties": {INPUT: shown}, "required": [INPUT], "additionalProperties": False}
+        about = {"name": tool.get("name"), "description": tool.get("description")}
+        yield {"type": "function", **about, "parameters": schema}
+    else:  # such as the web search that Codex offers by default. vLLM leaves it out, too
+        tell_once(f"An agent offered a tool of type {kind!r:.100}, which is not served. The policy does not see it.")
+
+
+def joined_name(space: str | None, name: str) -> str:
+    """The name by which a model calls a function of a namespace, None: of none."""
+    return name if space is None else f"{space}__{name}"
+
+
+def input_of(arguments: str) -> str:
+    """The text for a custom tool. Arguments that are something else are that text, as from vLLM.
+
+    >>> input_of('{"input": "ls"}'), input_of('{"command": "ls"}')
+    ('ls', '{"command": "ls"}')
+    """
+    text = json.loads(arguments).get(INPUT)
+    return text if isinstance(text, str) else arguments
 
 
 # -- of an answer --
@@ -34,7 +95,7 @@ def response_id(answer: Answer) -> str:
 
 
 def output_items(answer: Answer, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The items of an answer: its reasoning, its text, its calls."""
+    """The items of an answer to a request: its reasoning, its text, its calls."""
     items: list[dict[str, Any]] = []
     ending = f"{answer.conversation}_{answer.number}"
     if answer.reasoning:
@@ -44,134 +105,94 @@ def output_items(answer: Answer, body: dict[str, Any]) -> list[dict[str, Any]]:
         text = [{"type": "output_text", "text": answer.content, "annotations": [], "logprobs": []}]
         about = {"type": "message", "id": f"msg_{ending}", "role": "assistant", "status": "completed"}
         items.append({**about, "content": text})
-    calls = CallItems(body.get("tools") or [])
-    return items + [calls.item(call, f"{ending}_{k}") for k, call in enumerate(answer.tool_calls)]
-
-
-# -- what a conversation was answered --
-
-
-class Answered(NamedTuple):
-    """A conversation up to a response, without instructions."""
-
-    messages: list[Message]
-    ids: frozenset[str]  # of the items that were answered in it
+    tools = body.get("tools") or []
+    custom = {tool["name"] for tool in tools if tool["type"] == "custom"}
+    spaces = {
+        joined_name(tool["name"], each["name"]): {"name": each["name"], "namespace": tool["name"]}
+        for tool in tools
+        if tool["type"] == "namespace"
+        for each in tool["tools"]
+        if each["type"] == "function"
+    }
+    for k, call in enumerate(answer.tool_calls):
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        about = {"call_id": call["id"], "status": "completed", "name": name}
+        if name in custom:
+            item = {"type": CALLS[1], "id": f"ctc_{ending}_{k}", "input": input_of(arguments)}
+        else:
+            item = {"type": CALLS[0], "id": f"fc_{ending}_{k}", "arguments": arguments}
+        items.append({**item, **about, **spaces.get(name, {})})
+    return items
 
 
 @dataclass
 class Responses:
-    """What one conversation was answered over /v1/responses.
+    """The answers of one conversation over /v1/responses.
 
-    INVARIANT: an id names the conversation. A reference to what another one was answered is refused, and never taken
-    for what this one was answered at the same place.
+    INVARIANT: an id names the conversation. A reference to an answer of another one is refused, and never taken for
+    the answer of this one at the same place.
     """
 
     conversation: str = ""
-    responses: dict[str, Answered] = field(default_factory=dict)  # by id
+    responses: dict[str, list[Message]] = field(default_factory=dict)  # by id; without instructions
     items: dict[str, dict[str, Any]] = field(default_factory=dict)  # by id
-    written: dict[str, tuple[Any, str]] = field(default_factory=dict)  # (text, arguments) of a custom call, by its id
-    numbers: dict[str, str] = field(default_factory=dict)  # of the answer of a call, by the call's id
+    calls: dict[str, tuple[str, str]] = field(default_factory=dict)  # (number of the answer, arguments), by call id
 
     def add(self, answer: Answer, body: dict[str, Any], messages: list[Message]) -> None:
-        """Keep an answer to a request.
-
-        Args:
-            answer, body: Of the request.
-            messages: Of the request, as they were read.
-        """
-        items = output_items(answer, body)
-        self.items |= {item["id"]: item for item in items}
-        for item, call in zip([each for each in items if each["type"] in CALLS], answer.tool_calls, strict=True):
-            self.written[call["id"]] = item.get("input"), call["function"]["arguments"]
-            self.numbers[call["id"]] = str(answer.number)
+        """Keep the answer to a request with these messages."""
+        self.items |= {item["id"]: item for item in output_items(answer, body)}
+        calls = answer.tool_calls
+        self.calls |= {call["id"]: (str(answer.number), call["function"]["arguments"]) for call in calls}
         reasoning = {"reasoning_content": answer.reasoning} if answer.reasoning else {}
-        said = {**answer.message, **reasoning, "signature": answer.signature}
-        given = body.get("input") if isinstance(body.get("input"), list) else []
-        own = {item["id"] for item in given if isinstance(item.get("id"), str) and item["id"] in self.items}
-        own |= self.before(body).ids | {item["id"] for item in items}
-        before = messages[1:] if body.get("instructions") else messages  # which are of one request only
-        self.responses[response_id(answer)] = Answered([*before, said], frozenset(own))
+        message = {**answer.message, **reasoning, "signature": answer.signature}
+        self.responses[response_id(answer)] = [*messages[bool(body.get("instructions")) :], message]
 
-    def before(self, body: dict[str, Any]) -> Answered:
+    def before(self, body: dict[str, Any]) -> list[Message]:
         """The messages before a request, by its `previous_response_id`. Raises `ApiError`."""
         name = body.get("previous_response_id")
         if name is None:
-            return Answered([], frozenset())
-        if expect(name, str, "previous_response_id", "text") not in self.responses:
-            raise ApiError(
-                400,
-                f"Previous response with id {name!r:.100} not found. Expected one of this conversation: what "
-                "another one was answered cannot be gone on from.",
-                "previous_response_not_found",
-                "previous_response_id",
-            )
+            return []
+        if expect(name, str, "previous_response_id") not in self.responses:
+            message = f"Previous response with id {name!r:.100} not found. Expected one of this conversation."
+            raise ApiError(400, message, "previous_response_not_found", "previous_response_id")
         return self.responses[name]
-
-    def has_said(self, number: str, message: Message) -> bool:
-        """Whether a message of the assistant says the beginning of an answer: items that came without their ids."""
-        answered = self.responses.get(f"resp_{self.conversation}_{number}")
-        if answered is None or "signature" in message:
-            return False
-        said = answered.messages[-1]
-        calls, known = ([call["id"] for call in each.get("tool_calls") or []] for each in (message, said))
-        texts = ("content", "reasoning_content")
-        given, whole = ([" ".join(each.get(key, "").split()) for key in texts] for each in (message, said))
-        return calls == known[: len(calls)] and all(text in ("", other) for text, other in zip(given, whole))
 
     def item(self, item_id: Any, param: str) -> dict[str, Any]:
         """The answered item with an id. Raises `ApiError`."""
-        if expect(item_id, str, f"{param}.id", "the id of an item") not in self.items:
-            raise ApiError(
-                404,
-                f"Item with id {item_id!r:.100} not found. Expected one that this conversation was answered: "
-                "those of others, and those that an agent made itself, are to be sent whole.",
-                "item_not_found",
-                param,
-            )
+        if expect(item_id, str, f"{param}.id") not in self.items:
+            message = f"Item with id {item_id!r:.100} not found. Expected one of an answer of this conversation."
+            raise ApiError(404, message, "item_not_found", param)
         return self.items[item_id]
 
 
 # -- of a request --
 
 
-def read_items(
-    items: Any, contents: Contents = TEXT, stored: Responses | None = None, known: frozenset[str] = frozenset()
-) -> list[Message]:
-    """Items as messages. Raises `ApiError`.
-
-    Args:
-        items: Text, or a list of items.
-        contents: What reads contents.
-        stored: What the conversation was answered, to which items may refer.
-        known: Ids of items that were said before.
-    """
+def read_items(items: Any, contents: Contents = TEXT, stored: Responses | None = None) -> list[Message]:
+    """Text or items, which may refer to earlier answers of the conversation, as messages. Raises `ApiError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": contents.text(items, "input")}]
-    reader = ItemReader(contents, stored or Responses(), known)
-    for k, item in enumerate(expect(items or [], list, "input", "text or a list of items")):
-        reader.add(expect(item, dict, f"input[{k}]", "an object"), f"input[{k}]")
+    reader = ItemReader(contents, stored or Responses())
+    for k, item in enumerate(expect(items or [], list, "input")):
+        reader.add(expect(item, dict, f"input[{k}]"), f"input[{k}]")
     return reader.messages
 
 
 class ItemReader:
     """Reads items as messages. Reasoning, text and calls of one answer are one message of the assistant.
 
-    Items that were given here say by their ids which answer they are of. Others are of one where they are neighbours,
-    and where it has none of their kind, as for vLLM. A program may send back the ids of some items only. A call is
-    known by its own id, so that it is of its answer where results stand between.
-
-    Args:
-        contents: What reads contents.
-        stored: What the conversation was answered.
-        known: Ids of items that were said before.
+    Items with ids of answers of this conversation say by them which answer they are of. Others are of one answer if
+    they are neighbours and it has none of their kind, as for vLLM. A call is known by its own id, too, so that it is
+    of its answer if results stand between.
     """
 
-    def __init__(self, contents: Contents, stored: Responses, known: frozenset[str]):
+    def __init__(self, contents: Contents, stored: Responses):
         self._contents, self._stored = contents, stored
         self.messages: list[Message] = []
         self._numbered: dict[str, Message] = {}  # the assistant's messages, by the number of the answer
-        self._given: set[str] = set()  # parts that the last message was given, be they empty
-        self._seen: set[str] = set(known)
+        self._number: str | None = None  # of the last message, if it is known
+        self._kinds: set[str] = set()  # of the items of the last message
+        self._seen: set[str] = set()  # ids of items
 
     def add(self, item: dict[str, Any], param: str) -> None:
         """Read one input item and add its messages. Raises `ApiError`."""
@@ -179,102 +200,73 @@ class ItemReader:
         if kind == "item_reference":
             item = self._stored.item(item.get("id"), param)
             kind = item["type"]
-        self._check_once(item.get("id"), param)
+        if (item_id := item.get("id")) in self._seen:
+            raise refuse(param, f"Duplicate item found with id {item_id!r:.100}. Remove it.", "duplicate_item")
+        self._seen |= {item_id} if isinstance(item_id, str) else set()
         if kind == "reasoning":
             self._add_reasoning(item, param)
         elif kind in CALLS:
             call = self._call(item, kind, param)
             self._assistant(item, "tool_calls").setdefault("tool_calls", []).append(call)
         elif kind in RESULTS:
-            call_id = expect(item.get("call_id"), str, f"{param}.call_id", "the call's id")
-            given = expect(item.get("output"), (str, list), f"{param}.output", "text, or a list of parts")
-            content = self._contents.text(given, f"{param}.output", "\n")
+            call_id = expect(item.get("call_id"), str, f"{param}.call_id")
+            if item.get("output") is None:
+                raise refuse(f"{param}.output", "got null, expected text, or a list of parts.")
+            content = self._contents.text(item["output"], f"{param}.output", "\n")
             self.messages.append({"role": "tool", "content": content, "tool_call_id": call_id})
         elif kind == "message":
             self._add_message(item, param)
         else:
-            raise refuse(
-                param,
-                f"got an item of type {kind!r:.100}, which is not served: nothing of that kind was answered "
-                "here. Switch off what makes it in the agent, or remove it.",
-                "unsupported_item",
-            )
+            message = f"got an item of type {kind!r:.100}, which is not served. Switch off what makes it in the agent."
+            raise refuse(param, message, "unsupported_item")
 
-    def _check_once(self, item_id: Any, param: str) -> None:
-        """Raise `ApiError` for an item of this conversation that was there before: the model would read it twice."""
-        if isinstance(item_id, str) and item_id in self._stored.items:
-            if item_id in self._seen:
-                raise refuse(
-                    param,
-                    f"Duplicate item found with id {item_id!r}. Remove it: it is in the input, or before the "
-                    "response that previous_response_id names.",
-                    "duplicate_item",
-                )
-            self._seen.add(item_id)
-
-    def _assistant(self, item: dict[str, Any], part: str) -> Message:
-        """The message of the assistant that an item is of.
-
-        Args:
-            item: Which has an id, or none.
-            part: What the item is of the message.
-        """
+    def _assistant(self, item: dict[str, Any], kind: str) -> Message:
+        """The message of the assistant that an item is a part of, by the item's kind in a message."""
         found = OWN.fullmatch(str(item.get("id")))
         number = found[2] if found and found[1] == self._stored.conversation else None
-        last = self.messages[-1] if self.messages else {}
-        answer = number or (self._stored.numbers.get(item["call_id"]) if part == "tool_calls" else None)
-        message = self._numbered.get(answer, {})
-        again = part == "tool_calls" and any(call["id"] == item["call_id"] for call in message.get("tool_calls") or [])
-        if not message or again:
-            if number is None:
-                goes_on = part == "tool_calls" or part not in self._given
-            else:
-                goes_on = self._stored.has_said(number, last)
-            if last.get("role") != "assistant" or not goes_on:
+        if kind == "tool_calls":
+            number = number or self._stored.calls.get(item["call_id"], (None,))[0]
+        message = self._numbered.get(number)
+        if not message or any(call["id"] == item.get("call_id") for call in message.get("tool_calls") or []):
+            is_other_answer = None not in (number, self._number) and number != self._number
+            follows = bool(self.messages) and self.messages[-1]["role"] == "assistant"
+            if message or is_other_answer or not follows or (kind != "tool_calls" and kind in self._kinds):
                 self.messages.append({"role": "assistant", "content": ""})
-                self._given = set()
+                self._number, self._kinds = None, set()
             message = self.messages[-1]
+            if number is not None:
+                self._number, self._numbered[number] = number, message
+                message["signature"] = f"policy-{self._stored.conversation}-{number}"
         if message is self.messages[-1]:
-            self._given.add(part)
-        if number is not None or (answer is not None and not again):
-            self._numbered[answer] = message
-        if number is not None:
-            message["signature"] = f"policy-{self._stored.conversation}-{number}"
+            self._kinds.add(kind)
         return message
 
     def _add_reasoning(self, item: dict[str, Any], param: str) -> None:
         if item.get("encrypted_content"):
-            raise refuse(
-                f"{param}.encrypted_content",
-                "got reasoning that is encrypted, which its writer alone can read. Send "
-                "it as content, or leave it out.",
-                "unsupported_content",
-            )
-        lists = [expect(item.get(key) or [], list, f"{param}.{key}", "a list") for key in ("content", "summary")]
-        parts = [expect(part, dict, param, "parts with a text").get("text") for part in lists[0] or lists[1]]
-        text = self._contents.text("\n".join(expect(each, str, param, "parts with a text") for each in parts), param)
-        message = self._assistant(item, "reasoning_content")
+            message = "got reasoning that only its writer can read. Send it as content, or leave it out."
+            raise refuse(f"{param}.encrypted_content", message, "unsupported_content")
+        parts = item.get("content") or item.get("summary") or []
+        texts = [expect(expect(part, dict, param).get("text"), str, param) for part in expect(parts, list, param)]
+        message, text = self._assistant(item, "reasoning_content"), self._contents.text("\n".join(texts), param)
         if text:
             message["reasoning_content"] = text
 
     def _call(self, item: dict[str, Any], kind: str, param: str) -> dict[str, Any]:
-        """A call as in /v1/chat/completions."""
-        text = "input" if kind == "custom_tool_call" else "arguments"
-        keys = ("call_id", "name", text)
-        call_id, name, given = (expect(item.get(key), str, f"{param}.{key}", "text") for key in keys)
-        if kind == "custom_tool_call":  # what was written as something else comes back as that
-            before, arguments = self._stored.written.get(call_id, (None, ""))
-            return tool_call(call_id, name, arguments if before == given else arguments_of(given))
+        """A call as in /v1/chat/completions. Raises `ApiError`."""
+        keys = ("call_id", "name", "input" if kind == "custom_tool_call" else "arguments")
+        call_id, name, text = (expect(item.get(key), str, f"{param}.{key}") for key in keys)
+        if kind == "custom_tool_call":  # arguments that the policy wrote in another way come back as they were
+            _, arguments = self._stored.calls.get(call_id, (None, None))
+            same = arguments is not None and input_of(arguments) == text
+            return tool_call(call_id, name, arguments if same else json_text({INPUT: text}, ensure_ascii=False))
         space = item.get("namespace")
-        space = None if space is None else expect(space, str, f"{param}.namespace", "text")
-        return tool_call(call_id, joined_name(space, name), given)
+        return tool_call(call_id, joined_name(space and expect(space, str, f"{param}.namespace"), name), text)
 
     def _add_message(self, item: dict[str, Any], param: str) -> None:
         role = item.get("role")
         if role not in [each for each in ROLES if each != "tool"]:
             raise refuse(f"{param}.role", f"got {role!r:.100}, expected system, developer, user or assistant.")
-        given = without_bill(item.get("content")) if role == "system" else item.get("content")
-        content = self._contents.text(given, f"{param}.content")
+        content = self._contents.text(item.get("content"), f"{param}.content")
         if role == "assistant":
             message = self._assistant(item, "content")
             message["content"] += content
