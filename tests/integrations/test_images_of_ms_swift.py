@@ -130,11 +130,6 @@ def test_what_a_scheduler_sees_and_rewards_get(tokenizer, monkeypatch):
 CHANGES = {  # of the request before its second turn -> its text, and the sizes of the second record's images
     "replaced": (lambda r: r.images.__setitem__(0, OTHER), "Which <image>?", [6]),
     "removed": (lambda r: (r.images.clear(), r.messages[0].update(content="Which ?")), "Which ?", []),
-    "put before": (
-        lambda r: (r.images.insert(0, OTHER), r.messages[0].update(content="<image>, <image>")),
-        "<image>, <image>",
-        [6, 4],
-    ),
 }
 
 

@@ -298,25 +298,14 @@ def test_a_loss_scale_of_a_plugin(cls, monkeypatch):
     assert TOKENIZER.decode(trained_ids(rollout)[:-1]).split() == ["22", "44"]
 
 
-class BehindBar(LossScale):
-    def get_loss_scale(self, context, *, query=None):
-        before, bar, behind = context.partition("|")
-        return [before, bar + behind], [1.0, 0.0]
-
-
-def test_a_loss_scale_keeps_characters_ends_of_turns_and_choices_of_ids(monkeypatch):
-    monkeypatch.setitem(loss_scale_map, "bar", BehindBar)
-    rollout, _ = run(RolloutScheduler, "a😀|b", loss_scale="bar")
-    trained = trained_ids(rollout)
-    assert TOKENIZER.decode(trained[:-1]) == "a😀" and trained[-1:] == END
-
+def test_a_loss_scale_leaves_choices_of_ids():
     async def part(self, ask, request, config):
         response = await ask(*request.messages)
         return RolloutOutput(response=response, response_token_ids=[response.choices[0].token_ids[:2]])
 
-    for loss_scale in ("default", "bar"):
+    for loss_scale in ("default", "ignore_empty_think"):
         rollout, _ = run(own_run(part), FIRST, loss_scale=loss_scale)
-        assert rollout.loss_mask[:3] == [1, 1, 0]
+        assert rollout.loss_mask == [1] * 2 + [0] * (len(rollout.completion_ids) - 2)
 
 
 # -- what schedulers may write --
@@ -760,27 +749,12 @@ async def exits(self, request, choice, turn):
     raise SystemExit(3)
 
 
-class Cancels(Asks):
-    async def on_turn_end(self, infer_request, response_choice, current_turn):
-        task = asyncio.ensure_future(asyncio.sleep(9))
-        task.cancel()
-        await task
+async def cancels(self, request, choice, turn):
+    raise asyncio.CancelledError
 
 
-class Marks(Asks):
-    def step(self, infer_request, response_choice, current_turn):
-        infer_request.messages[-1]["loss"] = False
-        return super().step(infer_request, response_choice, current_turn)
-
-
-class Blocks(Asks):
-    async def on_turn_end(self, infer_request, response_choice, current_turn):
-        await asyncio.sleep(60)
-
-
-class Hangs(Asks):
-    def check_finished(self, infer_request, response_choice, current_turn):
-        time.sleep(3)
+async def blocks(self, request, choice, turn):
+    await asyncio.sleep(60)
 
 
 BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}
@@ -794,7 +768,7 @@ BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type":
         (step_by(lambda *_: "text"), "step returned 'text', expected"),
         (gives(response_loss_mask=[1]), "without response_token_ids"),
         (gives(response_token_ids=[[1]]), r"response_token_ids has \[1\]"),
-        (gives(response_token_ids=[len(TOKENIZER)]), f"has {len(TOKENIZER)} behind"),
+        (gives(response_token_ids=[len(TOKENIZER)]), f"has {len(TOKENIZER)} after"),
         (gives(response_token_ids=[1, 2], response_loss_mask=[1]), "response_loss_mask has 1 values"),
         (gives(response_token_ids=[1], response_loss_mask=[2]), "Expected a 0 or a 1"),
         (gives(response_token_ids=[1], response_loss_mask=[1]), "is 1 for id 1 at 0, which the policy did"),
@@ -803,8 +777,8 @@ BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type":
         (changing(lambda r: r.messages.append(user([1, 2]))), "a text as content"),
         (changing(lambda r: setattr(r, "chat_template_kwargs", {"a": 1})), "the recipe {}"),
         (changing(lambda r: r.images.append("a.png")), "The request has images"),
-        (Marks, "set loss or loss_scale on a message"),
-        (Cancels, "cancelled itself"),
+        (changing(lambda r: r.messages[-1].update(loss=False)), "set loss or loss_scale on a message"),
+        (step_by(cancels), "cancelled itself"),
         (own_run(lambda *_: asyncio.sleep(0, "text")), "run returned 'text', expected"),
         (returning(messages=lambda ids: [None, 3]), "raised TypeError"),
         (returning(response_token_ids=lambda ids: "text"), "an output that is none"),
@@ -813,13 +787,13 @@ BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type":
         (returning(response_token_ids=lambda ids: [ids], response_loss_mask=lambda ids: [[1]]), "has 1 values"),
         (returning(response_token_ids=lambda ids: [ids + [9]], response_loss_mask=lambda ids: [[1] * (len(ids) + 1)]),
          "is 1 for id 9"),
-        (Blocks, "took longer than environment_timeout=1 s between two responses"),
-        (Hangs, "took longer than environment_timeout=1 s between two responses"),
+        (step_by(blocks, waits=1.0), "took longer than environment_timeout=1 s between two responses"),
+        (step_by(lambda *_: time.sleep(3), waits=1.0), "took longer than environment_timeout=1 s"),
     ],
 )  # fmt: skip
 def test_a_failure_is_the_environments_and_says_why(cls, said):
     """The rollout is not trained on; the others go on."""
-    timeout = 1.0 if cls in (Blocks, Hangs) else 60.0
+    timeout = getattr(cls, "waits", 60.0)
     rollout = converse(conversations(cls, max_turns=2, environment_timeout=timeout), Scripted(FIRST))
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.failed
     with pytest.raises(SchedulerFailure, match=said):
@@ -880,21 +854,18 @@ def test_what_a_config_asks_for():
             run(asking(**config), FIRST)
 
 
-@pytest.mark.parametrize("after", ["the end", "a refusal"])
-def test_a_scheduler_that_asks_on_and_on_is_ended(after):
+def test_a_scheduler_that_asks_on_and_on_is_ended():
+    """A request that is refused does not set the clock back."""
+
     async def insists(self, ask, request, config):
         while True:
             try:
-                await self.infer_engine.infer_async(request, config)
-                request.images = ["a.png"] if after == "a refusal" else []
-            except Exception:
+                await ask(user("?"), images=["a.png"])
+            except SchedulerFailure:
                 await asyncio.sleep(0.01)
 
-    rollout = converse(conversations(own_run(insists), max_model_calls=2, environment_timeout=1.0), Scripted(FIRST))
-    if after == "the end":
-        assert rollout.stop_reason == StopReason.MAX_TURNS and [t.trained for t in rollout.turns] == [True, True]
-    else:
-        assert "took longer" in str(rollout.error)
+    rollout = converse(conversations(own_run(insists), environment_timeout=1.0), Scripted(FIRST))
+    assert "took longer" in str(rollout.error)
 
 
 def test_what_is_in_flight_at_the_end_is_not_sampled_on():
@@ -929,36 +900,29 @@ CLASS = HEAD + "class A(MultiTurnScheduler):\n    {}\nmulti_turns['mine'] = A"
 
 
 @pytest.mark.parametrize(
-    "plugin, said",
+    "plugin, keys, said",
     [
-        ("import nonsense_module", "external_plugins: .* fails to import: ModuleNotFoundError"),
-        (HEAD, "'mine' is not in multi_turns.*math_tip_trick"),
-        (HEAD + "multi_turns['mine'] = 3", "'mine': 3 has neither step nor run"),
-        (CLASS.format("pass"), "has neither step nor run"),
-        (CLASS.format("def run(self): ...\n    def async_infer(self): ..."), "has an async_infer of its own"),
-        (CLASS.format("def step(self, a, b, c): ...\n    def __init__(self, **k): 1 / 0"), "raised ZeroDivisionError"),
+        ("import nonsense_module", {}, "external_plugins: .* fails to import: ModuleNotFoundError"),
+        (HEAD, {}, "'mine' is not in multi_turns.*math_tip_trick"),
+        (HEAD + "multi_turns['mine'] = 3", {}, "'mine': 3 has neither step nor run"),
+        (CLASS.format("pass"), {}, "has neither step nor run"),
+        (
+            CLASS.format("async def run(self): ...\n    def async_infer(self): ..."),
+            {},
+            "has an async_infer of its own",
+        ),
+        (CLASS.format("def step(self): ...\n    def __init__(self, **k): 1 / 0"), {}, "raised ZeroDivisionError"),
+        (CLASS.format("def step(self): ..."), {"reward_funcs": ["none"]}, "'none' is not in orms"),
+        (CLASS.format("def step(self): ..."), {"loss_scale": "last_round+none"}, "'none' is unknown"),
+        (CLASS.format("def step(self): ..."), {"completion_length_limit_scope": "turn"}, "expected one of per_round"),
+        (CLASS.format("def step(self): ..."), {"environment": "openai_agent"}, "both run the conversation"),
     ],
 )
-def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said):
+def test_what_cannot_work_is_named(tmp_path, monkeypatch, plugin, keys, said):
     monkeypatch.setitem(swift_paths.REGISTRIES["multi_turns"], "mine", None)
     monkeypatch.delitem(swift_paths.REGISTRIES["multi_turns"], "mine")
     (tmp_path / "plugin.py").write_text(plugin)
-    script = mt.recipe_classes()[0](external_plugins=[str(tmp_path / "plugin.py")], multi_turn_scheduler="mine")
-    with pytest.raises(ValueError, match=said):
-        mt.build_env(script, settings(tmp_path), [], TOKENIZER)
-
-
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        ({"multi_turn_scheduler": "math_tip_trick", "loss_scale": "last_round+mine"}, "'mine' is unknown"),
-        ({"multi_turn_scheduler": "math_tip_trick", "completion_length_limit_scope": "turn"}, "expected one of per_"),
-        ({"multi_turn_scheduler": "math_tip_trick", "reward_funcs": ["mine"]}, "'mine' is not in orms"),
-        ({"max_turns": 3}, "max_turns has no effect without the key multi_turn_scheduler"),
-        ({"multi_turn_scheduler": "math_tip_trick", "environment": "openai_agent"}, "both run the conversation"),
-    ],
-)
-def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
+    keys = {"external_plugins": [str(tmp_path / "plugin.py")], "multi_turn_scheduler": "mine", **keys}
     with pytest.raises(ValueError, match=said):
         mt.build_env(mt.recipe_classes()[0](**keys), settings(tmp_path), [], TOKENIZER)
 
@@ -1104,16 +1068,3 @@ assert A is C is RolloutInferRequest and B is RolloutOutput and D is ORM and E i
 assert H is MultiTurnScheduler and I is multi_turns
 PtEngine("model")
 """
-
-
-def test_another_package_of_that_name_is_left_alone(tmp_path, monkeypatch):
-    """Python's own finders are asked first; what the other package lacks comes from here."""
-    (tmp_path / "swift").mkdir()
-    (tmp_path / "swift/__init__.py").write_text("mine = 1")
-    (tmp_path / "swift/utils.py").write_text("mine = 2")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-        monkeypatch.delitem(sys.modules, name)
-    exec("import swift, swift.utils, swift.rollout.multi_turn\nassert (swift.mine, swift.utils.mine) == (1, 2)", {})
-    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-        del sys.modules[name]

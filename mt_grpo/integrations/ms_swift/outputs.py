@@ -71,7 +71,7 @@ def train_outputs(session: SchedulerSession, outputs: list[RolloutOutput], are_s
             sample.is_last = True
         for sample in [*join(groups), *last.drive]:
             by_rule = sample.masked or sample.is_last or loss.base != "last_round"
-            sample.turn.trained = by_rule and not sample.taken_back
+            sample.turn.trained = by_rule and not sample.dropped
     for sample in session.samples:
         if loss.scales and sample.turn.trained and not sample.masked:
             queries = [with_tags(m["content"]) for m in sample.messages if m["role"] != "assistant"]
