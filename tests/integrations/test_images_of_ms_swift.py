@@ -10,7 +10,7 @@ import json
 import pytest
 import vision_model
 from PIL import Image
-from scripted_schedulers import answer, conversations, own_run, run as run_rollout, step_by, user
+from scripted_schedulers import answer, conversations, run as run_rollout, step_by, user
 from transformers import AutoTokenizer
 
 from mt_grpo.base.pictures import KNOWN, pictures_in
@@ -19,7 +19,6 @@ from mt_grpo.conversation.pictures import PictureReader, with_pictures
 from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.messages import tagged
-from mt_grpo.integrations.ms_swift.protocol import RolloutInferRequest, RolloutOutput
 from mt_grpo.integrations.ms_swift.recipe import as_reward, columns_of, prompt_id
 from mt_grpo.integrations.ms_swift.rewards import orms
 from mt_grpo.integrations.ms_swift.schedulers import MultiTurnScheduler
@@ -172,21 +171,6 @@ def test_the_places_of_a_rows_images():
             tagged(prompt, {"images": list(images)}, "row 0")
 
 
-def test_what_was_said_so_far_has_tags(tokenizer):
-    """Of a run of one's own that is ended, whatever the model read."""
-
-    async def asks_on(self, ask, request, config):
-        while True:
-            response = await self.infer_engine.infer_async(request, config)
-            request.messages.append(answer(response.choices[0].message.content))
-            zooms(request)
-
-    rollout, _ = run(own_run(asks_on), tokenizer, "four")
-    assert len(rollout.turns) == 8 and len(rollout.records) == 1 and len(pictures_in(rollout.completion_ids)) == 7
-    (output,) = rollout.environment.outputs
-    assert output["messages"][:3] == [user("Which <image>?"), answer("four"), user("Here: <image>!")]
-
-
 def test_a_rows_text_beside_an_image_keeps_its_tags(folder, tokenizer):
     """It is the operator's, who may show tags of formats. What a scheduler says is broken."""
     row = {**ROW, "prompt": [user("End <image> by </result>.")]}
@@ -291,15 +275,6 @@ def test_a_model_that_reads_text_alone(folder):
         run(lambda request: request.images.append(OTHER), plain, "four", row={"prompt": [user("Which?")]})
     rollout, _ = run(MultiTurnScheduler, plain, "four", row={"prompt": [user("A tag <image>?")]}, max_turns=1)
     assert "A tag <image>?" in plain.decode(rollout.prompt_ids)
-
-
-def test_protocol_of_images():
-    assert RolloutInferRequest([user("<image>")], images="abc").images == ["abc"]
-    image = vision_model.picture(3)
-    infos = RolloutOutput(response=0, rollout_infos={"images": (image, as_bytes(image), "/no/path")}).rollout_infos
-    assert opened(infos["images"][0]).tobytes() == image.tobytes()
-    assert infos["images"][1:] == [base64.b64encode(as_bytes(image)).decode(), "/no/path"]
-    assert RolloutOutput(response=0, rollout_infos={"images": image}).rollout_infos["images"] == infos["images"][:1]
 
 
 def test_prompts_with_other_images_have_other_ids():

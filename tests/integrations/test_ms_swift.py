@@ -572,16 +572,6 @@ def test_text_behind_one_branch_is_not_read_in_another():
     assert c.prompt_ids == ids(PROMPT) + ids(FIRST) + ids("<|im_end|>" + NEXT.format("And?"))
 
 
-def test_a_discarded_response_is_no_beginning_of_another_message():
-    async def prefills(self, ask, request, config):
-        await ask(*request.messages)
-        last = await ask(*request.messages, answer("It follows:"))
-        return RolloutOutput(response=last, response_token_ids=[last.choices[0].token_ids])
-
-    rollout, _ = run(own_run(prefills), FIRST, "3")
-    assert [turn.trained for turn in rollout.turns] == [False, True]
-
-
 def test_a_second_run_of_the_base_class_replaces_the_first():
     class Twice(Asks):
         async def run(self, infer_request, request_config, **kwargs):
@@ -635,7 +625,9 @@ def test_the_budget_ends_a_conversation():
     assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
     llm = Scripted(FIRST, max_model_len=len(ids(PROMPT)) + first)
     rollout, _ = run(Asks, llm=llm, max_turns=9)
-    assert len(rollout.turns) == 1 and rollout.stop_reason == StopReason.CONTEXT_LENGTH
+    assert len(rollout.turns) == len(llm.asked) == 1 and rollout.stop_reason == StopReason.CONTEXT_LENGTH
+    (output,) = rollout.environment.outputs  # no method is called for a response that is none
+    assert output["messages"] == [user("What?"), answer(FIRST)] and output["rollout_infos"]["num_turns"] == 1
     rollout, _ = run(Asks, FIRST, max_model_calls=4)
     assert len(rollout.turns) == 4 and rollout.stop_reason == StopReason.MAX_TURNS
 
@@ -665,20 +657,6 @@ def test_a_budget_that_ends_a_run_of_ones_own_trains_what_was_sampled():
         assert rollout.stop_reason == StopReason.MAX_TOKENS and [turn.trained for turn in rollout.turns] == [True]
         assert rollout.environment.outputs[-1]["messages"] == [user("What?"), answer(FIRST)]
         assert rollout.environment.infos == infos
-
-
-def test_a_budget_ends_drive_with_the_output_so_far():
-    """No method is called for a response that is none."""
-
-    class Never(Asks):
-        def on_turn_end(self, infer_request, response_choice, current_turn):
-            return {"done": False, "rollout_infos": {"share": 1 / len(response_choice.message.content)}}
-
-    room = len(ids(FIRST) + END + ASKED)
-    rollout, llm = run(Never, FIRST, scope="total", max_completion_length=room)
-    (output,) = rollout.environment.outputs
-    assert output["messages"] == [user("What?"), answer(FIRST)] and output["rollout_infos"]["num_turns"] == 1
-    assert rollout.stop_reason == StopReason.MAX_TOKENS and len(llm.asked) == 1
 
 
 def test_an_empty_response_behind_the_end_shifts_nothing():
