@@ -10,7 +10,7 @@ import json
 import pytest
 import vision_model
 from PIL import Image
-from scripted_schedulers import answer, conversations, run as run_rollout, step_by, user
+from scripted_schedulers import answer, conversations as made, run as run_rollout, step_by, user
 from transformers import AutoTokenizer
 
 from mt_grpo.base.pictures import KNOWN, pictures_in
@@ -250,7 +250,7 @@ def test_media_that_do_not_fit_end_their_rollout(name, tokenizer):
 
 def test_rows_are_checked_at_the_start(folder, tokenizer, tmp_path):
     (tmp_path / "p.png").write_bytes(as_bytes(IMAGE))
-    env = conversations(MultiTurnScheduler, tokenizer=tokenizer)
+    env = made(MultiTurnScheduler, tokenizer=tokenizer)
     good = [ROW, {"messages": ROW["prompt"], "image": str(tmp_path / "p.png")}, {"prompt": [user("No image.")]}]
     check_images(Rows(good), "data", env)
     shown = {"prompt": [user("Which <image>?")], "image": vision_model.picture(3, (112, 112))}
@@ -278,9 +278,8 @@ def test_a_model_that_reads_text_alone(folder):
 
 
 def test_prompts_with_other_images_have_other_ids():
-    def id_of(image):
-        conversation = ScheduledConversation()
+    conversations = [ScheduledConversation() for _ in range(3)]
+    for conversation, image in zip(conversations, (IMAGE, IMAGE.copy(), OTHER)):
         conversation.reset(prompt=[user("Which?")], image=image)
-        return prompt_id(conversation)
-
-    assert id_of(IMAGE) == id_of(IMAGE.copy()) != id_of(OTHER) and isinstance(id_of(None), str)
+    first, same, other = map(prompt_id, conversations)
+    assert first == same != other

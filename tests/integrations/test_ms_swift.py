@@ -610,6 +610,8 @@ def test_a_row_is_a_request_without_its_solution():
         rollout, llm = run(own_run(looks), FIRST, row={column: solved})
         assert seen.pop() == [user("2+2?"), answer("5"), user("No.")]
         assert "<answer>4" not in TOKENIZER.decode(llm.asked[0][0]) and len(rollout.turns) == 1
+    rollout, _ = run(own_run(looks), FIRST, row={"prompt": "What?"})
+    assert rollout.prompt_ids == ids(PROMPT) and seen.pop() == [user("What?")]
 
 
 # -- budgets --
@@ -664,18 +666,6 @@ def test_an_empty_response_behind_the_end_shifts_nothing():
     assert [turn.trained for turn in rollout.turns] == [True, True]
     (output,) = rollout.environment.outputs
     assert output["messages"][-1] == answer("2") and output["response_token_ids"] == [ids("1") + END, ids("2") + END]
-
-
-def test_requests_at_the_same_time_share_the_budget():
-    async def gathers(self, ask, request, config):
-        responses = await asyncio.gather(*(ask(*request.messages) for _ in range(4)))
-        return [RolloutOutput(response=response) for response in responses if response.choices[0].token_ids]
-
-    size = len(ids(FIRST) + END)
-    rollout, _ = run(own_run(gathers), FIRST, scope="total", max_completion_length=size + 2)
-    assert [len(turn.token_ids) for turn in rollout.turns] == [size, 2]
-    rollout, _ = run(own_run(gathers), FIRST, max_model_calls=3)
-    assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
 
 
 @pytest.mark.parametrize("begun", [False, True])

@@ -133,7 +133,7 @@ def fill(rollout: Rollout, session: SchedulerSession) -> None:
 
 def conversation_of(output: Any, session: SchedulerSession) -> list[Message]:
     """All messages of an output: its own, or those that its last response read, with it."""
-    if output.messages is not None:
+    if output.messages:
         return output.messages
     sample = session.sample_of(output.response.choices[0])
     if sample is None:

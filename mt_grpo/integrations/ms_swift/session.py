@@ -47,7 +47,8 @@ class SchedulerSession(RolloutSession):
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, protocol: Any):
         super().__init__(env, rollout, llm, sampling_params)
         self.protocol, self.loop = protocol, asyncio.get_running_loop()
-        self.prompt: list[Message] = rollout.row.get("prompt") or rollout.row.get("messages") or []
+        prompt = rollout.row.get("prompt") or rollout.row.get("messages")
+        self.prompt: list[Message] = prompt if isinstance(prompt, list) else []  # of the row, unless it is a text
         self.images = RequestImages(self.tokenizer)
         self._key = secrets.token_hex(8)  # no choice of another conversation is taken for one of this
         self._by_key: dict[str, Sample | None] = {}  # of an empty response: the one that it would have gone on from
