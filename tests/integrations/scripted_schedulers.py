@@ -83,7 +83,7 @@ def conversations(
         "passes_dataset": passes,
     }
     mixed = type("SchedulerConversation", (SchedulerConversation, mt.MultiTurnToolEnv), own)
-    defaults = {"tokenizer": TOKENIZER, "max_completion_length": 400, "environment_timeout": 20.0}
+    defaults = {"tokenizer": TOKENIZER, "max_completion_length": 400, "environment_timeout": 120.0}
     return mixed([], None, environment=ScheduledConversation, tool_format="hermes", **{**defaults, **settings})
 
 

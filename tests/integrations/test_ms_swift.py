@@ -2,14 +2,12 @@
 
 import asyncio
 import copy
-import json
 import subprocess
 import sys
 import threading
 import time
 import types
 import zipfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +17,6 @@ from scripted_schedulers import (
     NEXT,
     PLUGINS,
     PROMPT,
-    ROOT,
     TOKENIZER,
     Scripted,
     answer,
@@ -298,25 +295,14 @@ def test_a_loss_scale_of_a_plugin(cls, monkeypatch):
     assert TOKENIZER.decode(trained_ids(rollout)[:-1]).split() == ["22", "44"]
 
 
-class BehindBar(LossScale):
-    def get_loss_scale(self, context, *, query=None):
-        before, bar, behind = context.partition("|")
-        return [before, bar + behind], [1.0, 0.0]
-
-
-def test_a_loss_scale_keeps_characters_ends_of_turns_and_choices_of_ids(monkeypatch):
-    monkeypatch.setitem(loss_scale_map, "bar", BehindBar)
-    rollout, _ = run(RolloutScheduler, "a😀|b", loss_scale="bar")
-    trained = trained_ids(rollout)
-    assert TOKENIZER.decode(trained[:-1]) == "a😀" and trained[-1:] == END
-
+def test_a_loss_scale_leaves_choices_of_ids():
     async def part(self, ask, request, config):
         response = await ask(*request.messages)
         return RolloutOutput(response=response, response_token_ids=[response.choices[0].token_ids[:2]])
 
-    for loss_scale in ("default", "bar"):
+    for loss_scale in ("default", "ignore_empty_think"):
         rollout, _ = run(own_run(part), FIRST, loss_scale=loss_scale)
-        assert rollout.loss_mask[:3] == [1, 1, 0]
+        assert rollout.loss_mask == [1] * 2 + [0] * (len(rollout.completion_ids) - 2)
 
 
 # -- what schedulers may write --
@@ -583,16 +569,6 @@ def test_text_behind_one_branch_is_not_read_in_another():
     assert c.prompt_ids == ids(PROMPT) + ids(FIRST) + ids("<|im_end|>" + NEXT.format("And?"))
 
 
-def test_a_discarded_response_is_no_beginning_of_another_message():
-    async def prefills(self, ask, request, config):
-        await ask(*request.messages)
-        last = await ask(*request.messages, answer("It follows:"))
-        return RolloutOutput(response=last, response_token_ids=[last.choices[0].token_ids])
-
-    rollout, _ = run(own_run(prefills), FIRST, "3")
-    assert [turn.trained for turn in rollout.turns] == [False, True]
-
-
 def test_a_second_run_of_the_base_class_replaces_the_first():
     class Twice(Asks):
         async def run(self, infer_request, request_config, **kwargs):
@@ -631,6 +607,8 @@ def test_a_row_is_a_request_without_its_solution():
         rollout, llm = run(own_run(looks), FIRST, row={column: solved})
         assert seen.pop() == [user("2+2?"), answer("5"), user("No.")]
         assert "<answer>4" not in TOKENIZER.decode(llm.asked[0][0]) and len(rollout.turns) == 1
+    rollout, _ = run(own_run(looks), FIRST, row={"prompt": "What?"})
+    assert rollout.prompt_ids == ids(PROMPT) and seen.pop() == [user("What?")]
 
 
 # -- budgets --
@@ -646,7 +624,9 @@ def test_the_budget_ends_a_conversation():
     assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
     llm = Scripted(FIRST, max_model_len=len(ids(PROMPT)) + first)
     rollout, _ = run(Asks, llm=llm, max_turns=9)
-    assert len(rollout.turns) == 1 and rollout.stop_reason == StopReason.CONTEXT_LENGTH
+    assert len(rollout.turns) == len(llm.asked) == 1 and rollout.stop_reason == StopReason.CONTEXT_LENGTH
+    (output,) = rollout.environment.outputs  # no method is called for a response that is none
+    assert output["messages"] == [user("What?"), answer(FIRST)] and output["rollout_infos"]["num_turns"] == 1
     rollout, _ = run(Asks, FIRST, max_model_calls=4)
     assert len(rollout.turns) == 4 and rollout.stop_reason == StopReason.MAX_TURNS
 
@@ -678,37 +658,11 @@ def test_a_budget_that_ends_a_run_of_ones_own_trains_what_was_sampled():
         assert rollout.environment.infos == infos
 
 
-def test_a_budget_ends_drive_with_the_output_so_far():
-    """No method is called for a response that is none."""
-
-    class Never(Asks):
-        def on_turn_end(self, infer_request, response_choice, current_turn):
-            return {"done": False, "rollout_infos": {"share": 1 / len(response_choice.message.content)}}
-
-    room = len(ids(FIRST) + END + ASKED)
-    rollout, llm = run(Never, FIRST, scope="total", max_completion_length=room)
-    (output,) = rollout.environment.outputs
-    assert output["messages"] == [user("What?"), answer(FIRST)] and output["rollout_infos"]["num_turns"] == 1
-    assert rollout.stop_reason == StopReason.MAX_TOKENS and len(llm.asked) == 1
-
-
 def test_an_empty_response_behind_the_end_shifts_nothing():
     rollout, _ = run(own_run(three_turns), "1", "2", max_model_calls=2)
     assert [turn.trained for turn in rollout.turns] == [True, True]
     (output,) = rollout.environment.outputs
     assert output["messages"][-1] == answer("2") and output["response_token_ids"] == [ids("1") + END, ids("2") + END]
-
-
-def test_requests_at_the_same_time_share_the_budget():
-    async def gathers(self, ask, request, config):
-        responses = await asyncio.gather(*(ask(*request.messages) for _ in range(4)))
-        return [RolloutOutput(response=response) for response in responses if response.choices[0].token_ids]
-
-    size = len(ids(FIRST) + END)
-    rollout, _ = run(own_run(gathers), FIRST, scope="total", max_completion_length=size + 2)
-    assert [len(turn.token_ids) for turn in rollout.turns] == [size, 2]
-    rollout, _ = run(own_run(gathers), FIRST, max_model_calls=3)
-    assert len(rollout.turns) == 3 and rollout.stop_reason == StopReason.MAX_TURNS
 
 
 @pytest.mark.parametrize("begun", [False, True])
@@ -760,30 +714,18 @@ async def exits(self, request, choice, turn):
     raise SystemExit(3)
 
 
-class Cancels(Asks):
-    async def on_turn_end(self, infer_request, response_choice, current_turn):
-        task = asyncio.ensure_future(asyncio.sleep(9))
-        task.cancel()
-        await task
+async def cancels(self, request, choice, turn):
+    raise asyncio.CancelledError
 
 
-class Marks(Asks):
-    def step(self, infer_request, response_choice, current_turn):
-        infer_request.messages[-1]["loss"] = False
-        return super().step(infer_request, response_choice, current_turn)
-
-
-class Blocks(Asks):
-    async def on_turn_end(self, infer_request, response_choice, current_turn):
-        await asyncio.sleep(60)
-
-
-class Hangs(Asks):
-    def check_finished(self, infer_request, response_choice, current_turn):
-        time.sleep(3)
+async def blocks(self, request, choice, turn):
+    await asyncio.sleep(60)
 
 
 BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}
+
+
+NOBODYS = SimpleNamespace(choices=[SimpleNamespace(token_ids=ids(FIRST) + END, finish_reason="stop")])
 
 
 @pytest.mark.parametrize(
@@ -794,7 +736,7 @@ BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type":
         (step_by(lambda *_: "text"), "step returned 'text', expected"),
         (gives(response_loss_mask=[1]), "without response_token_ids"),
         (gives(response_token_ids=[[1]]), r"response_token_ids has \[1\]"),
-        (gives(response_token_ids=[len(TOKENIZER)]), f"has {len(TOKENIZER)} behind"),
+        (gives(response_token_ids=[len(TOKENIZER)]), f"has {len(TOKENIZER)} after"),
         (gives(response_token_ids=[1, 2], response_loss_mask=[1]), "response_loss_mask has 1 values"),
         (gives(response_token_ids=[1], response_loss_mask=[2]), "Expected a 0 or a 1"),
         (gives(response_token_ids=[1], response_loss_mask=[1]), "is 1 for id 1 at 0, which the policy did"),
@@ -803,9 +745,10 @@ BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type":
         (changing(lambda r: r.messages.append(user([1, 2]))), "a text as content"),
         (changing(lambda r: setattr(r, "chat_template_kwargs", {"a": 1})), "the recipe {}"),
         (changing(lambda r: r.images.append("a.png")), "The request has images"),
-        (Marks, "set loss or loss_scale on a message"),
-        (Cancels, "cancelled itself"),
+        (changing(lambda r: r.messages[-1].update(loss=False)), "set loss or loss_scale on a message"),
+        (step_by(cancels), "cancelled itself"),
         (own_run(lambda *_: asyncio.sleep(0, "text")), "run returned 'text', expected"),
+        (own_run(lambda *_: asyncio.sleep(0, SimpleNamespace(response=NOBODYS))), "none that infer_async gave"),
         (returning(messages=lambda ids: [None, 3]), "raised TypeError"),
         (returning(response_token_ids=lambda ids: "text"), "an output that is none"),
         (returning(response_token_ids=lambda ids: [[9, 9]]), "has 9 at 0, expected"),
@@ -813,28 +756,18 @@ BAD_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type":
         (returning(response_token_ids=lambda ids: [ids], response_loss_mask=lambda ids: [[1]]), "has 1 values"),
         (returning(response_token_ids=lambda ids: [ids + [9]], response_loss_mask=lambda ids: [[1] * (len(ids) + 1)]),
          "is 1 for id 9"),
-        (Blocks, "took longer than environment_timeout=1 s between two responses"),
-        (Hangs, "took longer than environment_timeout=1 s between two responses"),
+        (step_by(blocks, waits=1.0), "took longer than environment_timeout=1 s between two responses"),
+        (step_by(lambda *_: time.sleep(3), waits=1.0), "took longer than environment_timeout=1 s"),
     ],
 )  # fmt: skip
 def test_a_failure_is_the_environments_and_says_why(cls, said):
     """The rollout is not trained on; the others go on."""
-    timeout = 1.0 if cls in (Blocks, Hangs) else 60.0
+    timeout = getattr(cls, "waits", 60.0)
     rollout = converse(conversations(cls, max_turns=2, environment_timeout=timeout), Scripted(FIRST))
     assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR and rollout.failed
     with pytest.raises(SchedulerFailure, match=said):
         raise rollout.error
     assert not any(turn.trained for record in trained_records(rollout) for turn in record.turns)
-
-
-def test_a_response_of_nobody_is_not_taken_for_one():
-    async def invents(self, ask, request, config):
-        response = await ask(*request.messages)
-        response.choices[0] = SimpleNamespace(token_ids=response.choices[0].token_ids, finish_reason="stop")
-        return RolloutOutput(response=response)
-
-    with pytest.raises(SchedulerFailure, match="none that infer_async gave"):
-        run(own_run(invents), FIRST)
 
 
 def test_a_slow_method_stalls_no_other_conversation():
@@ -880,21 +813,18 @@ def test_what_a_config_asks_for():
             run(asking(**config), FIRST)
 
 
-@pytest.mark.parametrize("after", ["the end", "a refusal"])
-def test_a_scheduler_that_asks_on_and_on_is_ended(after):
+def test_a_scheduler_that_asks_on_and_on_is_ended():
+    """A request that is refused does not set the clock back."""
+
     async def insists(self, ask, request, config):
         while True:
             try:
-                await self.infer_engine.infer_async(request, config)
-                request.images = ["a.png"] if after == "a refusal" else []
-            except Exception:
+                await ask(user("?"), images=["a.png"])
+            except SchedulerFailure:
                 await asyncio.sleep(0.01)
 
-    rollout = converse(conversations(own_run(insists), max_model_calls=2, environment_timeout=1.0), Scripted(FIRST))
-    if after == "the end":
-        assert rollout.stop_reason == StopReason.MAX_TURNS and [t.trained for t in rollout.turns] == [True, True]
-    else:
-        assert "took longer" in str(rollout.error)
+    rollout = converse(conversations(own_run(insists), environment_timeout=1.0), Scripted(FIRST))
+    assert "took longer" in str(rollout.error)
 
 
 def test_what_is_in_flight_at_the_end_is_not_sampled_on():
@@ -929,54 +859,30 @@ CLASS = HEAD + "class A(MultiTurnScheduler):\n    {}\nmulti_turns['mine'] = A"
 
 
 @pytest.mark.parametrize(
-    "plugin, said",
+    "plugin, keys, said",
     [
-        ("import nonsense_module", "external_plugins: .* fails to import: ModuleNotFoundError"),
-        (HEAD, "'mine' is not in multi_turns.*math_tip_trick"),
-        (HEAD + "multi_turns['mine'] = 3", "'mine': 3 has neither step nor run"),
-        (CLASS.format("pass"), "has neither step nor run"),
-        (CLASS.format("def run(self): ...\n    def async_infer(self): ..."), "has an async_infer of its own"),
-        (CLASS.format("def step(self, a, b, c): ...\n    def __init__(self, **k): 1 / 0"), "raised ZeroDivisionError"),
+        (HEAD, {}, "'mine' is not in multi_turns.*math_tip_trick"),
+        (HEAD + "multi_turns['mine'] = 3", {}, "'mine': 3 has neither step nor run"),
+        (CLASS.format("pass"), {}, "has neither step nor run"),
+        (
+            CLASS.format("async def run(self): ...\n    def async_infer(self): ..."),
+            {},
+            "has an async_infer of its own",
+        ),
+        (CLASS.format("def step(self): ...\n    def __init__(self, **k): 1 / 0"), {}, "raised ZeroDivisionError"),
+        (CLASS.format("def step(self): ..."), {"reward_funcs": ["none"]}, "'none' is not in orms"),
+        (CLASS.format("def step(self): ..."), {"loss_scale": "last_round+none"}, "'none' is unknown"),
+        (CLASS.format("def step(self): ..."), {"completion_length_limit_scope": "turn"}, "expected one of per_round"),
+        (CLASS.format("def step(self): ..."), {"environment": "openai_agent"}, "both run the conversation"),
     ],
 )
-def test_a_plugin_that_cannot_work_is_named(tmp_path, monkeypatch, plugin, said):
+def test_what_cannot_work_is_named(tmp_path, monkeypatch, plugin, keys, said):
     monkeypatch.setitem(swift_paths.REGISTRIES["multi_turns"], "mine", None)
     monkeypatch.delitem(swift_paths.REGISTRIES["multi_turns"], "mine")
     (tmp_path / "plugin.py").write_text(plugin)
-    script = mt.recipe_classes()[0](external_plugins=[str(tmp_path / "plugin.py")], multi_turn_scheduler="mine")
-    with pytest.raises(ValueError, match=said):
-        mt.build_env(script, settings(tmp_path), [], TOKENIZER)
-
-
-@pytest.mark.parametrize(
-    "keys, said",
-    [
-        ({"multi_turn_scheduler": "math_tip_trick", "loss_scale": "last_round+mine"}, "'mine' is unknown"),
-        ({"multi_turn_scheduler": "math_tip_trick", "completion_length_limit_scope": "turn"}, "expected one of per_"),
-        ({"multi_turn_scheduler": "math_tip_trick", "reward_funcs": ["mine"]}, "'mine' is not in orms"),
-        ({"max_turns": 3}, "max_turns has no effect without the key multi_turn_scheduler"),
-        ({"multi_turn_scheduler": "math_tip_trick", "environment": "openai_agent"}, "both run the conversation"),
-    ],
-)
-def test_keys_that_cannot_work_are_named(tmp_path, keys, said):
+    keys = {"external_plugins": [str(tmp_path / "plugin.py")], "multi_turn_scheduler": "mine", **keys}
     with pytest.raises(ValueError, match=said):
         mt.build_env(mt.recipe_classes()[0](**keys), settings(tmp_path), [], TOKENIZER)
-
-
-@pytest.mark.contract("external_plugins")
-def test_a_recipe_trains_by_a_plugin(tmp_path, monkeypatch):
-    """Two steps of the bundled recipe: a record for each conversation, and the plug-in's reward."""
-    monkeypatch.chdir(ROOT)
-    mt.main([
-        "--config", "hf_recipes/tiny/scheduler.yaml", "--max_steps", "2", "--per_device_train_batch_size", "16",
-        "--output_dir", str(tmp_path), "--disable_tqdm", "true",
-    ])  # fmt: skip
-    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
-    steps = [row for row in history if "reward" in row]
-    assert len(steps) == 2 and all(row["reward"] == row["rewards/calculator_answer/mean"] for row in steps)
-    assert all(row["stop/environment_error"] == 0.0 and row["records/mean"] == 1.0 for row in steps)
-    assert all(row["turns/mean"] > 1.0 and row["tools/call_frequency"] > 0.0 for row in steps)
-    assert any(row["grad_norm"] > 0.0 for row in steps)
 
 
 # -- rewards --
@@ -1035,31 +941,17 @@ def test_the_example_scheduler_as_it_is():
     assert rollout.loss_mask == [1] * len(sampled) + [0] * len(result) + [1] * len(last)
 
 
-def from_wheel(version, file, folder):
-    """A file of a release, imported from its archive; what it imports of `swift` is ours."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
-    subprocess.run([*command, f"ms-swift=={version}"], check=True)
-    (wheel,) = Path(folder).glob(f"ms_swift-{version}-*.whl")
-    code = zipfile.ZipFile(wheel).read(file).decode()
-    package = file.rpartition("/")[0].replace("/", ".")
-    module = types.ModuleType(f"{package}.as_released")
-    module.__package__ = package
-    exec(compile(code, file, "exec"), vars(module))
-    return module
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "version, file",
-    [
-        ("3.7.3", "swift/plugin/multi_turn.py"),
-        ("3.8.0", "swift/plugin/multi_turn.py"),
-        ("4.6.0", "swift/rollout/multi_turn.py"),
-    ],
-)
-def test_the_schedulers_of_a_release(version, file, tmp_path):
-    """Loaded from the wheel as they are, on the classes of their own file."""
-    schedulers, solution = from_wheel(version, file, tmp_path).multi_turns, {"solution": "3"}
+@pytest.mark.parametrize("version, package", [("3.7.3", "plugin"), ("3.8.0", "plugin"), ("4.6.0", "rollout")])
+def test_the_schedulers_of_a_release(version, package, tmp_path):
+    """Their file in the wheel as it is, on its own base classes; what it imports of `swift` is ours."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(tmp_path)]
+    subprocess.run([*command, f"ms-swift=={version}"], check=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    module = types.ModuleType(f"swift.{package}.as_released")
+    module.__package__ = f"swift.{package}"
+    exec(zipfile.ZipFile(wheel).read(f"swift/{package}/multi_turn.py").decode(), vars(module))
+    schedulers, solution = module.multi_turns, {"solution": "3"}
     wrong = "so <answer>2</answer>"
     rollout, _ = run(schedulers["math_tip_trick"], wrong, "<answer>3</answer>", row=solution, max_turns=3)
     (record,) = trained_records(rollout)
@@ -1090,30 +982,15 @@ from swift.llm import PtEngine, RolloutInferRequest as A, Template, to_device
 from swift.llm.infer.protocol import RolloutOutput as B, RolloutResponseChoice
 from swift.llm.template.template_inputs import RolloutInferRequest as C
 from swift.plugin import ORM, orms, rm_plugins
-from swift.plugin.env import Env, envs
 from swift.plugin.multi_turn import MultiTurnScheduler, multi_turns
-from swift.plugin.orm import Format, MathAccuracy
 from swift.rewards import AsyncORM, ORM as D, orms as E
 from swift.rewards.rm_plugin import DefaultRMPlugin
-from swift.rollout.gym_env import Env as G
+from swift.rollout.gym_env import Env, envs
 from swift.rollout.multi_turn import Messages, MultiTurnScheduler as H, RolloutScheduler, multi_turns as I
 from swift.utils import get_logger, remove_response
 import swift.rollout.multi_turn
 
-assert A is C is RolloutInferRequest and B is RolloutOutput and D is ORM and E is orms and G is Env
+assert A is C is RolloutInferRequest and B is RolloutOutput and D is ORM and E is orms
 assert H is MultiTurnScheduler and I is multi_turns
 PtEngine("model")
 """
-
-
-def test_another_package_of_that_name_is_left_alone(tmp_path, monkeypatch):
-    """Python's own finders are asked first; what the other package lacks comes from here."""
-    (tmp_path / "swift").mkdir()
-    (tmp_path / "swift/__init__.py").write_text("mine = 1")
-    (tmp_path / "swift/utils.py").write_text("mine = 2")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-        monkeypatch.delitem(sys.modules, name)
-    exec("import swift, swift.utils, swift.rollout.multi_turn\nassert (swift.mine, swift.utils.mine) == (1, 2)", {})
-    for name in [name for name in sys.modules if name.partition(".")[0] == "swift"]:
-        del sys.modules[name]

@@ -4,7 +4,6 @@ import asyncio
 import http.server
 import inspect
 import json
-import sys
 import threading
 from types import SimpleNamespace
 
@@ -179,13 +178,6 @@ def test_the_infos_of_all_turns_are_kept_and_the_rows_data_dict_goes_before_its_
     columns = columns_of([rollout.environment])
     assert columns["rollout_infos"] == columns["multi_turn_infos"] == [rollout.environment.infos]
     assert seen == [{"goal": "the row's own", "level": 1} if passes else {}] * 2
-
-
-def test_a_plugin_may_import_a_file_that_stands_beside_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.path", list(sys.path))
-    (tmp_path / "beside_the_plugin.py").write_text("VALUE = 7\n")
-    (tmp_path / "a_plugin.py").write_text("from beside_the_plugin import VALUE\n")
-    assert import_file(str(tmp_path / "a_plugin.py"), "external_plugins").VALUE == 7
 
 
 # -- the mask of a part of a text --

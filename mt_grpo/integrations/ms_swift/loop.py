@@ -54,7 +54,7 @@ def read_step(returned: Any) -> dict[str, Any]:
 
 
 def add_response(messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
-    """Put what was sampled behind the messages: behind the assistant's last one, if they end with it. Returns it.
+    """Add what was sampled to the messages: to the assistant's last one, if they end with it. Returns it.
 
     ms-swift 3.6 to 4.1 let plug-ins end with an assistant's message without content, for that.
     """
@@ -69,7 +69,7 @@ def add_response(messages: list[dict[str, Any]], text: str) -> dict[str, Any]:
 
 async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> RolloutOutput:
     """The conversation of a scheduler's methods, until it is finished."""
-    engine, infos, choices, said, last = scheduler.infer_engine, {}, [], [], None
+    engine, infos, choices, snapshot, last = scheduler.infer_engine, {}, [], [], None
     if hasattr(scheduler, "on_trajectory_start"):
         await called(scheduler.on_trajectory_start, [request])
     remove_response(request.messages)
@@ -77,12 +77,12 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
         response = await engine.infer_async(request, config, **kwargs)
         choice, messages = response.choices[0], request.messages
         if getattr(choice, "is_over", False):  # no room for a response: the one before it ends the conversation
-            said = said or [*messages, {"role": "assistant", "content": ""}]
+            snapshot = snapshot or [*messages, {"role": "assistant", "content": ""}]
             break
         last, turn = response, len(choices) + 1
         choices.append(choice)
         message = add_response(messages, choice.message.content)
-        said = [*messages[:-1], dict(message)]
+        snapshot = [*messages[:-1], dict(message)]
         step = {}
         if hasattr(scheduler, "on_turn_end"):
             step = await called(scheduler.on_turn_end, request, choice, turn) or {}
@@ -97,26 +97,26 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
             infos |= step.get("rollout_infos") or {}
         segment = step.get("response_token_ids"), step.get("response_loss_mask")
         same_message = request.messages[-1]["role"] == "assistant"
-        await engine.call("end_turn", choice, text_at(request.messages, said), same_message, *segment)
+        await engine.call("end_turn", choice, text_at(request.messages, snapshot), same_message, *segment)
         if is_last:
-            said = messages
+            snapshot = messages
             break
     infos["num_turns"] = len(choices)
     return RolloutOutput(
-        response=last or response, messages=said, rollout_infos=infos, **await engine.call("end_drive", choices)
+        response=last or response, messages=snapshot, rollout_infos=infos, **await engine.call("end_drive", choices)
     )
 
 
-def text_at(messages: list[dict[str, Any]], said: list[dict[str, Any]]) -> str | None:
-    """What the last of the messages `said` says now; None if the history before it was edited.
+def text_at(messages: list[dict[str, Any]], snapshot: list[dict[str, Any]]) -> str | None:
+    """What the last of the messages `snapshot` says now; None if the history before it was edited.
 
-    >>> user, said = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-    >>> text_at([user, {**said, "content": "bc"}, user], [user, said]), text_at([said, user], [user, said])
-    ('bc', None)
+    >>> user, said, more = [{"role": role, "content": text} for role, text in zip(["user", *["assistant"] * 2], "abc")]
+    >>> text_at([user, more, user], [user, said]), text_at([more, said], [user, said])
+    ('c', None)
     """
-    place = len(said) - 1
+    place = len(snapshot) - 1
     if len(messages) <= place or messages[place]["role"] != "assistant":
         return None
-    pairs = zip(messages[:place], said[:place])
+    pairs = zip(messages[:place], snapshot[:place])
     is_same = all(now["role"] == then["role"] and now["content"] == then["content"] for now, then in pairs)
     return messages[place]["content"] if is_same else None

@@ -38,7 +38,7 @@ def keys_of(messages: list[Message]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"]) for message in messages]
 
 
-def said_before(messages: list[Message]) -> str:
+def prefill_of(messages: list[Message]) -> str:
     """The text of a last message of the assistant, in which the policy goes on. Empty without one."""
     return messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
 

@@ -71,7 +71,7 @@ def train_outputs(session: SchedulerSession, outputs: list[RolloutOutput], are_s
             sample.is_last = True
         for sample in [*join(groups), *last.drive]:
             by_rule = sample.masked or sample.is_last or loss.base != "last_round"
-            sample.turn.trained = by_rule and not sample.taken_back
+            sample.turn.trained = by_rule and not sample.dropped
     for sample in session.samples:
         if loss.scales and sample.turn.trained and not sample.masked:
             queries = [with_tags(m["content"]) for m in sample.messages if m["role"] != "assistant"]
@@ -133,7 +133,7 @@ def fill(rollout: Rollout, session: SchedulerSession) -> None:
 
 def conversation_of(output: Any, session: SchedulerSession) -> list[Message]:
     """All messages of an output: its own, or those that its last response read, with it."""
-    if output.messages is not None:
+    if output.messages:
         return output.messages
     sample = session.sample_of(output.response.choices[0])
     if sample is None:

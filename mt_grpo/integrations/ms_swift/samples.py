@@ -27,13 +27,13 @@ class Sample(Sampled):
     tools: str  # of the request, as JSON
     start: str  # what its message says before it
     bare: str  # what its message says with it
-    text: str  # the same, with what the scheduler put behind
-    behind: list[int]  # ids that the scheduler put between the parent's and its own
-    tail: list[int] = field(default_factory=list)  # ids that the scheduler put behind it
+    text: str  # the same, with what the scheduler added to it
+    added: list[int]  # ids that the scheduler put between the parent's and its own
+    tail: list[int] = field(default_factory=list)  # ids that the scheduler put after it
     is_read: bool = False  # a later request of its record has read it
     is_last: bool = False  # it is part of the last message of an output
     masked: bool = False  # the scheduler gave a mask for it
-    taken_back: bool = False  # the scheduler cut all of it
+    dropped: bool = False  # the scheduler cut all of it
     drive: list[Sample] = field(default_factory=list)  # the responses of a conversation by `drive` that it ended
     given: tuple | None = None  # the ids and masks that the output of this conversation got
 
@@ -48,11 +48,11 @@ class GoesOn(NamedTuple):
 
     parent: Sample
     said: list[Message]  # the messages after its message
-    behind: str  # what the scheduler put behind it, in the same message
+    added: str  # what the scheduler put after it, in the same message
 
 
 def goes_on(samples: list[Sample], messages: list[Message], tools: str) -> GoesOn | None:
-    """The response whose message a request repeats as its last one of the assistant, as it is or with more behind."""
+    """The response whose message a request repeats as its last one of the assistant, as it is or with more text."""
     place = max((k for k, message in enumerate(messages) if message["role"] == "assistant"), default=None)
     if place is None:
         return None
@@ -142,13 +142,13 @@ def edit(
     written: Any,
     context: float,
 ) -> None:
-    """Take over what a step made of a response: ids with a mask, text behind it, or a cut.
+    """Take over what a step made of a response: ids with a mask, text after it, or a cut.
 
     Args:
         sample: The response.
         text: What its message says; None: the history before it was edited.
         same_message: Whether the next request goes on in its message.
-        ids: A beginning of what was sampled, and what the scheduler put behind. None: the text says it.
+        ids: A beginning of what was sampled, and what the scheduler put after it. None: the text says it.
         mask: 1 for what is trained. None: what was sampled.
         written: The tool format.
         context: Of the model, in tokens.
@@ -161,7 +161,7 @@ def edit(
         size = num_ids(written.tokenizer)
         if (unknown := first_unknown(ids[same:], size)) is not None:
             raise SchedulerFailure(
-                f"response_token_ids has {unknown!r:.100} behind what was sampled, expected a flat list of numbers "
+                f"response_token_ids has {unknown!r:.100} after what was sampled, expected a flat list of numbers "
                 f"from 0 to {size - 1}, the ids of the tokenizer."
             )
         kept = checked_mask(ids, list(mask)) if mask else [1] * same + [0] * (len(ids) - same)
@@ -173,13 +173,13 @@ def edit(
         ids, same = sampled, len(sampled)
     elif text.startswith(sample.start) and (same_message or sample.bare.startswith(text)):
         same = num_kept(sampled, text[len(sample.start) :], written.text)
-        ids, sample.taken_back = sampled[:same], not same
+        ids, sample.dropped = sampled[:same], not same
     else:
         return
     if sample.is_read:
         kept = [*kept[:same], *[0] * (len(sampled) - same)]
         turn.mask = kept if 0 in kept else None
-    elif not sample.taken_back:
+    elif not sample.dropped:
         said = turn.text if same == len(sampled) else written.text(sampled[:same])
         sample.turn = dataclasses.replace(
             turn,
@@ -212,14 +212,14 @@ def choose(group: list[Sample], ids: list[int], mask: list[int] | None, ends: fr
             if not there and place < len(ids) and token not in ends:
                 raise SchedulerFailure(
                     f"response_token_ids has {ids[place]} at {place}, expected {token}: the ids that were sampled, "
-                    "and those that the scheduler put behind them."
+                    "and those that the scheduler put after them."
                 )
             chosen.append(kept[place] if there else 0)
             place += there
-        added = num_same(ids[place:], later.behind if later else sample.tail)
+        size = num_same(ids[place:], later.added if later else sample.tail)
         if mask:
-            check_sampled(ids, kept, place, place + added)
-        place += added
+            check_sampled(ids, kept, place, place + size)
+        place += size
         sample.turn.mask, sample.masked = chosen if 0 in chosen else None, bool(mask)
     if mask:
         check_sampled(ids, kept, place, len(ids))

@@ -74,7 +74,7 @@ NEW_TURN_TIP = "The answer is not correct, It seems You made a mistake, you need
 
 
 class MathTipsScheduler(MultiTurnScheduler):
-    """`math_tip_trick`: a wrong answer is taken back once, and the same message goes on behind a tip."""
+    """`math_tip_trick`: a wrong answer is taken back once, and the same message goes on after a tip."""
 
     tips_prompt = "But wait... It seems I made a mistake,"
 

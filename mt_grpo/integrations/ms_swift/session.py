@@ -1,7 +1,7 @@
-"""One rollout as the engine of an ms-swift scheduler: what it asks is sampled behind what was sampled before.
+"""One rollout as the engine of an ms-swift scheduler: each request is sampled after what it repeats.
 
 A scheduler sends messages, and these are text. A request goes on from the response whose message it repeats, and its
-ids are those that were sampled. Only what stands behind them is tokenised.
+ids are those that were sampled. Only what follows them is tokenised.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.formats.hermes import call_id
 from mt_grpo.integrations.ms_swift.loop import RolloutOver, SchedulerFailure
-from mt_grpo.integrations.ms_swift.messages import RequestImages, read_messages, rendered, said_before
+from mt_grpo.integrations.ms_swift.messages import RequestImages, prefill_of, read_messages, rendered
 from mt_grpo.integrations.ms_swift.protocol import RolloutOutput, listed_tools
 from mt_grpo.integrations.ms_swift.samples import Sample, edit, goes_on, messages_of, own_ids
 from mt_grpo.integrations.session import RolloutSession, end_all, ids_of_prompt, tools_by_name
@@ -36,8 +36,8 @@ class Reading(NamedTuple):
     prompt_ids: list[int]  # all that the model reads
     parent: Sample | None = None  # the response that it goes on from
     said: tuple[Message, ...] | list[Message] = ()  # the messages after the parent's
-    behind: tuple[int, ...] | list[int] = ()  # ids that the scheduler put behind the parent, in its message
-    num_new: int = 0  # of prompt_ids, those behind the parent's
+    added: tuple[int, ...] | list[int] = ()  # ids that the scheduler put after the parent, in its message
+    num_new: int = 0  # of prompt_ids, those after the parent's
     in_record: bool = False  # whether the parent's record goes on: what was read and sampled stands there as it was
 
 
@@ -47,7 +47,8 @@ class SchedulerSession(RolloutSession):
     def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None, protocol: Any):
         super().__init__(env, rollout, llm, sampling_params)
         self.protocol, self.loop = protocol, asyncio.get_running_loop()
-        self.prompt: list[Message] = rollout.row.get("prompt") or rollout.row.get("messages") or []
+        prompt = rollout.row.get("prompt") or rollout.row.get("messages")
+        self.prompt: list[Message] = prompt if isinstance(prompt, list) else []  # of the row, unless it is a text
         self.images = RequestImages(self.tokenizer)
         self._key = secrets.token_hex(8)  # no choice of another conversation is taken for one of this
         self._by_key: dict[str, Sample | None] = {}  # of an empty response: the one that it would have gone on from
@@ -99,25 +100,25 @@ class SchedulerSession(RolloutSession):
             )
         tools = listed_tools(getattr(request, "tools", None))
         stops, most = read_config(config)
-        base, begun = messages, []
+        base, prefill = messages, []
         going = goes_on(self.samples, messages, json.dumps(tools, sort_keys=True))
-        if going is None and said_before(messages):
-            base, begun = messages[:-1], own_ids(messages[-1]["content"], written, context)
+        if going is None and prefill_of(messages):
+            base, prefill = messages[:-1], own_ids(messages[-1]["content"], written, context)
             going = goes_on(self.samples, base, json.dumps(tools, sort_keys=True))
-        if going is None or (begun and not going.said):
+        if going is None or (prefill and not going.said):
             whole = rendered(base, [], self.tokenizer, self.prompt)
-            ids = ids_of_prompt(env, whole, self.tokenizer, tools_by_name(tools), context) + begun
+            ids = ids_of_prompt(env, whole, self.tokenizer, tools_by_name(tools), context) + prefill
             return Reading(messages, tools, stops, most, ids)
         parent, calls, sampled = going.parent, going.parent.turn.calls, going.parent.turn.token_ids
-        behind = parent.tail + own_ids(going.behind, written, context)
-        drops_end = bool(sampled) and sampled[-1] in written.ends and bool(behind or not going.said)
-        new = list(behind)
+        added = parent.tail + own_ids(going.added, written, context)
+        drops_end = bool(sampled) and sampled[-1] in written.ends and bool(added or not going.said)
+        new = list(added)
         if going.said:
             said = rendered(going.said, calls, self.tokenizer, self.prompt)
-            new += written.suffix_ids(calls, said, [] if behind else sampled, context) + begun
+            new += written.suffix_ids(calls, said, [] if added else sampled, context) + prefill
         ids = parent.prompt_ids + (sampled[:-1] if drops_end else sampled) + new
-        in_record = not (parent.is_read or drops_end or begun)
-        return Reading(messages, tools, stops, most, ids, parent, going.said, behind, len(new), in_record)
+        in_record = not (parent.is_read or drops_end or prefill)
+        return Reading(messages, tools, stops, most, ids, parent, going.said, added, len(new), in_record)
 
     async def _respond(self, request: Any, reading: Reading) -> Any:
         number, parent, prompt_ids = self._num_requests, reading.parent, reading.prompt_ids
@@ -141,7 +142,7 @@ class SchedulerSession(RolloutSession):
                 self.failure = error
                 raise
         if turn is not None:
-            start = said_before(reading.messages)
+            start = prefill_of(reading.messages)
             sample = Sample(
                 number=number,
                 messages=reading.messages,
@@ -155,7 +156,7 @@ class SchedulerSession(RolloutSession):
                 start=start,
                 bare=start + turn.text,
                 text=start + turn.text,
-                behind=list(reading.behind),
+                added=list(reading.added),
             )
             bisect.insort(self.samples, sample, key=lambda each: each.number)
         self._by_key[f"{self._key}-{number}"] = sample
