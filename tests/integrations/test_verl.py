@@ -571,10 +571,11 @@ def test_names_that_clash_are_rejected(tmp_path):
     talk = interaction(tmp_path, text="interaction: [{class_name: written_talk.GuessInteraction, name: count}]")
     with pytest.raises(ValueError, match="A tool is called 'count'"):
         build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=talk)
-    rewrite(tmp_path, '"name": "count"', '"name": "agent_data"')
-    del sys.modules["written_tools"]
-    with pytest.raises(ValueError, match="A tool is called 'agent_data'"):
-        build(tools_config_file=str(tmp_path / "tools.yaml"))
+    for before, name in (("count", "agent_data"), ("agent_data", "_hidden")):
+        rewrite(tmp_path, f'"name": "{before}"', f'"name": "{name}"')
+        del sys.modules["written_tools"]
+        with pytest.raises(ValueError, match=f"A tool is called '{name}'"):
+            build(tools_config_file=str(tmp_path / "tools.yaml"))
 
 
 def test_a_number_with_an_exponent(tmp_path):
