@@ -11,7 +11,7 @@ from gymnasium import spaces
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.integrations.gym.environment import GymEnvironment, gym_environment
+from mt_grpo.integrations.gym.environment import gym_environment
 from mt_grpo.integrations.gym.text import GymText
 from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Generation, StopReason
@@ -320,16 +320,6 @@ def load(*arguments, recipe=LAKE):
     from mt_grpo.recipe.integrations import load_conversation
 
     return load_conversation(script_args, args, mt.MultiTurnToolEnv)
-
-
-def test_a_recipe_makes_the_class(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    base, cls = load()
-    assert base is mt.MultiTurnToolEnv and issubclass(cls, GymEnvironment) and cls.__name__ == "FrozenLake-v1"
-    game = cls()
-    assert game.reset() == LAKE_RULES + "[S]FFF\nFHFH\nFFFH\nHFFG" and game.unfinished_reward == 0.0
-    game.close()
-    assert load(recipe=BLACKJACK)[1].unfinished_reward == -1.0
 
 
 def test_a_class_of_ones_own(games, monkeypatch):

@@ -482,22 +482,17 @@ def test_a_bad_yaml_is_rejected(tmp_path, text):
         build(tools_config_file=counter(tmp_path, NEW, text))
 
 
-BAD_KEYS = {
-    "no file": (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' cannot be read"),
-    "a side": (dict(tools_config_file="@", tool_response_truncate_side="top"), "expected one of left, middle, right"),
-    "another environment": (dict(tools_config_file="@", environment="@:Other"), "another one"),
-    "a game": (dict(tools_config_file="@", environment="gym"), "no effect without"),
-    "functions that are none": (dict(function_tool_path="@"), "declares no tool"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_KEYS)
-def test_bad_keys_are_rejected(tmp_path, name):
-    keys, message = BAD_KEYS[name]
-    path, python = counter(tmp_path, NEW), tmp_path / "written_env.py"
-    python.write_text("class Other:\n    def reset(self, **row):\n        pass\n")
-    found = {"tools_config_file": path, "environment": f"{python}:Other", "function_tool_path": str(python)}
-    keys = {key: found[key] if value in ("@", "@:Other") else value for key, value in keys.items()}
+@pytest.mark.parametrize("keys, message", [
+    (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' cannot be read"),
+    (dict(tools_config_file="tools.yaml", tool_response_truncate_side="top"), "expected one of left, middle, right"),
+    (dict(tools_config_file="tools.yaml", environment="other.py:Other"), "another one"),
+    (dict(tools_config_file="tools.yaml", environment="gym"), "no effect without"),
+    (dict(function_tool_path="other.py"), "declares no tool"),
+])  # fmt: skip
+def test_bad_keys_are_rejected(tmp_path, monkeypatch, keys, message):
+    monkeypatch.chdir(tmp_path)
+    counter(tmp_path, NEW)
+    (tmp_path / "other.py").write_text("class Other:\n    def reset(self, **row):\n        pass\n")
     with pytest.raises(ValueError, match=message):
         build(**keys)()
 
@@ -522,23 +517,18 @@ def test_bad_rows_are_rejected(tmp_path, name):
 
 
 def test_a_null_that_a_row_of_json_says_is_an_argument(tmp_path):
-    """Of tools and of the interaction. A table's null, where another row has the key, is none."""
+    """A table's null, where another row has the key, is none."""
     own = {"create_kwargs": {"start": 5, "of": {"x": None}}, "execute_kwargs": {"z": None}, "release_kwargs": None}
-    rows = [{"prompt": "?", "tools_kwargs": {"count": own}, "interaction_kwargs": {"number": 7, "name": None}},
-            {"prompt": "?", "extra_info": {"tools_kwargs": {"count": None}}}]  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "?", "tools_kwargs": {"count": own}}))
     table = Dataset.from_list(
-        [{"tools_kwargs": {"count": {"create_kwargs": each}}} for each in ({"start": 2}, {"y": 2})]
+        [{"tools_kwargs": {"count": {"create_kwargs": kwargs}}} for kwargs in ({"start": 2}, {"y": 2})]
     )
     data = [*load_rows(str(tmp_path / "rows.jsonl"), "train"), table[1]]
-    env = build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=interaction(tmp_path))()
-    rollouts = converse(env, [[call("count"), "7"]] * 3, data)
-    log, talk = (importlib.import_module(name).log for name in ("written_tools", "written_talk"))
-    assert sorted((kwargs for step, *_, kwargs in log if step == "create"), key=str) == [
-        {"start": 5, "of": {"x": None}}, {"y": 2}, {},
-    ]  # fmt: skip
+    counter(tmp_path, NEW)
+    rollouts, log = count(tmp_path, *[[call("count"), ANSWER]] * 2, rows=data)
+    created = sorted((kwargs for step, *_, kwargs in log if step == "create"), key=str)
+    assert created == [{"start": 5, "of": {"x": None}}, {"y": 2}]
     assert ("execute", {}, {"z": None, "agent_data": rollouts[0].environment.agent_data}) in log
-    assert talk[0] == ("start", {"number": 7, "name": None})
 
 
 def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):

@@ -39,17 +39,15 @@ FUNCTIONS = "tests/experimental/agent_loop/function_tool_examples.py"
 def release(tmp_path_factory):
     """Gives the folder of a release's files, which are unpacked and not installed."""
     folder = tmp_path_factory.mktemp("verl")
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps", "--dest", str(folder)]
 
     @functools.cache
     def unpacked(version):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps"]
-        command += ["--dest", str(folder), f"verl=={version}"]
-        ended = subprocess.run(command, capture_output=True, text=True)
+        ended = subprocess.run([*download, f"verl=={version}"], capture_output=True, text=True)
         if ended.returncode:
             pytest.skip(f"pip cannot download verl {version}: {ended.stderr.strip()[-200:]}")
         (wheel,) = folder.glob(f"verl-{version}-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder / version)
+        zipfile.ZipFile(wheel).extractall(folder / version)
         return folder / version
 
     return unpacked
