@@ -1,7 +1,5 @@
 """verl's tools by YAML, function tools and interactions, written by others and unmodified."""
 
-import asyncio
-import functools
 import importlib
 import json
 import shutil
@@ -10,7 +8,6 @@ import subprocess
 import sys
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,15 +22,9 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
-from mt_grpo.integrations.verl import (
-    paths as verl_paths,
-    search as verl_search,
-)
+from mt_grpo.integrations.verl import paths as verl_paths, search as verl_search
 from mt_grpo.integrations.verl.base import BaseTool
-from mt_grpo.integrations.verl.builtin import (
-    Gsm8kTool,
-    score_of,
-)
+from mt_grpo.integrations.verl.builtin import Gsm8kTool, score_of
 from mt_grpo.integrations.verl.config import load_interactions, load_tools_config
 from mt_grpo.recipe.checks import check_dataset
 from mt_grpo.recipe.data import load_rows
@@ -167,6 +158,12 @@ def counter(folder, shape=NEW, text=NATIVE, **replaced):
     return write_yaml(folder, text, source)
 
 
+def count(folder, *scripts, rows=({},), **keys):
+    """Conversations with the tools of a folder: (rollouts, the counter's log)."""
+    env = build(tools_config_file=str(folder / "tools.yaml"), **keys)()
+    return converse(env, scripts, list(rows)), importlib.import_module("written_tools").log
+
+
 def all_kwargs(**kwargs):
     return {"tools_kwargs": {"count": {f"{step}_kwargs": {name: 1} for step, name in kwargs.items()}}}
 
@@ -175,10 +172,9 @@ def all_kwargs(**kwargs):
 @pytest.mark.parametrize("shape", [NEW, OLD], ids=["a ToolResponse and a pair", "text and an id"])
 def test_the_life_of_a_tool_and_the_rows_arguments(tmp_path, shape):
     """create, execute, calc_reward, release: each once per conversation but `execute`, with its own arguments."""
-    env = build(tools_config_file=counter(tmp_path, shape))()
+    counter(tmp_path, shape)
     row = all_kwargs(create="start", execute="x", calc_reward="y", release="z")
-    (rollout,) = converse(env, [[call("count", by=2), call("count"), ANSWER]], [row])
-    log = importlib.import_module("written_tools").log
+    (rollout,), log = count(tmp_path, [call("count", by=2), call("count"), ANSWER], rows=[row])
     agent_data = rollout.environment.agent_data
     assert log == [
         ("create", 1, {"start": 1}),
@@ -198,8 +194,8 @@ def test_arguments_of_create_under_one_name(tmp_path):
     source = source.replace('("create", start,', '("create", (start := create_kwargs["start"]),')
     for name, code in NEW.items():
         source = source.replace(name, code)
-    env = build(tools_config_file=write_yaml(tmp_path, NATIVE, source))()
-    (rollout,) = converse(env, [[call("count"), ANSWER]], [all_kwargs(create="start")])
+    write_yaml(tmp_path, NATIVE, source)
+    (rollout,), _ = count(tmp_path, [call("count"), ANSWER], rows=[all_kwargs(create="start")])
     assert rollout.turns[0].observation == "2"
 
 
@@ -228,8 +224,7 @@ def test_the_ground_truth_of_a_worked_solution_is_its_number(answer):
 def test_what_a_create_says_is_read_behind_the_prompt(tmp_path):
     counter(tmp_path, CREATED='"own", ToolResponse(text="It is 0.")')
     rewrite(tmp_path, "self.values[instance_id] = start", "self.values['own'] = start")
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
-    (rollout,) = converse(env, [[call("count"), ANSWER]], [{}])
+    (rollout,), _ = count(tmp_path, [call("count"), ANSWER])
     assert rollout.prompt_ids == ids("<|im_start|>user\nHow many?\nIt is 0.<|im_end|>\n<|im_start|>assistant\n")
     assert rollout.turns[0].observation == "1"  # under the id that `create` gave
 
@@ -237,16 +232,15 @@ def test_what_a_create_says_is_read_behind_the_prompt(tmp_path):
 def test_results_and_failures_of_tools(tmp_path):
     """What raises is an error that the model reads; a failed `create` ends its conversation."""
     counter(tmp_path, {"CREATED": "instance_id, None", "RETURNED": "ToolResponse(text=parameters['text']), None"})
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
     calls = [call("count", by="a"), call("counter"), call("count", more=1), ANSWER]
     twice = {"tools_kwargs": {"count": {"create_kwargs": {"instance_id": "twice"}}}}
-    first, second = converse(env, [calls, []], [{}, twice])
+    (first, second), log = count(tmp_path, calls, [], rows=[{}, twice])
     assert [turn.error for turn in first.turns] == ["tool", "call", "call", None]
     assert "unsupported operand" in first.turns[0].observation  # arguments reach the tool as they were written
     assert first.turns[1].observation == "Error: unknown tool 'counter'. Known tools: count"
     assert "unexpected keyword argument 'more'. Usage: count(by: int" in first.turns[2].observation
     assert second.stop_reason == StopReason.ENVIRONMENT_ERROR and "multiple values" in str(second.error)
-    assert [step for step, *_ in importlib.import_module("written_tools").log].count("release") == 1
+    assert [step for step, *_ in log].count("release") == 1
 
 
 def rewrite(folder, old, new):
@@ -282,18 +276,16 @@ def test_a_release_that_raises_stops_no_other(tmp_path, caplog):
     other = source.replace("self.values.pop(instance_id)", "1 / 0").replace('"name": "count"', '"name": "bad"')
     (tmp_path / "written_other.py").write_text(other)
     text = "tools: [{class_name: written_other.Counter}, {class_name: written_tools.Counter}]"
-    env = build(tools_config_file=write_yaml(tmp_path, text))()
-    (rollout,) = converse(env, [[ANSWER]], [{}])
+    write_yaml(tmp_path, text)
+    (rollout,), log = count(tmp_path, [ANSWER])
     assert rollout.error is None and "ZeroDivisionError: division by zero" in caplog.text
-    assert importlib.import_module("written_tools").log[-1][0] == "release"
-    assert asyncio.run(env.environments.close([rollout])) == []  # and none is released twice
+    assert [step for step, *_ in log] == ["create", "calc_reward", "release"]
 
 
 def test_a_reward_that_is_no_number_is_told_once(tmp_path, caplog):
     counter(tmp_path, NEW)
     rewrite(tmp_path, "self.values[instance_id] / 10", "['a text']")
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
-    rollouts = converse(env, [[ANSWER], [ANSWER]], [{}, {}])
+    rollouts, _ = count(tmp_path, [ANSWER], [ANSWER], rows=[{}, {}])
     assert [rollout.reward for rollout in rollouts] == [None, None]
     assert sum("count returned the reward ['a text']" in message for message in caplog.messages) == 1
 
@@ -490,22 +482,17 @@ def test_a_bad_yaml_is_rejected(tmp_path, text):
         build(tools_config_file=counter(tmp_path, NEW, text))
 
 
-BAD_KEYS = {
-    "no file": (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' cannot be read"),
-    "a side": (dict(tools_config_file="@", tool_response_truncate_side="top"), "expected one of left, middle, right"),
-    "another environment": (dict(tools_config_file="@", environment="@:Other"), "another one"),
-    "a game": (dict(tools_config_file="@", environment="gym"), "no effect without"),
-    "functions that are none": (dict(function_tool_path="@"), "declares no tool"),
-}
-
-
-@pytest.mark.parametrize("name", BAD_KEYS)
-def test_bad_keys_are_rejected(tmp_path, name):
-    keys, message = BAD_KEYS[name]
-    path, python = counter(tmp_path, NEW), tmp_path / "written_env.py"
-    python.write_text("class Other:\n    def reset(self, **row):\n        pass\n")
-    found = {"tools_config_file": path, "environment": f"{python}:Other", "function_tool_path": str(python)}
-    keys = {key: found[key] if value in ("@", "@:Other") else value for key, value in keys.items()}
+@pytest.mark.parametrize("keys, message", [
+    (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' cannot be read"),
+    (dict(tools_config_file="tools.yaml", tool_response_truncate_side="top"), "expected one of left, middle, right"),
+    (dict(tools_config_file="tools.yaml", environment="other.py:Other"), "another one"),
+    (dict(tools_config_file="tools.yaml", environment="gym"), "no effect without"),
+    (dict(function_tool_path="other.py"), "declares no tool"),
+])  # fmt: skip
+def test_bad_keys_are_rejected(tmp_path, monkeypatch, keys, message):
+    monkeypatch.chdir(tmp_path)
+    counter(tmp_path, NEW)
+    (tmp_path / "other.py").write_text("class Other:\n    def reset(self, **row):\n        pass\n")
     with pytest.raises(ValueError, match=message):
         build(**keys)()
 
@@ -530,23 +517,18 @@ def test_bad_rows_are_rejected(tmp_path, name):
 
 
 def test_a_null_that_a_row_of_json_says_is_an_argument(tmp_path):
-    """Of tools and of the interaction. A table's null, where another row has the key, is none."""
+    """A table's null, where another row has the key, is none."""
     own = {"create_kwargs": {"start": 5, "of": {"x": None}}, "execute_kwargs": {"z": None}, "release_kwargs": None}
-    rows = [{"prompt": "?", "tools_kwargs": {"count": own}, "interaction_kwargs": {"number": 7, "name": None}},
-            {"prompt": "?", "extra_info": {"tools_kwargs": {"count": None}}}]  # fmt: skip
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "?", "tools_kwargs": {"count": own}}))
     table = Dataset.from_list(
-        [{"tools_kwargs": {"count": {"create_kwargs": each}}} for each in ({"start": 2}, {"y": 2})]
+        [{"tools_kwargs": {"count": {"create_kwargs": kwargs}}} for kwargs in ({"start": 2}, {"y": 2})]
     )
     data = [*load_rows(str(tmp_path / "rows.jsonl"), "train"), table[1]]
-    env = build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=interaction(tmp_path))()
-    rollouts = converse(env, [[call("count"), "7"]] * 3, data)
-    log, talk = (importlib.import_module(name).log for name in ("written_tools", "written_talk"))
-    assert sorted((kwargs for step, *_, kwargs in log if step == "create"), key=str) == [
-        {"start": 5, "of": {"x": None}}, {"y": 2}, {},
-    ]  # fmt: skip
+    counter(tmp_path, NEW)
+    rollouts, log = count(tmp_path, *[[call("count"), ANSWER]] * 2, rows=data)
+    created = sorted((kwargs for step, *_, kwargs in log if step == "create"), key=str)
+    assert created == [{"start": 5, "of": {"x": None}}, {"y": 2}]
     assert ("execute", {}, {"z": None, "agent_data": rollouts[0].environment.agent_data}) in log
-    assert talk[0] == ("start", {"number": 7, "name": None})
 
 
 def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
@@ -556,8 +538,8 @@ def test_a_class_by_its_path_and_files_beside_a_yaml(tmp_path):
     path = counter(tmp_path, NEW, "tools: [{class_name: 'written_tools.py:Counter'}]")
     build(tools_config_file=path)
     (tmp_path / "my_tool.py").write_text((tmp_path / "written_tools.py").read_text())
-    env = build(tools_config_file=write_yaml(tmp_path, "tools: [{class_name: verl.tools.my_tool.Counter}]"))()
-    (rollout,) = converse(env, [[call("count"), ANSWER]], [{}])
+    write_yaml(tmp_path, "tools: [{class_name: verl.tools.my_tool.Counter}]")
+    (rollout,), _ = count(tmp_path, [call("count"), ANSWER])
     assert rollout.turns[0].observation == "1"
 
 
@@ -579,10 +561,11 @@ def test_names_that_clash_are_rejected(tmp_path):
     talk = interaction(tmp_path, text="interaction: [{class_name: written_talk.GuessInteraction, name: count}]")
     with pytest.raises(ValueError, match="A tool is called 'count'"):
         build(tools_config_file=counter(tmp_path, NEW), interaction_config_file=talk)
-    rewrite(tmp_path, '"name": "count"', '"name": "agent_data"')
-    del sys.modules["written_tools"]
-    with pytest.raises(ValueError, match="A tool is called 'agent_data'"):
-        build(tools_config_file=str(tmp_path / "tools.yaml"))
+    for before, name in (("count", "agent_data"), ("agent_data", "_hidden")):
+        rewrite(tmp_path, f'"name": "{before}"', f'"name": "{name}"')
+        del sys.modules["written_tools"]
+        with pytest.raises(ValueError, match=f"A tool is called '{name}'"):
+            build(tools_config_file=str(tmp_path / "tools.yaml"))
 
 
 def test_a_number_with_an_exponent(tmp_path):
@@ -598,21 +581,11 @@ def test_a_number_with_an_exponent(tmp_path):
 )
 def test_what_no_tool_returns_is_an_error(tmp_path, returned):
     counter(tmp_path, {**NEW, "RETURNED": returned})
-    env = build(tools_config_file=str(tmp_path / "tools.yaml"))()
-    (rollout,) = converse(env, [[call("count"), ANSWER]], [{}])
+    (rollout,), _ = count(tmp_path, [call("count"), ANSWER])
     assert rollout.turns[0].error == "tool" and rollout.turns[0].results[0].reward is None
 
 
-DRAWS = """
-import random
-from PIL import Image
-
-
-def drawn(seed):
-    rng, image = random.Random(seed), Image.new("RGB", (4, 4))
-    image.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(16)])
-    return image.resize((56, 56), Image.Resampling.NEAREST)
-"""
+DRAWS = "from vision_model import picture as drawn\n"
 
 
 def with_vision(env, tmp_path, turns, row):
@@ -713,47 +686,38 @@ def test_the_search_server_speaks_search_r1s_protocol(search_server):
     assert requests.get(search_server.replace("/retrieve", "/health"), timeout=30).status_code == 200
 
 
-def test_the_search_server_says_what_is_missing(tmp_path):
-    command = [sys.executable, str(ROOT / "scripts/serve_search.py"), "--corpus", str(tmp_path / "none.jsonl")]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 1 and "which is not a file" in ended.stderr and "Traceback" not in ended.stderr
-
-
 class Ray(types.ModuleType):
-    """What verl's tools need of ray: actors whose methods run in threads."""
+    """What verl's tools need of ray: actors, whose methods run at once."""
 
     class Actor:
         def __init__(self, cls):
             self.cls, self.options = cls, lambda **kwargs: self
 
         def remote(self, *args, **kwargs):
-            made, pool = self.cls(*args, **kwargs), ThreadPoolExecutor(8)
+            return Ray.Handle(self.cls(*args, **kwargs))
 
-            class Handle:
-                def __getattr__(self, name):
-                    submit = functools.partial(pool.submit, getattr(made, name))
-                    return types.SimpleNamespace(remote=lambda *args, **kwargs: Ray.Result(submit(*args, **kwargs)))
+    class Handle:
+        def __init__(self, made):
+            self.made = made
 
-            return Handle()
+        def __getattr__(self, name):
+            method = getattr(self.made, name)
+            return types.SimpleNamespace(remote=lambda *args, **kwargs: Ray.Result(method(*args, **kwargs)))
 
     class Result:
-        def __init__(self, future):
-            self.future = future
+        def __init__(self, value):
+            self.value = value
 
         def __await__(self):
-            return asyncio.wrap_future(self.future).__await__()
+            yield from ()
+            return self.value
 
     @staticmethod
     def remote(*args, **kwargs):
         return Ray.Actor(*args) if args else Ray.Actor
 
-    @staticmethod
-    def method(**kwargs):
-        return lambda function: function
-
-    @staticmethod
-    def get(result):
-        return result.future.result()
+    method = staticmethod(lambda **kwargs: lambda function: function)
+    get = staticmethod(lambda result: result.value)
 
 
 @pytest.mark.contract("verl search tool")

@@ -7,16 +7,15 @@ replace what they import and is not installed: ray, qwen_vl_utils.
 import ast
 import functools
 import importlib
-import json
 import shutil
 import subprocess
 import sys
-import threading
 import types
 import zipfile
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from json import dumps, loads
 
 import pytest
+import requests
 import vision_model
 from conftest import data_file
 from scripted import call
@@ -40,17 +39,15 @@ FUNCTIONS = "tests/experimental/agent_loop/function_tool_examples.py"
 def release(tmp_path_factory):
     """Gives the folder of a release's files, which are unpacked and not installed."""
     folder = tmp_path_factory.mktemp("verl")
+    download = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps", "--dest", str(folder)]
 
     @functools.cache
     def unpacked(version):
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--retries=1", "--no-deps"]
-        command += ["--dest", str(folder), f"verl=={version}"]
-        ended = subprocess.run(command, capture_output=True, text=True)
+        ended = subprocess.run([*download, f"verl=={version}"], capture_output=True, text=True)
         if ended.returncode:
             pytest.skip(f"pip cannot download verl {version}: {ended.stderr.strip()[-200:]}")
         (wheel,) = folder.glob(f"verl-{version}-*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(folder / version)
+        zipfile.ZipFile(wheel).extractall(folder / version)
         return folder / version
 
     return unpacked
@@ -91,32 +88,23 @@ def tool_of(env):
 
 
 @pytest.fixture
-def http():
-    """A server on loopback: `http(answer)` gives its address and what it was sent. `answer` gives (status, JSON)."""
-    servers = []
+def http(monkeypatch):
+    """Answers what is posted: `http(answer)` gives an address and what was sent. `answer` gives (status, JSON)."""
 
     def start(answer):
         sent = []
 
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                sent.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-                status, content = answer(sent[-1])
-                self.send_response(status)
-                self.end_headers()
-                self.wfile.write(json.dumps(content).encode())
+        def post(url, json=None, data=None, **kwargs):
+            sent.append(json or loads(data))
+            status, content = answer(sent[-1])
+            response = requests.Response()
+            response.status_code, response._content = status, dumps(content).encode()
+            return response
 
-            def log_message(self, *_):
-                pass
+        monkeypatch.setattr(requests, "post", post)
+        return "http://there", sent
 
-        servers.append(ThreadingHTTPServer(("127.0.0.1", 0), Handler))
-        threading.Thread(target=servers[-1].serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{servers[-1].server_port}", sent
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    return start
 
 
 WAYS = pytest.mark.parametrize("way", ["installed", "beside"])
@@ -128,7 +116,7 @@ def tools_yaml(folder, class_name, tool, argument, schema, **config):
     function = {"name": tool, "description": f"The tool {tool}.", "parameters": parameters}
     entry = {"class_name": OWN + class_name, "config": {"type": "native", **config},
              "tool_schema": {"type": "function", "function": function}}  # fmt: skip
-    return write_yaml(folder, json.dumps({"tools": [entry]}))
+    return write_yaml(folder, dumps({"tools": [entry]}))
 
 
 @WAYS

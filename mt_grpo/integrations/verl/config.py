@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ TOOLS, INTERACTIONS = "tools_config_file", "interaction_config_file"
 
 
 @contextmanager
-def named(what: str, expected: str = ""):
+def named(what: str, expected: str = "") -> Iterator[None]:
     """Context manager that puts what a recipe names in front of any error, as a `ValueError`."""
     try:
         yield

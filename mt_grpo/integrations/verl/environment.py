@@ -167,7 +167,6 @@ class VerlEnvironment:
             kwargs = self.create_kwargs(name, tools_kwargs, row)
             tools_kwargs[name] = {**tools_kwargs.get(name, {}), "create_kwargs": kwargs}
         self.agent_data = AgentData(uuid.uuid4().hex, tools_kwargs, interaction_kwargs)
-        self.outcome_rewards = {}
         contents = await on_own_loop(self._begin(names, interaction_kwargs))
         parts = [part for each in contents for part in ("\n", *([each] if isinstance(each, str) else each.parts))]
         return "".join(parts) if all(isinstance(part, str) for part in parts) else parts
@@ -283,7 +282,7 @@ def environment_class(
     members: dict[str, Any] = {"verl_tools": tools, "interactions": interactions}
     members |= {"max_characters": max_characters, "truncate_side": truncate_side}
     for name, tool in tools.items():
-        if name in interactions or hasattr(VerlEnvironment(), name) or name in METHODS:
+        if name in interactions or hasattr(VerlEnvironment(), name) or name in METHODS or name.startswith("_"):
             raise ValueError(f"A tool is called {name!r}, as an interaction or a name of the trainer's. Rename it.")
         members[name] = as_method(name, tool.json_schema, VerlEnvironment._call)
     if interactions:

@@ -64,12 +64,7 @@ class VerlPaths(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(module: str = "", folder: str = "") -> None:
-    """Let `import verl...` find these modules if there are no others.
-
-    Args:
-        module: A module that a YAML names. If it is one of verl's tools or interactions, it may be a file.
-        folder: The folder of the YAML, where that file may be. No other module is looked for there.
-    """
+    """Let `import verl...` find these modules. The one that a YAML names may be a file in the YAML's folder."""
     finder = next((each for each in sys.meta_path if isinstance(each, VerlPaths)), None)
     if finder is None:
         finder = VerlPaths()
