@@ -41,8 +41,9 @@ ROWS = {
     ),
     "beyond": (
         "TRL environment classes", "OpenAI chat API", "OpenAI Responses API", "Anthropic API", "streaming",
-        "agent by function", "agent by command", "token for token", "MCP", "gymnasium", "OpenEnv", "Python sandbox",
-        "preflight", "viewer", "explain_credit", "evaluate", "export_sft", "one_file", "quickstart", "tour", "SmolLM2",
+        "agent by function", "agent by command", "token for token", "MCP", "gymnasium", "OpenEnv", "Harbor",
+        "Python sandbox", "preflight", "viewer", "explain_credit", "evaluate", "export_sft", "one_file", "quickstart",
+        "tour", "SmolLM2",
     ),
 }  # fmt: skip
 

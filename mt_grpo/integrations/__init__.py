@@ -1,6 +1,5 @@
 """Integrations of other frameworks through the protocols of `mt_grpo.rollout`. Imported only if a recipe names them.
 
-plugin_imports   placeholders for imports of a framework that is not installed
 session          the base of the sessions of agents and of schedulers
 checks           checks of recipes, and limits on results, that several of them share
 acting           the tags of an action, and the text of a turn that is an action

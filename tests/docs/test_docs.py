@@ -467,7 +467,8 @@ def test_what_a_plug_in_imports():
 TRAINERS = ("mt_grpo_trainer.py", "my_idea.py")  # the second is what a reader's copy is called
 FORWARD = ("quickstart.sh", "train.sh", "evaluate.py", "explain_credit.py", *TRAINERS)  # to the trainer
 KNOWN_COMMANDS = ("bash", "python", "accelerate", "cp", "source", "tail", "pip", "vllm", "mkdir", "git", "cd",
-                  "nvidia-smi", "export", "hf", "tmux", "nohup", "echo", "sbatch", "kill", "ssh", "rsync")  # fmt: skip
+                  "nvidia-smi", "export", "hf", "tmux", "nohup", "echo", "sbatch", "kill", "ssh", "rsync",
+                  "docker", "python3.12")  # fmt: skip
 
 
 def words_of(line: str) -> list[str]:

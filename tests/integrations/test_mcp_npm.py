@@ -1,9 +1,7 @@
 """MCP servers that npm brings: the reference servers of files and of everything, as users write them for `npx`."""
 
 import json
-import os
 import shutil
-import signal
 import subprocess
 from pathlib import Path
 
@@ -11,8 +9,7 @@ import psutil
 import pytest
 from processes import ends
 from scripted import call
-from test_mcp import talk, tools_of, wait_for
-from test_verl import free_port
+from test_mcp import talk, tools_of
 
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.integrations.mcp import servers as mcp_servers
@@ -21,14 +18,6 @@ pytestmark = pytest.mark.slow
 FILES = "@modelcontextprotocol/server-filesystem"
 EVERYTHING = "@modelcontextprotocol/server-everything"
 VERSION = "2026.8.31"
-# The server of everything listens on all addresses of the machine; with this before it, on loopback alone.
-LOOPBACK = """
-const net = require("node:net");
-const listen = net.Server.prototype.listen;
-net.Server.prototype.listen = function (port, ...rest) {
-  return listen.call(this, Number(port), "127.0.0.1", ...rest);
-};
-"""
 TOOLS = [
     "echo", "get-annotated-message", "get-env", "get-resource-links", "get-resource-reference",
     "get-structured-content", "get-sum", "get-tiny-image", "gzip-file-as-resource", "toggle-simulated-logging",
@@ -137,30 +126,6 @@ def test_the_server_of_everything(packages, tmp_path, monkeypatch):
     (turn,) = talk(tools, call("get-env"), max_completion_length=40000, max_tool_response_tokens=30000)
     variables = json.loads(turn.results[0].text)
     assert variables["GIVEN"] == "yes" and "MT_GRPO_TEST_SECRET" not in variables
-
-
-def test_the_server_of_everything_on_a_port(packages, tmp_path):
-    """Over streamable HTTP."""
-    port = free_port()
-    (tmp_path / "loopback.cjs").write_text(LOOPBACK)
-    program = packages / "node_modules" / EVERYTHING / "dist/index.js"
-    process = subprocess.Popen(
-        ["node", "--require", str(tmp_path / "loopback.cjs"), str(program), "streamableHttp"],
-        env={**os.environ, "PORT": str(port)}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        wait_for(port)
-        assert {each.laddr.ip for each in psutil.Process(process.pid).net_connections()} == {"127.0.0.1"}
-        entry = {"url": f"http://127.0.0.1:{port}/mcp"}
-        tools = tools_of(tmp_path, {"everything": entry}, mcp_tools=TOOLS[:-1])
-        assert [tool.__name__ for tool in tools] == TOOLS[:-1]
-        assert asked(tools) == SAID
-        (server,) = mcp_servers.servers_to_close
-        assert server.starts == 1
-    finally:
-        mcp_servers.close_servers()
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
 
 
 def test_a_server_behind_npx_that_is_killed_is_started_again(packages, tmp_path):

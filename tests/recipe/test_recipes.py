@@ -206,7 +206,7 @@ REPLACED = {
     "gradient_accumulation_steps": "one group",
     "output_dir": "a temporary folder",
     "max_steps": "one step",
-    "env": "only WIKI_SEARCH_CORPUS: a local corpus",
+    "env": "only WIKI_SEARCH_CORPUS and HARBOR_PYTHON: a local corpus, a stand-in",
     "openenv_url": "the address of a server that the test starts",
 }
 # Replaced too, since there is no server here: the model itself generates. `test_recipe_reaches_vllm` keeps them.
@@ -380,6 +380,12 @@ def on_this_machine(recipe: dict, model: str, folder: Path) -> dict:
         corpus = data_file("squad/corpus.jsonl").read_text(encoding="utf-8").splitlines()[:20]
         (folder / "corpus.jsonl").write_text("\n".join(corpus), encoding="utf-8")
         recipe["env"] = recipe["env"] | {"WIKI_SEARCH_CORPUS": str(folder / "corpus.jsonl")}
+    elif "harbor" in recipe.get("agent", ""):  # whose Harbor is a stand-in
+        (folder / "plan.json").write_text('{"trial": {"rewards": {"reward": 1}}}')
+        (folder / "python").write_text(f'#!/bin/sh\nPYTHONPATH={ROOT}/tests/harbor_stub exec {sys.executable} "$@"\n')
+        (folder / "python").chmod(0o755)
+        recipe["env"] = recipe["env"] | {"HARBOR_PYTHON": str(folder / "python")}
+        rows = [json.dumps({"task": str(folder)})] * 8
     elif "zoom" in original:
         rows = (ROOT / "hf_recipes/tiny/zoom/train.jsonl").read_text(encoding="utf-8").splitlines()[:8]
     elif "gsm8k" in original:

@@ -14,7 +14,15 @@ import types
 from typing import Any
 
 from mt_grpo.integrations.ms_swift import loss, protocol, rewards, schedulers
-from mt_grpo.integrations.plugin_imports import not_offered
+
+
+def not_offered(name: str) -> type:
+    """A class that can be imported and subclassed, and raises `NotImplementedError` when it is called."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        raise NotImplementedError(f"{name} of ms-swift is not supported here, and ms-swift is not installed.")
+
+    return type(name, (), {"__init__": __init__})
 
 
 def to_device(value: Any, device: Any) -> Any:
@@ -52,7 +60,7 @@ MISSING = (  # classes that official files import: each raises where it is used
     "TransformersEngine", "VllmEngine", "GRPOVllmEngine", "InferEngine",
 )  # fmt: skip
 # Every module offers all names.
-NAMES: dict[str, Any] = {name: not_offered(name, "ms-swift") for name in MISSING}
+NAMES: dict[str, Any] = {name: not_offered(name) for name in MISSING}
 for _source in (protocol, rewards, schedulers, loss):
     _own = [name for name, each in vars(_source).items() if getattr(each, "__module__", "") == _source.__name__]
     NAMES |= {name: getattr(_source, name) for name in _own}

@@ -29,16 +29,15 @@ class ActionRefused(ValueError):
 
 
 class OpenEnvSession:
-    """An episode over a WebSocket, which opens with the first request.
+    """An episode over a WebSocket, which opens with the first request. After its end `failure` says why it ended.
 
     INVARIANT: a request that its caller gave up ends the session. Otherwise its answer would be read as that of the
     next request. There is never a second connection: it would be another episode.
     """
 
     def __init__(self, url: str):
-        self.url, self.done, self._client, self._socket = url, False, None, None
+        self.url, self.done, self.failure, self._client, self._socket = url, False, None, None, None
         self.rewards, self._of_turn = [], []  # one per step, None if the server sent no number; numbers of the turn
-        self.failure: EnvironmentFailure | None = None  # why no further request is answered
         self._order = asyncio.Lock()  # a request waits for the answer to the one before it
 
     async def ask(self, kind: str, data: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -72,6 +71,8 @@ class OpenEnvSession:
         if answer["type"] == "error":
             errors = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in data.get("errors") or []]
             words, code = "; ".join(errors) or data["message"], data["code"]
+            if code == "EXECUTION_ERROR":  # perhaps at every action
+                tell_once(f"{kind} of {self.url} raised on the server: {words}", about=f"{self.url} {kind}")
             known = kind != "reset" and code in ("VALIDATION_ERROR", "EXECUTION_ERROR")
             raise ActionRefused(words) if known else EnvironmentFailure(f"{code}: {words}")
         if kind == "state":
