@@ -20,9 +20,8 @@ the backend. They are read at every call:
   `WIKI_SEARCH_CORPUS=corpus.jsonl python tools/wiki_search.py "any words"`.
 - `mediawiki` asks the API of Wikipedia, or of another wiki, and returns the introductions of the pages found. The
   extension CirrusSearch (Wikipedia has it) ranks pages by all words of the query. MediaWiki's own search wants every
-  word and does not rank: there, one request per word finds the pages with the most and the rarest words. The extension
-  TextExtracts gives clean texts; without it they are the pages' wikitext, roughly cleaned. Wikipedia is rate-limited:
-  for trying things out, not for training.
+  word and does not rank: there, one request per word finds the pages with the most and the rarest words. The wiki
+  needs the extension TextExtracts. Wikipedia is rate-limited: for trying things out, not for training.
 - `retrieval` asks a server that speaks the protocol of Search-R1: `POST /retrieve` with
   `{"queries": [...], "topk": k, "return_scores": true}`, answered by
   `{"result": [[{"document": {"contents": "title\\ntext"}, "score": s}]]}`.
@@ -34,12 +33,11 @@ may be empty.
 Protects against: search syntax in a query (local), overlong results (`MAX_RESULT_CHARS`) and queries
 (`MAX_QUERY_CHARS`), servers that are busy (429 and 5xx are retried), that hang before their answer or between two
 parts of it (time limits), that answer with something else or with more passages than asked for; half-built indexes; an
-index path that names another file; in folders where others may write: their links, pipes, locks and indexes.
-Credentials in `WIKI_SEARCH_URL` are not shown in errors.
+index path that names another file. Credentials in `WIKI_SEARCH_URL` are not shown in errors.
 
 Does not protect against: the contents of passages. They reach the model unchanged, with any instructions or tags that
-they contain. Nor against a server that sends data endlessly, or CirrusSearch's own syntax in a query (it can only
-search).
+they contain. Nor against others who may write to the folder of the index, a server that sends data endlessly, or
+CirrusSearch's own syntax in a query (it can only search).
 
 Errors: "nothing found" is a result. A wrong setting, corpus or server raises an error that says what to do.
 """
@@ -47,7 +45,6 @@ Errors: "nothing found" is a result. A wrong setting, corpus or server raises an
 import contextlib
 import functools
 import hashlib
-import html
 import json
 import math
 import os
@@ -61,7 +58,6 @@ import unicodedata
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from stat import S_ISREG, S_IWOTH
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -236,10 +232,6 @@ def _index_path(corpus: Path, state: str) -> Path:
         return beside
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wiki_search"
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if fcntl and (cache.lstat().st_uid != os.geteuid() or cache.stat().st_mode & S_IWOTH):
-        raise ValueError(
-            f"others may write to the folder {cache}: set WIKI_SEARCH_INDEX to a path in a folder of your own"
-        )
     return cache / f"{corpus.stem}-{hashlib.sha256(str(corpus).encode()).hexdigest()[:16]}.fts5"
 
 
@@ -253,13 +245,6 @@ def _stored_state(index: Path) -> str | None:
     """Return the state that an index was built from, None if there is no index yet."""
     if not index.exists():
         return None
-    if not index.is_file():  # a pipe would block
-        raise ValueError(f"{index} is not a file: delete it or set WIKI_SEARCH_INDEX to another path")
-    if fcntl and index.parent.stat().st_mode & S_IWOTH and index.lstat().st_uid not in (os.geteuid(), 0):
-        raise ValueError(
-            f"{index} belongs to another user, in a folder where everybody may write: "
-            "set WIKI_SEARCH_INDEX to a path in a folder of your own"
-        )
     try:
         with contextlib.closing(_connect(index)) as connection:
             return connection.execute("SELECT state FROM built_from").fetchone()[0]
@@ -281,20 +266,10 @@ def _lock(index: Path) -> Iterator[None]:
     if not fcntl:
         yield
         return
-    advice = "delete it, or set WIKI_SEARCH_INDEX to a path in a folder of your own"
-    try:  # others may have put a link or a pipe there: do not follow the one, do not wait for the other
-        lock = os.open(f"{index}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except OSError as error:
-        raise ValueError(f"the lock {index}.lock cannot be opened ({error.strerror}): {advice}") from None
-    try:
-        opened = os.fstat(lock)
-        if not S_ISREG(opened.st_mode) or opened.st_uid != os.geteuid():
-            raise ValueError(f"the lock {index}.lock is not a file of this user: {advice}")
+    with open(f"{index}.lock", "w") as lock:
         with contextlib.suppress(OSError):  # a file system without locks: built more than once, still whole
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(lock)  # releases it
 
 
 def _build_index(corpus: Path, index: Path) -> None:
@@ -382,48 +357,16 @@ def _hits(search: str, limit: int) -> tuple[list[str], int]:
 
 
 def _texts(titles: list[str]) -> list[tuple[str, str]]:
-    """Return (title, introduction) of the pages that have a text, in the given order."""
-    texts = dict.fromkeys(titles, "")
-    if titles and "TextExtracts" in _extensions(_mediawiki_url()):
-        texts = _pages(titles, prop="extracts", exintro=1, explaintext=1, exlimit=len(titles))
-    if without := [title for title, text in texts.items() if not text]:
-        texts |= _pages(without, prop="revisions", rvprop="content", rvslots="main")
-    return [(title, text) for title, text in texts.items() if text]
+    """Return (title, introduction) of the pages that have a text, in the given order; a redirect is followed."""
 
-
-def _pages(titles: list[str], **prop) -> dict[str, str]:
-    """Return the texts of pages by title, in the given order; a redirect is followed."""
-
-    def read(answer: dict) -> dict[str, str]:
+    def read(answer: dict) -> list[tuple[str, str]]:
         targets = {redirect["from"]: redirect["to"] for redirect in answer.get("redirects", [])}
-        pages = {page["title"]: page for page in answer["pages"]}  # they come in order of page id
-        return {title: _page_text(pages.get(title, {})) for title in dict.fromkeys(targets.get(t, t) for t in titles)}
+        texts = {page["title"]: page.get("extract", "").strip() for page in answer["pages"]}  # in order of page id
+        names = dict.fromkeys(targets.get(title, title) for title in titles)
+        return [(name, texts[name]) for name in names if texts.get(name)]
 
-    return _ask_mediawiki(read, titles="|".join(titles), redirects=1, **prop)
-
-
-def _page_text(page: dict) -> str:
-    if "extract" in page:
-        return page["extract"].strip()
-    revisions = page.get("revisions") or [{}]  # none of a page that was deleted since
-    return _plain_text(revisions[0].get("slots", {}).get("main", {}).get("content", ""))
-
-
-def _plain_text(wikitext: str) -> str:
-    """Return the introduction without templates, tables, notes and markup, or the whole page if nothing is left."""
-    text = re.sub(r"<!--.*?-->|<ref\b[^<>]*/>|<ref\b.*?</ref>", "", wikitext, flags=re.DOTALL)
-    blocks = re.compile(
-        r"\{\{[^{}]*\}\}|\{\|[^{}]*\|\}"  # templates, tables
-        r"|\[\[(?:File|Image|Category):[^\[\]]*\]\]"
-        r"|\[\[[^\[\]|]*\|[^\[\]|]*\|[^\[\]]*\]\]",  # images with options, whatever their namespace is called
-        re.IGNORECASE,
-    )
-    link = re.compile(r"\[\[(?:[^\[\]|]*\|)?([^\[\]|]*)\]\]")
-    while (shorter := link.sub(r"\1", blocks.sub("", text))) != text:  # from the inside out: they may be nested
-        text = shorter
-    text = re.sub(r"\[\w+://[^\s\]]+ ?([^\]]*)\]|<[^<>]*>|''+|__[A-Z]+__", r"\1", text)
-    introduction = re.split(r"^=", text, maxsplit=1, flags=re.MULTILINE)[0].strip()
-    return html.unescape(introduction or text.strip())
+    extracts = {"prop": "extracts", "exintro": 1, "explaintext": 1, "exlimit": len(titles)}
+    return _ask_mediawiki(read, titles="|".join(titles), redirects=1, **extracts) if titles else []
 
 
 @functools.cache
@@ -558,37 +501,14 @@ class _Retry(Retry):
 
 def check_search() -> None:
     """Check the settings and the server before training, and build a local index. Raises if a search has no text."""
-    if os.environ.get("WIKI_SEARCH_BACKEND") == "mediawiki":
-        _check_mediawiki()
-        return
-    result = wiki_search("history of the world")
-    if os.environ.get("WIKI_SEARCH_BACKEND") == "retrieval" and result.startswith("No results"):
-        warnings.warn(
-            "No results for a common word: check that the retrieval server has loaded its corpus", stacklevel=2
-        )
-
-
-def _check_mediawiki() -> None:
-    """Raise unless a search for words of one of the wiki's pages returns text."""
-    where = f"the wiki at {_shown(_mediawiki_url())}"
-    load = "add wfLoadExtension( 'TextExtracts' ); to its LocalSettings.php"
-    titles = _ask_mediawiki(
-        lambda answer: [page["title"] for page in answer["random"]], list="random", rnnamespace=0, rnlimit=10
-    )
-    if not titles:
-        raise ValueError(f"{where} has no pages in its main namespace: check WIKI_SEARCH_URL")
-    texts = _texts(titles)
-    if not texts:
-        raise ValueError(f"{where} gives no text of its pages ({_cut(', '.join(titles), 100)}): {load}")
-    if "TextExtracts" not in _extensions(_mediawiki_url()):
-        warnings.warn(f"{where} has no extension TextExtracts, texts are its wikitext: {load}", stacklevel=3)
-    title, text = max(texts, key=lambda page: len(page[1]))
-    query = " ".join(re.findall(r"\w{4,12}", text)[:3]) or title
-    if not wiki_search(query).startswith("[1] "):
+    backend = os.environ.get("WIKI_SEARCH_BACKEND")
+    if backend == "mediawiki" and "TextExtracts" not in _extensions(_mediawiki_url()):
         raise ValueError(
-            f"{where} finds nothing for {query!r}, words of its page {title!r}: rebuild its search index "
-            "(php maintenance/rebuildtextindex.php), or set WIKI_SEARCH_URL to another wiki"
+            f"the wiki at {_shown(_mediawiki_url())} has no extension TextExtracts: add wfLoadExtension( "
+            "'TextExtracts' ); to its LocalSettings.php, or set WIKI_SEARCH_URL to another wiki"
         )
+    if wiki_search("history of the world").startswith("No results") and backend in ("mediawiki", "retrieval"):
+        warnings.warn("No results for common words: check that the server has indexed its corpus", stacklevel=2)
 
 
 TOOL_FUNCTIONS = [wiki_search]

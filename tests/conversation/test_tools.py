@@ -9,17 +9,13 @@ import re
 import shutil
 import socket
 import sqlite3
-import stat
 import subprocess
 import sys
 import threading
 import time
-import warnings
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs, urlsplit
 from xml.sax.saxutils import escape
 
@@ -480,86 +476,6 @@ def test_malformed_corpus_names_the_line_and_leaves_nothing(small, text, message
     assert "A city." in small.wiki_search("Paris")
 
 
-def within(seconds: float, function: Callable[[], Any]) -> Any:
-    """What a function returns or raises that may hang in a call of the operating system, which no signal ends."""
-    outcome = []
-
-    def work():
-        try:
-            outcome.append((function(), None))
-        except Exception as error:
-            outcome.append((None, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    assert outcome, "hangs"
-    if outcome[0][1] is not None:
-        raise outcome[0][1]
-    return outcome[0][0]
-
-
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
-
-
-@pytest.mark.parametrize("kind", ["link", "pipe", pytest.param("other user", marks=needs_root)])
-def test_lock_that_others_have_put_there(small, tmp_path, kind):
-    small.write(("Paris", "A city."))
-    lock, elsewhere = Path(f"{small.index}.lock"), tmp_path / "elsewhere"
-    if kind == "link":
-        lock.symlink_to(elsewhere)
-    elif kind == "pipe":
-        os.mkfifo(lock)
-    else:
-        lock.touch()
-        os.chown(lock, 12345, -1)
-    with pytest.raises(ValueError, match=r"the lock .*\.fts5\.lock .*: delete it, or set WIKI_SEARCH_IND"):
-        within(20, lambda: small.wiki_search("Paris"))
-    assert not elsewhere.exists()
-    assert not small.index.exists()
-
-
-def test_lock_is_private(small):
-    small.write(("Paris", "A city."))
-    small.wiki_search("Paris")
-    assert stat.S_IMODE(Path(f"{small.index}.lock").stat().st_mode) == 0o600
-
-
-def test_index_that_is_a_pipe(small):
-    small.write(("Paris", "A city."))
-    os.mkfifo(small.index)
-    with pytest.raises(ValueError, match=r"\.fts5 is not a file: delete it or set WIKI_SEARCH_INDEX"):
-        within(20, lambda: small.wiki_search("Paris"))
-
-
-@needs_root
-def test_index_of_another_user_counts_only_where_not_everybody_may_write(small):
-    small.write(("Paris", "A city."))
-    expected = small.wiki_search("Paris")
-    os.chown(small.index, 12345, -1)
-    assert load("wiki_search").wiki_search("Paris") == expected  # a colleague's, beside the corpus
-    small.index.parent.chmod(0o1777)
-    with pytest.raises(ValueError, match="belongs to another user, in a folder where everybody may write: set WIKI"):
-        load("wiki_search").wiki_search("Paris")
-
-
-@pytest.mark.parametrize("fault", ["open", pytest.param("other user", marks=needs_root)])
-def test_cache_folder_that_others_may_write_to(small, monkeypatch, tmp_path, fault):
-    small.write(("Paris", "A city."))
-    cache = tmp_path / "cache" / "wiki_search"
-    cache.mkdir(parents=True)
-    cache.chmod(0o777 if fault == "open" else 0o755)
-    if fault == "other user":
-        os.chown(cache, 12345, -1)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(small.os, "access", lambda path, mode: False)  # a superuser may write everywhere
-    with pytest.raises(
-        ValueError, match=r"others may write to the folder .*/cache/wiki_search: set WIKI_SEARCH_INDEX"
-    ):
-        small.wiki_search("Paris")
-    assert list(cache.iterdir()) == []
-
-
 FIRST_SEARCH = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("wiki_search", sys.argv[1])
@@ -687,10 +603,6 @@ class MediaWiki:
             return {"batchcomplete": True, "query": {"extensions": [skin, *names]}}
         if params.get("list") == "search":
             return self.search(params)
-        if params.get("list") == "random":
-            assert params["rnnamespace"] == "0"
-            pages = [{"id": 100 - i, "ns": 0, "title": title} for i, title in enumerate(self.pages)]
-            return {"batchcomplete": True, "query": {"random": pages[: int(params["rnlimit"])]}}
         return self.texts(params)
 
     def search(self, params: dict) -> dict:
@@ -723,18 +635,9 @@ class MediaWiki:
         pages = [{"pageid": 100 - i, "ns": 0, "title": title} for i, title in enumerate(self.pages) if title in titles]
         answer = {"batchcomplete": True, "query": {"pages": pages[::-1]}}
         for page in pages:
-            text = self.pages[page["title"]]
-            if params["prop"] == "revisions":
-                assert (params["rvprop"], params["rvslots"]) == ("content", "main")
-                main = {"contentmodel": "wikitext", "contentformat": "text/x-wiki", "content": text}
-                page["revisions"] = [{"slots": {"main": main}}]
-            elif "TextExtracts" in self.extensions:
-                assert {"exintro", "explaintext"} < params.keys()
-                assert int(params["exlimit"]) == len(titles)
-                page["extract"] = "" if text.startswith("=") else text
-            else:  # what a wiki without the extension says: the pages come without texts
-                warning = 'Unrecognized value for parameter "prop": extracts'
-                answer["warnings"] = {"query": {"warnings": warning}}
+            assert {"exintro", "explaintext"} < params.keys()
+            assert params["prop"] == "extracts" and int(params["exlimit"]) == len(titles)
+            page["extract"] = self.pages[page["title"]]
         return answer
 
 
@@ -921,7 +824,7 @@ def test_server_that_returns_more_than_asked_for(wiki, server, monkeypatch):
 @pytest.mark.parametrize("server", ["retrieval"], indirect=True)
 def test_check_warns_of_a_retrieval_server_that_finds_nothing(wiki, server):
     server.replies = [{"text": '{"result": [[]]}'}]
-    with pytest.warns(UserWarning, match="No results for a common word: check that the retrieval server has loaded"):
+    with pytest.warns(UserWarning, match="No results for common words: check that the server has indexed"):
         wiki.CHECK_TOOLS()
 
 
@@ -956,7 +859,7 @@ def test_cirrus_search_gets_the_query_and_then_any_of_its_words(wiki, server):
 ARTICLES = [
     ("Rouen", "A city of Normandy on the river Seine."),
     ("Paris", "A city on the river Seine."),
-    ("Rollo", "== Life ==\nThe leader of the [[Vikings|Norse]] in [[Normandy]].<ref>A note.</ref>"),
+    ("Rollo", "The leader of the Norse in Normandy."),
 ]
 
 
@@ -972,13 +875,12 @@ def own_search(wiki, server):
 
 
 @pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
-@pytest.mark.parametrize("extensions", [(), ("TextExtracts",)])
-def test_wiki_with_the_search_of_mediawiki_itself(wiki, own_search, monkeypatch, extensions):
+def test_wiki_with_the_search_of_mediawiki_itself(wiki, own_search, monkeypatch):
     """It wants every word of a query: the pages with the most and the rarest words are found all the same."""
-    own_search(*extensions)
+    own_search("TextExtracts")
     assert wiki.wiki_search("Which city lies in Normandy?") == "[1] Rouen\nA city of Normandy on the river Seine."
     monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
-    rollo = "Rollo\n== Life ==\nThe leader of the Norse in Normandy."
+    rollo = "Rollo\nThe leader of the Norse in Normandy."
     assert wiki.wiki_search("Who was the Norse leader of some city?") == (  # two rare words before a common one
         f"[1] {rollo}\n\n[2] Rouen\nA city of Normandy on the river Seine."
     )
@@ -989,60 +891,8 @@ def test_wiki_with_the_search_of_mediawiki_itself(wiki, own_search, monkeypatch,
 @pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
 def test_check_says_that_textextracts_is_missing(wiki, own_search):
     own_search()
-    with pytest.warns(
-        UserWarning, match=r"no extension TextExtracts.*add wfLoadExtension\( 'TextExtracts' \); to its"
-    ):
+    with pytest.raises(ValueError, match=r"no extension TextExtracts: add wfLoadExtension\( 'TextExtracts' \);"):
         wiki.CHECK_TOOLS()
-
-
-@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
-def test_check_of_a_good_wiki_is_silent(wiki, own_search, recwarn):
-    own_search("TextExtracts")
-    wiki.CHECK_TOOLS()
-    assert list(recwarn) == []
-
-
-@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
-@pytest.mark.parametrize(
-    ("pages", "message"),
-    [
-        ([], "has no pages in its main namespace: check WIKI_SEARCH_URL"),
-        ([("A", ""), ("B", "")], r"gives no text of its pages \(A, B\): add wfLoadExtension\( 'TextExtracts' \);"),
-    ],
-)
-def test_check_of_a_wiki_without_text(wiki, own_search, pages, message):
-    own_search(pages=pages)
-    with pytest.raises(ValueError, match=message):
-        wiki.CHECK_TOOLS()
-
-
-@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
-def test_check_of_a_wiki_whose_search_finds_nothing(wiki, own_search):
-    protocol = own_search("TextExtracts")
-    protocol.search = lambda params: {"query": {"searchinfo": {"totalhits": 0}, "search": []}}
-    with pytest.raises(ValueError, match=r"finds nothing for 'Life leader Norse', words of its page 'Rollo': rebuild"):
-        wiki.CHECK_TOOLS()
-
-
-@pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
-@pytest.mark.parametrize(
-    ("wikitext", "text"),
-    [
-        ("'''Rollo''' ({{circa|{{year|860}}}}) was ''first''.", "Rollo () was first."),
-        (
-            "{{Infobox\n|name=Rollo\n}}\n{| class=x\n| cell\n|}\nA [[Vikings|Viking]] in [[Normandy]].",
-            "A Viking in Normandy.",
-        ),
-        ('A<ref name="x">Note [[y]].</ref> B<ref name=x />.<!-- hidden -->', "A B."),
-        ("[[File:A.jpg|thumb|A [[cat|big cat]] here]][[Datei:B.jpg|mini|links|Bild]]A.[[Category:C]]", "A."),
-        ("See [https://x.org the site] &amp; <b>more</b>.", "See the site & more."),
-        ("The introduction.\n\n== Life ==\nMore.", "The introduction."),
-        ("== Life ==\nNo introduction.", "== Life ==\nNo introduction."),
-    ],
-)
-def test_text_of_wikitext(wiki, own_search, wikitext, text):
-    own_search(pages=[("Rollo", f"{wikitext}<!-- rareword -->")])
-    assert wiki.wiki_search("rareword") == f"[1] Rollo\n{text}"
 
 
 @pytest.mark.parametrize("server", ["mediawiki"], indirect=True)
@@ -1135,15 +985,14 @@ def serve_wiki(real_wiki):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("settings", ["plain", "extracts"])
-def test_recall_on_a_real_mediawiki(wiki, serve_wiki, monkeypatch, settings):
-    """Of 32 questions as they stand. Measured with and without TextExtracts: 25 and 31; by titles alone: none."""
+def test_recall_on_a_real_mediawiki(wiki, serve_wiki, monkeypatch):
+    """Of 32 questions as they stand: 25 are answered by the first page, 31 by the first three."""
     monkeypatch.setenv("WIKI_SEARCH_BACKEND", "mediawiki")
-    monkeypatch.setenv("WIKI_SEARCH_URL", serve_wiki(settings))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    monkeypatch.setenv("WIKI_SEARCH_URL", serve_wiki("plain"))
+    with pytest.raises(ValueError, match="TextExtracts"):
         wiki.CHECK_TOOLS()
-    assert ["TextExtracts" in str(warning.message) for warning in caught] == [True] * (settings == "plain")
+    monkeypatch.setenv("WIKI_SEARCH_URL", serve_wiki("extracts"))
+    wiki.CHECK_TOOLS()
     questions = read_jsonl(data_file("squad/qa.jsonl"))[::15]
     assert len(questions) == 32
     first = third = 0
