@@ -14,14 +14,7 @@ OWN = "the trainer's own conversation"
 
 
 def check_settings_of(program: str, where: str, script_args: Any, args: Any) -> None:
-    """Raise `ValueError` for settings that have no effect if a program, such as an agent, runs the conversation.
-
-    Args:
-        program: The name of the program in messages.
-        where: The line of the recipe that names it.
-        script_args: The settings with the keys of data, tools and rewards.
-        args: The other settings.
-    """
+    """Raise `ValueError` for settings without effect if a program, such as an agent, runs the conversation."""
     check_tool_format(args.tool_format, where)
     for name in ("tools_script", "system_prompt", "prompt_examples"):
         if getattr(script_args, name) is not None:
@@ -43,18 +36,12 @@ def check_unset(names: tuple[str, ...], where: str, args: Any) -> None:
             raise ValueError(f"{name} has no effect with {where}. Remove it.")
 
 
-# Limits on the length of results of integrations' tools.
-
-
 TRUNCATE_SIDES = ("left", "middle", "right")
 
 
 def truncation(script_args: Any) -> tuple[int | None, str]:
-    """The settings (`max_tool_response_length`, `tool_response_truncate_side`). Raises `ValueError`."""
-    most, side = script_args.max_tool_response_length, script_args.tool_response_truncate_side
-    if side not in TRUNCATE_SIDES:
-        raise ValueError(f"tool_response_truncate_side={side!r}, expected one of {', '.join(TRUNCATE_SIDES)}.")
-    return most, side
+    """The settings (`max_tool_response_length`, `tool_response_truncate_side`)."""
+    return script_args.max_tool_response_length, script_args.tool_response_truncate_side
 
 
 def cut_result(result: str | ResultInParts, most: int | None, side: str) -> str | ResultInParts:
@@ -65,9 +52,7 @@ def cut_result(result: str | ResultInParts, most: int | None, side: str) -> str 
 
 
 def cut_characters(text: str, most: int | None, side: str) -> str:
-    """Truncate a text to at most `most` characters plus a marker. The given side is the one that is cut off.
-
-    This is as in verl 0.9. In 0.7 `left` and `right` meant the side that stays.
+    """Truncate a text to `most` characters plus a marker. As in verl 0.9 the given side is the one that is cut off.
 
     >>> [cut_characters("0123456789", 4, side) for side in TRUNCATE_SIDES]
     ['(truncated)...6789', '01...(truncated)...89', '0123...(truncated)']

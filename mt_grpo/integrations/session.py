@@ -56,21 +56,63 @@ def tools_by_name(tools: list[dict[str, Any]]) -> dict[str, Any]:
 def ids_of_prompt(
     env: Any, messages: list[Message], tokenizer: PreTrainedTokenizerBase, tools: dict[str, Any], context: float
 ) -> list[int]:
-    """Ids of a prompt. Of one that is surely longer than the context (in tokens), only those of a longer prefix.
-
-    A program may send megabytes, and no other conversation goes on while they are tokenised.
-    """
-    if len(str([messages, tools])) > 5 * context:
+    """Ids of a prompt. Of one that is surely longer than the context (in tokens), only those of a longer prefix."""
+    if len(str([messages, tools])) > 5 * context:  # megabytes take seconds, in which no conversation goes on
         arguments = {**env.format_of(tokenizer).prompt(messages, tools), "tokenize": False}
         text = cut_far_beyond(tokenizer.apply_chat_template(**arguments), context, tokenizer)
         return tokenizer(text, add_special_tokens=False)["input_ids"]
     return env.prompt_ids(messages, tokenizer, tools)
 
 
-class PolicyTime:
-    """A clock that runs while at least one request of a rollout is in flight."""
+async def end_all(tasks: Iterable[asyncio.Future]) -> None:
+    """Cancel tasks, and wait until they are over."""
+    tasks = list(tasks)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
-    def __init__(self):
+
+@dataclass
+class Sampled:
+    """The sample for a request: a node in the tree of a rollout's requests."""
+
+    number: int  # in the rollout, by the order of the requests
+    messages: list[Message]  # of the request
+    prompt_ids: list[int]  # all that the model read
+    turn: Turn
+    parent: Sampled | None  # the one that the request goes on from
+    said: list[Message]  # messages behind the parent's
+    fresh: list[int] | None  # of prompt_ids those behind the parent's ids; None: a record begins
+    num_new: int  # of prompt_ids those that were not read before
+
+
+class RolloutSession:
+    """The policy's side of a rollout: its room, its samples, and how it ended.
+
+    Args:
+        env: The conversations, with their limits and their tool format.
+        rollout: What is filled in the end.
+        llm: The backend.
+        sampling_params: The policy's. A request changes nothing but `stop` and `max_tokens`.
+
+    Attributes:
+        samples: What was sampled, in the order of the requests.
+        stop_reason: Why no further request is answered. None: the rollout goes on.
+        over: Set where the program is not waited for any longer, or only for a while.
+        failure: What the trainer must hear of: the server is lost, or the set-up is wrong.
+        closed: Whether the program is over, so that nothing more is sampled.
+    """
+
+    def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
+        self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
+        self.tokenizer = env._tokenizer(llm)
+        self.format: HermesFormat = env.format_of(self.tokenizer)
+        self.samples: list[Any] = []  # each a `Sampled`
+        self.stop_reason: StopReason | None = None
+        self.over = asyncio.Event()
+        self.failure: Exception | None = None
+        self.closed = False
+        self._num_requests, self._num_calls = 0, 0
         self._waited, self._in_flight, self._since, self._began = 0.0, 0, 0.0, time.monotonic()
 
     @property
@@ -96,58 +138,6 @@ class PolicyTime:
             if not self._in_flight:
                 self._began = time.monotonic()
                 self._waited += self._began - self._since
-
-
-async def end_all(tasks: Iterable[asyncio.Future]) -> None:
-    """Cancel tasks, and wait until they are over."""
-    tasks = list(tasks)
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
-
-
-@dataclass
-class Sampled:
-    """The sample for a request: a node in the tree of a rollout's requests."""
-
-    number: int  # in the rollout, by the order of the requests
-    messages: list[Message]  # of the request
-    prompt_ids: list[int]  # all that the model read
-    turn: Turn
-    parent: Sampled | None  # the one that the request goes on from
-    said: list[Message]  # messages behind the parent's
-    fresh: list[int] | None  # of prompt_ids those behind the parent's ids; None: a record begins
-    num_new: int  # of prompt_ids those that were not read before
-
-
-class RolloutSession(PolicyTime):
-    """The policy's side of a rollout: its room, its samples, and how it ended.
-
-    Args:
-        env: The conversations, with their limits and their tool format.
-        rollout: What is filled in the end.
-        llm: The backend.
-        sampling_params: The policy's. A request changes nothing but `stop` and `max_tokens`.
-
-    Attributes:
-        samples: What was sampled, in the order of the requests.
-        stop_reason: Why no further request is answered. None: the rollout goes on.
-        over: Set where the program is not waited for any longer, or only for a while.
-        failure: What the trainer must hear of: the server is lost, or the set-up is wrong.
-        closed: Whether the program is over, so that nothing more is sampled.
-    """
-
-    def __init__(self, env: Any, rollout: Rollout, llm: Any, sampling_params: dict[str, Any] | None):
-        super().__init__()
-        self.env, self.rollout, self.llm, self.params = env, rollout, llm, sampling_params or {}
-        self.tokenizer = env._tokenizer(llm)
-        self.format: HermesFormat = env.format_of(self.tokenizer)
-        self.samples: list[Any] = []  # each a `Sampled`
-        self.stop_reason: StopReason | None = None
-        self.over = asyncio.Event()
-        self.failure: Exception | None = None
-        self.closed = False
-        self._num_requests, self._num_calls = 0, 0
 
     def stop(self, reason: StopReason) -> None:
         """Answer no further request. The first reason counts."""

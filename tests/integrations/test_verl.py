@@ -484,7 +484,6 @@ def test_a_bad_yaml_is_rejected(tmp_path, text):
 
 @pytest.mark.parametrize("keys, message", [
     (dict(tools_config_file="not/there.yaml"), "'not/there.yaml' cannot be read"),
-    (dict(tools_config_file="tools.yaml", tool_response_truncate_side="top"), "expected one of left, middle, right"),
     (dict(tools_config_file="tools.yaml", environment="other.py:Other"), "another one"),
     (dict(tools_config_file="tools.yaml", environment="gym"), "no effect without"),
     (dict(function_tool_path="other.py"), "declares no tool"),

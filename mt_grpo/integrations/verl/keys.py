@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key, keys_that
-from mt_grpo.integrations.checks import OWN
+from mt_grpo.integrations.checks import OWN, TRUNCATE_SIDES
 from mt_grpo.recipe.integrations import Integration, refuse
 
 
@@ -31,7 +31,7 @@ class VerlKeys:
         None, "Characters of one result of verl's tools. None: tokens alone bound it", within="[1, inf)", needs=OWN
     )
     tool_response_truncate_side: str = key(
-        "middle", "Where a result that is too long loses characters: left, middle or right", needs=OWN
+        "middle", "Which characters a long result loses: left, middle or right", one_of=TRUNCATE_SIDES, needs=OWN
     )
 
 
