@@ -1293,10 +1293,7 @@ def recipe_classes() -> tuple[type, type, type]:
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelKeys]:
-    """Recipe (`--config x.yaml`) and command line (`--max_steps 5`, which wins) to checked dataclasses.
-
-    Raises `ValueError` before anything is loaded: unknown keys (with the nearest known one), types, choices, batches.
-    """
+    """Recipe (`--config x.yaml`) and command line (`--max_steps 5`, which wins) to checked settings, or `ValueError`."""
     return parse_recipe(argv, recipe_classes())
 
 
