@@ -51,6 +51,7 @@ from mt_grpo.rollout import StopReason
 from mt_grpo.training.records import trained_records
 
 FIRST, SECOND = "It is 2.", "It is 3."
+MASKS = ["response_token_ids", "response_loss_mask"]
 ASKED = ids(NEXT.format("And 1?"))  # what is read between two turns of `Asks`
 
 
@@ -162,15 +163,14 @@ def test_an_edited_history_begins_a_record(said):
 
 
 @pytest.mark.contract("response_loss_mask")
-@pytest.mark.parametrize("loss_scale", ["default", "last_round"])
-def test_a_mask_chooses_among_what_was_sampled(loss_scale):
-    """It goes before `loss_scale`. The ids stay in the record, with their logprobs."""
+def test_a_mask_chooses_among_what_was_sampled():
+    """The ids stay in the record, with their logprobs."""
 
     def step(self, request, choice, turn):
         given = waits_by_ids(self, request, choice, turn)
         return {**given, "response_loss_mask": [0, *given["response_loss_mask"][1:]]}
 
-    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2, loss_scale=loss_scale)
+    rollout, _ = run(step_by(step), truncated(FIRST), SECOND, max_turns=2)
     first, behind, second = ids(FIRST), ids(" Wait:"), ids(SECOND) + END
     assert rollout.completion_ids == first + behind + second
     assert rollout.loss_mask == [0] + [1] * (len(first) - 1) + [0] * len(behind) + [1] * len(second)
@@ -261,18 +261,18 @@ def test_a_schedulers_tags_stay_and_its_ends_of_turn_do_not():
 
 
 @pytest.mark.contract("loss_scale")
-@pytest.mark.parametrize("gives_ids", [False, True])
-def test_last_round_trains_the_last_message_alone(gives_ids):
-    """Ids without a mask leave `loss_scale` its say."""
+@pytest.mark.parametrize("keys, trained", [([], 0), (["response_token_ids"], 0), (MASKS, 1)])
+def test_last_round_trains_the_last_message_alone(keys, trained):
+    """A mask of the scheduler goes before it; ids without one do not."""
 
     def step(self, request, choice, turn):
-        given = {"response_token_ids": choice.token_ids} if gives_ids else {}
-        return {**Asks.step(self, request, choice, turn), **given}
+        given = new_dict_with_ids(self, request, choice, turn)
+        return {key: given[key] for key in ("infer_request", *keys)}
 
     rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2, loss_scale="last_round")
     first, second = ids(FIRST) + END, ids(SECOND) + END
     assert rollout.completion_ids == first + ASKED + second
-    assert rollout.loss_mask == [0] * len(first + ASKED) + [1] * len(second)
+    assert rollout.loss_mask == [trained] * len(first) + [0] * len(ASKED) + [1] * len(second)
 
 
 @pytest.mark.parametrize("thinking", ["<think>\n\n</think>\n\n", "</think>\n\n"])  # the prompt may have opened it
@@ -572,11 +572,14 @@ def test_a_prefill_is_read_and_not_trained():
         first = await ask(*request.messages, answer("It follows:"))
         before = [*request.messages, answer("It follows:" + text_of(first)), user("And?")]
         last = await ask(*before, answer("So:"))
+        await ask(*before[:2], answer("Or:"))
         return RolloutOutput(response=last, response_token_ids=[each.choices[0].token_ids for each in (first, last)])
 
-    rollout, _ = run(own_run(prefills), "1", "2", "3")
-    assert [turn.trained for turn in rollout.turns] == [False, True, True]
-    record = rollout.records[-1]
+    rollout, llm = run(own_run(prefills), "1", "2", "3", "4")
+    assert [turn.trained for turn in rollout.turns] == [False, True, True, False]
+    assert rollout.turns[1].messages == [user("And?"), answer("So:")]
+    assert llm.asked[3][0] == ids(f"{PROMPT}It follows:2<|im_end|>\n<|im_start|>assistant\n") + ids("Or:")
+    record = rollout.records[1]
     assert record.prompt_ids == ids(PROMPT) + ids("It follows:")
     assert record.completion_ids == ids("2") + END + ids(NEXT.format("And?")) + ids("So:") + ids("3") + END
     assert rollout.environment.outputs[0]["messages"][-1] == answer("So:3")
