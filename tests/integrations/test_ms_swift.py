@@ -51,6 +51,7 @@ from mt_grpo.rollout import StopReason
 from mt_grpo.training.records import trained_records
 
 FIRST, SECOND = "It is 2.", "It is 3."
+MASKS = ["response_token_ids", "response_loss_mask"]
 ASKED = ids(NEXT.format("And 1?"))  # what is read between two turns of `Asks`
 
 
@@ -128,13 +129,19 @@ def test_ids_are_read_as_a_scheduler_gives_them(step, read):
     assert rollout.loss_mask == [1] * len(first) + [0] * len(behind) + [1] * len(second)
 
 
-@pytest.mark.parametrize("step", [waits, waits_by_ids])
-def test_a_message_that_goes_on_behind_an_end_of_turn_is_read_without_it(step):
+def waits_and_asks(self, request, choice, turn):
+    return Asks.step(self, waits(self, request, choice, turn)["infer_request"], choice, turn)
+
+
+@pytest.mark.parametrize(
+    "step, read", [(waits, []), (waits_by_ids, []), (waits_and_asks, ids("<|im_end|>" + NEXT.format("And 1?")))]
+)
+def test_a_message_that_goes_on_behind_an_end_of_turn_is_read_without_it(step, read):
     """The end was sampled and is trained. What goes on does not follow it, so that a record begins."""
     rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
     first, second = trained_records(rollout)
     assert first.prompt_ids == ids(PROMPT) and first.completion_ids == ids(FIRST) + END
-    assert second.prompt_ids == ids(PROMPT) + ids(FIRST) + ids(" Wait:")
+    assert second.prompt_ids == ids(PROMPT) + ids(FIRST) + ids(" Wait:") + read
     assert second.completion_ids == ids(SECOND) + END and second.loss_mask == [1] * len(ids(SECOND) + END)
 
 
@@ -254,18 +261,18 @@ def test_a_schedulers_tags_stay_and_its_ends_of_turn_do_not():
 
 
 @pytest.mark.contract("loss_scale")
-@pytest.mark.parametrize("gives_ids", [False, True])
-def test_last_round_trains_the_last_message_alone(gives_ids):
-    """Ids without a mask leave `loss_scale` its say."""
+@pytest.mark.parametrize("keys, trained", [([], 0), (["response_token_ids"], 0), (MASKS, 1)])
+def test_last_round_trains_the_last_message_alone(keys, trained):
+    """A mask of the scheduler goes before it; ids without one do not."""
 
     def step(self, request, choice, turn):
-        given = {"response_token_ids": choice.token_ids} if gives_ids else {}
-        return {**Asks.step(self, request, choice, turn), **given}
+        given = new_dict_with_ids(self, request, choice, turn)
+        return {key: given[key] for key in ("infer_request", *keys)}
 
     rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2, loss_scale="last_round")
     first, second = ids(FIRST) + END, ids(SECOND) + END
     assert rollout.completion_ids == first + ASKED + second
-    assert rollout.loss_mask == [0] * len(first + ASKED) + [1] * len(second)
+    assert rollout.loss_mask == [trained] * len(first) + [0] * len(ASKED) + [1] * len(second)
 
 
 @pytest.mark.parametrize("thinking", ["<think>\n\n</think>\n\n", "</think>\n\n"])  # the prompt may have opened it
@@ -530,11 +537,13 @@ def test_ids_of_a_message_that_goes_on(first):
         begun = await ask(*request.messages)
         last = await ask(*request.messages, answer(text_of(begun) + " Wait:"))
         a, tip, b = begun.choices[0].token_ids, ids(" Wait:"), last.choices[0].token_ids
-        mask = [1] * len(a) + [0] * len(tip) + [1] * len(b)
+        mask = [1] * len(a) + [int(self.max_turns == 9)] * len(tip) + [1] * len(b)
         return RolloutOutput(response=last, response_token_ids=[a + tip + b], response_loss_mask=[mask])
 
     rollout, _ = run(own_run(goes_on), first, "3")
     assert all(turn.trained and turn.mask is None for turn in rollout.turns)
+    with pytest.raises(SchedulerFailure, match="which the policy did not sample"):
+        run(own_run(goes_on), first, "3", max_turns=9)
 
 
 def test_a_branch_that_cuts_leaves_the_other_responses_whole():
@@ -555,6 +564,25 @@ def test_a_branch_that_cuts_leaves_the_other_responses_whole():
     before = ids(PROMPT) + ids(FIRST) + END + ids(NEXT.format("And?"))
     assert rollout.records[-1].prompt_ids == before + ids("so it is Wait:")
     assert rollout.environment.outputs[0]["messages"][-1] == answer("so it is Wait:3")
+
+
+def test_a_prefill_is_read_and_not_trained():
+    async def prefills(self, ask, request, config):
+        await ask(*request.messages)  # which is no beginning of the next message
+        first = await ask(*request.messages, answer("It follows:"))
+        before = [*request.messages, answer("It follows:" + text_of(first)), user("And?")]
+        last = await ask(*before, answer("So:"))
+        await ask(*before[:2], answer("Or:"))
+        return RolloutOutput(response=last, response_token_ids=[each.choices[0].token_ids for each in (first, last)])
+
+    rollout, llm = run(own_run(prefills), "1", "2", "3", "4")
+    assert [turn.trained for turn in rollout.turns] == [False, True, True, False]
+    assert rollout.turns[1].messages == [user("And?"), answer("So:")]
+    assert llm.asked[3][0] == ids(f"{PROMPT}It follows:2<|im_end|>\n<|im_start|>assistant\n") + ids("Or:")
+    record = rollout.records[1]
+    assert record.prompt_ids == ids(PROMPT) + ids("It follows:")
+    assert record.completion_ids == ids("2") + END + ids(NEXT.format("And?")) + ids("So:") + ids("3") + END
+    assert rollout.environment.outputs[0]["messages"][-1] == answer("So:3")
 
 
 def test_text_behind_one_branch_is_not_read_in_another():
@@ -627,6 +655,9 @@ def test_the_budget_ends_a_conversation():
     assert len(rollout.turns) == len(llm.asked) == 1 and rollout.stop_reason == StopReason.CONTEXT_LENGTH
     (output,) = rollout.environment.outputs  # no method is called for a response that is none
     assert output["messages"] == [user("What?"), answer(FIRST)] and output["rollout_infos"]["num_turns"] == 1
+    goes_on = type("GoesOn", (Asks,), {"on_turn_end": lambda *_: {"done": False}})
+    rollout, _ = run(goes_on, truncated(FIRST), max_turns=9)
+    assert len(rollout.turns) == 1 and rollout.stop_reason == StopReason.MAX_TOKENS
     rollout, _ = run(Asks, FIRST, max_model_calls=4)
     assert len(rollout.turns) == 4 and rollout.stop_reason == StopReason.MAX_TURNS
 

@@ -114,11 +114,12 @@ class SchedulerSession(RolloutSession):
         drops_end = bool(sampled) and sampled[-1] in written.ends and bool(added or not going.said)
         new = list(added)
         if going.said:
-            said = rendered(going.said, calls, self.tokenizer, self.prompt)
-            new += written.suffix_ids(calls, said, [] if added else sampled, context) + prefill
+            texts = rendered(going.said, calls, self.tokenizer, self.prompt)
+            new += written.suffix_ids(calls, texts, [] if added else sampled, context) + prefill
         ids = parent.prompt_ids + (sampled[:-1] if drops_end else sampled) + new
-        in_record = not (parent.is_read or drops_end or prefill)
-        return Reading(messages, tools, stops, most, ids, parent, going.said, added, len(new), in_record)
+        said = going.said + messages[len(base) :]
+        in_record = not (parent.is_read or drops_end)
+        return Reading(messages, tools, stops, most, ids, parent, said, added, len(new), in_record)
 
     async def _respond(self, request: Any, reading: Reading) -> Any:
         number, parent, prompt_ids = self._num_requests, reading.parent, reading.prompt_ids
