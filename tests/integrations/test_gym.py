@@ -116,9 +116,6 @@ def act(name):
     return f"<action>{name}</action>"
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.contract("gymnasium")
 def test_an_episode_of_frozen_lake_by_hand():
     """What is read, token for token, and what each turn is worth."""
@@ -240,9 +237,6 @@ def test_observations_as_text(games):
     assert GymText(game).observation(observation, {}) == '{"city": "北京", "at": [1, 2], "3": [0.333333, 12345.7]}'
 
 
-# --- rewards and ends ------------------------------------------------------------------------------------------------
-
-
 def test_terminated_and_truncated(games):
     """Steps 1 and 2 go on, step 3 is the end; or `most` cuts the episode before."""
     (rollout,), _ = play(steps_game(games), "1", "0", "-1")
@@ -310,9 +304,6 @@ def test_an_environment_is_played_again(games):
         assert [game.get_reward(), game.get_reward(), turn.reward] == [-1.5] * 3  # what it costs is paid once
         assert asyncio.run(game.state_key()) == "Step 1."
     game.close()
-
-
-# --- what a recipe says ----------------------------------------------------------------------------------------------
 
 
 def load(*arguments, recipe=LAKE):

@@ -25,7 +25,7 @@ from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
 from mt_grpo.integrations.verl import paths as verl_paths, search as verl_search
 from mt_grpo.integrations.verl.base import BaseTool
 from mt_grpo.integrations.verl.builtin import Gsm8kTool, score_of
-from mt_grpo.integrations.verl.config import load_interactions, load_tools_config
+from mt_grpo.integrations.verl.config import load_interactions
 from mt_grpo.recipe.checks import check_dataset
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.integrations import load_conversation, load_integration_tools
@@ -148,6 +148,11 @@ NEW = {
     "RETURNED": "ToolResponse(text=str(self.values[instance_id])), 0.5, {}",
 }
 OLD = {"CREATED": "instance_id", "RETURNED": "str(self.values[instance_id]), 0.5, {}"}
+AGENT_LOOP = {
+    **NEW,
+    "start=0, **kwargs": "create_kwargs=None",
+    'start, kwargs.get("create_kwargs")': '(start := create_kwargs["start"]), create_kwargs',
+}
 
 
 def counter(folder, shape=NEW, text=NATIVE, **replaced):
@@ -169,7 +174,7 @@ def all_kwargs(**kwargs):
 
 
 @pytest.mark.contract("BaseTool", "tools_kwargs")
-@pytest.mark.parametrize("shape", [NEW, OLD], ids=["a ToolResponse and a pair", "text and an id"])
+@pytest.mark.parametrize("shape", [NEW, OLD, AGENT_LOOP], ids=["0.6", "0.4", "agent loop"])
 def test_the_life_of_a_tool_and_the_rows_arguments(tmp_path, shape):
     """create, execute, calc_reward, release: each once per conversation but `execute`, with its own arguments."""
     counter(tmp_path, shape)
@@ -186,17 +191,6 @@ def test_the_life_of_a_tool_and_the_rows_arguments(tmp_path, shape):
     assert [turn.observation for turn in rollout.turns] == ["3", "4", None]
     assert [turn.results[0].reward for turn in rollout.turns[:2]] == [0.5, 0.5] and rollout.reward == 0.4
     assert agent_data.tool_rewards == [0.5, 0.5] and agent_data.metrics == {"count": [{}, {}]}
-
-
-def test_arguments_of_create_under_one_name(tmp_path):
-    """verl 0.6 and later pass `create_kwargs=`, earlier ones each by its name."""
-    source = COUNTER.replace("start=0, **kwargs", "create_kwargs=None").replace('kwargs.get("create_kwargs")', "0")
-    source = source.replace('("create", start,', '("create", (start := create_kwargs["start"]),')
-    for name, code in NEW.items():
-        source = source.replace(name, code)
-    write_yaml(tmp_path, NATIVE, source)
-    (rollout,), _ = count(tmp_path, [call("count"), ANSWER], rows=[all_kwargs(create="start")])
-    assert rollout.turns[0].observation == "2"
 
 
 def test_arguments_of_create_from_the_rows_columns(tmp_path):
@@ -359,8 +353,6 @@ def test_function_tools(tmp_path):
     assert [turn.results[0].reward for turn in rollout.turns[:4]] == [None, 0.25, None, None]
 
 
-# -- interactions --
-
 INTERACTION = """
 from verl.interactions.base import BaseInteraction
 
@@ -456,9 +448,6 @@ def test_the_gsm8k_interaction_with_its_yaml(tmp_path, unmodified):
     (talk,) = env.environments.by_name[None].interactions.values()
     assert type(talk).__module__ == ("verl.interactions.gsm8k_interaction" if unmodified else BUILT_IN)
     assert talk._instance_dict == {}
-
-
-# -- what bad input gets, before a model is loaded --
 
 
 BAD_YAML = {
@@ -567,17 +556,10 @@ def test_names_that_clash_are_rejected(tmp_path):
             build(tools_config_file=str(tmp_path / "tools.yaml"))
 
 
-def test_a_number_with_an_exponent(tmp_path):
-    """As OmegaConf reads it."""
-    text = "tools: [{class_name: written_tools.Counter, config: {a: 1e-4, b: 1.5, c: 7}}]"
-    (tool,) = load_tools_config(counter(tmp_path, NEW, text)).values()
-    assert tool.config == {"a": 1e-4, "b": 1.5, "c": 7}
-
-
-@pytest.mark.parametrize(
-    "returned",
-    ["(1, 2, 3, 4)", "('x', float('nan'))", "('x', 'y')", "()", "ToolResponse(text='x', image=[1])", "object()"],
-)
+@pytest.mark.parametrize("returned", [
+    "(1, 2, 3, 4)", "('x', float('nan'))", "('x', 'y')", "()", "ToolResponse(text='x', image=[1])", "object()",
+    "ToolResponse(text='x', video=[1])", "ToolResponse(image=5)",
+])  # fmt: skip
 def test_what_no_tool_returns_is_an_error(tmp_path, returned):
     counter(tmp_path, {**NEW, "RETURNED": returned})
     (rollout,), _ = count(tmp_path, [call("count"), ANSWER])
@@ -615,12 +597,6 @@ def test_images_of_a_tool_by_yaml(tmp_path):
     assert seen.messages[0]["content"] == begin
 
 
-def test_a_video_of_a_tool_is_an_error(tmp_path):
-    env = build(tools_config_file=counter(tmp_path, {**NEW, "RETURNED": "ToolResponse(text='x', video=[1])"}))()
-    rollout, _ = with_vision(env, tmp_path, [call("count"), ANSWER], {})
-    assert rollout.turns[0].observation.startswith("Error: the tool returned a video")
-
-
 @pytest.mark.contract("tools_config_file")
 def test_what_the_model_reads_of_a_tool(tmp_path):
     """Its schema as the file has it, also what verl's classes would drop."""
@@ -628,16 +604,16 @@ def test_what_the_model_reads_of_a_tool(tmp_path):
         "type": "object", "required": ["queries"],
         "properties": {"queries": {"type": "array", "items": {"type": "string"}, "description": "What for."}},
     }}}  # fmt: skip
-    text = f"tools: [{{class_name: written_tools.Counter, tool_schema: {json.dumps(schema)}}}]"
+    text = (
+        f"tools: [{{class_name: written_tools.Counter, config: {{a: 1e-4, b: 7}}, tool_schema: {json.dumps(schema)}}}]"
+    )
     env = build(tools_config_file=counter(tmp_path, NEW, text))()
+    assert env.environments.by_name[None].verl_tools["find"].config == {"a": 1e-4, "b": 7}  # as OmegaConf reads it
     (tool,) = env.environments.tools_of_class({}).values()
     assert tool_schema("find", tool) == schema
     assert describe_tools({"find": tool}) == (
         "find(queries: list[str]) -> str\nFinds.\n\nArgs:\n    queries: What for."
     )
-
-
-# -- search --
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,8 @@ from mt_grpo.rollout import Reply, Rollout, Turn
 class GymEnvironment:
     """An environment that plays one episode of a game. Turn rewards are the steps' rewards, and their sum the outcome.
 
-    INVARIANT: only the game ends an episode. The policy can leave it unfinished with invalid or endless texts.
-    `unfinished_reward` is the price, added to the outcome and to the last turn's reward.
-    If returns are negative and it is 0, the policy learns to leave.
+    INVARIANT: only the game ends an episode. The policy can leave it unfinished with invalid or endless texts, for the
+    price of `unfinished_reward`. If returns are negative and it is 0, the policy learns to leave.
 
     Attributes:
         env: The game (`gymnasium.Env`).
@@ -54,10 +53,7 @@ class GymEnvironment:
         return ("\n" if row.get("prompt") else "") + self.text.rules() + self.shown
 
     def respond(self, rollout: Rollout, turn: Turn) -> Reply:
-        """Take one step. Text without a valid action is answered with an error, and the game does not move.
-
-        A turn that a token limit truncated is not a step: it gets no answer, and the conversation ends.
-        """
+        """Take one step. The game does not move for text without a valid action, nor for a truncated turn."""
         turn.calls, turn.results = [], []  # a game has no tools: what looks like a call is text
         self._last_turn = turn
         if turn.finish_reason == "length":
@@ -98,11 +94,7 @@ class GymEnvironment:
 
 
 def number_of_step(reward: Any) -> float:
-    """The reward of a step, which may be an array of one number. Raises `TypeError` unless it is finite.
-
-    >>> number_of_step(0.5), number_of_step(gymnasium.spaces.Box(1.0, 1.0, (1,)).sample())
-    (0.5, 1.0)
-    """
+    """The reward of a step, which may be an array of one number. Raises `TypeError` unless it is finite."""
     value = reward.item() if getattr(reward, "size", 0) == 1 else reward
     if not is_number(value):
         raise TypeError(f"step returned the reward {reward!r:.100}, expected a finite number")
@@ -122,10 +114,7 @@ def gym_environment(
 
 
 def load_gym_conversation(script_args: Any, args: Any, base: type) -> tuple[type, type[GymEnvironment]]:
-    """(class of conversations, class of environments) of a recipe. An episode is begun once, and takes one step.
-
-    Raises `ValueError` for a recipe that cannot work.
-    """
+    """(class of conversations, class of environments) of a recipe. Raises `ValueError` if no episode can begin."""
     where = "environment: gym"
     check_tool_format(args.tool_format, where)
     if script_args.tools_script is not None:

@@ -36,11 +36,9 @@ class GymIntegration(Integration):
     line = "environment: gym"
 
     def runs(self, script_args: Any) -> bool:
-        """Whether the recipe's environment is a gymnasium game."""
         return script_args.environment == "gym"
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        """The trainer's own, with the game."""
         with needs_packages(self.line, extra="gym"):
             from mt_grpo.integrations.gym.environment import load_gym_conversation
         return load_gym_conversation(script_args, args, base)

@@ -21,12 +21,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 class GymText:
     """Converts one game's observations to text and a turn's text to an action.
 
-    Args:
-        env: The game (`gymnasium.Env`), with its wrappers.
-        actions: Names of the actions of a `Discrete` space, in their order. Empty: actions are JSON.
-
-    Raises:
-        ValueError: The space is not discrete, the number of names is wrong, or names are not distinct.
+    `actions` are the names of the actions of a `Discrete` space, in their order. Without them actions are JSON.
     """
 
     def __init__(self, env: gymnasium.Env, actions: Sequence[str] = ()):
@@ -71,10 +66,7 @@ class GymText:
         return json.dumps(plain(observation), ensure_ascii=False)
 
     def action(self, text: str) -> Any:
-        """Read the action in a turn's text without thinking: its last <action>, or the whole text.
-
-        Raises `ValueError` without a valid action. The policy reads the message.
-        """
+        """The action of a text: its last <action>, or all of it. The policy reads the `ValueError` without one."""
         written, space = tagged(text), self.env.action_space
         try:
             if self.actions:
@@ -106,11 +98,7 @@ def plain(value: Any) -> Any:
 
 
 def from_json(text: str, space: spaces.Space) -> Any:
-    """Parse JSON as a member of a space. Raises `ValueError` or `TypeError` if it does not fit.
-
-    >>> from_json("3", spaces.Discrete(4)), from_json("[1, 0]", spaces.MultiDiscrete([2, 2]))
-    (3, array([1, 0]))
-    """
+    """Parse JSON as a member of a space. Raises `ValueError` or `TypeError` if it does not fit."""
     value = json.loads(text)
     if isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
         array = np.asarray(value)

@@ -43,12 +43,7 @@ class BaseInteraction:
 
 
 class BaseTool:
-    """Base class of tools. One object serves all conversations, each with its own `instance_id`.
-
-    Args:
-        config: The YAML's `config`.
-        tool_schema: The YAML's `tool_schema`. None: that of `get_openai_tool_schema`.
-    """
+    """Base class of tools. One object serves all conversations, each with its own `instance_id`."""
 
     tool_schema: OpenAIFunctionToolSchema | None = None
 

@@ -68,7 +68,6 @@ class Gsm8kTool(BaseTool):
     async def create(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> tuple[str, ToolResponse]:
-        """Begin a conversation."""
         instance_id = instance_id or str(uuid.uuid4())
         if ground_truth is None:
             ground_truth = kwargs.get("create_kwargs", {}).get("ground_truth")
@@ -76,7 +75,6 @@ class Gsm8kTool(BaseTool):
         return instance_id, ToolResponse()
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
-        """Check the argument `answer`."""
         answer, state = str(parameters.get("answer", "")), self._instance_dict[instance_id]
         state["response"] = answer if answer.startswith("#### ") else f"#### {answer}"
         reward = await self.calc_reward(instance_id)
@@ -84,11 +82,9 @@ class Gsm8kTool(BaseTool):
         return ToolResponse(text=f"Current parsed {answer=} {reward=}"), penalty, {}
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
-        """1 if the last answer is right."""
         return score_of(self._instance_dict[instance_id], "flexible")
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget a conversation."""
         del self._instance_dict[instance_id]
 
 
@@ -105,7 +101,6 @@ class SearchTool(BaseTool):
         self.slots = asyncio.Semaphore(config.get("rate_limit", 120))  # requests at the same time, as in verl
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
-        """Search, in a thread."""
         queries = parameters.get("query_list")
         if not queries or not isinstance(queries, list):
             return ToolResponse(text=as_json("Error: query_list is missing, empty, or no list.")), 0.0, {}
@@ -132,7 +127,6 @@ class Gsm8kInteraction(BaseInteraction):
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
-        """Begin a conversation."""
         instance_id = instance_id or str(uuid.uuid4())
         self._instance_dict[instance_id] = {"response": "", "ground_truth": ground_truth, "reward": 0.0}
         return instance_id
@@ -140,7 +134,6 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Check the model's last message."""
         texts = [message.get("content") for message in messages if message.get("role") == "assistant"]
         self._instance_dict[instance_id]["response"] = texts[-1] if texts else ""
         score = await self.calculate_score(instance_id)
@@ -149,9 +142,7 @@ class Gsm8kInteraction(BaseInteraction):
         return False, "Your response is incorrect! You need to reflect on your answer and try again.", score, {}
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
-        """1 if the last answer is right."""
         return score_of(self._instance_dict[instance_id], "strict")
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Forget a conversation."""
         del self._instance_dict[instance_id]

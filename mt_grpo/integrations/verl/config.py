@@ -27,7 +27,7 @@ def named(what: str, expected: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise ValueError(f"{what}: {error_line(error)}.{expected}") from error
+        raise ValueError(f"{what}: {error_line(error).removeprefix('ValueError: ')}.{expected}") from error
 
 
 def load_tools_config(path: str) -> dict[str, Any]:

@@ -110,12 +110,7 @@ def overridden(tool: Any, method: str) -> bool:
 
 
 class VerlEnvironment:
-    """The state of one conversation. `environment_class` makes the class of a recipe, whose methods are the tools.
-
-    Attributes:
-        agent_data: What tools read of the conversation.
-        outcome_rewards: What `calc_reward` of each tool and `calculate_score` of the interaction gave at the end.
-    """
+    """The state of one conversation. `environment_class` makes the class of a recipe, whose methods are the tools."""
 
     verl_tools: dict[str, Any] = {}
     interactions: dict[str, Any] = {}
@@ -124,9 +119,9 @@ class VerlEnvironment:
     keyword_columns = ("tools_kwargs", "interaction_kwargs", "extra_info")
 
     def __init__(self):
-        self.agent_data = AgentData("", {}, {})
+        self.agent_data = AgentData("", {}, {})  # what tools read of the conversation
         self.tool_selection: list[str] | None = None  # None: all
-        self.outcome_rewards: dict[str, float] = {}
+        self.outcome_rewards: dict[str, float] = {}  # by tool or interaction, at the end
         self._ids: dict[str, str] = {}  # by tool: of what `create` made
         self._interaction: Any = None
         self._interaction_id = ""

@@ -41,11 +41,9 @@ class VerlIntegration(Integration):
     keys = VerlKeys
 
     def runs(self, script_args: Any) -> bool:
-        """Whether the recipe has verl's tools, interactions, functions or MCP servers, chosen by `tool_selection`."""
         return any(getattr(script_args, name) for name in (*keys_that(VerlKeys, "opens"), "mcp_config_file"))
 
     def check(self, script_args: Any, runner: Integration | None) -> None:
-        """Raise `ValueError` for a key that has no effect."""
         if runner is not None and runner.line:
             refuse(script_args, VerlKeys)
         if not any((script_args.tools_config_file, script_args.function_tool_path, script_args.mcp_config_file)):
@@ -53,13 +51,11 @@ class VerlIntegration(Integration):
             refuse(script_args, VerlKeys, "tools_config_file, function_tool_path or mcp_config_file", names)
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        """The trainer's own, or a subclass that the recipe names, with verl's environment."""
         from mt_grpo.integrations.verl.conversation import load_verl_conversation
 
         return load_verl_conversation(script_args, base)
 
     def around(self, script_args: Any, conversation: type) -> type:
-        """With `use_inference_chat_template`, the conversation that renders its history anew."""
         if not script_args.use_inference_chat_template:
             return conversation
         if not getattr(conversation, "renders_all", True):
@@ -71,7 +67,6 @@ class VerlIntegration(Integration):
         return type("RenderedConversation", (RenderedConversation, conversation), {})
 
     def tools(self, script_args: Any) -> list[Callable]:
-        """The tools of `function_tool_path`, as functions."""
         if script_args.function_tool_path is None:
             return []
         from mt_grpo.integrations.verl.conversation import load_function_tool_list
