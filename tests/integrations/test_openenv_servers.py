@@ -153,7 +153,9 @@ def test_actions_of_numbers_are_written_as_json():
     rules = f"Answer with <action>...</action>: JSON of {json.dumps(COLUMNS)}.\n"
     assert rollout.prompt_messages[0]["content"] == rules + "Say 1."
     assert [turn.info["action"] for turn in rollout.turns] == [{"column": 1}, None, {"column": 3}]
-    assert [turn.observation for turn in rollout.turns[:2]] == ['{"board": [1]}', f"Error: {rules}Got 'two'"]
+    assert [turn.observation for turn in rollout.turns[:2]] == [
+        '{"board": [1]}', f"Error: Expecting value: line 1 column 1 (char 0)\n{rules.strip()}"
+    ]  # fmt: skip
 
 
 # --- tools -----------------------------------------------------------------------------------------------------------
@@ -296,10 +298,6 @@ def test_servers_that_cannot_be_used_are_named_before_a_model_is_loaded():
         for keys, args in (({}, {"tool_format": "xml"}), ({"tools_script": "tools/calculator.py"}, {})):
             with pytest.raises(ValueError, match=f"({min(args or keys)}).*no tools"):
                 load(served, args=args, **keys)
-    clash = {"name": "reset", "input_schema": {"type": "object"}}
-    step = {"step": lambda self, action: ({"tools": [clash]}, None, False)}
-    with Served(type("Lists", (Adds,), step), CALLS) as served, pytest.raises(ValueError, match="tool 'reset'"):
-        load(served)
 
 
 # --- OpenEnv's own package -------------------------------------------------------------------------------------------

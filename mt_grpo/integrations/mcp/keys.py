@@ -14,6 +14,8 @@ from mt_grpo.recipe.integrations import Integration, needs_packages, refuse
 
 @dataclass
 class McpKeys:
+    """Servers of the Model Context Protocol, whose tools the model has in addition to others."""
+
     mcp_config_file: str | None = key(None, "JSON with mcpServers, whose tools the model has", path=True, opens=True)
     mcp_tools: list[str] | None = key(
         None, "Names of the servers' tools, or server:tool. None: all", needs="the key mcp_config_file"
@@ -21,13 +23,17 @@ class McpKeys:
 
 
 class McpIntegration(Integration):
+    """Adds the tools of servers to conversations of the trainer's own."""
+
     keys = McpKeys
 
     def check(self, script_args: Any, runner: Integration | None) -> None:
+        """Raise `ValueError` if a program runs the conversation."""
         if runner is not None and runner.line:
             refuse(script_args, McpKeys, OWN)
 
     def tools(self, script_args: Any) -> list[Callable]:
+        """The tools of `mcp_config_file`, whose results are truncated to `max_tool_response_length`."""
         if script_args.mcp_config_file is None:
             refuse(script_args, McpKeys)
             return []

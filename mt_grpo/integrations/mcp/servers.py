@@ -33,10 +33,7 @@ class McpToolError(RuntimeError):
 
 
 def read_servers(path: str, key: str) -> dict[str, dict[str, Any]]:
-    """The entries of `mcpServers` of a JSON file by name, with `${NAME}` and `${NAME:-default}` filled in.
-
-    Raises `ValueError`, which names the recipe key `key`, for a file in another form, and for a variable not set.
-    """
+    """The servers of a JSON file by name, with variables filled in. Raises `ValueError`, which names the key."""
 
     def value(found: re.Match) -> str:
         name, has_default, default = found[1].partition(":-")

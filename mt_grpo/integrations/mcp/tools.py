@@ -34,10 +34,7 @@ def start_servers(path: str, key: str) -> list[tuple[McpServer, list[Any]]]:
 
 
 def load_mcp_tools(path: str, selection: list[str] | None, cut: Callable[[str], str]) -> list[Callable]:
-    """The tools of the servers of a JSON file, or those that `selection` names. `cut` truncates the text of results.
-
-    Raises `ValueError`.
-    """
+    """The tools of the servers of a JSON file, or those that `selection` names. Raises `ValueError`."""
     started = start_servers(path, "mcp_config_file")
     offered = [(f"{server.name}:{tool.name}", server, tool) for server, tools in started for tool in tools]
     known = {name for full, _, tool in offered for name in (full, tool.name)}

@@ -141,26 +141,20 @@ class OpenEnvEnvironment:
         """Take one step, or add up the rewards of the turn's calls. A truncated turn is no step, and the last one."""
         reply = Reply(info={"action": None})
         if self.rules is not None:
-            turn.calls, turn.results = [], []  # what looks like a call is text
+            turn.calls, turn.results, turn.state_key = [], [], self._shown  # what looks like a call is text
             if turn.finish_reason == "length":
                 return reply
             try:
-                action = self._action(said(turn))
+                text = said(turn)
+                action = {self.field: text} if self.field is not None else json.loads(tagged(text))
                 observation = await run_on_thread(self.session.ask("step", action), LOOP)
-            except ActionRefused as error:  # nothing moves, and the policy reads why
-                return Reply([{"role": "user", "content": f"Error: {error}"}], info={"action": None})
+            except (ValueError, RecursionError) as error:  # nothing moves, and the policy reads why
+                content = f"Error: {error}" + (f"\n{self.rules.strip()}" if self.rules else "")
+                return Reply([{"role": "user", "content": content}], info={"action": None})
             self._shown, reply.info = shown(observation), {"action": action, "observation": observation}
             reply.messages = [] if self.episode_done else [{"role": "user", "content": self._shown or "{}"}]
         reply.reward, reply.stop = await run_on_thread(self.session.turn_reward(), LOOP), self.episode_done
         return reply
-
-    def _action(self, text: str) -> dict[str, Any]:
-        if self.field is not None:
-            return {self.field: text}
-        with suppress(ValueError, RecursionError):
-            if isinstance(action := json.loads(tagged(text)), dict):
-                return action
-        raise ActionRefused(f"{self.rules}Got {text[:60]!r}")
 
     async def _call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         action = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
@@ -174,14 +168,13 @@ class OpenEnvEnvironment:
         return ToolResult(as_text(result))
 
     async def get_reward(self) -> float:
+        """The sum of the steps' rewards."""
         with suppress(ActionRefused):
             self.state = await run_on_thread(self.session.ask("state"), LOOP)
         return sum(reward for reward in self.step_rewards if reward is not None)
 
-    async def state_key(self) -> str | None:
-        return None if self.rules is None else self._shown  # for `gigpo`
-
     async def close(self) -> None:
+        """End the session."""
         await run_on_thread(self.session.close(), LOOP)
 
     conversation_over = close  # another conversation may wait for its place
@@ -236,8 +229,6 @@ def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnviron
         settings["field"] = needed[0] if is_text else None
         settings["rules"] = "" if is_text else f"Answer with <action>...</action>: JSON of {json.dumps(action)}.\n"
     for tool in tools or []:
-        if hasattr(OpenEnvEnvironment, tool["name"]):
-            raise ValueError(f"openenv_url: {urls[0]} has a tool {tool['name']!r}, a name that the trainer uses.")
         parameters = {"type": "object", "properties": {}, **(tool.get("input_schema") or {})}
         schema = {"description": tool.get("description") or tool["name"], "parameters": parameters}
         settings[tool["name"]] = as_method(tool["name"], schema, OpenEnvEnvironment._call)

@@ -11,6 +11,8 @@ from mt_grpo.recipe.integrations import Integration
 
 @dataclass
 class OpenEnvKeys:
+    """An environment on OpenEnv servers, with `environment: openenv`."""
+
     openenv_url: list[str] | str | None = key(
         None, "OpenEnv server's address, or a list", needs="the line environment: openenv", opens=True, trained=False
     )
@@ -20,12 +22,16 @@ class OpenEnvKeys:
 
 
 class OpenEnvIntegration(Integration):
+    """The trainer's own conversations, each with a session of a server as its environment."""
+
     keys, line = OpenEnvKeys, "environment: openenv"
 
     def runs(self, script_args: Any) -> bool:
+        """Whether the recipe's environment is on an OpenEnv server."""
         return script_args.environment == "openenv"
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """The trainer's own class, and a class of environments."""
         from mt_grpo.integrations.openenv.environment import load_openenv_environment
 
         return base, load_openenv_environment(script_args, args)

@@ -16,16 +16,17 @@ class MCPBaseTool(BaseTool):
     """A tool that a server runs. A subclass may override `_parse_tool_result`."""
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **kwargs: Any) -> tuple[Any, float, dict]:
+        """Ask the server. Raises what it says of a call that failed."""
         text, metrics = await ask_server(self, instance_id, parameters)
         return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: list) -> tuple[str, dict[str, Any]]:
-        from mt_grpo.integrations.mcp.tools import content_text
-
-        return " ".join(content_text(part) for part in content), {}
+        return " ".join(getattr(part, "text", f"[{part.type}: not shown]") for part in content), {}
 
 
-class MCPSearchTool(MCPBaseTool):  # answers are JSON with `query` and `results`, and the model reads the results
+class MCPSearchTool(MCPBaseTool):
+    """A search whose answers are JSON with `query` and `results`. The model reads the results."""
+
     def _parse_tool_result(self, content: list) -> tuple[str, dict[str, Any]]:
         texts, queries, total = [], [], 0
         for part in filter(lambda part: part.type == "text", content):
