@@ -115,10 +115,10 @@ from mt_grpo.recipe.checks import (
     warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.integrations import load_conversation, load_integration_tools, with_integrations
+from mt_grpo.recipe.integrations import load_conversation, load_recipe_tools, with_integrations
 from mt_grpo.recipe.keys import ModelKeys, ServerAndLogKeys, check_choices, check_mappings, check_ranges, make_absolute
 from mt_grpo.recipe.parse import parse_recipe
-from mt_grpo.recipe.plugins import load_rewards, load_state_key, load_tools
+from mt_grpo.recipe.plugins import load_rewards, load_state_key
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, warnings_of
 from mt_grpo.reports.last_lines import say_last_lines
 from mt_grpo.reports.metrics import (
@@ -1287,19 +1287,19 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         self.resume_from_checkpoint = checkpoint_of_all_ranks(self.resume_from_checkpoint, self.output_dir)
 
 
-def recipe_classes() -> tuple[type, type, type]:
+def recipe_classes() -> tuple:
     """The dataclasses of the settings: every recipe key, those of integrations too, is a field of one of them."""
     return with_integrations(MTGRPOScriptArguments), MTGRPOConfig, ModelKeys
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelKeys]:
-    """Recipe (`--config x.yaml`) and command line (`--max_steps 5`, which wins) to checked settings, or `ValueError`."""
+    """Recipe (`--config x.yaml`) and command line (which wins) to checked dataclasses. Raises `ValueError`."""
     return parse_recipe(argv, recipe_classes())
 
 
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelKeys) -> MTGRPOEnvTrainer:
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
-    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
+    tools = load_recipe_tools(script_args, args)
     tokenizer = load_tokenizer(model_args, args.trust_remote_code)
     env = build_env(script_args, args, tools, tokenizer)
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments)

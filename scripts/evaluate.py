@@ -60,8 +60,8 @@ from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.recipe.checks import check_context, check_images, check_tokenizer, model_error
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
-from mt_grpo.recipe.integrations import load_integration_tools
-from mt_grpo.recipe.plugins import load_rewards, load_tools
+from mt_grpo.recipe.integrations import load_recipe_tools
+from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.recipe.refusals import check_generation_kwargs
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import ModelScores, ServerScores, asked_of
@@ -212,7 +212,7 @@ def evaluate(
     """
     started = time.perf_counter()
     script_args, args, model_args = load_recipe(recipe) if isinstance(recipe, str) else recipe
-    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
+    tools = load_recipe_tools(script_args, args)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
     served = isinstance(model, mt.VLLMServerClient)
     name = model if isinstance(model, str) else model.model_card["id"] if served else model.config._name_or_path

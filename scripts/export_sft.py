@@ -57,8 +57,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.conversation.prompt_examples import behind_system
 from mt_grpo.conversation.tools.signature import tool_schema
-from mt_grpo.recipe.integrations import load_integration_tools
-from mt_grpo.recipe.plugins import load_tools
+from mt_grpo.recipe.integrations import load_recipe_tools
 from mt_grpo.reports.rollout_log import read_rollouts
 
 CUT_OFF = ("max_tokens", "context_length", "max_turns")  # stop reasons: the conversation has no end of its own
@@ -129,7 +128,7 @@ class RecipeOfRun:
 
     def __init__(self, path: str, without_examples: bool):
         script_args, args, model_args = load_recipe(path)
-        tools = load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
+        tools = load_recipe_tools(script_args, args)
         self.tokenizer = mt.load_tokenizer(model_args, args.trust_remote_code)
         self.env = mt.build_env(script_args, args, tools, self.tokenizer)
         # In the format xml the system prompt tells of the tools. A chat template would tell of them again, otherwise.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from mt_grpo.recipe.keys import default_of
-from mt_grpo.recipe.plugins import load_environment
+from mt_grpo.recipe.plugins import load_environment, load_tools
 
 # FORK: an integration of your own needs no line here. Its package has an entry point of the group
 # `mt_grpo.integrations`, which names its subclass of `Integration` (docs/forking.md).
@@ -177,6 +177,11 @@ def choose_conversation(script_args: Any, args: Any, base: type) -> tuple[type, 
     return load_environment(script_args.environment, script_args.tools_script, base)
 
 
+def load_recipe_tools(script_args: Any, args: Any) -> list[Callable]:
+    """The tools of a recipe: those of `tools_script`, and those of integrations. Raises `ValueError`."""
+    return load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
+
+
 def load_integration_tools(script_args: Any) -> list[Callable]:
-    """The tools of a recipe's integrations, in addition to those of `tools_script`. Raises `ValueError`."""
+    """The tools of a recipe's integrations. Raises `ValueError`."""
     return [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]

@@ -43,9 +43,9 @@ from mt_grpo.recipe.checks import (
     why_text,
 )
 from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.integrations import load_integration_tools
+from mt_grpo.recipe.integrations import load_recipe_tools
 from mt_grpo.recipe.parse import read_recipe
-from mt_grpo.recipe.plugins import load_rewards, load_tools
+from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
 from mt_grpo.training.rewards import weights_of
 
@@ -154,7 +154,7 @@ def server_context(
         ValueError: tools, rewards or data that do not load, prompts too long for the model, or too few of them for a
             batch of all processes, which `whole` has.
     """
-    tools = load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
+    tools = load_recipe_tools(script_args, args)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
     weights_of(turn_funcs, args.turn_reward_weights, "turn")
     weights_of(outcome_funcs, args.outcome_reward_weights, "outcome")
