@@ -9,12 +9,12 @@ import sys
 
 import openai
 import pytest
+import test_agents
 import vision_model
 from PIL import Image
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.pictures import pictures_in, uri_or_str
 from mt_grpo.base.rows import Rows
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
@@ -52,25 +52,7 @@ class Scripted:
 
 def run(agent, tokenizer, *turns, row=None):
     """(the rollout, the policy) of one agent with a scripted policy."""
-    program = agent if isinstance(agent, CommandAgent) else FunctionAgent(agent)
-    cls = agent_conversation(mt.MultiTurnToolEnv, program, 20.0, 8)
-    env = cls([], None, environment=agent_environment(program), tokenizer=tokenizer, tool_format="hermes",
-              max_completion_length=400)  # fmt: skip
-    llm, row = Scripted(tokenizer, *turns), row or {}
-    llm.env = env
-    (rollout,) = env.start([row.get("prompt") or []], rows=[row])
-    try:
-        run_async(env.converse(rollout, llm, {"temperature": 1.0}))
-    finally:
-        for server, _ in env._servers.values():
-            run_async(server.stop())
-    env.close([rollout])
-    for record in rollout.records if rollout.turns else []:
-        read = list(record.prompt_ids)
-        for turn in record.turns:
-            assert (read, turn.token_ids) in llm.asked
-            read = read + turn.token_ids + turn.observation_ids
-    return rollout, llm
+    return test_agents.run(agent, llm=Scripted(tokenizer, *turns), tokenizer=tokenizer, row=row)
 
 
 def as_bytes(image, kind="PNG", **options):
