@@ -422,18 +422,8 @@ def test_streams(monkeypatch, seconds):
 
     rollout, _ = run(agent, f"Now.\n{CALL}", "It is 2.", CALL, seconds=seconds)
     assert rollout.error is None and rollout.reward == 1.0 and len(rollout.turns) == 3
-
-
-def test_an_error_inside_a_stream(monkeypatch):
-    monkeypatch.setattr(agent_server, "KEEP_ALIVE_SECONDS", 0.05)
-
-    async def agent(row, client):
-        with pytest.raises(openai.APIError, match="server failed: gone"):
-            async for _ in await client.chat.completions.create(model="policy", messages=[user("a")], stream=True):
-                pass
-
     with pytest.raises(mt.ServerError, match="gone"):
-        run(agent, mt.ServerError("gone"), seconds=0.2)
+        run(agent, mt.ServerError("gone"), seconds=seconds)  # no failure of the agent, which is told
 
 
 # -- retries and disconnects --
