@@ -71,7 +71,7 @@ BODY = {"model": "policy", "max_tokens": 50, "messages": [user("a")]}
 # -- token for token --
 
 
-@pytest.mark.contract("Anthropic API", "token for token")
+@pytest.mark.contract("Anthropic API", "token for token", "agent by function")
 @pytest.mark.program("anthropic")
 def test_a_loop_of_two_calls_token_for_token():
     """Without async. Thinking, text and calls come back as blocks, and as the client gives them."""

@@ -6,64 +6,23 @@ import random
 
 import httpx
 import pytest
-from test_agents import ADD, CALL, run
+from test_agent_prompts import CALL as CHAT_CALL, REQUESTS
+from test_agents import ADD, CALL, run, user
+from test_anthropic import call
+from test_responses import CALLED
 
-FLAT = {"type": "function", **ADD["function"]}
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
 
 
-def user(content):
-    return {"role": "user", "content": content}
-
-
-CHAT_CALL = {"id": "call_00000000", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-ITEM_CALL = {"type": "function_call", "call_id": "call_00000000", "name": "add", "arguments": '{"a": 1}'}
-BLOCK_CALL = {"type": "tool_use", "id": "toolu_00000000", "name": "add", "input": {"a": 1}}
 GOOD = {
-    "chat/completions": [
-        {"model": "policy", "messages": [user("a")], "stream": True, "stream_options": {"include_usage": True}},
-        {"model": "policy", "messages": [user([{"type": "text", "text": "a"}])], "tools": [ADD], "n": 2},
-        {"model": "policy-frozen", "tools": [ADD], "tool_choice": "auto", "stop": ["END"], "max_tokens": 5,
-         "messages": [
-            {"role": "system", "content": "Be brief."}, user("a"),
-            {"role": "assistant", "content": None, "tool_calls": [CHAT_CALL], "reasoning_content": "Hm."},
-            {"role": "tool", "tool_call_id": "call_00000000", "content": "2"}]},
-    ],
-    "responses": [
-        {"model": "policy", "input": "a", "stream": True, "instructions": "Be brief.", "store": False},
-        {"model": "policy", "input": [user([{"type": "input_text", "text": "a"}])],
-         "text": {"format": {"type": "text"}}, "include": ["reasoning.encrypted_content"],
-         "reasoning": {"summary": "auto"}, "tools": [
-             FLAT, {"type": "namespace", "name": "sums", "description": "", "tools": [FLAT]}, {"type": "web_search"},
-             {"type": "custom", "name": "shell", "description": "Run.", "format": {"type": "text"}}]},
-        {"model": "policy-frozen", "max_output_tokens": 5, "tools": [FLAT], "input": [
-            {"type": "message", "id": "msg_x_0", "role": "developer", "content": "Be brief."}, user("a"),
-            {"type": "reasoning", "id": "rs_x_0", "summary": [{"type": "summary_text", "text": "Hm."}], "content": []},
-            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "b"}]}, ITEM_CALL,
-            {"type": "function_call_output", "call_id": "call_00000000", "output": "2"},
-            {"type": "custom_tool_call", "call_id": "c", "name": "shell", "input": "ls"},
-            {"type": "custom_tool_call_output", "call_id": "c", "output": [{"type": "input_text", "text": "2"}]}]},
-    ],
-    "messages": [
-        {"model": "policy", "max_tokens": 5, "messages": [user("a")], "stream": True, "system": "Be brief."},
-        {"model": "policy", "max_tokens": 5, "messages": [user([{"type": "text", "text": "a"}])],
-         "stop_sequences": ["E"],
-         "tools": [{"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}]},
-        {"model": "policy-frozen", "max_tokens": 5, "system": [{"type": "text", "text": "S."}],
-         "tool_choice": {"type": "auto"}, "thinking": {"type": "enabled", "budget_tokens": 9}, "messages": [
-             user("a"), {"role": "assistant", "content": [
-                 {"type": "thinking", "thinking": "Hm.", "signature": "policy-x-0"}, {"type": "text", "text": "b"},
-                 BLOCK_CALL]},
-             user([{"type": "tool_result", "tool_use_id": "toolu_00000000", "content": "2", "is_error": False}])]},
-    ],
-}  # fmt: skip
+    name: [{"model": "policy", "max_tokens": 5, **body} for body in bodies.values()]
+    for name, bodies in REQUESTS.items()
+}
 JUNK = [
-    None, True, False, 0, -1, 1.5, 1e308, float("nan"), 10**30, "", " ", "a", "\ud800", "\x00", "<|im_end|>",
-    "x" * 5000,
+    None, True, False, 0, -1, 1.5, 1e308, float("nan"), 10**30, "", " ", "a", "\ud800", "\x00", "<|im_end|>", "x" * 99,
     "policy", "gpt-4", [], {}, [None], [[]], [{}], {"type": None}, {"type": "text"}, {"type": []}, {"": {}},
     {"type": "text", "text": 3}, {"role": "user"}, {"role": "tool", "content": "2"}, user("a"), user({}), CHAT_CALL,
-    ADD,
-    ITEM_CALL, BLOCK_CALL, {"type": "function"}, {"type": "function", "name": "add", "parameters": []},
+    ADD, CALLED, call(a=1), {"type": "function"}, {"type": "function", "name": "add", "parameters": []},
     {"type": "function", "function": {"name": "add", "parameters": {"properties": []}}}, {"type": "namespace"},
     {"type": "item_reference", "id": "msg_0123abcd_0"}, {"type": "item_reference"}, {"id": "rs_0123abcd_0"},
     {"type": "image_url", "image_url": {"url": IMAGE}}, {"type": "input_image", "image_url": IMAGE},
@@ -75,6 +34,7 @@ JUNK = [
 FURTHER = [
     "logprobs", "previous_response_id", "conversation", "background", "n", "stop", "tool_choice", "system", "tools",
     "chat_template_kwargs", "response_format", "thinking", "mcp_servers", "text", "include", "metadata", "max_tokens",
+    "stream",
 ]  # fmt: skip
 
 
@@ -128,7 +88,7 @@ def error_of(answer, name):
 
 @pytest.mark.parametrize("name", GOOD)
 def test_no_request_ends_a_run(name):
-    """Of two hundred, which are the same each time; between them good ones are answered."""
+    """Of two hundred, which are the same each time; between them a good one is answered."""
     rng, seen, said = random.Random(name), [], set()
 
     async def agent(row, client):
@@ -141,32 +101,13 @@ def test_no_request_ends_a_run(name):
                 assert answer.status_code == 200 or 400 <= answer.status_code < 500, (answer.text, content[:2000])
                 if answer.status_code != 200:
                     said.add(error_of(answer, name))
-                if k % 50 == 49:
-                    for body in GOOD[name]:
-                        answer = await http.post(f"{client.base_url}{name}", json=body)
-                        assert answer.status_code == 200, answer.text
+                if k % 20 == 19:
+                    answer = await http.post(f"{client.base_url}{name}", json=rng.choice(GOOD[name]))
+                    assert answer.status_code == 200, answer.text
         return 1.0
 
     limits = {"max_model_calls": 9999, "max_completion_length": 999_999, "timeout": 300.0}
     rollout, llm = run(agent, f"<think>Hm.</think>{CALL}", **limits)
     assert rollout.error is None and rollout.reward == 1.0, rollout.error
     assert len(seen) == 200 and 20 < seen.count(200) < 150 and len(said) > 40, (seen.count(200), len(said))
-    assert len(rollout.turns) == len(llm.asked) >= seen.count(200) + 12
-
-
-@pytest.mark.parametrize("name", GOOD)
-def test_what_is_nested_too_deeply_is_refused_at_any_depth(name):
-    """Also just below the depth that Python reads."""
-
-    async def agent(row, client):
-        headers = {"Authorization": f"Bearer {client.api_key}"}
-        async with httpx.AsyncClient(trust_env=False, headers=headers, timeout=60) as http:
-            for depth in (190, 250, *range(700, 1000, 20), 5000, 100_000):
-                deep = b'{"a":' * depth + b"1" + b"}" * depth
-                content = json.dumps({**GOOD[name][0], "metadata": "DEEP"}).encode().replace(b'"DEEP"', deep)
-                answer = await http.post(f"{client.base_url}{name}", content=content)
-                assert answer.status_code == (200 if depth == 190 else 400), (depth, answer.text)
-        return 1.0
-
-    rollout, _ = run(agent, "1", timeout=300.0)
-    assert rollout.error is None and rollout.reward == 1.0, rollout.error
+    assert len(rollout.turns) == len(llm.asked) >= seen.count(200) + 10
