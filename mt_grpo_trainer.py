@@ -1158,7 +1158,7 @@ class VLLMServerClient(ServerConnection):
         payload = {
             **sampling_defaults(), "stop": list(CLOSING_TAGS), "include_stop_str_in_output": True, **self.salt(),
             **(sampling_params or {}), "model": self.asked_model, "prompt": prompt_ids, "max_tokens": max_tokens,
-            "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False,
+            "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False
         }  # fmt: skip
         return await self.sample(payload, self.vocab_size)
 

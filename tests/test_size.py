@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1372,
-    "core": 23562,
-    "core modules": 102,
+    "script": 1371,
+    "core": 23069,
+    "core modules": 88,
     "modules that the script imports": 53,
-    "script and package": 35385,
-    "scripts": 11323,
-    "tools and rewards": 3173,
-    "tests": 57415,
+    "script and package": 30818,
+    "scripts": 11321,
+    "tools and rewards": 3164,
+    "tests": 50491,
     "docs": 5730,
-    "recipes": 3019,
+    "recipes": 2981,
     "root": 434,
     "results, bytes": 108823,
-    "data, bytes": 2181330,
-    "own recipe keys": 80,
-    "fmt: skip and fmt: off": 848,
-    "public names without a docstring": 108,
+    "data, bytes": 2181240,
+    "own recipe keys": 69,
+    "fmt: skip and fmt: off": 733,
+    "public names without a docstring": 97,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.

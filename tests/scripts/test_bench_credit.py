@@ -89,18 +89,6 @@ def test_a_task_has_as_many_seeds_as_it_says(folders):
     assert "| `gain` | 0.90 ± 0.00 | 0.90 0.90 0.90 | - |" in text
 
 
-def test_a_task_with_the_rate_of_its_recipe_says_how_rewards_are_scaled(folders):
-    write([row(m, seed, 0.9, task="encyclopedia") for m in ("mt_grpo", "turn_return") for seed in range(5)])
-    bench.report()
-    text = bench.PAGE.read_text()
-    assert (
-        "**(d) search in an encyclopedia, one and two hops**: 40 steps of 64 rollouts, 256 held-out problems" in text
-    )
-    head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert {line.count("|") for line in (head, rule, *rows)} == {11}
-    assert "| `mt_grpo` | `group` | 0.90 ± 0.00 |" in rows[0] and "| `turn_return` | `none` | 0.90" in rows[1]
-
-
 def test_the_digest_of_a_task_has_its_data(monkeypatch):
     before, read, read_bytes = dict(os.environ), [], Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or read_bytes(path))
@@ -112,18 +100,6 @@ def test_the_digest_of_a_task_has_its_data(monkeypatch):
     assert {"corpus.jsonl", "train.jsonl", "test.jsonl", "wiki_search.py", "model.safetensors", "rewards.py"} <= {
         *read
     }
-
-
-def test_results_stay_where_their_runs_are_gone(folders):
-    rows = [row("gain", seed, 0.9, task="hops") for seed in range(3)]
-    write(rows)
-    bench.report()
-    for each in rows:
-        (bench.RUNS / f"{bench.name_of(each)}.json").unlink()
-    write([row("outcome", seed, 0.8, task="hops") for seed in range(3)])
-    bench.report()
-    text = bench.PAGE.read_text()
-    assert "| `outcome` | 0.80 ± 0.00 |" in text and "| `gain` | 0.90 ± 0.00 |" in text
 
 
 JOB = {"task": "chain", "method": "turn_return", "learning_rate": 3e-4, "seed": 3, "steps": 1}
@@ -140,19 +116,6 @@ def test_a_run_is_kept_and_not_run_again(folders, warm_processes, monkeypatch, c
     assert 0 <= kept["exact_match"] < 0.5 and 1 < kept["mean_turns"] <= 6 and 0.5 < kept["tool_executed"] <= 1
     monkeypatch.setattr(bench.multiprocessing, "get_context", None)
     bench.run_all([JOB], 1)
-
-
-def test_two_benchmarks_do_not_share_a_folder(folders):
-    with open(bench.RUNS / "lock", "w") as lock:
-        bench.fcntl.flock(lock, bench.fcntl.LOCK_EX)
-        with pytest.raises(SystemExit, match="another benchmark is writing"):
-            bench.run_all([JOB], 1)
-
-
-def test_a_run_that_fails_ends_the_benchmark_with_its_name(folders, warm_processes):
-    with pytest.raises(RuntimeError, match="chain-nonsense-lr0.0003-steps1-seed3 failed: ValueError.*credit_a"):
-        bench.run_all([JOB | {"method": "nonsense"}], 1)
-    assert list(bench.RUNS.glob("*.json")) == []
 
 
 def test_the_page_has_the_table_of_the_results_file():

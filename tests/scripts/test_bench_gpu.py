@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from contextlib import ExitStack
 
 import pytest
 from bench import gpu as bench
@@ -110,17 +109,6 @@ def test_rows_that_share_nothing_are_not_measured_as_shared_ones(tmp_path):
         bench.train_canned(
             "ours", shape, str(tmp_path), bench.meter(), use_cpu=True, max_steps=1, pad_to_multiple_of=8
         )
-
-
-def test_a_server_that_does_not_start_is_a_case_that_failed(monkeypatch, tmp_path):
-    class Fails(ExitStack):
-        def __enter__(self):
-            raise RuntimeError("The vLLM server ended while it started")
-
-    monkeypatch.setattr(bench, "make_server", lambda *args: Fails())
-    options = argparse.Namespace(steps=1, tokens=8, rollouts=8, share=0.3, tiny=True, shapes=None)
-    row = bench.measure("server, disk", tmp_path, options, [], tmp_path)
-    assert row == {"error": "The vLLM server ended while it started"}
 
 
 @pytest.mark.slow

@@ -92,18 +92,6 @@ def test_methods_are_compared_in_pairs_of_seeds(results):
     assert "minus" not in bench.section(results)
 
 
-def test_of_one_seed_there_is_no_interval_and_a_resumed_run_has_no_time(results):
-    results["runs"] = [run("mt_grpo", 0, 0.3), run("mt_grpo", 1, 0.3, resumed=True)]
-    assert "in 10 minutes" in bench.section(results)
-    results["runs"] = results["runs"][1:]
-    assert "3 steps of 32 rollouts (resumed, so not timed), 3,000 tokens" in bench.section(results)
-    results["runs"] = [run("mt_grpo", 0, 0.3)]
-    results["runs"].append(run("mt_grpo", 1, 0.6))
-    assert "| exact match | 0.00 | 0.30, 0.60 |" in bench.section(results)  # two have no interval worth the name
-    results["runs"].pop()
-    assert "| exact match | 0.00 | 0.30 |" in bench.section(results) and "`mt_grpo`: seed 0." in bench.section(results)
-
-
 def test_further_runs_stand_behind_the_studys_own_of_their_seed(results):
     """Other settings have rows of their own, and no column: the table above is of the study's methods."""
     results["runs"] += [run("mt_grpo,beta=1", 0, 0.1), run("mt_grpo,beta=1", 0, 0.8, steps=9)]
@@ -148,58 +136,6 @@ def test_finished_runs_are_not_run_again(study):
         ("outcome", 0), ("outcome", 1), ("outcome", 2), ("mt_grpo", 0), ("mt_grpo", 1), ("mt_grpo", 2)
     ]  # fmt: skip
     assert "| exact match | 0.00 | 0.40 ± 0.50" in (study / "p.md").read_text() and (study / "p.png").is_file()
-
-
-def test_a_longer_run_is_in_the_report_and_stays_where_its_file_is_gone(study, results):
-    pytest.importorskip("matplotlib")
-    path = study / "mt_grpo-steps9-seed1.json"
-    path.write_text(json.dumps(raw("mt_grpo", 1, 0.7, steps=9)))
-    for _ in range(2):
-        bench.main(["--seeds", "0", "--steps", "3"])
-        kept = json.loads((study / "r.json").read_text())
-        assert sorted(each["steps"] for each in kept["runs"]) == [3] * 6 + [9]
-        assert "| `mt_grpo`, 1 | 9 | 0.25 / 0.25 | 0.70 / 0.80 |" in (study / "p.md").read_text()
-        path.unlink(missing_ok=True)
-
-
-def test_what_the_report_had_stays(study, results):
-    """Runs of another machine or of a folder that is gone, and none twice."""
-    pytest.importorskip("matplotlib")
-    others = [run("mt_grpo", 3, 0.8), run("mt_grpo", 0, 0.9)]
-    (study / "r.json").write_text(json.dumps({**results, "runs": others}))
-    bench.main(["--seeds", "0", "--steps", "3"])
-    kept = json.loads((study / "r.json").read_text())["runs"]
-    exact = {(each["method"], each["seed"]): each["after"]["sampled"]["exact match"] for each in kept}
-    assert len(kept) == len(exact) == 7
-    assert (exact["mt_grpo", 3], exact["mt_grpo", 0]) == pytest.approx((0.8, 0.3))
-
-
-def test_a_report_of_another_recipe_is_not_lost(study, results, monkeypatch):
-    """It ends before anything is run."""
-    (study / "r.json").write_text(json.dumps({**results, "runs": [run("mt_grpo", 2, 0.7, inputs="another")]}))
-    monkeypatch.setattr(bench, "run", lambda *_: pytest.fail("a run began"))
-    with pytest.raises(SystemExit, match="which a report of digest made up would lose"):
-        bench.main(["--seeds", "0", "--steps", "3"])
-
-
-def test_only_printed_are_the_runs_of_this_machine(study, results, capsys):
-    (study / "r.json").write_text(json.dumps({**results, "runs": [run("mt_grpo", 3, 0.7)]}))
-    page = (study / "p.md").read_text()
-    bench.main(["--seeds", "0", "--steps", "3", "--only_print"])
-    assert "`mt_grpo`: seeds 0, 1, 2." in capsys.readouterr().out
-    assert (study / "p.md").read_text() == page and not (study / "p.png").exists()
-    assert [each["seed"] for each in json.loads((study / "r.json").read_text())["runs"]] == [3]
-
-
-def test_results_of_another_recipe_are_refused(study, monkeypatch):
-    """Also the folder of a run that was stopped: its checkpoints are of that recipe."""
-    monkeypatch.setattr(bench, "inputs", lambda: "another")
-    with pytest.raises(SystemExit, match="before.json was made with another recipe.*digest made up, expected another"):
-        bench.before()
-    (study / "mt_grpo-steps3-seed7").mkdir()
-    (study / "mt_grpo-steps3-seed7/inputs.json").write_text('{"inputs": "made up"}')
-    with pytest.raises(SystemExit, match="inputs.json was made with another recipe"):
-        bench.run("mt_grpo", 7, 3)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -308,35 +244,6 @@ def test_the_perplexity_is_of_each_token_behind_the_first(tmp_path, monkeypatch)
     both, first = bench.perplexities(model, [texts, texts[:1]])
     assert both == pytest.approx(expected, rel=1e-4) and first != both
     assert len(bench.elsewhere()) == 20 and all(0 < len(text) <= 1000 for text in bench.elsewhere())
-
-
-def test_what_is_said_cannot_end_its_block(results):
-    said = {"role": "assistant", "content": "```` <answer>"}
-    results["runs"][-1]["after"]["conversations"] = [{**CONVERSATION, "messages": [said]}]
-    assert "\n`````\nassistant  ```` <answer>\n" in bench.section(results)
-
-
-def test_texts_for_people_change_no_result(tmp_path):
-    """Comments and docstrings may be mended behind a run; anything else is another recipe or reward.
-
-    The docstring of a tool is the model's to read.
-    """
-    code, recipe = tmp_path / "reward.py", tmp_path / "recipe.yaml"
-    code.write_text('"""Says this."""\n\n\ndef f(x):\n    """One."""\n    return x  # as it is\n')
-    recipe.write_text("# one\nbeta: 0.0\n")
-    before = [bench.meaning(path) for path in (code, recipe)]
-    code.write_text('"""Says that."""\ndef f(x):\n    """Two."""\n    return x\n')
-    recipe.write_text("beta: 0.0 # none\n")
-    assert [bench.meaning(path) for path in (code, recipe)] == before
-    code.write_text("def f(x):\n    return -x\n")
-    recipe.write_text("beta: 0.1\n")
-    assert all(bench.meaning(path) != was for path, was in zip((code, recipe), before))
-    (tmp_path / "tools").mkdir()
-    tool = tmp_path / "tools/tool.py"
-    tool.write_text('def f(x):\n    """One."""\n    return x\n')
-    one = bench.meaning(tool)
-    tool.write_text('def f(x):\n    """Two."""\n    return x\n')
-    assert bench.meaning(tool) != one
 
 
 @pytest.mark.timeout(120)

@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -104,14 +102,6 @@ def test_a_replayed_request_samples_exactly_as_many_tokens():
     assert body["prompt"] == [1, 2] and "stop" not in body
 
 
-def test_the_plan():
-    full, short = bench.plan(short=False), bench.plan(short=True)
-    assert {(c.conversations, c.wait) for c in full} == {(c.conversations, c.wait) for c in short}
-    assert len(full) == 9 and min(c.repetitions for c in full) >= 3
-    assert [c.conversations for c in full] == sorted(c.conversations for c in full)
-    assert {(c.conversations, c.wait): c.lockstep for c in full if c.wait == 1.0}[256, 1.0] == 1
-
-
 def row(shape, seconds, repetition=0, conversations=256, wait=0.2, **further):
     return {
         "shape": shape, "conversations": conversations, "wait": wait, "tokens": 8000, "seconds": seconds,
@@ -152,19 +142,3 @@ def test_the_report_by_hand(tmp_path, monkeypatch):
 
 def test_the_headline():
     assert bench.headline(results()["runs"]) == "reference 0.90, lockstep 9.0x"
-
-
-def test_the_peak_of_memory():
-    # A new process, since not every kernel lets a process reset its peak: what it holds then is near its peak.
-    program = """if True:
-        from bench.common import peak_memory, start_of_peak
-        start_of_peak()
-        before = peak_memory()
-        block = bytearray(256 << 20)
-        block[:: 1 << 12] = b"x" * len(range(0, len(block), 1 << 12))
-        print((peak_memory() - before) / 2**20)
-    """
-    command, cwd = [sys.executable, "-c", program], bench.common.ROOT / "scripts"
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert 150 < float(done.stdout) < 270

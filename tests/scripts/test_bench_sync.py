@@ -1,14 +1,9 @@
 """The sync benchmark: its numbers from hand-written pushes, its report, its plain files; no server."""
 
-import json
-import os
-import subprocess
 
 import pytest
-import torch
-import warm_python
 from bench import sync as bench
-from bench.common import ROOT, markers
+from bench.common import markers
 
 BEGIN, END = markers("sync")
 MODEL = {"parameters": 250_000_000, "tensors": 3, "bytes": 1_000_000_000}
@@ -69,60 +64,3 @@ def test_the_report_replaces_the_section(folder):
     )
     assert "here 2.0 GB/s written and 4.0 GB/s read" in text  # of the largest push
     assert "2 cores of Abacus" in text and "median of 3 " in text and "old" not in text
-
-
-@pytest.mark.parametrize("num_bytes", [1, 2**20 + 1, bench.CHUNK + 7])
-@pytest.mark.parametrize("disk", [False, True])
-def test_the_plain_file_has_as_many_bytes_and_is_gone_afterwards(tmp_path, monkeypatch, num_bytes, disk):
-    written = 0
-    write_all = bench.write_all
-
-    def counted(file, view):
-        nonlocal written
-        write_all(file, view)
-        written += len(view)
-        assert os.fstat(file.fileno()).st_size == written
-
-    monkeypatch.setattr(bench, "write_all", counted)
-    seconds = bench.plain_seconds(str(tmp_path), num_bytes, disk)
-    assert written == num_bytes
-    assert seconds["write"] > 0 and seconds["read"] > 0
-    assert list(tmp_path.iterdir()) == []
-
-
-PEAK = """
-import os
-from bench import sync as bench
-
-before = bench.start_of_peak()
-block = bytearray(os.urandom(2**20) * 64)
-del block
-print(bench.peak_memory() - before)
-before = bench.start_of_peak()  # counted anew
-print(bench.peak_memory() - before)
-"""
-
-
-def test_the_peak_counts_what_came_and_went():
-    """In a process of its own: threads that other tests left would be counted too."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT / "scripts")}
-    done = subprocess.run([warm_python.executable(), "-c", PEAK], env=env, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    first, anew = map(int, done.stdout.split())
-    assert 60 * 2**20 < first < 200 * 2**20 and anew < 40 * 2**20
-
-
-def test_the_random_models_have_the_size_in_their_name(tmp_path, monkeypatch):
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
-
-    for size, parameters in (("0.1B", 0.1e9), ("0.6B", 0.6e9)):
-        config = Qwen3Config(**bench.SIZES[size], tie_word_embeddings=True)
-        with torch.device("meta"):
-            assert abs(Qwen3ForCausalLM(config).num_parameters() / parameters - 1) < 0.03
-    small = {"vocab_size": 500, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
-             "num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 32}  # fmt: skip
-    monkeypatch.setitem(bench.SIZES, "0.1B", small)
-    path = bench.build_model("0.1B", tmp_path / "model", "bfloat16")
-    assert str(AutoModelForCausalLM.from_pretrained(path).dtype) == "torch.bfloat16"
-    assert json.loads((path / "config.json").read_text())["tie_word_embeddings"] is True
-    assert bench.build_model("0.9M", tmp_path, "float32") == bench.TINY

@@ -41,11 +41,6 @@ def test_only_the_limits_of_what_is_followed_change(kind):
     assert limits.keys() == {"trl", "transformers", "accelerate", "datasets", "peft"}
 
 
-def test_limits_that_are_not_found_end_it():
-    with pytest.raises(ValueError, match="0 times, expected once: where are the limits of trl?"):
-        bench.with_limits(PROJECT.replace('"trl>=', '"trl >='), "newest", "1", "2")
-
-
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A small project with the real file of versions, in which git knows two files."""
@@ -141,17 +136,3 @@ def test_a_whole_suite_and_two_runs_make_a_row(runs, capfd):
     }  # fmt: skip
     row = f"| newest | {torch.__version__} | {trl.__version__} | 5 | 0 | 1 | 0.70 | 0.70 |"
     assert row in bench.FRAME.page.read_text().splitlines()
-
-
-def test_a_part_of_the_suite_makes_no_row_and_its_status_is_passed_on(runs, monkeypatch, capfd):
-    monkeypatch.setenv("STATUS", "1")
-    with pytest.raises(SystemExit, match="1"):
-        bench.main(["newest", "-k", "credit"])
-    assert not bench.FRAME.results.is_file() and "-k credit\n" in capfd.readouterr().out
-
-
-def test_a_recipe_that_fails_is_told(runs, capfd):
-    (runs / "mt_grpo_trainer.py").write_text("raise SystemExit(3)")
-    with pytest.raises(SystemExit, match="1"):
-        bench.main(["newest"])
-    assert "| 5 | 0 | 1 | the run failed | the run failed |" in bench.FRAME.page.read_text()

@@ -321,15 +321,6 @@ def test_the_text_of_a_group():
     ]
 
 
-def test_long_texts_are_cut_to_the_terminal():
-    first, second = group().rollouts
-    long = dataclasses.replace(first, turns=[TurnCredit("w" * 500, 500, None, 1.0, "o" * 500)])
-    lines = ex.render_text(group(question="why " * 100, rollouts=[long, second]), width=80).splitlines()
-    assert max(map(len, lines)) == 80
-    assert [line for line in lines if "ww" in line] == ["   0       -      +1.00        -       -  " + "w" * 37 + "…"]
-    assert sum(line.count("why") for line in lines) == 100  # the question is wrapped, not cut
-
-
 def test_colour_is_asked_for_and_model_text_cannot_bring_its_own():
     first, second = group().rollouts
     evil = dataclasses.replace(first, turns=[TurnCredit(EVIL, 1, None, 1.0, EVIL), TurnCredit("", 1, None, -1.0)])

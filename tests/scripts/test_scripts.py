@@ -28,7 +28,6 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFas
 from vision_run import write_recipe
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.files import LastingOutput
 from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.recipe.plugins import load_tools, module_name
@@ -595,19 +594,6 @@ def test_the_servers_context_holds_the_prompts_of_evaluations(recipe, tmp_path, 
         assert plan(recipe, [*arguments, *evaluates, "--eval_dataset_size", "8"])["max_model_len"] > without
 
 
-def test_a_full_disk_costs_lines_and_not_the_output(tmp_path):
-    """What does not fit is lost; what is written when there is room again is there."""
-    path = tmp_path / "log"
-    with open(path, "wb") as file:
-        with open("/dev/full", "wb", buffering=0) as no_room:
-            lasting = LastingOutput(no_room.fileno(), "w", closefd=False)
-            assert lasting.write(b"lost\n") == 5
-            assert os.stat(no_room.fileno()).st_rdev == os.stat("/dev/full").st_rdev  # it stays what it was
-            os.dup2(file.fileno(), no_room.fileno())  # there is room again
-            assert lasting.write(b"kept\n") == 5
-    assert path.read_bytes() == b"kept\n"
-
-
 def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_model, recipe, tmp_path):
     """As with `| head`: the reader of standard output leaves, then that of standard error."""
     tools = (ROOT / "tools/calculator.py").read_text() + "\nimport os\nos.chdir('/')\n"
@@ -711,13 +697,6 @@ def test_each_engine_of_a_server_has_gpus_of_its_own(recipe, monkeypatch, flags)
     with pytest.raises(ValueError, match=rf"{what}: 5 GPUs are visible \(0,1,2,3,4\)"):
         launch_plan.make_server_plan(recipe, ["--use_cpu", "false"])
     assert launch_plan.share_gpus([], 1, 3, engines=2) == ([], [""])  # on a CPU they share it
-
-
-@pytest.mark.parametrize("flags, got", [("-dp two", "'two'"), ("--data-parallel-size", "''"), ("-dp 0", "'0'")])
-def test_a_number_of_engines_is_one_or_more(monkeypatch, flags, got):
-    monkeypatch.setenv("VLLM_ARGS", flags)
-    with pytest.raises(ValueError, match=f"VLLM_ARGS='{flags}': --data-parallel-size is {got}, expected"):
-        launch_plan.data_parallel_size()
 
 
 @pytest.mark.parametrize("flags", ["--tensor-parallel-size 2", "--seed 3 --tensor_parallel_size=2", "-dp 2 -tp 2"])
@@ -1048,11 +1027,6 @@ def test_several_servers_have_their_own_ports_and_logs(tmp_path, recipe):
     assert sorted(logs) == [1, 2] and not (tmp_path / "vllm_server.log").exists()
 
 
-def test_a_number_of_servers_is_one_or_more(tmp_path, recipe):
-    code, output = Launch(tmp_path, recipe, VLLM_SERVERS="0").end()
-    assert code == 2 and output.startswith("train: error: VLLM_SERVERS='0'")
-
-
 def test_two_launches_take_two_ports(tmp_path, recipe):
     """Both want the same ones, for their server and for the group in which its weights travel."""
     launches, port, group_port = [], str(free_port()), str(free_port())
@@ -1280,41 +1254,6 @@ def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, re
         server.kill()
         server.communicate()
     os.close(train.lock_file(path))
-
-
-def test_settings_that_are_no_numbers_are_refused(tmp_path, recipe):
-    code, output = Launch(tmp_path, recipe, STOP_TIMEOUT="1 min").end()
-    assert code == 2 and output.startswith("train: error: STOP_TIMEOUT='1 min'")
-
-
-@pytest.mark.parametrize("odd", ["link", "fifo", "folder", "another user's", "listener"])
-def test_a_port_with_an_odd_lock_file_is_passed_over(tmp_path, monkeypatch, odd):
-    """The temporary directory is everybody's: nothing there is followed, changed or waited for."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    port, victim = free_port(), tmp_path / "victim"
-    path = tmp_path / f"mt-grpo-{os.getuid()}-port-{port}.lock"
-    victim.write_text("content")
-    if odd == "link":
-        path.symlink_to(victim)
-    elif odd == "fifo":
-        os.mkfifo(path)
-    elif odd == "folder":
-        path.mkdir()
-    elif odd == "another user's":
-        if os.getuid():
-            pytest.skip("needs root, to give a file away")
-        path.write_text("content")
-        os.chown(path, 65534, 65534)
-    with socket.socket() as listener:
-        if odd == "listener":
-            listener.bind(("127.0.0.1", port))
-            listener.listen()
-        chosen, lock = train.lock_port(port)
-    os.close(lock)
-    assert chosen > port and (tmp_path / f"mt-grpo-{os.getuid()}-port-{chosen}.lock").is_file()
-    assert victim.read_text() == "content"
-    if odd == "another user's":
-        assert path.read_text() == "content"
 
 
 def test_a_lock_is_its_owners_alone_and_lasts(tmp_path, monkeypatch):

@@ -318,17 +318,6 @@ def test_a_run_that_logs_no_rollouts_leaves_none_of_another(tmp_path):
     assert list((tmp_path / "out").glob("rollouts.*")) == []
 
 
-@pytest.mark.parametrize("content", [b'{"log_history": [', b"{}", b"[]", b'{"log_history": 3}'])
-def test_metrics_with_faults_hide_no_rollout(content, tmp_path):
-    (write_log(tmp_path, rows()) / "trainer_state.json").write_bytes(content)
-    assert view_rollouts.Run(tmp_path).info()["count"] == 6
-    (tmp_path / "metrics.jsonl").write_bytes(
-        b'{"step": 1, "reward": Infinity}\n\xff\n[1]\n{"step": 2, "reward": 0.5}\n'
-    )
-    (panel,) = view_rollouts.curves([view_rollouts.Run(tmp_path)])["panels"]
-    assert panel["lines"] == [{"label": "total reward", "run": 0, "points": [[2, 0.5]]}]
-
-
 def test_evaluations_have_a_panel(tmp_path):
     metrics = [{"step": 1, "reward": 1.0}, {"step": 2, "eval_reward": 0.25, "eval_rewards/a_reward_func/mean": 0.75}]
     (write_log(tmp_path, rows()) / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
@@ -706,25 +695,6 @@ def test_one_step_can_be_seen(open_page, tmp_path):
     assert table_ids(page) == [1] and page.inner_text("tbody a") == "3"
 
 
-AXES = {  # values of a curve, and the labels of its axis
-    "a constant": ([0.10000000149, 0.1, 0.1], ["0.05", "0.1", "0.15"]),
-    "zeros": ([0.0, 0.0], ["0", "0.2", "0.4", "0.6", "0.8", "1"]),
-    "no number between two": ([0.5, None, float("nan"), 1.0], ["0.5", "0.6", "0.7", "0.8", "0.9", "1"]),
-    "small": ([1e-7, 4e-7], ["0", "1e-7", "2e-7", "3e-7", "4e-7"]),
-    "large": ([2000000, 1999990], ["1,999,990", "1,999,992", "1,999,994", "1,999,996", "1,999,998", "2,000,000"]),
-}
-
-
-@pytest.mark.parametrize("name", AXES)
-def test_an_axis_has_labels_as_people_write_them(name, open_page, tmp_path):
-    values, labels = AXES[name]
-    logged = [{"step": step, "reward": value} for step, value in enumerate(values, 1)]
-    (write_log(tmp_path, rows()) / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in logged))
-    page = open_page(one_page(tmp_path) + "#curves")
-    assert page.locator(".panel text[text-anchor=end]").all_text_contents() == labels
-    assert "NaN" not in page.locator(".curve").get_attribute("d")
-
-
 def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):
     """Where a view is drawn anew: by a sort, by rows that a running job adds, by a colour. Arrows scroll."""
     folder = write_log(tmp_path / "run", [row(0, i, "?", [turn("word " * 2000)]) for i in range(4)])
@@ -918,18 +888,6 @@ def test_the_first_click_shows_the_bad_ones_and_no_word_is_broken(open_page, tmp
       return found;
     }"""
     assert page.evaluate(broken) == []
-
-
-def test_two_runs_fit_a_telephone(open_page, tmp_path):
-    """The table of settings that differ has long names and values."""
-    folders = [write_log(tmp_path / name, rows()) for name in ("a-run-with-a-long-name", "another-with-a-long-name")]
-    for k, folder in enumerate(folders):
-        (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 1.0}) + "\n")
-        settings = {"a_setting_with_a_name_that_is_long": f"hf_recipes/tiny/some/folder/with/a-long-name-{k}.yaml"}
-        (folder / "mt_grpo_run.json").write_text(json.dumps(settings))
-    page = open_page(one_page(*folders) + "#curves", width=420)
-    assert page.inner_text("main").count("a-long-name-") == 2
-    assert page.evaluate("document.scrollingElement.scrollWidth") == 420
 
 
 def test_it_says_how_many_of_the_sampled_rollouts_were_logged(tmp_path):
