@@ -38,7 +38,7 @@ from mt_grpo.rollout import Rollout, Turn  # the package comes before torch (mt_
 
 # isort: split
 import torch
-from recipes import Recipe, load_recipe
+from recipes import Recipe, accepted_answers, load_recipe
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -59,7 +59,7 @@ from mt_grpo.conversation.pictures import FAMILIES, PictureReader, forbid, reada
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.recipe.checks import check_context, check_images, check_tokenizer
-from mt_grpo.recipe.data import accepted_answers, empty_prompts, load_rows, load_splits
+from mt_grpo.recipe.data import empty_prompts, load_rows, load_splits
 from mt_grpo.recipe.integrations import load_recipe_tools
 from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.recipe.refusals import check_generation_kwargs

@@ -101,10 +101,7 @@ def why_text(args: GRPOConfig) -> str | None:
 
 
 def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any = None) -> tuple[Any, Any]:
-    """The data sets of a trainer, with prompts. Without training rows: empty prompts for one batch, as in TRL.
-
-    Raises `ValueError` if there are no rows and no environment brings the prompts, or no `max_steps` ends the run.
-    """
+    """The data sets of a trainer, with prompts. Without training rows: empty prompts for one batch, as in TRL."""
     if train_dataset is None and (env.environments is None or args.max_steps <= 0):
         raise ValueError("train_dataset is None. Expected rows, or an environment that brings prompts and max_steps.")
     if train_dataset is None:
@@ -130,10 +127,7 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
 
 
 def longest_prompt(env: Any, dataset: Any) -> int:
-    """The length of the longest prompt in tokens.
-
-    Only the 32 prompts with the most characters, and the 32 whose images have the most pixels, are tokenised.
-    """
+    """Tokens of the longest prompt. Only those with the most characters or pixels are tokenised."""
     columns = [c for c in ("prompt", "environment", *IMAGE_COLUMNS) if c in dataset.column_names]
     rows = dataset.select_columns(columns) if columns else [{}]  # without columns there would be no rows
     longest = heapq.nlargest(32, rows, key=lambda row: sum(map(len, texts_of(row))))
@@ -163,10 +157,7 @@ def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
 
 
 def share_limits(args: GRPOConfig, env: Any) -> None:
-    """Give each limit that only the configuration or only the environment was given to the other one.
-
-    Raises `ValueError` for a limit that both were given, with different values.
-    """
+    """Give each limit that only the configuration or only the environment was given to the other one."""
     for key in (*limits_of(args), "max_completion_length", "tool_format"):
         value, of_env, default = getattr(args, key), getattr(env, key), default_of(key, (type(args),))
         own = getattr(type(env), key, default)  # of an environment that was given none
@@ -202,10 +193,7 @@ def check_tied_lora(model: Any) -> None:
 
 
 def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -> int | None:
-    """The model's context in tokens; None if it is not known.
-
-    Raises `ValueError` if the longest prompt and `max_completion_length` do not fit into it.
-    """
+    """The model's context in tokens, None if unknown. Raises if the longest prompt leaves too little room in it."""
     context = getattr(model_config.get_text_config(), "max_position_embeddings", None)
     if backend_of(args) == "colocate" and args.vllm_max_model_length is not None:
         context = min(args.vllm_max_model_length, context or args.vllm_max_model_length)
@@ -228,17 +216,14 @@ def limit_context(env: Any, context: int | None, limit: str) -> None:
 def check_server(
     client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any, funcs: typing.Sequence[Callable] = ()
 ) -> None:
-    """Raise `ServerError` if a server does not fit the recipe, or servers not each other. Nothing changes on them.
-
-    A server's context becomes an upper limit of `env.max_model_len`.
-    """
+    """Raise `ServerError` if a server does not fit the recipe, or servers not each other. Nothing changes on them."""
     if hasattr(client, "servers"):
         for server in client.servers:
             check_server(server, env, model_config, args, dataset, funcs)
         return client.check_settings()
     client.wait_until_healthy()
     card, engine = client.model_card, client.engine
-    where, served = f"The {engine.title} server at {client.base_url}", engine.settings(client)
+    where = f"The {engine.title} server at {client.base_url}"
     if untested := outside({engine.name: client.engine_version} if client.engine_version else {}):
         logger.warning(f"{where} was not tested with this trainer: {untested[0]}. {TO_INSTALL}")
     if args.vllm_importance_sampling_correction and (reason := engine.why_biased(client, cuts_of(args))):
@@ -246,19 +231,7 @@ def check_server(
     if "policy" in asked_of(funcs) - set(dataset.column_names) and (reason := engine.why_no_scores(client)):
         raise ServerError(f"A reward function asks the policy. {where} {reason}.")
     engine.ask_for_sample({**sampling_params(args), "prompt": [0], "max_tokens": 1}, None)  # raises for a setting
-    ours = model_config.get_text_config()
-    try:
-        theirs = AutoConfig.from_pretrained(served["model"]).get_text_config()
-    except (OSError, ValueError):  # a path on the server's machine; a wrong model then fails at the first push
-        logger.warning(f"{where} serves {served['model']!r}, whose configuration cannot be read and compared here.")
-        theirs = ours
-    for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if getattr(ours, key, None) != getattr(theirs, key, None):
-            raise ServerError(
-                f"{where} serves {served['model']!r} with {key}={getattr(theirs, key, None)}, but the model to train "
-                f"has {getattr(ours, key, None)}. Start the server with the recipe's model_name_or_path."
-            )
-    client.vocab_size = getattr(ours, "vocab_size", None)
+    client.vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     check_tokenizer(client, env.tokenizer, where)
     needed = longest_prompt(env, dataset) + args.max_completion_length
     if card["max_model_len"] < needed:
@@ -317,14 +290,7 @@ def prepare_env(
     funcs: list[Callable],
     peft_config: Any = None,
 ) -> tuple[Any, Any]:
-    """Check settings, environment and data against each other and against the model, and set the environment's limits.
-
-    Returns:
-        The tokenizer (the model's own if none was given) and the model's configuration.
-
-    Raises:
-        ValueError: Two of them do not fit each other.
-    """
+    """Check settings, environment, data and model against each other. Returns the tokenizer and the model's config."""
     check_sharding(args)
     if untested := outside(installed("vllm" if backend_of(args) == "colocate" else None)):
         logger.warning(f"These versions were not tested: {'; '.join(untested)}. {TO_INSTALL}")
@@ -340,11 +306,8 @@ def prepare_env(
     share_limits(args, env)
     env.tokenizer = env.tokenizer or tokenizer
     revision = (args.model_init_kwargs or {}).get("revision")
-    model_config = (
-        model.config
-        if not isinstance(model, str)
-        else AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=args.trust_remote_code)
-    )
+    how = {"revision": revision or "main", "trust_remote_code": args.trust_remote_code}
+    model_config = AutoConfig.from_pretrained(name, **how) if isinstance(model, str) else model.config
     reader = why_text(args) or PictureReader.of(name, model_config, env.tokenizer, revision)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
@@ -364,14 +327,3 @@ def prepare_env(
         limit_context(env, context, "vllm_max_model_length" if own is not None and own == context else model)
         warn_of_control_tokens(env, split, where)
     return tokenizer, model_config
-
-
-def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
-    """Warn that without `STATE_KEY` a state is the whole conversation so far."""
-    classes = env.environments.by_name.values() if env.environments is not None else []
-    if env.state_key is None and not any(hasattr(cls, "state_key") for cls in classes):
-        logger.warning(
-            f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so "
-            "far, which few rollouts share. Define STATE_KEY = function_of_the_turns in tools_script, or use "
-            "turn_return."
-        )

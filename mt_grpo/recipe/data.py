@@ -83,7 +83,7 @@ def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
     """One row of training: all that the data's row has, as it is, and a `prompt` of messages.
 
     The prompt is made from the column `prompt` (text, or messages) or from `question`. No other column is changed.
-    Raises `ValueError` for a row without them, unless it needs no prompt; `where` names the row in the message.
+    Raises `ValueError` for a row without them, unless it needs no prompt.
 
     >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, "")["answer"]
     'It is 2 and 2.\\n#### 4'
@@ -102,23 +102,6 @@ def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
         prompt = [{**m, "content": content_of(m, where)} if isinstance(m, dict) else m for m in prompt]
     check_prompt(prompt, where)
     return {**row, "prompt": prompt}
-
-
-def accepted_answers(answer: Any) -> list[str]:
-    """The texts that a row's `answer` accepts, in whichever of the known forms it is: for people, and for `evaluate`.
-
-    >>> accepted_answers("It is 2 and 2.\\n#### 1,004"), accepted_answers({"value": "Ada", "aliases": ["Lovelace"]})
-    (['1004'], ['Ada', 'Lovelace'])
-    >>> accepted_answers(["a", "b"]), accepted_answers(7), accepted_answers(None)
-    (['a', 'b'], ['7'], [])
-    """
-    if isinstance(answer, dict) and "value" in answer:  # TriviaQA
-        aliases = answer.get("aliases") or []
-        answer = [answer["value"], *([aliases] if isinstance(aliases, str) else aliases)]
-    if isinstance(answer, str) and "####" in answer:  # GSM8K
-        answer = answer.rpartition("####")[2].strip().replace(",", "")
-    answers = answer if isinstance(answer, list) else [answer]
-    return list(dict.fromkeys(str(each) for each in answers if each is not None))
 
 
 def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
@@ -146,11 +129,7 @@ HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test spl
 
 
 def load_rows(
-    name: str,
-    split: str,
-    size: int | None = None,
-    config: str | None = None,
-    needs_prompt: bool = True,
+    name: str, split: str, size: int | None = None, config: str | None = None, needs_prompt: bool = True
 ) -> Rows:
     """Training or test rows with `prompt` (messages), and each column as the data has it.
 
@@ -161,9 +140,6 @@ def load_rows(
         size: How many rows to take from the start. None: all (4,096 of a generated dataset).
         config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
         needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
-
-    Raises:
-        ValueError: The dataset is empty, a line is not an object of JSON, or a row is none.
     """
     path = Path(name)
     if name in GENERATED_DATASETS:
@@ -201,13 +177,8 @@ def empty_prompts(num_rows: int) -> Dataset:
 def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) -> tuple[Rows | None, Rows | None]:
     """(training rows, test rows) of a recipe.
 
-    Args:
-        script_args: With `dataset_name` and the keys that go with it.
-        eval_strategy: Whether there are test rows.
-        environments: `Environments` of the conversation, which may bring the prompts; None: it has none.
-
-    The test rows are None if `eval_strategy` is `no`. The training rows are None without `dataset_name`, which an
-    environment that brings the prompts does not need. Raises `ValueError` as `load_rows` does.
+    Test rows are None if `eval_strategy` is `no`, and training rows without `dataset_name`, which `environments` that
+    bring the prompts do not need.
     """
     name, how = script_args.dataset_name, {"config": script_args.dataset_config, "needs_prompt": environments is None}
     if not name and (environments is None or eval_strategy != "no"):

@@ -84,6 +84,16 @@ OF_TRL = {
             ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"): ("vllm_importance_sampling_mode",),
         },
         "path": {True: ("output_dir",)},
+        "refused": {  # keys that have no effect on multi-turn training, or another one
+            "use turn_reward_weights and outcome_reward_weights": ("reward_weights",),
+            "use max_env_steps": ("max_tool_calling_iterations",),
+            "credit_assignment says how rewards become advantages": ("multi_objective_aggregation",),
+            "one pattern cannot fit tool turns and answer turns alike": ("vllm_structured_outputs_regex",),
+            "its noise is drawn anew in the loss, which takes it for the policy's": ("neftune_noise_alpha",),
+            "batches in the order of their readiness would mix prompts in a group": ("dataloader_in_order",),
+            "TRL's sampler reads only seed": ("data_seed",),
+            "train a LoRA on bf16 weights": ("load_in_8bit", "load_in_4bit"),
+        },
     }.items()
 }  # fmt: skip
 
@@ -114,7 +124,7 @@ def default_of(key: str, classes: Classes) -> Any:
 
 
 def check_values(config: Any) -> None:
-    """Raise `ValueError` for a setting that is not one of its choices, or a number out of its range.
+    """Raise `ValueError` for a setting that is refused, is not one of its choices, or is a number out of its range.
 
     The range of a number is `[0, inf)` unless its field or the table says another one. Defaults are always allowed.
     """
@@ -122,6 +132,8 @@ def check_values(config: Any) -> None:
         value, allowed = getattr(config, each.name), fact_of(each, "one_of")
         if value == default_of(each.name, (type(config),)):
             continue
+        if reason := fact_of(each, "refused"):
+            raise ValueError(f"{each.name}={value!r} is not supported: {reason}.")
         if allowed and value not in allowed:
             raise ValueError(f"{each.name}={value!r} is not known. Expected one of: {', '.join(map(str, allowed))}.")
         interval = fact_of(each, "within") or "[0, inf)"

@@ -25,7 +25,6 @@ from mt_grpo.base.json_types import fits_type, type_name
 from mt_grpo.recipe.data import GENERATED_DATASETS
 from mt_grpo.recipe.integrations import no_integrations
 from mt_grpo.recipe.keys import Classes, check_values, default_of, field_of, known_keys, make_absolute
-from mt_grpo.recipe.refusals import check_supported
 
 
 class RecipeParser(TrlParser):
@@ -169,7 +168,6 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     script_args, args, model_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     for settings in (script_args, model_args):  # `args` has checked itself
         check_values(settings)
-        check_supported(settings)
     for each in dataclasses.fields(model_args):
         value = getattr(model_args, each.name)
         if (

@@ -82,10 +82,8 @@ def load_class(reference: str, key: str) -> type:
 def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
     """Load the class of a recipe's conversation, and the classes of its environments, if there are any.
 
-    Args:
-        reference: `path.py:Class`, a subclass of `base` or the class of an environment.
-        tools_script: A file that may define `ENVIRONMENT`, a class or a dict of classes.
-        base: The class of conversations.
+    `reference` is `path.py:Class`, a subclass of `base` or the class of an environment. `tools_script` may define
+    `ENVIRONMENT`, a class or a dict of classes.
     """
     declared = getattr(tools_module(tools_script), "ENVIRONMENT", None) if tools_script else None
     classes = declared.values() if isinstance(declared, dict) else [declared] if declared is not None else []
