@@ -159,9 +159,9 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--config")
     known, argv = options.parse_known_args(argv)
-    if not known.config:
+    if not known.config and not argv:
         raise ValueError("No recipe is given. Expected --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
-    recipe = read_recipe(known.config, classes)
+    recipe = read_recipe(known.config, classes) if known.config else {}
     os.environ.update(recipe.pop("env", {}))
     parser = RecipeParser(classes)
     parser.set_defaults_with_config(**recipe)
