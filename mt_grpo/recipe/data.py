@@ -158,7 +158,7 @@ def load_rows(
         source = load_dataset(hub_name, config or hub_config, split=test_split if split == "test" else split)
         if name in HUB_DATASETS:  # TriviaQA's articles, most of its size, are not needed
             source = source.select_columns(["question", "answer"])
-        source = source.select(range(min(size or len(source), len(source))))
+        source = source.select(range(min(size, len(source)))) if size else source
     if not len(source):
         raise ValueError(f"dataset_name: {name!r}, split {split!r}, is empty. Expected at least one row.")
     return Rows(source, functools.partial(made_row, name=name, needs_prompt=needs_prompt))

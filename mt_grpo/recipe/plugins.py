@@ -12,12 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.base.errors import sentence
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import check_environment
 from mt_grpo.conversation.tools.processes import ToolProcesses
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Turn
 from mt_grpo.training.rewards import check_rewards, named_apart
@@ -48,10 +46,7 @@ def import_file(path: str, key: str) -> types.ModuleType:
 
 
 def load_lists(path: str, key: str, names: list[str]) -> list:
-    """Import a file and return what it defines under these names; a missing list is empty.
-
-    Raises `ValueError` with the recipe key if all of them are missing.
-    """
+    """Import a file and return what it defines under these names, of which it must have one. Others are empty."""
     module = import_file(path, key)
     if not any(hasattr(module, name) for name in names):
         raise ValueError(f"{key}: {path!r} defines neither {' nor '.join(names)}. Define one of them.")
@@ -106,10 +101,7 @@ def tools_module(path: str) -> types.ModuleType:
 
 
 def load_state_key(path: str | None) -> Callable[[list[Turn]], Any] | None:
-    """The function `STATE_KEY` of a tools file; None if it has none. Raises `ValueError` unless it is a function.
-
-    The function takes the turns so far and returns the key of the current state, for `gigpo`.
-    """
+    """The function `STATE_KEY` of a tools file, from the turns so far to the state's key; None if it has none."""
     state_key = getattr(tools_module(path), "STATE_KEY", None) if path else None
     if state_key is not None and (not callable(state_key) or inspect.iscoroutinefunction(state_key)):
         raise ValueError(f"tools_script: STATE_KEY of {path!r} is {state_key!r}, expected a function of the turns.")
@@ -120,7 +112,6 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     """The `TOOL_FUNCTIONS` of a file. With `isolate` those without `async` run in processes.
 
     A file may define `CHECK_TOOLS`, a function that raises if the tools cannot work, as without their data or server.
-    Raises `ValueError` if a tool is unfit, if `CHECK_TOOLS` raises, or if a process cannot import the file.
     """
     if path is None:
         return []
@@ -128,28 +119,19 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
     if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
-    try:
-        getattr(tools_module(path), "CHECK_TOOLS", lambda: None)()
-    except Exception as error:
-        raise ValueError(f"tools_script: the tools of {path!r} do not work: {error_text(error)}") from error
-    if isolate:
-        processes = ToolProcesses(path, tools)
-        try:
-            run_async(processes.try_one())
-        except (RuntimeError, OSError) as error:
-            raise ValueError(
-                f"tools_script: {path!r} can be imported here, but not in a separate process (isolate_tools): "
-                f"{sentence(error_text(error))} See above, or set isolate_tools: false."
-            ) from error
-        tools = [processes.isolated(index, tool) for index, tool in enumerate(tools)]
-    return tools
+    getattr(tools_module(path), "CHECK_TOOLS", lambda: None)()
+    if not isolate:
+        return tools
+    processes = ToolProcesses(path, tools)
+    run_async(processes.try_one())  # raises if a process cannot import the file
+    return [processes.isolated(index, tool) for index, tool in enumerate(tools)]
 
 
 def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callable], list[Callable]]:
     """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
-    if not path and optional:
-        return [], []
     if not path:
+        if optional:
+            return [], []
         raise ValueError("reward_fn is not set. Add a line `reward_fn: ...` to the recipe; hf_recipes/ has examples.")
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["TURN_REWARD_FUNCS", "OUTCOME_REWARD_FUNCS"])
     check_rewards(turn_funcs, outcome_funcs)

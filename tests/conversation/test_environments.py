@@ -275,7 +275,7 @@ def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):
     env = MultiTurnToolEnv([], None, environment=Counter, environment_timeout=7)
     settings = {"output_dir": str(tmp_path), "use_cpu": True, "bf16": False}
     share_limits(MTGRPOConfig(**settings, environment_timeout=7), env)
-    with pytest.raises(ValueError, match="environment_timeout: 5 in the configuration.*=7"):
+    with pytest.raises(ValueError, match="environment_timeout: 5 in the configuration, and 7"):
         share_limits(MTGRPOConfig(**settings, environment_timeout=5), env)
 
 
@@ -1400,19 +1400,13 @@ def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows, over
     assert staleness == ([0.0, 1.0] if overlap and rows else [0.0, 0.0])  # the second batch began before a step
 
 
-@pytest.mark.parametrize(
-    "environment, changes, message",
-    [
-        (None, {}, "train_dataset is None, and there is no environment"),
-        (Asks, {"max_steps": -1}, "max_steps=-1, expected"),
-    ],
-)
-def test_a_run_without_data_needs_an_environment_and_an_end(tmp_path, random_model, environment, changes, message):
+@pytest.mark.parametrize("environment, changes", [(None, {}), (Asks, {"max_steps": -1})])
+def test_a_run_without_data_needs_an_environment_and_an_end(tmp_path, random_model, environment, changes):
     def reward(**kwargs):
         return None
 
     env = MultiTurnToolEnv([], None, environment=environment)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="train_dataset is None. Expected rows, or an environment"):
         MTGRPOEnvTrainer(random_model, env, [], [reward], args=settings(tmp_path, **changes))
 
 

@@ -394,10 +394,3 @@ def test_a_shortage_of_threads_from_the_first_call_on_ends_with_a_thread_per_cal
     assert sorted(done.get(timeout=10) for _ in range(4)) == [0, 1, 2, 3]
     started = [t.name for t in set(threading.enumerate()) - before]
     assert sorted(started) == ["tool-idle"] * 4 + ["tool-starter_0"]
-
-
-def test_an_async_check_of_tools_is_refused(tmp_path):
-    path = tmp_path / "tools.py"
-    path.write_text(IN_PROCESSES + "async def CHECK_TOOLS(): ...\n")
-    with pytest.raises(ValueError, match="CHECK_TOOLS of .*tools.py' is async"):
-        load_tools(str(path))

@@ -47,7 +47,6 @@ from mt_grpo.recipe.refusals import backend_of, text_of_cuts, warnings_of
 from mt_grpo.reports.facts import facts_of_settings
 from mt_grpo.reports.troubles import troubles
 from mt_grpo.rollout import ToolCall
-from mt_grpo.run.checkpoints import checkpoint_to_resume
 from mt_grpo.training.rewards import weights_of
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
@@ -841,38 +840,23 @@ def fake_checkpoint(folder: Path) -> None:
     (folder / "trainer_state.json").write_text('{"global_step": 1}')
 
 
-def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path):
+def test_the_checkpoint_to_resume_from_is_chosen_before_a_model_is_loaded(parse, tmp_path):
     def resume(wanted: str) -> str | None:
-        recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
-        argv = ["--config", recipe, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", wanted]
-        return mt.parse_arguments(argv)[1].resume_from_checkpoint
+        return parse("--resume_from_checkpoint", wanted)[1].resume_from_checkpoint
 
     with pytest.raises(ValueError, match="resume_from_checkpoint='last' is no whole checkpoint.*There is none in"):
         resume("last")
-    for step in (5, 20):
-        fake_checkpoint(tmp_path / f"out/checkpoint-{step}")
-    shutil.copytree(tmp_path / "out/checkpoint-5", tmp_path / "out/checkpoint-5-good")
-    for step, seconds in ((5, 100), (20, 200)):
-        os.utime(tmp_path / f"out/checkpoint-{step}/trainer_state.json", (seconds, seconds))
-    assert resume("last") == resume("true") == str(tmp_path / "out/checkpoint-20")
-    assert resume(str(tmp_path / "out/checkpoint-5")).endswith("checkpoint-5")
-    with pytest.raises(ValueError, match="no trainer_state.json"):
-        resume(str(tmp_path / "out/checkpoint-7"))
-    (tmp_path / "out/checkpoint-20/trainer_state.json").unlink()  # killed in mid-save
-    assert resume("last") == str(tmp_path / "out/checkpoint-5")
+    for step, seconds in ((300, 100), (150, 200), (20, 300)):  # 300 is of an older run that went on for longer
+        fake_checkpoint(tmp_path / f"checkpoint-{step}")
+        os.utime(tmp_path / f"checkpoint-{step}/trainer_state.json", (seconds, seconds))
+    assert resume("last") == resume("true") == str(tmp_path / "checkpoint-20")
+    (tmp_path / "checkpoint-20/trainer_state.json").unlink()  # killed in mid-save
+    assert resume("last") == str(tmp_path / "checkpoint-150")
+    assert resume(str(tmp_path / "checkpoint-300")).endswith("checkpoint-300")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # save_only_model
-        (tmp_path / "out/checkpoint-5" / name).unlink()
-    with pytest.raises(ValueError, match="checkpoint-5' has a model only.*set model_name_or_path: .*checkpoint-5"):
+        (tmp_path / "checkpoint-150" / name).unlink()
+    with pytest.raises(ValueError, match="checkpoint-150' has a model only.*set model_name_or_path: .*checkpoint-150"):
         resume("last")
-
-
-def test_last_is_not_of_an_older_run_that_went_on_for_longer(tmp_path, caplog):
-    for step, seconds in ((300, 100), (150, 200)):
-        folder = tmp_path / f"checkpoint-{step}"
-        fake_checkpoint(folder)
-        os.utime(folder / "trainer_state.json", (seconds, seconds))
-    assert checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-150")
-    assert "checkpoint-150 is the newest checkpoint" in caplog.text
 
 
 TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
@@ -884,7 +868,6 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completion
     [
         ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", TOOL + "f.__name__ = 'a b<tool>'", "Tool 'a b<tool>' has a name of other characters than"),
-        ("tools_script", TOOL + "def CHECK_TOOLS(): raise OSError('no index')", "plugin.py' do not work: .*no index"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
         ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
@@ -1130,14 +1113,8 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
     for changes, message in (
         ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_mask"}, "few rollouts .*Set token_truncate"),
         ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_truncate"}, "Set token_truncate"),
-        (
-            {"max_staleness": 2, "vllm_importance_sampling_correction": False},
-            "max_staleness=2 needs importance ratios",
-        ),
-        (
-            {"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2},
-            "a multiple of gradient_acc",
-        ),
+        ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "=2 needs importance ratios"),
+        ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "a multiple of gradient"),
         ({"max_staleness": 1, "refill_groups": 1}, "Set late_groups: admit"),
         ({"max_staleness": 1, "vllm_mode": "colocate"}, "no effect without a server"),
     ):
@@ -1183,10 +1160,7 @@ def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, warnin
     "changes, words",
     [
         ({"use_vllm": False, "top_k": 50}, "top_k=50: rollouts are not sampled from the policy"),
-        (
-            {"use_vllm": False, "generation_kwargs": {"min_p": 0.1}},
-            "min_p=0.1: rollouts are not sampled from the policy",
-        ),
+        ({"use_vllm": False, "generation_kwargs": {"min_p": 0.1}}, "min_p=0.1: rollouts are not sampled"),
         ({"vllm_importance_sampling_correction": False, "top_p": 0.9}, "top_p=0.9: rollouts are not sampled from the"),
         ({"vllm_mode": "colocate", "top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
         ({"top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
