@@ -15,7 +15,6 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import ServerError, ServerLost, tell_once
 from mt_grpo.base.pictures import MOST_PICTURES
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
 from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
@@ -39,10 +38,10 @@ from mt_grpo.conversation.pictures import (
     why_none,
     with_pictures,
 )
-from mt_grpo.conversation.sampling import sampling_params
+from mt_grpo.conversation.sampling import check_conversations, sampling_params
 from mt_grpo.generation.nccl_groups import check_group_port
 from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.recipe.data import check_prompt, empty_prompts, with_prompts
+from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import asks_for_fsdp, backend_of, check_sharding, cuts_of
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of
@@ -72,23 +71,22 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
         environments.check_rows(dataset)
     if environments is None or "prompt" in dataset.column_names:
         for i, row in enumerate(dataset.select_columns(["prompt"])):
-            if row.get("prompt") or environments is None:
-                check_prompt(row.get("prompt"), f"{name}, row {i}")
+            prompts = [row["prompt"]] if row.get("prompt") or environments is None else []
+            check_conversations(prompts, f"{name}, row {i}", images=True)
 
 
 def check_images(dataset: Any, name: str, env: Any) -> None:
     """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
     reader = reader_of(env.tokenizer)
     place = getattr(env, "place_images", with_marks if env.environments is None else with_places)
-    prompts = ("prompt", "messages") if hasattr(env, "place_images") else ("prompt",)
-    columns = [key for key in (*prompts, *IMAGE_COLUMNS, *OTHER_KINDS) if key in dataset.column_names]
-    for i, row in enumerate(dataset.select_columns(columns) if columns else []):
+    further = "messages" if hasattr(env, "place_images") else "prompt"  # a scheduler's rows may have them instead
+    for i, row in enumerate(dataset):
         if reader is None:
             refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
         elif getattr(env, "reads_rows", True):
             if others := [key for key in OTHER_KINDS if row.get(key)]:
                 raise ValueError(f"{name}, row {i}: the column {others[0]!r} is not read: only images are. Remove it.")
-            place(row.get("prompt") or row.get("messages") or [], row, env.tokenizer, f"{name}, row {i}")
+            place(row.get("prompt") or row.get(further) or [], row, env.tokenizer, f"{name}, row {i}")
 
 
 def why_text(args: GRPOConfig) -> str | None:
@@ -128,11 +126,9 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
 
 def longest_prompt(env: Any, dataset: Any) -> int:
     """Tokens of the longest prompt. Only those with the most characters or pixels are tokenised."""
-    columns = [c for c in ("prompt", "environment", *IMAGE_COLUMNS) if c in dataset.column_names]
-    rows = dataset.select_columns(columns) if columns else [{}]  # without columns there would be no rows
-    longest = heapq.nlargest(32, rows, key=lambda row: sum(map(len, texts_of(row))))
+    longest = heapq.nlargest(32, dataset, key=lambda row: sum(map(len, texts_of(row))))
     if reader_of(env.tokenizer) is not None:
-        longest += heapq.nlargest(32, rows, key=num_pixels)
+        longest += heapq.nlargest(32, dataset, key=num_pixels)
     return max(len(prompt_ids_of(env, row)) for row in longest)
 
 
@@ -146,7 +142,7 @@ def texts_of(row: dict[str, Any]) -> list[str]:
 def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
     """Warn once of prompts that hold tokens of the chat template as text. The model reads them with a space inside."""
     forbidden = forbidden_in(Origin.DATA, "user", env.tokenizer, env.format_of(env.tokenizer).ends)
-    for number, row in enumerate(dataset.select_columns(["prompt"]) if "prompt" in dataset.column_names else []):
+    for number, row in enumerate(dataset):
         if token := next(filter(None, map(forbidden.search, texts_of(row))), None):
             logger.warning(
                 f"{name}, row {number}: the prompt holds the control token {token[0]!r} as text, and it begins or "
@@ -246,7 +242,7 @@ def check_server(
         try:
             on_main_process(lambda: check_it_reads_images(client, env, where))
         except ServerError as error:  # the same on all ranks
-            if isinstance(error, ServerLost) or has_images(dataset):
+            if isinstance(error, ServerLost) or any(map(num_pixels, dataset)):
                 raise
             logger.warning(f"{error} No row has an image, so the run continues with text only.")
             for tokenizer in (env.tokenizer, client.tokenizer):
@@ -262,12 +258,6 @@ def check_tokenizer(client: Any, tokenizer: Any, where: str) -> None:
     text = '<tool>{"name": "x"}</tool> Ünï 123'
     if client.engine.tokens(client, text) != tokenizer(text, add_special_tokens=False)["input_ids"]:
         raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
-
-
-def has_images(dataset: Any) -> bool:
-    """Whether a row of the data has an image, in a column or in its prompt."""
-    columns = [key for key in ("prompt", *IMAGE_COLUMNS) if key in dataset.column_names]
-    return any(map(num_pixels, dataset.select_columns(columns) if columns else []))
 
 
 def check_it_reads_images(client: Any, env: Any, where: str) -> None:

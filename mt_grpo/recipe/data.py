@@ -13,7 +13,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 
 from mt_grpo.base.rows import DataRow, JsonLines, Rows
-from mt_grpo.conversation.sampling import content_of
+from mt_grpo.conversation.sampling import check_conversations
 
 
 def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict[str, str]]:
@@ -69,16 +69,6 @@ def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
     return [{"seed": first + i} for i in range(num_rows)]
 
 
-def check_prompt(prompt: Any, where: str) -> None:
-    """Raise `ValueError` unless a prompt is a list of messages whose roles and contents are text, or have images."""
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) for m in prompt):
-        raise ValueError(f"{where}: a prompt must be a list of messages with role and content, got {prompt!r:.200}.")
-    for message in prompt:
-        content = content_of(message, where)
-        if not isinstance(message.get("role"), str) or not isinstance(content, (str, list)):
-            raise ValueError(f"{where}: a message must have a role and a content of text, got {message!r:.200}.")
-
-
 def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
     """One row of training: all that the data's row has, as it is, and a `prompt` of messages.
 
@@ -96,12 +86,10 @@ def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
     prompt, answer = row[key], row.get("answer")
     if answer != answer or (key == "question" and answer is None):  # NaN: a table writes it where none is
         raise ValueError(f"{where}: answer is {answer!r}, expected one.")
-    if isinstance(prompt, str) and prompt.strip():
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, list):
-        prompt = [{**m, "content": content_of(m, where)} if isinstance(m, dict) else m for m in prompt]
-    check_prompt(prompt, where)
-    return {**row, "prompt": prompt}
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ValueError(f"{where}: {key} is {prompt!r:.100}, expected text or messages.")
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return {**row, "prompt": check_conversations([prompt], where, images=True)[0]}
 
 
 def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
@@ -145,7 +133,7 @@ def load_rows(
     if name in GENERATED_DATASETS:
         if split not in ("train", "test") or (size or 0) > MOST_GENERATED:
             raise ValueError(
-                f"{name}: split {split!r}, size {size}. Expected train or test, at most {MOST_GENERATED}."
+                f"{name}: split {split!r}, size {size}. Expected train or test, {MOST_GENERATED} at most."
             )
         rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
         source = JsonLines(json.dumps(row).encode() for row in rows)
@@ -182,9 +170,7 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     """
     name, how = script_args.dataset_name, {"config": script_args.dataset_config, "needs_prompt": environments is None}
     if not name and (environments is None or eval_strategy != "no"):
-        raise ValueError(
-            "dataset_name is not set. Add a line `dataset_name: ...` to the recipe; hf_recipes/ has examples."
-        )
+        raise ValueError("dataset_name is not set. Add it to the recipe; hf_recipes/ has examples.")
     if not name:
         return None, None
     train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)

@@ -121,9 +121,8 @@ def with_integrations(script_arguments: type) -> type:
 
 def integrations_of(script_args: Any) -> list[Integration]:
     """The integrations whose keys the settings have: none if they were not read by `parse_arguments`."""
-    return [
-        each for each in integrations() if all(hasattr(script_args, f.name) for f in dataclasses.fields(each.keys))
-    ]
+    given = vars(script_args).keys()
+    return [each for each in integrations() if given >= {field.name for field in dataclasses.fields(each.keys)}]
 
 
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import functools
 import json
@@ -168,20 +167,14 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     script_args, args, model_args = parser.parse_args_into_dataclasses(argv, look_for_args_file=False)
     for settings in (script_args, model_args):  # `args` has checked itself
         check_values(settings)
-    for each in dataclasses.fields(model_args):
-        value = getattr(model_args, each.name)
-        if (
-            each.name.startswith(("lora_", "use_rslora", "use_dora"))
-            and not model_args.use_peft
-            and value != default_of(each.name, classes)
-        ):
-            raise ValueError(f"{each.name}={value!r} has no effect without use_peft: true.")
-    for key, names in (
-        ("tools_script", keys_that(script_args, "opens")),
-        ("model_name_or_path", ["model_name_or_path"]),
-    ):
-        if not any(getattr(script_args, name, None) or getattr(model_args, name, None) for name in names):
-            raise ValueError(f"{key} is not set. Add a line `{key}: ...` to the recipe; hf_recipes/ has examples.")
+    lora = [key for key in vars(model_args) if key.startswith(("lora_", "use_rslora", "use_dora"))]
+    for key in () if model_args.use_peft else lora:
+        if (value := getattr(model_args, key)) != default_of(key, classes):
+            raise ValueError(f"{key}={value!r} has no effect without use_peft: true.")
+    if not model_args.model_name_or_path:
+        raise ValueError("model_name_or_path is not set. Add it to the recipe; hf_recipes/ has examples.")
+    if not any(getattr(script_args, key) for key in keys_that(script_args, "opens")):
+        raise ValueError("tools_script is not set. Add it to the recipe; hf_recipes/ has examples.")
     make_absolute(script_args)
     for settings, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # or names on the Hub
         path = os.path.expanduser(getattr(settings, key) or "")

@@ -132,7 +132,7 @@ def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callabl
     if not path:
         if optional:
             return [], []
-        raise ValueError("reward_fn is not set. Add a line `reward_fn: ...` to the recipe; hf_recipes/ has examples.")
+        raise ValueError("reward_fn is not set. Add it to the recipe; hf_recipes/ has examples.")
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["TURN_REWARD_FUNCS", "OUTCOME_REWARD_FUNCS"])
     check_rewards(turn_funcs, outcome_funcs)
     return tuple(named_apart(turn_funcs, outcome_funcs))

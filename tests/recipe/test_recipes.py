@@ -969,10 +969,10 @@ IMAGE = '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]
         (ROW + "null\n", "data.jsonl, line 2: .*got null"),
         (ROW.encode("utf-16"), "data.jsonl, line 1: .*'utf-8' codec can't decode"),
         ('{"query": "1+1?", "answer": "2"}', r"row 0 has columns \['answer', 'query'\], expected"),
-        ('{"prompt": [{"role": "user"}], "answer": "2"}', "a message must have a role and a content of text"),
-        ('{"prompt": [{"role": "user", "content": null}]}', "row 0: a message must have .*None"),
-        ('{"prompt": " ", "answer": "2"}', "row 0: a prompt must be a list of messages .* got ' '"),
-        (ROW + '{"question": null, "answer": "2"}', "row 1: a prompt must be .* got None"),
+        ('{"prompt": [{"role": "user"}], "answer": "2"}', "row 0 contains .*with role and content"),
+        ('{"prompt": [{"role": "user", "content": null}]}', "row 0 has a message with the content None"),
+        ('{"prompt": " ", "answer": "2"}', "row 0: prompt is ' ', expected"),
+        (ROW + '{"question": null, "answer": "2"}', "row 1: question is None, expected"),
         (ROW + '{"question": "1+1?", "answer": null}', "row 1: answer is None, expected"),
         (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: answer is nan, expected"),
         (IMAGE * 64, "row 0: a message has an image"),
@@ -1025,7 +1025,7 @@ def test_a_history_of_openais_api_is_read(random_model, tmp_path):
     [
         ("rows.jsonl", "validation", None, "split 'validation' has no effect with .*, one file for all splits"),
         ("arithmetic", "tset", None, "arithmetic: split 'tset', size None"),  # else of train
-        ("chain", "train", 10**9, "chain: split 'train', size 1000000000. .* at most 1000000"),
+        ("chain", "train", 10**9, "chain: split 'train', size 1000000000. .* 1000000 at most"),
     ],
 )
 def test_splits_that_are_not_there(name, split, size, message):
