@@ -354,8 +354,8 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
         if prompt >= context:
             raise ValueError(
                 f"The longest prompt has {prompt} tokens, and the model's context {context}: there is no room for a "
-                "turn. Shorten the prompts; what the model reads of its tools is in them (mcp_tools chooses among "
-                f"those of servers).{shown}"
+                "turn. Shorten the prompts; what the model reads of its tools is in them (a list `tools` in "
+                f"an entry of mcp_config_file chooses among a server's).{shown}"
             )
         raise ValueError(
             f"The longest prompt has {prompt} tokens; with max_completion_length={max_completion_length} that is "

@@ -124,12 +124,14 @@ def test_recorded_answers_of_the_sample():
 
 
 def test_each_conversation_has_a_session_of_its_own_with_its_arguments(counting):
-    cls = load(counting, openenv_reset='{"start": 0, "seed": 5}')
-    rows = [{"reset_kwargs": {"start": 1}, "answer": "x"}, {"seed": 3}, {"reset_kwargs": {"goal": 1}}]
+    cls = load(counting)
+    arguments = {"start": 1, "seed": 5}, {"start": 0, "seed": 5}, {"start": 0, "goal": 1}
+    rows = [{"reset_kwargs": each} for each in arguments]
+    rows[0]["answer"], rows[1]["seed"] = "x", 3
     rollouts, _ = play(cls, "2", "2", "3", rows=rows)
     assert [rewards(rollout) for rollout in rollouts] == [[1.0, 0.0], [0.0, 1.0, 1.0], [0.0]]
     sent = [data for kind, data in counting.received if kind == "reset"]
-    for arguments in ({"start": 1, "seed": 5}, {"start": 0, "seed": 3}, {"start": 0, "seed": 5, "goal": 1}):
+    for arguments in ({"start": 1, "seed": 5}, {"start": 0, "seed": 3}, {"start": 0, "goal": 1}):
         assert arguments in sent
     assert len({id(rollout.environment) for rollout in rollouts}) == 3
 

@@ -25,7 +25,7 @@ from mt_grpo.base.event_loop import background_loop
 logger = logging.getLogger(__name__)
 LOOP = "mt-grpo-mcp"  # the thread of all servers
 SECONDS_TO_START, SECONDS_TO_CLOSE, MOST_CALLS = 60.0, 8.0, 16  # of one server
-KEYS = {"command", "args", "env", "cwd", "url", "headers", "type", "auth_token"}  # auth_token is verl's
+KEYS = {"command", "args", "env", "cwd", "url", "headers", "type", "tools", "auth_token"}  # auth_token is verl's
 
 
 class McpToolError(RuntimeError):

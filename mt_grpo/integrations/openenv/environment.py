@@ -108,7 +108,6 @@ class OpenEnvEnvironment:
     """One episode. Tools of the server are methods of the class. Without any, the text of a turn is an action."""
 
     servers: Iterator[str]  # each conversation takes the next one
-    reset_arguments: dict[str, Any] = {}
     keyword_columns = ("reset_kwargs",)
     rules: str | None = None  # of actions; None: the server has tools
     field: str | None = None  # the only text that an action needs; None: a turn writes JSON
@@ -121,9 +120,10 @@ class OpenEnvEnvironment:
     episode_done = property(lambda self: self.session.done)
 
     async def reset(self, seed=None, episode_id=None, reset_kwargs: dict | None = None, **row: Any) -> str:
-        """Begin an episode. Arguments of the row replace those of the recipe. If a server is full, wait."""
-        arguments = {**self.reset_arguments, **(reset_kwargs or {})}
-        arguments |= {key: each for key, each in (("seed", seed), ("episode_id", episode_id)) if each is not None}
+        """Begin an episode with the row's arguments. If a server is full, wait."""
+        arguments = (reset_kwargs or {}) | {
+            key: each for key, each in (("seed", seed), ("episode_id", episode_id)) if each is not None
+        }
         while True:
             self.session = OpenEnvSession(next(self.servers))
             try:
@@ -214,11 +214,10 @@ async def ask(url: str, seconds: float) -> tuple[str, dict[str, Any], list[dict]
 
 def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnvironment]:
     """The class of a recipe's environments, with a method for each tool of the server. Raises `ValueError`."""
-    urls, reset = script_args.openenv_url or "http://127.0.0.1:8000", script_args.openenv_reset or {}
+    urls = script_args.openenv_url or "http://127.0.0.1:8000"
     urls = tuple(url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls))
     (name, action, tools), *_ = [run_async(run_on_thread(ask(url, args.environment_timeout), LOOP)) for url in urls]
-    reset = json.loads(reset) if isinstance(reset, str) else reset
-    settings = {"servers": itertools.cycle(urls), "reset_arguments": reset}
+    settings: dict[str, Any] = {"servers": itertools.cycle(urls)}
     if tools is None:
         check_tool_format(args.tool_format, "environment: openenv if the server has no tools")
         if script_args.tools_script is not None:

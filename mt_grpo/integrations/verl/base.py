@@ -101,16 +101,16 @@ async def on_own_loop(coroutine: Coroutine) -> Any:
     return await run_on_thread(coroutine, "mt-grpo-verl")
 
 
-def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResult]) -> Callable:
-    """Convert a declared function to a tool of the trainer. `finish` is applied to its results, to truncate them."""
+def function_as_tool(tool: FunctionTool) -> Callable:
+    """Convert a declared function to a tool of the trainer."""
 
     @functools.wraps(tool.fn)
     def run(*args: Any, **kwargs: Any) -> ToolResult:
-        return finish(read_result(tool.fn(*args, **kwargs)))
+        return read_result(tool.fn(*args, **kwargs))
 
     @functools.wraps(tool.fn)
     async def run_async(*args: Any, **kwargs: Any) -> ToolResult:
-        return finish(read_result(await on_own_loop(tool.fn(*args, **kwargs))))
+        return read_result(await on_own_loop(tool.fn(*args, **kwargs)))
 
     made = run_async if inspect.iscoroutinefunction(tool.fn) else run
     made.__name__ = tool.name

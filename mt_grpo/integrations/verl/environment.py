@@ -20,7 +20,6 @@ from mt_grpo.conversation.environments import METHODS, is_number
 from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.tools.results import ResultInParts
 from mt_grpo.conversation.tools.signature import as_method
-from mt_grpo.integrations.checks import cut_result
 from mt_grpo.integrations.verl.base import on_own_loop, read_result, response_content
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 
@@ -114,8 +113,6 @@ class VerlEnvironment:
 
     verl_tools: dict[str, Any] = {}
     interactions: dict[str, Any] = {}
-    max_characters: int | None = None
-    truncate_side = "middle"
     keyword_columns = ("tools_kwargs", "interaction_kwargs", "extra_info")
 
     def __init__(self):
@@ -205,7 +202,7 @@ class VerlEnvironment:
             self.agent_data.tool_rewards.append(result.reward)
         if isinstance(returned, tuple) and len(returned) == 3:
             self.agent_data.metrics.setdefault(name, []).append(returned[2])
-        return ToolResult(cut_result(result.text, self.max_characters, self.truncate_side), reward=result.reward)
+        return result
 
     def _kwargs(self, name: str, step: str) -> dict[str, Any]:
         return self.agent_data.tools_kwargs.get(name, {}).get(f"{step}_kwargs") or {}
@@ -266,16 +263,13 @@ async def get_reward(self: VerlEnvironment) -> float | None:
     return sum(self.outcome_rewards.values()) if self.outcome_rewards else None
 
 
-def environment_class(
-    tools: dict[str, Any], interactions: dict[str, Any], max_characters: int | None, truncate_side: str
-) -> type:
+def environment_class(tools: dict[str, Any], interactions: dict[str, Any]) -> type:
     """The class of a recipe's environments. Raises `ValueError` for a name that the trainer needs itself.
 
     INVARIANT: it has `respond` and `get_reward` only if they can return something. A reward that is always None would
     stand for one that is missing.
     """
     members: dict[str, Any] = {"verl_tools": tools, "interactions": interactions}
-    members |= {"max_characters": max_characters, "truncate_side": truncate_side}
     for name, tool in tools.items():
         if name in interactions or hasattr(VerlEnvironment(), name) or name in METHODS or name.startswith("_"):
             raise ValueError(f"A tool is called {name!r}, as an interaction or a name of the trainer's. Rename it.")
