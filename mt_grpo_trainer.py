@@ -211,6 +211,7 @@ class MultiTurnToolEnv(Conversations):
         ValueError: a tool lacks a name, type hints or a docstring, or a class is not an environment.
     """
 
+    MAX_PARALLEL_CALLS = 8  # of one turn; calls beyond them are answered with an error
     MIN_ANSWER_TOKENS = 16  # what is appended leaves at least this much room to answer, and an eighth if it can
 
     def __init__(
@@ -393,10 +394,10 @@ class MultiTurnToolEnv(Conversations):
                 GIVEN_UP.set(rollout.given_up)
                 return await self.call_tool(call, rollout.tools)
 
-        results = own_results(rollout, await gather_all([run(call) for call in calls[: self.max_parallel_calls]]))
+        results = own_results(rollout, await gather_all([run(call) for call in calls[: self.MAX_PARALLEL_CALLS]]))
         rollout.abandoned |= any(result.error == "timeout" for result in results)
-        text = f"Error: not run, since a turn may have at most {self.max_parallel_calls} calls. Call it again."
-        return results + [ToolResult(text, "call") for _ in calls[self.max_parallel_calls :]]
+        text = f"Error: not run, since a turn may have at most {self.MAX_PARALLEL_CALLS} calls. Call it again."
+        return results + [ToolResult(text, "call") for _ in calls[self.MAX_PARALLEL_CALLS :]]
 
     async def call_tool(self, call: ToolCall, tools: dict[str, Callable] | None = None) -> ToolResult:
         """Run one call. A mistake of the policy or a failure of the tool becomes text that the model reads.
@@ -1034,7 +1035,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             env,
             turn_reward_weights or args.turn_reward_weights,
             outcome_reward_weights or args.outcome_reward_weights,
-            args.environment_reward_weight,
         )
         train_dataset, eval_dataset = prepare_data(env, args, train_dataset, eval_dataset)
         funcs = self.reward_functions.functions
@@ -1217,7 +1217,6 @@ class MTGRPOScriptArguments(ScriptArguments):
     )
     system_prompt: str | None = key(None, "System message; {tool_descriptions} is filled in. None: built in")
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
-    eval_dataset_size: int | None = key(None, "Use the first n test rows. None: all", within="[1, inf)")
     prompt_examples: str | None = key(None, "File of example conversations, before each row's messages", path=True)
     preflight: bool = key(False, "Print what the run will do, sample a batch, and end without training")
 
@@ -1245,7 +1244,6 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     outcome_reward_weights: list[float] | None = key(
         None, "Weights of the outcomes. None: all 1", within="(-inf, inf)"
     )
-    environment_reward_weight: float = key(1.0, "Weight of rewards of environments and tools", within="(-inf, inf)")
     tool_format: str = key("xml", "How the model writes calls: xml, hermes, native", one_of=TOOL_FORMATS)
     isolate_tools: bool = key(False, "Run synchronous tools in processes, killed at tool_timeout", of_tools=True)
     reward_timeout: float = key(600.0, "Seconds of a reward function for one batch", within="(0, inf)", trained=False)

@@ -37,7 +37,6 @@ class Limits:
     max_tool_response_tokens: int | None = key(
         None, "Tokens of one result. None: a quarter of the budget; at most half", within="[10, inf)", of_tools=True
     )
-    max_parallel_calls: int = key(8, "Calls of one turn that run; others are errors", within="[1, inf)", of_tools=True)
     max_concurrent_tools: int = key(
         256, "Tool calls at the same time, per rank", within="[1, inf)", of_tools=True, trained=False
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import random
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -124,12 +125,15 @@ def load_rows(
     Args:
         name: `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
             file, or a folder with `<split>.jsonl`.
-        split: `train`, `test`, or another name of a split of the dataset.
-        size: How many rows to take from the start. None: all (4,096 of a generated dataset).
+        split: `train`, `test`, or another name of a split of the dataset. `test[:100]` has its first 100 rows.
+        size: How many rows to take at most, from the start. None: all (4,096 of a generated dataset).
         config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
         needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
     """
     path = Path(name)
+    if first_rows := re.fullmatch(r"(\w+)\[:([1-9]\d*)\]", split):
+        split, limit = first_rows[1], int(first_rows[2])
+        size = min(limit, size or limit)
     if name in GENERATED_DATASETS:
         if split not in ("train", "test") or (size or 0) > MOST_GENERATED:
             raise ValueError(
@@ -176,7 +180,7 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
     if eval_strategy == "no":
         return train_rows, None
-    return train_rows, load_rows(name, script_args.dataset_test_split, script_args.eval_dataset_size, **how)
+    return train_rows, load_rows(name, script_args.dataset_test_split, **how)
 
 
 def json_lines(path: Path, size: int | None) -> Iterator[bytes]:

@@ -82,7 +82,6 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
             trainer.vllm_generation,
             trainer.accelerator,
             probe_ids(first_ids(), trainer.env.tokenizer),
-            args.weight_check_every,
             slots_of(args.max_staleness),
             "policy" in asked_of(trainer.reward_functions.functions) - set(trainer.train_dataset.column_names),
         )

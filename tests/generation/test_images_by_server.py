@@ -355,8 +355,8 @@ def test_an_evaluation_by_a_server_finds_what_one_in_process_does(client, folder
 def test_later_checks_of_a_push_begin_with_the_image_too(client):
     ids = probe_ids([*range(20, 200)], client.tokenizer)
     shown = 1 + max(place for place, token in enumerate(ids) if is_picture(token))
-    sync = WeightSync(None, None, None, None, ids, check_every=1)
-    windows = []
+    sync = WeightSync(None, None, None, None, ids)
+    sync.CHECK_EVERY, windows = 1, []
     for sync.num_syncs in range(8):
         windows.append(sync._window())
     assert all(window[:shown] == ids[:shown] for window in windows)

@@ -223,7 +223,7 @@ def test_a_server_that_dies_is_started_again(tmp_path, caplog):
 @pytest.mark.contract("MCP")
 def test_images_are_read_where_the_model_reads_images(tmp_path):
     """Each at its place between the texts. A model of text reads their names, and so is read what is no image."""
-    tools = tools_of(tmp_path, {"sums": sums(tmp_path)}, max_tool_response_length=200)
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
     named = "One:\n[image: not shown]\nTwo:\n[resource: not shown]\n[resource: not shown]"
     assert [turn.observation for turn in talk(tools, call("show"))] == [named]
     tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
@@ -335,7 +335,7 @@ def test_lists_of_tools_have_pages_and_no_name_twice(tmp_path):
     (tmp_path / "lists.py").write_text(LISTS)
     with pytest.raises(ValueError, match="two tools 'add'"):
         tools_of(tmp_path, {"twice": listing("add", "sub", "add")})
-    (tool,) = tools_of(tmp_path, {"twice": listing("add", "sub", "add")}, mcp_tools=["sub"])
+    (tool,) = tools_of(tmp_path, {"twice": listing("add", "sub", "add") | {"tools": ["sub"]}})
     assert tool_schema("sub", tool)["function"] == {  # `true` is JSON schema's word for any value
         "name": "sub", "description": "sub of twice.", "parameters": {"type": "object", "properties": {"x": True}}
     }  # fmt: skip
@@ -354,15 +354,14 @@ def test_a_bad_file_is_refused(tmp_path, monkeypatch, name):
 
 
 def test_names_of_tools(tmp_path):
-    """Two servers with a tool of one name: one is selected by its server's name."""
+    """Two servers with a tool of one name: the list `tools` of an entry selects one."""
     two = {"a": sums(tmp_path), "b": sums(tmp_path)}
-    with pytest.raises(ValueError, match="two tools 'add'. Choose with mcp_tools: \\[b:add"):
+    with pytest.raises(ValueError, match="two tools 'add', one of the server 'b'. Choose with a list `tools`"):
         tools_of(tmp_path, two)
-    with pytest.raises(ValueError, match="mcp_tools: no server of .* offers 'sub'"):
-        tools_of(tmp_path, two, mcp_tools=["sub"])
-    assert [tool.__name__ for tool in tools_of(tmp_path, two, mcp_tools=["b:add"])] == ["add"]
-    with pytest.raises(ValueError, match="mcp_tools has no effect without the key mcp_config_file"):
-        load_integration_tools(settings(mcp_tools=["x"]))
+    with pytest.raises(ValueError, match="mcp_config_file: the server 'b' of .* offers no tool 'sub'"):
+        tools_of(tmp_path, two | {"b": {**two["b"], "tools": ["add", "sub"]}})
+    selected = {"a": {**two["a"], "tools": ["draw"]}, "b": {**two["b"], "tools": ["show", "add"]}}
+    assert {tool.__name__ for tool in tools_of(tmp_path, selected)} == {"draw", "show", "add"}
 
 
 VERL = """

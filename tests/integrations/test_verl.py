@@ -342,13 +342,12 @@ async def waits(text: str) -> str:
 @pytest.mark.contract("function tools")
 def test_function_tools(tmp_path):
     (tmp_path / "written_functions.py").write_text(FUNCTIONS)
-    tools = load_integration_tools(settings(function_tool_path=str(tmp_path / "written_functions.py"),
-                                        max_tool_response_length=4, tool_response_truncate_side="right"))  # fmt: skip
+    tools = load_integration_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
     env = mt.MultiTurnToolEnv(tools, None, 6, tokenizer=CHATML_TOKENIZER)
     calls = [call("double", x=4), call("rewarded"), call("described", y="abc"), call("waits", text="12345"),
              call("double", x="4"), ANSWER]  # fmt: skip
     (rollout,) = env.generate(["?"], Scripted([calls]))["rollouts"]
-    assert [turn.observation for turn in rollout.turns[:4]] == ["8", "so", "cba", "1234...(truncated)"]
+    assert [turn.observation for turn in rollout.turns[:4]] == ["8", "so", "cba", "12345"]
     assert rollout.turns[4].error == "call"  # the types of a function are checked, as those of any other tool
     assert [turn.results[0].reward for turn in rollout.turns[:4]] == [None, 0.25, None, None]
 
@@ -579,17 +578,16 @@ def with_vision(env, tmp_path, turns, row):
 
 @pytest.mark.contract("verl images")
 def test_images_of_a_tool_by_yaml(tmp_path):
-    """Before the text, as in verl; the text alone is cut. What a tool reads of the conversation has them, too."""
+    """Before the text, as in verl. What a tool reads of the conversation has them, too."""
     returned = "ToolResponse(text='0123456789', image=[drawn(1), None, drawn(2)]), 0.5, {'seen': kwargs['agent_data']}"
     shape = {"CREATED": "instance_id, ToolResponse(text='Board:', image=[drawn(0)])", "RETURNED": returned}
-    keys = {"max_tool_response_length": 4, "tool_response_truncate_side": "right"}
     path = counter(tmp_path, shape)
     (tmp_path / "written_tools.py").write_text(DRAWS + (tmp_path / "written_tools.py").read_text())
-    rollout, tokenizer = with_vision(build(tools_config_file=path, **keys)(), tmp_path, [call("count"), ANSWER], {})
+    rollout, tokenizer = with_vision(build(tools_config_file=path)(), tmp_path, [call("count"), ANSWER], {})
     board, one, two = (tokenizer.pictures.read(vision_model.picture(k), "") for k in range(3))
     begin = f"How many?\n<image {board.name}>Board:"
     assert readable(rollout.prompt_messages[-1]["content"]) == begin
-    assert readable(rollout.turns[0].results[0].text) == f"<image {one.name}><image {two.name}>0123...(truncated)"
+    assert readable(rollout.turns[0].results[0].text) == f"<image {one.name}><image {two.name}>0123456789"
     assert rollout.turns[0].results[0].reward == 0.5 and rollout.turns[0].error is None
     assert pictures_in(rollout.prompt_ids + rollout.completion_ids) == [board, one, two]
     (seen,) = (metrics["seen"] for metrics in rollout.environment.agent_data.metrics["count"])

@@ -197,7 +197,6 @@ REPLACED = {
     "dataset_name": "a local file in the same schema, nothing is downloaded",
     "dataset_config": "belongs to the Hub's dataset",
     "dataset_size": "a few rows",
-    "eval_dataset_size": "a few rows",
     "per_device_train_batch_size": "one group",
     "gradient_accumulation_steps": "one group",
     "output_dir": "a temporary folder",
@@ -209,7 +208,7 @@ REPLACED = {
 VLLM_KEYS = {
     "use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
     "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_importance_sampling_mode", "weight_sync",
-    "weight_check_every", "rollout_engine",
+    "rollout_engine",
 }  # fmt: skip
 
 
@@ -278,7 +277,6 @@ READ_BACK = {
     "gym_text": lambda t: source_of(game_of(t).text_class.observation) + ":" + game_of(t).text_class.__name__,
     "gym_unfinished_reward": lambda t: game_of(t).unfinished_reward,
     "agent": lambda t: f"tools/agents/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
-    "agent_other_models": lambda t: t.env.other_models,
     "agent_timeout": lambda t: t.env.agent_timeout,
     "multi_turn_scheduler": lambda t: t.env.scheduler_class.__name__.lower(),
     "external_plugins": lambda t: [os.path.relpath(inspect.getfile(t.env.scheduler_class), ROOT)],
@@ -328,7 +326,6 @@ READ_BACK_VLLM = {
     "vllm_max_model_length": lambda t: t.vllm_generation.settings["max_model_length"],
     "vllm_importance_sampling_mode": lambda t: t.vllm_importance_sampling_mode,
     "weight_sync": lambda t: t.client.transfer.transport,
-    "weight_check_every": lambda t: t.args.weight_check_every,
     "rollout_engine": lambda t: t.client.servers[0].engine.name,
 }
 
@@ -672,7 +669,7 @@ def build(random_model, tmp_path, no_weights):
         ({"chat_template_kwargs": 3}, "chat_template_kwargs: 3 .* is int, expected"),
         ({"loss_type": "nonsense"}, "loss_type='nonsense' .*dapo"),
         ({"scale_rewards": "both"}, "scale_rewards='both' .*batch"),
-        ({"agent_other_models": "pip"}, "agent_other_models='pip' .*refused, frozen"),
+        ({"late_groups": "pip"}, "late_groups='pip' .*wait, admit"),
         ({"output_dir": ""}, "output_dir is empty"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
@@ -691,10 +688,10 @@ def test_bad_value(changes, message, build):
 
 NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(
-        ("lora_alpha", "dataset_size", "eval_dataset_size", "per_device_train_batch_size", "num_iterations",
+        ("lora_alpha", "dataset_size", "per_device_train_batch_size", "num_iterations",
          "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "max_completion_length",
-         "max_turn_tokens", "max_tokens_per_pass", "max_concurrent_tools", "max_parallel_calls", "max_steps",
-         "max_model_calls", "max_turns", "max_tool_response_length"),
+         "max_turn_tokens", "max_tokens_per_pass", "max_concurrent_tools", "max_steps",
+         "max_model_calls", "max_turns"),
         (0, -5),
     ),
     **dict.fromkeys(
@@ -705,7 +702,7 @@ NUMBERS_OUT_OF_RANGE = {
     ),
     **dict.fromkeys(("min_p", "ref_model_mixup_alpha", "turn_discount"), (-1, 1.1, math.nan)),
     **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
-    "environment_reward_weight": (math.inf, math.nan), "gym_unfinished_reward": (math.inf, math.nan),
+    "gym_unfinished_reward": (math.inf, math.nan),
     "lora_dropout": (-0.1, 1.0, math.nan), "top_p": (0.0, 1.1, math.nan), "num_generations": (1, 0),
     "max_tool_response_tokens": (9,), "max_env_steps": (-1,), "refill_groups": (-1,),
 }  # fmt: skip
@@ -816,10 +813,10 @@ def test_merged_mappings_are_no_repeated_keys(tmp_path):
 
 
 def test_null_on_the_command_line_unsets_what_the_recipe_says(parse):
-    flags = ["--agent", "null", "--agent_command", "./agent.sh", "--max-turn-tokens=null", "--mcp_tools", "null"]
-    script_args, args, _ = parse(*flags, recipe="agent", mcp_tools=["a", "b"])
+    flags = ["--agent", "null", "--agent_command", "./agent.sh", "--max-turn-tokens=null", "--reward_funcs", "null"]
+    script_args, args, _ = parse(*flags, recipe="agent", reward_funcs=["a", "b"])
     assert (script_args.agent, script_args.agent_command, args.max_turn_tokens) == (None, "./agent.sh", None)
-    assert script_args.mcp_tools is None
+    assert script_args.reward_funcs is None
     assert parse(*flags, "--agent", "a.py:b", recipe="agent")[0].agent == "a.py:b"
 
 
