@@ -7,6 +7,7 @@ import inspect
 import logging
 import typing
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
@@ -227,7 +228,14 @@ def check_server(
     if "policy" in asked_of(funcs) - set(dataset.column_names) and (reason := engine.why_no_scores(client)):
         raise ServerError(f"A reward function asks the policy. {where} {reason}.")
     engine.ask_for_sample({**sampling_params(args), "prompt": [0], "max_tokens": 1}, None)  # raises for a setting
-    client.vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
+    ours = model_config.get_text_config()
+    with suppress(OSError, ValueError):  # of a path on the server's machine
+        theirs = AutoConfig.from_pretrained(engine.settings(client)["model"]).get_text_config()
+        for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+            served, own = getattr(theirs, key, None), getattr(ours, key, None)
+            if served != own:
+                raise ServerError(f"{where} serves a model with {key}={served}, but the model to train has {own}.")
+    client.vocab_size = getattr(ours, "vocab_size", None)
     check_tokenizer(client, env.tokenizer, where)
     needed = longest_prompt(env, dataset) + args.max_completion_length
     if card["max_model_len"] < needed:

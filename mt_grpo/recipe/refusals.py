@@ -29,12 +29,7 @@ def backend_of(args: GRPOConfig) -> str:
 
 
 def cuts_of(args: GRPOConfig) -> dict[str, Any]:
-    """The settings that make the distribution that is sampled from another one than the policy's.
-
-    >>> from types import SimpleNamespace
-    >>> cuts_of(SimpleNamespace(top_p=0.8, top_k=0, generation_kwargs={"presence_penalty": 0.5, "min_p": 0.0}))
-    {'top_p': 0.8, 'presence_penalty': 0.5}
-    """
+    """The settings that make the distribution that is sampled from another one than the policy's."""
     given = {key: getattr(args, key, None) for key in CUTS} | (args.generation_kwargs or {})
     return {key: given[key] for key, same in CUTS.items() if given[key] not in same}
 
@@ -109,9 +104,7 @@ def check_staleness(args: GRPOConfig, backend: str) -> None:
     if not args.vllm_importance_sampling_correction:
         raise ValueError(f"{where} needs importance ratios. Set vllm_importance_sampling_correction: true.")
     if mode.startswith("sequence"):
-        raise ValueError(
-            f"{where}: few rollouts count with vllm_importance_sampling_mode: {mode}. Set token_truncate."
-        )
+        raise ValueError(f"{where}: few rollouts count with ratios per {mode}. Set token_truncate or token_mask.")
     if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
         raise ValueError(f"{where} needs steps_per_generation to be a multiple of gradient_accumulation_steps.")
 
@@ -153,18 +146,11 @@ def check_sharding(args: GRPOConfig) -> None:
     """Raise `ValueError` where accelerate 1.15 would train otherwise than it was launched, without a word."""
     launched, asked = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if launched != args.world_size:  # each would take itself for the only one
-        raise ValueError(
-            f"{launched} processes were launched, and accelerate finds no way between them: it counts "
-            f"{args.world_size}. Set use_cpu: true on a machine without GPUs."
-        )
+        raise ValueError(f"{launched} processes were launched, and accelerate counts {args.world_size}. Set use_cpu.")
     if asked in ("bf16", "fp16") and not (args.bf16 or args.fp16):
-        raise ValueError(
-            f"bf16: false, and accelerate was launched with {asked}, which it would take. Set bf16: true."
-        )
+        raise ValueError(f"bf16: false, and accelerate was launched with {asked}, which it takes. Set bf16: true.")
     if asks_for_fsdp(args) and args.device.type == "cpu":
-        raise ValueError(
-            "FSDP is asked for, but accelerate shards nothing on a CPU. Use GPUs, or accelerate/cpu.yaml."
-        )
+        raise ValueError("FSDP is asked for, but accelerate shards nothing on a CPU. Use accelerate/cpu.yaml.")
 
 
 def asks_for_fsdp(args: GRPOConfig) -> bool:
