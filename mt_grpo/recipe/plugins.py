@@ -123,7 +123,10 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     if not isolate:
         return tools
     processes = ToolProcesses(path, tools)
-    run_async(processes.try_one())  # raises if a process cannot import the file
+    try:
+        run_async(processes.try_one())
+    except RuntimeError as error:
+        raise ValueError(f"isolate_tools: a process of its own cannot import {path!r}: {error}. See above.") from error
     return [processes.isolated(index, tool) for index, tool in enumerate(tools)]
 
 

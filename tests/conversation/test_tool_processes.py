@@ -271,7 +271,7 @@ def test_a_tools_file_that_cannot_start_in_a_process_is_told(tmp_path, capfd):
     path = tmp_path / "tools.py"
     lock = "import fcntl\nheld = open(__file__)\nfcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)\n"
     path.write_text(lock + IN_PROCESSES, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"isolate_tools.*: .* exit code 1. See"):
+    with pytest.raises(ValueError, match=r"isolate_tools: .* exit code 1. See"):
         load_tools(str(path), isolate=True)
     assert "BlockingIOError" in capfd.readouterr().err
     path.write_text("import subprocess\nhelper = subprocess.Popen(['sleep', '600'])\n" + IN_PROCESSES)

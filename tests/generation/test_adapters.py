@@ -471,7 +471,7 @@ def test_a_server_without_the_flags_gets_merged_weights(plain, tmp_path, caplog)
 ], ids=["no flags", "dora"])  # fmt: skip
 def test_an_adapter_that_is_asked_for_and_cannot_be_had_is_an_error(plain, tmp_path, config, reason):
     with pytest.raises(ServerError, match=f"weight_sync=adapter: .*{reason}.*weight_sync: auto"):
-        make_trainer(plain.port, TINY, tmp_path, peft_config=config, weight_sync="adapter")
+        make_trainer(plain.port, TINY, tmp_path, peft_config=config, weight_sync="adapter").train()
 
 
 def test_further_trained_parameters_and_a_second_adapter_are_seen(random_model):
