@@ -141,6 +141,11 @@ class Counter(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         log.append(("release", self.values.pop(instance_id), kwargs))
+
+
+class Blocks(Counter):
+    def execute(self, instance_id, parameters, **kwargs):
+        return "5", 0.0, {}
 '''
 NATIVE = "tools: [{class_name: written_tools.Counter, config: {type: native}, tool_schema: null}]"
 NEW = {
@@ -461,6 +466,7 @@ BAD_YAML = {
     "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]": "argument 'create_kwarg_from'",
     "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]": "function: Field required",
     "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]": "are called 'count'",
+    "tools: [{class_name: written_tools.Blocks}]": "execute is not async",
 }
 
 
