@@ -115,7 +115,7 @@ class SchedulerSession(RolloutSession):
         new = list(added)
         if going.said:
             texts = rendered(going.said, calls, self.tokenizer, self.prompt)
-            new += written.suffix_ids(calls, texts, [] if added else sampled, context) + prefill
+            new += written.suffix_ids(calls, texts, added or sampled, context) + prefill
         ids = parent.prompt_ids + (sampled[:-1] if drops_end else sampled) + new
         said = going.said + messages[len(base) :]
         in_record = not (parent.is_read or drops_end)
