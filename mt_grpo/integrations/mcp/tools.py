@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +25,11 @@ def start_servers(path: str, key: str) -> list[tuple[McpServer, list[Any]]]:
             tools = await server.tools()
         except Exception as error:
             await server.close()
-            hint = "See its output above." if "command" in entry else f"Is it running at {entry['url']}?"
-            raise ValueError(f"{key}: the server {name!r} does not start ({error_line(error)}). {hint}") from error
+            url = entry.get("url", "")
+            shown = re.sub(r"//[^/@]*@|[?#].*", lambda found: found[0][:2] if found[0][0] == "/" else "", url)
+            hint = f"Is it running at {shown}?" if url else "See its output above."
+            why = error_line(error).replace(url or " ", shown or " ")  # without what ${NAME} has filled in
+            raise ValueError(f"{key}: the server {name!r} does not start ({why}). {hint}") from error
         selection, names = entry.get("tools"), [tool.name for tool in tools]
         if unknown := [each for each in selection or [] if each not in names]:
             raise ValueError(

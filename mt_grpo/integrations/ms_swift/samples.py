@@ -133,9 +133,7 @@ def check_sampled(ids: list[int], mask: list[int], place: int, end: int) -> None
         )
 
 
-def without_prefill(
-    sample: Sample, ids: list[int], mask: list[int] | None
-) -> tuple[list[int], list[int] | None]:
+def without_prefill(sample: Sample, ids: list[int], mask: list[int] | None) -> tuple[list[int], list[int] | None]:
     """The ids and the mask of a message without the ids in front of its first response, which the model has read.
 
     Raises `SchedulerFailure` if one of these has mask 1.
@@ -182,8 +180,8 @@ def edit(
             )
         if sampled and not (same or mask):
             raise SchedulerFailure(
-                f"response_token_ids begins with {ids[0]}, expected {sampled[0]}: a beginning of what was sampled. Return "
-                "a response_loss_mask of zeros for ids of the scheduler's own."
+                f"response_token_ids begins with {ids[0]}, expected {sampled[0]}, as what was sampled. For ids of the "
+                "scheduler's own, return a response_loss_mask of zeros."
             )
         kept = checked_mask(ids, mask) if mask else [1] * same + [0] * (len(ids) - same)
         check_sampled(ids, kept, same, len(ids))

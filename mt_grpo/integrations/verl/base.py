@@ -154,3 +154,8 @@ def response_content(response: Any) -> str | ResultInParts:
         raise ValueError("the tool returned a video, which this trainer cannot show to a model")
     images = [{"type": "image", "image": image} for image in response.image or [] if image is not None]
     return ResultInParts([*images, *filter(None, [response.text])]) if images else response.text or ""
+
+
+def overridden(tool: Any, method: str) -> bool:
+    """Whether a tool's class has a method of its own, and not that of verl's base class."""
+    return not getattr(tool, method).__qualname__.startswith(("BaseTool.", "BaseInteraction."))

@@ -20,7 +20,7 @@ from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.tools.results import ResultInParts
 from mt_grpo.conversation.tools.signature import as_method
 from mt_grpo.images.pictures import pictures_in
-from mt_grpo.integrations.verl.base import on_own_loop, read_result, response_content
+from mt_grpo.integrations.verl.base import on_own_loop, overridden, read_result, response_content
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 
 STEPS = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs"}
@@ -101,11 +101,6 @@ def accepted(function: Callable, **offered: Any) -> dict[str, Any]:
     parameters = inspect.signature(function).parameters
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     return {name: value for name, value in offered.items() if takes_all or name in parameters}
-
-
-def overridden(tool: Any, method: str) -> bool:
-    """Whether a tool's class has a method of its own, and not that of verl's base class."""
-    return not getattr(tool, method).__qualname__.startswith(("BaseTool.", "BaseInteraction."))
 
 
 class VerlEnvironment:
@@ -233,12 +228,15 @@ class VerlEnvironment:
     async def _end(self) -> None:
         ids, interaction = self._ids, self._interaction
         self._ids, self._interaction = {}, None
-        steps = [
-            self.verl_tools[name].release(own_id, **self._kwargs(name, "release")) for name, own_id in ids.items()
-        ]
-        if interaction is not None:
-            finalize = interaction.finalize_interaction
-            steps.append(finalize(**accepted(finalize, instance_id=self._interaction_id)))
+
+        async def release(name: str, own_id: str) -> None:
+            await self.verl_tools[name].release(own_id, **self._kwargs(name, "release"))
+
+        async def finalize() -> None:
+            function = interaction.finalize_interaction
+            await function(**accepted(function, instance_id=self._interaction_id))
+
+        steps = [release(name, own_id) for name, own_id in ids.items()] + ([finalize()] if interaction else [])
         results = await asyncio.gather(*steps, return_exceptions=True)
         if errors := [error_line(error) for error in results if isinstance(error, BaseException)]:
             raise RuntimeError("; ".join(errors))
