@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError, ServerLost, tell_once
-from mt_grpo.base.pictures import MOST_PICTURES
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
@@ -50,6 +49,7 @@ from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.generation.adapters import slots_of, why_config_merges
 from mt_grpo.generation.nccl_groups import check_group_port
 from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.images.pictures import MOST_PICTURES
 from mt_grpo.recipe.data import check_prompt, empty_prompts, not_here, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding, cuts_of

@@ -19,9 +19,9 @@ from scripted import CHATML_TOKENIZER, Scripted, call, ids
 from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
+from mt_grpo.images.pictures import pictures_in
 from mt_grpo.integrations.verl import paths as verl_paths, search as verl_search
 from mt_grpo.integrations.verl.base import BaseTool
 from mt_grpo.integrations.verl.builtin import Gsm8kTool, score_of
@@ -458,7 +458,7 @@ BAD_YAML = {
     "x: 1": "KeyError: 'tools'",
     "tools: [{config: {}}]": "KeyError: 'class_name'",
     "tools: []": "no entry",
-    "tools: [{class_name: a.B}]\ntools: [{class_name: a.C}]": "'tools' is set on line 1 and again on line 2",
+    "tools: [{class_name: a.B}]\ntools: [{class_name: a.C}]": "'tools' is set twice, again on line 2",
     "tools: [{class_name: not_there.Tool}]": "No module named 'not_there'",
     "tools: [{class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool}]": "No module named 'verl.tools.sandbox",
     "tools: [{class_name: written_tools.Missing}]": "no attribute 'Missing'",

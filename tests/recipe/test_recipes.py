@@ -1101,7 +1101,7 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set on line 1 and again on line 3"),
+        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set twice, again on line 3"),
         ("use_liger_kernel: true\n", "use_liger_kernel needs a package that is not installed. Run `pip install"),
         ("env:\n  3: x\n", "env: 3 in .* is no name of an environment variable"),
         ("env:\n  A:\n", "env: A: None in .*, expected"),
@@ -1497,7 +1497,7 @@ def test_fewer_prompts_than_a_batch_needs(build):
 def test_a_run_without_a_step_fails(random_model, tmp_path):
     recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
-    trainer.train_dataset = trainer.train_dataset.select([])
+    trainer.train_dataset = Rows([])
     with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts.*at least 1 prompts"):
         trainer.train()
 
