@@ -15,7 +15,7 @@ has several turns. A good search and the bad answer after it should not share on
 
 TRL's `GRPOTrainer` optimises, and vLLM (or the model itself) generates. This file holds what lies between them: the
 conversation, its tokens and its credit. The history is never rendered again, since that would train on tokens that the
-policy never sampled. If an environment edits it, a new record begins. Images are ids too (`mt_grpo/base/pictures.py`).
+policy never sampled. If an environment edits it, a new record begins. Images are ids too (`mt_grpo/images/`).
 
     python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml      # on a CPU, 2 to 3 minutes
     bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml            # on GPUs, with the vLLM server it needs
@@ -72,10 +72,9 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all
 from mt_grpo.base.fields import key
 from mt_grpo.base.files import keep_output_open, output_lock
-from mt_grpo.base.pictures import inputs_of_rows
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
-from mt_grpo.conversation.conversations import Conversations, Limits, limits_of
+from mt_grpo.conversation.conversations import Conversations, Limits, PromptCache, digest_of, limits_of
 from mt_grpo.conversation.environments import (
     Environments,
     PromptTooLong,
@@ -90,7 +89,6 @@ from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.picture_parts import SaidPictures, read_pictures
 from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples
-from mt_grpo.conversation.prompts import PromptCache, digest_of
 from mt_grpo.conversation.sampling import (
     check_sampling_params,
     sampling_defaults,
@@ -103,6 +101,7 @@ from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import WeightCounter
+from mt_grpo.images.pictures import inputs_of_rows
 from mt_grpo.recipe.checks import (
     check_server,
     check_tied_lora,

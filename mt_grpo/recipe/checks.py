@@ -14,7 +14,6 @@ from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError, ServerLost, tell_once
-from mt_grpo.base.pictures import MOST_PICTURES
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
 from mt_grpo.conversation.conversations import limits_of
@@ -42,6 +41,7 @@ from mt_grpo.conversation.pictures import (
 from mt_grpo.conversation.sampling import check_conversations, sampling_params
 from mt_grpo.generation.nccl_groups import check_group_port
 from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.images.pictures import MOST_PICTURES
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import asks_for_fsdp, backend_of, check_sharding, cuts_of

@@ -19,7 +19,6 @@ from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.base.pictures import inputs_of_rows, is_picture, pictures_in, with_placeholders
 from mt_grpo.conversation.pictures import drawn_ids, drawn_image, forbid, mark_of, why_none
 from mt_grpo.generation.samples import (
     GENERATE,
@@ -31,6 +30,7 @@ from mt_grpo.generation.samples import (
 )
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.images.pictures import inputs_of_rows, is_picture, pictures_in, with_placeholders
 from mt_grpo.recipe import checks
 from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.rollout import hash_of_ids

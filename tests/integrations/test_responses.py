@@ -143,6 +143,17 @@ def test_reasoning_is_kept_where_a_record_begins():
     assert len(set(read)) == 1 and "<think>\nHm.\n</think>" in read[0] and "A." not in read[0], read
 
 
+def test_an_answer_is_not_read_twice_behind_its_own_id():
+    async def agent(row, client):
+        said = await respond(client, "a", tools=[FLAT])
+        items = [*(item.to_dict() for item in said.output), user("b")]
+        answer = await post(client, {"model": "policy", "input": items, "previous_response_id": said.id})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "duplicate_item"
+
+    rollout, _ = run(agent, "It is 2.")
+    assert rollout.error is None, rollout.error
+
+
 def test_what_another_conversation_was_answered_is_refused():
     """Its ids name it: `resp_...` of one rollout is not taken for that of the other at the same place."""
     seen = {}

@@ -19,9 +19,9 @@ from scripted import CHATML_TOKENIZER, Scripted, call, ids
 from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
+from mt_grpo.images.pictures import pictures_in
 from mt_grpo.integrations.verl import paths as verl_paths, search as verl_search
 from mt_grpo.integrations.verl.base import BaseTool
 from mt_grpo.integrations.verl.builtin import Gsm8kTool, score_of
@@ -141,6 +141,11 @@ class Counter(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         log.append(("release", self.values.pop(instance_id), kwargs))
+
+
+class Blocks(Counter):
+    def execute(self, instance_id, parameters, **kwargs):
+        return "5", 0.0, {}
 '''
 NATIVE = "tools: [{class_name: written_tools.Counter, config: {type: native}, tool_schema: null}]"
 NEW = {
@@ -453,7 +458,7 @@ BAD_YAML = {
     "x: 1": "KeyError: 'tools'",
     "tools: [{config: {}}]": "KeyError: 'class_name'",
     "tools: []": "no entry",
-    "tools: [{class_name: a.B}]\ntools: [{class_name: a.C}]": "'tools' is set on line 1 and again on line 2",
+    "tools: [{class_name: a.B}]\ntools: [{class_name: a.C}]": "'tools' is set twice, again on line 2",
     "tools: [{class_name: not_there.Tool}]": "No module named 'not_there'",
     "tools: [{class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool}]": "No module named 'verl.tools.sandbox",
     "tools: [{class_name: written_tools.Missing}]": "no attribute 'Missing'",
@@ -461,6 +466,7 @@ BAD_YAML = {
     "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]": "argument 'create_kwarg_from'",
     "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]": "function: Field required",
     "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]": "are called 'count'",
+    "tools: [{class_name: written_tools.Blocks}]": "execute is not async",
 }
 
 

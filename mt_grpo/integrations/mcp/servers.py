@@ -23,7 +23,7 @@ from mt_grpo.base.event_loop import background_loop
 
 logger = logging.getLogger(__name__)
 LOOP = "mt-grpo-mcp"  # the thread of all servers
-SECONDS_TO_START, SECONDS_TO_CLOSE, MOST_CALLS = 60.0, 8.0, 16  # of one server
+SECONDS_TO_START, SECONDS_TO_ANSWER, SECONDS_TO_CLOSE, MOST_CALLS = 60.0, 60.0, 8.0, 16  # of one server
 KEYS = {"command", "args", "env", "cwd", "url", "headers", "type", "tools", "auth_token"}  # auth_token is verl's
 
 
@@ -105,7 +105,7 @@ class McpServer:
         INVARIANT: an error of one call leaves the connection alone, which other conversations use.
         """
         with contextlib.suppress(Exception):
-            async with asyncio.timeout(SECONDS_TO_START):
+            async with asyncio.timeout(SECONDS_TO_ANSWER):
                 if not owner.done():
                     await client.list_tools()
                     return False

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.pictures import image_or_str
+from mt_grpo.base.json_types import image_or_str
 from mt_grpo.conversation.picture_parts import images_of
 from mt_grpo.integrations.checks import check_settings_of
 from mt_grpo.integrations.ms_swift.conversation import (
