@@ -1423,20 +1423,18 @@ def test_only_a_dead_runs_folder_is_removed(proxy, tokenizer, tmp_path):
 
 @needs_vllm
 def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_path):
-    """No FIFO is waited for, no link followed, no other user's folder removed; a dead run's own folder is."""
+    """No link is followed, and no other user's folder is removed; a dead run's own folder is."""
     open_to_all, own, victim = tmp_path / "open", tmp_path / "own", tmp_path / "victim"
     for folder in (open_to_all, own, victim):
         folder.mkdir()
     open_to_all.chmod(0o1777)  # as /dev/shm
-    names = ("fifo", "dead", "linked-lock", "no-lock", *(["another-users"] if os.geteuid() == 0 else []))
+    names = ("dead", "no-lock", *(["another-users"] if os.geteuid() == 0 else []))
     folders = {name: open_to_all / f"mt-grpo-weights-{name}" for name in names}
     for name, folder in folders.items():
         folder.mkdir()
         if name in ("dead", "another-users"):
             (folder / "lock").touch()
-    os.mkfifo(folders["fifo"] / "lock")
     (victim / "lock").write_text("precious")
-    (folders["linked-lock"] / "lock").symlink_to(victim / "lock")
     (open_to_all / "mt-grpo-weights-link").symlink_to(victim)
     if "another-users" in folders:
         os.chown(folders["another-users"], 12345, 12345)
