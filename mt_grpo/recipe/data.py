@@ -70,17 +70,18 @@ def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
     return [{"seed": first + i} for i in range(num_rows)]
 
 
-def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
-    """One row of training: all that the data's row has, as it is, and a `prompt` of messages.
+def to_row(row: DataRow, number: int, name: str = "", needs_prompt: bool = True) -> DataRow:
+    """The row of a number in a data set: all that the data's row has, as it is, and a `prompt` of messages.
 
     The prompt is made from the column `prompt` (text, or messages) or from `question`. No other column is changed.
     Raises `ValueError` for a row without them, unless it needs no prompt.
 
-    >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, "")["answer"]
+    >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, 0)["answer"]
     'It is 2 and 2.\\n#### 4'
     """
     if not needs_prompt and not row.get("prompt") and not {"question", "answer"} <= row.keys():
         return row
+    where = f"dataset {name!r}, row {number}"
     if "prompt" not in row and not {"question", "answer"} <= row.keys():
         raise ValueError(f"{where} has columns {sorted(row)}, expected 'question' and 'answer', or 'prompt'.")
     key = "prompt" if "prompt" in row else "question"
@@ -96,8 +97,6 @@ def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
 def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
     """Rows of a list of dicts, or of a `Dataset` with `question` and no `prompt`. Other data is returned unchanged.
 
-    Raises `ValueError` with the data's name for a row that has neither `prompt` nor `question` and `answer`.
-
     >>> with_prompts([{"question": "2 + 2?", "answer": "4"}], "train_dataset")[0]["prompt"]
     [{'role': 'user', 'content': '2 + 2?'}]
     """
@@ -105,7 +104,7 @@ def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
         return {key: with_prompts(split, f"{name}[{key!r}]", needs_prompt) for key, split in data.items()}
     has_questions = isinstance(data, Dataset) and "question" in data.column_names and "prompt" not in data.column_names
     if isinstance(data, list) or has_questions:
-        return Rows(data, functools.partial(made_row, name=name, needs_prompt=needs_prompt))
+        return Rows(data, functools.partial(to_row, name=name, needs_prompt=needs_prompt))
     return data
 
 
@@ -153,12 +152,7 @@ def load_rows(
         source = source.select(range(min(size, len(source)))) if size else source
     if not len(source):
         raise ValueError(f"dataset_name: {name!r}, split {split!r}, is empty. Expected at least one row.")
-    return Rows(source, functools.partial(made_row, name=name, needs_prompt=needs_prompt))
-
-
-def made_row(row: DataRow, number: int, name: str, needs_prompt: bool) -> DataRow:
-    """The row of this number in a data set of this name (`to_row`)."""
-    return to_row(row, f"dataset {name!r}, row {number}", needs_prompt)
+    return Rows(source, functools.partial(to_row, name=name, needs_prompt=needs_prompt))
 
 
 def empty_prompts(num_rows: int) -> Dataset:
