@@ -43,7 +43,6 @@ MIN_CALLS = 8  # fewer are no share to judge by: half of four calls fail by chan
 MOST_BATCHES = 4  # of a preflight without signal: one rollout of a hundred may be rewarded
 MOST_WEIGHTS = 2**16  # of a parameter that are looked at, evenly spread
 COMPLETE = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
-CUT_OFF = (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH, StopReason.AGENT_TIMEOUT)
 NO_SIGNAL, LOGPS_APART = "credit/frac_groups_without_signal", "sampling/sampling_logp_difference/mean"
 
 
@@ -101,15 +100,13 @@ READINGS = (
     Reading("cut off by max_turn_tokens", lambda f: f["cut/by_turn"] >= 0.5,
         "{cut/by_turn:.0%} of the rollouts have a turn that is cut off at max_turn_tokens={max_turn_tokens}. Raise "
         "max_turn_tokens, or ask for shorter turns in system_prompt.", lambda f: f["cut/by_turn"] >= 0.95),
-    Reading("cut off", lambda f: f["cut/by_limit"] >= 0.5,  # a third, if a model must learn to be short
-        "{cut/by_limit:.0%} of the rollouts are cut off at max_completion_length={max_completion_length} (by the "
-        "context: {stop/context_length:.0%}, at agent_timeout: {stop/agent_timeout:.0%}). Raise "
-        "max_completion_length, or lower max_tool_response_tokens, max_turn_tokens.",
-        lambda f: f["cut/by_limit"] >= 0.95),
-    Reading("cut off", lambda f: f["window"] > 0 and f["completions/clipped_ratio"] >= 0.3,
+    # A third, if a model must learn to be short: a running job has had the time.
+    Reading("cut off",
+        lambda f: f["completions/clipped_ratio"] >= (0.3 if f["window"] > 0 else 0.5) and not f["cut/by_turn"] >= 0.5,
         "{completions/clipped_ratio:.0%} of the rollouts{since} are cut off (by the context: "
-        "{stop/context_length:.0%}, at agent_timeout: {stop/agent_timeout:.0%}). Raise max_completion_length or "
-        "agent_timeout, set max_turn_tokens, or give a reward that falls with the length."),
+        "{stop/context_length:.0%}, at agent_timeout: {stop/agent_timeout:.0%}). Raise max_completion_length, "
+        "max_turn_tokens or agent_timeout, ask for shorter turns, or lower max_tool_response_tokens.",
+        lambda f: f["completions/clipped_ratio"] >= 0.95),
     Reading("malformed calls", lambda f: f["calls/malformed"] >= 0.8,  # untrained models: one in three
         "{calls/malformed:.0%} of the calls in complete turns cannot be run: {frequent/call_error}. Set the "
         "tool_format that the model was trained on, or show a whole call in system_prompt.",
@@ -225,32 +222,32 @@ def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
     return stuck / max(total, 1)
 
 
-def facts_of_rollout(rollout: Rollout, args: Any) -> dict[str, Any]:
-    """What a report reads of a rollout, in plain values that every rank can send."""
-    turns, messages = rollout.turns, rollout.prompt_messages
-    cut = [turn for turn in turns if turn.finish_reason == "length" and len(turn.token_ids) >= args.longest_turn]
-    by_turn = bool(cut) and (cut[-1] is not turns[-1] or rollout.new_tokens < args.max_completion_length)
-    calls = [(turn, call, result) for turn in turns for call, result in zip(turn.calls, turn.results)]
-    return {
-        "ids": [turn.token_ids for turn in turns],
-        "rollouts/called": any(turn.calls for turn in turns),
-        "rollouts/ended": rollout.stop_reason in COMPLETE,
-        "prompt/ends_with_assistant": bool(messages) and messages[-1]["role"] == "assistant",
-        "cut/by_turn": by_turn,
-        "cut/by_limit": not by_turn and rollout.stop_reason in CUT_OFF,
-        "failure": str(rollout.error) if rollout.error is not None and rollout.stop_reason in FAILURES else None,
-        "calls": [(str(c.name), r.error, r.text[:500] if r.error else "", t.finish_reason) for t, c, r in calls],
-    }
+def cut_by_turn(rollout: Rollout, args: Any) -> bool:
+    """Whether a turn was cut off at max_turn_tokens: the completion had room left."""
+    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= args.longest_turn]
+    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < args.max_completion_length)
 
 
 def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[str, Any]:
     """The metrics of the batches that a trainer has rolled out last, and what their rollouts add. Collective."""
     args, functions = trainer.args, trainer.reward_functions
     metrics = {name: mean(values[-len(batches) :]) for name, values in trainer._metrics["train"].items() if values}
-    of_rank = [
-        {"group": (number, rollout.index // args.num_generations), **facts_of_rollout(rollout, args)}
+    of_rank = [  # plain values, which every rank can send
+        {
+            "group": (number, r.index // args.num_generations),
+            "ids": [turn.token_ids for turn in r.turns],
+            "cut": cut_by_turn(r, args),
+            "called": any(turn.calls for turn in r.turns),
+            "assistant": bool(r.prompt_messages) and r.prompt_messages[-1]["role"] == "assistant",
+            "failure": str(r.error) if r.error is not None and r.stop_reason in FAILURES else None,
+            "calls": [
+                (str(call.name), result.error, result.text[:500] if result.error else "", turn.finish_reason)
+                for turn in r.turns
+                for call, result in zip(turn.calls, turn.results)
+            ],
+        }
         for number, batch in enumerate(batches)
-        for rollout in batch.rollouts
+        for r in batch.rollouts
     ]
     rollouts = gather_object(of_rank)
     groups, tools = defaultdict(list), defaultdict(list)  # of ids; of errors of the calls that reach a tool
@@ -270,7 +267,10 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
     outcome, unused = functions.main_outcome, unused_rewards(functions.names, batches)
     failure = most_frequent(rollout["failure"] for rollout in rollouts)
     return {
-        **metrics, **{name: share(rollout[name] for rollout in rollouts) for name in of_rank[0] if "/" in name},
+        **metrics, "rollouts/ended": sum(metrics.get(f"stop/{reason}", math.nan) for reason in COMPLETE),
+        "rollouts/called": share(rollout["called"] for rollout in rollouts),
+        "cut/by_turn": share(rollout["cut"] for rollout in rollouts),
+        "prompt/ends_with_assistant": share(rollout["assistant"] for rollout in rollouts),
         "num_rollouts": len(rollouts), "frequent/failure": failure and f": {failure}",
         "groups/identical": share(all(ids == group[0] for ids in group) for group in groups.values()),
         "calls/malformed": share(error == "call" for error in complete), "calls/failed": share(complete),
@@ -388,31 +388,23 @@ def summary(facts: dict[str, Any]) -> str:
 
 def plan(trainer: ResumableTrainer) -> list[str]:
     """The lines about what a run will do."""
-    args, env, model, num_rows = trainer.args, trainer.env, trainer.model, len(trainer.train_dataset)
+    args, model, num_rows = trainer.args, trainer.model, len(trainer.train_dataset)
     prompts, per_device = args.generation_batch_size // args.num_generations, args.per_device_train_batch_size
     uses = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    batches, steps = num_rows // prompts, math.ceil(num_rows // prompts * uses)
-    whole = args.max_steps if args.max_steps > 0 else math.ceil(steps * args.num_train_epochs)
-    prompt, completion = longest_prompt(env, trainer.train_dataset), args.max_completion_length
+    prompt, completion = longest_prompt(trainer.env, trainer.train_dataset), args.max_completion_length
     tokens = args.max_tokens_per_pass or per_device * (prompt + completion)
     logits = 4 * min(tokens, per_device * completion) * model.config.get_text_config().vocab_size
-    sizes = [(getattr(p, "ds_numel", p.numel()), p.element_size(), p.requires_grad) for p in model.parameters()]
-    weights, trained = sum(n * size for n, size, _ in sizes), sum(n * size for n, size, trains in sizes if trains)
+    sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p.requires_grad) for p in model.parameters()]
+    weights, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
     weights *= 1 + bool(args.beta and getattr(trainer, "ref_model", None) is not None)
-    dtypes = " and ".join({str(p.dtype).removeprefix("torch.") for p in model.parameters()})
     return [
-        f"    model  {model.config._name_or_path}: {sum(n for n, *_ in sizes):,} parameters, "
-        f"{sum(n for n, _, trains in sizes if trains):,} of them trained, kept as {dtypes}",
-        f"  a batch  {prompts} prompts x {args.num_generations} rollouts = {args.generation_batch_size} = "
-        f"{per_device} per device x {args.world_size} ranks x {args.steps_per_generation}, for {uses:g} steps",
-        f" an epoch  {num_rows:,} rows = {batches:,} batches = {steps:,} optimizer steps; the run: {whole:,}",
-        f"  context  {prompt} (longest prompt) + {completion} (max_completion_length) = {prompt + completion} tokens "
-        f"of {env.max_model_len or 'any number'}; a turn has at most {args.longest_turn}, a result "
-        f"{env.result_limit}, a conversation {args.max_env_steps} observations",
-        f"   memory  {gib(weights + 3 * trained)} per rank before it is sharded (weights {gib(weights)}, gradients "
+        f"a batch  {prompts} prompts x {args.num_generations} rollouts, for {uses:g} optimizer steps",
+        f"an epoch {num_rows:,} rows = {num_rows // prompts:,} batches",
+        f"context  {prompt} (longest prompt) + {completion} (max_completion_length) = {prompt + completion} tokens of "
+        f"{trainer.env.max_model_len or 'any number'}",
+        f"memory   {gib(weights + 3 * trained)} per rank before it is sharded (weights {gib(weights)}, gradients "
         f"{gib(trained)}, Adam {gib(2 * trained)}), and activations of a pass of at most {tokens:,} tokens "
         f"(max_tokens_per_pass): its logits take up to {gib(logits)}",
-        f"  backend  {trainer.backend}, training on {trainer.accelerator.device}",
     ]
 
 
@@ -425,10 +417,7 @@ def gib(num_bytes: float) -> str:
 def preflight_settings(args: Any) -> Iterator[None]:
     """A run that writes nothing, tracks nothing and does not wait for long for a server. Raises `ValueError`."""
     if args.resume_from_checkpoint:
-        raise ValueError(
-            "--preflight checks the model of model_name_or_path and not a checkpoint. Remove "
-            f"resume_from_checkpoint, or set model_name_or_path to {args.resume_from_checkpoint!r}."
-        )
+        raise ValueError("--preflight checks the model of model_name_or_path. Remove resume_from_checkpoint.")
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         args.output_dir, args.report_to, args.disable_tqdm, args.save_strategy = folder, [], True, "no"
         args.log_rollouts, args.push_to_hub, args.load_best_model_at_end = 0, False, False

@@ -21,7 +21,6 @@ from mt_grpo.reports.rollout_log import write_rows
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-CLEAR = "\r\x1b[K"  # empties the line of a terminal, and puts the cursor at its beginning
 
 
 class MetricsLog(TrainerCallback):
@@ -80,18 +79,16 @@ def evaluation_prefix(logs: dict[str, Any]) -> str:
 
 
 class ProgressLine(TrainerCallback):
-    """Prints on rank 0, instead of transformers' dictionary of all metrics.
+    """Prints a line per log on rank 0, instead of transformers' dictionary of all metrics.
 
-    A terminal shows what the run is doing in a line that is written again every second. The cursor stays at its
-    beginning, so that a warning is written over it. A file gets a line after `QUIET_SECONDS` without another one.
+    When nothing was printed for a while, it prints what the run is doing: after 60 s, or 10 s in a terminal.
     """
 
-    QUIET_SECONDS = 60.0
-    TERMINAL_SECONDS = 1.0
+    QUIET_SECONDS = 10.0 if sys.stdout.isatty() else 60.0
 
     def __init__(self, trainer: Any):
         self.trainer, self.printed, self.began, self.first_step = trainer, 0.0, 0.0, 0
-        self._over, self._lock = threading.Event(), threading.Lock()
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def on_init_end(self, args, state, control, **kwargs):
@@ -125,24 +122,17 @@ class ProgressLine(TrainerCallback):
         if self._thread is not None:
             self._thread.join(timeout=5.0)
 
-    def say(self, text: str, end: str = "\n") -> None:
-        """Print a text instead of the line that a terminal shows at the moment."""
-        with self._lock:
-            self.printed = time.monotonic()
-            print(f"{CLEAR if sys.stdout.isatty() else ''}{text}", end=end, flush=True)
+    def say(self, text: str) -> None:
+        """Print a text."""
+        self.printed = time.monotonic()
+        print(text, flush=True)
 
     def _watch(self, over: threading.Event) -> None:
-        terminal = sys.stdout.isatty()
-        began, before = time.monotonic(), ""
-        while not over.wait(self.TERMINAL_SECONDS if terminal else self.QUIET_SECONDS / 10):
-            doing = what_it_does(self.trainer)
-            if doing.partition(" ")[0] != before:
-                began, before = time.monotonic(), doing.partition(" ")[0]
-            step = self.trainer.state.global_step
-            where = f"step {step + 1}" if self.trainer.model.training else f"evaluation at step {step}"
-            if terminal or time.monotonic() - self.printed >= self.QUIET_SECONDS:
-                text = f"{where}: {doing} ({time.monotonic() - began:.0f} s)"
-                self.say(text, end="\r" if terminal else "\n")
+        while not over.wait(self.QUIET_SECONDS / 10):
+            if time.monotonic() - self.printed >= self.QUIET_SECONDS:
+                step = self.trainer.state.global_step
+                where = f"step {step + 1}" if self.trainer.model.training else f"evaluation at step {step}"
+                self.say(f"{where}: {what_it_does(self.trainer)}")
 
 
 def what_it_does(trainer: Any) -> str:

@@ -220,9 +220,7 @@ class RolloutLog:
         self.path = Path(self.args.output_dir) / f"rollouts.rank{self.rank}.jsonl"
         self.begun = False  # by this process
 
-    def add(
-        self, batch: Batch, output: dict[str, Any], advantages: torch.Tensor, outcome: torch.Tensor, step: int
-    ) -> None:
+    def add(self, batch: Batch, output: dict, advantages: torch.Tensor, outcome: torch.Tensor, step: int) -> None:
         """Write rollouts of a scored batch after `step` optimizer steps. `rollout_rows` says what the rest is."""
         loss = output, batch.records, batch.owners
         self._write(batch, list(range(len(batch.rollouts))), batch.mode, step, loss, advantages, outcome)
@@ -259,9 +257,7 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], pictures: Iterable[Pi
             close_segment(path)
         save_images(path.parent / IMAGE_FOLDER, pictures)
     except (OSError, TypeError, ValueError, RecursionError) as error:
-        logger.warning(
-            f"Step {rows[0]['step']}: the rollouts could not be written to {path}: {error}. Training continues."
-        )
+        logger.warning(f"Step {rows[0]['step']}: the rollouts could not be written: {error}. Training continues.")
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> None:
@@ -350,6 +346,4 @@ def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
                     except json.JSONDecodeError:
                         lost += 1
     if lost:
-        logger.warning(
-            f"{folder}: {lost} lines are not JSON and are skipped. A killed run may have left an incomplete line."
-        )
+        logger.warning(f"{folder}: {lost} lines are not JSON and are skipped. A killed run may have left them.")

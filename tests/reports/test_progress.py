@@ -1,11 +1,8 @@
 """What a run prints: a line per log, what it is doing meanwhile, or everything."""
 
-import io
 import json
 import re
-import sys
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -64,41 +61,18 @@ def test_what_it_is_doing_is_said_where_nothing_else_is(tmp_path, capsys, monkey
     assert any(calls for _, _, calls in said)
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminals_line_is_written_again(monkeypatch):
-    """And gives way to a line that stays."""
+def test_what_it_does_is_said_in_words():
     going = SimpleNamespace(stop_reason=None, turns=[SimpleNamespace(calls=[1], results=[], token_ids=[1, 2, 3])])
     batch = SimpleNamespace(over=False, rollouts=[going, SimpleNamespace(stop_reason="answered", turns=[])])
-    trainer = SimpleNamespace(
-        weight_sync=None,
-        in_flight=SimpleNamespace(current=batch),
-        state=SimpleNamespace(global_step=4),
-        model=SimpleNamespace(training=True),
-    )
+    sync = SimpleNamespace(pushed=None)
+    trainer = SimpleNamespace(weight_sync=None, in_flight=SimpleNamespace(current=batch))
     assert (
         what_it_does(trainer) == "sampling, 1 turns and 3 tokens done, 1 of 2 rollouts finished, 1 waiting for tools"
     )
-    trainer.weight_sync = SimpleNamespace(pushed=None)
+    trainer.weight_sync = sync
     assert what_it_does(trainer) == "syncing the weights"
-    trainer.weight_sync.pushed, batch.over = "v1", True
+    sync.pushed, batch.over = "v1", True
     assert what_it_does(trainer) == "training"
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setattr(ProgressLine, "TERMINAL_SECONDS", 0.05)
-    progress = ProgressLine(trainer)
-    watching = threading.Thread(target=progress._watch, args=(progress._over,))
-    watching.start()
-    deadline = time.monotonic() + 20
-    while "training" not in sys.stdout.getvalue() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    progress.say("step 4/9")
-    progress.end_of_run()
-    watching.join()
-    written = sys.stdout.getvalue()
-    assert written.startswith("\r\x1b[Kstep 5: training (0 s)\r") and "\r\x1b[Kstep 4/9\n" in written
 
 
 @pytest.mark.parametrize("value", [None, float("nan")])
