@@ -442,7 +442,7 @@ def run_preflight(trainer: ResumableTrainer) -> int:
         with suppress(PreflightOver):
             trainer.train()
     except (RunError, ServerError) as error:
-        say(*trouble_lines(troubles(facts_of_settings(trainer))))
+        say(*(f"{trouble.name}: {trouble.text}" for trouble in troubles(facts_of_settings(trainer))))
         sys.exit(f"error: {error}")
     waits, sync = metrics["rollout/wait_seconds"][:], sum(metrics.get("sync/seconds", []))
     training = watch.seconds - sum(waits) - sync  # of two batches, if a step needs so many
@@ -456,6 +456,7 @@ def run_preflight(trainer: ResumableTrainer) -> int:
         batches.append(trainer.batch)
         facts = {**facts, **facts_of_batches(trainer, batches)}
     f, found, steps = known(facts), troubles(facts), trainer.state.max_steps
+    pointless = any(trouble.pointless for trouble in found)
     whole = duration(steps * (args.gradient_accumulation_steps / uses * (mean(waits) + sync) + training))
     memory = f"; {gib(torch.cuda.max_memory_allocated())} of GPU memory" if torch.cuda.is_available() else ""
     prompt = readable(trainer.env.tokenizer.decode(batches[0].rollouts[0].prompt_ids))
@@ -466,13 +467,8 @@ def run_preflight(trainer: ResumableTrainer) -> int:
         f"and training {training:.1f} per optimizer step; {f['completions/mean_total_length']:.0f} tokens per rollout"
         f"{memory}",
         f"the run: about {whole} if every batch takes as long as the first one",
-        *trouble_lines(found),
+        *("", "Problems, causes first:" if found else "No problem was found."),
+        *(f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)),
+        *(["Training would be pointless."] if pointless else []),
     )
-    return int(any(trouble.pointless for trouble in found))
-
-
-def trouble_lines(found: list[Trouble]) -> list[str]:
-    """The lines of the screen about the troubles, causes first."""
-    lines = [f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)]
-    end = ["Training would be pointless."] if any(trouble.pointless for trouble in found) else []
-    return ["", "Problems, causes first:", *lines, *end] if found else ["", "No problem was found."]
+    return int(pointless)
