@@ -28,8 +28,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.training_args import OptimizerNames
 
 from mt_grpo.base.files import absolute, read_json
-from mt_grpo.base.json_types import fits_type
-from mt_grpo.base.pictures import image_or_str
+from mt_grpo.base.json_types import fits_type, image_or_str
 from mt_grpo.run.next_prompts import IN_FLIGHT
 from mt_grpo.run.saved_states import (
     CheckpointError,
