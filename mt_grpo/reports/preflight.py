@@ -12,7 +12,6 @@ import math
 import re
 import sys
 import tempfile
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -29,7 +28,7 @@ from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
 from mt_grpo.recipe.refusals import text_of_cuts
-from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration, is_shown
+from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
 from mt_grpo.rollout import FAILURES, Rollout, StopReason
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch, unused_rewards
@@ -324,7 +323,6 @@ class Watch(TrainerCallback):
     def __init__(self, trainer: ResumableTrainer, say: Callable[[str], None]):
         self.trainer, self.say, self.is_preflight, self.facts = trainer, say, False, None
         self.warned: set[str] = set()
-        self.began = self.seconds = 0.0  # when the first step began, and how long it took
 
     def on_train_begin(self, args, state, control, **kwargs):
         num_rows, prompts = len(self.trainer.train_dataset), args.generation_batch_size // args.num_generations
@@ -334,13 +332,9 @@ class Watch(TrainerCallback):
                 which = "others each time" if args.shuffle_dataset else "the last ones"
                 self.say(f"an epoch leaves out {num_rows % prompts} of {num_rows:,} rows, {which}: no whole batch")
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        self.began = time.monotonic()
-
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.facts is not None:
             return
-        self.seconds = time.monotonic() - self.began
         self.facts = {**facts_of_settings(self.trainer), **facts_of_batches(self.trainer, [self.trainer.batch])}
         if self.is_preflight:
             raise PreflightOver
@@ -387,10 +381,8 @@ def summary(facts: dict[str, Any]) -> str:
 
 
 def plan(trainer: ResumableTrainer) -> list[str]:
-    """The lines about what a run will do."""
-    args, model, num_rows = trainer.args, trainer.model, len(trainer.train_dataset)
-    prompts, per_device = args.generation_batch_size // args.num_generations, args.per_device_train_batch_size
-    uses = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
+    """The lines about the room that a run needs."""
+    args, model, per_device = trainer.args, trainer.model, trainer.args.per_device_train_batch_size
     prompt, completion = longest_prompt(trainer.env, trainer.train_dataset), args.max_completion_length
     tokens = args.max_tokens_per_pass or per_device * (prompt + completion)
     logits = 4 * min(tokens, per_device * completion) * model.config.get_text_config().vocab_size
@@ -398,8 +390,6 @@ def plan(trainer: ResumableTrainer) -> list[str]:
     weights, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
     weights *= 1 + bool(args.beta and getattr(trainer, "ref_model", None) is not None)
     return [
-        f"a batch  {prompts} prompts x {args.num_generations} rollouts, for {uses:g} optimizer steps",
-        f"an epoch {num_rows:,} rows = {num_rows // prompts:,} batches",
         f"context  {prompt} (longest prompt) + {completion} (max_completion_length) = {prompt + completion} tokens of "
         f"{trainer.env.max_model_len or 'any number'}",
         f"memory   {gib(weights + 3 * trained)} per rank before it is sharded (weights {gib(weights)}, gradients "
@@ -434,7 +424,6 @@ def run_preflight(trainer: ResumableTrainer) -> int:
         if trainer.accelerator.is_main_process:
             print("\n".join(lines), flush=True)
 
-    args, metrics = trainer.args, trainer._metrics["train"]
     watch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Watch))
     watch.is_preflight = True
     say(*plan(trainer), "", "Sampling the first batch ...")
@@ -444,9 +433,8 @@ def run_preflight(trainer: ResumableTrainer) -> int:
     except (RunError, ServerError) as error:
         say(*(f"{trouble.name}: {trouble.text}" for trouble in troubles(facts_of_settings(trainer))))
         sys.exit(f"error: {error}")
-    waits, sync = metrics["rollout/wait_seconds"][:], sum(metrics.get("sync/seconds", []))
-    training = watch.seconds - sum(waits) - sync  # of two batches, if a step needs so many
-    facts, batches, uses = watch.facts, [trainer.batch], args.steps_per_generation * args.num_iterations
+    facts, batches = watch.facts, [trainer.batch]
+    uses = trainer.args.steps_per_generation * trainer.args.num_iterations
     # TRL's sampler gives each batch as often as it is used.
     for rows in itertools.islice(trainer.get_train_dataloader(), uses, MOST_BATCHES * uses, uses):
         if facts[NO_SIGNAL] < 1:
@@ -455,18 +443,13 @@ def run_preflight(trainer: ResumableTrainer) -> int:
         trainer._generate_and_score_completions(rows)
         batches.append(trainer.batch)
         facts = {**facts, **facts_of_batches(trainer, batches)}
-    f, found, steps = known(facts), troubles(facts), trainer.state.max_steps
+    found = troubles(facts)
     pointless = any(trouble.pointless for trouble in found)
-    whole = duration(steps * (args.gradient_accumulation_steps / uses * (mean(waits) + sync) + training))
     memory = f"; {gib(torch.cuda.max_memory_allocated())} of GPU memory" if torch.cuda.is_available() else ""
     prompt = readable(trainer.env.tokenizer.decode(batches[0].rollouts[0].prompt_ids))
     prompt = prompt if len(prompt) <= 2000 else f"{prompt[:1000]}\n...\n{prompt[-1000:]}"
     say(
-        *("", "The first prompt, as the model reads it:", prompt, "", summary(facts)),
-        f"seconds: rollouts {mean(waits):.1f} ({f['tools/mean_seconds']:.1f} per tool call), sync {sync:.1f}, rewards "
-        f"and training {training:.1f} per optimizer step; {f['completions/mean_total_length']:.0f} tokens per rollout"
-        f"{memory}",
-        f"the run: about {whole} if every batch takes as long as the first one",
+        *("", "The first prompt, as the model reads it:", prompt, "", f"{summary(facts)}{memory}"),
         *("", "Problems, causes first:" if found else "No problem was found."),
         *(f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)),
         *(["Training would be pointless."] if pointless else []),

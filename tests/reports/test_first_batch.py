@@ -81,13 +81,10 @@ def test_a_recipe_that_is_well(tmp_path, capsys):
     """It says what will happen, and writes nothing."""
     code, text, found = preflight(recipe_file(tmp_path), capsys)
     assert (code, found) == (0, []) and "few groups: An optimizer step has 2 groups of rollouts" in text
-    assert "a batch  2 prompts x 8 rollouts, for 1 optimizer steps" in text and "2,048 rows = 1,024 batches" in text
     assert "34 (longest prompt) + 160 (max_completion_length) = 194 tokens of 1024" in text
     assert "memory   0.0135 GiB per rank before it is sharded (weights 0.00337 GiB, gradients 0.00337 GiB" in text
     assert "<|im_start|>system\nUse the calculator, then answer.<|im_end|>\n<|im_start|>user\nWhat is" in text
     assert re.search(r"^16 rollouts, [12]\.\d turns, \d+% call a tool, .* of the groups without signal$", text, re.M)
-    assert re.search(r"^seconds: rollouts \d+\.\d \(.* training \d+\.\d per optimizer step; \d+ tokens", text, re.M)
-    assert re.search(r"^the run: about \d+ (s|min) if", text, re.M)
     assert not (tmp_path / "out").exists()
 
 
