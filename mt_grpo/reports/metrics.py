@@ -88,12 +88,6 @@ def reward_metrics(logged: torch.Tensor, reward: torch.Tensor, names: list[str])
 
     `logged` is the reward of each of the functions `names`, (N, F), and `reward` is what is trained, (N,): NaN for
     what a function did not give, and for rollouts without a score.
-
-    >>> nan = float("nan")
-    >>> logged = torch.tensor([[1.0], [2.0], [8.0], [nan]])  # the third rollout has no outcome
-    >>> metrics = reward_metrics(logged, torch.tensor([1.0, 2.5, nan, 2.5]), ["a"])
-    >>> metrics["rewards/a/mean"], metrics["rewards/a/frac_scored"], metrics["reward"], metrics["frac_reward_scored"]
-    (1.5, 0.5, 2.0, 0.75)
     """
     metrics, scored = {}, ~reward.isnan()
     for name, column in zip(names, logged.T):

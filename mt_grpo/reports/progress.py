@@ -26,23 +26,19 @@ METRICS_FILE = "metrics.jsonl"
 class MetricsLog(TrainerCallback):
     """Writes each log with its step to `metrics.jsonl` on rank 0. A failure is a warning, and training goes on.
 
-    A new run empties the file. A resumed run appends to it, and may log some steps again: the later row is valid.
+    A new run deletes the file. A resumed run appends to it, and may log some steps again: the later row is valid.
     """
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and state.global_step == 0:
-            self._write(args, [], fresh=True)
+            (Path(args.output_dir) / METRICS_FILE).unlink(missing_ok=True)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and state.is_world_process_zero:
-            self._write(args, [{"step": state.global_step, **without_nan(logs)}])
-
-    def _write(self, args: Any, rows: list[dict[str, Any]], fresh: bool = False) -> None:
-        path = Path(args.output_dir) / METRICS_FILE
-        try:
-            write_rows(path, rows, fresh)
-        except OSError as error:
-            logger.warning(f"The metrics could not be written to {path}: {error}. Training continues.")
+            try:
+                write_rows(Path(args.output_dir) / METRICS_FILE, [{"step": state.global_step, **without_nan(logs)}])
+            except OSError as error:
+                logger.warning(f"The metrics could not be written: {error}. Training continues.")
 
 
 def without_nan(logs: dict[str, Any]) -> dict[str, Any]:

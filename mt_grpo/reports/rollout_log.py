@@ -36,9 +36,6 @@ IMAGE_FOLDER, MOST_IMAGES = "images", 1000  # the folder next to the log, and ho
 LOG_FILES = re.compile(r"rollouts\.rank(\d+)(\.\d{5})?\.jsonl(\.gz)?")
 
 
-# --- rows: one per conversation --------------------------------------------------------------------------------------
-
-
 def finite(values: list[float | None] | None) -> list[float | None] | None:
     """Replace NaN and infinities, which JSON does not have, by None."""
     return values and [None if value is None or not math.isfinite(value) else value for value in values]
@@ -207,9 +204,6 @@ def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
     return texts
 
 
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
 class RolloutLog:
     """Writes the first `log_rollouts` conversations of each batch of a rank. A new run begins the log anew."""
 
@@ -260,15 +254,15 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], pictures: Iterable[Pi
         logger.warning(f"Step {rows[0]['step']}: the rollouts could not be written: {error}. Training continues.")
 
 
-def write_rows(path: Path, rows: list[dict[str, Any]], fresh: bool = False) -> None:
-    """Append rows to a file as lines of JSON; `fresh` empties it first. Raises `OSError`.
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Append rows to a file as lines of JSON. Raises `OSError`.
 
     An incomplete last line, which a killed run or a full disk has left, is removed.
     """
     # Half of a character, which a model may write in JSON, has no UTF-8: it is escaped, as JSON does.
     texts = [readable(json.dumps(row, ensure_ascii=False, default=str)) for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb" if fresh or not path.exists() else "rb+") as file:
+    with open(path, "rb+" if path.exists() else "wb") as file:
         if file.seek(0, os.SEEK_END):
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":

@@ -681,8 +681,6 @@ def test_half_of_a_line_does_not_stay(tmp_path):
         write_rows(path, [{"b": "x" * 5000}])
     write_rows(path, [{"c": 3}])
     assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
-    write_rows(path, [{"d": 4}], fresh=True)
-    assert path.read_text() == '{"d": 4}\n'
 
 
 FULL_DISK = """
