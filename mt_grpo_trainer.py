@@ -115,7 +115,6 @@ from mt_grpo.recipe.keys import ModelKeys, ServerAndLogKeys, check_values, make_
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, warnings_of
-from mt_grpo.reports.last_lines import say_last_lines
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
     conversation_columns,
@@ -818,9 +817,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         the tokens of all rows, and takes the number of rollouts from the prompts.
         """
         batch = self.batch
-        batch.facts = conversation_columns(batch.rollouts, self.accelerator)  # (N, 16)
+        batch.facts = conversation_columns(batch.rollouts)  # (N, 16)
         sampled = batch.dropped + batch.rollouts  # the metrics are of all of them
-        facts = conversation_columns(sampled, self.accelerator, True) if batch.num_rounds else batch.facts
+        facts = conversation_columns(sampled) if batch.num_rounds else batch.facts
         metrics, num_tokens = conversation_metrics(facts)
         metrics |= check_rollouts(sampled, self.env, self.args)
         self._log_metrics(metrics)
@@ -1071,14 +1070,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(self.reward_functions.weights, dtype=torch.float32)
         self.layout = Layout(self, MTGRPOEnvTrainer)
-        self._rollout_log = RolloutLog(
-            args.output_dir,
-            self.accelerator.process_index,
-            args.world_size,
-            args.log_rollouts,
-            self.reward_func_names,
-            tokenizer if args.log_rollout_tokens else None,
-        )
+        self._rollout_log = RolloutLog(self)
         self.scale_rewards = "none" if args.scale_rewards == "mean" else args.scale_rewards  # TRL knows no `mean`
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
@@ -1351,7 +1343,6 @@ def main(argv: list[str] | None = None) -> None:
         if script_args.preflight:
             sys.exit(run_preflight(trainer))
         train_or_save(trainer)
-        say_last_lines(trainer, script_args, argv)
         if args.push_to_hub:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,8 +34,9 @@ from mt_grpo.conversation.tools.signature import as_tool, describe_tools, signat
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolTimeout, run_tool
 from mt_grpo.recipe.checks import share_limits
 from mt_grpo.recipe.data import load_rows
-from mt_grpo.reports.rollout_log import Scored, rollout_rows
+from mt_grpo.reports.rollout_log import rollout_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
+from mt_grpo.training.batch import Batch
 from mt_grpo.training.reward_numbers import turn_flags
 from mt_grpo.training.tensors import NAN
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, RewardTable, turn_advantages
@@ -260,15 +262,14 @@ def test_messages_go_behind_an_answer_and_behind_results():
 
 
 def test_what_a_reply_says_stands_in_the_log():
-    table = torch.zeros(1, 2)
     _, rollouts, _ = run(Say([Reply(messages=USER, info={"a": 1}), None]).environment(), [[ANSWER, ANSWER]])
-    scored = Scored(["x", "y"], torch.tensor([0.5]), table, table, table, 1, torch.zeros(1))
-    columns = [[{"loss_mask": [1]} for _ in rollouts[0].turns]]
-    (row,) = rollout_rows(rollouts, [{}], scored, columns)
-    assert row["info"] == ['{"a": 1}', "{}"] and [turn["observation"] for turn in row["turns"]] == ["Sure?", None]
-    assert row["reward"] == 0.5
-    scored = Scored(["x", "y"], torch.tensor([NAN]), table, table, table, 1, torch.zeros(1))
-    assert rollout_rows(rollouts, [{}], scored, columns)[0]["reward"] is None  # without a score
+    table, columns = torch.zeros(1, 2), [[{"loss_mask": [1]} for _ in rollouts[0].turns]]
+    for outcome, reward in ((0.5, 0.5), (NAN, None)):  # NaN: without a score
+        rewards = SimpleNamespace(outcome=torch.tensor([outcome]), turn_total=torch.zeros(1), turn=table)
+        batch = Batch([{}], 1, rollouts=rollouts, logged=table, rewards=rewards)
+        (row,) = rollout_rows(batch, [0], ["x", "y"], table, torch.zeros(1), columns)
+        assert row["info"] == ['{"a": 1}', "{}"] and [turn["observation"] for turn in row["turns"]] == ["Sure?", None]
+        assert row["reward"] == reward
 
 
 def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):

@@ -44,8 +44,7 @@ from mt_grpo.recipe.keys import OF_TRL, known_keys
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.recipe.refusals import backend_of, text_of_cuts, warnings_of
-from mt_grpo.reports.facts import facts_of_settings
-from mt_grpo.reports.troubles import troubles
+from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.training.rewards import weights_of
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
