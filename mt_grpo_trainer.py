@@ -1282,7 +1282,12 @@ def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
     tools = load_recipe_tools(script_args, args)
     name, revision = model_args.model_name_or_path, model_args.model_revision
-    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
+    except OSError as error:
+        raise ValueError(
+            f"model_name_or_path: {name!r} is no folder of a model, nor found on the Hub: {error}"
+        ) from None
     env = build_env(script_args, args, tools, tokenizer)
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=env.environments is not None)
@@ -1338,7 +1343,7 @@ def main(argv: list[str] | None = None) -> None:
             script_args, args, model_args = parse_arguments(argv)
             stack.enter_context(preflight_settings(args) if script_args.preflight else output_lock(args.output_dir))
             trainer = build_trainer(script_args, args, model_args)
-        except (ValueError, ServerError) as error:
+        except (ValueError, OSError, ServerError) as error:
             sys.exit(f"error: {error}")
         if script_args.preflight:
             sys.exit(run_preflight(trainer))

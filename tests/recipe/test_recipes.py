@@ -1177,3 +1177,14 @@ def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
         assert not ended.value.code and text.count("\n") <= most and not re.search(r"\d\.\d{6}", text)
         assert {"credit_assignment", "learning_rate"} <= shown <= set(known_keys(mt.recipe_classes()))
     assert shown == set(known_keys(mt.recipe_classes()))
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--config", "nope.yaml"], "No such file or directory: 'nope.yaml'"),
+    (["--config", "hf_recipes/tiny/calculator.yaml", "--model_name_or_path", "./nope"], "model_name_or_path: './nope'"),
+])  # fmt: skip
+def test_a_path_that_is_not_there_is_one_line(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(SystemExit, match=f"^error: .*{re.escape(said)}"):
+        mt.main([*arguments, "--output_dir", str(tmp_path / "out")])
