@@ -1181,7 +1181,8 @@ def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
 
 @pytest.mark.parametrize("arguments, said", [
     (["--config", "nope.yaml"], "No such file or directory: 'nope.yaml'"),
-    (["--config", "hf_recipes/tiny/calculator.yaml", "--model_name_or_path", "./nope"], "model_name_or_path: './nope'"),
+    (["--config", "hf_recipes/tiny/calculator.yaml", "--model_name_or_path", "./nope"],
+     "model_name_or_path: './nope'"),
 ])  # fmt: skip
 def test_a_path_that_is_not_there_is_one_line(arguments, said, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
