@@ -25,7 +25,7 @@ from mt_grpo.recipe.refusals import backend_of
 from mt_grpo.reports.facts import facts_of_batches, facts_of_settings, steps_of
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
 from mt_grpo.reports.troubles import Facts, Trouble, Watch, troubles
-from mt_grpo.run.saved_states import get_rng_state, set_rng_state
+from mt_grpo.run.checkpoints import get_rng_state, set_rng_state
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch
 
