@@ -10,7 +10,7 @@ import os
 import random
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.files import absolute
+from mt_grpo.base.files import absolute, read_json
 from mt_grpo.base.pictures import image_or_str
 from mt_grpo.base.ranks import RunError
 
@@ -34,17 +34,20 @@ class CheckpointError(RunError, ValueError):
 
 
 def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | None:
-    """The folder that `resume_from_checkpoint` means; None if the setting is empty.
+    """The folder that `resume_from_checkpoint` means: with `last` or `true` the newest checkpoint of `output_dir`.
 
-    `last` or `true` means the newest checkpoint of `output_dir`. Raises `ValueError` if the folder is not a complete
-    checkpoint, or has only a model.
+    Raises `ValueError` if it is not a complete checkpoint, or has only a model. None if the setting is empty.
     """
     if not wanted:
         return None
     # Trainer writes trainer_state.json last, so a checkpoint without this file is incomplete. The newest checkpoint is
     # used, not the one of the highest step: an older run in the same folder may have made more steps.
-    whole = [path.parent for path in Path(output_dir).glob(f"checkpoint-*/{TRAINER_STATE_NAME}") if is_json(path)]
-    whole = [folder for folder in whole if re.fullmatch(r"checkpoint-\d+", folder.name)]
+    whole = []
+    for path in Path(output_dir).glob(f"checkpoint-*/{TRAINER_STATE_NAME}"):
+        if read_json(path) is None:
+            logger.warning(f"{path.parent} is incomplete and is passed over: {path.name} is not whole.")
+        elif re.fullmatch(r"checkpoint-\d+", path.parent.name):
+            whole.append(path.parent)
     newest = max(whole, key=lambda folder: (folder / TRAINER_STATE_NAME).stat().st_mtime, default=None)
     found = newest if str(wanted).lower() in ("last", "true") else Path(absolute(str(wanted)))
     if found is None or not (found / TRAINER_STATE_NAME).is_file():
@@ -59,15 +62,6 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
             f"(save_only_model). To start from its weights, set model_name_or_path: {found} instead."
         )
     return str(found)
-
-
-def is_json(path: Path) -> bool:
-    """Whether a file was written to its end. Logs a warning if it was not."""
-    with suppress(OSError, ValueError):
-        json.loads(path.read_text(encoding="utf-8"))
-        return True
-    logger.warning(f"{path.parent} is incomplete and is passed over: {path.name} is not whole.")
-    return False
 
 
 # The settings of a run, and which of them differ from those of the checkpoint.
@@ -119,7 +113,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line of text per setting whose value in a resumed run differs from its checkpoint's record.
+    """One line of text per setting that differs from the checkpoint's record.
 
     >>> changed_settings({"seed": 1, "beta": 0.0, "gone": 1}, {"seed": 2, "beta": 0.0, "new": 1})
     ['seed: 1 -> 2 (the order of the prompts changes: some are trained on twice, others not at all)']
@@ -154,10 +148,9 @@ def loading(checkpoint: str | None) -> Iterator[None]:
 
 
 def load_missing(checkpoint: str, model: Any, missing: list[str]) -> None:
-    """Load the weights that `Trainer` did not find under their names in a checkpoint. Raises `CheckpointError`.
+    """Load the weights that `Trainer` did not find by their names in a checkpoint: it would go on with the base's.
 
-    `Trainer` only warns of them, and would train on with those of the base model. transformers saves some weights
-    under other names than the model's: the experts of a layer, one tensor in memory, are many in the file.
+    The experts of a layer, one tensor in memory, are many in a file. Raises `CheckpointError` if weights are missing.
     """
     state = model.state_dict()
     loaded = {tensor.data_ptr() for name, tensor in state.items() if name not in missing}
@@ -176,10 +169,9 @@ def load_missing(checkpoint: str, model: Any, missing: list[str]) -> None:
 
 
 def load_first_adapter(checkpoint: str, model: Any) -> None:
-    """Load the trained adapter if a checkpoint has another one, too.
+    """Load the trained adapter if a checkpoint also has the reference's (`beta` above 0), in a folder inside.
 
-    PEFT saves it in the folder itself, and the reference (`beta` above 0) in one inside. transformers reads those
-    inside alone, and would train on from the adapter that the run began with.
+    transformers reads those inside alone, and would train on from the adapter that the run began with.
     """
     path = Path(checkpoint, "adapter_model.safetensors")
     if len(getattr(model, "peft_config", ())) > 1 and path.is_file():
@@ -195,11 +187,10 @@ def check_optimizer(optimizer: Any) -> None:
 
 @contextmanager
 def whole_reference(args: Any) -> Iterator[None]:
-    """A context in which every rank reads the checkpoint of a run that has a reference model (`beta` above 0).
+    """A context in which every rank reads the weights of a run that has a reference model (`beta` above 0).
 
-    With `fsdp_cpu_ram_efficient_loading` transformers reads it on rank 0 alone. accelerate hands the policy's weights
-    out from there. TRL 1.16 shards the reference without handing anything out: the other ranks' shards would be of
-    memory that nobody wrote, and the KL term would pull to noise (at the first step it was 7.7 instead of 0).
+    With `fsdp_cpu_ram_efficient_loading` transformers reads them on rank 0 alone, and TRL 1.16 shards the reference
+    without handing them out: the other ranks' shards would be memory that nobody wrote, and the KL term noise.
     """
     key = "FSDP_CPU_RAM_EFFICIENT_LOADING"
     before = os.environ.get(key)
@@ -216,21 +207,14 @@ def whole_reference(args: Any) -> Iterator[None]:
 
 
 def weights_not_finite(model: Any) -> list[str]:
-    """The names of parameters with a NaN or an infinite number. For a sharded model, in this rank's shards.
-
-    >>> import torch
-    >>> layer = torch.nn.Linear(2, 1)
-    >>> layer.bias.data[0] = float("nan")
-    >>> weights_not_finite(layer)
-    ['bias']
-    """
+    """The names of parameters with a NaN or an infinite number. For a sharded model, in this rank's shards."""
     names = []
     for name, parameter in model.named_parameters():
         shard = getattr(parameter, "ds_tensor", parameter).detach()
         shard = shard.to_local() if hasattr(shard, "to_local") else shard
         # Numbers of 8 bits are frozen: they are of a quantised base.
         whole = shard.is_floating_point() and shard.element_size() > 1
-        if whole and not bool(shard.isfinite().all()):
+        if whole and not shard.isfinite().all():
             names.append(name)
     return names
 

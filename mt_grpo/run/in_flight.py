@@ -1,4 +1,4 @@
-"""The queue of groups in flight (`max_staleness`), and the conversations of a step."""
+"""The conversations of a step, and the queue of groups in flight for later steps (`max_staleness`)."""
 
 from __future__ import annotations
 
@@ -21,39 +21,75 @@ from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import prompts_of
 from mt_grpo.rollout import Rollout
 from mt_grpo.run.checkpoints import get_rng_state, set_rng_state
-from mt_grpo.run.next_prompts import Kind, Prompts, choose_groups, epoch_order, slot_kinds
+from mt_grpo.run.next_prompts import Kind, Prompts, choose_groups, slot_kinds
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class GroupInFlight:
-    """The conversations of one prompt, of which this rank has all, some or none."""
+class RolloutBatch:
+    """The running conversations of this rank, which all started with the weights `version` of the server.
 
-    prompt: int  # row of the dataset
-    kind: Kind
-    rows: list[dict[str, Any]]  # of this rank's conversations
-    batch: RolloutBatch | None  # None: this rank has none of them
+    A `ServerPool` gives each conversation a backend of its own, one for each block of `group_size` indices, and proves
+    which weights sampled. An `InProcessBackend` generates in the thread that waits.
+    """
+
+    waited = 0.0  # seconds that training waited before it took these conversations
+
+    def __init__(
+        self,
+        rollouts: list[Rollout],
+        converse: Callable[[Rollout, Any], Coroutine],
+        llm: Any,
+        version: str | None,
+        group_size: int,
+    ):
+        self.rollouts, self.seconds = rollouts, 0.0  # from the start to the end of the last conversation
+        self._began, self._ended = time.perf_counter(), threading.Event()
+        groups = [rollout.index // group_size for rollout in rollouts]
+        backends = llm.routes(groups) if hasattr(llm, "routes") else [llm] * len(rollouts)
+        conversations = [converse(rollout, backend) for rollout, backend in zip(rollouts, backends)]
+        if hasattr(llm, "start_conversations"):
+            self._future = llm.start_conversations(conversations, version, backends)
+        else:
+            self._future = start_in_background(gather_all(conversations))
+        self._future.add_done_callback(self._note_end)
 
     @property
     def over(self) -> bool:
-        """Whether this rank's conversations of the group have ended or failed."""
-        return self.batch is None or self.batch.over
+        return self._ended.is_set()
+
+    def _note_end(self, _: concurrent.futures.Future) -> None:
+        self.seconds = time.perf_counter() - self._began
+        self._ended.set()
+
+    def wait(self) -> list[Rollout | None]:
+        """Return the rollouts in order, None for each that is not proven to come from `version`. May be collective."""
+        try:
+            rollouts = self._future.result()
+            self._ended.wait()  # `result` may return before `_note_end` has run
+            return rollouts
+        except BaseException:
+            self.cancel()
+            raise
 
     def cancel(self) -> None:
-        if self.batch is not None:
-            self.batch.cancel()
+        self._future.cancel()
+
+
+@dataclass(frozen=True)
+class GroupInFlight:
+    prompt: int  # row of the dataset
+    kind: Kind
+    rows: list[dict[str, Any]]  # of this rank's conversations
+    batch: RolloutBatch | Groups  # of these conversations: all of the group's, some or none
 
 
 class Groups:
-    """Groups that a step waits for, or that it has taken, with the interface of `RolloutBatch`.
+    """Groups that a step waits for, or that it has taken, with the interface of `RolloutBatch`."""
 
-    `waited` is the number of seconds that training waited for them.
-    """
-
-    def __init__(self, groups: Iterable[GroupInFlight], waited: float = 0.0):
+    def __init__(self, groups: Iterable[GroupInFlight] = (), waited: float = 0.0):
         self.groups, self.waited = list(groups), waited
-        self.batches = [group.batch for group in self.groups if group.batch is not None]
+        self.batches = [group.batch for group in self.groups]
         self.rollouts = [rollout for batch in self.batches for rollout in batch.rollouts]
         self.rows = [row for group in self.groups for row in group.rows]
 
@@ -78,17 +114,7 @@ class InFlight(TrainerCallback):
 
     There are two ways to take from the queue. With `late_groups: wait` a step waits for the oldest groups: batches are
     trained in the order in which they were begun. With `admit` it takes the groups that are complete, oldest first.
-
-    For each batch a trainer calls `rows_of_step`, then `complete`, then `start_next`. Its `_start_rollouts` starts
-    conversations, and its `_sync_weights` pushes the weights.
-
-    Attributes:
-        current: The conversations of this step; None if there are none. Progress is read from it.
-        groups: The queue, oldest first. INVARIANT: all ranks have the same groups in the same order.
-        epoch: The number of the epoch, by which prompts are ordered. A callback may end one early
-            (`should_epoch_stop`), and `state.epoch` then counts a part of it until the next step.
-        state: What a checkpoint of the last finished step holds: see `Prompts.state`. None if `Trainer` has it all.
-        told_in_vain: Whether it was said that no group of a batch has a signal, whatever is asked for.
+    For each batch a trainer calls `rows_of_step`, then `complete`, then `start_next`.
     """
 
     POLL_SECONDS = 0.02  # between two looks at what is complete
@@ -96,10 +122,11 @@ class InFlight(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self.current: RolloutBatch | Groups | None = None
-        self.groups: deque[GroupInFlight] = deque()
-        self.told_in_vain, self.epoch = False, 0
-        self.state: dict[str, Any] | None = None
+        self.current: RolloutBatch | Groups | None = None  # the conversations of this step, which progress reads
+        self.groups: deque[GroupInFlight] = deque()  # the queue, INVARIANT: the same on all ranks, in the same order
+        self.epoch = 0  # orders prompts. In `state.epoch` one that a callback ends early is a part
+        self.told_in_vain = False  # whether it was said that no group of a batch has a signal
+        self.state: dict[str, Any] | None = None  # `Prompts.state` at the end of the last step, for checkpoints
         self._resumed: dict[str, Any] | None = None  # `state` of the checkpoint, until the first batch
         self._prompts: Prompts | None = None  # of the epoch, once its first batch is asked for
         self._num_trained = 0  # batches of the epoch that a resumed run finds trained
@@ -107,23 +134,21 @@ class InFlight(TrainerCallback):
         self._taken: Groups | None = None  # what this step trains, until `complete` is called
         self._step_end: tuple[tuple, int] | None = None  # random numbers and token count, at the end of the last step
 
+    # -- the run's beginning, its epochs, and its checkpoints --
+
     def begin(self, saved: dict[str, Any] | None) -> None:
-        """Begin a run. `saved` is the `state` of a checkpoint to go on from."""
+        """Begin a run, or go on from the `state` of a checkpoint."""
         self.state = self._resumed = saved if saved and (saved["prompts"] or saved["endless"]) else None
         self._prompts = None
 
     def cancel(self) -> None:
-        """Cancel all running conversations."""
-        for batch in filter(None, (self.current, self._taken, *self.groups)):
+        for batch in filter(None, (self.current, self._taken, Groups(self.groups))):
             batch.cancel()
         self.groups.clear()
         self.current = self._taken = None
 
     def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        """Let TRL's count of passes begin where the data begins. In a resumed run that may be inside a batch.
-
-        TRL then rolls the batch out again, and trains it for the remaining passes.
-        """
+        """In a run that is resumed inside a batch, let TRL roll it out again, for its remaining passes."""
         steps_per_epoch = max(math.ceil(len(train_dataloader) / args.gradient_accumulation_steps), 1)
         skipped = 0 if args.ignore_data_skip else state.global_step % steps_per_epoch
         self.trainer._step = skipped * args.gradient_accumulation_steps
@@ -132,26 +157,22 @@ class InFlight(TrainerCallback):
         self.epoch = int(state.epoch or 0) - 1
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        """The prompts of an epoch end with it. If a callback ended it early, some are in flight, and are given up."""
         self.epoch += 1
         if self._prompts is not None and not self._prompts.endless:
-            self.cancel()
+            self.cancel()  # of an epoch that a callback ended, what is left
             self._prompts = None
 
     def on_step_end(self, args, state, control, **kwargs):
-        """Note what a checkpoint must hold. A stop in the next step must not change it.
-
-        The random numbers at the beginning of the next step would be wrong, too: a new epoch draws one before its
-        first batch, and a resumed run draws this number again.
-        """
+        # A stop in the next step must not change what a checkpoint holds. A new epoch draws a random number before its
+        # first batch, and a resumed run draws this number again.
         self._step_end = get_rng_state(), state.num_input_tokens_seen
         if self._prompts is not None:
-            inside = self.trainer._step % self.num_passes  # the batch is to be trained further
-            batch = self._batch_prompts if inside else []
-            self.state = self._prompts.state([*batch, *(group.prompt for group in self.groups)])
+            is_over = self.trainer._step % self.num_passes == 0  # otherwise the batch is to be trained further
+            own = [] if is_over else self._batch_prompts
+            self.state = self._prompts.state([*own, *(group.prompt for group in self.groups)])
 
     def restore(self, state: TrainerState) -> None:
-        """Restore the generators of random numbers and the token count of the end of the last step."""
+        """Restore the random numbers and the token count of the end of the last step."""
         rng, state.num_input_tokens_seen = self._step_end
         set_rng_state(rng)
 
@@ -173,26 +194,23 @@ class InFlight(TrainerCallback):
         return math.ceil((self.trainer._step % self.num_passes + passes) / self.num_passes)
 
     @property
-    def _slots(self) -> tuple[list[Kind], list[int], int]:
-        """(the kind of each group of a batch, the group of each of this rank's rows, the number of its first row)."""
+    def _slots(self) -> tuple[list[Kind], list[int]]:
+        """(the kind of each group of a batch, the group of each of this rank's rows)."""
         trainer = self.trainer
         num_ranks, group_size = trainer.accelerator.num_processes, trainer.num_generations
         count = trainer.args.generation_batch_size // num_ranks
         first = trainer.accelerator.process_index * count
         kinds = slot_kinds(count, group_size, num_ranks)
-        return kinds, [index // group_size for index in range(first, first + count)], first
+        return kinds, [index // group_size for index in range(first, first + count)]
 
     # -- what a step trains --
 
     def rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows that this rank trains next. Collective.
-
-        These are the given ones, or with `max_staleness` or `refill_groups` those of the run's own order of prompts.
-        """
+        """The rows that this rank trains next: the given ones, or those of the run's own order. Collective."""
         trainer, args = self.trainer, self.trainer.args
         if not trainer.model.training or not (args.max_staleness or args.refill_groups or self.state):
             return rows
-        kinds, slot_of_row, _ = self._slots
+        kinds, slot_of_row = self._slots
         if self._prompts is None:
             trainer._on_all_ranks(lambda: self._begin_epoch(rows), "Rollouts")
         if not args.max_staleness:
@@ -204,17 +222,13 @@ class InFlight(TrainerCallback):
         elif len(self.groups) < len(kinds):
             self._ask(1)
         # A checkpoint in the middle of a batch: this batch is trained further.
-        oldest = None if admits and trainer._step % self.num_passes == 0 else len(kinds)
-        self._take(list(range(len(kinds))), oldest)
-        self._batch_prompts = [group.prompt for group in self._taken.groups]
-        return self._taken.rows
+        any_of_all = admits and trainer._step % self.num_passes == 0
+        taken = self._take(list(range(len(kinds))), None if any_of_all else len(kinds))
+        self._batch_prompts = [group.prompt for group in taken.groups]
+        return taken.rows
 
     def start_next(self) -> None:
-        """With `late_groups: wait`, push the weights and start later batches. Raises `RunError` on all ranks.
-
-        Earlier ones are still in flight. Their requests go on with the new weights, and keep the logprobs of the old;
-        those that name an adapter end with it.
-        """
+        """With `late_groups: wait`, push the weights and start later batches, while earlier ones are in flight."""
         args = self.trainer.args
         if self.trainer.model.training and args.max_staleness and args.late_groups == "wait":
             count = min(args.max_staleness, self._batches_left - 1)
@@ -224,37 +238,27 @@ class InFlight(TrainerCallback):
     def refill(
         self, rows: list[dict[str, Any]], slots: list[int]
     ) -> tuple[list[dict[str, Any]], list[Rollout], dict[str, float]]:
-        """(rows, rollouts, metrics) of further prompts for these slots of a batch. Collective.
-
-        Args:
-            rows: The B rows of the batch.
-            slots: Numbers of groups of the batch, the same on all ranks.
-        """
-        own = [i for i, slot in enumerate(self._slots[1]) if slot in slots]
+        """(rows, rollouts, metrics) of further prompts for these slots of a batch of B rows. Collective."""
+        slot_of_row = self._slots[1]
+        places = [i for i, slot in enumerate(slot_of_row) if slot in slots]
         if self.trainer.args.max_staleness:
-            self._take(slots, None)
-            prompts, further = [group.prompt for group in self._taken.groups], self._taken.rows
+            taken = self._take(slots, None)
+            prompts, further = [group.prompt for group in taken.groups], taken.rows
         else:
             prompts = [self._prompts.take() for _ in slots]
-            further = [self.trainer.train_dataset[prompts[slots.index(self._slots[1][i])]] for i in own]
+            further = [self.trainer.train_dataset[prompts[slots.index(slot_of_row[i])]] for i in places]
         for slot, prompt in zip(slots, prompts):
             self._batch_prompts[slot] = prompt
-        placed = list(rows)
-        for i, row in zip(own, further, strict=True):
-            placed[i] = row
-        rollouts, metrics = self.complete(placed, own)
+        placed = dict(enumerate(rows)) | dict(zip(places, further, strict=True))
+        rollouts, metrics = self.complete(list(placed.values()), places)
         return further, rollouts, metrics
 
     def complete(
         self, rows: list[dict[str, Any]], places: list[int] | None = None
     ) -> tuple[list[Rollout], dict[str, float]]:
-        """Wait for all conversations of this rank, and restart those that a lost server leaves. Collective.
+        """Wait for the conversations of a batch's rows (or those at `places`), restarting what a lost server leaves.
 
-        Args:
-            rows: The B rows of the batch.
-            places: Of the rows that are meant. None: all.
-
-        Returns the rollouts in the order of the rows, and the metrics `rollout/*`. Raises `RunError` on all ranks.
+        Collective. Returns the rollouts in the order of the rows, and the metrics `rollout/*`.
         """
         trainer = self.trainer
         places = list(range(len(rows))) if places is None else places
@@ -312,28 +316,22 @@ class InFlight(TrainerCallback):
     # -- the queue --
 
     def _order(self, number: int) -> list[int]:
-        """The prompts of the epoch of a number, in its order."""
-        trainer = self.trainer
-        sampler = trainer._get_train_sampler(trainer.train_dataset)
+        """The prompts of the epoch of a number, each one once, in the order of TRL's sampler."""
+        sampler = self.trainer._get_train_sampler(self.trainer.train_dataset)
         sampler.epoch = lambda: number
-        return epoch_order(sampler, len(self._slots[0]), trainer.num_generations, self.num_passes)
+        return list(dict.fromkeys(sampler))
 
     def _begin_epoch(self, rows: list[dict[str, Any]]) -> None:
-        """Read the order of the epoch's prompts; a resumed run first asks again for those that were not trained.
-
-        INVARIANT: as many prompts are left as the remaining batches of `Trainer`'s epoch have slots, unless the run
-        goes through the data in passes of its own.
-        """
-        kinds, slot_of_row, _ = self._slots
-        endless = bool(self.trainer.args.refill_groups or (self.state and self.state["endless"]))
+        """Read the order of the epoch's prompts; a resumed run first asks again for those that were not trained."""
+        kinds, slot_of_row = self._slots
         trained, self._num_trained = self._num_trained * len(kinds), 0
         saved, self._resumed = self._resumed, None
+        endless = bool(self.trainer.args.refill_groups or (self.state and self.state["endless"]))
         if saved is None:
             self._prompts = Prompts(self._order, self.epoch, trained, endless=endless)
-            order = self._prompts.order
-            expected = [order[trained + slot] for slot in slot_of_row] if trained + len(kinds) <= len(order) else []
-            prompts = prompts_of(self.trainer.train_dataset[k] for k in expected)
-            if expected and prompts != prompts_of(rows):
+            upcoming = self._prompts.order[trained : trained + len(kinds)]
+            expected = [self.trainer.train_dataset[upcoming[slot]] for slot in slot_of_row] if upcoming else rows
+            if prompts_of(expected) != prompts_of(rows):
                 raise RunError("The batch has other prompts than the trainer's own sampler returns.")
             return
         found = saved["epoch"], saved["place"] - len(saved["prompts"])
@@ -360,28 +358,21 @@ class InFlight(TrainerCallback):
         trainer._on_all_ranks(start, "Rollouts")
 
     def _start_group(self, slot: int) -> None:
-        """Start the conversations of the next prompt, as the group of this slot of a batch."""
-        kinds, slot_of_row, _ = self._slots
+        kinds, slot_of_row = self._slots
         prompt, own = self._prompts.take(), [i for i, of in enumerate(slot_of_row) if of == slot]
         row = self.trainer.train_dataset[prompt]
-        batch = self.trainer._start_rollouts([row] * len(slot_of_row), own) if own else None
+        batch = self.trainer._start_rollouts([row] * len(slot_of_row), own) if own else Groups()
         self.groups.append(GroupInFlight(prompt, kinds[slot], [row] * len(own), batch))
 
-    def _take(self, slots: list[int], oldest: int | None) -> None:
-        """Wait for complete groups for these slots of a batch, and take them out of the queue. Collective.
-
-        Args:
-            slots: Numbers of groups of a batch. A refill takes groups of some kinds only: what then is missing for the
-                next batch is started here.
-            oldest: Take from this many of the oldest groups. None: from all.
-        """
-        kinds, slot_of_row, first = self._slots
+    def _take(self, slots: list[int], oldest: int | None) -> Groups:
+        """Wait for complete groups for these slots of a batch, among the `oldest` ones, and take them. Collective."""
+        kinds, slot_of_row = self._slots
         wanted = [kinds[slot] for slot in slots]
+        # A refill takes groups of some kinds only. What then is missing for the next batch is started here.
         missing = list((Counter(wanted) - Counter(group.kind for group in self.groups)).elements())
         if missing and not self._prompts.endless:
             raise RunError(
-                f"The epoch has {len(self.groups)} groups left, expected {len(slots)} of the kinds of its slots. "
-                "Its batches have changed."
+                f"The epoch has {len(self.groups)} groups left, expected {len(slots)}: its batches changed."
             )
 
         def start() -> None:
@@ -392,17 +383,17 @@ class InFlight(TrainerCallback):
             self.trainer._on_all_ranks(start, "Rollouts")
         began, groups, chosen = time.perf_counter(), list(self.groups), None
         self.current = Groups(groups[:oldest])
-        while True:
-            complete = self._on_every_rank([group.over for group in groups[:oldest]])
+        while chosen is None:
+            complete = self._on_every_rank([group.batch.over for group in groups[:oldest]])
             chosen = choose_groups(complete, [group.kind for group in groups[:oldest]], wanted)
-            if chosen is not None:
-                break
-            time.sleep(self.POLL_SECONDS)
-        self._taken = Groups([groups[i] for i in chosen], time.perf_counter() - began)
+            time.sleep(self.POLL_SECONDS if chosen is None else 0)
         self.groups = deque(group for i, group in enumerate(groups) if i not in chosen)
+        self._taken = Groups([groups[i] for i in chosen], time.perf_counter() - began)
+        first = self.trainer.accelerator.process_index * len(slot_of_row)
         places = [first + i for i, slot in enumerate(slot_of_row) if slot in slots]
         for place, rollout in zip(places, self._taken.rollouts):
             rollout.place(place)
+        return self._taken
 
     def _on_every_rank(self, flags: list[bool]) -> list[bool]:
         """Which of these flags are set on all ranks. Raises `RunStopped` if any rank got a signal. Collective."""
@@ -413,65 +404,3 @@ class InFlight(TrainerCallback):
         if not go_on:
             trainer._stop_if_asked()
         return common
-
-
-class RolloutBatch:
-    """The running conversations of this rank, which all started with the same weights.
-
-    Args:
-        rollouts: They are filled by the conversations.
-        converse: Creates a rollout's conversation with its backend.
-        llm: The backend, a `ServerPool` or an `InProcessBackend`. `routes` of a pool gives each conversation a backend
-            of its own, and its `start_conversations` proves which weights sampled. `InProcessBackend` generates in
-            the thread that waits. Any other backend needs only `generate`.
-        version: The version of the weights that the server holds at the start. Later ones may be pushed meanwhile.
-        group_size: Rollouts per prompt. Rollouts with indices in the same block of so many are a group.
-
-    Attributes:
-        seconds: Time from the start to the end of the last conversation.
-        waited: Seconds that training waited before it took these conversations.
-    """
-
-    def __init__(
-        self,
-        rollouts: list[Rollout],
-        converse: Callable[[Rollout, Any], Coroutine],
-        llm: Any,
-        version: str | None,
-        group_size: int,
-    ):
-        self.rollouts, self.seconds, self.waited = rollouts, 0.0, 0.0
-        self._began, self._ended = time.perf_counter(), threading.Event()
-        groups = [rollout.index // group_size for rollout in rollouts]
-        backends = llm.routes(groups) if hasattr(llm, "routes") else [llm] * len(rollouts)
-        conversations = [converse(rollout, backend) for rollout, backend in zip(rollouts, backends)]
-        if hasattr(llm, "start_conversations"):
-            self._future = llm.start_conversations(conversations, version, backends)
-        else:
-            self._future = start_in_background(gather_all(conversations))
-        self._future.add_done_callback(self._note_end)
-
-    @property
-    def over(self) -> bool:
-        """Whether the last conversation has ended."""
-        return self._ended.is_set()
-
-    def _note_end(self, _: concurrent.futures.Future) -> None:
-        self.seconds = time.perf_counter() - self._began
-        self._ended.set()
-
-    def wait(self) -> list[Rollout | None]:
-        """Wait for the rollouts and return them in order, None for each that is not proven to come from `version`.
-
-        Call it in the thread that may run collectives. Raises the first error of a conversation.
-        """
-        try:
-            rollouts = self._future.result()
-            self._ended.wait()  # `result` may return before `_note_end` has run
-            return rollouts
-        except BaseException:
-            self.cancel()
-            raise
-
-    def cancel(self) -> None:
-        self._future.cancel()

@@ -14,9 +14,7 @@ Kind = tuple[int, ...]  # of a group: its rollouts on each rank
 
 
 def slot_kinds(per_rank: int, group_size: int, num_ranks: int) -> list[Kind]:
-    """For each group of a batch, how many of its rollouts are on each rank.
-
-    A group can take the place of another one only if both have the same numbers.
+    """For each group of a batch the rollouts on each rank. A group can only replace one with the same numbers.
 
     >>> slot_kinds(per_rank=8, group_size=4, num_ranks=1), slot_kinds(per_rank=6, group_size=4, num_ranks=2)
     ([(4,), (4,)], [(4, 0), (2, 2), (0, 4)])
@@ -39,28 +37,8 @@ def choose_groups(complete: list[bool], kinds: list[Kind], slots: list[Kind]) ->
     return None if None in chosen else chosen
 
 
-def epoch_order(indices: Iterable[int], num_prompts: int, group_size: int, repeats: int) -> list[int]:
-    """Each prompt of an epoch once, in the order of TRL's `RepeatSampler`.
-
-    Args:
-        indices: Of the sampler: each prompt of a batch `group_size` times in a row, each batch `repeats` times.
-        num_prompts: Of a batch.
-        group_size: G.
-        repeats: Forward passes of a batch.
-
-    >>> epoch_order([3, 3, 1, 1, 3, 3, 1, 1, 0, 0, 2, 2, 0, 0, 2, 2], num_prompts=2, group_size=2, repeats=2)
-    [3, 1, 0, 2]
-    """
-    size = num_prompts * group_size
-    return [k for i, k in enumerate(indices) if i % (size * repeats) < size and i % group_size == 0]
-
-
 class EpochOrder(Sampler):
-    """TRL's sampler, with an order of the prompts that depends only on the seed and the number of the epoch.
-
-    The order of TRL's own sampler depends on how many epochs this process has run. A run that is resumed in the second
-    epoch would use the order of the first epoch again.
-    """
+    """TRL's sampler, with an order that depends on the number of the epoch, not on the epochs of this process."""
 
     def __init__(self, sampler: RepeatSampler, epoch: Callable[[], int]):
         self.sampler, self.epoch = sampler, epoch
@@ -77,13 +55,9 @@ class EpochOrder(Sampler):
 class Prompts:
     """The prompts of an epoch that are still to be asked for.
 
-    Args:
-        order_of: Returns the order of all prompts in the epoch of a number.
-        epoch: The number of the epoch.
-        place: How many prompts of the epoch were asked for.
-        again: The ones among these to ask for once more, before all others: a stopped run had not trained them.
-        endless: Whether the next epoch follows. With `refill_groups` a step may take more prompts than a batch has, so
-            that an epoch of `Trainer`, which is a number of batches, is not a pass through the data.
+    `place` is how many of them were asked for, and `again` which of these were not trained: they come first. If it is
+    `endless`, the next epoch follows: with `refill_groups` a step may take more prompts than a batch has, so that an
+    epoch of `Trainer`, which is a number of batches, is not a pass through the data.
 
     >>> orders = [[3, 1, 0, 2], [0, 3, 1, 2]]
     >>> prompts = Prompts(orders.__getitem__, 0, place=3, again=[1])

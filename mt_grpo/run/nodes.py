@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import secrets
 import socket
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,6 @@ from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError
 from mt_grpo.run.checkpoints import changed_settings, checkpoint_to_resume
 
-# gloo's errors if the process at the other end is gone, or does not answer for `ddp_timeout` seconds.
-LOST_PEER = re.compile(r"gloo.*(Connection (closed|reset) by peer|Broken pipe|Timed out waiting)", re.S)
-
 
 def has_several_nodes() -> bool:
     """Whether the ranks of this run are on several nodes, according to torchrun's environment variables."""
@@ -32,12 +27,12 @@ def has_several_nodes() -> bool:
 def raise_for_all(error: str | None, kind: type[Exception] = ValueError) -> None:
     """Raise `kind` on all ranks if any rank has an error. Collective."""
     where = f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
-    if found := [each for each in gather_object([error and f"{where}: {error}"]) if each]:
-        raise kind(found[0])
+    if errors := [text for text in gather_object([error and f"{where}: {error}"]) if text]:
+        raise kind(errors[0])
 
 
 def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str | None:
-    """Find the checkpoint to resume. Collective on several nodes, where all ranks must find the same one.
+    """Find the checkpoint to resume. Collective on several nodes.
 
     Raises `ValueError` on all ranks if one of them finds none, or another one than rank 0.
     """
@@ -51,8 +46,7 @@ def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str |
         name = f"{Path(found).name} after {tokens} tokens"
     except ValueError as raised:
         error = (
-            f"{raised} Every node needs the checkpoint. Resume with an output_dir that all nodes share, or, after a "
-            "run with save_on_each_node: true, with each node's own output_dir."
+            f"{raised} Every node needs the checkpoint, in an output_dir that all share or (save_on_each_node) each."
         )
     raise_for_all(error)
     if name != (first := gather_object([name])[0]):
@@ -76,20 +70,19 @@ def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> No
             " Put output_dir on a file system that all nodes share, and remove save_on_each_node."
         )
     # Each name is new, so that no network file system has cached that it is missing.
-    name = f".node-{secrets.token_hex(6)}" if os.environ.get("LOCAL_RANK", "0") == "0" else ""
+    name = f".node-{secrets.token_hex(6)}" if os.environ.get("LOCAL_RANK", "0") == "0" else None
     if name:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         Path(output_dir, name).touch()
-    names = list(filter(None, gather_object([name])))
-    seen, error = sum(Path(output_dir, other).exists() for other in names), None
+    names, error = [each for each in gather_object([name]) if each], None
+    seen = sum(Path(output_dir, each).exists() for each in names)
     gather_object([seen])  # nobody removes a file that another rank still looks for
     if name:
-        Path(output_dir, name).unlink(missing_ok=True)
+        Path(output_dir, name).unlink()
     if save_on_each_node and seen > 1:
         error = (
             f"save_on_each_node: true, but {seen} of {len(names)} nodes share output_dir={output_dir!r} and would "
-            "write the same files at the same time. Remove save_on_each_node, or set output_dir to a local disk of "
-            "each node."
+            "write the same files. Remove save_on_each_node, or set output_dir to a local disk of each node."
         )
     elif not save_on_each_node and seen < len(names):
         error = (
@@ -100,42 +93,13 @@ def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> No
     raise_for_all(error)
 
 
-def save_weights_on_each_node(model: Any, args: Any) -> None:
-    """Let `save_pretrained` write on each node with `save_on_each_node`. transformers 5.17 writes on rank 0 only."""
-    if args.save_on_each_node:
-        model.should_save_on_this_rank = lambda is_main_process: is_main_process
-
-
 def check_same_on_nodes(record: Callable[[], dict[str, Any]]) -> None:
     """Raise `RunError` if a rank on another node would train with other settings or data. Collective.
 
     `record` returns what determines the results of a run, and is called on several nodes only.
     """
     if has_several_nodes():
-        own = record()
-        del own["model_name_or_path"]  # a path on each node; the weights are those of rank 0
-        lines = [line.partition(" (")[0] for line in changed_settings(gather_object([own])[0], own)]
-        told = "\n  ".join(["this node differs from the node of rank 0:", *lines])
-        raise_for_all(f"{told}\nStart all nodes with the same files and arguments." if lines else None, RunError)
-
-
-def apply_ddp_timeout(seconds: float) -> None:
-    """Limit the wait of collective calls on a CPU to `seconds`. `TrainingArguments` sets this on GPUs only.
-
-    Otherwise a rank would wait 30 minutes for a node that is gone without closing its connections.
-    """
-    if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-        torch.distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
-
-
-def is_lost_peer(error: BaseException) -> bool:
-    """Whether an error is a collective call that failed because a process on another node is gone or hangs.
-
-    >>> is_lost_peer(RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:30411"))
-    True
-    >>> is_lost_peer(RuntimeError("CUDA out of memory"))
-    False
-    """
-    if isinstance(error, torch.distributed.DistError):
-        return True
-    return isinstance(error, RuntimeError) and LOST_PEER.search(str(error)) is not None
+        own = record() | {"model_name_or_path": None}  # a path on each node; the weights are those of rank 0
+        changed = [line.partition(" (")[0] for line in changed_settings(gather_object([own])[0], own)]
+        text = "\n  ".join(["this node differs from the node of rank 0:", *changed])
+        raise_for_all(f"{text}\nStart all nodes with the same files and arguments." if changed else None, RunError)

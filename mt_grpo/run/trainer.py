@@ -8,8 +8,7 @@ import logging
 import math
 import signal
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from trl import GRPOTrainer
 from mt_grpo.base.errors import ServerError, root_cause
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
+from mt_grpo.base.rows import prompts_of
+from mt_grpo.rollout import Rollout
 from mt_grpo.run.checkpoints import (
     RUN_RECORD,
     CheckpointError,
@@ -39,17 +40,9 @@ from mt_grpo.run.checkpoints import (
     weights_not_finite,
     whole_reference,
 )
-from mt_grpo.run.connect import start_rollouts, sync_weights
 from mt_grpo.run.in_flight import InFlight, RolloutBatch
 from mt_grpo.run.next_prompts import EpochOrder
-from mt_grpo.run.nodes import (
-    apply_ddp_timeout,
-    check_output_on_nodes,
-    check_same_on_nodes,
-    checkpoint_of_all_ranks,
-    is_lost_peer,
-    save_weights_on_each_node,
-)
+from mt_grpo.run.nodes import check_output_on_nodes, check_same_on_nodes, checkpoint_of_all_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -65,61 +58,50 @@ torch.serialization.register_package(30, lambda storage: None, lambda data, wher
 class ResumableTrainer(GRPOTrainer):
     """`GRPOTrainer` that can be stopped at any time, and trains on exactly as without the stop when it is resumed.
 
-    A resumed run warns if it has other settings. A subclass sets `backend`, `env`, `reward_weights`,
-    `turn_advantage_coef`, and `llm`, the backend: if `llm.collective` is true, no rank may stop while others generate.
+    A subclass sets `backend`, `env`, `reward_weights`, `turn_advantage_coef`, and `llm`, the backend: if
+    `llm.collective` is true, no rank may stop while others generate.
     """
 
     FP16_SKIPS = 50  # steps in a row; from 65,536 a scale is 1 after 16 of them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, **kwargs):
         self.in_flight = InFlight(self)
-        self._interruptible = False
         self._saved: dict[int, Path] = {}  # step -> checkpoint that this run wrote or was resumed from
         self._loading: str | None = None  # the checkpoint whose weights `Trainer` loads
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
         self._peft_config = peft_config
-        self._stop_signal, self._num_skipped = None, 0  # its number; steps in a row whose gradient was not finite
+        self._stop_signal, self._interruptible = None, False  # its number; whether it raises at once
+        self._num_skipped = 0  # steps in a row whose gradient was not finite
         self._of_data = ""  # the name of the dataset that is evaluated, if there are several
         config = kwargs["args"]
-        apply_ddp_timeout(config.ddp_timeout)
         check_output_on_nodes(config.output_dir, config.save_on_each_node)
         with whole_reference(config):
             super().__init__(model, *args, peft_config=peft_config, **kwargs)
         self.add_callback(self.in_flight)
-        save_weights_on_each_node(self.model, self.args)
+        if config.save_on_each_node:  # transformers 5.17 writes weights on rank 0 only
+            self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
 
     @property
     def _is_sharded(self) -> bool:
         return self._dist.is_fsdp or self.is_deepspeed_enabled
 
-    def _warn(self, text: str) -> None:
-        """Log a warning on rank 0 only."""
-        if self.accelerator.is_main_process:
-            logger.warning(text)
-
     # -- resuming --
-
-    def _run_record(self) -> dict[str, Any]:
-        return run_record(self)
 
     @functools.cached_property
     def _dataset_sha256(self) -> str:
         return dataset_sha256(self.train_dataset)
 
-    def _go_on_from(self, checkpoint: str) -> TrainerState:
-        """Say from which step the run goes on, and what differs from it. Returns the checkpoint's state."""
-        path = Path(checkpoint)
+    def _go_on_from(self, path: Path) -> TrainerState:
+        """Say from which step the run goes on, and what it changes. Returns the checkpoint's state."""
         state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
         self._saved[state.global_step] = path
         if self.accelerator.is_main_process:
             print(f"resumed from {path}, after step {state.global_step}", flush=True)
-            changed = changed_settings(read_json(path / RUN_RECORD) or {}, self._run_record())
-            if changed:
-                self._warn(f"{path} was trained with other settings. This run changes:\n  " + "\n  ".join(changed))
-        if self.args.sync_ref_model:
-            self._warn(
-                "sync_ref_model: checkpoints do not contain the reference model. It restarts as the base model."
-            )
+            if changed := changed_settings(read_json(path / RUN_RECORD) or {}, run_record(self)):
+                changed = "\n  ".join(changed)
+                logger.warning(f"{path} was trained with other settings. This run changes:\n  {changed}")
+            if self.args.sync_ref_model:
+                logger.warning("sync_ref_model: checkpoints lack the reference model. It restarts as the base model.")
         return state
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -135,6 +117,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """`Trainer`'s method, which only warns of weights that a checkpoint lacks. Raises `CheckpointError`."""
+        super()._issue_warnings_after_load(load_result)
         if not self._is_sharded:
             load_missing(self._loading, self.model, load_result.missing_keys)
 
@@ -153,24 +136,21 @@ class ResumableTrainer(GRPOTrainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The gradient norm, which `Trainer` reads before each optimizer step. Raises `NotFinite` on all ranks.
 
-        INVARIANT: no optimizer step is taken with a gradient that is not finite: one such step leaves no weight that
-        is a number. With fp16 the scaler of the gradients skips these steps, and halves its scale each time: what is
-        not finite `FP16_SKIPS` times in a row will never be. DeepSpeed takes its step within the
-        backward pass, before this is asked for: there `_check_weights` keeps such weights out of checkpoints.
+        INVARIANT: no optimizer step is taken with a gradient that is not finite. With fp16 the scaler of the gradients
+        skips these steps, and halves its scale each time: what is not finite `FP16_SKIPS` times in a row will never
+        be. DeepSpeed takes its step within the backward pass, before this is asked for: there `_check_weights` keeps
+        such weights out of checkpoints.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm)
         finite = grad_norm is None or math.isfinite(float(grad_norm))
         self._num_skipped = 0 if finite else self._num_skipped + 1
         if not finite and (not self.args.fp16 or self._num_skipped >= self.FP16_SKIPS):
-            step = self.state.global_step
-            taken = "The step was not taken, and the weights are unchanged"
-            if self.is_deepspeed_enabled:
-                taken = "DeepSpeed has taken the step, and weights that are not finite are not saved"
             raise NotFinite(
-                f"Step {step}: the norm of the gradient is {float(grad_norm)}. {taken}. Look at the rollouts of step "
-                f"{step} in {self.args.output_dir} (rewards, advantages, logprobs). Lower turn_advantage_coef, the "
-                "reward weights or learning_rate, and start with the last checkpoint as model_name_or_path, since a "
-                "resumed run keeps the learning rate of its optimizer."
+                f"Step {self.state.global_step}: the norm of the gradient is {float(grad_norm)}. The step is not "
+                "taken, or with DeepSpeed its weights are not saved. Look at this step's rollouts in "
+                f"{self.args.output_dir} (rewards, advantages, logprobs). Lower turn_advantage_coef, the reward "
+                "weights or learning_rate, and start with the last checkpoint as model_name_or_path, since a resumed "
+                "run keeps the learning rate of its optimizer."
             )
         return grad_norm
 
@@ -193,7 +173,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _write_record(self, folder: str) -> None:
         if self.args.should_save:
-            Path(folder, RUN_RECORD).write_text(json.dumps(self._run_record(), indent=1), encoding="utf-8")
+            Path(folder, RUN_RECORD).write_text(json.dumps(run_record(self), indent=1), encoding="utf-8")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """`Trainer`'s method, with the prompts in flight. Raises `NotFinite` on all ranks instead of saving NaN."""
@@ -241,20 +221,15 @@ class ResumableTrainer(GRPOTrainer):
     def stop_on_signals(self) -> Iterator[None]:
         """A context in which SIGTERM and Ctrl-C raise `RunStopped`, after which the run can be saved and resumed.
 
-        A signal interrupts rollouts. An optimizer step is finished first. A second Ctrl-C, sent more than a second
-        after the first signal, raises `KeyboardInterrupt` at once.
+        A signal interrupts rollouts. An optimizer step is finished first.
         """
-        asked = 0.0
 
         def handle(signum, frame):
-            nonlocal asked
-            if self._stop_signal is None:
-                asked, self._stop_signal = time.monotonic(), signum
+            if self._stop_signal is None:  # launchers send the first one twice
+                self._stop_signal = signum
                 logger.warning(f"Got {signal.Signals(signum).name}: the run stops before the next optimizer step.")
                 if self._interruptible:
                     raise RunStopped(signum)
-            elif signum == signal.SIGINT and time.monotonic() > asked + 1:  # launchers send the first twice
-                raise KeyboardInterrupt
 
         previous = {s: signal.signal(s, handle) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
@@ -263,35 +238,26 @@ class ResumableTrainer(GRPOTrainer):
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
 
-    @contextmanager
-    def _interruptions(self) -> Iterator[None]:
-        """A context in which a signal raises `RunStopped` at once, unless generation is a collective call."""
-        self._interruptible = not getattr(self.llm, "collective", False)
-        try:
-            if self._interruptible and self._stop_signal is not None:
-                raise RunStopped(self._stop_signal)
-            yield
-        finally:
-            self._interruptible = False
-
     def _stop_if_asked(self) -> None:
         """Raise `RunStopped` on all ranks if any rank got a signal. Collective."""
         if signals := [signum for signum in gather_object([self._stop_signal]) if signum]:
             raise RunStopped(signals[0], f" at step {self.state.global_step}")
 
-    def _any_rank(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank. Collective."""
-        return bool(self.accelerator.reduce(torch.tensor(int(flag), device=self.accelerator.device)).item())
-
     def _on_all_ranks(self, function: Callable[[], tuple[int, ...] | None], what: str) -> list[int]:
-        """Run `function`, which may fail or be interrupted on any rank. Then all ranks raise the error. Collective.
+        """Run `function`, which may fail on any rank. Then all ranks raise the error. Collective.
 
-        Returns the numbers that `function` returned, summed over the ranks.
+        A signal interrupts it, unless generation is a collective call. Returns the numbers that `function` returned,
+        summed over the ranks.
         """
         error, stopped, counts = None, None, ()
         try:
-            with self._interruptions():
+            try:
+                self._interruptible = not getattr(self.llm, "collective", False)
+                if self._interruptible and self._stop_signal is not None:
+                    raise RunStopped(self._stop_signal)
                 counts = function() or ()
+            finally:
+                self._interruptible = False
         except RunStopped as raised:
             stopped = raised.signum
         except Exception as raised:  # raised on all ranks below: the others would wait for ever
@@ -303,16 +269,13 @@ class ResumableTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train` that leaves no conversation open, however it ends.
 
-        Raises:
-            ValueError: `resume_from_checkpoint` is not a complete checkpoint.
-            RunError: The nodes differ, no optimizer step was taken, a rank failed, or a signal asked the run to stop
-                (`RunStopped`).
-            ServerError: The server failed.
+        Raises `ValueError` for a checkpoint that is not complete, `ServerError` if the server failed, `RunStopped`
+        for a signal, and `RunError` if a rank failed, the nodes differ, or no optimizer step was taken.
         """
         checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
         self._saved = {}
-        check_same_on_nodes(self._run_record)
-        begun = self._go_on_from(checkpoint) if checkpoint else None
+        check_same_on_nodes(lambda: run_record(self))
+        begun = self._go_on_from(Path(checkpoint)) if checkpoint else None
         goes_on = begun is not None and not self.args.ignore_data_skip  # which begins the epoch anew
         self.in_flight.begin(begun.stateful_callbacks.get("in_flight") if goes_on else None)
         try:
@@ -323,8 +286,8 @@ class ResumableTrainer(GRPOTrainer):
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "end_of_run"):  # of ours, also where `on_train_end` is not reached
                     callback.end_of_run()
-        if begun is not None and begun.global_step == self.state.global_step:
-            self._warn(
+        if begun is not None and begun.global_step == self.state.global_step and self.accelerator.is_main_process:
+            logger.warning(
                 f"Nothing was trained: {checkpoint} is of step {begun.global_step}, and the run ends at step "
                 f"{self.state.max_steps}. Set a larger max_steps or num_train_epochs to continue training."
             )
@@ -386,18 +349,36 @@ class ResumableTrainer(GRPOTrainer):
 
     def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
         """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
-        return start_rollouts(self, rows, indices)
+        own = [rows[i] for i in indices]
+        rollouts = self.env.start(prompts_of(own), rows=own)
+        for i, rollout in zip(indices, rollouts):
+            if len(rollout.prompt_ids) >= (self.env.max_model_len or math.inf):
+                raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context.")
+            rollout.place(self.accelerator.process_index * len(rows) + i)
+            rollout.policy_version = self._weight_counter.version
+        pushed = self.weight_sync and self.weight_sync.pushed
+
+        def converse(rollout: Rollout, llm: Any) -> Coroutine:
+            return self.env.converse_whole(rollout, llm, self._sampling_params)
+
+        return RolloutBatch(rollouts, converse, self.llm, pushed, self._group_size)
 
     def _sync_weights(self) -> None:
         """Push the weights if they changed since the last push. All ranks enter together; all raise the same error."""
-        self._log_metrics(sync_weights(self))
+        sync = self.weight_sync
+        version = sync and f"{self.client.instance}-{self._weight_counter.version}"
+        if sync is None or (sync.pushed == version and not sync.doubted):
+            return
+        if self._dist.is_fsdp:  # `Trainer` wraps the model anew when training starts
+            sync.model = self.vllm_generation.model = self.model
+        try:
+            self._log_metrics(sync.sync(version, lambda: self._stop_signal, self._stop_if_asked))
+        except ServerError as error:
+            raise type(error)(f"Step {self.state.global_step}: {error}") from error.__cause__
 
 
 def train_or_save(trainer: ResumableTrainer) -> None:
-    """Train to the end and save the model. After a failure or a signal, save a checkpoint and exit.
-
-    The exit code is 1 after a failure, and 128 plus the number of the signal after a signal.
-    """
+    """Train to the end and save the model. After a failure or a signal, save a checkpoint and exit."""
     with trainer.stop_on_signals():
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
@@ -410,15 +391,6 @@ def train_or_save(trainer: ResumableTrainer) -> None:
         except (RunError, ServerError) as error:
             logger.error("training stopped", exc_info=root_cause(error))
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
-        except RuntimeError as error:
-            if not is_lost_peer(error):
-                raise
-            logger.error("training stopped", exc_info=error)
-            sys.exit(
-                f"error: step {trainer.state.global_step}: another process of this run is gone, or does not "
-                f"answer: {error}\nNothing can be saved without it. Start all nodes again with "
-                "--resume_from_checkpoint last, which uses the last complete checkpoint."
-            )
         finally:  # not as the interpreter ends: it looks up no host's name any more, and adapters would stay
             if getattr(trainer, "client", None) is not None:
                 trainer.client.close()

@@ -1544,14 +1544,14 @@ def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arg
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
 
 
-def test_no_interruption_where_other_ranks_take_part():
+@pytest.mark.parametrize("collective", [True, False])
+def test_no_interruption_where_other_ranks_take_part(collective):
     """A rank that left a collective generation would leave the others in it; it stops at the next meeting."""
-    rank = SimpleNamespace(llm=InProcessBackend(None, None, any_rank=bool), _stop_signal=signal.SIGTERM)
-    with MTGRPOEnvTrainer._interruptions(rank):
-        assert not rank._interruptible
-    rank.llm = InProcessBackend(None, None)
-    with pytest.raises(RunStopped), MTGRPOEnvTrainer._interruptions(rank):
-        pass
+    rank, seen = SimpleNamespace(_stop_signal=signal.SIGTERM, state=SimpleNamespace(global_step=0)), []
+    rank.llm = InProcessBackend(None, None, any_rank=bool if collective else None)
+    with contextlib.nullcontext() if collective else pytest.raises(RunStopped):
+        MTGRPOEnvTrainer._on_all_ranks(rank, lambda: seen.append(rank._interruptible), "Rollouts")
+    assert seen == [False] * collective and not rank._interruptible
 
 
 def test_a_trainer_with_nan_is_far_from_its_server():

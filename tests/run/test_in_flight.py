@@ -7,7 +7,7 @@ import torch
 
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.rollout import Rollout
-from mt_grpo.run.in_flight import GroupInFlight, InFlight
+from mt_grpo.run.in_flight import GroupInFlight, Groups, InFlight
 from mt_grpo.run.next_prompts import Prompts, slot_kinds
 
 ROWS = [{"prompt": n} for n in range(20)]
@@ -140,7 +140,7 @@ def test_what_a_checkpoint_holds():
     trainer = Trainer(late_groups="admit", steps_per_generation=2)
     flight = trainer.in_flight
     flight._prompts = Prompts(lambda number: [3, 1, 0, 2], 0, place=3, again=[1])
-    flight.groups.append(GroupInFlight(0, (2,), [], None))
+    flight.groups.append(GroupInFlight(0, (2,), [], Groups()))
     flight._batch_prompts, state = [3, 2], SimpleNamespace(num_input_tokens_seen=5)
     flight.on_step_end(trainer.args, state, None)
     assert flight.state == {"epoch": 0, "place": 3, "prompts": [0, 1], "endless": False}
@@ -173,7 +173,7 @@ def of_two_ranks():
 def test_a_refill_leaves_no_step_without_a_group_for_each_slot():
     """A step that needs both kinds finds two of one kind in flight, and asks for the one that is missing."""
     flight, right = of_two_ranks(), slot_kinds(2, 2, 2)[1]
-    flight.groups.extend(GroupInFlight(n, right, [], None) for n in (17, 18))
+    flight.groups.extend(GroupInFlight(n, right, [], Groups()) for n in (17, 18))
     batch = flight.rows_of_step([{}, {}])
     assert batch == rows(0) and flight._batch_prompts == [0, 17]
     assert [(group.prompt, group.kind) for group in flight.groups] == [(18, right)]
@@ -187,7 +187,7 @@ def test_a_refill_leaves_no_step_without_a_group_for_each_slot():
 def test_a_step_waits_for_what_all_ranks_have():
     """Here both groups are complete, on the other rank the second one alone: it is the one that is taken."""
     flight, kind = of_two_ranks(), slot_kinds(2, 2, 2)[1]
-    flight.groups.extend(GroupInFlight(n, kind, [], None) for n in (17, 18))
+    flight.groups.extend(GroupInFlight(n, kind, [], Groups()) for n in (17, 18))
     others, asked = torch.tensor([0, 1, 1], dtype=torch.int32), []
     flight.trainer.accelerator.reduce = lambda flags, how: asked.append(flags.tolist()) or flags + others
     flight._take([1], None)
@@ -197,7 +197,7 @@ def test_a_step_waits_for_what_all_ranks_have():
 def test_kinds_that_can_fill_no_slot_are_an_error():
     flight, (_, right) = of_two_ranks(), slot_kinds(2, 2, 2)
     flight._prompts.endless = False
-    flight.groups.extend(GroupInFlight(n, right, [], None) for n in (17, 18))
+    flight.groups.extend(GroupInFlight(n, right, [], Groups()) for n in (17, 18))
     with pytest.raises(RunError, match="2 groups left, expected"):
         flight._take([0, 1], None)
 
