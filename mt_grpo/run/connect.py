@@ -109,8 +109,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         return bool(trainer.accelerator.reduce(torch.tensor(int(flag), device=trainer.accelerator.device)).item())
 
     # TRL's generation is collective if the model is sharded.
-    is_end = lambda token: token in trainer.eos_token_ids  # noqa: E731
-    return InProcessBackend(generate, is_end, any_rank if trainer._is_sharded else None)
+    return InProcessBackend(generate, lambda i: i in trainer.eos_token_ids, any_rank if trainer._is_sharded else None)
 
 
 def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,8 @@ from mt_grpo.run.next_prompts import Kind, Prompts, choose_groups, slot_kinds
 
 logger = logging.getLogger(__name__)
 
+RowList = list[dict[str, Any]]  # of the dataset
+
 
 class RolloutBatch:
     """The running conversations of this rank, which all started with the weights `version` of the server.
@@ -35,14 +37,7 @@ class RolloutBatch:
 
     waited = 0.0  # seconds that training waited before it took these conversations
 
-    def __init__(
-        self,
-        rollouts: list[Rollout],
-        converse: Callable[[Rollout, Any], Coroutine],
-        llm: Any,
-        version: str | None,
-        group_size: int,
-    ):
+    def __init__(self, rollouts: list[Rollout], converse: Callable, llm: Any, version: str | None, group_size: int):
         self.rollouts, self.seconds = rollouts, 0.0  # from the start to the end of the last conversation
         self._began, self._ended = time.perf_counter(), threading.Event()
         groups = [rollout.index // group_size for rollout in rollouts]
@@ -80,7 +75,7 @@ class RolloutBatch:
 class GroupInFlight:
     prompt: int  # row of the dataset
     kind: Kind
-    rows: list[dict[str, Any]]  # of this rank's conversations
+    rows: RowList  # of this rank's conversations
     batch: RolloutBatch | Groups  # of these conversations: all of the group's, some or none
 
 
@@ -205,7 +200,7 @@ class InFlight(TrainerCallback):
 
     # -- what a step trains --
 
-    def rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def rows_of_step(self, rows: RowList) -> RowList:
         """The rows that this rank trains next: the given ones, or those of the run's own order. Collective."""
         trainer, args = self.trainer, self.trainer.args
         if not trainer.model.training or not (args.max_staleness or args.refill_groups or self.state):
@@ -235,9 +230,7 @@ class InFlight(TrainerCallback):
             if len(self.groups) < count * len(self._slots[0]) and self._prompts.left:
                 self._ask(count)
 
-    def refill(
-        self, rows: list[dict[str, Any]], slots: list[int]
-    ) -> tuple[list[dict[str, Any]], list[Rollout], dict[str, float]]:
+    def refill(self, rows: RowList, slots: list[int]) -> tuple[RowList, list[Rollout], dict[str, float]]:
         """(rows, rollouts, metrics) of further prompts for these slots of a batch of B rows. Collective."""
         slot_of_row = self._slots[1]
         places = [i for i, slot in enumerate(slot_of_row) if slot in slots]
@@ -249,13 +242,13 @@ class InFlight(TrainerCallback):
             further = [self.trainer.train_dataset[prompts[slots.index(slot_of_row[i])]] for i in places]
         for slot, prompt in zip(slots, prompts):
             self._batch_prompts[slot] = prompt
-        placed = dict(enumerate(rows)) | dict(zip(places, further, strict=True))
-        rollouts, metrics = self.complete(list(placed.values()), places)
+        placed = list(rows)
+        for i, row in zip(places, further, strict=True):
+            placed[i] = row
+        rollouts, metrics = self.complete(placed, places)
         return further, rollouts, metrics
 
-    def complete(
-        self, rows: list[dict[str, Any]], places: list[int] | None = None
-    ) -> tuple[list[Rollout], dict[str, float]]:
+    def complete(self, rows: RowList, places: list[int] | None = None) -> tuple[list[Rollout], dict[str, float]]:
         """Wait for the conversations of a batch's rows (or those at `places`), restarting what a lost server leaves.
 
         Collective. Returns the rollouts in the order of the rows, and the metrics `rollout/*`.
@@ -321,7 +314,7 @@ class InFlight(TrainerCallback):
         sampler.epoch = lambda: number
         return list(dict.fromkeys(sampler))
 
-    def _begin_epoch(self, rows: list[dict[str, Any]]) -> None:
+    def _begin_epoch(self, rows: RowList) -> None:
         """Read the order of the epoch's prompts; a resumed run first asks again for those that were not trained."""
         kinds, slot_of_row = self._slots
         trained, self._num_trained = self._num_trained * len(kinds), 0

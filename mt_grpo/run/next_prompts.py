@@ -55,9 +55,9 @@ class EpochOrder(Sampler):
 class Prompts:
     """The prompts of an epoch that are still to be asked for.
 
-    `place` is how many of them were asked for, and `again` which of these were not trained: they come first. If it is
-    `endless`, the next epoch follows: with `refill_groups` a step may take more prompts than a batch has, so that an
-    epoch of `Trainer`, which is a number of batches, is not a pass through the data.
+    `order_of` returns the order of an epoch, `place` of its prompts were asked for, and those in `again` are asked for
+    once more, before all others. If it is `endless`, the next epoch follows: with `refill_groups` an epoch of
+    `Trainer` is no pass through the data.
 
     >>> orders = [[3, 1, 0, 2], [0, 3, 1, 2]]
     >>> prompts = Prompts(orders.__getitem__, 0, place=3, again=[1])
@@ -68,14 +68,7 @@ class Prompts:
     ([1, 0, 2, 0, 3], 1.5, {'epoch': 1, 'place': 2, 'prompts': [3], 'endless': True})
     """
 
-    def __init__(
-        self,
-        order_of: Callable[[int], list[int]],
-        epoch: int,
-        place: int = 0,
-        again: Iterable[int] = (),
-        endless: bool = False,
-    ):
+    def __init__(self, order_of: Callable, epoch: int, place: int = 0, again: Iterable[int] = (), endless=False):
         self.order_of, self.epoch, self.place, self.endless = order_of, epoch, place, endless
         self.order, self.again = order_of(epoch), deque(again)
 

@@ -32,10 +32,7 @@ def raise_for_all(error: str | None, kind: type[Exception] = ValueError) -> None
 
 
 def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str | None:
-    """Find the checkpoint to resume. Collective on several nodes.
-
-    Raises `ValueError` on all ranks if one of them finds none, or another one than rank 0.
-    """
+    """The checkpoint to resume. Collective on several nodes: `ValueError` unless all ranks find the one of rank 0."""
     if not wanted or not has_several_nodes():
         return checkpoint_to_resume(wanted, output_dir)
     error, found, name = None, None, None
@@ -58,8 +55,7 @@ def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str |
 def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> None:
     """Raise `ValueError` unless the nodes share `output_dir`, or each saves in a directory of its own. Collective.
 
-    A checkpoint needs the files of all ranks. Nodes that save in the same directory would write the same files.
-    `save_on_each_node` is None if nothing is saved.
+    A checkpoint needs the files of all ranks. `save_on_each_node` is None if nothing is saved.
     """
     if not has_several_nodes() or save_on_each_node is None:
         return
@@ -94,10 +90,7 @@ def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> No
 
 
 def check_same_on_nodes(record: Callable[[], dict[str, Any]]) -> None:
-    """Raise `RunError` if a rank on another node would train with other settings or data. Collective.
-
-    `record` returns what determines the results of a run, and is called on several nodes only.
-    """
+    """Raise `RunError` if a rank on another node would train with other settings or data. Collective."""
     if has_several_nodes():
         own = record() | {"model_name_or_path": None}  # a path on each node; the weights are those of rank 0
         changed = [line.partition(" (")[0] for line in changed_settings(gather_object([own])[0], own)]

@@ -137,9 +137,8 @@ class ResumableTrainer(GRPOTrainer):
         """The gradient norm, which `Trainer` reads before each optimizer step. Raises `NotFinite` on all ranks.
 
         INVARIANT: no optimizer step is taken with a gradient that is not finite. With fp16 the scaler of the gradients
-        skips these steps, and halves its scale each time: what is not finite `FP16_SKIPS` times in a row will never
-        be. DeepSpeed takes its step within the backward pass, before this is asked for: there `_check_weights` keeps
-        such weights out of checkpoints.
+        skips these steps, and halves its scale each time. DeepSpeed has taken its step in the backward pass: there
+        `_check_weights` keeps such weights out of checkpoints.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm)
         finite = grad_norm is None or math.isfinite(float(grad_norm))
@@ -147,10 +146,9 @@ class ResumableTrainer(GRPOTrainer):
         if not finite and (not self.args.fp16 or self._num_skipped >= self.FP16_SKIPS):
             raise NotFinite(
                 f"Step {self.state.global_step}: the norm of the gradient is {float(grad_norm)}. The step is not "
-                "taken, or with DeepSpeed its weights are not saved. Look at this step's rollouts in "
-                f"{self.args.output_dir} (rewards, advantages, logprobs). Lower turn_advantage_coef, the reward "
-                "weights or learning_rate, and start with the last checkpoint as model_name_or_path, since a resumed "
-                "run keeps the learning rate of its optimizer."
+                "taken, or with DeepSpeed its weights are not saved. Look at this step's rollouts. Lower "
+                "turn_advantage_coef, the reward weights or learning_rate, and start with the last checkpoint as "
+                "model_name_or_path, since a resumed run keeps the learning rate of its optimizer."
             )
         return grad_norm
 
@@ -198,10 +196,7 @@ class ResumableTrainer(GRPOTrainer):
         return f"Continue with --resume_from_checkpoint {self._saved[max(self._saved)]}"
 
     def save_where_it_stopped(self) -> str:
-        """Save a checkpoint after a `RunError` or `ServerError`. Both are raised between two optimizer steps.
-
-        Collective. Returns the message for the user.
-        """
+        """Save a checkpoint after an error between two steps, and return the message for the user. Collective."""
         step = self.state.global_step
         if step == 0:
             return "No step was completed, so there is nothing to save."
@@ -219,10 +214,7 @@ class ResumableTrainer(GRPOTrainer):
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
-        """A context in which SIGTERM and Ctrl-C raise `RunStopped`, after which the run can be saved and resumed.
-
-        A signal interrupts rollouts. An optimizer step is finished first.
-        """
+        """A context in which SIGTERM and Ctrl-C raise `RunStopped`, in rollouts or after the optimizer step."""
 
         def handle(signum, frame):
             if self._stop_signal is None:  # launchers send the first one twice
@@ -267,11 +259,7 @@ class ResumableTrainer(GRPOTrainer):
     # -- training --
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
-        """`Trainer.train` that leaves no conversation open, however it ends.
-
-        Raises `ValueError` for a checkpoint that is not complete, `ServerError` if the server failed, `RunStopped`
-        for a signal, and `RunError` if a rank failed, the nodes differ, or no optimizer step was taken.
-        """
+        """`Trainer.train` that leaves no conversation open. Raises `ValueError` for an incomplete checkpoint."""
         checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
         self._saved = {}
         check_same_on_nodes(lambda: run_record(self))

@@ -29,6 +29,7 @@ from bench.common import VLLMServer
 from conftest import files_of_at_most
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy, first
+from killed_worker import killed_and_resumed
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from warm_vllm import WarmVLLMServer
 
@@ -1255,6 +1256,25 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
         assert len(trained) == len(set(trained)) == 16
     with pytest.raises(RunError, match="The checkpoint is of epoch 0, 6 prompts trained, got epoch"):
         make(per_device_train_batch_size=32).train(str(checkpoint))
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["rollouts", "optimizer step", "save", "between steps"])
+@pytest.mark.parametrize("ahead", [(), ("--max_staleness", 2, "--late_groups", "admit")], ids=["server", "admit"])
+def test_a_kill_costs_no_prompt_of_any_epoch(server, tmp_path, ahead, place):
+    """`kill -9` in the second of two epochs: the resumed run trains what the checkpoint's epoch has left."""
+    arguments = recipe_arguments(
+        "calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port, "--weight_sync_dir", tmp_path,
+        "--max_steps", 8, "--dataset_size", 8, "--num_generations", 4, "--save_strategy", "steps", "--save_steps", 2,
+        "--shuffle_dataset", "true", *ahead,
+    )  # fmt: skip
+    log, prompts = killed_and_resumed(tmp_path, place, arguments)
+    assert [row["step"] for row in log] == list(range(1, 9)) and all(abs(row["loss"]) < 100 for row in log)
+    for epoch in (0, 4):
+        trained = [prompt for step in range(epoch, epoch + 4) for prompt in prompts[step]]
+        assert len(trained) == len(set(trained)) == 8
+    assert ahead or max(row["sampling/sampling_logp_difference/mean"] for row in log) < 1e-4
 
 
 @needs_vllm
