@@ -105,7 +105,7 @@ def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # 
     first = make(slice(0, 4, 3), lambda trainer: trainer.state.global_step >= 3)
     # A group of the batch that is trained further ends behind those that are not.
     second = make(slice(1), lambda trainer: trainer.state.global_step > 3 or
-                  sum(group.over for group in list(trainer.in_flight.groups)) >= 4)  # fmt: skip
+                  sum(group.batch.over for group in list(trainer.in_flight.groups)) >= 4)  # fmt: skip
     third, last = make(slice(2, 6, 3), lambda trainer: trainer.state.global_step >= 11), make()
     first.signal_at, second.killed_at, third.signal_at = 3, 7, 11
     checkpoint = run_to_its_stop(first)
