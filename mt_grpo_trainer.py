@@ -15,7 +15,7 @@ has several turns. A good search and the bad answer after it should not share on
 
 TRL's `GRPOTrainer` optimises, and vLLM (or the model itself) generates. This file holds what lies between them: the
 conversation, its tokens and its credit. The history is never rendered again, since that would train on tokens that the
-policy never sampled. If an environment edits it, a new record begins. Images are ids too (`mt_grpo/base/pictures.py`).
+policy never sampled. If an environment edits it, a new record begins. Images are ids too (`mt_grpo/images/`).
 
     python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml      # on a CPU, 2 to 3 minutes
     bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml            # on GPUs, with the vLLM server it needs
@@ -72,10 +72,9 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all
 from mt_grpo.base.fields import key
 from mt_grpo.base.files import keep_output_open, output_lock
-from mt_grpo.base.pictures import inputs_of_rows
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
-from mt_grpo.conversation.conversations import Conversations, Limits, limits_of
+from mt_grpo.conversation.conversations import Conversations, Limits, PromptCache, digest_of, limits_of
 from mt_grpo.conversation.environments import (
     Environments,
     PromptTooLong,
@@ -90,7 +89,6 @@ from mt_grpo.conversation.formats.xml import CLOSING_TAGS
 from mt_grpo.conversation.picture_parts import SaidPictures, read_pictures
 from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples
-from mt_grpo.conversation.prompts import PromptCache, digest_of
 from mt_grpo.conversation.sampling import (
     check_sampling_params,
     sampling_defaults,
@@ -104,6 +102,7 @@ from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import WeightCounter
+from mt_grpo.images.pictures import inputs_of_rows
 from mt_grpo.recipe.checks import (
     check_server,
     check_tied_lora,
@@ -215,6 +214,7 @@ class MultiTurnToolEnv(Conversations):
         ValueError: a tool lacks a name, type hints or a docstring, or a class is not an environment.
     """
 
+    MAX_PARALLEL_CALLS = 8  # of one turn; calls beyond them are answered with an error
     MIN_ANSWER_TOKENS = 16  # what is appended leaves at least this much room to answer, and an eighth if it can
 
     def __init__(
@@ -397,10 +397,10 @@ class MultiTurnToolEnv(Conversations):
                 GIVEN_UP.set(rollout.given_up)
                 return await self.call_tool(call, rollout.tools)
 
-        results = own_results(rollout, await gather_all([run(call) for call in calls[: self.max_parallel_calls]]))
+        results = own_results(rollout, await gather_all([run(call) for call in calls[: self.MAX_PARALLEL_CALLS]]))
         rollout.abandoned |= any(result.error == "timeout" for result in results)
-        text = f"Error: not run, since a turn may have at most {self.max_parallel_calls} calls. Call it again."
-        return results + [ToolResult(text, "call") for _ in calls[self.max_parallel_calls :]]
+        text = f"Error: not run, since a turn may have at most {self.MAX_PARALLEL_CALLS} calls. Call it again."
+        return results + [ToolResult(text, "call") for _ in calls[self.MAX_PARALLEL_CALLS :]]
 
     async def call_tool(self, call: ToolCall, tools: dict[str, Callable] | None = None) -> ToolResult:
         """Run one call. A mistake of the policy or a failure of the tool becomes text that the model reads.
@@ -1038,7 +1038,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             env,
             turn_reward_weights or args.turn_reward_weights,
             outcome_reward_weights or args.outcome_reward_weights,
-            args.environment_reward_weight,
         )
         train_dataset, eval_dataset = prepare_data(env, args, train_dataset, eval_dataset)
         funcs = self.reward_functions.functions
@@ -1223,7 +1222,6 @@ class MTGRPOScriptArguments(ScriptArguments):
     )
     system_prompt: str | None = key(None, "System message; {tool_descriptions} is filled in. None: built in")
     dataset_size: int | None = key(None, "Use the first n training rows. None: all", within="[1, inf)")
-    eval_dataset_size: int | None = key(None, "Use the first n test rows. None: all", within="[1, inf)")
     prompt_examples: str | None = key(None, "File of example conversations, before each row's messages", path=True)
     preflight: bool = key(False, "Print what the run will do, sample a batch, and end without training")
 
@@ -1251,7 +1249,6 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     outcome_reward_weights: list[float] | None = key(
         None, "Weights of the outcomes. None: all 1", within="(-inf, inf)"
     )
-    environment_reward_weight: float = key(1.0, "Weight of rewards of environments and tools", within="(-inf, inf)")
     tool_format: str = key("xml", "How the model writes calls: xml, hermes, native", one_of=TOOL_FORMATS)
     isolate_tools: bool = key(False, "Run synchronous tools in processes, killed at tool_timeout", of_tools=True)
     reward_timeout: float = key(600.0, "Seconds of a reward function for one batch", within="(0, inf)", trained=False)

@@ -4,6 +4,7 @@ A folder imports from itself, from `rollout` and from those above it in this lis
 
     rollout         the types and protocols of a conversation: Turn, Reply, Rollout, Environment, ToolFormat, Backend
     base/           event loop, ranks, files, errors
+    images/         images of a conversation
     conversation/   environments, tools, formats, sampling
     generation/     inference servers, and how the policy's weights get there
     training/       rewards, records, tensors, passes of the loss

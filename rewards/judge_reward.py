@@ -216,6 +216,7 @@ async def judged_group_reward_func(
 
 # --- The texts -------------------------------------------------------------------------------------------------------
 
+_MODELS: dict[str, str] = {}  # the model of a judge by its URL, without JUDGE_MODEL
 _OPENING = re.compile(r"<(?!\s)|\[(?=/?[A-Z_]+\])")  # of a tag or a control token: <|im_end|>, </s>, [INST]
 _SCORE = re.compile(r"(?:score\s*[:=]?\s*)?([0-9]{1,2}(?:\.[0-9]+)?)(?:\s*/\s*10)?\.?", re.IGNORECASE)
 
@@ -339,13 +340,19 @@ async def _ask(
 
     try:
         async with client, asyncio.TaskGroup() as group:  # the first error cancels the rest
-            model = os.environ.get("JUDGE_MODEL") or (await client.models.list()).data[0].id
+            model = os.environ.get("JUDGE_MODEL") or _MODELS.get(url)
+            if model is None:  # one for the whole run: another one would grade otherwise
+                names = [each.id for each in (await client.models.list()).data]
+                if len(names) != 1:
+                    raise ValueError(f"it serves {len(names)} models {names}. Set JUDGE_MODEL to one of them")
+                model = _MODELS[url] = names[0]
             tasks = [group.create_task(ask(model, text)) for text in unique]
     except* Exception as errors:
         error = errors.exceptions[0]
         body = getattr(error, "body", None)
         words = f"{error} {body}" if isinstance(body, str) else str(error)
-        words = words.replace(key, "[JUDGE_API_KEY]")[:300]  # servers repeat it in their messages
+        words = (words if key == "none" else words.replace(key, "[JUDGE_API_KEY]"))[:300]  # servers repeat it
+        url = re.sub("//[^/@]*@", "//", url)
         raise RuntimeError(
             f"The judge at {url} gives no reply: {type(error).__name__}: {words}. Is it running, with OpenAI's API at "
             "JUDGE_URL and the model JUDGE_MODEL? If it is overloaded, lower JUDGE_CONCURRENCY; if it is slow, "

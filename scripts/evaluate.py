@@ -53,11 +53,11 @@ from transformers.utils.logging import disable_progress_bar
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.base.pictures import inputs_of_requests
 from mt_grpo.base.rows import column_lists, prompts_of
 from mt_grpo.conversation.pictures import FAMILIES, PictureReader, forbid, readable_messages, reader_of, with_pictures
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
+from mt_grpo.images.pictures import inputs_of_requests
 from mt_grpo.recipe.checks import check_context, check_images, check_tokenizer, model_error
 from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
 from mt_grpo.recipe.integrations import load_recipe_tools

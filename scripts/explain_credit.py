@@ -144,7 +144,6 @@ def group_recipe(config: str, overrides: list[str], output_dir: str) -> Recipe:
     fixed = [text for key, value in fixed.items() for text in (f"--{key}", str(value))]
     script_args, args, model_args = load_recipe(config, overrides + fixed)  # which adds per_device_train_batch_size
     args.max_staleness, args.refill_groups = 0, 0  # nothing is rolled out that is not looked at
-    script_args.eval_dataset_size = None  # has no effect, and is refused, without an eval_strategy
     return script_args, args, model_args
 
 

@@ -1,5 +1,7 @@
 """Run by test_sharded.py and test_zero3.py on two ranks: the trainer with weights that are sharded, on a CPU.
 
+Each push is checked.
+
     python tests/sharded_worker.py train ARGUMENTS     # of mt_grpo_trainer.py
     python tests/sharded_worker.py weights ARGUMENTS   # trains, and compares what would be pushed after the last step
 
@@ -27,6 +29,7 @@ from transformers import TrainerCallback
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerLost
+from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import GatherFailed, PolicyWeights
 from mt_grpo.recipe import checks as preflight
@@ -230,6 +233,7 @@ def main() -> None:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         AcceleratorState.__init__ = sharding_init
         preflight.check_sharding = lambda args: None
+    WeightSync.CHECK_EVERY = 1
     what, *arguments = sys.argv[1:]
     if what == "train":
         fault = os.environ.get("FAULT", "")

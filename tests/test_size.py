@@ -26,7 +26,7 @@ CEILINGS = {
     "script and package": 30818,
     "scripts": 11321,
     "tools and rewards": 3164,
-    "tests": 50491,
+    "tests": 50490,
     "docs": 5730,
     "recipes": 2981,
     "root": 434,

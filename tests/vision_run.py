@@ -111,12 +111,14 @@ def make_served_run(folder, out, port, **changes):
         "per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 200, "max_turn_tokens": 10,
         "max_steps": 3, "max_env_steps": 3, "logging_steps": 1, "learning_rate": 1e-2, "save_strategy": "no",
         "disable_tqdm": True, "seed": 3, "use_vllm": True, "vllm_mode": "server", "vllm_server_port": port,
-        "weight_check_every": 1, "lr_scheduler_type": "linear", "warmup_steps": 0,
+        "lr_scheduler_type": "linear", "warmup_steps": 0,
     }  # fmt: skip
     peft_config, rows = changes.pop("peft_config", None), Rows(changes.pop("rows", None) or some_rows())
     args = MTGRPOConfig(**{**values, **changes})
     env = Calling([zoom], None, max_steps=3, max_turn_tokens=10)
-    return MTGRPOEnvTrainer(str(folder), env, [], [worth], args=args, train_dataset=rows, peft_config=peft_config)
+    trainer = MTGRPOEnvTrainer(str(folder), env, [], [worth], args=args, train_dataset=rows, peft_config=peft_config)
+    trainer.weight_sync.CHECK_EVERY = 1
+    return trainer
 
 
 def gradients_of(trainer):

@@ -3,9 +3,8 @@
 errors           errors of a generation server, which any wing may raise or catch
 event_loop       one event loop in a background thread
 fields           a recipe's key as a field, which says all of it once; intervals of numbers
-files            lock files, the output directory of one run, streams that outlive their readers, paths
-json_types       type hints of JSON, their names, values from YAML; a value as JSON
-pictures         pictures in a conversation, and the ids that stand for them
+files            the output directory of one run, streams that outlive their readers, paths, YAML
+json_types       whether a value from YAML fits a type; a value as JSON
 ranks            errors of one rank, raised on all ranks
 rows             rows as they were written, without a table's types
 tested_versions  the ranges of versions that were tested, and what is outside of them

@@ -16,18 +16,13 @@ LOOP_THREAD, CONTROL_THREAD = "mt-grpo-rollouts", "mt-grpo-control"
 
 @functools.cache
 def background_loop(thread: str = LOOP_THREAD) -> asyncio.AbstractEventLoop:
-    """The event loop of a daemon thread of this name. The first call starts the thread.
-
-    A synchronous function can wait for this loop even in a notebook, whose own loop is already running.
-    """
+    """The event loop of a daemon thread of this name, which is started once. A notebook's own loop may be running."""
     loop = asyncio.new_event_loop()
 
     def run() -> None:
         while True:
-            try:
-                return loop.run_forever()
-            except (SystemExit, KeyboardInterrupt):  # a task of an async tool raised it: the loop must go on
-                pass
+            with suppress(SystemExit, KeyboardInterrupt):  # a task of an async tool raised it: the loop must go on
+                loop.run_forever()
 
     threading.Thread(target=run, name=thread, daemon=True).start()
     return loop
@@ -46,9 +41,8 @@ async def run_on_thread(coroutine: Coroutine, thread: str) -> Any:
 def run_async(coroutine: Coroutine, timeout: float | None = None) -> Any:
     """Run a coroutine on the background loop and wait for its result. An interrupted wait cancels the coroutine.
 
-    Raises:
-        concurrent.futures.TimeoutError: There is no result after `timeout` seconds. A blocked loop raises it too.
-        RuntimeError: The caller runs on the background loop itself, so the wait would never end.
+    Raises `TimeoutError` after `timeout` seconds, also if the loop is blocked, and `RuntimeError` for a caller on the
+    loop itself, whose wait would never end.
     """
     if threading.current_thread().name == LOOP_THREAD:
         coroutine.close()
@@ -75,34 +69,24 @@ async def gather_all(coroutines: list[Awaitable]) -> list:
 
 def at_once(function: Callable[[Any], Any], items: list) -> list:
     """The results of `function` for all items, in threads of their own."""
-    if len(items) == 1:
-        return [function(items[0])]
     with concurrent.futures.ThreadPoolExecutor(max(len(items), 1)) as threads:
         return list(threads.map(function, items))
 
 
 def allow_many_open_files(wanted: int = 65_535) -> None:
-    """Raise this process's soft limit of open files, which is often 1,024.
-
-    Every open conversation needs a connection, and every tool process needs two pipes.
-    """
+    """Raise this process's soft limit of open files, which is often 1,024. A conversation needs a connection."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):  # where the system refuses, the old limit stays
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    with suppress(ValueError, OSError):  # where the system refuses, the old limit stays
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def close_on(loop: asyncio.AbstractEventLoop, closing: Coroutine, timeout: float = 5.0) -> None:
-    """Run `closing`, which closes a resource, on the event loop that the resource belongs to.
-
-    A running loop gets `closing`, and its end is not waited for. For a closed loop the background loop runs it.
-    """
+    """Run `closing`, which closes a resource, on the resource's event loop. If that is running, do not wait for it."""
     if loop.is_running():
         asyncio.run_coroutine_threadsafe(closing, loop)
-    elif loop.is_closed():
-        run_async(closing, timeout)
     else:  # in a new thread, because this thread may run another loop
-        thread = threading.Thread(target=loop.run_until_complete, args=(closing,), daemon=True)
+        run = asyncio.run if loop.is_closed() else loop.run_until_complete
+        thread = threading.Thread(target=run, args=(closing,), daemon=True)
         thread.start()
         thread.join(timeout)

@@ -33,30 +33,19 @@ def key(
         help: What the key is.
         within: The interval of its numbers: `[` includes the bound, `(` does not, and infinity is never included.
         one_of: The values that it may have.
-        path: Whether it names a file or a folder, or a list of them. `":"` and `".py:"`: it may be `path:Name`, and is
-            taken for it where it holds this text.
+        path: Whether it names a file or a folder, or a list of them. `":"` or `".py:"`: if it holds this, `path:Name`.
         trained: Whether it changes what is trained. A checkpoint's record of its run leaves others out.
         backend: What must sample the tokens for the key to have an effect: `server`, or `vllm` of either kind.
         needs: What else must be in the recipe for the key to have an effect, as an error names it.
         of_tools: Whether it is about the trainer's own running of tools.
         opens: Whether it says, alone, what takes part in the conversation. A recipe needs one such key.
     """
-    facts = KeyFacts(
-        help=help,
-        within=within,
-        one_of=one_of,
-        path=path,
-        trained=trained,
-        backend=backend,
-        needs=needs,
-        of_tools=of_tools,
-        opens=opens,
-    )
-    return dataclasses.field(default=default, metadata=facts)
+    facts = KeyFacts(locals())
+    return dataclasses.field(default=facts.pop("default"), metadata=facts)
 
 
 def keys_that(settings: Any, fact: str) -> list[str]:
-    """The names of the keys of a dataclass whose fields say that something is so: `of_tools`, `needs`, ..."""
+    """The names of the keys of a dataclass whose fields state a fact, such as `of_tools` or `needs`."""
     return [each.name for each in dataclasses.fields(settings) if each.metadata.get(fact)]
 
 
@@ -64,19 +53,14 @@ LARGEST = 3.4028234663852886e38  # of float32
 
 
 def in_range(value: Any, interval: str) -> bool:
-    """Whether a number, or the text of a number, is in an interval. NaN is in no interval.
-
-    Nor is a number beyond float32: 1e39 would be infinite when it is used.
+    """Whether a number, or its text, is in an interval. NaN is in none, nor is 1e39, which float32 makes infinite.
 
     >>> in_range(1, "(0, 1]"), in_range(0, "(0, 1]"), in_range("1e-6", "[0, inf)"), in_range("nan", "(-inf, inf)")
     (True, False, True, False)
-    >>> in_range(3e38, "[0, inf)"), in_range(1e39, "[0, inf)")
-    (True, False)
     """
-    low, high = (min(max(float(bound), -LARGEST), LARGEST) for bound in interval[1:-1].split(", "))
-    number = float(value)
+    number, (low, high) = float(value), map(float, interval[1:-1].split(", "))
     at_a_bound = (interval[0] == "[" and number == low) or (interval[-1] == "]" and number == high)
-    return low < number < high or at_a_bound
+    return abs(number) < LARGEST and (low < number < high or at_a_bound)
 
 
 def range_text(interval: str) -> str:

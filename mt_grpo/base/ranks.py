@@ -27,28 +27,22 @@ class RunStopped(RunError):
 def raise_on_all_ranks(
     error: Exception | None, what: str, step: int, stopped: int | None = None, counts: tuple[int, ...] = ()
 ) -> list[int]:
-    """Raise on all ranks if any rank failed or got a signal. Collective. Returns `counts`, summed over the ranks.
+    """Raise `RunStopped` on all ranks if any rank got a signal, or `RunError` if any rank failed. Collective.
 
-    Every rank calls it after work that can fail on a single rank.
+    Every rank calls it after work that can fail on a single rank. Returns `counts`, summed over the ranks.
 
     Args:
         error: The error of this rank; None if it has none.
-        what: The name of the work for the message, such as `Rollouts`.
-        step: The optimizer step for the message.
+        what, step: The name of the work, such as `Rollouts`, and the optimizer step, for the message.
         stopped: The number of the signal that this rank got; None if it got none.
-        counts: Numbers to sum over the ranks.
-
-    Raises:
-        RunStopped: Any rank got a signal.
-        RunError: Any rank has an error.
     """
     text = error and f"rank {PartialState().process_index}: {error_line(error)}"
-    reports = gather_object([(text, stopped, counts)])
-    if signals := [signum for _, signum, _ in reports if signum]:
-        raise RunStopped(signals[0], f" at step {step}")
-    if errors := [e for e, _, _ in reports if e]:
-        raise RunError(f"{what} failed at step {step}: {'; '.join(errors)}") from error
-    return [sum(column) for column in zip(*(counts for _, _, counts in reports))]
+    texts, signals, numbers = zip(*gather_object([(text, stopped, counts)]))
+    if any(signals):
+        raise RunStopped(next(filter(None, signals)), f" at step {step}")
+    if any(texts):
+        raise RunError(f"{what} failed at step {step}: {'; '.join(filter(None, texts))}") from error
+    return [sum(column) for column in zip(*numbers)]
 
 
 def on_main_process(function: Callable[[], Any]) -> Any:
@@ -56,14 +50,14 @@ def on_main_process(function: Callable[[], Any]) -> Any:
 
     Every rank returns its result, or raises its error as `ServerError` (`ServerLost` stays `ServerLost`).
     """
-    outcome: list[Any] = [None, None, ServerError]  # result, message, kind of error
+    outcome: list[Any] = [None, None]  # result, error
     if PartialState().is_main_process:
         try:
             outcome[0] = function()
         except Exception as error:  # every rank raises it below
-            kind = ServerLost if isinstance(error, ServerLost) else ServerError
-            outcome[1:] = str(error) if isinstance(error, ServerError) else error_line(error), kind
+            text = str(error) if isinstance(error, ServerError) else error_line(error)
+            outcome[1] = (ServerLost if isinstance(error, ServerLost) else ServerError)(text)
     broadcast_object_list(outcome, from_process=0)
-    if outcome[1]:
-        raise outcome[2](outcome[1])
+    if outcome[1] is not None:
+        raise outcome[1]
     return outcome[0]

@@ -23,15 +23,12 @@ def known_ranges() -> dict[str, SpecifierSet]:
     >>> "0.32.0" in known_ranges()["vllm"], "0.1.0" in known_ranges()["vllm"], "torch" in known_ranges()
     (True, False, True)
     """
-    try:
-        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-        if project["name"] != "mt-grpo":  # somebody else's, where a copy of the script stands
-            return {}
-        extras = project["optional-dependencies"]
-        texts = [*project["dependencies"], *(text for name in SERVERS for text in extras[name])]
-        return {each.name: each.specifier for each in map(Requirement, texts)}
-    except (OSError, LookupError, ValueError):  # the script and the package without the clone
+    path = Path(__file__).parents[2] / "pyproject.toml"
+    project = tomllib.loads(path.read_text(encoding="utf-8")).get("project", {}) if path.is_file() else {}
+    if project.get("name") != "mt-grpo":  # somebody else's, where a copy of the script stands
         return {}
+    of_servers = [text for name in SERVERS for text in project["optional-dependencies"][name]]
+    return {each.name: each.specifier for each in map(Requirement, [*project["dependencies"], *of_servers])}
 
 
 def outside(versions: dict[str, str]) -> list[str]:
@@ -40,22 +37,20 @@ def outside(versions: dict[str, str]) -> list[str]:
     >>> [text.split(" (")[0] for text in outside({"vllm": "0.1.0", "torch": "2.13.0+cpu", "trl": "dev", "mine": "1"})]
     ['trl dev', 'vllm 0.1.0']
     """
-    found = []
-    for name in versions.keys() & known_ranges().keys():
-        tested = known_ranges()[name]
-        try:
-            fits = tested.contains(versions[name], prereleases=True)
-        except InvalidVersion:  # of a build of one's own
-            fits = False
-        found += [] if fits else [f"{name} {versions[name]} (tested: {tested})"]
-    return sorted(found)
+
+    def fits(name: str) -> bool:
+        with suppress(InvalidVersion):  # of a build of one's own
+            return known_ranges()[name].contains(versions[name], prereleases=True)
+        return False
+
+    other = [name for name in sorted(versions.keys() & known_ranges().keys()) if not fits(name)]
+    return [f"{name} {versions[name]} (tested: {known_ranges()[name]})" for name in other]
 
 
 @functools.cache
 def installed(engine: str | None = None) -> dict[str, str]:
     """The versions of the package's dependencies in this environment, and of an engine that runs in this process."""
-    found = {}
-    own = [name for name in known_ranges() if name not in SERVERS or name == engine]
+    found, own = {}, [name for name in known_ranges() if name not in SERVERS or name == engine]
     for name in own or ["torch", "trl", "transformers", "accelerate"]:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)

@@ -1,10 +1,14 @@
-"""The base class of conversations: formats by tokenizer, the remaining budget, and methods for interactive use."""
+"""The base class of conversations: formats by tokenizer, prompts, the remaining budget, and interactive use."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import datetime
+import hashlib
 import logging
+import marshal
+import re
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -15,12 +19,12 @@ from transformers import PreTrainedTokenizerBase
 from mt_grpo.base.errors import NoServerLeft, ServerError, error_line, sentence
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.fields import key
-from mt_grpo.base.pictures import has_too_many
 from mt_grpo.base.rows import row_text
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.prompt_examples import check_examples, written_examples
 from mt_grpo.conversation.sampling import SAMPLING_KEYS, Room, check_sampling_params
 from mt_grpo.conversation.turn_lists import keep_whole, num_ids
+from mt_grpo.images.pictures import has_too_many
 from mt_grpo.rollout import Message, Rollout, ToolFormat
 
 logger = logging.getLogger(__name__)
@@ -37,7 +41,6 @@ class Limits:
     max_tool_response_tokens: int | None = key(
         None, "Tokens of one result. None: a quarter of the budget; at most half", within="[10, inf)", of_tools=True
     )
-    max_parallel_calls: int = key(8, "Calls of one turn that run; others are errors", within="[1, inf)", of_tools=True)
     max_concurrent_tools: int = key(
         256, "Tool calls at the same time, per rank", within="[1, inf)", of_tools=True, trained=False
     )
@@ -241,3 +244,63 @@ class Conversations(Limits):
         """Add the tokens that end a turn in the chat template. A base model's own end token may differ."""
         check_sampling_params(sampling_params, SAMPLING_KEYS - {"stop"})
         return {"stop_token_ids": self.end_of_turn_ids(self._tokenizer(llm)), **(sampling_params or {})}
+
+
+# The prompts of a batch: rollouts with the same prompt have it rendered and tokenised once.
+
+BY_CHANCE = ("random", "lipsum")  # Jinja filters with which a chat template writes another prompt each time
+
+
+def digest_of(value: Any) -> bytes | None:
+    """A hash of plain values that tells apart whatever a chat template may write differently; None for other values.
+
+    Python's `==` does not: 1 equals True and 1.0, and two dicts are equal whose keys stand in another order.
+
+    >>> len({digest_of([v]) for v in (1, True, 1.0, "1", b"1")}), digest_of([1, "a"]) == digest_of([1, "a"])
+    (5, True)
+    >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1}), digest_of([object()])
+    (False, None)
+    """
+    try:
+        written = marshal.dumps(value, 2)  # later formats tell a text from a copy of it
+    except ValueError:  # a class of someone's own, or too deep
+        return None
+    return hashlib.blake2b(written, digest_size=16).digest()
+
+
+def clock_of(template: str) -> list[str] | None:
+    """The clock values that a chat template reads now, such as today's date. None if a later rendering may differ.
+
+    >>> clock_of("{{ messages }}"), clock_of("{{ strftime_now(format) }}"), clock_of("{{ messages | random }}")
+    ([], None, None)
+    >>> [int(year) > 2000 for year in clock_of("{{ strftime_now('%Y') }}")]
+    [True]
+    """
+    formats = [found[1] for found in re.findall(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", template)]
+    # Each mention must be a call with a text, or the test whether there is a clock at all.
+    mentions = template.count("strftime_now") - len(re.findall(r"strftime_now\s+is\s+(?:not\s+)?defined", template))
+    if len(formats) != mentions or any(word in template for word in BY_CHANCE):
+        return None
+    now = datetime.datetime.now()
+    return [now.strftime(each) for each in formats]
+
+
+class PromptCache:
+    """The ids of prompts that were rendered for a batch. Its rollouts hold the cache, which goes with them.
+
+    INVARIANT: the ids are those that a rendering of its own would give, and each rollout gets a list of its own.
+    """
+
+    def __init__(self):
+        self._ids: dict[tuple, list[int]] = {}
+
+    def ids(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> list[int]:
+        """The ids of `tokenizer.apply_chat_template(**arguments)`, (P,), rendered once per batch if possible."""
+        template, asked = str(tokenizer.chat_template), digest_of(arguments)
+        clock = clock_of(f"{template} {arguments.get('chat_template')}")
+        if asked is None or clock is None:
+            return tokenizer.apply_chat_template(**arguments)
+        key = id(tokenizer), len(tokenizer), template, *clock, asked
+        if key not in self._ids:
+            self._ids[key] = tokenizer.apply_chat_template(**arguments)
+        return list(self._ids[key])

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.pictures import is_image
+from mt_grpo.base.json_types import is_image
 from mt_grpo.base.rows import DataRow, Rows, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
 from mt_grpo.conversation.picture_parts import SaidPictures, is_image_part, of_columns, own_image, placed

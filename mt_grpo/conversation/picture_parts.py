@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.base.pictures import Picture, is_image
+from mt_grpo.base.json_types import is_image
 from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.conversation.pictures import (
     PLACE,
@@ -20,6 +20,7 @@ from mt_grpo.conversation.pictures import (
     with_marks_of,
 )
 from mt_grpo.conversation.sampling import check_conversations
+from mt_grpo.images.pictures import Picture
 
 OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads
 

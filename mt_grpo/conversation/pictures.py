@@ -21,17 +21,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import is_torchvision_available
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.pictures import (
-    ID_DIGITS,
-    Picture,
-    digest_of_image,
-    id_of_digest,
-    is_picture,
-    known_picture,
-    picture_of,
-    runs_of,
-)
+from mt_grpo.base.json_types import digest_of_image
 from mt_grpo.conversation.formats.control_tokens import message_pattern
+from mt_grpo.images.pictures import ID_DIGITS, Picture, id_of_digest, is_picture, known_picture, picture_of, runs_of
 
 # Two characters that no text has (Unicode keeps them for inner use), and what no tool can guess between them.
 SECRET = secrets.token_hex(4)

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.base.pictures import KNOWN, PictureId, is_picture, picture_of, runs_of
 from mt_grpo.conversation.environments import EnvironmentFailure, failures_end, is_number
+from mt_grpo.images.pictures import KNOWN, PictureId, is_picture, picture_of, runs_of
 from mt_grpo.rollout import Rollout, Turn, join
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeholders
+from mt_grpo.images.pictures import is_picture, pictures_in, runs_of, with_placeholders
 from mt_grpo.rollout import Generation, hash_of_ids
 
 COMPLETIONS = "/v1/completions"

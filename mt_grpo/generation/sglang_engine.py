@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
-from mt_grpo.base.pictures import is_picture, pictures_in, runs_of, with_placeholders
 from mt_grpo.base.tested_versions import outside
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded, Question, forbidding, not_an_id, read_completion
+from mt_grpo.images.pictures import is_picture, pictures_in, runs_of, with_placeholders
 from mt_grpo.rollout import Generation, hash_of_ids
 
 # SGLang's names of vLLM's sampling parameters. None: SGLang needs no such parameter.

@@ -15,7 +15,6 @@ import torch
 from accelerate.utils import gather_object
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
-from mt_grpo.base.pictures import inputs_of_rows, is_picture
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.pictures import forbidding_nothing
 from mt_grpo.generation.adapters import adapter_weights, config_of, why_model_merges
@@ -23,6 +22,7 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_transfer import why_not_shared
 from mt_grpo.generation.weights import GatherFailed, PolicyWeights, off_by_rounding
+from mt_grpo.images.pictures import inputs_of_rows, is_picture
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,12 @@ class WeightSync:
         weights: The iterator over the policy's parameters.
         accelerator: The trainer's accelerator.
         probe_ids: Token ids whose logprobs are compared, (T,).
-        check_every: Compare logprobs at every n-th push. 0: only at the first push and after a restart.
         num_adapters: How many adapters conversations in flight may name, if the policy's LoRA is pushed alone.
         scores: Whether reward functions ask the servers. These score with their own weights, without an adapter.
     """
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
+    CHECK_EVERY = 10  # logprobs are compared at every n-th push, at the first one and after a restart
     NUM_CHECKED = 24  # probe ids that a check reads from a server that was checked before, the next ones each time
     NUM_SAMPLED = 16  # tokens whose logprobs are compared if an adapter was pushed
 
@@ -52,13 +52,11 @@ class WeightSync:
         weights: PolicyWeights,
         accelerator: Any,
         probe_ids: list[int],
-        check_every: int,
         num_adapters: int = 2,
         scores: bool = False,
     ):
         self.servers, self.model, self.weights, self.accelerator = servers, model, weights, accelerator
-        self.check_every, self._probe_ids, self.num_adapters = check_every, probe_ids, num_adapters
-        self.scores = scores
+        self._probe_ids, self.num_adapters, self.scores = probe_ids, num_adapters, scores
         self.pushed: str | None = None  # the version that the servers hold
         self.doubted = False  # a server was lost: before the next rollouts it is asked whether it holds this version
         self.num_syncs = 0  # pushes so far
@@ -67,7 +65,7 @@ class WeightSync:
     def sync(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
     ) -> dict[str, float]:
-        """Push the weights under the name `version`, and check at every `check_every`-th push that they arrived.
+        """Push the weights under the name `version`, and check at every `CHECK_EVERY`-th push that they arrived.
 
         Conversations may run meanwhile: their requests wait, and go on with the new weights. Those that name an
         adapter end with it.
@@ -202,8 +200,8 @@ class WeightSync:
                     raise
                 self._merge(f"the server cannot load it: {error}")  # a module that vLLM does not adapt, say
                 self._check_that_pushes_arrive(version)
-        seconds, every = self._push(version), self.check_every
-        if not new_server and (not every or self.num_syncs % every):
+        seconds = self._push(version)
+        if not new_server and self.num_syncs % self.CHECK_EVERY:
             return seconds, None
         pushed = time.perf_counter()
         try:
@@ -310,7 +308,7 @@ class WeightSync:
         """
         shown = max((i + 1 for i, token in enumerate(self._probe_ids) if is_picture(token)), default=0)
         image, text = self._probe_ids[:shown], self._probe_ids[shown:]
-        number, windows = self.num_syncs // max(1, self.check_every), len(text) // self.NUM_CHECKED
+        number, windows = self.num_syncs // self.CHECK_EVERY, len(text) // self.NUM_CHECKED
         start = self.NUM_CHECKED * (number % max(1, windows))
         return image + text[start : start + self.NUM_CHECKED]
 

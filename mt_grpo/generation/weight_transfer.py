@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.event_loop import at_once
-from mt_grpo.base.files import open_lock
 from mt_grpo.generation.adapters import ADAPTER_FILE
 from mt_grpo.generation.connection import ServerConnection
 from mt_grpo.generation.nccl_groups import NCCLGroup
@@ -297,7 +296,7 @@ class WeightTransfer:
                     + ", ".join(f"{room / 2**30:.2f} GiB in {root}" for root, room in free.items())
                 )
             folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-", dir=root))
-            self._folder_lock = open_lock(folder / "lock", os.O_RDWR | os.O_CREAT)
+            self._folder_lock = open(folder / "lock", "w")
             fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before other runs can find the folder
             if not root.stat().st_mode & stat.S_ISVTX:  # in a directory such as /tmp other users must not read it
                 folder.chmod(0o755)
@@ -385,7 +384,7 @@ class WeightTransfer:
         with suppress(OSError):
             found = folder.lstat()
             if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-                with open_lock(folder / "lock") as file:
+                with open(folder / "lock", "r+") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(folder, ignore_errors=True)
 

@@ -19,7 +19,6 @@ from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError, ServerLost, tell_once
-from mt_grpo.base.pictures import MOST_PICTURES
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
@@ -50,6 +49,7 @@ from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.generation.adapters import slots_of, why_config_merges
 from mt_grpo.generation.nccl_groups import check_group_port
 from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.images.pictures import MOST_PICTURES
 from mt_grpo.recipe.data import check_prompt, empty_prompts, not_here, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import backend_of, check_ddp_timeout, check_sharding, cuts_of
@@ -354,8 +354,8 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
         if prompt >= context:
             raise ValueError(
                 f"The longest prompt has {prompt} tokens, and the model's context {context}: there is no room for a "
-                "turn. Shorten the prompts; what the model reads of its tools is in them (mcp_tools chooses among "
-                f"those of servers).{shown}"
+                "turn. Shorten the prompts; what the model reads of its tools is in them (a list `tools` in "
+                f"an entry of mcp_config_file chooses among a server's).{shown}"
             )
         raise ValueError(
             f"The longest prompt has {prompt} tokens; with max_completion_length={max_completion_length} that is "

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import random
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,8 +185,8 @@ def load_rows(
     Args:
         name: `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
             file, or a folder with `<split>.jsonl`.
-        split: `train`, `test`, or another name of a split of the dataset.
-        size: How many rows to take from the start. None: all (4,096 of a generated dataset).
+        split: `train`, `test`, or another name of a split of the dataset. `test[:100]` has its first 100 rows.
+        size: How many rows to take at most, from the start. None: all (4,096 of a generated dataset).
         config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
         needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
 
@@ -193,6 +194,9 @@ def load_rows(
         ValueError: The dataset does not exist or is empty, a line is not JSON, or a row is none.
     """
     hub = False
+    if first_rows := re.fullmatch(r"(\w+)\[:([1-9]\d*)\]", split):
+        split, limit = first_rows[1], int(first_rows[2])
+        size = min(limit, size or limit)
     if name in GENERATED_DATASETS:
         if split not in ("train", "test") or (size or 0) > MOST_GENERATED:
             raise ValueError(
@@ -250,9 +254,7 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     how = {"config": config, "needs_prompt": needs_prompt}
     train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
     if eval_strategy != "no":
-        return train_rows, load_rows(name, script_args.dataset_test_split, script_args.eval_dataset_size, **how)
-    if script_args.eval_dataset_size is not None:
-        raise ValueError("eval_dataset_size has no effect with eval_strategy: no. Remove it, or set eval_strategy.")
+        return train_rows, load_rows(name, script_args.dataset_test_split, **how)
     return train_rows, None
 
 
@@ -266,7 +268,7 @@ def check_no_data(script_args: Any, eval_strategy: str, needs_prompt: bool) -> N
         raise ValueError(
             f"eval_strategy={eval_strategy} needs test rows, and dataset_name is not set. Set one of them."
         )
-    for key in ("dataset_config", "dataset_size", "eval_dataset_size"):
+    for key in ("dataset_config", "dataset_size"):
         if getattr(script_args, key) is not None:
             raise ValueError(f"{key} has no effect without dataset_name. Remove it.")
 

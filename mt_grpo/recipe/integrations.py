@@ -74,7 +74,7 @@ def refuse(script_args: Any, keys: type, without: str = "", names: tuple[str, ..
         names: The keys that are checked. Empty: all of them.
     """
     for each in dataclasses.fields(keys):
-        needed = without or each.metadata["needs"]
+        needed = without or each.metadata.get("needs")
         if each.name in (names or [each.name]) and needed and getattr(script_args, each.name) != each.default:
             raise ValueError(f"{each.name} has no effect without {needed}. Add it, or remove {each.name}.")
 
@@ -130,6 +130,9 @@ def integrations() -> tuple[Integration, ...]:
 def with_integrations(script_arguments: type) -> type:
     """The dataclass of a recipe's data, tools and rewards, with the keys of all integrations."""
     keys = tuple(each.keys for each in integrations())
+    own = {each.name for each in dataclasses.fields(script_arguments)}
+    if taken := [each.name for cls in keys for each in dataclasses.fields(cls) if each.name in own]:
+        raise ValueError(f"An integration has the recipe key {taken[0]}, which is the trainer's own. Rename it.")
     return dataclasses.make_dataclass(script_arguments.__name__, [], bases=(*keys, script_arguments))
 
 

@@ -39,10 +39,6 @@ class ServerAndLogKeys:
         None, "Shared directory of the disk transport. None: /dev/shm, else the temp dir",
         path=True, trained=False, backend="server",
     )  # fmt: skip
-    weight_check_every: int = key(
-        10, "Compare logprobs at the first sync, after a restart and at every n-th. 0: at no n-th",
-        within="[0, inf)", trained=False, backend="server",
-    )  # fmt: skip
     vllm_request_timeout: float = key(
         600.0, "Seconds that one generation request may take", within="(0, inf)", trained=False, backend="server"
     )

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object, is_peft_model
 
-from mt_grpo.base.pictures import image_or_str
+from mt_grpo.base.json_types import image_or_str
 from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.recipe.checks import prompt_ids_of

@@ -14,9 +14,9 @@ from mt_grpo.run.trainer import ResumableTrainer
 # What an evaluation takes from a run, next to what it was trained on.
 OF_A_CONVERSATION = frozenset(
     "max_env_steps max_completion_length max_turn_tokens max_tool_response_tokens tool_timeout tool_format "
-    "isolate_tools max_parallel_calls environment_timeout temperature top_p top_k min_p repetition_penalty "
+    "isolate_tools environment_timeout temperature top_p top_k min_p repetition_penalty "
     "generation_kwargs trust_remote_code attn_implementation reward_timeout chat_template_kwargs "
-    "turn_reward_weights outcome_reward_weights environment_reward_weight use_peft dtype".split()
+    "turn_reward_weights outcome_reward_weights use_peft dtype".split()
 )
 
 
@@ -82,6 +82,6 @@ def overrides(argv: list[str], data_keys: set[str]) -> list[str]:
 
 def has_test_rows(script_args: Any) -> bool:
     """Whether an evaluation finds rows. A folder may have none for it."""
-    name = script_args.dataset_name
+    name, split = script_args.dataset_name, script_args.dataset_test_split.partition("[")[0]
     folder = Path(name) if name else None
-    return folder is None or not folder.is_dir() or (folder / f"{script_args.dataset_test_split}.jsonl").is_file()
+    return folder is None or not folder.is_dir() or (folder / f"{split}.jsonl").is_file()

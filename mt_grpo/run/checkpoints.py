@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.files import absolute, read_json
-from mt_grpo.base.pictures import image_or_str
+from mt_grpo.base.json_types import image_or_str
 from mt_grpo.base.ranks import RunError
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model
 
-from mt_grpo.base.pictures import inputs_of_requests, is_picture
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, secret_of_marks, share_marks
 from mt_grpo.generation.adapters import slots_of
@@ -17,6 +16,7 @@ from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.images.pictures import inputs_of_requests, is_picture
 from mt_grpo.training.policy_scores import asked_of
 
 
@@ -70,7 +70,6 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
             trainer.vllm_generation,
             trainer.accelerator,
             probe_ids(first_ids(), trainer.env.tokenizer),
-            args.weight_check_every,
             slots_of(args.max_staleness),
             "policy" in asked_of(trainer.reward_functions.functions) - set(trainer.train_dataset.column_names),
         )

@@ -14,9 +14,9 @@ from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.pictures import Picture, held_by
 from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.weights import off_by_rounding
+from mt_grpo.images.pictures import Picture, held_by
 from mt_grpo.training.pass_metrics import PassMetrics
 from mt_grpo.training.passes import Pass, TrainedRow, compares_tokens, into_passes, pass_of_two, rows_of, window_of
 from mt_grpo.training.records import FURTHER_RECORDS

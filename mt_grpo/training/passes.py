@@ -21,7 +21,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import Trainer
 
-from mt_grpo.base.pictures import Picture, is_picture, pictures_in
+from mt_grpo.images.pictures import Picture, is_picture, pictures_in
 from mt_grpo.training.records import FURTHER_RECORDS, Row, row_of
 from mt_grpo.training.shared_prompts import Example, SharedRow
 

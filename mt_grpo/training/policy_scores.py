@@ -18,10 +18,10 @@ from accelerate.utils import is_peft_model
 from trl.trainer.utils import use_adapter
 
 from mt_grpo.base.errors import ServerError, ServerLost
-from mt_grpo.base.pictures import inputs_of_rows, is_picture
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import column_lists
 from mt_grpo.generation.versions import tagged
+from mt_grpo.images.pictures import inputs_of_rows, is_picture
 from mt_grpo.rollout import Rollout, Turn
 from mt_grpo.training.shared_prompts import Example, SharedRow, common_length, forward_inputs
 

@@ -34,7 +34,7 @@ import torch
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.base.pictures import is_image
+from mt_grpo.base.json_types import is_image
 from mt_grpo.base.ranks import RunStopped
 from mt_grpo.base.rows import WrittenRow, row_text
 from mt_grpo.conversation.pictures import readable_messages

@@ -169,16 +169,16 @@ class RewardFunctions:
         env: Any,
         turn_weights: list[float] | None = None,
         outcome_weights: list[float] | None = None,
-        environment_weight: float = 1.0,
         optional: bool = False,
     ) -> RewardFunctions:
         """Combine the user's functions with those of an environment and its tools, which keep their names.
+
+        An environment's and its tools' rewards have weight 1.
 
         Args:
             turn_funcs, outcome_funcs: The user's functions, as `MTGRPOEnvTrainer` takes them.
             env: The class of conversations (`MultiTurnToolEnv`).
             turn_weights, outcome_weights: One weight per user function; None: 1 each.
-            environment_weight: The weight of rewards of the environment and the tools.
             optional: Whether there may be no function.
 
         Raises `ValueError` for invalid functions (`check_rewards`) and weights (`weights_of`).
@@ -187,13 +187,8 @@ class RewardFunctions:
         own_turn, own_outcome = environment_rewards(env.environments, env.tools)
         check_rewards(turn + own_turn, outcome + own_outcome, optional)
         own_turn, own_outcome, turn, outcome = named_apart(own_turn, own_outcome, turn, outcome)
-        if environment_weight != 1.0 and not own_turn + own_outcome:
-            raise ValueError(
-                f"environment_reward_weight={environment_weight:g}: neither an environment nor a tool returns a "
-                "reward here. Remove the key, or weight functions with turn_ and outcome_reward_weights."
-            )
-        weights = weights_of(turn, turn_weights, "turn") + [environment_weight] * len(own_turn)
-        weights += weights_of(outcome, outcome_weights, "outcome") + [environment_weight] * len(own_outcome)
+        weights = weights_of(turn, turn_weights, "turn") + [1.0] * len(own_turn)
+        weights += weights_of(outcome, outcome_weights, "outcome") + [1.0] * len(own_outcome)
         return cls([*turn, *own_turn, *outcome, *own_outcome], weights, len(turn + own_turn))
 
     @property

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from mt_grpo.base.pictures import features_of, is_picture, picture_of, pictures_in, runs_of, with_placeholders
+from mt_grpo.images.pictures import features_of, is_picture, picture_of, pictures_in, runs_of, with_placeholders
 
 logger = logging.getLogger(__name__)
 

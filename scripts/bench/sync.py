@@ -312,8 +312,8 @@ def markdown(results: dict[str, Any]) -> str:
         f"MB: what one push sends, an embedding that is tied counted twice. Plain: a file of as many bytes in "
         f"`{results['sync_dir']}`, here {speed['write']:.1f} GB/s written and {speed['read']:.1f} GB/s read (the "
         f"ordinary disk with fsync: {disk['write']:.2f} and {disk['read']:.2f}). Trainer's memory: what the push adds "
-        "at its peak, in multiples of MB. Total has the check, which runs after every tenth push "
-        "(`weight_check_every`); push / plain is without it. "
+        "at its peak, in multiples of MB. Total has the check, which runs after every tenth push; push / plain is "
+        "without it. "
         "`python scripts/bench/sync.py` measures it again, `--short` in less than ten minutes.",
     ]
     return "\n".join(lines)

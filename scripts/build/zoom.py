@@ -35,11 +35,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from build import common
 from build.common import Example, draw, encode, opening
-from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.pictures import PictureReader, mark_of, with_pictures
 from mt_grpo.conversation.tools.signature import named_tools
+from mt_grpo.images.pictures import Picture
 from mt_grpo.rollout import Message
 from tools.zoom import CORNERS, PARTS, Zoom
 

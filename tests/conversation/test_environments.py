@@ -805,7 +805,9 @@ def test_the_methods_of_an_environment_run_one_after_another_and_other_tools_at_
         assert [result.text for result in rollout.turns[0].results] == ["alone", "together", "alone", "together"]
 
 
-def test_calls_beyond_max_parallel_calls_are_answered_with_an_error():
+def test_calls_beyond_the_limit_are_answered_with_an_error(monkeypatch):
+    monkeypatch.setattr(MultiTurnToolEnv, "MAX_PARALLEL_CALLS", 2)
+
     class Slow(Counter):
         async def late(self) -> str:
             """Come late."""
@@ -813,7 +815,7 @@ def test_calls_beyond_max_parallel_calls_are_answered_with_an_error():
             return "late"
 
     turn = hermes(("late", {}), ("add", {"amount": 2}), ("add", {"amount": 3}))
-    rollout, backend = run_hermes(Slow, turn, "Done.<|im_end|>", max_parallel_calls=2)
+    rollout, backend = run_hermes(Slow, turn, "Done.<|im_end|>")
     error = "Error: not run, since a turn may have at most 2 calls. Call it again."
     assert [(r.text, r.error) for r in rollout.turns[0].results] == [("late", None), ("2", None), (error, "call")]
     assert rollout.reward == 2.0  # the third was not run
@@ -1344,8 +1346,7 @@ class Pays:
         return 100.0 * self.n
 
 
-@pytest.mark.parametrize("weight", [1.0, 0.25])
-def test_what_an_environment_and_its_tools_give_is_weighted_and_added(random_model, tmp_path, weight):
+def test_what_an_environment_and_its_tools_give_is_added(random_model, tmp_path):
     """Two calls of one turn are both paid, and rewards see what `reset` said."""
     tokenizer, seen = QWEN3_TOKENIZER, []
 
@@ -1359,7 +1360,7 @@ def test_what_an_environment_and_its_tools_give_is_weighted_and_added(random_mod
 
     env = MultiTurnToolEnv([], None, environment=Pays, tokenizer=tokenizer, tool_format="hermes")
     rows = [{"prompt": [{"role": "user", "content": "Pay."}], "n": n} for n in (1, 2)]
-    changes = {"environment_reward_weight": weight, "max_completion_length": 200, "tool_format": "hermes"}
+    changes = {"max_completion_length": 200, "tool_format": "hermes"}
     trainer = MTGRPOEnvTrainer(
         random_model, env, [], [look], args=settings(tmp_path, **changes), train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
@@ -1371,9 +1372,9 @@ def test_what_an_environment_and_its_tools_give_is_weighted_and_added(random_mod
     trainer.model.train()
     trainer._generate_and_score_completions([rows[0], rows[0], rows[1], rows[1]])
     table = trainer.batch.rewards
-    expected = torch.tensor([[4.0 + 1.75, NAN], [4.0 + 2.0, NAN], [4.0, NAN], [4.0, NAN]]) * weight
+    expected = torch.tensor([[4.0 + 1.75, NAN], [4.0 + 2.0, NAN], [4.0, NAN], [4.0, NAN]])
     torch.testing.assert_close(table.turn, expected, equal_nan=True)
-    torch.testing.assert_close(table.outcome, torch.tensor([100.0, 100.0, 200.0, 200.0]) * weight + 0.5)
+    torch.testing.assert_close(table.outcome, torch.tensor([100.5, 100.5, 200.5, 200.5]))
     assert [prompt[0]["content"] for prompt in seen[0]] == ["Pay. Room 1."] * 2 + ["Pay. Room 2."] * 2
 
 

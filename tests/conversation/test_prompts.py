@@ -10,7 +10,7 @@ import pytest
 from scripted import CHATML_TOKENIZER, Scripted, add, call, echo, make_tokenizer
 from test_formats import FAMILIES, tokenizer_of
 
-from mt_grpo.conversation.prompts import PromptCache, clock_of
+from mt_grpo.conversation.conversations import PromptCache, clock_of
 from mt_grpo.rollout import Reply
 from mt_grpo_trainer import MultiTurnToolEnv
 
@@ -148,7 +148,7 @@ def test_what_each_rendering_writes_anew_is_not_shared(monkeypatch, template):
 
 def test_a_date_is_that_of_the_rendering(monkeypatch):
     days = iter(["01 May 2031", "01 May 2031", "02 May 2031"])
-    monkeypatch.setattr("mt_grpo.conversation.prompts.clock_of", lambda template: [next(days)])
+    monkeypatch.setattr("mt_grpo.conversation.conversations.clock_of", lambda template: [next(days)])
     tokenizer = make_tokenizer(LITERAL)
     cache, seen = PromptCache(), rendered_by(monkeypatch, tokenizer)
     for _ in range(3):

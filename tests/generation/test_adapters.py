@@ -145,7 +145,7 @@ def test_a_run_pushes_its_adapter_and_samples_from_it(adapters, tmp_path, caplog
 def test_turns_in_flight_end_with_the_adapter_that_they_began_with(adapters, tmp_path):
     """Three pushes pass one by while the engine is paused. What it names stays, and its files are read again."""
     trainer = make_trainer(adapters.port, TINY, tmp_path, peft_config=LoraConfig(**LORA), learning_rate=2e-2,
-                           vllm_server_timeout=20, weight_check_every=0)  # fmt: skip
+                           vllm_server_timeout=20, check_every=10)  # fmt: skip
     (client,), sync = trainer.client.servers, trainer.weight_sync
     prompt = trainer.processing_class("What is 12 * 34?").input_ids
 
@@ -210,7 +210,7 @@ def test_two_servers_have_the_adapter_and_one_that_lost_it_gets_it_again(adapter
     """What one lost is sampled by the other one; it joins at the next push, with the adapter of that push."""
     with serving() as other:
         trainer = make_trainer(None, TINY, tmp_path, max_steps=4, peft_config=LoraConfig(**LORA), learning_rate=2e-2,
-                               vllm_server_base_url=[adapters.url, other.url], weight_check_every=10)  # fmt: skip
+                               vllm_server_base_url=[adapters.url, other.url], check_every=10)  # fmt: skip
         trainer.client.RETRY_SECONDS = 0.0
         original, attempts = trainer._start_rollouts, []
 
@@ -251,12 +251,12 @@ def test_two_ranks_push_one_adapter(adapters, tmp_path):
     words = [
         "--config", "hf_recipes/tiny/calculator-vllm.yaml", "--vllm_server_port", adapters.port, "--max_steps", 3,
         "--use_peft", "true", "--lora_r", 4, "--lora_alpha", 32, "--lora_target_modules", "all-linear",
-        "--lora_dropout", 0.0, "--learning_rate", 2e-2, "--lr_scheduler_type", "constant", "--weight_check_every", 1,
+        "--lora_dropout", 0.0, "--learning_rate", 2e-2, "--lr_scheduler_type", "constant",
         "--output_dir", tmp_path / "out", "--log_rollouts", 1000, "--log_rollout_tokens", "true",
         "--save_strategy", "steps", "--save_steps", 3, "--disable_tqdm", "true",
     ]  # fmt: skip
     command = [executable(), "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml",
-               "mt_grpo_trainer.py", *map(str, words)]  # fmt: skip
+               str(ROOT / "tests/sharded_worker.py"), "train", *map(str, words)]  # each push is checked  # fmt: skip
     said = subprocess.run(
         command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=400
     )

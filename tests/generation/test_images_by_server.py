@@ -19,7 +19,6 @@ from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.base.pictures import inputs_of_rows, is_picture, pictures_in, with_placeholders
 from mt_grpo.conversation.pictures import drawn_ids, drawn_image, forbid, mark_of, why_none
 from mt_grpo.generation.samples import (
     GENERATE,
@@ -31,6 +30,7 @@ from mt_grpo.generation.samples import (
 )
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.images.pictures import inputs_of_rows, is_picture, pictures_in, with_placeholders
 from mt_grpo.recipe import checks
 from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.rollout import hash_of_ids
@@ -355,8 +355,8 @@ def test_an_evaluation_by_a_server_finds_what_one_in_process_does(client, folder
 def test_later_checks_of_a_push_begin_with_the_image_too(client):
     ids = probe_ids([*range(20, 200)], client.tokenizer)
     shown = 1 + max(place for place, token in enumerate(ids) if is_picture(token))
-    sync = WeightSync(None, None, None, None, ids, check_every=1)
-    windows = []
+    sync = WeightSync(None, None, None, None, ids)
+    sync.CHECK_EVERY, windows = 1, []
     for sync.num_syncs in range(8):
         windows.append(sync._window())
     assert all(window[:shown] == ids[:shown] for window in windows)

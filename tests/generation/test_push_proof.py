@@ -83,7 +83,7 @@ def proof(dtype=torch.float32, lora=False, model=None):
         autocast=lambda: torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16),
     )
     ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
-    sync = WeightSync(receiver, model, weights, accelerator, ids, check_every=10)
+    sync = WeightSync(receiver, model, weights, accelerator, ids)
     sync.adapter = LORA if lora else None
     return model, receiver, sync
 

@@ -273,21 +273,23 @@ def calculator(expression: str) -> str:
     return str(int(left) * int(right))
 
 
-def make_trainer(port, model, tmp_path, outcome=None, peft_config=None, **changes):
+def make_trainer(port, model, tmp_path, outcome=None, peft_config=None, check_every=1, **changes):
     values = dict(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=2,
         logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
-        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate", weight_check_every=1,
+        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate",
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
             for a, b in zip(range(11, 41), range(77, 20, -1))]  # fmt: skip
     env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_turn_tokens=48)
-    return MTGRPOEnvTrainer(
+    trainer = MTGRPOEnvTrainer(
         model if isinstance(model, torch.nn.Module) else str(model), env, [], [outcome or answered],
         **({} if port is None else {"vllm_server_host": "127.0.0.1", "vllm_server_port": port}),
         args=MTGRPOConfig(**{**values, **changes}), train_dataset=Dataset.from_list(rows), peft_config=peft_config,
     )  # fmt: skip
+    trainer.weight_sync.CHECK_EVERY = check_every
+    return trainer
 
 
 def answered(completions, answer, **kwargs):
@@ -614,10 +616,10 @@ SHARDED_LORA = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj",
 
 
 def sharded_recipe(tmp_path, port, **changes):
-    """Three steps of 16 rollouts, each push checked."""
+    """Three steps of 16 rollouts."""
     changes = {
         "per_device_train_batch_size": 8, "max_steps": 3, "output_dir": str(tmp_path / "out"), "learning_rate": 1e-3,
-        "vllm_server_port": port, "weight_check_every": 1, "save_strategy": "no", "max_completion_length": 120,
+        "vllm_server_port": port, "save_strategy": "no", "max_completion_length": 120,
         **changes,
     }  # fmt: skip
     return recipe_file(tmp_path, ROOT / "hf_recipes/tiny/calculator-vllm.yaml", **changes)

@@ -572,7 +572,7 @@ def pushing():
         sharded=False,
     )
     accelerator = SimpleNamespace(device="cpu", is_main_process=True)
-    sync = WeightSync(pool, SimpleNamespace(dtype=torch.float32), weights, accelerator, [1, 2, 3], check_every=10)
+    sync = WeightSync(pool, SimpleNamespace(dtype=torch.float32), weights, accelerator, [1, 2, 3])
     sync._probe_logprobs = lambda ids=None: torch.tensor([-1.0, -1.0])
     sync._largest_rounding = lambda logprobs, exact: 1e-3
     yield lambda version: sync.sync(version, lambda: None, lambda: None), pool, sync
@@ -581,7 +581,7 @@ def pushing():
 def test_a_server_that_was_checked_reads_some_ids_at_a_time(pushing):
     """The whole prompt at its first push, and where one joins; later 24 ids of it, the next ones each time."""
     push, pool, sync = pushing
-    sync._probe_ids, asked, sync.check_every = list(range(100)), [], 10
+    sync._probe_ids, asked = list(range(100)), []
     sync._probe_logprobs = lambda ids=range(100): torch.zeros(len(ids) - 1)
     pool.scores = lambda ids: asked.append(ids) or {0: [[0.0] * (len(ids) - 1)]}
     for step in range(50):
@@ -597,7 +597,7 @@ def test_a_server_that_was_checked_reads_some_ids_at_a_time(pushing):
 def test_a_few_ids_that_are_far_apart_are_no_error_where_the_prompt_is_not(pushing, of_whole, refused):
     """Then the whole prompt is read, and its mean decides."""
     push, pool, sync = pushing
-    sync._probe_ids, sync.check_every = list(range(100)), 1
+    sync._probe_ids, sync.CHECK_EVERY = list(range(100)), 1
     sync._probe_logprobs = lambda ids=range(100): torch.zeros(len(ids) - 1)
     pool.scores = lambda ids: {n: [[0.0] * (len(ids) - 1)] for n in pool.joined or (0, 1, 2)}
     push("v-0")

@@ -28,12 +28,12 @@ from vision_run import make_served_run
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.base.pictures import pictures_in
 from mt_grpo.generation.engines import Engine, engine_of
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.generation.weights import PolicyWeights, in_files
+from mt_grpo.images.pictures import pictures_in
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.rollout import hash_of_ids

@@ -32,7 +32,7 @@ METRICS = tuple(  # beginnings of names; one that is 0 or None is left out
     "completions/mean_length turns/mean records/mean frac_reward_zero_std credit/ stop/ refill/ sampling/frac "
     "sampling/importance sampling/token".split()
 )
-IMAGE = 2**32  # ids of images begin here (mt_grpo/base/pictures.py)
+IMAGE = 2**32  # ids of images begin here (mt_grpo/images/pictures.py)
 
 
 # --- cases -----------------------------------------------------------------------------------------------------------

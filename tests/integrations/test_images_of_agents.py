@@ -15,8 +15,8 @@ from PIL import Image
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.pictures import pictures_in, uri_or_str
 from mt_grpo.base.rows import Rows
+from mt_grpo.images.pictures import pictures_in, uri_or_str
 from mt_grpo.integrations.agents.conversation import agent_conversation, agent_environment
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent
 from mt_grpo.rollout import Generation, StopReason

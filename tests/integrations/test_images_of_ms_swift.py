@@ -13,9 +13,9 @@ from PIL import Image
 from scripted_schedulers import answer, conversations as made, run as run_rollout, step_by, user
 from transformers import AutoTokenizer
 
-from mt_grpo.base.pictures import KNOWN, pictures_in
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.images.pictures import KNOWN, pictures_in
 from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.messages import tagged

@@ -19,9 +19,9 @@ from test_environments import ANSWER
 from test_verl import build, converse, free_port, settings, write_yaml
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import tool_schema
+from mt_grpo.images.pictures import pictures_in
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import close_servers, read_servers
 from mt_grpo.recipe.integrations import load_integration_tools
@@ -33,11 +33,17 @@ import asyncio
 import base64
 import os
 import sys
+import time
 
 from mcp.server.mcpserver import Image, MCPServer
-from mcp.types import BlobResourceContents, EmbeddedResource, ImageContent, TextContent
+from mcp.types import BlobResourceContents, CallToolResult, EmbeddedResource, ImageContent, TextContent
+from pydantic import BaseModel
 
 server = MCPServer("sums")
+
+
+class Sum(BaseModel):
+    total: int
 
 
 @server.tool()
@@ -63,6 +69,18 @@ def end() -> str:
 def fail() -> str:
     """Fail."""
     raise ValueError("as it should")
+
+
+@server.tool()
+async def block() -> str:
+    """Block the server."""
+    time.sleep(3600)
+
+
+@server.tool()
+def odd() -> Sum:
+    """Return a result outside of its schema."""
+    return CallToolResult(content=[], structuredContent={"total": "many"})
 
 
 @server.tool()
@@ -208,8 +226,9 @@ def test_what_json_cannot_hold_is_refused_and_ends_no_server(tmp_path, caplog):
 def test_a_server_that_dies_is_started_again(tmp_path, caplog):
     """The call that notices it reads an error; a failure of the tool's own ends no server."""
     tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
-    calls = [call("end"), call("add", a=1), call("fail"), call("add", a="x"), call("draw")]
-    died, again, failed, typed, drawn = talk(tools, *calls)
+    calls = [call("end"), call("add", a=1), call("fail"), call("add", a="x"), call("odd"), call("draw")]
+    died, again, failed, typed, odd, drawn = talk(tools, *calls)
+    assert odd.error == "tool" and "was lost" not in odd.observation
     assert died.error == "tool" and "the server sums was lost during the call. Try again." in died.observation
     assert (again.observation, again.error) == ("2", None)
     assert failed.error == "tool" and "Error executing tool fail" in failed.observation
@@ -223,7 +242,7 @@ def test_a_server_that_dies_is_started_again(tmp_path, caplog):
 @pytest.mark.contract("MCP")
 def test_images_are_read_where_the_model_reads_images(tmp_path):
     """Each at its place between the texts. A model of text reads their names, and so is read what is no image."""
-    tools = tools_of(tmp_path, {"sums": sums(tmp_path)}, max_tool_response_length=200)
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
     named = "One:\n[image: not shown]\nTwo:\n[resource: not shown]\n[resource: not shown]"
     assert [turn.observation for turn in talk(tools, call("show"))] == [named]
     tokenizer = vision_model.reading(vision_model.save(tmp_path / "model"))
@@ -267,6 +286,15 @@ def test_a_file_is_read(tmp_path, monkeypatch):
         "a": {"command": "x", "args": ["$1", "0"], "env": {"K": 'pa"$\\word'}, "cwd": "/tmp"},
         "b": {"type": "http", "url": "http://x/mcp", "headers": {"A": 'Bearer pa"$\\word'}},
     }
+
+
+def test_a_server_that_hangs_is_started_again(tmp_path, monkeypatch):
+    tools = tools_of(tmp_path, {"sums": sums(tmp_path)})
+    (server,) = mcp_servers.servers_to_close
+    monkeypatch.setattr(mcp_servers, "SECONDS_TO_ANSWER", 3.0)
+    monkeypatch.setattr(mcp_servers, "SECONDS_TO_CLOSE", 1.0)
+    blocked, *_, after = talk(tools, call("block"), *[call("add", a=1)] * 40, tool_timeout=2.0)
+    assert blocked.error == "timeout" and (after.observation, after.error) == ("2", None) and server.starts == 2
 
 
 def test_a_call_that_hangs_is_told_and_holds_up_nothing(tmp_path):
@@ -335,7 +363,7 @@ def test_lists_of_tools_have_pages_and_no_name_twice(tmp_path):
     (tmp_path / "lists.py").write_text(LISTS)
     with pytest.raises(ValueError, match="two tools 'add'"):
         tools_of(tmp_path, {"twice": listing("add", "sub", "add")})
-    (tool,) = tools_of(tmp_path, {"twice": listing("add", "sub", "add")}, mcp_tools=["sub"])
+    (tool,) = tools_of(tmp_path, {"twice": listing("add", "sub", "add") | {"tools": ["sub"]}})
     assert tool_schema("sub", tool)["function"] == {  # `true` is JSON schema's word for any value
         "name": "sub", "description": "sub of twice.", "parameters": {"type": "object", "properties": {"x": True}}
     }  # fmt: skip
@@ -354,15 +382,14 @@ def test_a_bad_file_is_refused(tmp_path, monkeypatch, name):
 
 
 def test_names_of_tools(tmp_path):
-    """Two servers with a tool of one name: one is selected by its server's name."""
+    """Two servers with a tool of one name: the list `tools` of an entry selects one."""
     two = {"a": sums(tmp_path), "b": sums(tmp_path)}
-    with pytest.raises(ValueError, match="two tools 'add'. Choose with mcp_tools: \\[b:add"):
+    with pytest.raises(ValueError, match="two tools 'add', one of the server 'b'. Choose with a list `tools`"):
         tools_of(tmp_path, two)
-    with pytest.raises(ValueError, match="mcp_tools: no server of .* offers 'sub'"):
-        tools_of(tmp_path, two, mcp_tools=["sub"])
-    assert [tool.__name__ for tool in tools_of(tmp_path, two, mcp_tools=["b:add"])] == ["add"]
-    with pytest.raises(ValueError, match="mcp_tools has no effect without the key mcp_config_file"):
-        load_integration_tools(settings(mcp_tools=["x"]))
+    with pytest.raises(ValueError, match="mcp_config_file: the server 'b' of .* offers no tool 'sub'"):
+        tools_of(tmp_path, two | {"b": {**two["b"], "tools": ["add", "sub"]}})
+    selected = {"a": {**two["a"], "tools": ["draw"]}, "b": {**two["b"], "tools": ["show", "add"]}}
+    assert {tool.__name__ for tool in tools_of(tmp_path, selected)} == {"draw", "show", "add"}
 
 
 VERL = """

@@ -62,8 +62,8 @@ def test_the_filesystem_server(packages, tmp_path):
     allowed = tmp_path / "allowed"
     allowed.mkdir()
     (tmp_path / "secret.txt").write_text("secret")
-    entries = {"files": npx(packages, FILES, str(allowed))}
-    tools = tools_of(tmp_path, entries, mcp_tools=["write_file", "read_text_file"])
+    entries = {"files": {**npx(packages, FILES, str(allowed)), "tools": ["write_file", "read_text_file"]}}
+    tools = tools_of(tmp_path, entries)
     assert [tool.__name__ for tool in tools] == ["read_text_file", "write_file"]
     file, outside = str(allowed / "notes.txt"), str(tmp_path / "secret.txt")
     calls = [
@@ -129,7 +129,7 @@ def test_the_server_of_everything(packages, tmp_path, monkeypatch):
 
 
 def test_a_server_behind_npx_that_is_killed_is_started_again(packages, tmp_path):
-    tools = tools_of(tmp_path, {"everything": npx(packages, EVERYTHING)}, mcp_tools=["echo"])
+    tools = tools_of(tmp_path, {"everything": {**npx(packages, EVERYTHING), "tools": ["echo"]}})
     for process in psutil.Process().children(recursive=True):
         if "mcp-server-everything" in " ".join(process.cmdline()):
             process.kill()

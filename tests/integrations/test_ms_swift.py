@@ -145,6 +145,46 @@ def test_a_message_that_goes_on_behind_an_end_of_turn_is_read_without_it(step, r
     assert second.completion_ids == ids(SECOND) + END and second.loss_mask == [1] * len(ids(SECOND) + END)
 
 
+@pytest.mark.parametrize("said", ["It is X.", "Different"])
+def test_an_edited_answer_is_trained_whole_also_where_the_next_one_is_begun(said):
+    def step(self, request, choice, turn):
+        request.messages[-1]["content"] = said
+        request.messages += [user("And?"), answer("I think")]
+        return {"infer_request": request}
+
+    rollout, _ = run(step_by(step), FIRST, SECOND, max_turns=2)
+    first, second = trained_records(rollout)
+    assert first.completion_ids == ids(FIRST) + END and second.completion_ids == ids(SECOND) + END
+    between = f"{said}<|im_end|>\n<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n"
+    assert second.prompt_ids == ids(PROMPT) + ids(between) + ids("I think")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_ids_may_begin_with_what_the_scheduler_began(masked):
+    """It is read once, and not trained."""
+
+    def step(self, request, choice, turn):
+        begun = ids("I think") if turn > 1 else []
+        request.messages += [user("And?"), answer("I think")] if turn == 1 else [user("More?")]
+        mask = {"response_loss_mask": [0] * len(begun) + [1] * len(choice.token_ids)} if masked else {}
+        return {"infer_request": request, "response_token_ids": begun + choice.token_ids, **mask}
+
+    rollout, _ = run(step_by(step), FIRST, SECOND, FIRST, max_turns=3)
+    first, second = ids(FIRST) + END, ids(SECOND) + END
+    begun = ids(NEXT.format("And?")) + ids("I think")
+    assert rollout.completion_ids == first + begun + second + ids(NEXT.format("More?")) + first
+    assert trained_ids(rollout) == first + second + first
+
+
+def test_an_answer_without_its_white_space_keeps_its_end():
+    def step(self, request, choice, turn):
+        request.messages[-1]["content"] = request.messages[-1]["content"].strip()
+        return Asks.step(self, request, choice, turn)
+
+    rollout, _ = run(step_by(step), FIRST + "\n", SECOND, max_turns=2)
+    assert rollout.completion_ids == ids(FIRST + "\n") + END + ASKED + ids(SECOND) + END
+
+
 @pytest.mark.parametrize("said", ["Right.", FIRST])
 def test_an_edited_history_begins_a_record(said):
     """Also if the last response stands in it as it was."""

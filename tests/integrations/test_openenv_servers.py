@@ -124,12 +124,14 @@ def test_recorded_answers_of_the_sample():
 
 
 def test_each_conversation_has_a_session_of_its_own_with_its_arguments(counting):
-    cls = load(counting, openenv_reset='{"start": 0, "seed": 5}')
-    rows = [{"reset_kwargs": {"start": 1}, "answer": "x"}, {"seed": 3}, {"reset_kwargs": {"goal": 1}}]
+    cls = load(counting)
+    arguments = {"start": 1, "seed": 5}, {"start": 0, "seed": 5}, {"start": 0, "goal": 1}
+    rows = [{"reset_kwargs": each} for each in arguments]
+    rows[0]["answer"], rows[1]["seed"] = "x", 3
     rollouts, _ = play(cls, "2", "2", "3", rows=rows)
     assert [rewards(rollout) for rollout in rollouts] == [[1.0, 0.0], [0.0, 1.0, 1.0], [0.0]]
     sent = [data for kind, data in counting.received if kind == "reset"]
-    for arguments in ({"start": 1, "seed": 5}, {"start": 0, "seed": 3}, {"start": 0, "seed": 5, "goal": 1}):
+    for arguments in ({"start": 1, "seed": 5}, {"start": 0, "seed": 3}, {"start": 0, "goal": 1}):
         assert arguments in sent
     assert len({id(rollout.environment) for rollout in rollouts}) == 3
 
@@ -138,8 +140,9 @@ def test_a_truncated_turn_is_no_step_and_what_looks_like_a_call_is_text(counting
     (rollout,), _ = play(load(counting), call("x"), "1", "2", "3", prompt="Begin.")
     assert rollout.prompt_messages[0]["content"] == "Begin.\nSay 1."
     assert rollout.turns[0].observation == "Say a number." and rewards(rollout) == [None, 1.0, 1.0, 1.0]
-    reply = run_async(load(counting)().respond(rollout, Turn([], None, "1", "length")))
-    assert (reply.messages, reply.reward) == (None, None) and len(counting.games) == 1
+    env, received = load(counting)(), len(counting.received)
+    reply = run_async(env.respond(rollout, Turn([], None, "1", "length")))
+    assert (reply.messages, reply.reward) == (None, None) and len(counting.received) == received
 
 
 class Columns(Count):
@@ -218,6 +221,7 @@ def test_a_call_that_is_given_up_ends_the_session():
 def test_a_full_server_has_conversations_wait():
     with Served(Count, most=1) as one, Served(Count, most=1) as other:
         cls = load(one, other)
+        assert cls.most_conversations == 2  # all others wait where no time limit counts
         rollouts, _ = play(cls, "1", "2", "3", rows=[{}] * 4)
         assert (one.most_open, other.most_open) == (1, 1)
     assert [rollout.reward for rollout in rollouts] == [3.0] * 4
@@ -276,11 +280,11 @@ def test_what_no_server_reads_is_no_failure_of_the_server(counting):
     deep = []
     for _ in range(100_000):
         deep = [deep]
-    session = load(counting)().session
+    session, received = load(counting)().session, list(counting.received)
     for value in (deep, json.loads('"\\ud800"')):
         with pytest.raises(ActionRefused):
             run_async(session.ask("step", {"message": value}))
-    assert counting.received == [] and session.failure is None
+    assert counting.received == received and session.failure is None
 
 
 def nobody():

@@ -8,7 +8,6 @@ import pytest
 from test_agents import ADD, CALL, TOKENIZER, ask, ids, run, user
 from test_anthropic import qwen3
 
-from mt_grpo.integrations.agents.conversation import AgentConversation
 from mt_grpo.training.records import trained_records
 
 FLAT = {"type": "function", **ADD["function"]}
@@ -142,6 +141,17 @@ def test_reasoning_is_kept_where_a_record_begins():
     assert rollout.error is None, rollout.error
     read = [TOKENIZER.decode(prompt) for prompt, _ in llm.asked[1:]]
     assert len(set(read)) == 1 and "<think>\nHm.\n</think>" in read[0] and "A." not in read[0], read
+
+
+def test_an_answer_is_not_read_twice_behind_its_own_id():
+    async def agent(row, client):
+        said = await respond(client, "a", tools=[FLAT])
+        items = [*(item.to_dict() for item in said.output), user("b")]
+        answer = await post(client, {"model": "policy", "input": items, "previous_response_id": said.id})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "duplicate_item"
+
+    rollout, _ = run(agent, "It is 2.")
+    assert rollout.error is None, rollout.error
 
 
 def test_what_another_conversation_was_answered_is_refused():
@@ -334,25 +344,17 @@ async def by_chat(client, model, text):
     return said.model, said.choices[0].message.content
 
 
-def with_others(agent, *turns):
-    """`run` with `agent_other_models: frozen`."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AgentConversation, "other_models", "frozen")
-        return run(agent, *turns)
-
-
-def test_another_model_is_the_policy_untrained():
+def test_policy_frozen_is_the_policy_untrained():
     """Its turns are read and never trained, and records of which no turn is trained are left out of the loss."""
 
     async def agent(row, client):
-        assert await by_chat(client, "small-model", "A title?") == ("small-model", "Title.")
+        assert await by_chat(client, "policy-frozen", "A title?") == ("policy-frozen", "Title.")
         said = await ask(client, [user("a")])
-        assert await by_chat(client, "small-model", "Another?") == ("small-model", "Two.")
+        assert await by_chat(client, "policy-frozen", "Another?") == ("policy-frozen", "Two.")
         await ask(client, [user("a"), said, user("Title. Two.")])
-        assert (await client.models.retrieve("small-model")).id == "small-model"
-        assert (await respond(client, "A title?", model="small-model")).model == "small-model"
+        assert (await respond(client, "A title?", model="policy-frozen")).model == "policy-frozen"
 
-    rollout, _ = with_others(agent, "Title.", "1", "Two.", "2", "3")
+    rollout, _ = run(agent, "Title.", "1", "Two.", "2", "3")
     assert rollout.error is None, rollout.error
     assert [turn.trained for turn in rollout.turns] == [False, True, False, True, False]
     assert [record.numbers for record in rollout.records] == [[0], [1, 3], [2], [4]]
@@ -374,14 +376,13 @@ def test_equal_texts_go_on_once_each_where_thinking_is_never_sent():
 
 
 @pytest.mark.parametrize("first, then, records", [
-    (["small", "policy"], ["small", "policy"], [[1, 3]]),
-    (["small", "policy"], ["policy", "small"], [[1, 2]]),
-    (["policy", "small"], ["small", "policy"], [[0, 3]]),
-    (["policy"], ["small", "policy"], [[0, 2]]),
+    (["policy-frozen", "policy"], ["policy-frozen", "policy"], [[1, 3]]),
+    (["policy-frozen", "policy"], ["policy", "policy-frozen"], [[1, 2]]),
+    (["policy", "policy-frozen"], ["policy-frozen", "policy"], [[0, 3]]),
+    (["policy"], ["policy-frozen", "policy"], [[0, 2]]),
 ])  # fmt: skip
-def test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record(caplog, monkeypatch, first, then, records):
+def test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record(first, then, records):
     """Of equal texts of both models; and where the other one repeats the policy's conversation first."""
-    monkeypatch.setattr("mt_grpo.base.errors._told", set())
 
     async def agent(row, client):
         messages = [user("a")]
@@ -391,8 +392,7 @@ def test_the_policy_goes_on_from_its_own_answer_and_keeps_its_record(caplog, mon
         for model in then:
             await client.chat.completions.create(model=model, messages=messages)
 
-    rollout, _ = with_others(agent, *["4"] * len(first), "5", "6")
+    rollout, _ = run(agent, *["4"] * len(first), "5", "6")
     assert rollout.error is None, rollout.error
     assert [turn.trained for turn in rollout.turns] == [model == "policy" for model in [*first, *then]]
     assert [record.numbers for record in trained_records(rollout)] == records
-    assert caplog.text.count("names the model 'small'") == 1

@@ -62,8 +62,8 @@ def test_a_new_integration_is_its_keys_and_its_place_in_the_list(monkeypatch):
         load(puppet="Kasper")
     with pytest.raises(ValueError, match="gym_text has no effect without the line environment: gym"):
         load(environment="theatre", gym_text="a.py:B")
-    with pytest.raises(ValueError, match="mcp_tools has no effect without the trainer's own conversation"):
-        load(environment="theatre", mcp_tools=["a"])
+    with pytest.raises(ValueError, match="mcp_config_file has no effect without the trainer's own conversation"):
+        load(environment="openai_agent", mcp_config_file="a.json")
 
 
 def test_paths_of_each_kind_are_absolute(monkeypatch, tmp_path):
@@ -75,14 +75,6 @@ def test_paths_of_each_kind_are_absolute(monkeypatch, tmp_path):
     assert args.external_plugins == [f"{tmp_path}/a.py", os.path.expanduser("~/b.py")]
     assert (args.environment, args.gym_text) == (f"{tmp_path}/c.py:D", f"{tmp_path}/e.py:F")
     assert (args.gym_env, args.mcp_config_file) == ("Blackjack-v1", f"{tmp_path}/g.json")
-
-
-def test_results_of_mcp_are_cut_as_those_of_verl(monkeypatch):
-    tools = SimpleNamespace(load_mcp_tools=lambda *given: given)
-    monkeypatch.setitem(sys.modules, "mt_grpo.integrations.mcp.tools", tools)
-    keys = dict(mcp_config_file="g.json", max_tool_response_length=4, tool_response_truncate_side="left")
-    path, names, cut = choose.load_integration_tools(settings(**keys))
-    assert (path, names, cut("0123456789")) == ("g.json", None, "(truncated)...6789")
 
 
 def test_the_first_reason_to_end_a_rollout_counts():

@@ -19,9 +19,9 @@ from scripted import CHATML_TOKENIZER, Scripted, call, ids
 from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
+from mt_grpo.images.pictures import pictures_in
 from mt_grpo.integrations.verl import paths as verl_paths, search as verl_search
 from mt_grpo.integrations.verl.base import BaseTool
 from mt_grpo.integrations.verl.builtin import Gsm8kTool, score_of
@@ -141,6 +141,11 @@ class Counter(BaseTool):
 
     async def release(self, instance_id, **kwargs):
         log.append(("release", self.values.pop(instance_id), kwargs))
+
+
+class Blocks(Counter):
+    def execute(self, instance_id, parameters, **kwargs):
+        return "5", 0.0, {}
 '''
 NATIVE = "tools: [{class_name: written_tools.Counter, config: {type: native}, tool_schema: null}]"
 NEW = {
@@ -342,13 +347,12 @@ async def waits(text: str) -> str:
 @pytest.mark.contract("function tools")
 def test_function_tools(tmp_path):
     (tmp_path / "written_functions.py").write_text(FUNCTIONS)
-    tools = load_integration_tools(settings(function_tool_path=str(tmp_path / "written_functions.py"),
-                                        max_tool_response_length=4, tool_response_truncate_side="right"))  # fmt: skip
+    tools = load_integration_tools(settings(function_tool_path=str(tmp_path / "written_functions.py")))
     env = mt.MultiTurnToolEnv(tools, None, 6, tokenizer=CHATML_TOKENIZER)
     calls = [call("double", x=4), call("rewarded"), call("described", y="abc"), call("waits", text="12345"),
              call("double", x="4"), ANSWER]  # fmt: skip
     (rollout,) = env.generate(["?"], Scripted([calls]))["rollouts"]
-    assert [turn.observation for turn in rollout.turns[:4]] == ["8", "so", "cba", "1234...(truncated)"]
+    assert [turn.observation for turn in rollout.turns[:4]] == ["8", "so", "cba", "12345"]
     assert rollout.turns[4].error == "call"  # the types of a function are checked, as those of any other tool
     assert [turn.results[0].reward for turn in rollout.turns[:4]] == [None, 0.25, None, None]
 
@@ -454,7 +458,7 @@ BAD_YAML = {
     "x: 1": "KeyError: 'tools'",
     "tools: [{config: {}}]": "KeyError: 'class_name'",
     "tools: []": "no entry",
-    "tools: [{class_name: a.B}]\ntools: [{class_name: a.C}]": "'tools' is set on line 1 and again on line 2",
+    "tools: [{class_name: a.B}]\ntools: [{class_name: a.C}]": "'tools' is set twice, again on line 2",
     "tools: [{class_name: not_there.Tool}]": "No module named 'not_there'",
     "tools: [{class_name: verl.tools.sandbox_fusion_tools.SandboxFusionTool}]": "No module named 'verl.tools.sandbox",
     "tools: [{class_name: written_tools.Missing}]": "no attribute 'Missing'",
@@ -462,6 +466,7 @@ BAD_YAML = {
     "tools: [{class_name: written_tools.Counter, create_kwarg_from: {a: b}}]": "argument 'create_kwarg_from'",
     "tools: [{class_name: written_tools.Counter, tool_schema: {type: function}}]": "function: Field required",
     "tools: [{class_name: written_tools.Counter}, {class_name: written_tools.Counter}]": "are called 'count'",
+    "tools: [{class_name: written_tools.Blocks}]": "execute is not async",
 }
 
 
@@ -579,17 +584,16 @@ def with_vision(env, tmp_path, turns, row):
 
 @pytest.mark.contract("verl images")
 def test_images_of_a_tool_by_yaml(tmp_path):
-    """Before the text, as in verl; the text alone is cut. What a tool reads of the conversation has them, too."""
+    """Before the text, as in verl. What a tool reads of the conversation has them, too."""
     returned = "ToolResponse(text='0123456789', image=[drawn(1), None, drawn(2)]), 0.5, {'seen': kwargs['agent_data']}"
     shape = {"CREATED": "instance_id, ToolResponse(text='Board:', image=[drawn(0)])", "RETURNED": returned}
-    keys = {"max_tool_response_length": 4, "tool_response_truncate_side": "right"}
     path = counter(tmp_path, shape)
     (tmp_path / "written_tools.py").write_text(DRAWS + (tmp_path / "written_tools.py").read_text())
-    rollout, tokenizer = with_vision(build(tools_config_file=path, **keys)(), tmp_path, [call("count"), ANSWER], {})
+    rollout, tokenizer = with_vision(build(tools_config_file=path)(), tmp_path, [call("count"), ANSWER], {})
     board, one, two = (tokenizer.pictures.read(vision_model.picture(k), "") for k in range(3))
     begin = f"How many?\n<image {board.name}>Board:"
     assert readable(rollout.prompt_messages[-1]["content"]) == begin
-    assert readable(rollout.turns[0].results[0].text) == f"<image {one.name}><image {two.name}>0123...(truncated)"
+    assert readable(rollout.turns[0].results[0].text) == f"<image {one.name}><image {two.name}>0123456789"
     assert rollout.turns[0].results[0].reward == 0.5 and rollout.turns[0].error is None
     assert pictures_in(rollout.prompt_ids + rollout.completion_ids) == [board, one, two]
     (seen,) = (metrics["seen"] for metrics in rollout.environment.agent_data.metrics["count"])

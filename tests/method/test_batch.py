@@ -616,7 +616,9 @@ def test_evaluation_is_by_the_test_file(tmp_path, monkeypatch):
     for split in ("train", "test"):
         rows = [{"question": f"{split} {i}", "answer": str(i)} for i in range(12)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    trainer = build(tmp_path, "--dataset_name", str(tmp_path), "--dataset_size", "8", "--eval_dataset_size", "2")
+    trainer = build(
+        tmp_path, "--dataset_name", str(tmp_path), "--dataset_size", "8", "--dataset_test_split", "test[:2]"
+    )
     assert trainer.train_dataset["question"][:] == [f"train {i}" for i in range(8)]
     assert trainer.eval_dataset["question"][:] == ["test 0", "test 1"]
 
@@ -624,7 +626,7 @@ def test_evaluation_is_by_the_test_file(tmp_path, monkeypatch):
 def test_evaluation_is_by_generated_problems_that_are_held_out(tmp_path, monkeypatch):
     """A problem belongs to `test` if the CRC-32 of its expression is divisible by 10."""
     monkeypatch.chdir(golden.ROOT)
-    trainer = build(tmp_path, "--dataset_size", "500", "--eval_dataset_size", "50")
+    trainer = build(tmp_path, "--dataset_size", "500", "--dataset_test_split", "test[:50]")
     train, test = trainer.train_dataset["question"][:], trainer.eval_dataset["question"][:]
     assert (len(train), len(test)) == (500, 50)
     held_out = [

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import subprocess
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from safetensors.torch import load_file
 
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.base.files import output_lock
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo_trainer import VLLMServerClient
@@ -312,33 +310,6 @@ def test_a_push_under_way_is_waited_for(proxy, client, held, expected):
     proxy.faults = rule
     assert proven(client, "v-1", sample) == [expected]
     assert questions(proxy) >= 3
-
-
-# =====================================================================================================================
-# Locks in places where others may write
-# =====================================================================================================================
-
-
-@pytest.mark.parametrize("kind", ["fifo", "link"])
-def test_an_output_lock_is_an_ordinary_file(tmp_path, kind):
-    """Not waited for, and nothing is written where a link leads."""
-    out, other = tmp_path / "out", tmp_path / "other"
-    out.mkdir()
-    other.write_text("precious")
-    lock = out / ".lock"
-    os.mkfifo(lock) if kind == "fifo" else lock.symlink_to(other)
-    raised = []
-
-    def enter():
-        with pytest.raises(ValueError, match="output_dir='.*/out' cannot be written to: .*lock") as error:
-            with output_lock(str(out)):
-                pass
-        raised.append(error)
-
-    thread = threading.Thread(target=enter, daemon=True)
-    thread.start()
-    thread.join(20)
-    assert raised and other.read_text() == "precious"
 
 
 @pytest.mark.parametrize("key", [None, "secret"])

@@ -101,7 +101,7 @@ def test_the_sizes_of_the_page():
     assert len(rows) == 3 and {path: size(path) for path, _ in rows} == {path: int(lines) for path, lines in rows}
 
 
-# --- a recipe key: the model's own call format, several calls in a turn ----------------------------------------------
+# --- a recipe key: the model's own call format, with several calls in a turn -----------------------------------------
 
 MEET = """
 import threading
@@ -124,12 +124,12 @@ TOOL_FUNCTIONS = [meet]
 
 
 @pytest.mark.contract("hermes")
-def test_hermes_and_parallel_calls(hermes_model, tmp_path):
+def test_hermes_and_parallel_calls(hermes_model, tmp_path, monkeypatch):
     """Four rollouts of two calls each: all eight meet, so that the calls of a turn run at the same time."""
     (tmp_path / "tools.py").write_text(MEET)
     (tmp_path / "rewards.py").write_text(BY_INDEX)
-    keys = keys_of_the_page("tool_format") | {"max_parallel_calls": 2}
-    assert keys.keys() == keys_of_the_page("tool_format").keys() and len(keys) == 2
+    monkeypatch.setattr(MultiTurnToolEnv, "MAX_PARALLEL_CALLS", 2)
+    keys = keys_of_the_page("tool_format")
     files = {"tools_script": str(tmp_path / "tools.py"), "reward_fn": str(tmp_path / "rewards.py")}
     trainer = build(tmp_path, hermes_model, **keys, **files, max_completion_length=900)
     three = "\n".join(hermes("meet", name=name) for name in "abc")

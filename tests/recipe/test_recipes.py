@@ -201,7 +201,6 @@ REPLACED = {
     "dataset_name": "a local file in the same schema, nothing is downloaded",
     "dataset_config": "belongs to the Hub's dataset",
     "dataset_size": "a few rows",
-    "eval_dataset_size": "a few rows",
     "per_device_train_batch_size": "one group",
     "gradient_accumulation_steps": "one group",
     "output_dir": "a temporary folder",
@@ -213,7 +212,7 @@ REPLACED = {
 VLLM_KEYS = {
     "use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
     "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_importance_sampling_mode", "weight_sync",
-    "weight_check_every", "rollout_engine",
+    "rollout_engine",
 }  # fmt: skip
 
 
@@ -282,7 +281,6 @@ READ_BACK = {
     "gym_text": lambda t: source_of(game_of(t).text_class.observation) + ":" + game_of(t).text_class.__name__,
     "gym_unfinished_reward": lambda t: game_of(t).unfinished_reward,
     "agent": lambda t: f"tools/agents/{Path(inspect.getfile(t.env.agent.function)).name}:{t.env.agent.name}",
-    "agent_other_models": lambda t: t.env.other_models,
     "agent_timeout": lambda t: t.env.agent_timeout,
     "multi_turn_scheduler": lambda t: t.env.scheduler_class.__name__.lower(),
     "external_plugins": lambda t: [os.path.relpath(inspect.getfile(t.env.scheduler_class), ROOT)],
@@ -332,7 +330,6 @@ READ_BACK_VLLM = {
     "vllm_max_model_length": lambda t: t.vllm_generation.settings["max_model_length"],
     "vllm_importance_sampling_mode": lambda t: t.vllm_importance_sampling_mode,
     "weight_sync": lambda t: t.client.transfer.transport,
-    "weight_check_every": lambda t: t.args.weight_check_every,
     "rollout_engine": lambda t: t.client.servers[0].engine.name,
 }
 
@@ -629,8 +626,7 @@ REFUSED = {
 # Keys that one backend reads and another does not: (backend that ignores it, key, value).
 REFUSED_BY_BACKEND = [
     *(("transformers", key, value) for key, value in (
-        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
-        ("vllm_request_timeout", 60.0), ("max_staleness", 2),
+        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("vllm_request_timeout", 60.0), ("max_staleness", 2),
         ("late_groups", "admit"),
         ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_gpu_memory_utilization", 0.5),
         ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512), ("vllm_enable_sleep_mode", True),
@@ -645,8 +641,7 @@ REFUSED_BY_BACKEND = [
         ("use_transformers_continuous_batching", True), ("transformers_continuous_batching_config", {"a": 1}),
     )),
     *(("colocate", key, value) for key, value in (
-        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("weight_check_every", 3),
-        ("vllm_request_timeout", 60.0), ("max_staleness", 2),
+        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("vllm_request_timeout", 60.0), ("max_staleness", 2),
         ("late_groups", "admit"),
         ("cache_implementation", "static"), ("use_transformers_continuous_batching", True),
         ("vllm_server_timeout", 9.0), ("vllm_group_port", 9000), ("vllm_server_host", "127.0.0.1"),
@@ -961,14 +956,13 @@ def test_bf16_without_a_gpu_that_has_it_says_what_to_write(build, monkeypatch):
 
 NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(
-        ("lora_r", "lora_alpha", "dataset_size", "eval_dataset_size", "per_device_train_batch_size",
+        ("lora_r", "lora_alpha", "dataset_size", "per_device_train_batch_size",
          "save_total_limit", "per_device_eval_batch_size", "gradient_accumulation_steps", "torch_empty_cache_steps",
          "steps_per_generation", "eval_accumulation_steps", "dataloader_prefetch_factor", "ddp_bucket_cap_mb",
          "ddp_timeout", "num_iterations", "num_generations_eval", "max_completion_length", "generation_batch_size",
          "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
          "max_tokens_per_pass",
-         "max_concurrent_tools", "max_parallel_calls", "max_steps", "max_model_calls", "max_turns",
-         "max_tool_response_length"),
+         "max_concurrent_tools", "max_steps", "max_model_calls", "max_turns"),
         (0, -5),
     ),
     **dict.fromkeys(
@@ -987,7 +981,7 @@ NUMBERS_OUT_OF_RANGE = {
         (-1.0, math.inf, math.nan),
     ),
     **dict.fromkeys(
-        ("top_k", "num_completions_to_print", "max_env_steps", "weight_check_every", "log_rollouts",
+        ("top_k", "num_completions_to_print", "max_env_steps", "log_rollouts",
          "dataloader_num_workers", "max_staleness", "refill_groups"),
         (-1,),
     ),
@@ -996,7 +990,7 @@ NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(("adam_beta1", "adam_beta2", "lora_dropout"), (-0.1, 1.0, math.nan)),
     **dict.fromkeys(("vllm_server_port", "vllm_group_port"), (0, 65_536)),
     **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
-    "environment_reward_weight": (math.inf, math.nan), "gym_unfinished_reward": (math.inf, math.nan),
+    "gym_unfinished_reward": (math.inf, math.nan),
     "num_generations": (1, 0), "max_tool_response_tokens": (9,), "seed": (-1, 2**32),
     "pad_to_multiple_of": (0, "some"),
 }  # fmt: skip
@@ -1107,7 +1101,7 @@ def test_recipe_file_that_cannot_be_used(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set on line 1 and again on line 3"),
+        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set twice, again on line 3"),
         ("use_liger_kernel: true\n", "use_liger_kernel needs a package that is not installed. Run `pip install"),
         ("env:\n  3: x\n", "env: 3 in .* is no name of an environment variable"),
         ("env:\n  A:\n", "env: A: None in .*, expected"),
@@ -1158,8 +1152,8 @@ def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
 
 
 def test_a_choice_that_is_none_is_refused_on_the_command_line_too():
-    with pytest.raises(ValueError, match="agent_other_models='pip' .*refused, frozen"):
-        mt.parse_arguments(["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--agent_other_models", "pip"])
+    with pytest.raises(ValueError, match="late_groups='pip' .*wait, admit"):
+        mt.parse_arguments(["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--late_groups", "pip"])
 
 
 def test_merged_mappings_are_no_repeated_keys(tmp_path):
@@ -1193,11 +1187,11 @@ def test_what_is_given_twice_on_the_command_line_is_said(caplog):
 
 def test_null_on_the_command_line_unsets_what_the_recipe_says(tmp_path):
     path = tmp_path / "recipe.yaml"
-    path.write_text((ROOT / "hf_recipes/tiny/agent.yaml").read_text() + "mcp_tools: [a, b]\n")
-    flags = ["--agent", "null", "--agent_command", "./agent.sh", "--max-turn-tokens=null", "--mcp_tools", "null"]
+    path.write_text((ROOT / "hf_recipes/tiny/agent.yaml").read_text() + "reward_funcs: [a, b]\n")
+    flags = ["--agent", "null", "--agent_command", "./agent.sh", "--max-turn-tokens=null", "--reward_funcs", "null"]
     script_args, args, _ = mt.parse_arguments(["--config", str(path), *flags])
     assert (script_args.agent, script_args.agent_command, args.max_turn_tokens) == (None, "./agent.sh", None)
-    assert script_args.mcp_tools is None
+    assert script_args.reward_funcs is None
     assert mt.parse_arguments(["--config", str(path), *flags, "--agent", "a.py:b"])[0].agent == "a.py:b"
 
 
@@ -1503,7 +1497,7 @@ def test_fewer_prompts_than_a_batch_needs(build):
 def test_a_run_without_a_step_fails(random_model, tmp_path):
     recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
-    trainer.train_dataset = trainer.train_dataset.select([])
+    trainer.train_dataset = Rows([])
     with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts.*at least 1 prompts"):
         trainer.train()
 

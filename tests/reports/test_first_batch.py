@@ -317,8 +317,8 @@ def test_a_bundled_models_own_recipes_ask_what_it_was_trained_on():
         recipe = yaml.safe_load(path.read_text())
         model, name = recipe["model_name_or_path"], recipe.get("dataset_name", "seeds")
         models.add(model)
-        for row in load_rows(name, "train", 20) if name != "seeds" else []:
-            assert not is_other_task(model, row["prompt"][-1]["content"])
+        for row in load_rows(name, "train", 20, needs_prompt=False) if name != "seeds" else []:
+            assert not is_other_task(model, row["prompt"][-1]["content"] if "prompt" in row else "")
         assert is_other_task(model, "Who wrote Hamlet?") and not is_other_task(model, "")
     assert len(models) == 9 and not is_other_task("Qwen/Qwen3-1.7B", "Who wrote Hamlet?")
 

@@ -38,7 +38,7 @@ TOOL_FUNCTIONS = [calculator]
 @pytest.mark.parametrize("disable_tqdm", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run_prints_lines(disable_tqdm, tmp_path, capsys):
     """One per step and evaluation, in the words of what they measure; no dictionary, no thread is left."""
-    path = recipe_file(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, eval_dataset_size=2,
+    path = recipe_file(tmp_path, max_steps=2, eval_strategy="steps", eval_steps=2, dataset_test_split="test[:2]",
                        per_device_eval_batch_size=16, save_strategy="no", disable_tqdm=disable_tqdm)  # fmt: skip
     mt.main(["--config", path])
     rows, *lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("first batch")]

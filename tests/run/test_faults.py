@@ -226,17 +226,19 @@ def make_trainer(
         output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=3,
         logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
-        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate", weight_check_every=1,
+        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate",
         weight_sync_dir=str(tmp_path),
     )  # fmt: skip
     rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
             for a, b in zip(range(11, 11 + prompts), range(77, 20, -1))]  # fmt: skip
     tmp_path.mkdir(exist_ok=True)
-    return trainer_class(
+    trainer = trainer_class(
         str(MODEL), env_class([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
         vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
         train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]) if evaluates else None,
     )  # fmt: skip
+    trainer.weight_sync.CHECK_EVERY = 1
+    return trainer
 
 
 @torch.no_grad()
@@ -1425,20 +1427,18 @@ def test_only_a_dead_runs_folder_is_removed(proxy, tokenizer, tmp_path):
 
 @needs_vllm
 def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_path):
-    """No FIFO is waited for, no link followed, no other user's folder removed; a dead run's own folder is."""
+    """No link is followed, and no other user's folder is removed; a dead run's own folder is."""
     open_to_all, own, victim = tmp_path / "open", tmp_path / "own", tmp_path / "victim"
     for folder in (open_to_all, own, victim):
         folder.mkdir()
     open_to_all.chmod(0o1777)  # as /dev/shm
-    names = ("fifo", "dead", "linked-lock", "no-lock", *(["another-users"] if os.geteuid() == 0 else []))
+    names = ("dead", "no-lock", *(["another-users"] if os.geteuid() == 0 else []))
     folders = {name: open_to_all / f"mt-grpo-weights-{name}" for name in names}
     for name, folder in folders.items():
         folder.mkdir()
         if name in ("dead", "another-users"):
             (folder / "lock").touch()
-    os.mkfifo(folders["fifo"] / "lock")
     (victim / "lock").write_text("precious")
-    (folders["linked-lock"] / "lock").symlink_to(victim / "lock")
     (open_to_all / "mt-grpo-weights-link").symlink_to(victim)
     if "another-users" in folders:
         os.chown(folders["another-users"], 12345, 12345)
@@ -1536,7 +1536,7 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
 @pytest.mark.parametrize("call, arguments", [
     (3, []),
     (6, ["--gradient_accumulation_steps", "2", "--steps_per_generation", "1"]),
-    pytest.param(6, ["--eval_strategy", "steps", "--eval_steps", "1", "--eval_dataset_size", "2",
+    pytest.param(6, ["--eval_strategy", "steps", "--eval_steps", "1", "--dataset_test_split", "test[:2]",
                      "--per_device_eval_batch_size", "8"], marks=pytest.mark.slow),
     (3, ["--dataset_size", "2", "--save_only_model", "true"]),
 ], ids=["rewards", "second-micro-batch", "second-batch-of-an-evaluation", "first-batch-of-an-epoch"])  # fmt: skip

@@ -518,6 +518,12 @@ def test_a_model_that_is_named_is_not_asked_for(judge, server, monkeypatch):
     assert server.model_requests == 0 and server.bodies[0]["model"] == "mine"
 
 
+def test_the_judge_stays_the_same_in_a_run(judge, server):
+    grade_calls(judge)
+    grade_calls(judge)
+    assert server.model_requests == 1
+
+
 # --- Through the trainer ---------------------------------------------------------------------------------------------
 
 

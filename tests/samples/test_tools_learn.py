@@ -76,9 +76,9 @@ def test_the_model_learns_a_tool(name, tmp_path, monkeypatch, request):
     path = str(ROOT / yaml.safe_load((ROOT / recipe).read_text())["reward_fn"])
     (tmp_path / "shuffled.py").write_text(SHUFFLED.format(path=path))
     control = ["--reward_fn", str(tmp_path / "shuffled.py"), "--max_steps", "40"]
-    if name == "gsm8k-check":  # its tool gives rewards of its own
-        control += ["--environment_reward_weight", "0"]
-    shuffled = exact_match(recipe, tmp_path / "shuffled", *control)
+    with monkeypatch.context() as patch:  # nor do the rewards count that gsm8k-check's tool itself gives
+        patch.setattr("mt_grpo.training.rewards.environment_rewards", lambda *_: ([], []))
+        shuffled = exact_match(recipe, tmp_path / "shuffled", *control)
     first, last, flat = mean(values[:5]), mean(values[-10:]), mean(shuffled[-10:])
     print(f"{name}: {first:.2f} -> {last:.2f} in {len(values)} steps; shuffled {mean(shuffled[:5]):.2f} -> {flat:.2f}")
     assert last > first + 0.2 and flat < first + 0.1

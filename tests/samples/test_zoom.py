@@ -14,9 +14,9 @@ from PIL import Image
 from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.images.pictures import pictures_in
 from mt_grpo.recipe.plugins import load_environment, load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 from tools.zoom import CORNERS, Zoom, crop

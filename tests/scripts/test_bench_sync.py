@@ -1,6 +1,5 @@
 """The sync benchmark: its numbers from hand-written pushes, its report, its plain files; no server."""
 
-
 import pytest
 from bench import sync as bench
 from bench.common import markers

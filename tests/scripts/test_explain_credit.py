@@ -244,14 +244,14 @@ def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeyp
     lines = [line for line in lines if not line.startswith("per_device_train_batch_size")]
     lines += [
         size, "per_device_train_batch_size: 16", "eval_strategy: steps", "eval_steps: 10", "save_steps: 10",
-        "eval_dataset_size: 8", "load_best_model_at_end: true", "push_to_hub: true", "log_completions: true",
+        "dataset_test_split: test[:8]", "load_best_model_at_end: true", "push_to_hub: true", "log_completions: true",
     ]  # fmt: skip
     (tmp_path / "recipe.yaml").write_text("\n".join(lines))
     mt.parse_arguments(["--config", str(tmp_path / "recipe.yaml")])  # trains as it stands
     script_args, args, _ = ex.group_recipe(str(tmp_path / "recipe.yaml"), [], str(tmp_path / "elsewhere"))
     assert "given 2 times" not in caplog.text  # nothing is said of what this program itself sets
     assert (args.generation_batch_size, args.steps_per_generation, args.num_generations) == (8, 1, 8)
-    assert (args.eval_strategy, args.save_strategy, script_args.eval_dataset_size) == ("no", "no", None)
+    assert (args.eval_strategy, args.save_strategy) == ("no", "no")
     assert not (args.push_to_hub or args.load_best_model_at_end or args.log_completions)
     assert args.log_rollouts >= args.num_generations and args.log_rollout_tokens  # into a folder that is deleted
     assert args.output_dir == str(tmp_path / "elsewhere")

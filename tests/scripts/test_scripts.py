@@ -591,7 +591,7 @@ def test_the_servers_context_holds_the_prompts_of_evaluations(recipe, tmp_path, 
     arguments, evaluates = ["--dataset_name", str(tmp_path)], ["--eval_strategy", "steps", "--eval_steps", "10"]
     for plan in (launch_plan.make_plan, launch_plan.make_server_plan):
         without = plan(recipe, arguments)["max_model_len"]
-        assert plan(recipe, [*arguments, *evaluates, "--eval_dataset_size", "8"])["max_model_len"] > without
+        assert plan(recipe, [*arguments, *evaluates, "--dataset_test_split", "test[:8]"])["max_model_len"] > without
 
 
 def test_a_run_outlives_its_output_and_a_tool_that_changes_the_folder(random_model, recipe, tmp_path):

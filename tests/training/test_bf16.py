@@ -108,8 +108,10 @@ def port(tmp_path_factory):
 
 
 def served(tmp_path, port, **changes):
-    keys = {"bf16": True, "vllm_server_port": port, "weight_check_every": 1, "disable_tqdm": True, **changes}
-    return build(recipe_file(tmp_path, SERVED, **keys))
+    keys = {"bf16": True, "vllm_server_port": port, "disable_tqdm": True, **changes}
+    trainer = build(recipe_file(tmp_path, SERVED, **keys))
+    trainer.weight_sync.CHECK_EVERY = 1
+    return trainer
 
 
 class Snapshots(TrainerCallback):

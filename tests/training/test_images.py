@@ -21,8 +21,13 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 from vision_run import gradients_of, make_trainer, some_rows, user, write_recipe
 
-from mt_grpo.base import pictures
-from mt_grpo.base.pictures import (
+from mt_grpo.base.rows import Rows
+from mt_grpo.conversation.picture_parts import with_marks
+from mt_grpo.conversation.pictures import forbid, mark_of, readable, with_pictures
+from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
+from mt_grpo.generation.adapters import why_model_merges
+from mt_grpo.images import pictures
+from mt_grpo.images.pictures import (
     FIRST_ID,
     KNOWN,
     has_too_many,
@@ -34,11 +39,6 @@ from mt_grpo.base.pictures import (
     runs_of,
     with_placeholders,
 )
-from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.picture_parts import with_marks
-from mt_grpo.conversation.pictures import forbid, mark_of, readable, with_pictures
-from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
-from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.reports.preflight import images_line
 from mt_grpo.rollout import Rollout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import dataclasses
 import functools
 import inspect
@@ -18,7 +19,6 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticKnownError, SchemaValidator, ValidationError, core_schema, to_jsonable_python
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.json_types import is_json_type, type_name
 from mt_grpo.conversation.tools.results import ADDRESS, json_form
 
 
@@ -57,6 +57,50 @@ def strict_schema(schema: Any, in_model: bool = False) -> Any:
         return value  # pydantic says what is wrong, or the Enum's `_missing_` finds a member
 
     return core_schema.no_info_before_validator_function(check_type, schema)
+
+
+def is_json_type(expected: Any) -> bool:
+    """Whether a type is one of JSON's own. Such arguments are passed unchanged, and the type's name is shown.
+
+    >>> [is_json_type(t) for t in (int, list[dict[str, float]], str | None, typing.Annotated[int, "how many"])]
+    [True, True, True, True]
+    >>> [is_json_type(t) for t in (bytes | None, tuple, dict[int, str], re.RegexFlag)]
+    [False, False, False, False]
+    """
+    origin, options = typing.get_origin(expected) or expected, typing.get_args(expected)
+    if origin is typing.Annotated:
+        return is_json_type(options[0]) and all(isinstance(note, str) for note in options[1:])
+    if origin is typing.Literal:
+        return all(type(option) in (str, int, bool, type(None)) for option in options)
+    if origin in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
+        return not options or (options[0] in (str, Any) and is_json_type(options[1]))
+    lists = (list, collections.abc.Sequence, collections.abc.MutableSequence, collections.abc.Iterable)
+    if origin in (*lists, typing.Union, types.UnionType):
+        return all(is_json_type(option) for option in options)
+    return expected in (str, int, float, bool, type(None), Any, object)
+
+
+def type_name(expected: Any) -> str:
+    """A type as one writes it, without modules and notes: `int`, `list[int]`, `Literal['a', 'b']`, `str | None`.
+
+    >>> type_name(typing.Optional[re.RegexFlag]), type_name(tuple[int, ...]), type_name(typing.Annotated[int, 3])
+    ('RegexFlag | None', 'tuple[int, ...]', 'int')
+    """
+    origin, options = typing.get_origin(expected), typing.get_args(expected)
+    if origin is typing.Annotated:
+        return type_name(options[0])
+    if origin and not is_json_type(expected):
+        if origin is typing.Literal:  # a member of an Enum by its value, which is what one writes
+            names = [repr(getattr(option, "value", option)) for option in options]
+        else:
+            names = [type_name(option) for option in options]
+        union = origin in (typing.Union, types.UnionType)
+        return " | ".join(names) if union else f"{type_name(origin)}[{', '.join(names)}]"
+    if expected in (type(None), ...):
+        return "..." if expected is ... else "None"
+    if origin is None and hasattr(expected, "__name__"):
+        return expected.__name__
+    return str(expected).replace("typing.", "")
 
 
 class ArgumentReader:

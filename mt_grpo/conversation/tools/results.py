@@ -120,19 +120,6 @@ class ResultInParts:
     parts: list[Any]
     text: str | None = None
 
-    def with_text(self, finish: Callable[[str], str]) -> ResultInParts:
-        """Apply a function to the text, such as one that truncates it. A changed text replaces the first text.
-
-        >>> ResultInParts([1, "abc", 2, "def"]).with_text(lambda text: text[:4]).parts
-        [1, 'abcd', 2]
-        """
-        texts = [part for part in self.parts if isinstance(part, str)]
-        parts, made = self.parts, finish("".join(texts))
-        if made != "".join(texts):
-            first = next(k for k, part in enumerate(parts) if isinstance(part, str))
-            parts = [*parts[:first], made, *(part for part in parts[first:] if not isinstance(part, str))]
-        return ResultInParts(parts, None if self.text is None else finish(self.text))
-
 
 def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
     """Convert a tool's return value to a `ToolResult`. If it is one already, its reward and error are kept.

@@ -18,7 +18,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import parse_google_format_docstring
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.json_types import is_json_type, type_name
 from mt_grpo.conversation.formats.base import load_json
 from mt_grpo.conversation.formats.control_tokens import Origin, check_names, forbidden_in, neutralise
 from mt_grpo.conversation.tools.arguments import (
@@ -27,10 +26,12 @@ from mt_grpo.conversation.tools.arguments import (
     cached_by_function,
     default_text,
     hints_of,
+    is_json_type,
     json_schema,
     parameters_schema,
     read_argument,
     readers_of,
+    type_name,
 )
 from mt_grpo.conversation.tools.results import ADDRESS, error_text
 from mt_grpo.rollout import ToolCall, ToolResult

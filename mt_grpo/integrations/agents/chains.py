@@ -61,7 +61,7 @@ def keys_of(messages: Iterable[Message], thinking: tuple[str, str]) -> list[Key]
     return keys
 
 
-@functools.lru_cache(maxsize=512)  # a program sends its texts again and again
+@functools.lru_cache(maxsize=128)  # a program sends its texts again and again
 def collapsed(text: str) -> str:
     """A text with one blank for each white space."""
     return " ".join(text.split())

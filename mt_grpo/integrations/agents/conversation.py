@@ -73,7 +73,6 @@ class AgentConversation:
         agent: The program.
         agent_timeout: Seconds that it may take for one row.
         max_model_calls: Completions per rollout.
-        other_models: What becomes of requests to other models than the policy's: refused or frozen.
     """
 
     renders_all = False  # a request's tools and template arguments are its own
@@ -82,7 +81,6 @@ class AgentConversation:
     agent: FunctionAgent | CommandAgent
     agent_timeout: float
     max_model_calls: int
-    other_models: str = "refused"
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -148,10 +146,10 @@ class AgentConversation:
 
 
 def agent_conversation(
-    base: type, program: FunctionAgent | CommandAgent, timeout: float, max_model_calls: int, **settings: Any
+    base: type, program: FunctionAgent | CommandAgent, timeout: float, max_model_calls: int
 ) -> type:
     """The subclass of the class of conversations, `base`, that an agent's program runs."""
-    settings |= {"agent": program, "agent_timeout": timeout, "max_model_calls": max_model_calls}
+    settings = {"agent": program, "agent_timeout": timeout, "max_model_calls": max_model_calls}
     return type("AgentConversation", (AgentConversation, base), settings)
 
 
@@ -171,8 +169,7 @@ def load_agent_conversation(script_args: Any, args: Any, base: type) -> tuple[ty
         got = "neither" if script_args.agent is None else "both"
         raise ValueError(f"environment: openai_agent got {got} of agent and agent_command. Set exactly one of them.")
     program = load_function(script_args.agent) if script_args.agent else load_command(script_args.agent_command)
-    others = {"other_models": script_args.agent_other_models}
-    conversation = agent_conversation(base, program, timeout, script_args.max_model_calls, **others)
+    conversation = agent_conversation(base, program, timeout, script_args.max_model_calls)
     return conversation, agent_environment(program)
 
 

@@ -22,10 +22,6 @@ class AgentKeys:
         "A program instead of agent: a row on standard input, OpenAI's or Anthropic's API by address",
         needs=AGENT,
     )
-    agent_other_models: str = key(
-        "refused", "Models other than policy that an agent asks for: refused, or frozen (the policy, untrained)",
-        one_of=("refused", "frozen"), needs=AGENT,
-    )  # fmt: skip
     agent_timeout: float = key(
         600.0, "Seconds of the agent's own for one row, without its waits for the policy; then its outcome is 0",
         within="(0, inf)", needs=AGENT,

@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 
 ROUNDS = 200  # of killing what a command leaves behind
 
@@ -79,10 +80,19 @@ def end_inherited() -> None:
                 pass
         except ChildProcessError:
             return
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            for pid in file.read().split():
-                end(int(pid), signal.SIGKILL)
+        for pid in children():
+            end(pid, signal.SIGKILL)
         time.sleep(0.01)
+
+
+def children() -> list[int]:
+    """The processes whose parent this one is."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{pid}/stat") as file:
+            if int(file.read().rpartition(")")[2].split()[1]) == os.getpid():
+                found.append(int(pid))
+    return found
 
 
 if __name__ == "__main__":

@@ -9,9 +9,9 @@ from typing import Any
 
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import is_nested
-from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.pictures import PictureReader, mark_of, marks_replaced
 from mt_grpo.conversation.tools.signature import check_schema
+from mt_grpo.images.pictures import Picture
 from mt_grpo.rollout import Message
 
 POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are trained on, and that are not

@@ -23,9 +23,9 @@ import openai.resources.responses
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
-from mt_grpo.base.pictures import uri_or_str
 from mt_grpo.conversation.environments import EnvironmentFailure, is_number
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, run_tool
+from mt_grpo.images.pictures import uri_or_str
 from mt_grpo.integrations.agents.messages import ApiError
 from mt_grpo.integrations.agents.server import AgentServer
 from mt_grpo.integrations.agents.session import AgentSession
@@ -238,9 +238,10 @@ class FunctionAgent:
 
     async def _run_on_agents_loop(self, row: dict[str, Any], client: AsyncAgentClient) -> Any:
         """The result of an async function. If this is cancelled the function is, too, and has a moment to end."""
-        here, ended = asyncio.get_running_loop(), asyncio.Event()
+        here, ended, tasks = asyncio.get_running_loop(), asyncio.Event(), []
 
         async def call() -> Any:
+            tasks.append(asyncio.current_task())
             try:
                 async with client:
                     return await self.function(row, client)
@@ -251,12 +252,18 @@ class FunctionAgent:
             finally:
                 here.call_soon_threadsafe(ended.set)
 
-        running = asyncio.run_coroutine_threadsafe(call(), background_loop(AGENT_THREAD))
+        loop = background_loop(AGENT_THREAD)
+        running = asyncio.run_coroutine_threadsafe(call(), loop)
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(ended.wait(), SECONDS_TO_END)
+            for task in [None, *tasks]:  # one that catches its cancellation is cancelled once more
+                if task is not None and not ended.is_set():
+                    loop.call_soon_threadsafe(task.cancel)
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(ended.wait(), SECONDS_TO_END)
+            if tasks and not ended.is_set():
+                logger.warning(f"The agent {self.name} goes on after it was cancelled twice. It should end.")
             raise
 
 

@@ -16,7 +16,6 @@ from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
 from mt_grpo.integrations.agents.chat_api import ROLES, read_name
 from mt_grpo.integrations.agents.messages import (
-    TEXT,
     Answer,
     ApiError,
     Contents,
@@ -168,11 +167,14 @@ class Responses:
 # -- of a request --
 
 
-def read_items(items: Any, contents: Contents = TEXT, stored: Responses | None = None) -> list[Message]:
-    """Text or items, which may refer to earlier answers of the conversation, as messages. Raises `ApiError`."""
+def read_items(items: Any, contents: Contents, stored: Responses, before: list[Message]) -> list[Message]:
+    """The messages of a text or of items, which may refer to earlier answers of the conversation. Raises `ApiError`.
+
+    Items of an answer that is among the messages `before` them are duplicates.
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": contents.text(items, "input")}]
-    reader = ItemReader(contents, stored or Responses())
+    reader = ItemReader(contents, stored, before)
     for k, item in enumerate(expect(items or [], list, "input")):
         reader.add(expect(item, dict, f"input[{k}]"), f"input[{k}]")
     return reader.messages
@@ -186,13 +188,15 @@ class ItemReader:
     of its answer if results stand between.
     """
 
-    def __init__(self, contents: Contents, stored: Responses):
+    def __init__(self, contents: Contents, stored: Responses, before: list[Message]):
         self._contents, self._stored = contents, stored
         self.messages: list[Message] = []
         self._numbered: dict[str, Message] = {}  # the assistant's messages, by the number of the answer
         self._number: str | None = None  # of the last message, if it is known
         self._kinds: set[str] = set()  # of the items of the last message
-        self._seen: set[str] = set()  # ids of items
+        answered = {message.get("signature") for message in before}
+        signatures = {each: f"policy-{stored.conversation}-{OWN.fullmatch(each)[2]}" for each in stored.items}
+        self._seen = {each for each, signature in signatures.items() if signature in answered}  # ids of items
 
     def add(self, item: dict[str, Any], param: str) -> None:
         """Read one input item and add its messages. Raises `ApiError`."""

@@ -33,7 +33,8 @@ def read(body: dict[str, Any], session: Any) -> ModelRequest:
         raise refuse("include", f"{LOGPROBS} is not supported. Remove it.", "unsupported_parameter")
     text = expect(body.get("instructions") or "", str, "instructions")
     instructions = [{"role": "system", "content": text}] if text else []  # of this request only
-    messages = [*session.responses.before(body), *read_items(body.get("input"), session.contents, session.responses)]
+    before = session.responses.before(body)
+    messages = [*before, *read_items(body.get("input"), session.contents, session.responses, before)]
     if not instructions and not messages:
         raise refuse("input", "got nothing, expected text or items.")
     return ModelRequest(

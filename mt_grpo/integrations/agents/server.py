@@ -128,9 +128,11 @@ class AgentServer:
             raise ApiError(404, message, "unknown_url")
         body = read_body(await request.read())
         read = await session.in_order(functools.partial(read_request, api, body, session))
+        reward, rewarded = read_reward(headers.get("X-Turn-Reward")), headers.get("X-Turn-Answer")
+        if (rewarded is not None and reward is None) or (reward is not None and name == COUNT):
+            raise refuse("X-Turn-Reward", "a reward has a number, and goes with a request that is sampled.")
         if name == COUNT:
             return json_response({"input_tokens": session.count_tokens(read)})
-        reward, rewarded = read_reward(headers.get("X-Turn-Reward")), headers.get("X-Turn-Answer")
         is_retry = headers.get("x-stainless-retry-count", "0") != "0"
         asked = session.ask(read, body, is_retry, reward, rewarded)
         try:

@@ -14,10 +14,10 @@ from typing import Any
 
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
-from mt_grpo.base.pictures import MOST_PICTURES
 from mt_grpo.conversation.environments import is_number
 from mt_grpo.conversation.pictures import reader_of, why_none
 from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.images.pictures import MOST_PICTURES
 from mt_grpo.integrations.agents.chains import Asked, Chains, Completion
 from mt_grpo.integrations.agents.messages import (
     FROZEN,
@@ -248,20 +248,11 @@ class AgentSession(RolloutSession):
 
     def trains(self, model: Any) -> bool:
         """Whether answers of a model are trained on: those of `policy` alone. Raises `ApiError` for an unknown one."""
-        if model in (POLICY, FROZEN):
-            return model == POLICY
-        name = self.env.agent.name
-        if self.env.other_models == "refused" or not isinstance(model, str):
-            message = (
-                f"The model {model!r:.100} does not exist. Expected {POLICY!r}, or {FROZEN!r}, which is not trained "
-                "on. Set agent_other_models to answer for other models, too."
-            )
+        if model not in (POLICY, FROZEN):
+            expected = f"Expected {POLICY!r}, or {FROZEN!r}, which is not trained on."
+            message = f"The model {model!r:.100} does not exist. {expected}"
             raise ApiError(404, message, "model_not_found", "model")
-        tell_once(
-            f"{name}: a request names the model {model!r:.100}. The policy answers, and is not trained on it.",
-            f"{name} model {model:.100}",
-        )
-        return False
+        return model == POLICY
 
     @property
     def limit_met(self) -> StopReason | None:

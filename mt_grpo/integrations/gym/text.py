@@ -109,6 +109,6 @@ def from_json(text: str, space: spaces.Space) -> Any:
         if not np.issubdtype(space.dtype, np.floating) and not np.array_equal(array, converted):
             raise ValueError("not whole numbers")
         return converted
-    if isinstance(value, bool):
-        raise ValueError("no number")
+    if not isinstance(space, spaces.Discrete) or isinstance(value, bool):
+        raise ValueError("no number, or a space whose members JSON does not say")
     return value

@@ -14,18 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from mcp import Client, MCPError, StdioServerParameters
+from mcp import Client, StdioServerParameters
 from mcp.client.sse import sse_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp_types import CONNECTION_CLOSED
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 
 logger = logging.getLogger(__name__)
 LOOP = "mt-grpo-mcp"  # the thread of all servers
-SECONDS_TO_START, SECONDS_TO_CLOSE, MOST_CALLS = 60.0, 8.0, 16  # of one server
-KEYS = {"command", "args", "env", "cwd", "url", "headers", "type", "auth_token"}  # auth_token is verl's
+SECONDS_TO_START, SECONDS_TO_ANSWER, SECONDS_TO_CLOSE, MOST_CALLS = 60.0, 60.0, 8.0, 16  # of one server
+KEYS = {"command", "args", "env", "cwd", "url", "headers", "type", "tools", "auth_token"}  # auth_token is verl's
 
 
 class McpToolError(RuntimeError):
@@ -37,7 +36,9 @@ def read_servers(path: str, key: str) -> dict[str, dict[str, Any]]:
 
     def value(found: re.Match) -> str:
         name, has_default, default = found[1].partition(":-")
-        return json.dumps(os.environ.get(name, default) if has_default else os.environ[name])[1:-1]
+        if has_default and name not in os.environ:
+            return default
+        return json.dumps(os.environ[name])[1:-1]
 
     try:
         servers = json.loads(re.sub(r"\$\{([^}]+)\}", value, Path(path).read_text(encoding="utf-8")))["mcpServers"]
@@ -63,6 +64,7 @@ class McpServer:
         self.name, self.entry, self.starts = name, entry, 0
         self.slots = asyncio.Semaphore(MOST_CALLS)
         self.owner = self.ready = self.closing = None  # a task, a future of its client, and an event that ends it
+        self.checks: set[asyncio.Task] = set()  # after calls that were given up
 
     async def tools(self) -> list[Any]:
         """All tools of the server, page by page."""
@@ -87,12 +89,29 @@ class McpServer:
                 raise McpToolError(f"the server {self.name} does not start ({type(error).__name__})") from error
             try:
                 return await client.call_tool(tool, arguments)
+            except asyncio.CancelledError:  # it took too long: the server may hang
+                check = asyncio.create_task(self.close_if_dead(client, owner))
+                self.checks.add(check)
+                check.add_done_callback(self.checks.discard)
+                raise
             except Exception as error:
-                if isinstance(error, MCPError) and error.code != CONNECTION_CLOSED and "ession" not in str(error):
-                    raise McpToolError(str(error)) from error
-                if self.owner is owner:  # otherwise another call has noticed it, too
-                    await self.close()
-                raise McpToolError(f"the server {self.name} was lost during the call. Try again.") from error
+                if await self.close_if_dead(client, owner):
+                    raise McpToolError(f"the server {self.name} was lost during the call. Try again.") from error
+                raise McpToolError(str(error)) from error
+
+    async def close_if_dead(self, client: Client, owner: asyncio.Task) -> bool:
+        """Close a connection over which the server answers no more. Returns whether it does not.
+
+        INVARIANT: an error of one call leaves the connection alone, which other conversations use.
+        """
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(SECONDS_TO_ANSWER):
+                if not owner.done():
+                    await client.list_tools()
+                    return False
+        if self.owner is owner:  # otherwise another call has noticed it, too
+            await self.close()
+        return True
 
     async def connected(self) -> Client:
         """The connection; a new one if there is none. A start goes on if the call that began it is given up."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import types
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +22,21 @@ def start_servers(path: str, key: str) -> list[tuple[McpServer, list[Any]]]:
     async def start(name: str, entry: dict[str, Any]) -> tuple[McpServer, list[Any]]:
         servers_to_close.append(server := McpServer(name, entry))
         try:
-            return server, await server.tools()
+            tools = await server.tools()
         except Exception as error:
             await server.close()
-            hint = "See its output above." if "command" in entry else f"Is it running at {entry['url']}?"
-            raise ValueError(f"{key}: the server {name!r} does not start ({error_line(error)}). {hint}") from error
+            url = entry.get("url", "")
+            shown = re.sub(r"//[^/@]*@|[?#].*", lambda found: found[0][:2] if found[0][0] == "/" else "", url)
+            hint = f"Is it running at {shown}?" if url else "See its output above."
+            why = error_line(error).replace(url or " ", shown or " ")  # without what ${NAME} has filled in
+            raise ValueError(f"{key}: the server {name!r} does not start ({why}). {hint}") from error
+        selection, names = entry.get("tools"), [tool.name for tool in tools]
+        if unknown := [each for each in selection or [] if each not in names]:
+            raise ValueError(
+                f"{key}: the server {name!r} of {path!r} offers no tool {unknown[0]!r} of its list `tools`. It "
+                f"offers: {', '.join(names)}."
+            )
+        return server, [tool for tool in tools if selection is None or tool.name in selection]
 
     async def start_all() -> list[tuple[McpServer, list[Any]]]:
         return await gather_all([start(name, entry) for name, entry in read_servers(path, key).items()])
@@ -33,36 +44,33 @@ def start_servers(path: str, key: str) -> list[tuple[McpServer, list[Any]]]:
     return asyncio.run_coroutine_threadsafe(start_all(), background_loop(LOOP)).result()
 
 
-def load_mcp_tools(path: str, selection: list[str] | None, cut: Callable[[str], str]) -> list[Callable]:
-    """The tools of the servers of a JSON file, or those that `selection` names. Raises `ValueError`."""
-    started = start_servers(path, "mcp_config_file")
-    offered = [(f"{server.name}:{tool.name}", server, tool) for server, tools in started for tool in tools]
-    known = {name for full, _, tool in offered for name in (full, tool.name)}
-    if unknown := [name for name in selection or [] if name not in known]:
-        names = ", ".join(full for full, *_ in offered)
-        raise ValueError(f"mcp_tools: no server of {path!r} offers {unknown[0]!r}. They offer: {names}.")
-    chosen: dict[str, Callable] = {}
-    for full, server, tool in offered:
-        if selection is None or {full, tool.name} & set(selection):
-            if tool.name in chosen:
-                raise ValueError(f"mcp_config_file: two tools {tool.name!r}. Choose with mcp_tools: [{full}, ...].")
-            chosen[tool.name] = mcp_tool(server, tool, cut)
-    if not chosen:
+def load_mcp_tools(path: str) -> list[Callable]:
+    """The tools of the servers of a JSON file. Raises `ValueError`."""
+    tools: dict[str, Callable] = {}
+    for server, offered in start_servers(path, "mcp_config_file"):
+        for tool in offered:
+            if tool.name in tools:
+                raise ValueError(
+                    f"mcp_config_file: two tools {tool.name!r}, one of the server {server.name!r}. Choose with a list "
+                    f"`tools` of names in the entries of {path!r}."
+                )
+            tools[tool.name] = mcp_tool(server, tool)
+    if not tools:
         raise ValueError(f"mcp_config_file: the servers of {path!r} offer no tools. Expected at least one.")
-    return list(chosen.values())
+    return list(tools.values())
 
 
-def mcp_tool(server: McpServer, tool: Any, cut: Callable[[str], str]) -> Callable:
+def mcp_tool(server: McpServer, tool: Any) -> Callable:
     """One tool of a server, which checks its arguments itself. Raises `ValueError` for a schema of no function."""
 
     async def run(**arguments: Any) -> str | ResultInParts:
         result = await run_on_thread(server.call(tool.name, arguments), LOOP)
-        text = cut(result_text(result))
+        text = result_text(result)
         if result.is_error:
             raise McpToolError(text)
         parts = [part for each in result.content for part in (image_part(each) or content_text(each), "\n")][:-1]
         has_image = any(isinstance(part, dict) for part in parts)
-        return ResultInParts(parts, text).with_text(cut) if has_image else text
+        return ResultInParts(parts, text) if has_image else text
 
     function = as_tool(types.SimpleNamespace(name=tool.name, schema=schema_of(server, tool), run=run))
     function.as_written = True

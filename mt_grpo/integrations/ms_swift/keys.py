@@ -44,7 +44,7 @@ class SwiftIntegration(Integration):
         return bool(script_args.multi_turn_scheduler)
 
     def check(self, script_args: Any, runner: Integration | None) -> None:
-        """Raise `ValueError` where another house runs the conversation, too."""
+        """Raise `ValueError` if another integration runs the conversation, too."""
         if runner is not self and self.runs(script_args):
             raise ValueError(f"{self.line} and {runner.line} both run the conversation. Remove one.")
         if runner is not self:

@@ -96,7 +96,7 @@ async def drive(scheduler: Any, request: Any, config: Any, **kwargs: Any) -> Rol
             request = step["infer_request"]
             infos |= step.get("rollout_infos") or {}
         segment = step.get("response_token_ids"), step.get("response_loss_mask")
-        same_message = request.messages[-1]["role"] == "assistant"
+        same_message = len(request.messages) == len(snapshot) and request.messages[-1]["role"] == "assistant"
         await engine.call("end_turn", choice, text_at(request.messages, snapshot), same_message, *segment)
         if is_last:
             snapshot = messages

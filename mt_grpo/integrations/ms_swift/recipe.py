@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.pictures import image_or_str
+from mt_grpo.base.json_types import image_or_str
 from mt_grpo.conversation.picture_parts import images_of
 from mt_grpo.integrations.checks import check_settings_of
 from mt_grpo.integrations.ms_swift.conversation import (
@@ -86,7 +87,8 @@ def as_reward(name: str, script_args: Any, args: Any) -> Callable:
             reward = reward(**({"args": Settings(script_args, args)} if takes else {}))
     except Exception as error:
         raise ValueError(f"reward_funcs: {name!r} raised {error_line(error)}.") from error
-    call = reward if inspect.isroutine(reward) else type(reward).__call__
+    plain = reward.func if isinstance(reward, functools.partial) else reward
+    call = plain if inspect.isroutine(plain) else type(plain).__call__
 
     def arguments(environments: list, given: dict[str, Any]) -> dict[str, Any]:
         own, rest = columns_of(environments), {key: value for key, value in given.items() if key not in OURS}

@@ -133,6 +133,19 @@ def check_sampled(ids: list[int], mask: list[int], place: int, end: int) -> None
         )
 
 
+def without_prefill(sample: Sample, ids: list[int], mask: list[int] | None) -> tuple[list[int], list[int] | None]:
+    """The ids and the mask of a message without the ids in front of its first response, which the model has read.
+
+    Raises `SchedulerFailure` if one of these has mask 1.
+    """
+    read = sample.prompt_ids
+    sizes = [size for size in range(len(ids)) if ids[:size] == read[len(read) - size :]]
+    start = max(sizes, key=lambda size: (num_same(ids[size:], sample.turn.token_ids), -size), default=0)
+    if mask:
+        check_sampled(ids, checked_mask(ids, list(mask)), 0, start)
+    return list(ids[start:]), list(mask[start:]) if mask else None
+
+
 def edit(
     sample: Sample,
     text: str | None,
@@ -157,20 +170,28 @@ def edit(
     if mask and not ids:
         raise SchedulerFailure("response_loss_mask was returned without response_token_ids. Return both.")
     if ids:
-        ids, same = list(ids), num_same(ids, sampled)
+        ids, mask = without_prefill(sample, list(ids), mask)
+        same = num_same(ids, sampled)
         size = num_ids(written.tokenizer)
         if (unknown := first_unknown(ids[same:], size)) is not None:
             raise SchedulerFailure(
                 f"response_token_ids has {unknown!r:.100} after what was sampled, expected a flat list of numbers "
                 f"from 0 to {size - 1}, the ids of the tokenizer."
             )
-        kept = checked_mask(ids, list(mask)) if mask else [1] * same + [0] * (len(ids) - same)
+        if sampled and not (same or mask):
+            raise SchedulerFailure(
+                f"response_token_ids begins with {ids[0]}, expected {sampled[0]}, as what was sampled. For ids of the "
+                "scheduler's own, return a response_loss_mask of zeros."
+            )
+        kept = checked_mask(ids, mask) if mask else [1] * same + [0] * (len(ids) - same)
         check_sampled(ids, kept, same, len(ids))
         text = sample.text if text is None else text
     elif text is None or sample.is_read:
         return
     elif text.startswith(sample.text):
         ids, same = sampled, len(sampled)
+    elif not same_message and text.strip() == sample.text.strip():
+        return
     elif text.startswith(sample.start) and (same_message or sample.bare.startswith(text)):
         same = num_kept(sampled, text[len(sample.start) :], written.text)
         ids, sample.dropped = sampled[:same], not same
@@ -204,6 +225,7 @@ def choose(group: list[Sample], ids: list[int], mask: list[int] | None, ends: fr
     An end of turn may be left out, and what was sampled last. Raises `SchedulerFailure` if any other id differs, or
     one of mask 1 was not sampled.
     """
+    ids, mask = without_prefill(group[0], ids, mask)
     place, kept = 0, checked_mask(ids, mask) if mask else [1] * len(ids)
     for sample, later in zip(group, [*group[1:], None]):
         chosen = []

@@ -13,8 +13,8 @@ import secrets
 from typing import Any, NamedTuple
 
 from mt_grpo.base.errors import error_line, tell_once
-from mt_grpo.base.pictures import Picture
 from mt_grpo.conversation.formats.hermes import call_id
+from mt_grpo.images.pictures import Picture
 from mt_grpo.integrations.ms_swift.loop import RolloutOver, SchedulerFailure
 from mt_grpo.integrations.ms_swift.messages import RequestImages, prefill_of, read_messages, rendered
 from mt_grpo.integrations.ms_swift.protocol import RolloutOutput, listed_tools
@@ -115,7 +115,7 @@ class SchedulerSession(RolloutSession):
         new = list(added)
         if going.said:
             texts = rendered(going.said, calls, self.tokenizer, self.prompt)
-            new += written.suffix_ids(calls, texts, [] if added else sampled, context) + prefill
+            new += written.suffix_ids(calls, texts, added or sampled, context) + prefill
         ids = parent.prompt_ids + (sampled[:-1] if drops_end else sampled) + new
         said = going.said + messages[len(base) :]
         in_record = not (parent.is_read or drops_end)

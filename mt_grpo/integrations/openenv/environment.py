@@ -56,10 +56,12 @@ class OpenEnvSession:
             except ActionRefused:
                 raise
             except BaseException as error:
-                await self.close(f"{kind} of {self.url} failed ({error_line(error)})")
+                gave_up = "CancelledError: tool_timeout or environment_timeout"
+                why = error_line(error) if isinstance(error, Exception) else gave_up
+                await self.close(f"{kind} of {self.url} failed ({why})")
                 if isinstance(error, Exception):
                     raise self.failure from error
-                raise  # the caller gave up
+                raise
 
     async def _ask(self, kind: str, request: dict[str, Any]) -> dict[str, Any]:
         if self._socket is None:  # without time limits: the caller has one
@@ -74,7 +76,9 @@ class OpenEnvSession:
             if code == "EXECUTION_ERROR":  # perhaps at every action
                 tell_once(f"{kind} of {self.url} raised on the server: {words}", about=f"{self.url} {kind}")
             known = kind != "reset" and code in ("VALIDATION_ERROR", "EXECUTION_ERROR")
-            raise ActionRefused(words) if known else EnvironmentFailure(f"{code}: {words}")
+            failure = ActionRefused(words) if known else EnvironmentFailure(f"{code}: {words}")
+            failure.most = data.get("max_sessions") if code == "CAPACITY_REACHED" else None
+            raise failure
         if kind == "state":
             return data
         observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
@@ -108,7 +112,6 @@ class OpenEnvEnvironment:
     """One episode. Tools of the server are methods of the class. Without any, the text of a turn is an action."""
 
     servers: Iterator[str]  # each conversation takes the next one
-    reset_arguments: dict[str, Any] = {}
     keyword_columns = ("reset_kwargs",)
     rules: str | None = None  # of actions; None: the server has tools
     field: str | None = None  # the only text that an action needs; None: a turn writes JSON
@@ -121,9 +124,10 @@ class OpenEnvEnvironment:
     episode_done = property(lambda self: self.session.done)
 
     async def reset(self, seed=None, episode_id=None, reset_kwargs: dict | None = None, **row: Any) -> str:
-        """Begin an episode. Arguments of the row replace those of the recipe. If a server is full, wait."""
-        arguments = {**self.reset_arguments, **(reset_kwargs or {})}
-        arguments |= {key: each for key, each in (("seed", seed), ("episode_id", episode_id)) if each is not None}
+        """Begin an episode with the row's arguments. If a server is full, wait."""
+        arguments = (reset_kwargs or {}) | {
+            key: each for key, each in (("seed", seed), ("episode_id", episode_id)) if each is not None
+        }
         while True:
             self.session = OpenEnvSession(next(self.servers))
             try:
@@ -132,8 +136,7 @@ class OpenEnvEnvironment:
             except EnvironmentFailure as error:
                 if "CAPACITY_REACHED" not in str(error):
                     raise
-                tell_once(f"{error}. Conversations wait: start it with a larger max_concurrent_envs.")
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.2)  # others have taken the places that were counted
         text = (self.rules or "") + self._shown
         return "\n" + text if text and row.get("prompt") else text
 
@@ -159,9 +162,11 @@ class OpenEnvEnvironment:
     async def _call(self, tool: str, arguments: dict[str, Any]) -> ToolResult:
         action = {"type": "call_tool", "tool_name": tool, "arguments": arguments}
         answer = await run_on_thread(self.session.ask("step", action), LOOP)
-        result, error = answer.get("result"), answer.get("error")
+        result, error = answer.get("result", shown(answer)), answer.get("error")
         if isinstance(result, dict) and isinstance(result.get("content"), list):  # as MCP has it
-            text = "\n".join(part.get("text") or f"[{part['type']}: not shown]" for part in result["content"])
+            parts = [(each["type"], each.get("text")) for each in result["content"]]
+            text = "\n".join(f"[{kind}: not shown]" if words is None else words for kind, words in parts)
+            text = text if parts else as_text(result.get("structured_content"))
             result, error = text, error or (result.get("is_error") and text)
         if error:
             raise ActionRefused(error["message"] if isinstance(error, dict) else error)
@@ -212,13 +217,33 @@ async def ask(url: str, seconds: float) -> tuple[str, dict[str, Any], list[dict]
         await session.close()
 
 
+async def num_places(urls: tuple[str, ...], most: int) -> int:
+    """How many sessions the servers have, as far as a step with `most` conversations fills them for a moment."""
+    sessions = [OpenEnvSession(url) for url, _ in zip(itertools.cycle(urls), range(most))]
+    asked = await asyncio.gather(*[each.ask("state") for each in sessions], return_exceptions=True)
+    await asyncio.gather(*[each.close() for each in sessions])
+    places = 0
+    for url in urls:
+        answers = [answer for session, answer in zip(sessions, asked) if session.url == url]
+        failed = [getattr(each.__cause__, "most", None) for each in answers if isinstance(each, EnvironmentFailure)]
+        places += (max(filter(None, failed), default=0) or len(answers) - len(failed)) if failed else most
+    return places
+
+
 def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnvironment]:
     """The class of a recipe's environments, with a method for each tool of the server. Raises `ValueError`."""
-    urls, reset = script_args.openenv_url or "http://127.0.0.1:8000", script_args.openenv_reset or {}
+    urls = script_args.openenv_url or "http://127.0.0.1:8000"
     urls = tuple(url.rstrip("/") for url in ([urls] if isinstance(urls, str) else urls))
-    (name, action, tools), *_ = [run_async(run_on_thread(ask(url, args.environment_timeout), LOOP)) for url in urls]
-    reset = json.loads(reset) if isinstance(reset, str) else reset
-    settings = {"servers": itertools.cycle(urls), "reset_arguments": reset}
+    found = [run_async(run_on_thread(ask(url, args.environment_timeout), LOOP)) for url in urls]
+    if different := [url for url, each in zip(urls, found) if each != found[0]]:
+        raise ValueError(f"openenv_url: {different[0]} has other actions or tools than {urls[0]}.")
+    name, action, tools = found[0]
+    places = run_async(run_on_thread(num_places(urls, args.generation_batch_size), LOOP))
+    settings = {"servers": itertools.cycle(urls), "most_conversations": max(1, places // args.world_size)}
+    if places < args.generation_batch_size:
+        tell_once(
+            f"OpenEnv: {places} sessions for a step, so that others wait. Raise the server's max_concurrent_envs."
+        )
     if tools is None:
         check_tool_format(args.tool_format, "environment: openenv if the server has no tools")
         if script_args.tools_script is not None:

@@ -16,9 +16,6 @@ class OpenEnvKeys:
     openenv_url: list[str] | str | None = key(
         None, "OpenEnv server's address, or a list", needs="the line environment: openenv", opens=True, trained=False
     )
-    openenv_reset: dict[str, Any] | str | None = key(
-        None, "Arguments of each reset, a mapping. A row may replace some", needs="the line environment: openenv"
-    )
 
 
 class OpenEnvIntegration(Integration):

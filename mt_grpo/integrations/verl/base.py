@@ -101,16 +101,16 @@ async def on_own_loop(coroutine: Coroutine) -> Any:
     return await run_on_thread(coroutine, "mt-grpo-verl")
 
 
-def function_as_tool(tool: FunctionTool, finish: Callable[[ToolResult], ToolResult]) -> Callable:
-    """Convert a declared function to a tool of the trainer. `finish` is applied to its results, to truncate them."""
+def function_as_tool(tool: FunctionTool) -> Callable:
+    """Convert a declared function to a tool of the trainer."""
 
     @functools.wraps(tool.fn)
     def run(*args: Any, **kwargs: Any) -> ToolResult:
-        return finish(read_result(tool.fn(*args, **kwargs)))
+        return read_result(tool.fn(*args, **kwargs))
 
     @functools.wraps(tool.fn)
     async def run_async(*args: Any, **kwargs: Any) -> ToolResult:
-        return finish(read_result(await on_own_loop(tool.fn(*args, **kwargs))))
+        return read_result(await on_own_loop(tool.fn(*args, **kwargs)))
 
     made = run_async if inspect.iscoroutinefunction(tool.fn) else run
     made.__name__ = tool.name
@@ -154,3 +154,8 @@ def response_content(response: Any) -> str | ResultInParts:
         raise ValueError("the tool returned a video, which this trainer cannot show to a model")
     images = [{"type": "image", "image": image} for image in response.image or [] if image is not None]
     return ResultInParts([*images, *filter(None, [response.text])]) if images else response.text or ""
+
+
+def overridden(tool: Any, method: str) -> bool:
+    """Whether a tool's class has a method of its own, and not that of verl's base class."""
+    return not getattr(tool, method).__qualname__.startswith(("BaseTool.", "BaseInteraction."))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import yaml
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.files import RecipeLoader
-from mt_grpo.integrations.verl.base import FunctionTool, declared, schema_dict
+from mt_grpo.integrations.verl.base import FunctionTool, declared, overridden, schema_dict
 from mt_grpo.integrations.verl.mcp import load_mcp_entry
 from mt_grpo.integrations.verl.paths import install
 from mt_grpo.recipe.plugins import find_modules_next_to, import_file, load_class
@@ -62,6 +63,9 @@ def tools_of_entry(
     # What the file says: an installed verl drops what its classes do not list.
     tool.json_schema = tool_schema or schema_dict(tool.tool_schema)
     tool.create_kwargs_from = dict(create_kwargs_from or {})
+    for method in ("create", "execute", "calc_reward", "release"):
+        if not inspect.iscoroutinefunction(inspect.unwrap(getattr(tool, method))):
+            raise ValueError(f"{method} is not async. Define it with `async def {method}`, as in verl")
     return [tool]
 
 
@@ -75,6 +79,8 @@ def load_interactions(path: str) -> dict[str, Any]:
         if name in interactions:
             raise ValueError(f"two interactions are called {name!r}. Rename one")
         interactions[name] = cls({**(config or {}), "name": name})
+        if not overridden(interactions[name], "generate_response"):
+            raise ValueError("it has no generate_response of its own: the one of verl's base class is an example")
 
     for entry in read_entries(path, "interaction", INTERACTIONS):
         with named(f"{INTERACTIONS}: {entry['class_name']!r} of {path!r}"):
@@ -117,7 +123,12 @@ def read_entries(path: str, name: str, key: str) -> list[dict[str, Any]]:
 
 
 class Loader(RecipeLoader):
-    """A loader that rejects a key that is set twice, and reads `1e-4` as a number, as OmegaConf does."""
+    """A loader that rejects a key that is set twice. `1e-4` is a number and a date is text, as for OmegaConf."""
+
+    yaml_implicit_resolvers = {
+        first: [each for each in resolvers if each[0] != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in RecipeLoader.yaml_implicit_resolvers.items()
+    }
 
 
 Loader.add_implicit_resolver(

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.integrations.checks import cut_result, truncation
 from mt_grpo.integrations.verl.base import function_as_tool
 from mt_grpo.integrations.verl.config import load_function_tools, load_interactions, load_tools_config
 from mt_grpo.integrations.verl.environment import VerlEnvironment, environment_class
 from mt_grpo.recipe.plugins import load_environment
-from mt_grpo.rollout import Context, Message, Rollout, ToolResult, Turn
+from mt_grpo.rollout import Context, Message, Rollout, Turn
 
 
 class VerlConversation:
@@ -43,12 +42,7 @@ class RenderedConversation:
 
 def load_function_tool_list(script_args: Any) -> list[Callable]:
     """The tools of `function_tool_path`. Raises `ValueError`."""
-    most, side = truncation(script_args)
-
-    def finish(result: ToolResult) -> ToolResult:
-        return ToolResult(cut_result(result.text, most, side), reward=result.reward)
-
-    return [function_as_tool(tool, finish) for tool in load_function_tools(script_args.function_tool_path)]
+    return [function_as_tool(tool) for tool in load_function_tools(script_args.function_tool_path)]
 
 
 def load_verl_conversation(script_args: Any, base: type) -> tuple[type, Any]:
@@ -64,5 +58,5 @@ def load_verl_conversation(script_args: Any, base: type) -> tuple[type, Any]:
         )
     tools = load_tools_config(tools_file) if tools_file else {}
     interactions = load_interactions(interactions_file) if interactions_file else {}
-    environment = environment_class(tools, interactions, *truncation(script_args))
+    environment = environment_class(tools, interactions)
     return type("VerlConversation", (VerlConversation, conversation), {}), environment

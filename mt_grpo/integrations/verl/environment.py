@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.base.errors import error_line, tell_once
-from mt_grpo.base.pictures import pictures_in
 from mt_grpo.conversation.environments import METHODS, is_number
 from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.tools.results import ResultInParts
 from mt_grpo.conversation.tools.signature import as_method
-from mt_grpo.integrations.checks import cut_result
-from mt_grpo.integrations.verl.base import on_own_loop, read_result, response_content
+from mt_grpo.images.pictures import pictures_in
+from mt_grpo.integrations.verl.base import on_own_loop, overridden, read_result, response_content
 from mt_grpo.rollout import Reply, Rollout, ToolResult, Turn
 
 STEPS = {"create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs"}
@@ -104,18 +103,11 @@ def accepted(function: Callable, **offered: Any) -> dict[str, Any]:
     return {name: value for name, value in offered.items() if takes_all or name in parameters}
 
 
-def overridden(tool: Any, method: str) -> bool:
-    """Whether a tool's class has a method of its own, and not that of verl's base class."""
-    return not getattr(tool, method).__qualname__.startswith(("BaseTool.", "BaseInteraction."))
-
-
 class VerlEnvironment:
     """The state of one conversation. `environment_class` makes the class of a recipe, whose methods are the tools."""
 
     verl_tools: dict[str, Any] = {}
     interactions: dict[str, Any] = {}
-    max_characters: int | None = None
-    truncate_side = "middle"
     keyword_columns = ("tools_kwargs", "interaction_kwargs", "extra_info")
 
     def __init__(self):
@@ -205,7 +197,7 @@ class VerlEnvironment:
             self.agent_data.tool_rewards.append(result.reward)
         if isinstance(returned, tuple) and len(returned) == 3:
             self.agent_data.metrics.setdefault(name, []).append(returned[2])
-        return ToolResult(cut_result(result.text, self.max_characters, self.truncate_side), reward=result.reward)
+        return result
 
     def _kwargs(self, name: str, step: str) -> dict[str, Any]:
         return self.agent_data.tools_kwargs.get(name, {}).get(f"{step}_kwargs") or {}
@@ -236,12 +228,15 @@ class VerlEnvironment:
     async def _end(self) -> None:
         ids, interaction = self._ids, self._interaction
         self._ids, self._interaction = {}, None
-        steps = [
-            self.verl_tools[name].release(own_id, **self._kwargs(name, "release")) for name, own_id in ids.items()
-        ]
-        if interaction is not None:
-            finalize = interaction.finalize_interaction
-            steps.append(finalize(**accepted(finalize, instance_id=self._interaction_id)))
+
+        async def release(name: str, own_id: str) -> None:
+            await self.verl_tools[name].release(own_id, **self._kwargs(name, "release"))
+
+        async def finalize() -> None:
+            function = interaction.finalize_interaction
+            await function(**accepted(function, instance_id=self._interaction_id))
+
+        steps = [release(name, own_id) for name, own_id in ids.items()] + ([finalize()] if interaction else [])
         results = await asyncio.gather(*steps, return_exceptions=True)
         if errors := [error_line(error) for error in results if isinstance(error, BaseException)]:
             raise RuntimeError("; ".join(errors))
@@ -266,16 +261,13 @@ async def get_reward(self: VerlEnvironment) -> float | None:
     return sum(self.outcome_rewards.values()) if self.outcome_rewards else None
 
 
-def environment_class(
-    tools: dict[str, Any], interactions: dict[str, Any], max_characters: int | None, truncate_side: str
-) -> type:
+def environment_class(tools: dict[str, Any], interactions: dict[str, Any]) -> type:
     """The class of a recipe's environments. Raises `ValueError` for a name that the trainer needs itself.
 
     INVARIANT: it has `respond` and `get_reward` only if they can return something. A reward that is always None would
     stand for one that is missing.
     """
     members: dict[str, Any] = {"verl_tools": tools, "interactions": interactions}
-    members |= {"max_characters": max_characters, "truncate_side": truncate_side}
     for name, tool in tools.items():
         if name in interactions or hasattr(VerlEnvironment(), name) or name in METHODS or name.startswith("_"):
             raise ValueError(f"A tool is called {name!r}, as an interaction or a name of the trainer's. Rename it.")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key, keys_that
-from mt_grpo.integrations.checks import OWN, TRUNCATE_SIDES
+from mt_grpo.integrations.checks import OWN
 from mt_grpo.recipe.integrations import Integration, refuse
 
 
@@ -27,12 +27,6 @@ class VerlKeys:
     use_inference_chat_template: bool = key(
         False, "verl's: the template renders the whole history before each turn, a record each"
     )
-    max_tool_response_length: int | None = key(
-        None, "Characters of one result of verl's tools. None: tokens alone bound it", within="[1, inf)", needs=OWN
-    )
-    tool_response_truncate_side: str = key(
-        "middle", "Which characters a long result loses: left, middle or right", one_of=TRUNCATE_SIDES, needs=OWN
-    )
 
 
 class VerlIntegration(Integration):
@@ -46,9 +40,6 @@ class VerlIntegration(Integration):
     def check(self, script_args: Any, runner: Integration | None) -> None:
         if runner is not None and runner.line:
             refuse(script_args, VerlKeys)
-        if not any((script_args.tools_config_file, script_args.function_tool_path, script_args.mcp_config_file)):
-            names = ("max_tool_response_length", "tool_response_truncate_side")
-            refuse(script_args, VerlKeys, "tools_config_file, function_tool_path or mcp_config_file", names)
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         from mt_grpo.integrations.verl.conversation import load_verl_conversation

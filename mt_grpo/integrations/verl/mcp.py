@@ -21,7 +21,9 @@ class MCPBaseTool(BaseTool):
         return ToolResponse(text=text), 0.0, metrics
 
     def _parse_tool_result(self, content: list) -> tuple[str, dict[str, Any]]:
-        return " ".join(getattr(part, "text", f"[{part.type}: not shown]") for part in content), {}
+        from mt_grpo.integrations.mcp.tools import content_text
+
+        return " ".join(map(content_text, content)), {}
 
 
 class MCPSearchTool(MCPBaseTool):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import hashlib
 import io
 import threading
 import weakref
@@ -98,12 +97,6 @@ class PictureId(int):
 # By id. INVARIANT: what a digest names never changes. It is of the reader, too, so that one table serves all models.
 MAKES_ONE = threading.Lock()
 KNOWN: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
-
-
-def digest_of_image(image: Any, reader: str) -> str:
-    """A digest of an RGB image of PIL: of its size, its pixels, and the settings of what reads it."""
-    size = "{}x{}:".format(*image.size).encode()
-    return hashlib.blake2b(reader.encode() + size + image.tobytes(), digest_size=32).hexdigest()
 
 
 def id_of_digest(digest: str) -> int:
@@ -234,13 +227,3 @@ def uri_or_str(value: Any) -> str:
     except Exception:  # no bytes, or those of no image; or Pillow is not installed
         return str(value)
     return f"data:{Image.MIME.get(kind, 'image')};base64,{base64.b64encode(content).decode()}"
-
-
-def is_image(value: Any) -> bool:
-    """Whether a value is a PIL image. PIL need not be installed."""
-    return hasattr(value, "tobytes") and hasattr(value, "getbands")
-
-
-def image_or_str(value: Any) -> str:
-    """JSON `default` for hashing rows: an image becomes a hash of its pixels, other values become text."""
-    return digest_of_image(value, value.mode) if is_image(value) else str(value)  # its text has its address in memory
