@@ -73,10 +73,12 @@ class RolloutBatch:
 
 @dataclass(frozen=True)
 class GroupInFlight:
+    """The conversations of one prompt."""
+
     prompt: int  # row of the dataset
     kind: Kind
     rows: RowList  # of this rank's conversations
-    batch: RolloutBatch | Groups  # of these conversations: all of the group's, some or none
+    batch: RolloutBatch | Groups  # this rank's of them: all, some or none
 
 
 class Groups:
@@ -137,6 +139,7 @@ class InFlight(TrainerCallback):
         self._prompts = None
 
     def cancel(self) -> None:
+        """Cancel all running conversations."""
         for batch in filter(None, (self.current, self._taken, Groups(self.groups))):
             batch.cancel()
         self.groups.clear()
