@@ -65,7 +65,7 @@ from mt_grpo.rollout import (
 # The package comes first: it sets what torch and TRL read when they are imported.
 # isort: split
 import torch
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.base.errors import ServerError
@@ -97,7 +97,6 @@ from mt_grpo.conversation.sampling import (
 from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, error_text, own_results, results_of
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.generation.adapters import config_of
 from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
@@ -106,20 +105,16 @@ from mt_grpo.images.pictures import inputs_of_rows
 from mt_grpo.recipe.checks import (
     check_server,
     check_tied_lora,
-    load_tokenizer,
-    model_errors,
     prepare_data,
     prepare_env,
     prompt_ids_of,
-    warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
 from mt_grpo.recipe.integrations import load_conversation, load_recipe_tools, with_integrations
-from mt_grpo.recipe.keys import ModelKeys, ServerAndLogKeys, check_choices, check_mappings, check_ranges, make_absolute
+from mt_grpo.recipe.keys import ModelKeys, ServerAndLogKeys, check_values, make_absolute
 from mt_grpo.recipe.parse import parse_recipe
 from mt_grpo.recipe.plugins import load_rewards, load_state_key
 from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, warnings_of
-from mt_grpo.reports.last_lines import say_last_lines
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
     conversation_columns,
@@ -822,9 +817,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         the tokens of all rows, and takes the number of rollouts from the prompts.
         """
         batch = self.batch
-        batch.facts = conversation_columns(batch.rollouts, self.accelerator)  # (N, 16)
+        batch.facts = conversation_columns(batch.rollouts)  # (N, 16)
         sampled = batch.dropped + batch.rollouts  # the metrics are of all of them
-        facts = conversation_columns(sampled, self.accelerator, True) if batch.num_rounds else batch.facts
+        facts = conversation_columns(sampled) if batch.num_rounds else batch.facts
         metrics, num_tokens = conversation_metrics(facts)
         metrics |= check_rollouts(sampled, self.env, self.args)
         self._log_metrics(metrics)
@@ -1047,8 +1042,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
-        if self._reads_state:
-            warn_without_state_keys(args.credit_assignment, env)
         self.batch: Batch | None = None  # the one that the step is at, or was at last
         self._weight_counter = WeightCounter()
         self._evaluation = EvaluationMetrics()
@@ -1056,7 +1049,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.weight_sync: WeightSync | None = None  # with a server
         if self.backend == "server":
             self.client = pool_of(args, VLLMServerClient, tokenizer, vllm_server_host, vllm_server_port)
-            check_server(self.client, env, model_config, args, train_dataset, peft_config or config_of(model), funcs)
+            check_server(self.client, env, model_config, args, train_dataset, funcs)
 
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"
@@ -1077,14 +1070,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         args.use_vllm = self.use_vllm = self.backend != "transformers"
         self.reward_weights = torch.tensor(self.reward_functions.weights, dtype=torch.float32)
         self.layout = Layout(self, MTGRPOEnvTrainer)
-        self._rollout_log = RolloutLog(
-            args.output_dir,
-            self.accelerator.process_index,
-            args.world_size,
-            args.log_rollouts,
-            self.reward_func_names,
-            tokenizer if args.log_rollout_tokens else None,
-        )
+        self._rollout_log = RolloutLog(self)
         self.scale_rewards = "none" if args.scale_rewards == "mean" else args.scale_rewards  # TRL knows no `mean`
         # TRL's own check would mask rollouts that end with </answer>: their last id is no end of turn.
         self.mask_truncated_completions = False
@@ -1252,11 +1238,10 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
     tool_format: str = key("xml", "How the model writes calls: xml, hermes, native", one_of=TOOL_FORMATS)
     isolate_tools: bool = key(False, "Run synchronous tools in processes, killed at tool_timeout", of_tools=True)
     reward_timeout: float = key(600.0, "Seconds of a reward function for one batch", within="(0, inf)", trained=False)
-    max_staleness: int = key(0, "Batches of rollouts sampled ahead of training", within="[0, inf)", backend="server")
+    max_staleness: int = key(0, "Batches of rollouts sampled ahead of training", within="[0, inf)")
     late_groups: str = key(
-        "wait", "With max_staleness: wait for the oldest group, or admit complete ones first",
-        one_of=("wait", "admit"), backend="server",
-    )  # fmt: skip
+        "wait", "With max_staleness: wait for the oldest group, or admit complete ones first", one_of=("wait", "admit")
+    )
     refill_groups: int = key(0, "Batches of further groups that may replace those without signal", within="[0, inf)")
     freeze_vision_tower: bool | None = key(None, "Do not train the vision tower. None: true with a LoRA")
     share_prompts: bool = key(True, "Compute each prompt once per pass. false: TRL's rows and passes", trained=False)
@@ -1265,16 +1250,15 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
         within="[1, inf)", trained=False,
     )  # fmt: skip
     old_logps: str | None = key(
-        None, "What the loss clips around: policy (before the step) or sampled. None: by max_staleness",
-        one_of=("policy", "sampled"), backend="vllm",
-    )  # fmt: skip
+        None,
+        "What the loss clips around: policy (before the step) or sampled. None: by max_staleness",
+        one_of=("policy", "sampled"),
+    )
     # TRL's default multiplies the ratios of a whole rollout, which leaves long ones out of the loss.
     vllm_importance_sampling_mode: str = key("token_truncate", "How vLLM's samples are corrected: docs/recipes.md")
 
     def __post_init__(self):
-        check_ranges(self)
-        check_choices(self)
-        check_mappings(self)
+        check_values(self)
         if self.output_dir == "":
             raise ValueError("output_dir is empty. Expected the path of a folder, which may be new.")
         check_batch_arithmetic(self)
@@ -1297,28 +1281,28 @@ def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArgument
 def build_trainer(script_args: MTGRPOScriptArguments, args: MTGRPOConfig, model_args: ModelKeys) -> MTGRPOEnvTrainer:
     """Build what a recipe describes. Raises before weights are loaded if something is wrong."""
     tools = load_recipe_tools(script_args, args)
-    tokenizer = load_tokenizer(model_args, args.trust_remote_code)
+    name, revision = model_args.model_name_or_path, model_args.model_revision
+    tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     env = build_env(script_args, args, tools, tokenizer)
     train_dataset, eval_dataset = load_splits(script_args, args.eval_strategy, env.environments)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=env.environments is not None)
     args.model_init_kwargs = {
-        "revision": model_args.model_revision,
+        "revision": revision,
         "dtype": model_args.dtype,
         "attn_implementation": model_args.attn_implementation,
         **(args.model_init_kwargs or {}),
     }
-    with model_errors(model_args.model_name_or_path, args.push_to_hub):
-        return MTGRPOEnvTrainer(
-            model=model_args.model_name_or_path,
-            env=env,
-            turn_reward_funcs=turn_funcs,
-            args=args,
-            outcome_reward_funcs=outcome_funcs,
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            processing_class=tokenizer,
-            peft_config=get_peft_config(model_args),
-        )
+    return MTGRPOEnvTrainer(
+        model=name,
+        env=env,
+        turn_reward_funcs=turn_funcs,
+        args=args,
+        outcome_reward_funcs=outcome_funcs,
+        train_dataset=train_dataset,
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
+    )
 
 
 def build_env(
@@ -1359,7 +1343,6 @@ def main(argv: list[str] | None = None) -> None:
         if script_args.preflight:
             sys.exit(run_preflight(trainer))
         train_or_save(trainer)
-        say_last_lines(trainer, script_args, argv)
         if args.push_to_hub:
             trainer.push_to_hub(dataset_name=script_args.dataset_name)
 

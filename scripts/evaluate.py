@@ -38,7 +38,7 @@ from mt_grpo.rollout import Rollout, Turn  # the package comes before torch (mt_
 
 # isort: split
 import torch
-from recipes import Recipe, load_recipe
+from recipes import Recipe, accepted_answers, load_recipe
 from tqdm import tqdm
 from transformers import (
     AutoConfig,
@@ -58,8 +58,8 @@ from mt_grpo.conversation.pictures import FAMILIES, PictureReader, forbid, reada
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.images.pictures import inputs_of_requests
-from mt_grpo.recipe.checks import check_context, check_images, check_tokenizer, model_error
-from mt_grpo.recipe.data import accepted_answers, check_no_data, empty_prompts, load_rows
+from mt_grpo.recipe.checks import check_context, check_images, check_tokenizer
+from mt_grpo.recipe.data import empty_prompts, load_rows, load_splits
 from mt_grpo.recipe.integrations import load_recipe_tools
 from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.recipe.refusals import check_generation_kwargs
@@ -150,19 +150,13 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelKeys) -> An
             base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
             if AutoConfig.from_pretrained(base).model_type in FAMILIES:
                 kind = AutoModelForImageTextToText
-    try:
-        model = kind.from_pretrained(
-            path,
-            dtype=model_args.dtype or "auto",
-            attn_implementation=model_args.attn_implementation,
-            trust_remote_code=args.trust_remote_code,
-            revision=revision_of(path, model_args),
-        )
-    except OSError as error:
-        said = model_error(path, error)
-        if path != model_args.model_name_or_path:
-            said = said.replace("model_name_or_path", "--model", 1)
-        raise ValueError(said) from error
+    model = kind.from_pretrained(
+        path,
+        dtype=model_args.dtype or "auto",
+        attn_implementation=model_args.attn_implementation,
+        trust_remote_code=args.trust_remote_code,
+        revision=revision_of(path, model_args),
+    )
     return model.to("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
 
 
@@ -327,7 +321,7 @@ def load_problems(
     """The first rows of a split; without a dataset so many empty prompts, for an environment that brings its own."""
     needs_prompt, name = env.environments is None, script_args.dataset_name
     if not name:
-        check_no_data(script_args, "no", needs_prompt)
+        load_splits(script_args, "no", env.environments)  # raises unless an environment may bring the prompts
         return empty_prompts(num_problems)
     named = {"train": script_args.dataset_train_split, "test": script_args.dataset_test_split}
     return load_rows(name, named.get(split, split), num_problems, script_args.dataset_config, needs_prompt)

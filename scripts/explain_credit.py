@@ -38,14 +38,13 @@ if __name__ == "__main__":  # --help is answered before what takes seconds to im
 import torch
 import view_rollouts
 from evaluate import number, without_unused
-from recipes import Recipe, load_recipe, option
+from recipes import Recipe, accepted_answers, load_recipe, option
 from transformers.utils.logging import disable_progress_bar
 from viewer.rows import as_item, question
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
 from mt_grpo.conversation.pictures import readable
-from mt_grpo.recipe.data import accepted_answers
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.parse import recipe_text
 from mt_grpo.reports.rollout_log import read_rollouts

@@ -52,6 +52,7 @@ if __name__ == "__main__":  # --help is answered before what takes seconds to im
     PARSER.parse_args()
 
 from recipes import load_recipe
+from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.hermes import HermesFormat
@@ -129,7 +130,11 @@ class RecipeOfRun:
     def __init__(self, path: str, without_examples: bool):
         script_args, args, model_args = load_recipe(path)
         tools = load_recipe_tools(script_args, args)
-        self.tokenizer = mt.load_tokenizer(model_args, args.trust_remote_code)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            model_args.model_name_or_path,
+            revision=model_args.model_revision,
+            trust_remote_code=args.trust_remote_code,
+        )
         self.env = mt.build_env(script_args, args, tools, self.tokenizer)
         # In the format xml the system prompt tells of the tools. A chat template would tell of them again, otherwise.
         by_template = isinstance(self.env.format_of(self.tokenizer), HermesFormat)

@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.files import keep_output_open
-from mt_grpo.reports.preflight import FirstBatch
+from mt_grpo.reports.preflight import Watch
 from mt_grpo.reports.progress import ProgressLine
 
 # What can be trained: its recipe, arguments beside it, and what the table calls a result that holds the answer. The
@@ -138,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
 
     print(f"2/3 training for {recipe[1].max_steps} steps: {recipe[1].credit_assignment}", flush=True)
-    for callback in (PrinterCallback, ProgressCallback, ProgressLine, FirstBatch):
+    for callback in (PrinterCallback, ProgressCallback, ProgressLine, Watch):
         trainer.remove_callback(callback)
     trainer.add_callback(ReadableProgress())
     trainer.train(resume_from_checkpoint=recipe[1].resume_from_checkpoint)

@@ -31,9 +31,9 @@ LOGGING = {
     "_log_metrics",
     "_log_step",
     "add",
-    "delete_other_ranks",
     "mean_per_rollout",
-    "num_errors",
+    "_write",
+    "log_files",
     "staleness_metrics",
     "versions_of",
     "_mode",
@@ -53,7 +53,7 @@ ALTERED = {
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_stop_if_asked", "start_in_background",
     "gather_all", "wait", "__init__", "_sync_weights", "check_conversations",
-    "compare_ranks", "failed", "complete", "rows_of_step", "start_next", "_begin",
+    "compare_ranks", "failed", "complete", "rows_of_step", "start_next",
     "_in_its_place", "is_cut_off",
 }  # fmt: skip
 TOKEN_CHECKS = {

@@ -21,7 +21,6 @@ def key(
     one_of: Any = None,
     path: bool | str = False,
     trained: bool = True,
-    backend: str | None = None,
     needs: str | None = None,
     of_tools: bool = False,
     opens: bool = False,
@@ -35,7 +34,6 @@ def key(
         one_of: The values that it may have.
         path: Whether it names a file or a folder, or a list of them. `":"` or `".py:"`: if it holds this, `path:Name`.
         trained: Whether it changes what is trained. A checkpoint's record of its run leaves others out.
-        backend: What must sample the tokens for the key to have an effect: `server`, or `vllm` of either kind.
         needs: What else must be in the recipe for the key to have an effect, as an error names it.
         of_tools: Whether it is about the trainer's own running of tools.
         opens: Whether it says, alone, what takes part in the conversation. A recipe needs one such key.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import json
-import math
 import random
 import re
 import zlib
@@ -15,9 +13,8 @@ from typing import Any
 
 from datasets import Dataset, load_dataset
 
-from mt_grpo.base.errors import error_line
 from mt_grpo.base.rows import DataRow, JsonLines, Rows
-from mt_grpo.conversation.sampling import content_of
+from mt_grpo.conversation.sampling import check_conversations
 
 
 def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict[str, str]]:
@@ -73,86 +70,32 @@ def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
     return [{"seed": first + i} for i in range(num_rows)]
 
 
-def check_prompt(prompt: Any, where: str) -> None:
-    """Raise `ValueError` unless a prompt is a list of messages whose roles and contents are text."""
-    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) for m in prompt):
-        raise ValueError(f"{where}: a prompt must be a list of messages with role and content, got {prompt!r:.200}.")
-    for message in prompt:
-        for key in ("role", "content"):
-            value = content_of(message, where) if key == "content" else message.get(key)
-            if key == "content" and isinstance(value, list):  # with images
-                continue
-            if key == "content" and value == "":
-                continue
-            if not isinstance(value, str):
-                raise ValueError(
-                    f"{where}: a prompt must be a list of messages with role and content, which are text, got "
-                    f"{key}: {message.get(key)!r:.100} in {message!r:.200}."
-                )
-            try:
-                value.encode()
-            except UnicodeEncodeError as error:  # JSON can hold half of a pair of surrogates; no tokenizer reads it
-                raise ValueError(f"{where}: the {key} of a message is no text: {error}.") from None
-
-
-def to_row(row: DataRow, where: str, needs_prompt: bool = True) -> DataRow:
-    """One row of training: all that the data's row has, as it is, and a `prompt` of messages.
+def to_row(row: DataRow, number: int, name: str = "", needs_prompt: bool = True) -> DataRow:
+    """The row of a number in a data set: all that the data's row has, as it is, and a `prompt` of messages.
 
     The prompt is made from the column `prompt` (text, or messages) or from `question`. No other column is changed.
-    Raises `ValueError` for a row without them, unless it needs no prompt; `where` names the row in the message.
+    Raises `ValueError` for a row without them, unless it needs no prompt.
 
-    >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, "")["answer"]
+    >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, 0)["answer"]
     'It is 2 and 2.\\n#### 4'
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} is {row!r:.100}, expected an object with 'question' and 'answer', or 'prompt'.")
     if not needs_prompt and not row.get("prompt") and not {"question", "answer"} <= row.keys():
         return row
-    if "prompt" in row:
-        prompt = row["prompt"]
-        if isinstance(prompt, str):
-            if not prompt.strip():
-                raise ValueError(f"{where}: prompt is {prompt!r:.100}, expected text or messages.")
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, list):
-            prompt = [{**m, "content": content_of(m, where)} if isinstance(m, dict) else m for m in prompt]
-        check_prompt(prompt, where)
-        if isinstance(answer := row.get("answer"), float) and math.isnan(answer):
-            raise ValueError(f"{where}: answer is nan, expected one, or null where the row has none.")
-        return {**row, "prompt": prompt}
-    if "question" not in row or "answer" not in row:
+    where = f"dataset {name!r}, row {number}"
+    if "prompt" not in row and not {"question", "answer"} <= row.keys():
         raise ValueError(f"{where} has columns {sorted(row)}, expected 'question' and 'answer', or 'prompt'.")
-    question = row["question"]
-    no_answer = row["answer"] is None or row["answer"] != row["answer"]  # NaN: a table writes it where none is
-    if not isinstance(question, str) or not question.strip() or no_answer:
-        key, expected = ("answer", "one") if no_answer else ("question", "text")
-        raise ValueError(f"{where}: {key} is {row[key]!r:.100}, expected {expected}.")
-    prompt = [{"role": "user", "content": question}]
-    check_prompt(prompt, where)
-    return {**row, "prompt": prompt}
-
-
-def accepted_answers(answer: Any) -> list[str]:
-    """The texts that a row's `answer` accepts, in whichever of the known forms it is: for people, and for `evaluate`.
-
-    >>> accepted_answers("It is 2 and 2.\\n#### 1,004"), accepted_answers({"value": "Ada", "aliases": ["Lovelace"]})
-    (['1004'], ['Ada', 'Lovelace'])
-    >>> accepted_answers(["a", "b"]), accepted_answers(7), accepted_answers(None)
-    (['a', 'b'], ['7'], [])
-    """
-    if isinstance(answer, dict) and "value" in answer:  # TriviaQA
-        aliases = answer.get("aliases") or []
-        answer = [answer["value"], *([aliases] if isinstance(aliases, str) else aliases)]
-    if isinstance(answer, str) and "####" in answer:  # GSM8K
-        answer = answer.rpartition("####")[2].strip().replace(",", "")
-    answers = answer if isinstance(answer, list) else [answer]
-    return list(dict.fromkeys(str(each) for each in answers if each is not None))
+    key = "prompt" if "prompt" in row else "question"
+    prompt, answer = row[key], row.get("answer")
+    if answer != answer or (key == "question" and answer is None):  # NaN: a table writes it where none is
+        raise ValueError(f"{where}: answer is {answer!r}, expected one.")
+    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ValueError(f"{where}: {key} is {prompt!r:.100}, expected text or messages.")
+    prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return {**row, "prompt": check_conversations([prompt], where, images=True)[0]}
 
 
 def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
     """Rows of a list of dicts, or of a `Dataset` with `question` and no `prompt`. Other data is returned unchanged.
-
-    Raises `ValueError` with the data's name for a row that has neither `prompt` nor `question` and `answer`.
 
     >>> with_prompts([{"question": "2 + 2?", "answer": "4"}], "train_dataset")[0]["prompt"]
     [{'role': 'user', 'content': '2 + 2?'}]
@@ -161,7 +104,7 @@ def with_prompts(data: Any, name: str, needs_prompt: bool = True) -> Any:
         return {key: with_prompts(split, f"{name}[{key!r}]", needs_prompt) for key, split in data.items()}
     has_questions = isinstance(data, Dataset) and "question" in data.column_names and "prompt" not in data.column_names
     if isinstance(data, list) or has_questions:
-        return Rows(data, functools.partial(made_row, name=name, needs_prompt=needs_prompt))
+        return Rows(data, functools.partial(to_row, name=name, needs_prompt=needs_prompt))
     return data
 
 
@@ -174,11 +117,7 @@ HUB_DATASETS = {  # short name -> (Hub name, configuration, name of the test spl
 
 
 def load_rows(
-    name: str,
-    split: str,
-    size: int | None = None,
-    config: str | None = None,
-    needs_prompt: bool = True,
+    name: str, split: str, size: int | None = None, config: str | None = None, needs_prompt: bool = True
 ) -> Rows:
     """Training or test rows with `prompt` (messages), and each column as the data has it.
 
@@ -189,46 +128,31 @@ def load_rows(
         size: How many rows to take at most, from the start. None: all (4,096 of a generated dataset).
         config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
         needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
-
-    Raises:
-        ValueError: The dataset does not exist or is empty, a line is not JSON, or a row is none.
     """
-    hub = False
+    path = Path(name)
     if first_rows := re.fullmatch(r"(\w+)\[:([1-9]\d*)\]", split):
         split, limit = first_rows[1], int(first_rows[2])
         size = min(limit, size or limit)
     if name in GENERATED_DATASETS:
         if split not in ("train", "test") or (size or 0) > MOST_GENERATED:
             raise ValueError(
-                f"{name}: split {split!r}, size {size}. Expected train or test, at most {MOST_GENERATED} rows."
+                f"{name}: split {split!r}, size {size}. Expected train or test, {MOST_GENERATED} at most."
             )
         rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
         source = JsonLines(json.dumps(row).encode() for row in rows)
-    elif name.endswith((".jsonl", ".json")) or Path(name).is_dir():
-        path = Path(name) / f"{split}.jsonl" if Path(name).is_dir() else Path(name)
-        if not Path(name).is_dir() and split not in ("train", "test"):
-            raise ValueError(
-                f"split {split!r} has no effect with dataset_name: {name!r}, one file for all splits. Remove it, or "
-                f"name a folder with {split}.jsonl."
-            )
-        source = JsonLines(json_lines(path, size))
-    elif Path(name).is_file() or Path(name).suffix in (".csv", ".tsv", ".parquet", ".txt") or name[0] in "/.~":
-        raise ValueError(
-            f"dataset_name: {name!r} {'cannot be read' if Path(name).is_file() else 'does not exist'}. Expected JSON "
-            f"lines (.jsonl, .json), a folder of them, {', '.join(GENERATED_DATASETS)}, or a Hub name."
-        )
+    elif path.is_dir() or path.suffix in (".jsonl", ".json"):
+        if not path.is_dir() and split not in ("train", "test"):
+            raise ValueError(f"split {split!r} has no effect with {name!r}, one file for all splits. Remove it.")
+        source = JsonLines(json_lines(path / f"{split}.jsonl" if path.is_dir() else path, size))
     else:
-        hub, source = True, load_from_hub(name, split, size, config)
-    if config and not hub:
-        raise ValueError(f"dataset_config={config!r} has no effect with dataset_name: {name!r}. Remove it.")
+        hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
+        source = load_dataset(hub_name, config or hub_config, split=test_split if split == "test" else split)
+        if name in HUB_DATASETS:  # TriviaQA's articles, most of its size, are not needed
+            source = source.select_columns(["question", "answer"])
+        source = source.select(range(min(size, len(source)))) if size else source
     if not len(source):
         raise ValueError(f"dataset_name: {name!r}, split {split!r}, is empty. Expected at least one row.")
-    return Rows(source, functools.partial(made_row, name=name, needs_prompt=needs_prompt))
-
-
-def made_row(row: DataRow, number: int, name: str, needs_prompt: bool) -> DataRow:
-    """The row of this number in a data set of this name (`to_row`)."""
-    return to_row(row, f"dataset {name!r}, row {number}", needs_prompt)
+    return Rows(source, functools.partial(to_row, name=name, needs_prompt=needs_prompt))
 
 
 def empty_prompts(num_rows: int) -> Dataset:
@@ -239,98 +163,36 @@ def empty_prompts(num_rows: int) -> Dataset:
 def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) -> tuple[Rows | None, Rows | None]:
     """(training rows, test rows) of a recipe.
 
-    Args:
-        script_args: With `dataset_name` and the keys that go with it.
-        eval_strategy: Whether there are test rows.
-        environments: `Environments` of the conversation, which may bring the prompts; None: it has none.
-
-    The test rows are None if `eval_strategy` is `no`. The training rows are None without `dataset_name`, which an
-    environment that brings the prompts does not need. Raises `ValueError` as `load_rows` does.
+    Test rows are None if `eval_strategy` is `no`, and training rows without `dataset_name`, which `environments` that
+    bring the prompts do not need.
     """
-    name, config, needs_prompt = script_args.dataset_name, script_args.dataset_config, environments is None
+    name, how = script_args.dataset_name, {"config": script_args.dataset_config, "needs_prompt": environments is None}
+    if not name and (environments is None or eval_strategy != "no"):
+        raise ValueError("dataset_name is not set. Add it to the recipe; hf_recipes/ has examples.")
     if not name:
-        check_no_data(script_args, eval_strategy, needs_prompt)
         return None, None
-    how = {"config": config, "needs_prompt": needs_prompt}
     train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
-    if eval_strategy != "no":
-        return train_rows, load_rows(name, script_args.dataset_test_split, **how)
-    return train_rows, None
-
-
-def check_no_data(script_args: Any, eval_strategy: str, needs_prompt: bool) -> None:
-    """Raise `ValueError` unless a recipe can do without `dataset_name`."""
-    if needs_prompt:
-        raise ValueError(
-            "dataset_name is not set. Add a line `dataset_name: ...` to the recipe; hf_recipes/ has examples."
-        )
-    if eval_strategy != "no":
-        raise ValueError(
-            f"eval_strategy={eval_strategy} needs test rows, and dataset_name is not set. Set one of them."
-        )
-    for key in ("dataset_config", "dataset_size"):
-        if getattr(script_args, key) is not None:
-            raise ValueError(f"{key} has no effect without dataset_name. Remove it.")
-
-
-def not_here(name: str) -> str:
-    """What to add to an error of the Hub where a name may be a mistyped path: its first part is a folder here."""
-    path = Path(name)
-    if path.is_absolute() or len(path.parts) < 2 or path.exists() or not path.parent.is_dir():
-        return ""
-    return f" There is a folder {str(path.parent)!r} in {Path.cwd()}, and no {path.name!r} in it: is it mistyped?"
-
-
-def load_from_hub(name: str, split: str, size: int | None, config: str | None) -> Dataset:
-    """Rows of a dataset on the Hub. Raises `ValueError` with the dataset's name for every failure."""
-    hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
-    split = test_split if split == "test" else split
-    try:
-        rows = load_dataset(hub_name, config or hub_config, split=split)
-    except Exception as error:  # network, Hub and file errors have no common class
-        known = [] if name in HUB_DATASETS else [*GENERATED_DATASETS, *HUB_DATASETS]
-        near = difflib.get_close_matches(name, known, n=1)
-        raise ValueError(
-            f"dataset_name: {name!r} ({config or hub_config or 'no configuration'}, split {split!r}) cannot be "
-            f"loaded from the Hub: {error_line(error)}." + (f" Did you mean {near[0]!r}?" if near else not_here(name))
-        ) from error
-    if name in HUB_DATASETS:  # TriviaQA's articles, most of its size, are not needed
-        rows = rows.select_columns(["question", "answer"])
-    return rows.select(range(min(size, len(rows)))) if size else rows
+    if eval_strategy == "no":
+        return train_rows, None
+    return train_rows, load_rows(name, script_args.dataset_test_split, **how)
 
 
 def json_lines(path: Path, size: int | None) -> Iterator[bytes]:
     """The first `size` lines of a file that hold an object of JSON (None: all), each as its bytes.
 
-    Raises `ValueError` with the line's number for a line that is none, and what is wrong with the file.
+    Raises `ValueError` with the line's number for a line that is none.
     """
-    if not path.is_file():
-        raise ValueError(f"dataset_name: {str(path)!r} is not a file. Expected JSON lines with question and answer.")
-    number = found = 0
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                if size is not None and found >= size:
-                    break
-                if text := line.decode("utf-8-sig").strip():  # with or without a byte order mark
-                    if not isinstance(read_json_line(text, path, number), dict):
-                        raise ValueError(f"{path}, line {number} is {text:.80}, expected an object on each line.")
-                    found += 1
-                    yield text.encode()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}, line {number} is not UTF-8 text: {error}. Save the file as UTF-8.") from None
-    except (OSError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number} cannot be read: {error}.") from error
-
-
-def read_json_line(text: str, path: Path, number: int) -> Any:
-    """Parse a line of JSON. Raises `ValueError` with the line's number, also for a number of too many digits."""
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        array = " It looks like an array: `jq -c '.[]'` makes lines of it." if text.startswith("[") else ""
-        raise ValueError(
-            f"{path}, line {number} is not JSON: {error.msg}. Expected an object on each line.{array}"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{path}, line {number} cannot be read: {error}.") from None
+    found = 0
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if found == size:
+                return
+            try:
+                text = line.decode("utf-8-sig").strip()  # with or without a byte order mark
+                if text and not isinstance(json.loads(text), dict):
+                    raise ValueError(f"got {text:.80}")
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: expected an object of JSON on each line: {error}.") from None
+            if text:
+                found += 1
+                yield text.encode()

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.plugins import load_environment, load_tools
 
 # FORK: an integration of your own needs no line here. Its package has an entry point of the group
@@ -65,13 +64,9 @@ class Integration:
 
 
 def refuse(script_args: Any, keys: type, without: str = "", names: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` for a key that is set but has no effect without something else.
+    """Raise `ValueError` if a key (one of `names`, if there are any) is set but has no effect without something else.
 
-    Args:
-        script_args: The settings.
-        keys: The dataclass of the keys.
-        without: What is missing. Empty: the metadata `needs` of each key, if it has any.
-        names: The keys that are checked. Empty: all of them.
+    What is missing is `without`, by default the metadata `needs` of each key.
     """
     for each in dataclasses.fields(keys):
         needed = without or each.metadata.get("needs")
@@ -81,12 +76,7 @@ def refuse(script_args: Any, keys: type, without: str = "", names: tuple[str, ..
 
 @contextmanager
 def needs_packages(what: str, extra: str) -> Iterator[None]:
-    """Context manager that turns an `ImportError` of an integration's modules into a `ValueError`.
-
-    Args:
-        what: The part of the recipe that needs the modules.
-        extra: The extra of mt-grpo's installation that has the packages that they import.
-    """
+    """Turn an `ImportError` in what a recipe needs into a `ValueError` that names the extra with its packages."""
     try:
         yield
     except ImportError as error:
@@ -106,7 +96,7 @@ def no_integrations() -> str:
 def integrations() -> tuple[Integration, ...]:
     """Ours, in the order of the table, then those of other packages. The first that `runs` a recipe has its rollouts.
 
-    Raises `ValueError` for an entry point that cannot be loaded, or a recipe key that two of them have.
+    Raises `ValueError` for a recipe key that two of them have.
     """
     if no_integrations():
         return ()
@@ -115,14 +105,10 @@ def integrations() -> tuple[Integration, ...]:
     loaded: list[Integration] = []
     owners: dict[str, str] = {}
     for point in [*points, *importlib.metadata.entry_points(group=group)]:
-        try:
-            loaded.append(point.load()())
-            names = [each.name for each in dataclasses.fields(loaded[-1].keys)]
-        except Exception as error:
-            raise ValueError(f"The integration {point.name} ({point.value}) cannot be loaded: {error!r}.") from error
-        for name in names:
-            if owners.setdefault(name, point.value) != point.value:
-                raise ValueError(f"{point.value} and {owners[name]} both have the recipe key {name}. Remove one.")
+        loaded.append(point.load()())
+        for each in dataclasses.fields(loaded[-1].keys):
+            if owners.setdefault(each.name, point.value) != point.value:
+                raise ValueError(f"{point.value} and {owners[each.name]} both have the recipe key {each.name}.")
     return tuple(loaded)
 
 
@@ -138,45 +124,26 @@ def with_integrations(script_arguments: type) -> type:
 
 def integrations_of(script_args: Any) -> list[Integration]:
     """The integrations whose keys the settings have: none if they were not read by `parse_arguments`."""
-    return [
-        each for each in integrations() if all(hasattr(script_args, f.name) for f in dataclasses.fields(each.keys))
-    ]
+    given = vars(script_args).keys()
+    return [each for each in integrations() if given >= {field.name for field in dataclasses.fields(each.keys)}]
 
 
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
     """(class of conversations, classes of environments or None) of a recipe, with the changes of all integrations."""
     conversation, environment = choose_conversation(script_args, args, base)
-    timeout = args.environment_timeout
-    if conversation is base and environment is None and timeout != default_of("environment_timeout", (type(args),)):
-        raise ValueError(
-            f"environment_timeout={timeout:g} has no effect without an environment. Set one, or remove the key. For "
-            "tool calls, set tool_timeout."
-        )
     for each in integrations_of(script_args):
         conversation = each.around(script_args, conversation)
     return conversation, environment
 
 
 def choose_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-    """(class of conversations, classes of environments or None) of a recipe. Raises `ValueError`.
-
-    Args:
-        script_args: `environment`, `tools_script` and the keys of integrations.
-        args: The other settings.
-        base: `MultiTurnToolEnv`.
-    """
+    """(class of conversations, classes of environments or None) of a recipe, without the changes of integrations."""
     known = integrations_of(script_args)
     runner = next((each for each in known if each.runs(script_args)), None)
     for each in known:
         each.check(script_args, runner)
     if runner is not None:
         return runner.conversation(script_args, args, base)
-    if script_args.environment and ":" not in script_args.environment:
-        names = ", ".join(each.line for each in known if each.line.startswith("environment: "))
-        raise ValueError(
-            f"environment: {script_args.environment!r} is not known. Expected path.py:Class or one of: {names}."
-            f"{no_integrations()}"
-        )
     return load_environment(script_args.environment, script_args.tools_script, base)
 
 

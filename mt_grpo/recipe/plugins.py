@@ -1,55 +1,29 @@
-"""Tools and rewards from files that a recipe names by path."""
+"""Tools, rewards and environments from files that a recipe names by path."""
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import inspect
-import logging
 import os
 import sys
-import threading
 import types
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.base.errors import error_line, sentence
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import check_environment
 from mt_grpo.conversation.tools.processes import ToolProcesses
-from mt_grpo.conversation.tools.results import error_text
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Turn
 from mt_grpo.training.rewards import check_rewards, named_apart
 
-logger = logging.getLogger(__name__)
 
-
-def load_lists(path: str, key: str, names: list[str], of_lists: int = 2) -> list:
-    """Import a file and return what it defines under these names; a missing list is empty.
-
-    The first `of_lists` of them must be lists.
-
-    Raises `ValueError` with the recipe key if all of them are missing, or if the file cannot be imported.
-    """
-    if not Path(path).is_file():
-        raise ValueError(f"{key}: {path!r} is not a file. Expected a Python file that defines {' or '.join(names)}.")
-    module = import_file(path, key)
-    if not any(hasattr(module, name) for name in names):
-        found = [name for name in vars(module) if difflib.get_close_matches(name, names, n=1, cutoff=0.8)]
-        has = f" It has {found[0]}: is that mistyped?" if found else ""
-        ways = [f"`{name} = [my_function]`" for name in names[:of_lists]]
-        ways += [f"`{name} = MyClass`" for name in names if name == "ENVIRONMENT"]
-        raise ValueError(f"{key}: {path!r} defines neither {' nor '.join(names)}.{has} Add {' or '.join(ways)}.")
-    lists = [getattr(module, name, []) for name in names]
-    for name, value in zip(names, lists[:of_lists]):
-        if not isinstance(value, list):
-            raise ValueError(f"{key}: {name} of {path!r} is {type(value).__name__}, expected a list.")
-    return lists
+def module_name(path: str, key: str) -> str:
+    """The module name of a recipe's file. It contains a hash of the path, so that two `tools.py` do not collide."""
+    return f"mt_grpo_{key}_{Path(path).stem}_{zlib.crc32(str(Path(path).resolve()).encode()):08x}"
 
 
 def find_modules_next_to(path: str) -> None:
@@ -60,93 +34,62 @@ def find_modules_next_to(path: str) -> None:
 
 
 def import_file(path: str, key: str) -> types.ModuleType:
-    """Import a recipe's file anew, as a module. Raises `ValueError` with the recipe key if the import fails."""
-    if not path.endswith(".py"):
-        raise ValueError(f"{key}: {path!r} is not a Python file. Expected a path that ends in .py.")
+    """Import a recipe's file anew, as a module. Raises `ValueError` with the recipe key if there is no such file."""
+    if not path.endswith(".py") or not Path(path).is_file():
+        raise ValueError(f"{key}: {path!r} is not a file. Expected the path of a Python file.")
     find_modules_next_to(path)
     spec = importlib.util.spec_from_file_location(module_name(path, key), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    try:
-        with said_if_slow(f"{key}: {path!r} is still being imported"):
-            spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too, which would end the run without a word
-        raise ValueError(f"{key}: {path!r} fails to import: {error_line(error)}") from error
+    spec.loader.exec_module(module)
     return module
 
 
-SLOW_SECONDS = 30.0  # then a file that is imported, or its check, is named
+def load_lists(path: str, key: str, names: list[str]) -> list:
+    """Import a file and return what it defines under these names, of which it must have one. Others are empty."""
+    module = import_file(path, key)
+    if not any(hasattr(module, name) for name in names):
+        raise ValueError(f"{key}: {path!r} defines neither {' nor '.join(names)}. Define one of them.")
+    return [getattr(module, name, []) for name in names]
 
 
-@contextmanager
-def said_if_slow(what: str) -> Iterator[None]:
-    """Say what runs where it takes longer than `SLOW_SECONDS`: an endless loop would be a hang without a word."""
-    timer = threading.Timer(SLOW_SECONDS, logger.warning, [f"{what}, after {SLOW_SECONDS:g} s."])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
+def load_named(reference: str, key: str, example: str) -> tuple[Any, str, str]:
+    """(what `path.py:name` names, the name, the path). Raises `ValueError` if there is none."""
+    path, _, name = reference.rpartition(":")
+    if not path:
+        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:{example}.")
+    path = absolute(path)
+    module = sys.modules.get(module_name(path, "tools_script"))  # a class in the tools file shares its globals
+    module = module or import_file(path, key)
+    if not hasattr(module, name):
+        raise ValueError(f"{key}: {path!r} has no {name!r}. Expected path.py:{example}.")
+    return getattr(module, name), name, path
+
+
+def load_class(reference: str, key: str) -> type:
+    """The class that `path.py:Class` names. Raises `ValueError` if there is none."""
+    found, name, path = load_named(reference, key, "ClassName")
+    if not isinstance(found, type):
+        raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a class.")
+    return found
 
 
 def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
     """Load the class of a recipe's conversation, and the classes of its environments, if there are any.
 
-    Args:
-        reference: `path.py:Class`, a subclass of `base` or the class of an environment.
-        tools_script: A file that may define `ENVIRONMENT`, a class or a dict of classes.
-        base: The class of conversations.
+    `reference` is `path.py:Class`, a subclass of `base` or the class of an environment. `tools_script` may define
+    `ENVIRONMENT`, a class or a dict of classes.
     """
     declared = getattr(tools_module(tools_script), "ENVIRONMENT", None) if tools_script else None
+    classes = declared.values() if isinstance(declared, dict) else [declared] if declared is not None else []
+    for cls in classes:
+        check_environment(cls, f"tools_script: ENVIRONMENT of {tools_script!r}")
     found = load_class(reference, "environment") if reference else base
-    if declared is not None:
-        check_declared(declared, f"tools_script: ENVIRONMENT of {tools_script!r}")
     if issubclass(found, base):
         return found, declared
     if declared is not None:
-        raise ValueError(
-            f"environment: {reference!r} is the class of an environment, and {tools_script!r} defines ENVIRONMENT as "
-            "well. Expected one of them."
-        )
+        raise ValueError(f"environment: {reference!r} is an environment, and so is ENVIRONMENT of {tools_script!r}.")
     return base, found
-
-
-def check_declared(declared: Any, where: str) -> None:
-    """Raise `ValueError` unless what a file calls ENVIRONMENT is the class of an environment, or a dict of some."""
-    if declared == {}:
-        raise ValueError(f"{where} is an empty dict, expected a class for each name in the column environment.")
-    for name, cls in declared.items() if isinstance(declared, dict) else [("", declared)]:
-        check_environment(cls, f"{where}[{name!r}]" if name else where)
-
-
-def load_class(reference: str, key: str) -> type:
-    """The class that `path.py:Class` names. Raises `ValueError` where there is none."""
-    found, name, path = load_named(reference, key, "ClassName")
-    if not isinstance(found, type):
-        if found is None:
-            module = sys.modules.get(module_name(path, "tools_script")) or sys.modules[module_name(path, key)]
-            classes = [name for name, value in vars(module).items() if isinstance(value, type)]
-            raise ValueError(f"{key}: {path!r} has no {name!r}. Its classes: {', '.join(classes) or 'none'}.")
-        raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a class.")
-    return found
-
-
-def load_named(reference: str, key: str, example: str) -> tuple[Any, str, str]:
-    """(what `path.py:name` names, None if it is not there; the name; the path). Raises `ValueError` without a file."""
-    path, _, name = reference.rpartition(":")
-    path = absolute(path)
-    if not path or not Path(path).is_file():
-        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:{example}.")
-    known = sys.modules.get(module_name(path, "tools_script"))  # a class in the tools file shares its globals
-    return getattr(known or import_file(path, key), name, None), name, path
-
-
-def module_name(path: str, key: str) -> str:
-    """The module name of a recipe's file. It contains a hash of the path, so that two `tools.py` do not collide."""
-    return f"mt_grpo_{key}_{Path(path).stem}_{zlib.crc32(str(Path(path).resolve()).encode()):08x}"
 
 
 def tools_module(path: str) -> types.ModuleType:
@@ -158,10 +101,7 @@ def tools_module(path: str) -> types.ModuleType:
 
 
 def load_state_key(path: str | None) -> Callable[[list[Turn]], Any] | None:
-    """The function `STATE_KEY` of a tools file; None if it has none. Raises `ValueError` unless it is a function.
-
-    The function takes the turns so far and returns the key of the current state, for `gigpo`.
-    """
+    """The function `STATE_KEY` of a tools file, from the turns so far to the state's key; None if it has none."""
     state_key = getattr(tools_module(path), "STATE_KEY", None) if path else None
     if state_key is not None and (not callable(state_key) or inspect.iscoroutinefunction(state_key)):
         raise ValueError(f"tools_script: STATE_KEY of {path!r} is {state_key!r}, expected a function of the turns.")
@@ -172,47 +112,30 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     """The `TOOL_FUNCTIONS` of a file. With `isolate` those without `async` run in processes.
 
     A file may define `CHECK_TOOLS`, a function that raises if the tools cannot work, as without their data or server.
-    Raises `ValueError` if a tool is unfit, if `CHECK_TOOLS` raises, or if a process cannot import the file.
     """
     if path is None:
         return []
     path = absolute(path)  # tool processes import the file later
-    tools, _ = load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"], of_lists=1)
-    tools = list(named_tools(tools).values())
+    tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
     if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
-    check = getattr(tools_module(path), "CHECK_TOOLS", lambda: None)
-    if inspect.iscoroutinefunction(check):
-        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected an ordinary function.")
-    if not callable(check):
-        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is {check!r:.100}, expected a function.")
+    getattr(tools_module(path), "CHECK_TOOLS", lambda: None)()
+    if not isolate:
+        return tools
+    processes = ToolProcesses(path, tools)
     try:
-        with said_if_slow(f"tools_script: CHECK_TOOLS of {path!r} still runs"):
-            check()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # SystemExit too, which would end the run without a word
-        text = error_text(error) if isinstance(error, Exception) else error_line(error)
-        raise ValueError(f"tools_script: the tools of {path!r} do not work: {text}") from error
-    if isolate:
-        processes = ToolProcesses(path, tools)
-        try:
-            run_async(processes.try_one())
-        except (RuntimeError, OSError) as error:
-            raise ValueError(
-                f"tools_script: {path!r} can be imported here, but not in a separate process (isolate_tools): "
-                f"{sentence(error_text(error))} See above, or set isolate_tools: false."
-            ) from error
-        tools = [processes.isolated(index, tool) for index, tool in enumerate(tools)]
-    return tools
+        run_async(processes.try_one())
+    except RuntimeError as error:
+        raise ValueError(f"isolate_tools: a process of its own cannot import {path!r}: {error}. See above.") from error
+    return [processes.isolated(index, tool) for index, tool in enumerate(tools)]
 
 
 def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callable], list[Callable]]:
     """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
-    if not path and optional:
-        return [], []
     if not path:
-        raise ValueError("reward_fn is not set. Add a line `reward_fn: ...` to the recipe; hf_recipes/ has examples.")
-    turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["OUTCOME_REWARD_FUNCS", "TURN_REWARD_FUNCS"])[::-1]
+        if optional:
+            return [], []
+        raise ValueError("reward_fn is not set. Add it to the recipe; hf_recipes/ has examples.")
+    turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["TURN_REWARD_FUNCS", "OUTCOME_REWARD_FUNCS"])
     check_rewards(turn_funcs, outcome_funcs)
     return tuple(named_apart(turn_funcs, outcome_funcs))

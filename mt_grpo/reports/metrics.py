@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections import Counter
@@ -19,23 +18,24 @@ from mt_grpo.training.records import is_cut_off, tokens_read_again, trained_reco
 from mt_grpo.training.tensors import nanstd
 
 
-def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool = False) -> torch.Tensor:
-    """The numbers that `conversation_metrics` reads, (N, 16), over all ranks. Collective.
-
-    One tensor is gathered for all metrics, so that the names of the metrics are the same on all ranks. `uneven`: ranks
-    may have different numbers of rollouts.
-    """
+def conversation_columns(rollouts: list[Rollout]) -> torch.Tensor:
+    """The numbers that `conversation_metrics` reads, (N, 16), of the rollouts of all ranks. Collective."""
     reasons = list(StopReason)
-    columns = torch.tensor(
-        [
+    columns = []
+    for r in rollouts:
+        errors = [result.error for turn in r.turns for result in turn.results if result.error is not None]
+        sampled = sum(len(t.token_ids) for t in r.turns)
+        columns.append(
             [
                 len(r.prompt_ids),
-                sum(len(t.token_ids) for t in r.turns),
-                sum(len(t.token_ids) + len(t.observation_ids) for t in r.turns),
+                sampled,
+                sampled + sum(len(t.observation_ids) for t in r.turns),
                 len(r.turns),
                 reasons.index(r.stop_reason),
                 sum(len(t.calls) for t in r.turns),
-                *num_errors(r),
+                len(errors),
+                errors.count("timeout"),
+                errors.count("call"),
                 sum(t.tool_seconds for t in r.turns),
                 len(trained_records(r)),
                 sum(t.open_thinking for t in r.turns),
@@ -43,12 +43,8 @@ def conversation_columns(rollouts: list[Rollout], accelerator: Any, uneven: bool
                 sum(len(t.results) for t in r.turns),
                 is_cut_off(r),
             ]
-            for r in rollouts
-        ],
-        device=accelerator.device,
-        dtype=torch.float32,
-    )
-    return torch.tensor(gather_object(columns.tolist())) if uneven else accelerator.gather(columns)
+        )
+    return torch.tensor(gather_object(columns), dtype=torch.float32)
 
 
 def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
@@ -57,7 +53,7 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
     prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records = columns.T[:11]
     unclosed, again, read, results, cut_off = columns.T[11:]
     truncated = cut_off > 0
-    lost = torch.isin(stop, torch.tensor([float(reasons.index(each)) for each in FAILURES], device=stop.device))
+    lost = torch.isin(stop, torch.tensor([float(reasons.index(each)) for each in FAILURES]))
     ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
     metrics = {}
     for suffix, values in (("", trained), ("terminated_", ended)):
@@ -88,20 +84,10 @@ def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
 
 
 def reward_metrics(logged: torch.Tensor, reward: torch.Tensor, names: list[str]) -> dict[str, float]:
-    """Means of rewards over the rollouts that have a score, and the share of the rollouts that each mean is of.
+    """Means of rewards over the rollouts that have a score, and the share of all rollouts that each mean is of.
 
-    Args:
-        logged: (N, F), of each function, NaN where it gave None.
-        reward: (N,), what is trained, NaN for rollouts without a score (`Batch.reward`).
-        names: Of the F functions.
-
-    >>> nan = float("nan")
-    >>> logged = torch.tensor([[1.0, nan], [3.0, 0.5], [8.0, nan], [8.0, 8.0]])  # the last two have no outcome
-    >>> reward_metrics(logged, torch.tensor([1.0, 3.5, nan, nan]), ["a", "b"])
-    ... # doctest: +NORMALIZE_WHITESPACE
-    {'rewards/a/mean': 2.0, 'rewards/a/std': 1.4142135381698608, 'rewards/a/frac_scored': 0.5,
-     'rewards/b/mean': 0.5, 'rewards/b/std': nan, 'rewards/b/frac_scored': 0.25,
-     'reward': 2.25, 'reward_std': 1.7677669525146484, 'frac_reward_scored': 0.5}
+    `logged` is the reward of each of the functions `names`, (N, F), and `reward` is what is trained, (N,): NaN for
+    what a function did not give, and for rollouts without a score.
     """
     metrics, scored = {}, ~reward.isnan()
     for name, column in zip(names, logged.T):
@@ -125,9 +111,8 @@ def log_rewards(metrics: dict[str, list[float]], batch: Batch, names: list[str])
 class EvaluationMetrics:
     """The metrics of an evaluation as of all its rollouts at once.
 
-    TRL logs the mean of what its batches gave, and the last batch is often smaller: 4 rollouts with the rewards 1, 0,
-    0 and 1 in batches of 3 and 1 give 0.667 in place of 0.5. Rewards and conversations are counted anew here, over all
-    rollouts; other metrics of batches are weighted by their number of rollouts.
+    TRL logs the mean of its batches, of which the last one is often smaller. Rewards and conversations are counted
+    again here, over all rollouts; other metrics of batches are weighted by their number of rollouts.
     """
 
     def __init__(self):
@@ -135,35 +120,18 @@ class EvaluationMetrics:
         self.rewards: list[tuple[torch.Tensor, torch.Tensor]] = []  # of each batch: (N, F) and (N,)
 
     def add(self, metrics: dict[str, list[float]], batch: Batch, total: int | None) -> None:
-        """Add a batch, whose metrics TRL has added to `metrics`.
+        """Add a batch, whose metrics TRL has added to `metrics`. `total`: the rollouts of the evaluation, if known.
 
-        With several ranks accelerate fills the last batch up with rows of the first one. They are left out here.
-
-        Args:
-            metrics: The trainer's, of evaluation.
-            batch: With its `facts`, `logged` and rewards.
-            total: The number of rollouts of the whole evaluation; None if it is not known.
+        With several ranks accelerate fills the last batch up with rows of the first one, which are left out.
         """
         if len(metrics["reward"]) == 1:  # the first batch of an evaluation, which begins without metrics
             self.columns, self.rewards = [], []
         real = None if total is None else max(total - sum(map(len, self.columns)), 0)
-        self.columns.append(batch.facts[:real].cpu())
+        self.columns.append(batch.facts[:real])
         self.rewards.append((batch.logged[:real].cpu(), batch.reward[:real]))
 
     def finish(self, metrics: dict[str, list[float]], names: list[str]) -> None:
-        """Replace the values of all batches by one value of the whole evaluation.
-
-        Args:
-            metrics: The trainer's, a value per batch. Metrics that have another number of values stay as they are.
-            names: Of the F reward functions.
-
-        >>> whole, metrics = EvaluationMetrics(), {"reward": [2 / 3, 1.0], "entropy": [1.0, 2.0], "x/max": [3.0, 1.0]}
-        >>> whole.rewards = [(x[:, None], x) for x in (torch.tensor([1.0, 0.0, 1.0]), torch.tensor([1.0]))]
-        >>> whole.columns = [torch.zeros(3, 16), torch.zeros(1, 16)]
-        >>> whole.finish(metrics, ["match"])
-        >>> {name: metrics[name] for name in ("reward", "rewards/match/mean", "entropy", "x/max")}
-        {'reward': [0.75], 'rewards/match/mean': [0.75], 'entropy': [1.25], 'x/max': [3.0]}
-        """
+        """Replace the values of all batches by one. Metrics that have another number of values stay as they are."""
         sizes = [len(batch) for batch in self.columns]
         if not sizes or len(metrics.get("reward", ())) != len(sizes):
             return
@@ -186,57 +154,25 @@ def staleness_metrics(
 ) -> None:
     """Set the metrics of staleness: of all turns since the last log, over all ranks. Collective.
 
-    Staleness is how many weight changes lie between the weights that sampled a turn and `version`. A turn during
-    which weights were pushed counts from the older ones. TRL logs the mean of a metric's values: each has only one.
-
-    Args:
-        rollouts: Of this rank, in this batch.
-        version: The weight changes before the weights that are trained.
-        metrics: Of the trainer. A log empties them.
-        stale: How many turns had which staleness, over all ranks. This batch is added.
-
-    >>> from mt_grpo.rollout import Generation, Turn
-    >>> def turn(*versions):
-    ...     return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, versions)])
-    >>> metrics, stale = {}, Counter()
-    >>> staleness_metrics([Rollout([], [], turns=[turn(5, 5), turn(5, 6), turn(7, 7)])], 7, metrics, stale)
-    >>> metrics["rollout/staleness_max"], stale
-    ([2], Counter({2: 2, 0: 1}))
+    Staleness is the number of weight changes between the weights that sampled a turn, the oldest ones if there were
+    several, and `version`. `stale` counts the turns since the last log, which empties the trainer's `metrics`.
     """
     if "rollout/staleness" not in metrics:
         stale.clear()
     turns = [(versions_of(turn) or [r.policy_version])[0] for r in rollouts for turn in r.turns]
     for of_rank in gather_object([Counter(version - sampled for sampled in turns)]):
         stale.update(of_rank)
-    counts = stale or Counter([0])
-
-    def quantile(percent: int) -> int:
-        """The smallest staleness that `percent` of 100 turns do not exceed."""
-        below = itertools.accumulate(count for _, count in sorted(counts.items()))
-        return next(value for value, n in zip(sorted(counts), below) if 100 * n >= percent * counts.total())
-
+    values = sorted(stale.elements()) or [0]
     metrics |= {
-        "rollout/staleness": [sum(value * count for value, count in counts.items()) / counts.total()],
-        "rollout/staleness_p50": [quantile(50)],
-        "rollout/staleness_p99": [quantile(99)],
-        "rollout/staleness_max": [max(counts)],
+        "rollout/staleness": [sum(values) / len(values)],
+        "rollout/staleness_p50": [values[math.ceil(len(values) * 0.5) - 1]],
+        "rollout/staleness_p99": [values[math.ceil(len(values) * 0.99) - 1]],
+        "rollout/staleness_max": [values[-1]],
     }
 
 
-def num_errors(rollout: Rollout) -> tuple[int, int, int]:
-    """How many of a rollout's calls failed, ran out of time, and could not be run."""
-    errors = [result.error for turn in rollout.turns for result in turn.results if result.error is not None]
-    return len(errors), errors.count("timeout"), errors.count("call")
-
-
 def credit_metrics(output: dict[str, Any], batch: Batch, accelerator: Any) -> dict[str, float]:
-    """Metrics of the advantages that the loss uses. Collective.
-
-    Args:
-        output: TRL's batch of this rank's M records, with advantages (M, C).
-        batch: Their rollouts.
-        accelerator: Of the trainer.
-    """
+    """Metrics of the advantages that the loss uses, from TRL's batch of the M records of this rank. Collective."""
     count, owners = len(batch.rows), torch.tensor(batch.owners)
     loss_mask = output["completion_mask"] * output["tool_mask"]
     # INVARIANT: what is called a signal is an advantage that a token is trained with.
@@ -256,12 +192,7 @@ def credit_metrics(output: dict[str, Any], batch: Batch, accelerator: Any) -> di
 
 
 def mean_per_rollout(output: dict[str, Any], batch: Batch) -> torch.Tensor:
-    """The mean advantage of each rollout's trained tokens, (B,), over all its records.
-
-    Args:
-        output: TRL's batch of M rows, with advantages (M, C).
-        batch: Their rollouts.
-    """
+    """The mean advantage of each rollout's trained tokens, (B,), over all its records, from TRL's batch of M rows."""
     loss_mask = output["completion_mask"] * output["tool_mask"]  # (M, C)
     sums = torch.stack([(output["advantages"] * loss_mask).sum(1), loss_mask.sum(1).float()])  # (2, M)
     sums = sums.new_zeros(2, len(batch.rows)).index_add(1, torch.tensor(batch.owners, device=sums.device), sums)

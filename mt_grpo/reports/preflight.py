@@ -1,334 +1,413 @@
-"""What is printed of a run's first batch: a line and warnings in every run, the whole screen with `--preflight`."""
+"""Troubles of a run: one table, which `--preflight`, the first batch of every run and a running job read.
+
+Facts are settings by their keys, metrics by their names, and what `facts_of_settings` and `facts_of_batches` add; of a
+running job they are the means of its last logs.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import math
+import re
 import sys
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from statistics import mean
+from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import gather_object, is_peft_model
 from transformers import TrainerCallback
 
-from mt_grpo.base.errors import ServerError, error_line
-from mt_grpo.base.ranks import RunError, on_main_process
-from mt_grpo.base.tested_versions import installed, outside
-from mt_grpo.conversation.pictures import TOWER, drawn_image, readable, reader_of
-from mt_grpo.recipe.checks import longest_prompt
-from mt_grpo.recipe.refusals import backend_of
-from mt_grpo.reports.facts import facts_of_batches, facts_of_settings, steps_of
-from mt_grpo.reports.progress import MetricsLog, ProgressLine, duration
-from mt_grpo.reports.troubles import Facts, Trouble, Watch, troubles
-from mt_grpo.run.checkpoints import get_rng_state, set_rng_state
+from mt_grpo.base.errors import ServerError
+from mt_grpo.base.ranks import RunError
+from mt_grpo.conversation.conversations import limits_of
+from mt_grpo.conversation.pictures import readable
+from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
+from mt_grpo.recipe.refusals import text_of_cuts
+from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
+from mt_grpo.rollout import FAILURES, Rollout, StopReason
 from mt_grpo.run.trainer import ResumableTrainer
-from mt_grpo.training.batch import Batch
+from mt_grpo.training.batch import Batch, unused_rewards
+from mt_grpo.training.tensors import EFFECTIVE_SHARE
+from mt_grpo.training.token_checks import squeezed
 
 logger = logging.getLogger(__name__)
 
-
-def run_reports(trainer: ResumableTrainer) -> list[TrainerCallback]:
-    """The callbacks that report on a run: the first batch, a line per log, warnings, the file of metrics."""
-    return [FirstBatch(trainer), ProgressLine(trainer), Watch(trainer.reward_functions.main_outcome), MetricsLog()]
-
-
-# What a run will do, as text: model, data, prompt, tools, batches, context, memory, backend, versions.
-
-
-PROMPT_SHOWN = 2000  # characters of the first prompt: its beginning and its end
-GIB = 2**30
+WINDOW, LEAST_LOGS = 20, 5  # logs of a running job that are judged together, and of a short one at its end
+MIN_CALLS = 8  # fewer are no share to judge by: half of four calls fail by chance in one of three first batches
+MOST_BATCHES = 4  # of a preflight without signal: one rollout of a hundred may be rewarded
+MOST_WEIGHTS = 2**16  # of a parameter that are looked at, evenly spread
+COMPLETE = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
+NO_SIGNAL, LOGPS_APART = "credit/frac_groups_without_signal", "sampling/sampling_logp_difference/mean"
 
 
-def plan(trainer: ResumableTrainer) -> list[tuple[str, str]]:
-    """(what, text) of the lines of the screen, without the first prompt."""
-    args, env, model, train = trainer.args, trainer.env, trainer.model, trainer.train_dataset
-    reference = bool(args.beta) and getattr(trainer, "ref_model", None) is not None
-    client = trainer.client if trainer.backend == "server" else None
-    return [
-        ("model", model_line(model, args)), ("data", data_line(train, trainer.eval_dataset)),
-        ("tools", tools_line(env)), ("a batch", batch_line(args)), ("an epoch", epoch_line(len(train), args)),
-        *[("", said) for said in [left_out(len(train), args)] if said],
-        ("credit", f"{args.credit_assignment}, normalised by {args.scale_rewards}; rewards: "
-                   f"{', '.join(trainer.reward_func_names) or 'none'}"),
-        ("context", context_line(env, train, args)), ("rows", str(trainer.layout)),
-        *images_line(model, env),
-        ("memory", memory_line(model, args, longest_prompt(env, train), reference, trainer._is_sharded)),
-        ("backend", backend_line(args, client, trainer.accelerator.device)), ("versions", versions_line(client)),
-    ]  # fmt: skip
+class Reading(NamedTuple):
+    """One line of the table: `when` it means trouble, and when that makes training pointless (`ends`), by the facts.
+
+    A fact that is not known is NaN, of which no comparison is true. The facts are filled in into the text.
+    """
+
+    name: str
+    when: Callable[[dict], bool]
+    text: str
+    ends: Callable[[dict], bool] = lambda f: False
 
 
-def model_line(model: Any, args: Any) -> str:
-    """Name, size and dtypes of the model."""
-    total, trained = count(model.parameters())
-    dtypes = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in model.parameters()}))
-    kind = "bfloat16" if args.bf16 else "float16" if args.fp16 else dtypes
-    name = model.config._name_or_path.removeprefix(f"{Path.cwd()}/")
-    return f"{name}: {total:,} parameters, {trained:,} of them trained, kept as {dtypes}, computed in {kind}"
+# Causes stand before their consequences. docs/troubleshooting.md says more about each.
+READINGS = (
+    Reading("system prompt", lambda f: f["prompt/lacks_system"] > 0,
+        "The model does not read the system prompt: the chat template leaves it out. Use a chat template with a "
+        "system role, or put the text into the prompts and set system_prompt: ''.", lambda f: f["has_tools"]),
+    Reading("tools", lambda f: f["prompt/num_lacking"] > 0,
+        "The prompt does not mention the tool {prompt/lacks_tools}. Write its name as it is, or "
+        "{{tool_descriptions}}, into system_prompt, or set tool_format to hermes or native, which show the tools.",
+        lambda f: f["prompt/lacks_all_tools"] and not f["rollouts/called"] > 0.01),
+    Reading("last message", lambda f: f["prompt/ends_with_assistant"] > 0,
+        "{prompt/ends_with_assistant:.0%} of the prompts end with a message of the assistant, which may be the "
+        "answer. Remove it from the column prompt, or add a user message after it."),
+    Reading("learning rate", lambda f: f["learning_rate"] >= 0.01 and f["optim"].startswith("adam"),
+        "learning_rate is {learning_rate:g}. Adam moves every weight by about as much in one step, which destroys the"
+        " model. Set learning_rate to 1e-6, 1e-5 to 1e-4 (LoRA), or 1e-3 at most (tiny).", lambda f: True),
+    Reading("learning rate", lambda f: f["learning_rate"] == 0,
+        "learning_rate is 0. No weight changes. Set it to 1e-6, or 1e-5 to 1e-4 (LoRA).", lambda f: True),
+    Reading("learning rate", lambda f: f["lora"] > 0 and 0 < f["learning_rate"] < 5e-6,
+        "learning_rate is {learning_rate:g}, at which a LoRA hardly changes. Set learning_rate to 1e-5 to 1e-4."),
+    Reading("rounding", lambda f: f["weights/stuck"] >= 0.5 and f["learning_rate"] and f["optim"].startswith("adam"),
+        "A step of learning_rate={learning_rate:g} is lost to rounding for {weights/stuck:.0%} of the weights. Set "
+        "dtype: float32, with bf16: true to compute in bfloat16, or train with ZeRO-3 or FSDP2."),
+    Reading("temperature", lambda f: f["temperature"] >= 1.5,
+        "temperature is {temperature:g}. Above 1 calls and answers break. Set temperature: 1.0."),
+    Reading("cut sampling", lambda f: f["sampling/token_ratio_mean"] >= 0 and bool(f.get("sampling/cuts")),
+        "{sampling/cuts} biases the importance ratio of a token: it is {sampling/token_ratio_mean:.3f} on average, "
+        "and should be 1. Remove the setting, or set vllm_importance_sampling_correction: false."),
+    Reading("failures", lambda f: f["rollouts/failed"] >= 0.2,
+        "In {rollouts/failed:.0%} of the rollouts{since} the environment or the agent failed{frequent/failure}. They "
+        "are not trained on. Fix the environment or the agent, or raise environment_timeout.",
+        lambda f: f["rollouts/failed"] >= 0.95),
+    Reading("identical rollouts", lambda f: f["groups/identical"] >= 0.5,  # by chance: one group of 128
+        "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}. Set "
+        "temperature: 1.0, look whether top_k, top_p or min_p leave one choice, or take a harder task.",
+        lambda f: f[NO_SIGNAL] >= 1),
+    Reading("failing tools", lambda f: f["tools/broken"] >= 0.5,
+        "{tools/broken:.0%} of the calls that reach the tool {tools/broken_name} fail: {frequent/tool_error}. Fix the"
+        " tool or what it needs (a key, a server, a file), or raise tool_timeout.",
+        lambda f: f["tools/all_broken"] >= 0.98),
+    Reading("cut off by max_turn_tokens", lambda f: f["cut/by_turn"] >= 0.5,
+        "{cut/by_turn:.0%} of the rollouts have a turn that is cut off at max_turn_tokens={max_turn_tokens}. Raise "
+        "max_turn_tokens, or ask for shorter turns in system_prompt.", lambda f: f["cut/by_turn"] >= 0.95),
+    # A third, if a model must learn to be short: a running job has had the time.
+    Reading("cut off",
+        lambda f: f["completions/clipped_ratio"] >= (0.3 if f["window"] > 0 else 0.5) and not f["cut/by_turn"] >= 0.5,
+        "{completions/clipped_ratio:.0%} of the rollouts{since} are cut off (by the context: "
+        "{stop/context_length:.0%}, at agent_timeout: {stop/agent_timeout:.0%}). Raise max_completion_length, "
+        "max_turn_tokens or agent_timeout, ask for shorter turns, or lower max_tool_response_tokens.",
+        lambda f: f["completions/clipped_ratio"] >= 0.95),
+    Reading("malformed calls", lambda f: f["calls/malformed"] >= 0.8,  # untrained models: one in three
+        "{calls/malformed:.0%} of the calls in complete turns cannot be run: {frequent/call_error}. Set the "
+        "tool_format that the model was trained on, or show a whole call in system_prompt.",
+        lambda f: f["calls/failed"] >= 0.98),
+    Reading("no calls", lambda f: f["has_tools"] and f["rollouts/called"] <= 0.01,
+        "{rollouts/called:.0%} of the rollouts call a tool. Show a whole call in system_prompt, set the model's own "
+        "tool_format, or raise the temperature."),
+    Reading("no answers", lambda f: f["rollouts/ended"] <= 0.01,
+        "{rollouts/ended:.0%} of the rollouts come to an end of their own, such as an answer. Say in system_prompt "
+        "how to answer, with an example; raise max_env_steps, max_completion_length."),
+    Reading("turns at the limit", lambda f: f["stop/max_turns"] >= 0.8,
+        "{stop/max_turns:.0%} of the rollouts{since} still call tools in the last turn that max_env_steps allows. "
+        "Raise max_env_steps, or tell the model how many calls it has."),
+    Reading("unused rewards", lambda f: bool(f.get("rewards/unused")),
+        "No number of {rewards/unused} moves an advantage with credit_assignment={credit_assignment}. Choose another "
+        "credit_assignment, move it to OUTCOME_REWARD_FUNCS, or set its weight to 0.",
+        lambda f: f[NO_SIGNAL] >= 1 and f["rewards/num_varied_and_used"] == 0),
+    Reading("no rewards", lambda f: f["rewards/num_given"] == 0,
+        "No reward function gave a number to any rollout. All of them gave None. Check whether the columns that the "
+        "functions read are empty.", lambda f: True),
+    Reading("constant rewards",
+        lambda f: f[NO_SIGNAL] >= 1 and f["rewards/num_varied"] == 0 and not f["rewards/num_given"] == 0,
+        "The rewards are the same for all rollouts: {rewards/constant}. Look how the functions compare answers: a "
+        "turn's answer is text, and '952' is not 952. Then take an easier task or another model.", lambda f: True),
+    Reading("main outcome", lambda f: f["outcome/constant"] > 0 and f["rewards/num_varied"] > 0,
+        "The main outcome {outcome/name} is {outcome/mean:.3g} for all {outcome/scored} rollouts that were given it. "
+        "Only other rewards move the policy. Look how it compares answers, or take an easier task."),
+    Reading("no signal", lambda f: f[NO_SIGNAL] >= 1 and not f["rewards/num_varied_and_used"] == 0,
+        "No group{since} has trained rollouts whose rewards differ, as credit_assignment counts them. Take prompts "
+        "that are sometimes solved, raise num_generations or the temperature.", lambda f: True),
+    Reading("tokens", lambda f: f["tokens/differ"] > 0,
+        "{tokens/differ:.0%} of the records{since} are not what the model read and wrote. A warning above shows "
+        "where. See docs/tokenization.md."),
+    Reading("logprobs", lambda f: f[LOGPS_APART] > 0.1,  # bf16 gives a few 1e-2
+        "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
+        "average{since}. Compare the dtype, the chat template and the model of both; see docs/faults.md."),
+    Reading("few groups", lambda f: f["groups_per_step"] < 8,
+        "An optimizer step has {groups_per_step:g} groups of rollouts, of which those without signal teach nothing. "
+        "Raise gradient_accumulation_steps until it has 8 groups or more."),
+    Reading("effective share", lambda f: f[EFFECTIVE_SHARE] < 0.5,
+        "The importance ratio leaves {sampling/effective_share:.0%} of the rollouts{since} in effect. Set "
+        "vllm_importance_sampling_mode: token_truncate, or lower max_staleness."),
+    Reading("kl", lambda f: f["kl/first"] >= 0.05,  # the same model in bf16: 1e-4; weights that are noise: 7.7
+        "The policy is {kl/first:.2g} nats per token away from the reference model before its first step. Look how "
+        "the reference is loaded and sharded, set disable_dropout: true, or beta: 0."),
+    Reading("reward",
+        lambda f: f["reward"] > f["before/reward"] + max(0.05 * abs(f["before/reward"]), 0.01)
+        and f["outcome"] < f["before/outcome"] - max(0.1 * abs(f["before/outcome"]), 0.01),
+        "The reward rises ({before/reward:.2f} to {reward:.2f}) while its main outcome falls: the policy is paid for "
+        "something else. Lower the weight of the reward function that rises in the metrics."),
+    Reading("outcome", lambda f: f["best/outcome"] - f["outcome"] >= max(0.5 * abs(f["best/outcome"]), 0.1),
+        "The main outcome has fallen from {best/outcome:.2f} to {outcome:.2f}: what was learned is lost. Go back to "
+        "an earlier checkpoint, with a beta above 0. For a lower learning_rate: as model_name_or_path."),
+    Reading("entropy",
+        lambda f: f["window"] > 0 and f["entropy"] < 0.01 and not f["outcome"] >= 0.9 and f[NO_SIGNAL] >= 0.5,
+        "The entropy has collapsed ({entropy:.2g}) and the task is not solved: all rollouts of a group are the same. "
+        "Go back to an earlier checkpoint, with a beta above 0, or a higher temperature."),
+)  # fmt: skip
 
 
-def count(parameters: Iterable[torch.nn.Parameter], in_bytes: bool = False) -> tuple[int, int]:
-    """(all, those that are trained): how many numbers the parameters of a model hold, or bytes."""
-    sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size() ** in_bytes, p.requires_grad) for p in parameters]
-    return sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+class Trouble(NamedTuple):
+    """A reading that means trouble, its text with the facts, and whether training would be pointless."""
+
+    name: str
+    text: str
+    pointless: bool
 
 
-def images_line(model: Any, env: Any) -> list[tuple[str, str]]:
-    """Say what images cost and whether the vision tower is trained; empty for a model that reads text alone."""
-    if (reader := reader_of(env.tokenizer)) is None:
-        return []
-    total, trained = count(parameter for name, parameter in model.named_parameters() if TOWER.search(name))
-    costs = [
-        f"{side} x {side} pixels are {reader.read(drawn_image(side), 'a drawn image').num_tokens} tokens"
-        for side in (224, 1024)
+def known(facts: dict[str, Any]) -> defaultdict[str, Any]:
+    """Facts, with NaN for each that is None or missing."""
+    return defaultdict(lambda: math.nan, {name: fact for name, fact in facts.items() if fact is not None})
+
+
+def troubles(facts: dict[str, Any]) -> list[Trouble]:
+    """The readings that mean trouble, causes first."""
+    f = known({"since": "", "frequent/failure": "", **facts})
+    f["rollouts/failed"] = sum(f[f"stop/{reason}"] for reason in FAILURES)
+    f["tokens/differ"] = sum(facts.get(f"tokens/{check}_differ") or 0.0 for check in ("ids", "mask", "text"))
+    return [Trouble(each.name, each.text.format_map(f), bool(each.ends(f))) for each in READINGS if each.when(f)]
+
+
+def facts_of_settings(trainer: ResumableTrainer) -> dict[str, Any]:
+    """Settings of the recipe, and whether the first prompt has what the model must read."""
+    args, env, row = trainer.args, trainer.env, trainer.train_dataset[0]
+    tools = dict(env.tools) if env.environments is None else {**env.tools, **env.environments.tools_of_class(row)}
+    messages = env.with_system_prompt(row.get("prompt") or [{"role": "user", "content": ""}], tools)
+    system = "".join(m["content"] for m in messages if m["role"] == "system" and isinstance(m["content"], str))
+    read = env.tokenizer.decode(prompt_ids_of(env, row))
+    lacking = [name for name in tools if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", read)]
+    rollouts_per_step = args.per_device_train_batch_size * args.world_size * args.gradient_accumulation_steps
+    return {
+        **limits_of(args), "max_completion_length": args.max_completion_length, "learning_rate": args.learning_rate,
+        "optim": str(getattr(args.optim, "value", args.optim)), "lora": is_peft_model(trainer.model),
+        "temperature": trainer._sampling_params["temperature"], "sampling/cuts": text_of_cuts(args),
+        "credit_assignment": args.credit_assignment, "groups_per_step": rollouts_per_step / args.num_generations,
+        # Shards have no whole weights here, and ZeRO-3 and FSDP2 keep float32 ones beside them.
+        "weights/stuck": None if trainer._is_sharded else share_stuck(trainer.model.parameters(), args.learning_rate),
+        "has_tools": bool(tools), "prompt/lacks_system": bool(system) and squeezed(system)[:200] not in squeezed(read),
+        "prompt/lacks_tools": ", ".join(lacking), "prompt/num_lacking": len(lacking),
+        "prompt/lacks_all_tools": len(lacking) == len(tools),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
+    """The share of the trained weights that rounding leaves the same after a step of this size, up or down."""
+    stuck, total = 0.0, 0
+    for weights in (p.flatten() for p in parameters if p.requires_grad and p.numel()):
+        some = weights[:: -(-weights.numel() // MOST_WEIGHTS)]
+        up, down = ((some.float() + move).to(some.dtype) for move in (step, -step))
+        stuck += ((up == some) & (down == some)).float().mean().item() * weights.numel()
+        total += weights.numel()
+    return stuck / max(total, 1)
+
+
+def cut_by_turn(rollout: Rollout, args: Any) -> bool:
+    """Whether a turn was cut off at max_turn_tokens: the completion had room left."""
+    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= args.longest_turn]
+    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < args.max_completion_length)
+
+
+def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[str, Any]:
+    """The metrics of the batches that a trainer has rolled out last, and what their rollouts add. Collective."""
+    args, functions = trainer.args, trainer.reward_functions
+    metrics = {name: mean(values[-len(batches) :]) for name, values in trainer._metrics["train"].items() if values}
+    of_rank = [  # plain values, which every rank can send
+        {
+            "group": (number, r.index // args.num_generations),
+            "ids": [turn.token_ids for turn in r.turns],
+            "cut": cut_by_turn(r, args),
+            "called": any(turn.calls for turn in r.turns),
+            "assistant": bool(r.prompt_messages) and r.prompt_messages[-1]["role"] == "assistant",
+            "failure": str(r.error) if r.error is not None and r.stop_reason in FAILURES else None,
+            "calls": [
+                (str(call.name), result.error, result.text[:500] if result.error else "", turn.finish_reason)
+                for turn in r.turns
+                for call, result in zip(turn.calls, turn.results)
+            ],
+        }
+        for number, batch in enumerate(batches)
+        for r in batch.rollouts
     ]
-    whole = f"{trained:,} of the {total:,} parameters that read them are trained"
-    return [("images", f"{' and '.join(costs)}; {whole}")]
+    rollouts = gather_object(of_rank)
+    groups, tools = defaultdict(list), defaultdict(list)  # of ids; of errors of the calls that reach a tool
+    for rollout in rollouts:
+        groups[rollout["group"]].append(rollout["ids"])
+    calls = [call for rollout in rollouts for call in rollout["calls"]]
+    for name, error, text, _ in calls:
+        tools[name] += [] if error == "call" else [error and text]
+    complete = [error for _, error, _, end in calls if end != "length"]
+    complete = complete if len(complete) >= MIN_CALLS else []
+    broken = {name: share(errors) for name, errors in tools.items() if len(errors) >= MIN_CALLS}
+    worst = max(broken, key=broken.get, default=None)
+    weighted = [name for name, weight in zip(functions.names, functions.weights) if weight]
+    means = {name: metrics.get(f"rewards/{name}/mean") for name in weighted}
+    given = {name: value for name, value in means.items() if is_shown(value)}
+    varied = [name for name in given if metrics[f"rewards/{name}/std"] > 1e-6]
+    outcome, unused = functions.main_outcome, unused_rewards(functions.names, batches)
+    failure = most_frequent(rollout["failure"] for rollout in rollouts)
+    return {
+        **metrics, "rollouts/ended": sum(metrics.get(f"stop/{reason}", math.nan) for reason in COMPLETE),
+        "rollouts/called": share(rollout["called"] for rollout in rollouts),
+        "cut/by_turn": share(rollout["cut"] for rollout in rollouts),
+        "prompt/ends_with_assistant": share(rollout["assistant"] for rollout in rollouts),
+        "num_rollouts": len(rollouts), "frequent/failure": failure and f": {failure}",
+        "groups/identical": share(all(ids == group[0] for ids in group) for group in groups.values()),
+        "calls/malformed": share(error == "call" for error in complete), "calls/failed": share(complete),
+        "frequent/call_error": most_frequent(text for _, error, text, _ in calls if error == "call"),
+        "tools/broken": broken.get(worst), "tools/all_broken": min(broken.values(), default=0),
+        "tools/broken_name": worst, "frequent/tool_error": most_frequent(tools[worst]),
+        "outcome/name": outcome, "outcome/mean": given.get(outcome),
+        "outcome/scored": round(len(rollouts) * metrics.get(f"rewards/{outcome}/frac_scored", 0.0)),
+        "outcome/constant": outcome in given and outcome not in varied,
+        "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "no weight is above 0",
+        "rewards/num_given": len(given) if weighted else None, "rewards/num_varied": len(varied),
+        "rewards/unused": ", ".join(unused), "rewards/num_varied_and_used": len(set(varied) - set(unused)),
+    }  # fmt: skip
 
 
-def data_line(train: Any, test: Any) -> str:
-    """Rows and columns of the training and the test data; `test` may be None or a dict of several."""
-    tests = "no test rows are read (eval_strategy: no)"
-    if test is not None:
-        tests = f"{sum(map(len, test.values())) if isinstance(test, dict) else len(test):,} test rows"
-    return f"{len(train):,} training rows, {tests}; columns {', '.join(train.column_names)}"
+def share(flags: Iterable[Any]) -> float | None:
+    """The share of the flags that are true, None if there are none."""
+    flags = [bool(flag) for flag in flags]
+    return mean(flags) if flags else None
 
 
-def tools_line(env: Any) -> str:
-    """Names of the tools and classes."""
-    classes = [] if env.environments is None else [cls.__name__ for cls in env.environments.by_name.values()]
-    return f"{', '.join(env.tools) or 'none of a file'}, in the format {env.tool_format}" + (
-        f"; environment {', '.join(classes)}" if classes else ""
-    )
+def most_frequent(errors: Iterable[str | None]) -> str:
+    """The most frequent error in one line, with how many there are of it; empty if there is none."""
+    counts = Counter(" ".join(error.split())[:160].rstrip(".") for error in errors if error)
+    return "".join(f"{text} ({number} of {counts.total()} errors)" for text, number in counts.most_common(1))
 
 
-def batch_line(args: Any) -> str:
-    """The arithmetic of a batch of rollouts.
+def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None, window: int) -> dict[str, Any]:
+    """Means over the last logs of a job, as `before/...` over as many before them, and the best main outcome."""
 
-    >>> from types import SimpleNamespace as S
-    >>> batch_line(S(generation_batch_size=96, num_generations=8, per_device_train_batch_size=8, world_size=3,
-    ...              gradient_accumulation_steps=4, steps_per_generation=4, num_iterations=2))
-    '12 prompts x 8 rollouts = 96 = 8 per device x 3 ranks x 4; 2 optimizer steps from each'
-    """
-    prompts = args.generation_batch_size // args.num_generations
-    steps = args.steps_per_generation * args.num_iterations / args.gradient_accumulation_steps
-    ranks = f"{args.world_size} rank{'s' * (args.world_size > 1)}"
-    return (
-        f"{prompts} prompts x {args.num_generations} rollouts = {args.generation_batch_size} = "
-        f"{args.per_device_train_batch_size} per device x {ranks} x {args.steps_per_generation}; {steps:g} optimizer "
-        f"step{'s' * (steps != 1)} from each"
-    )
+    def mean_of(name: str, of: list[dict[str, Any]]) -> float | None:
+        values = [log.get(name) for log in of]
+        return mean(values) if all(map(is_shown, values)) else None
 
-
-def epoch_line(num_rows: int, args: Any) -> str:
-    """Rollouts and optimizer steps of an epoch and of the run.
-
-    >>> from types import SimpleNamespace as S
-    >>> epoch_line(100, S(generation_batch_size=96, num_generations=8, gradient_accumulation_steps=4,
-    ...                   steps_per_generation=4, num_iterations=2, max_steps=300, num_train_epochs=3))
-    '8 batches = 768 rollouts = 16 optimizer steps; the run: 300 optimizer steps'
-    """
-    batches, steps, whole = steps_of(num_rows, args)
-    rollouts = batches * args.generation_batch_size
-    counts = f"{batches:,} batch{'es' * (batches != 1)} = {rollouts:,} rollouts = {steps:,} optimizer steps"
-    return f"{counts}; the run: {whole:,} optimizer steps"
-
-
-def left_out(num_rows: int, args: Any) -> str:
-    """Say which rows an epoch leaves out; empty where it has all.
-
-    >>> from types import SimpleNamespace as S
-    >>> left_out(100, S(generation_batch_size=96, num_generations=8, shuffle_dataset=True))
-    'an epoch leaves out 4 of 100 rows, others each time: they fill no batch of 12 prompts'
-    """
-    prompts = args.generation_batch_size // args.num_generations
-    which = "others each time" if args.shuffle_dataset else "the last ones"
-    text = f"{num_rows % prompts} of {num_rows:,} rows, {which}: they fill no batch of {prompts} prompts"
-    return f"an epoch leaves out {text}" if num_rows % prompts else ""
-
-
-def context_line(env: Any, train: Any, args: Any) -> str:
-    """Say how much of the context the longest prompt and a completion take."""
-    prompt = longest_prompt(env, train)
-    context = f" of {env.max_model_len}" if env.max_model_len else ""
-    return (
-        f"{prompt} (longest prompt) + {args.max_completion_length} (max_completion_length) = "
-        f"{prompt + args.max_completion_length} tokens{context}; a turn has at most "
-        f"{args.longest_turn}, a result {env.result_limit}, a "
-        f"conversation {args.max_env_steps} observations"
-    )
-
-
-def memory_line(model: Any, args: Any, prompt: int, reference: bool, sharded: bool) -> str:
-    """Bytes of a rank's weights, gradients and optimizer, and the tokens and logits of one forward pass.
-
-    The logits are a lower limit of what activations take.
-
-    Args:
-        model, args: Of the run.
-        prompt: Tokens of the longest prompt.
-        reference: Whether there is a reference model.
-        sharded: Whether ranks divide the weights.
-    """
-    weights, trained = count(model.parameters(), in_bytes=True)
-    copies = weights if reference else 0
-    rows = args.per_device_train_batch_size
-    tokens = args.max_tokens_per_pass or rows * (prompt + args.max_completion_length)
-    logits = 4 * min(tokens, rows * args.max_completion_length)
-    logits *= model.config.get_text_config().vocab_size
-    parts = f"weights {size(weights)}, gradients {size(trained)}, Adam {size(2 * trained)}"
-    parts += f", reference model {size(copies)}" if copies else ""
-    return (
-        f"{size(weights + 3 * trained + copies)} per rank ({parts})"
-        f"{', before it is divided among the ranks' if sharded else ''}, and activations of a pass of "
-        f"at most {tokens:,} tokens (max_tokens_per_pass): the logits of one pass take up to {size(logits)}"
-    )
-
-
-def size(num_bytes: float) -> str:
-    """Format a number of bytes for people.
-
-    >>> size(3_600_000), size(7 * 2**30)
-    ('3.4 MiB', '7.0 GiB')
-    """
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def backend_line(args: Any, client: Any, device: torch.device) -> str:
-    """Where tokens are sampled, and how the weights get there. `client` is None without a server."""
-    if client is not None:
-        return (
-            f"{client.title} server at {client.base_url}, weights by {client.transfer.transport}; training on {device}"
-        )
-    in_vllm = backend_of(args) == "colocate"
-    name = "vLLM in this process (colocate)" if in_vllm else "this process (transformers)"
-    return f"{name}, on {device}"
-
-
-def versions_line(client: Any) -> str:
-    """The versions of what the package depends on and of the servers, and which of them were not tested."""
-    versions = installed()
-    servers = getattr(client, "servers", [])
-    served = sorted({(s.engine.name, s.engine.title, version) for s in servers if (version := s.engine_version)})
-    known = [f"{name} {versions.get(name)}" for name in ("torch", "trl", "transformers", "accelerate")]
-    known += [f"{title} {version} of the server" for _, title, version in served]
-    untested = outside(versions) + [text for name, _, version in served for text in outside({name: version})]
-    return ", ".join(known) + (
-        f"; not tested: {'; '.join(untested)}" if untested else "; all within the tested ranges"
-    )
-
-
-def prompt_text(rollout: Any, tokenizer: Any) -> str:
-    """The prompt of a rollout as the model read it."""
-    text = readable(tokenizer.decode(rollout.prompt_ids))
-    half, left_out = PROMPT_SHOWN // 2, len(text) - PROMPT_SHOWN
-    return text if left_out <= 0 else f"{text[:half]}\n... [{left_out} characters] ...\n{text[-half:]}"
-
-
-# A preflight rolls out further batches until a group has signal: one rollout of a hundred may be rewarded.
-MOST_BATCHES = 4
-PHASES = {
-    "_generate_and_score_completions": "batch", "_sync_weights": "sync", "_roll_out": "rollouts",
-    "_score": "rewards", "training_step": "training",
-}  # fmt: skip
+    windows = [logs[end - window : end] for end in range(len(logs), window - 1, -window)]  # the last one first
+    facts: dict[str, Any] = {"window": window, "since": f" in the last {window} logs"}
+    for prefix, of in zip(("", "before/"), windows):
+        facts |= {f"{prefix}{name}": mean_of(name, of) for name in of[-1]}
+        facts[f"{prefix}outcome"] = mean_of(f"rewards/{outcome}/mean", of)
+    best = [mean_of(f"rewards/{outcome}/mean", of) for of in windows[1:]]
+    return facts | {"best/outcome": max(filter(is_shown, best), default=None)}
 
 
 class PreflightOver(Exception):
-    """The facts of the first batch are there, and no optimizer step is to be taken."""
+    """The facts of the first batch are known, and no optimizer step is to be taken."""
 
 
-class FirstBatch(TrainerCallback):
-    """Reports on the first batch of rollouts before the first optimizer step. It draws no random number.
+class Watch(TrainerCallback):
+    """Reports on the first batch before the first optimizer step, and warns once of each trouble of a running job."""
 
-    Attributes:
-        facts: Those of the first batch, once it was rolled out.
-        ends_run: Whether `PreflightOver` is raised then, in place of a report.
-    """
-
-    def __init__(self, trainer: ResumableTrainer):
-        self.trainer, self.seen, self.ends_run = trainer, False, False
-        self.facts: Facts = {}
-
-    @property
-    def progress(self) -> ProgressLine:
-        return next(c for c in self.trainer.callback_handler.callbacks if isinstance(c, ProgressLine))
+    def __init__(self, trainer: ResumableTrainer, say: Callable[[str], None]):
+        self.trainer, self.say, self.is_preflight, self.facts = trainer, say, False, None
+        self.warned: set[str] = set()
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if state.is_world_process_zero and not self.ends_run:  # a preflight has said it
-            self.progress.say(f"rows: {self.trainer.layout}")
-            if said := left_out(len(self.trainer.train_dataset), args):
-                self.progress.say(said)
+        num_rows, prompts = len(self.trainer.train_dataset), args.generation_batch_size // args.num_generations
+        if state.is_world_process_zero:
+            self.say(f"rows: {self.trainer.layout}")
+            if num_rows % prompts:
+                which = "others each time" if args.shuffle_dataset else "the last ones"
+                self.say(f"an epoch leaves out {num_rows % prompts} of {num_rows:,} rows, {which}: no whole batch")
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if self.seen:
+        if self.facts is not None:
             return
-        self.seen = True
-        if self.ends_run:
-            self.gather_facts()
+        self.facts = {**facts_of_settings(self.trainer), **facts_of_batches(self.trainer, [self.trainer.batch])}
+        if self.is_preflight:
             raise PreflightOver
-        try:
-            self.gather_facts()
-            if self.trainer.accelerator.is_main_process:
-                self.progress.say(f"first batch: {summary(self.facts)}")
-                for trouble in troubles(self.facts):
-                    logger.warning(f"{trouble.name}: {trouble.text}")
-        except Exception as error:  # of a fork's environment or tokenizer: what only reports must not end a run
-            logger.warning(f"The report on the first batch failed: {error_line(error)}")
+        if state.is_world_process_zero:
+            self.say(f"first batch: {summary(self.facts)}")
+            for trouble in troubles(self.facts):
+                logger.warning(f"{trouble.name}: {trouble.text}")
 
-    def gather_facts(self) -> None:
-        """Set `facts`. Collective, before anything that may raise on one rank."""
-        of_batch = facts_so_far(self.trainer, [self.trainer.batch])
-        self.facts = {**facts_of_settings(self.trainer), **of_batch}
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if logs and "reward" in logs:
+            first = {"kl/first": logs.get("kl")} if state.global_step == 1 else {}  # before the first optimizer step
+            self._warn(state, first, WINDOW)
 
+    def on_train_end(self, args, state, control, **kwargs):
+        self.warned = set()  # what is still so is said again
+        self._warn(state, {}, LEAST_LOGS)
 
-def facts_so_far(trainer: ResumableTrainer, batches: list[Batch]) -> Facts:
-    """`facts_of_batches` of a trainer that has rolled out these."""
-    # A step may have had batches before these.
-    metrics = {name: values[-len(batches) :] for name, values in trainer._metrics["train"].items()}
-    return facts_of_batches(trainer.args, metrics, trainer.reward_functions, batches)
-
-
-def percent(share: float) -> str:
-    """A share as text; a question mark for NaN, which is not known.
-
-    >>> percent(0.25), percent(float("nan"))
-    ('25%', '?')
-    """
-    return "?" if math.isnan(share) else f"{share:.0%}"
+    def _warn(self, state: Any, facts: dict[str, Any], least: int) -> None:
+        logs = [log for log in state.log_history if "reward" in log]
+        window = min(WINDOW, max(len(logs), least))
+        facts |= facts_of_logs(logs, self.trainer.reward_functions.main_outcome, window)
+        for trouble in troubles(facts) if state.is_world_process_zero else ():
+            if trouble.name not in self.warned:
+                self.warned.add(trouble.name)
+                logger.warning(f"Step {state.global_step}, {trouble.name}: {trouble.text}")
 
 
-def summary(facts: Facts) -> str:
-    """A line about a batch of rollouts."""
-    cut = facts["completions/clipped_ratio"]
-    functions = ", ".join(
-        f"{name.split('/')[1]} {value:.2f} ± {facts[name.removesuffix('mean') + 'std']:.2f}"
-        for name, value in facts.items()
-        if name.startswith("rewards/") and name.endswith("/mean") and value == value
-    )
+def run_reports(trainer: ResumableTrainer) -> list[TrainerCallback]:
+    """The callbacks that report on a run: troubles, a line per log, the file of metrics."""
+    progress = ProgressLine(trainer)
+    return [Watch(trainer, progress.say), progress, MetricsLog()]
+
+
+def summary(facts: dict[str, Any]) -> str:
+    """A line about a batch of rollouts. A share of no calls is `nan%`."""
+    f, functions = known(facts), [name.split("/")[1] for name in facts if re.fullmatch("rewards/.*/mean", name)]
+    rewards = [f"{name} {f[f'rewards/{name}/mean']:.2f} ± {f[f'rewards/{name}/std']:.2f}" for name in functions]
     return (
-        f"{facts['num_rollouts']} rollouts, {facts['turns/mean']:.1f} turns, {facts['rollouts/called']:.0%} call a "
-        f"tool, {percent(facts['tools/failure_frequency'])} of the calls fail "
-        f"({percent(facts['tools/malformed_frequency'])} cannot be run), {facts['rollouts/ended']:.0%} come to an "
-        f"end, {cut:.0%} are truncated; reward {facts['reward']:.2f} ({functions}); "
-        f"{facts['credit/frac_groups_without_signal']:.0%} of the groups without signal"
+        f"{f['num_rollouts']} rollouts, {f['turns/mean']:.1f} turns, {f['rollouts/called']:.0%} call a tool, "
+        f"{f['tools/failure_frequency']:.0%} of the calls fail ({f['tools/malformed_frequency']:.0%} cannot be run), "
+        f"{f['rollouts/ended']:.0%} come to an end, {f['completions/clipped_ratio']:.0%} are truncated; reward "
+        f"{f['reward']:.2f} ({', '.join(rewards)}); {f[NO_SIGNAL]:.0%} of the groups without signal"
     )
 
 
-# --- --preflight -----------------------------------------------------------------------------------------------------
+def plan(trainer: ResumableTrainer) -> list[str]:
+    """The lines about the room that a run needs."""
+    args, model, per_device = trainer.args, trainer.model, trainer.args.per_device_train_batch_size
+    prompt, completion = longest_prompt(trainer.env, trainer.train_dataset), args.max_completion_length
+    tokens = args.max_tokens_per_pass or per_device * (prompt + completion)
+    logits = 4 * min(tokens, per_device * completion) * model.config.get_text_config().vocab_size
+    sizes = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p.requires_grad) for p in model.parameters()]
+    weights, trained = sum(size for size, _ in sizes), sum(size for size, trains in sizes if trains)
+    weights *= 1 + bool(args.beta and getattr(trainer, "ref_model", None) is not None)
+    return [
+        f"context  {prompt} (longest prompt) + {completion} (max_completion_length) = {prompt + completion} tokens of "
+        f"{trainer.env.max_model_len or 'any number'}",
+        f"memory   {gib(weights + 3 * trained)} per rank before it is sharded (weights {gib(weights)}, gradients "
+        f"{gib(trained)}, Adam {gib(2 * trained)}), and activations of a pass of at most {tokens:,} tokens "
+        f"(max_tokens_per_pass): its logits take up to {gib(logits)}",
+    ]
+
+
+def gib(num_bytes: float) -> str:
+    """Format a number of bytes for people."""
+    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 @contextmanager
 def preflight_settings(args: Any) -> Iterator[None]:
     """A run that writes nothing, tracks nothing and does not wait for long for a server. Raises `ValueError`."""
     if args.resume_from_checkpoint:
-        raise ValueError(
-            "--preflight checks the model of model_name_or_path and not a checkpoint. Remove "
-            f"resume_from_checkpoint, or set model_name_or_path to {args.resume_from_checkpoint!r}."
-        )
+        raise ValueError("--preflight checks the model of model_name_or_path. Remove resume_from_checkpoint.")
     with tempfile.TemporaryDirectory(prefix="preflight-") as folder:
         args.output_dir, args.report_to, args.disable_tqdm, args.save_strategy = folder, [], True, "no"
         args.log_rollouts, args.push_to_hub, args.load_best_model_at_end = 0, False, False
@@ -339,105 +418,40 @@ def preflight_settings(args: Any) -> Iterator[None]:
 
 
 def run_preflight(trainer: ResumableTrainer) -> int:
-    """Print what a run will do, roll out its first batch, and say what that means. Returns the exit code.
+    """Print what a run will do, roll out its first batch, and say what that means. Returns 1 if it is pointless."""
 
-    The random state is restored, and no optimizer step is taken. 1: training would be pointless, or it failed.
-    """
-    first_batch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, FirstBatch))
-    first_batch.ends_run = True
-    rng, seconds = get_rng_state(), dict.fromkeys([*PHASES.values(), "batches"], 0.0)
-    say(trainer, *(f"{what:>9}  {text}" for what, text in plan(trainer)), "", "Sampling the first batch ...")
-    found = troubles(facts_of_settings(trainer))
+    def say(*lines: str) -> None:
+        if trainer.accelerator.is_main_process:
+            print("\n".join(lines), flush=True)
+
+    watch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Watch))
+    watch.is_preflight = True
+    say(*plan(trainer), "", "Sampling the first batch ...")
     try:
-        with timed(trainer, seconds):
+        with suppress(PreflightOver):
             trainer.train()
-    except PreflightOver:
-        pass
     except (RunError, ServerError) as error:
-        say(trainer, *(trouble_lines(found) if found else []))
+        say(*(f"{trouble.name}: {trouble.text}" for trouble in troubles(facts_of_settings(trainer))))
         sys.exit(f"error: {error}")
-    finally:
-        set_rng_state(rng)
-    step_seconds = seconds["training"] - seconds["batch"]  # where two batches are rolled out before the first step
-    batch_seconds = {phase: value / max(seconds["batches"], 1) for phase, value in seconds.items()}
-    facts = first_batch.facts | facts_of_more_batches(trainer, first_batch.facts)
-    trainer.optimizer.zero_grad()
-    set_rng_state(rng)
-    found = on_main_process(lambda: troubles(facts))
-    prompt = prompt_text(trainer.batch.rollouts[0], trainer.env.tokenizer)
-    lines = phases(trainer.args, trainer.state.max_steps, facts, batch_seconds, step_seconds)
-    lines += trouble_lines(found)
-    say(trainer, "", "The first prompt, as the model reads it:", prompt, "", summary(facts), *lines)
-    return int(any(trouble.pointless for trouble in found))
-
-
-def say(trainer: ResumableTrainer, *lines: str) -> None:
-    """Print on rank 0."""
-    if trainer.accelerator.is_main_process:
-        print("\n".join(lines), flush=True)
-
-
-@contextmanager
-def timed(trainer: ResumableTrainer, seconds: dict[str, float]) -> Iterator[None]:
-    """A context in which the time of the trainer's methods is added up."""
-
-    def with_time(method: Any, phase: str) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return method(*args, **kwargs)
-            finally:
-                seconds[phase] += time.perf_counter() - began
-                seconds["batches"] += phase == "batch"
-
-        return run
-
-    for name, phase in PHASES.items():
-        setattr(trainer, name, with_time(getattr(trainer, name), phase))
-    try:
-        yield
-    finally:
-        for name in PHASES:
-            delattr(trainer, name)
-
-
-def facts_of_more_batches(trainer: ResumableTrainer, facts: Facts) -> Facts:
-    """Facts of up to three more batches, until one has a group with signal. Collective; empty where the first has."""
-    repeated = trainer.args.steps_per_generation * trainer.args.num_iterations  # TRL's sampler gives each so often
-    further = itertools.islice(trainer.get_train_dataloader(), repeated, None, repeated)
-    batches = [trainer.batch]
-    for number in range(2, MOST_BATCHES + 1):
-        if facts["credit/frac_groups_without_signal"] < 1.0:
-            return facts if number > 2 else {}
-        rows = next(further, None)
-        if rows is None:
+    facts, batches = watch.facts, [trainer.batch]
+    uses = trainer.args.steps_per_generation * trainer.args.num_iterations
+    # TRL's sampler gives each batch as often as it is used.
+    for rows in itertools.islice(trainer.get_train_dataloader(), uses, MOST_BATCHES * uses, uses):
+        if facts[NO_SIGNAL] < 1:
             break
-        say(trainer, f"No group has signal. Sampling batch {number} ...")
+        say(f"No group has signal. Sampling batch {len(batches) + 1} ...")
         trainer._generate_and_score_completions(rows)
         batches.append(trainer.batch)
-        facts = {**facts, **facts_so_far(trainer, batches)}
-    return facts
-
-
-def phases(args: Any, steps: int, facts: Facts, seconds: dict[str, float], step_seconds: float) -> list[str]:
-    """Lines about the time of a batch, and of a run of so many optimizer steps."""
-    batches = steps * args.gradient_accumulation_steps / (args.steps_per_generation * args.num_iterations)
-    whole = duration(batches * seconds["batch"] + steps * step_seconds)
-    num_calls = facts["tools/call_frequency"] * args.generation_batch_size
-    tools = 0.0 if math.isnan(facts["tools/mean_seconds"]) else facts["tools/mean_seconds"] * num_calls
-    memory = f"; {size(torch.cuda.max_memory_allocated())} of GPU memory" if torch.cuda.is_available() else ""
-    return [
-        f"seconds: rollouts {seconds['rollouts'] - seconds['sync']:.1f} (tools {tools:.1f} in all, at the same time), "
-        f"sync {seconds['sync']:.1f}, rewards {seconds['rewards']:.1f}, training {step_seconds:.1f} per optimizer "
-        f"step; {facts['completions/mean_total_length']:.0f} tokens per rollout{memory}",
-        f"the run: about {whole} if every batch takes as long as the first one",
-    ]
-
-
-def trouble_lines(found: list[Trouble]) -> list[str]:
-    """The lines of the screen about the troubles, causes first."""
-    if not found:
-        return ["", "No problem was found."]
-    lines = [f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)]
-    end = ["Training would be pointless."] if any(trouble.pointless for trouble in found) else []
-    return ["", "Problems, causes first:", *lines, *end]
+        facts = {**facts, **facts_of_batches(trainer, batches)}
+    found = troubles(facts)
+    pointless = any(trouble.pointless for trouble in found)
+    memory = f"; {gib(torch.cuda.max_memory_allocated())} of GPU memory" if torch.cuda.is_available() else ""
+    prompt = readable(trainer.env.tokenizer.decode(batches[0].rollouts[0].prompt_ids))
+    prompt = prompt if len(prompt) <= 2000 else f"{prompt[:1000]}\n...\n{prompt[-1000:]}"
+    say(
+        *("", "The first prompt, as the model reads it:", prompt, "", f"{summary(facts)}{memory}"),
+        *("", "Problems, causes first:" if found else "No problem was found."),
+        *(f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)),
+        *(["Training would be pointless."] if pointless else []),
+    )
+    return int(pointless)

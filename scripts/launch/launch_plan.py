@@ -36,7 +36,6 @@ from mt_grpo.recipe.checks import (
     check_context,
     check_dataset,
     check_images,
-    check_num_prompts,
     check_reward_columns,
     longest_prompt,
     prepare_data,
@@ -46,7 +45,7 @@ from mt_grpo.recipe.data import load_splits
 from mt_grpo.recipe.integrations import load_recipe_tools
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import load_rewards
-from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_ddp_timeout
+from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic
 from mt_grpo.training.rewards import weights_of
 
 LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
@@ -151,8 +150,7 @@ def server_context(
     """(tokens of the server's context: of the longest prompt and a whole completion; whether it reads images).
 
     Raises:
-        ValueError: tools, rewards or data that do not load, prompts too long for the model, or too few of them for a
-            batch of all processes, which `whole` has.
+        ValueError: tools, rewards or data that do not load, or prompts too long for the model.
     """
     tools = load_recipe_tools(script_args, args)
     turn_funcs, outcome_funcs = load_rewards(script_args.reward_fn, optional=True)
@@ -172,8 +170,6 @@ def server_context(
         where = f"dataset {script_args.dataset_name!r}, split {split!r}"
         check_dataset(rows, where, env)
         check_images(rows, where, env)
-        if rows is train:
-            check_num_prompts(len(rows), whole)
         check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
         check_context(env, config, rows, args)
         needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
@@ -202,7 +198,6 @@ def make_plan(recipe: str, arguments: list[str]) -> dict[str, Any]:
     if num_processes < 1 or (trainers and num_processes > len(trainers)):
         raise ValueError(f"NUM_PROCESSES={num_processes}: expected 1 to {len(trainers) or 'the number of cores'}.")
     whole = check_for_processes(argv, num_processes)
-    check_ddp_timeout(args, num_processes)
     with output_lock(args.output_dir):  # the trainer takes it; here it is told before a server is started
         pass
     plan = {

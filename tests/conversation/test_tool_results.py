@@ -230,7 +230,7 @@ def test_prompts_with_control_tokens_are_said_once(caplog):
     dataset = Dataset.from_dict({"prompt": rows})
     warn_of_control_tokens(env, dataset, "train_dataset")
     (message,) = caplog.messages
-    assert message.startswith("train_dataset, row 2 (and 1 more): the prompt holds the control token '<|im_end|>'")
+    assert message.startswith("train_dataset, row 2: the prompt holds the control token '<|im_end|>'")
     caplog.clear()
     warn_of_control_tokens(env, dataset.select([0, 1, 3, 4]), "train_dataset")
     assert not caplog.records

@@ -367,7 +367,6 @@ def test_what_it_cannot_do_for_a_recipe_is_said_at_the_start(recorded, setting, 
         ({"top_k": 40, "min_p": 0.1}, ServerError, "from before top_k=40, min_p=0.1"),
         ({"generation_kwargs": {"seed": 3}}, ValueError, "SGLang server does not support 'seed'"),
         ({"max_completion_length": 4000}, ServerError, "context of 1018 tokens"),
-        ({"weight_sync": "adapter"}, ServerError, "weight_sync=adapter: the recipe has no LoRA"),
     ):
         with pytest.raises(error, match=message):
             check(recorded, setting, **changes)

@@ -257,7 +257,7 @@ def test_rows_are_checked_at_the_start(folder, tokenizer, tmp_path):
     for row, message in (
         ({"prompt": [user("<image><image>")], "image": IMAGE}, "row 1: .* have 1 images, and the prompt has 2 tags"),
         ({"messages": [user("<image>")], "images": [b"x"]}, "row 1, image 0: the image cannot be read"),
-        ({"images": [IMAGE]}, "row 1: .*the row has no prompt to put it into"),
+        ({"images": [IMAGE]}, "row 1: .* have 1 images, and the prompt has 0 tags"),
     ):
         with pytest.raises(ValueError, match=message):
             check_images(Rows([ROW, row]), "data", env)

@@ -283,7 +283,7 @@ def test_a_batch_without_a_score_trains_nothing(random_model, tmp_path, loss_typ
 def test_without_calls_there_is_no_share_of_calls():
     """It is no failure rate of 0, and so in no mean of batches."""
     silent = Rollout([], [1], turns=[Turn([5], None, "", "stop")], stop_reason=StopReason.ANSWERED)
-    metrics = conversation_metrics(conversation_columns([silent], Accelerator(cpu=True)))[0]
+    metrics = conversation_metrics(conversation_columns([silent]))[0]
     names = {f"tools/{kind}_frequency" for kind in ("failure", "malformed", "timeout")} | {"tools/mean_seconds"}
     assert {name for name, value in metrics.items() if math.isnan(value)} == names
     assert metrics["tools/call_frequency"] == 0.0

@@ -216,7 +216,7 @@ def test_the_format_of_the_page_trains(fork, random_model, tmp_path):
 
 def test_the_choices_of_a_fork_have_its_format(fork, random_model, tmp_path):
     """And another house's program, which leaves calls to the chat template, refuses it by its name."""
-    with pytest.raises(ValueError, match=r"tool_format: 'json' .*Expected one of: xml, hermes, native, python\."):
+    with pytest.raises(ValueError, match=r"tool_format='json' .*Expected one of: xml, hermes, native, python\."):
         build(tmp_path, random_model, script=fork, tool_format="json")
     with pytest.raises(ValueError, match=r"tool_format='python' does not fit"):
         build(tmp_path, random_model, script=fork, tool_format="python", environment="openai_agent", agent="a.py:f")

@@ -1,6 +1,5 @@
 """Every recipe parses, trains a step and has no key that nothing reads; every TRL key works here or is refused."""
 
-import dataclasses
 import functools
 import inspect
 import json
@@ -21,14 +20,13 @@ import transformers
 import trl
 import vision_model
 import yaml
-from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 from conftest import data_file
 from datasets import Dataset
 from openenv_server import Served
 from safetensors.torch import save_file
-from transformers import AutoTokenizer, TrainingArguments
-from trl import GRPOConfig, ModelConfig, ScriptArguments
+from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
@@ -40,17 +38,14 @@ from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
-from mt_grpo.recipe import plugins
-from mt_grpo.recipe.checks import check_context, check_dataset, longest_prompt
-from mt_grpo.recipe.data import load_rows, make_arithmetic, not_here
-from mt_grpo.recipe.keys import known_keys
+from mt_grpo.recipe.checks import check_dataset, longest_prompt
+from mt_grpo.recipe.data import load_rows, make_arithmetic
+from mt_grpo.recipe.keys import OF_TRL, known_keys
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import import_file
-from mt_grpo.recipe.refusals import REFUSED_KEYS, backend_of, check_ddp_timeout, text_of_cuts, warnings_of
-from mt_grpo.reports.facts import facts_of_settings
-from mt_grpo.reports.troubles import troubles
+from mt_grpo.recipe.refusals import backend_of, text_of_cuts, warnings_of
+from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
-from mt_grpo.run.checkpoints import checkpoint_to_resume
 from mt_grpo.training.rewards import weights_of
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
@@ -482,31 +477,14 @@ def test_the_papers_keys_reach_what_they_name(random_model, tmp_path, monkeypatc
 # --- accelerate ------------------------------------------------------------------------------------------------------
 
 
-def check_launcher(path: Path) -> ClusterConfig:
-    """Accelerate refuses unknown keys itself, but not inside `deepspeed_config` and `fsdp_config`."""
-    config = load_config_from_file(str(path))
-    known = {action.dest for action in accelerate.commands.launch.launch_command_parser()._actions}
-    unknown = {*config.deepspeed_config, *config.fsdp_config} - known
-    if unknown:
-        raise ValueError(f"unknown keys {sorted(unknown)}")
-    return config
-
-
 @pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.stem)
 def test_accelerate_reads_every_key(path):
-    assert isinstance(check_launcher(path), ClusterConfig)
+    config = load_config_from_file(str(path))  # which refuses unknown keys, but not inside these two
+    known = {action.dest for action in accelerate.commands.launch.launch_command_parser()._actions}
+    assert not {*config.deepspeed_config, *config.fsdp_config} - known
     assert f"--config_file {path.relative_to(ROOT)}" in header(path)
     if path.stem in ("zero3", "fsdp2"):
         assert "Untested until it has run on GPUs" in header(path)
-
-
-@pytest.mark.parametrize("section", [None, "deepspeed_config"])
-def test_unknown_accelerate_key_fails(section, tmp_path):
-    config = read(ROOT / "hf_recipes/accelerate/zero3.yaml")
-    (config[section] if section else config)["zero_stagee"] = 3
-    (tmp_path / "bad.yaml").write_text(yaml.safe_dump(config))
-    with pytest.raises(ValueError, match="unknown keys .*zero_stagee"):
-        check_launcher(tmp_path / "bad.yaml")
 
 
 def test_accelerate_files_are_what_their_names_say():
@@ -537,333 +515,88 @@ def test_accelerate_starts_two_cpu_processes(tmp_path):
     assert seen == ["0 of 2, gloo", "1 of 2, gloo"]
 
 
-# --- every key of TRL: honoured or refused ---------------------------------------------------------------------------
+# --- keys without an effect, and pairs that would train something else -----------------------------------------------
 
-# Honoured keys by who reads them: the module's source has `args.<key>`, which the test looks up.
-HONOURED = {
-    "transformers: its Trainer, optimizers, callbacks and integrations": """
-        num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args
-        weight_decay adam_beta1 adam_beta2 adam_epsilon optim_target_modules gradient_accumulation_steps max_grad_norm
-        bf16 fp16 bf16_full_eval fp16_full_eval gradient_checkpointing gradient_checkpointing_kwargs torch_compile
-        torch_compile_backend torch_compile_mode use_liger_kernel liger_kernel_config use_cache
-        torch_empty_cache_steps logging_strategy logging_first_step logging_nan_inf_filter disable_tqdm report_to
-        include_num_input_tokens_seen run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
-        eval_strategy eval_delay eval_on_start eval_use_gather_object eval_accumulation_steps save_only_model
-        save_strategy save_steps save_on_each_node save_total_limit push_to_hub hub_token
-        hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision load_best_model_at_end
-        metric_for_best_model greater_is_better ignore_data_skip restore_callback_states_from_checkpoint
-        full_determinism accelerator_config parallelism_config dataloader_drop_last dataloader_num_workers
-        dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
-        dataloader_multiprocessing_context ddp_find_unused_parameters
-        ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph fsdp fsdp_config deepspeed debug skip_memory_metrics
-    """,
-    "transformers: TrainingArguments itself": """
-        tf32 logging_steps log_on_each_node log_level log_level_replica eval_steps use_cpu ddp_backend ddp_timeout
-    """,
-    "trl: GRPOConfig itself, older names": "use_transformers_paged vllm_importance_sampling_cap",
-    "trl: GRPOTrainer, its samplers, model, loss and logs": """
-        seed per_device_train_batch_size per_device_eval_batch_size num_generations num_generations_eval
-        generation_batch_size steps_per_generation shuffle_dataset num_iterations router_aux_loss_coef
-        disable_dropout cast_lm_head_to_fp32 ds3_gather_for_generation pad_to_multiple_of cache_implementation
-        use_transformers_continuous_batching transformers_continuous_batching_config beta epsilon delta epsilon_high
-        sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
-        importance_sampling_level loss_type sync_ref_model ref_model_mixup_alpha ref_model_sync_steps
-        top_entropy_quantile entropy_coef use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta
-        entropy_target off_policy_mask_threshold use_bias_correction_kl log_completions num_completions_to_print
-        log_unique_prompts log_completions_hub_repo vllm_importance_sampling_correction
-        vllm_importance_sampling_mode vllm_importance_sampling_clip_max vllm_importance_sampling_clip_min
-    """,
-    "trl: GRPOTrainer, which the conversations ask": "temperature top_p top_k min_p repetition_penalty scale_rewards",
-    "trl: its colocated vLLM": """
-        vllm_model_impl vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_max_model_length
-        vllm_tensor_parallel_size
-    """,
-    "trl: get_peft_config": """
-        use_peft lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save
-        lora_task_type use_rslora use_dora
-    """,
-    "mt_grpo_trainer": """
-        output_dir resume_from_checkpoint model_init_kwargs trust_remote_code max_completion_length generation_kwargs
-        chat_template_kwargs use_vllm vllm_mode vllm_server_base_url vllm_server_host vllm_server_port
-        vllm_server_timeout vllm_group_port mask_truncated_completions dataset_name dataset_config
-        dataset_train_split dataset_test_split model_name_or_path model_revision dtype attn_implementation
-    """,
-}
-# Refused keys with a value that is not the default: they do nothing in a multi-turn rollout, or something else.
+# TRL's keys that do nothing in a multi-turn rollout, or something else, with a value that is not the default.
 REFUSED = {
     "reward_weights": [1.0, 1.0],
     "max_tool_calling_iterations": 3,
     "multi_objective_aggregation": "normalize_then_sum",
     "vllm_structured_outputs_regex": "[0-9]+",
-    "log_multimodal": False,
-    "remove_unused_columns": True,
-    "dataset_streaming": True,
-    "ignore_bias_buffers": True,
     "neftune_noise_alpha": 5.0,
     "dataloader_in_order": False,
+    "data_seed": 7,
     "load_in_8bit": True,
     "load_in_4bit": True,
-    "auto_find_batch_size": True,
-    "enable_jit_checkpoint": True,
-    "bnb_4bit_quant_type": "fp4",
-    "use_bnb_nested_quant": True,
-    "bnb_4bit_quant_storage": "uint8",
-    "label_smoothing_factor": 0.1,
-    "label_names": ["labels"],
-    "average_tokens_across_devices": False,
-    "prediction_loss_only": True,
-    "eval_do_concat_batches": False,
-    "include_for_metrics": ["inputs"],
-    "batch_eval_metrics": True,
-    "train_sampling_strategy": "group_by_length",
-    "length_column_name": "size",
-    "data_seed": 7,
-    "do_train": True,
-    "do_eval": True,
-    "do_predict": True,
-    "local_rank": 0,
 }
-# Keys that one backend reads and another does not: (backend that ignores it, key, value).
-REFUSED_BY_BACKEND = [
-    *(("transformers", key, value) for key, value in (
-        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("vllm_request_timeout", 60.0), ("max_staleness", 2),
-        ("late_groups", "admit"),
-        ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_gpu_memory_utilization", 0.5),
-        ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512), ("vllm_enable_sleep_mode", True),
-        ("vllm_model_impl", "transformers"), ("vllm_server_host", "10.0.0.1"), ("vllm_server_port", 9000),
-        ("vllm_server_timeout", 10.0), ("vllm_group_port", 9001), ("vllm_importance_sampling_correction", False),
-        ("vllm_importance_sampling_mode", "token_mask"), ("vllm_importance_sampling_clip_max", 2.0),
-        ("vllm_importance_sampling_clip_min", 0.5), ("old_logps", "sampled"),
-    )),
-    *(("server", key, value) for key, value in (
-        ("vllm_gpu_memory_utilization", 0.5), ("vllm_tensor_parallel_size", 2), ("vllm_max_model_length", 512),
-        ("vllm_enable_sleep_mode", True), ("vllm_model_impl", "transformers"), ("cache_implementation", "static"),
-        ("use_transformers_continuous_batching", True), ("transformers_continuous_batching_config", {"a": 1}),
-    )),
-    *(("colocate", key, value) for key, value in (
-        ("weight_sync", "disk"), ("weight_sync_dir", "/tmp"), ("vllm_request_timeout", 60.0), ("max_staleness", 2),
-        ("late_groups", "admit"),
-        ("cache_implementation", "static"), ("use_transformers_continuous_batching", True),
-        ("vllm_server_timeout", 9.0), ("vllm_group_port", 9000), ("vllm_server_host", "127.0.0.1"),
-        ("vllm_server_base_url", "http://127.0.0.1:1"), ("vllm_server_port", 9000),
-    )),
-]  # fmt: skip
 
 
-def test_continuous_batching_that_would_cast_the_policy_is_refused(tmp_path):
-    settings = {"output_dir": str(tmp_path), "use_cpu": True, "use_transformers_continuous_batching": True}
-    with pytest.raises(ValueError, match="use_transformers_continuous_batching.* casts"):
-        mt.MTGRPOConfig(**settings, bf16=True)
-    assert mt.MTGRPOConfig(**settings, bf16=False).use_transformers_continuous_batching
+@pytest.fixture
+def parse(tmp_path):
+    """Parses the calculator's recipe with changes."""
+
+    def parse_changes(*flags, recipe="calculator", **changes):
+        recipe = read(ROOT / f"hf_recipes/tiny/{recipe}.yaml") | {"output_dir": str(tmp_path)} | changes
+        return mt.parse_arguments(["--config", write(tmp_path, recipe), *flags])
+
+    return parse_changes
 
 
-def trl_keys() -> set[str]:
-    return {f.name for cls in (GRPOConfig, ScriptArguments, ModelConfig) for f in dataclasses.fields(cls)}
-
-
-def test_every_trl_key_is_honoured_or_refused():
-    """Fails when TRL gains or loses a key: decide what it means here and add it to one of the tables."""
-    honoured = [key for keys in HONOURED.values() for key in keys.split()]
-    assert len(honoured) == len(set(honoured)) and not set(honoured) & REFUSED.keys()
-    assert set(honoured) | REFUSED.keys() == trl_keys()
-    assert REFUSED_KEYS.keys() <= REFUSED.keys()
-
-
-def sources(reader: str) -> str:
-    """The code of a reader of `HONOURED`."""
-    if reader == "mt_grpo_trainer":
-        return "".join(p.read_text() for p in [ROOT / "mt_grpo_trainer.py", *(ROOT / "mt_grpo").rglob("*.py")])
-    if reader.endswith("TrainingArguments itself"):
-        return inspect.getsource(TrainingArguments).partition("def __post_init__")[2]
-    if reader.startswith("trl: GRPOConfig itself"):
-        return inspect.getsource(GRPOConfig).partition("def __post_init__")[2]
-    if reader.startswith("trl: get_peft_config"):
-        return inspect.getsource(trl.get_peft_config)
-    if reader.startswith("trl"):
-        return inspect.getsource(trl.trainer.grpo_trainer) + inspect.getsource(trl.trainer.callbacks)
-    folder = Path(transformers.__file__).parent
-    return "".join(p.read_text("utf-8") for g in ("trainer*.py", "integrations/*.py") for p in folder.glob(g))
-
-
-@pytest.mark.parametrize("reader", HONOURED)
-def test_honoured_key_is_read_by_the_one_named(reader):
-    text = sources(reader)
-    name = "self" if "itself" in reader else r"(?:args|model_args|script_args|ctx\.args)"
-    assert [key for key in HONOURED[reader].split() if not re.search(rf"\b{name}\.{key}\b", text)] == []
+def test_refused_keys(parse):
+    assert REFUSED.keys() == OF_TRL["refused"].keys()
+    for key, value in REFUSED.items():
+        with pytest.raises(ValueError, match=f"^{key}=.* not supported: "):
+            parse(**{key: value})
+    with pytest.raises(ValueError, match="^load_in_8bit=True is not supported"):
+        parse("--load_in_8bit")
 
 
 @pytest.mark.parametrize(("changes", "words"), [
-    ({"delta": 2.0, "loss_type": "cispo"}, "delta=2.0 has no effect"),
-    ({"epsilon": 0.1, "epsilon_high": 5.0, "loss_type": "cispo"}, "epsilon=0.1 has no effect without a clipped ratio"),
-    ({"epsilon": 0.1, "loss_type": "sapo"}, "epsilon=0.1 has no effect without a loss_type of .*cispo"),
-    ({"sapo_temperature_pos": 2.0}, "sapo_temperature_pos=2.0 has no effect without loss_type: sapo"),
-    ({"vespo_k_neg": 9.0}, "vespo_k_neg=9.0 has no effect without loss_type: vespo"),
-    ({"beta": 0.1, "ref_model_sync_steps": 100}, "ref_model_sync_steps=100 .* without sync_ref_model: true"),
-    ({"beta": 0.0, "use_bias_correction_kl": False}, "use_bias_correction_kl=False .* without beta above 0"),
-    ({"entropy_target": 0.5}, "entropy_target=0.5 has no effect without use_adaptive_entropy: true"),
-    ({"use_vllm": True, "vllm_importance_sampling_correction": False, "vllm_importance_sampling_clip_max": 2.0},
-     "vllm_importance_sampling_clip_max=2.0 has no effect without vllm_importance_sampling_correction: true"),
-    ({"max_tokens_per_pass": 4096, "torch_compile": True}, "max_tokens_per_pass=4096 has no effect with torch_comp"),
+    ({"loss_type": "cispo"}, "multiplies gradients by a cap of 0.2"),
+    ({"loss_type": "cispo", "epsilon_high": 0.28}, "a cap of 0.28, below 1"),
     ({"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome",
-      "vllm_importance_sampling_mode": "sequence_mask"}, "Set token_truncate or token_mask"),
-    ({"loss_type": "cispo"}, "epsilon=0.2.* got None: below 1 every gradient is multiplied by it"),
-    ({"loss_type": "cispo", "epsilon_high": 0.28}, "got 0.28: below 1 every gradient"),
+      "vllm_importance_sampling_mode": "sequence_mask"}, "Set vllm_importance_sampling_mode: token_mask"),
     ({"optim": "galore_adamw_layerwise", "optim_target_modules": "all"}, "steps inside each backward pass"),
     ({"optim": "adalomo"}, "steps inside each backward pass"),
-    ({"optim": "schedule_free_adamw", "use_vllm": True, "eval_strategy": "epoch"}, "pushes averaged weights"),
     ({"accelerator_config": {"split_batches": True}}, "some prompts would never be trained"),
+    ({"use_transformers_continuous_batching": True, "fp16": True, "use_cpu": False}, "continuous_batching.* casts"),
+    ({"lora_r": 8}, "lora_r=8 has no effect without use_peft"),
+    ({"use_dora": True}, "use_dora=True has no effect without use_peft"),
+    ({"max_staleness": 2}, "max_staleness=2 has no effect without a server"),
+    ({"use_vllm": True, "vllm_mode": "colocate", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size"),
 ])  # fmt: skip
-def test_a_key_that_does_nothing_or_something_else_beside_others_raises(changes, words, tmp_path, no_weights):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+def test_settings_that_would_train_something_else(changes, words, parse):
     with pytest.raises(ValueError, match=words):
-        mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
+        parse(**changes)
 
 
-def test_keys_beside_those_that_read_them(tmp_path, no_weights):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
+def test_settings_that_train_what_they_say(parse):
     for changes in (
-        {"delta": 2.0, "epsilon": 0.1}, {"loss_type": "cispo", "epsilon_high": 5.0},
-        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 100, "use_bias_correction_kl": True},
-        {"use_adaptive_entropy": True, "entropy_target": 0.5},
-        {"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome",
-         "vllm_importance_sampling_mode": "token_mask"},
-        {"optim": "schedule_free_adamw", "eval_strategy": "epoch"},
+        {"loss_type": "cispo", "epsilon_high": 5.0}, {"use_peft": True, "lora_r": 8},
+        {"use_vllm": True, "vllm_mode": "server", "loss_type": "vespo", "credit_assignment": "outcome"},
+        {"use_transformers_continuous_batching": True},
     ):  # fmt: skip
-        mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
-
-
-def refused(name: str, *values):
-    return pytest.param(*values, id=name)
-
-
-@pytest.mark.parametrize(("key", "value"), [refused(key, key, value) for key, value in REFUSED.items()])
-def test_refused_key_raises(key, value, tmp_path, no_weights):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
-    with pytest.raises(ValueError, match=f"^{key}.* not supported.{{20}}"):
-        mt.parse_arguments(["--config", write(tmp_path, recipe)])
-
-
-@pytest.mark.parametrize("argument", ["--dataset_streaming", "--load_in_8bit", "--log_multimodal=False"])
-def test_refused_key_raises_on_the_command_line_too(argument, tmp_path, no_weights):
-    """Of each of the three dataclasses one."""
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
-    with pytest.raises(ValueError, match=f"^{argument[2:].partition('=')[0]}=.* is not supported: "):
-        mt.parse_arguments(["--config", write(tmp_path, recipe), argument])
+        parse(**changes)
 
 
 @pytest.mark.parametrize(
-    ("backend", "key", "value"), [refused(f"{item[0]}: {item[1]}", *item) for item in REFUSED_BY_BACKEND]
-)
-def test_key_of_another_backend_raises(backend, key, value, tmp_path, no_weights):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
-    if backend != "transformers":
-        recipe |= {"use_vllm": True, "vllm_mode": backend}
-    with pytest.raises(ValueError, match=f"^{key}.* no effect with the {backend} backend"):
-        mt.parse_arguments(["--config", write(tmp_path, recipe)])
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("key", "value", "readers"),
     [
-        ("off_policy_mask_threshold", 0.5, "whole sequences"),
+        ("turn_advantage_coef", 0.5, set(CREDIT_ASSIGNMENTS) - {"outcome", "merged"}),
+        ("turn_discount", 0.9, {"turn_return", "gigpo", "progress_credit"}),
+        ("outcome_in_return", True, {"turn_return", "gigpo"}),
+        ("state_baseline", "leave_one_out", {"gigpo"}),
+        ("off_policy_mask_threshold", 0.5, {"outcome", "merged"}),
     ],
 )
-def test_key_that_needs_one_advantage_per_rollout(key, value, words, tmp_path):
-    """Refused where turns have their own, taken where a rollout has one."""
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), key: value}
-    for credit in ("mt_grpo", "turn_return", "gigpo", "zero_sum"):
-        with pytest.raises(ValueError, match=f"{key}.*{words}.*credit_assignment='{credit}'"):
-            mt.parse_arguments(["--config", write(tmp_path, recipe | {"credit_assignment": credit})])
-    for credit in ("outcome", "merged"):
-        _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | {"credit_assignment": credit})])
-        assert getattr(args, key) == value
-
-
-def test_turn_advantage_coef_where_nothing_reads_it(tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {
-        "scale_rewards": "none",
-        "output_dir": str(tmp_path),
-        "turn_advantage_coef": 0.5,
-    }
+def test_keys_that_only_some_estimators_read(key, value, readers, parse):
     for credit in CREDIT_ASSIGNMENTS:
-        path = write(tmp_path, recipe | {"credit_assignment": credit})
-        if credit in ("outcome", "merged"):
-            with pytest.raises(ValueError, match=f"coef=0.5 has no effect with credit_assignment='{credit}'"):
-                mt.parse_arguments(["--config", path])
-        else:
-            assert mt.parse_arguments(["--config", path])[1].turn_advantage_coef == 0.5
-
-
-def test_turn_discount_where_nothing_reads_it(tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {
-        "scale_rewards": "none",
-        "output_dir": str(tmp_path),
-        "turn_discount": 0.9,
-    }
-    for credit in CREDIT_ASSIGNMENTS:
-        path = write(tmp_path, recipe | {"credit_assignment": credit})
-        if credit in ("turn_return", "gigpo", "progress_credit"):
-            assert mt.parse_arguments(["--config", path])[1].turn_discount == 0.9
-        else:
-            with pytest.raises(ValueError, match=f"turn_discount=0.9 has no effect with credit_assignment='{credit}'"):
-                mt.parse_arguments(["--config", path])
-
-
-def test_a_return_and_a_baseline_where_nothing_reads_them(tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"scale_rewards": "none", "output_dir": str(tmp_path)}
-    for key, value, readers in (
-        ("outcome_in_return", True, ["turn_return", "gigpo"]), ("state_baseline", "leave_one_out", ["gigpo"]),
-    ):  # fmt: skip
-        for credit in CREDIT_ASSIGNMENTS:
-            path = write(tmp_path, recipe | {"credit_assignment": credit, key: value})
-            if credit in readers:
-                assert getattr(mt.parse_arguments(["--config", path])[1], key) == value
-                continue
-            words = f"{key}={value} has no effect with credit_assignment='{credit}'.*use {' or '.join(readers)}"
-            with pytest.raises(ValueError, match=words):
-                mt.parse_arguments(["--config", path])
-
-
-@pytest.mark.parametrize(
-    ("changes", "nearest"),
-    [
-        ({"num_iterations": 3, "save_steps": 100}, "99 or 102"),
-        ({"num_iterations": 2, "save_steps": 1}, "save_steps to 2"),
-        ({"steps_per_generation": 4, "gradient_accumulation_steps": 2, "save_steps": 5}, "4 or 6"),
-    ],
-)
-def test_save_points_between_two_batches_of_rollouts_only(changes, nearest, tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
-    with pytest.raises(ValueError, match=f"save_steps={changes['save_steps']} would save in the middle.*{nearest}"):
-        mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
-    good = int(nearest.split()[-1])
-    _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | changes | {"save_steps": good})])
-    assert args.save_steps == good
-    mt.parse_arguments(["--config", write(tmp_path, recipe | changes | {"save_strategy": "no"})])
-    evaluates = changes | {"save_strategy": "no", "eval_strategy": "steps", "eval_steps": changes["save_steps"]}
-    with pytest.raises(ValueError, match=f"eval_steps={changes['save_steps']} would evaluate, and save .*{good}"):
-        mt.parse_arguments(["--config", write(tmp_path, recipe | evaluates)])
-    mt.parse_arguments(["--config", write(tmp_path, recipe | evaluates | {"eval_steps": good})])
-
-
-def test_save_points_where_an_epoch_may_end_with_a_shorter_step(tmp_path):
-    """4 batches of 4 passes and steps of 6: a step of 6, one of 6, one of 4. Step 5 ends in the middle of a batch."""
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
-    recipe |= {"steps_per_generation": 4, "gradient_accumulation_steps": 6, "save_steps": 2}
-    with pytest.raises(ValueError, match="save_steps=2 .*multiple of 4"):
-        mt.parse_arguments(["--config", write(tmp_path, recipe)])
-    for changes in ({"save_strategy": "epoch"}, {"gradient_accumulation_steps": 8}):
-        mt.parse_arguments(["--config", write(tmp_path, recipe | changes)])
-
-
-def test_a_share_of_all_steps_as_save_point(tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "save_strategy": "steps"}
-    recipe |= {"num_iterations": 2, "save_steps": 0.25, "max_steps": 40}
-    mt.parse_arguments(["--config", write(tmp_path, recipe)])
-    with pytest.raises(ValueError, match="save_steps=0.25 would save in the middle"):
-        mt.parse_arguments(["--config", write(tmp_path, recipe | {"max_steps": 44})])
-    with pytest.raises(ValueError, match="save_steps=0.25, a share of all steps, needs max_steps. .* multiple of 2"):
-        mt.parse_arguments(["--config", write(tmp_path, recipe | {"max_steps": -1, "num_train_epochs": 1})])
+        changes = {"scale_rewards": "none", "credit_assignment": credit, key: value}
+        if credit in readers:
+            assert getattr(parse(**changes)[1], key) == value
+            continue
+        with pytest.raises(ValueError, match=f"{key}.*credit_assignment='{credit}'"):
+            parse(**changes)
 
 
 @pytest.mark.parametrize("name", ["0.6B--mt-grpo", "1.7B--mt-grpo", "1.7B--gsm8k", "4B--mt-grpo"])
@@ -927,17 +660,23 @@ def build(random_model, tmp_path, no_weights):
     [
         ({"num_generation": 8}, r"'num_generation' \(did you mean 'num_generations'\?\)"),
         ({"qqqq": 2, "rlhf_type": "grpo"}, "'qqqq', 'rlhf_type'.*docs/moving.md"),
-        ({"num_generations": 7.5}, "num_generations: 7.5 .*expected"),
+        ({"num_generations": 7.5}, "num_generations: 7.5 .*expected int"),
         ({"num_generations": True}, "num_generations: True .*expected"),
+        ({"save_strategy": False}, "save_strategy: False .*quote them"),
         ({"tool_timeout": [5]}, r"tool_timeout: \[5\] .*expected"),
         ({"turn_reward_weights": [1, "x"]}, r"turn_reward_weights: .*expected"),
         ({"chat_template_kwargs": 3}, "chat_template_kwargs: 3 .* is int, expected"),
-        ({"loss_type": "nonsense"}, "loss_type: 'nonsense' .*dapo"),
-        ({"scale_rewards": "both"}, "scale_rewards: 'both' .*batch"),
+        ({"loss_type": "nonsense"}, "loss_type='nonsense' .*dapo"),
+        ({"scale_rewards": "both"}, "scale_rewards='both' .*batch"),
+        ({"late_groups": "pip"}, "late_groups='pip' .*wait, admit"),
+        ({"output_dir": ""}, "output_dir is empty"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
         ({"tools_script": ...}, "tools_script is not set"),
         ({"model_name_or_path": ...}, "model_name_or_path is not set"),
+        ({"dataset_name": ...}, "dataset_name is not set"),
+        ({"reward_fn": ...}, "reward_fn is not set"),
+        ({"tool_format": "hermes"}, "The chat template of .* has no tool support: it leaves calls out"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -946,70 +685,37 @@ def test_bad_value(changes, message, build):
         build(**changes)
 
 
-def test_bf16_without_a_gpu_that_has_it_says_what_to_write(build, monkeypatch):
-    """transformers' own words tell of use_cpu alone."""
-    for name in ("is_torch_bf16_gpu_available", "is_torch_xla_available"):
-        monkeypatch.setattr(f"transformers.training_args.{name}", lambda *_: False)
-    with pytest.raises(ValueError, match="^bf16: .*use_cpu: true"):
-        build(bf16=True, use_cpu=False)
-
-
 NUMBERS_OUT_OF_RANGE = {
     **dict.fromkeys(
-        ("lora_r", "lora_alpha", "dataset_size", "per_device_train_batch_size",
-         "save_total_limit", "per_device_eval_batch_size", "gradient_accumulation_steps", "torch_empty_cache_steps",
-         "steps_per_generation", "eval_accumulation_steps", "dataloader_prefetch_factor", "ddp_bucket_cap_mb",
-         "ddp_timeout", "num_iterations", "num_generations_eval", "max_completion_length", "generation_batch_size",
-         "vllm_max_model_length", "vllm_tensor_parallel_size", "ref_model_sync_steps", "max_turn_tokens",
-         "max_tokens_per_pass",
-         "max_concurrent_tools", "max_steps", "max_model_calls", "max_turns"),
+        ("lora_alpha", "dataset_size", "per_device_train_batch_size", "num_iterations",
+         "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size", "max_completion_length",
+         "max_turn_tokens", "max_tokens_per_pass", "max_concurrent_tools", "max_steps",
+         "max_model_calls", "max_turns"),
         (0, -5),
     ),
     **dict.fromkeys(
-        ("num_train_epochs", "adam_epsilon", "logging_steps", "eval_steps", "save_steps", "temperature", "delta",
-         "repetition_penalty", "vllm_server_timeout", "sapo_temperature_neg",
-         "sapo_temperature_pos", "tool_timeout",
+        ("adam_epsilon", "temperature", "delta", "sapo_temperature_neg", "sapo_temperature_pos", "tool_timeout",
          "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap", "reward_timeout",
          "vllm_request_timeout", "environment_timeout", "agent_timeout"),
         (0.0, -1.0, math.inf, math.nan),
     ),
-    **dict.fromkeys(
-        ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "eval_delay", "beta",
-         "router_aux_loss_coef", "epsilon", "epsilon_high", "vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg",
-         "vespo_lambda_neg", "entropy_coef", "entropy_coef_min", "entropy_coef_max", "entropy_coef_delta",
-         "entropy_target", "vllm_importance_sampling_clip_min", "off_policy_mask_threshold", "turn_advantage_coef"),
-        (-1.0, math.inf, math.nan),
-    ),
-    **dict.fromkeys(
-        ("top_k", "num_completions_to_print", "max_env_steps", "log_rollouts",
-         "dataloader_num_workers", "max_staleness", "refill_groups"),
-        (-1,),
-    ),
-    **dict.fromkeys(("min_p", "ref_model_mixup_alpha", "turn_discount", "top_entropy_quantile"), (-1, 1.1, math.nan)),
-    **dict.fromkeys(("top_p", "vllm_gpu_memory_utilization"), (0.0, 1.1, math.nan)),
-    **dict.fromkeys(("adam_beta1", "adam_beta2", "lora_dropout"), (-0.1, 1.0, math.nan)),
-    **dict.fromkeys(("vllm_server_port", "vllm_group_port"), (0, 65_536)),
+    **dict.fromkeys(("min_p", "ref_model_mixup_alpha", "turn_discount"), (-1, 1.1, math.nan)),
     **dict.fromkeys(("turn_reward_weights", "outcome_reward_weights"), ([1.0, math.nan], [-math.inf, 1.0])),
     "gym_unfinished_reward": (math.inf, math.nan),
-    "num_generations": (1, 0), "max_tool_response_tokens": (9,), "seed": (-1, 2**32),
-    "pad_to_multiple_of": (0, "some"),
+    "lora_dropout": (-0.1, 1.0, math.nan), "top_p": (0.0, 1.1, math.nan), "num_generations": (1, 0),
+    "max_tool_response_tokens": (9,), "max_env_steps": (-1,), "refill_groups": (-1,),
 }  # fmt: skip
 
 
-def test_every_number_has_a_range(tmp_path, no_weights):
+def test_every_number_has_a_range(parse, no_weights):
     """A NaN that is taken drops a reward without a word; infinite temperature samples noise."""
     of_numbers = re.compile(r"\b(int|float)\b")
-    numeric = {
-        key
-        for key, kind in known_keys(mt.recipe_classes()).items()
-        if of_numbers.search(getattr(kind, "__name__", "") + str(kind))
-    }
-    assert numeric - REFUSED_KEYS.keys() == NUMBERS_OUT_OF_RANGE.keys()
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path), "use_peft": True}
-    for key, values in NUMBERS_OUT_OF_RANGE.items():
-        for value in values:
+    for key, kind in known_keys(mt.recipe_classes()).items():
+        numeric = of_numbers.search(getattr(kind, "__name__", "") + str(kind))
+        by_default = (-1.5,) if "float" in str(kind) else (-2,)
+        for value in NUMBERS_OUT_OF_RANGE.get(key, by_default) if numeric and key not in REFUSED else ():
             with pytest.raises(ValueError, match=rf"^{key}\b.*, expected"):
-                mt.parse_arguments(["--config", write(tmp_path, recipe | {key: value})])
+                parse(**{"use_peft": True, key: value})
 
 
 @pytest.mark.parametrize("changes", [{"turn_advantage_coef": 1e39}, {"outcome_reward_weights": [1.0, -1e39]}], ids=str)
@@ -1020,26 +726,7 @@ def test_numbers_that_float32_cannot_hold_are_refused(tmp_path, changes):
         mt.MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **changes)
 
 
-@pytest.mark.parametrize("value", [math.nan, "hot"])
-def test_numbers_of_generation_kwargs_have_the_same_ranges(value, build):
-    with pytest.raises(ValueError, match="generation_kwargs: temperature=.*expected"):
-        build(generation_kwargs={"temperature": value})
-
-
-@pytest.mark.parametrize(
-    "key, value",
-    [
-        ("num_beams", 4),
-        ("do_sample", False),
-        ("typical_p", 0.3),
-        ("no_repeat_ngram_size", 2),
-        ("min_new_tokens", 4),
-        ("epsilon_cutoff", 0.1),
-        ("suppress_tokens", [1]),
-        ("guidance_scale", 2.0),
-        ("presence_penalty", 0.5),
-    ],
-)
+@pytest.mark.parametrize("key, value", [("num_beams", 4), ("do_sample", False), ("presence_penalty", 0.5)])
 def test_generation_kwargs_that_would_sample_another_distribution_are_rejected_by_name(key, value, build):
     with pytest.raises(ValueError, match=f"generation_kwargs: {key!r}"):
         build(generation_kwargs={key: value})
@@ -1053,88 +740,55 @@ def test_the_loss_has_the_temperature_that_is_sampled_at(build):
         build(generation_kwargs={"temperature": 0.5}, temperature=0.5)
 
 
-def test_values_at_the_edge_of_a_range_are_taken(tmp_path):
-    recipe = read(ROOT / "hf_recipes/tiny/calculator.yaml") | {"output_dir": str(tmp_path)}
-    edge = {"max_steps": -1, "top_p": 1.0, "min_p": 0.0, "epsilon": 0.0, "turn_reward_weights": [-1.0, 0.0], "seed": 0,
-            "pad_to_multiple_of": "none", "lr_scheduler_type": "cosine_with_restarts",
-            "lr_scheduler_kwargs": '{"num_cycles": 2}'}  # fmt: skip
-    _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe | edge)])
+def test_good_values_are_taken(parse):
+    """At the edge of a range, and in each spelling that YAML and people use for a number."""
+    edge = {"max_steps": -1, "top_p": 1.0, "min_p": 0.0, "epsilon": 0.0, "turn_reward_weights": [-1, 0.5], "seed": 0,
+            "pad_to_multiple_of": "none", "lr_scheduler_type": "cosine_with_restarts", "tool_timeout": 5,
+            "lr_scheduler_kwargs": '{"num_cycles": 2}', "learning_rate": "1e-6", "scale_rewards": "none"}  # fmt: skip
+    _, args, _ = parse("--max-env-steps", "3", "--beta=0.5", **edge)
     assert (args.max_steps, args.top_p, args.min_p, args.seed, args.pad_to_multiple_of) == (-1, 1.0, 0.0, 0, None)
-    assert args.turn_reward_weights == [-1.0, 0.0] and args.lr_scheduler_kwargs == {"num_cycles": 2}
-
-
-def test_good_values_are_taken(random_model, tmp_path):
-    """The strictness above refuses no spelling that YAML and people use for a number."""
-    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
-    recipe |= {"learning_rate": "1e-6", "tool_timeout": 5, "turn_reward_weights": [1, 0.5], "scale_rewards": "none"}
-    _, args, _ = mt.parse_arguments(["--config", write(tmp_path, recipe), "--max-steps", "3", "--beta=0.5"])
-    assert (args.learning_rate, args.tool_timeout, args.scale_rewards, args.max_steps, args.beta) == (
-        1e-6, 5.0, "none", 3, 0.5,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("flag", ["--num_generation=8", "--max-env-step"])
-def test_unknown_flag(flag, build):
-    with pytest.raises(ValueError, match="on the command line: '.*did you mean '(num_gen|max_env).*s'"):
-        build(flag, "2")
-
-
-def test_recipe_file_that_cannot_be_used(tmp_path):
-    cases = {
-        "absent.yaml": (None, "cannot be read: No such file.*See hf_recipes/"),
-        "list.yaml": (b"- max_steps\n", "holds list, expected lines of `key: value`"),
-        "broken.yaml": (b"max_steps: [1\n", "is not valid YAML"),
-    }
-    for name, (content, message) in cases.items():
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=f"{name}.*{message}"):
-            mt.parse_arguments(["--config", str(tmp_path / name)])
-    with pytest.raises(ValueError, match="Is a directory"):
-        mt.parse_arguments(["--config", str(tmp_path)])
-    with pytest.raises(ValueError, match="No recipe is given"):
-        mt.parse_arguments([])
-    with pytest.raises(ValueError, match="--config needs a recipe, such as"):
-        mt.parse_arguments(["--config"])
+    assert args.turn_reward_weights == [-1.0, 0.5] and args.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert (args.learning_rate, args.tool_timeout, args.scale_rewards) == (1e-6, 5.0, "none")
+    assert (args.max_env_steps, args.beta) == (3, 0.5)
+    assert mt.MTGRPOConfig("x", use_cpu=True, bf16=False, scale_rewards=False).scale_rewards == "none"
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("flags", "message"),
     [
-        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set twice, again on line 3"),
-        ("use_liger_kernel: true\n", "use_liger_kernel needs a package that is not installed. Run `pip install"),
-        ("env:\n  3: x\n", "env: 3 in .* is no name of an environment variable"),
-        ("env:\n  A:\n", "env: A: None in .*, expected"),
-        ("env: [A]\n", r"env: \['A'\] in .* is list, expected"),
-        (bytes(range(256)), "is not UTF-8 text .*Expected lines of `key: value`"),
-        ("dtype: float33\n", "dtype: 'float33' in .* is not known"),
-        ("save_strategy: no\n", "save_strategy: False in .* is bool, expected"),
-        ("chat_template_kwargs: {tokenize: true}\n", "chat_template_kwargs: 'tokenize' is set by the conversation"),
-        ("lr_scheduler_kwargs: {cycles: 2}\nlr_scheduler_type: cosine\n", "'cycles': 2} do not fit .*='cosine': "),
-        ("lr_scheduler_kwargs: cosine\n", "lr_scheduler_kwargs='cosine' is not JSON .*Expected a mapping"),
-        ("accelerator_config: absent.json\n", "accelerator_config='absent.json' is not a file"),
-        ("accelerator_config: {absent: 1}\n", "The settings cannot be used: TypeError: .*'absent'"),
-        ("optim: adamx_torch\n", "optim='adamx_torch' is not known. .* Did you mean 'adamw_torch'"),
-        ('output_dir: "a\\0b"\n', "output_dir=.* has the character NUL"),
-        ("max_steps: 1:30\n", "max_steps: '1:30' in .* is str, expected"),
-        ("env: {HF_HOME: /big}\n", "env: HF_HOME in .* has no effect in the trainer"),
-        ("output_dir: ''\n", "output_dir is empty"),
-        ("report_to: wanb\n", "report_to: 'wanb' is not known"),
-        ("report_to: [clearml]\n", "report_to: the package of 'clearml' is not installed. Run `pip install clearml`"),
+        (["--num_generation=8"], "on the command line: .*did you mean 'num_generations'"),
+        (["--max-env-step", "2"], "on the command line: .*did you mean 'max_env_steps'"),
+        (["recipe.yaml"], r"Unknown arguments \['recipe.yaml'\]"),
+        (["--max_steps", "many"], "argument --max_steps.*: invalid int value: 'many'"),
     ],
 )
-def test_bad_recipe(content, message, tmp_path):
+def test_bad_command_line(flags, message, build):
+    """Not argparse's way, which prints a screen of options and exits with 2."""
+    with pytest.raises(ValueError, match=message):
+        build(*flags)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("- max_steps\n", "holds list, expected lines of `key: value`"),
+        ("beta: 0.0\nseed: 1\nbeta: 0.1\n", "'beta' is set twice, again on line 3"),
+        ("max_steps: 1:30\n", "max_steps: '1:30' in .* is str, expected"),
+    ],
+)
+def test_bad_recipe(text, message, tmp_path):
     path = tmp_path / "recipe.yaml"
-    text = "" if isinstance(content, bytes) else content
-    path.write_bytes(content if isinstance(content, bytes) else b"use_cpu: true\nbf16: false\n" + text.encode())
-    message = re.sub(r"line (\d)", lambda found: f"line {int(found[1]) + 2}", message)  # below those two
-    with pytest.raises(ValueError, match=message) as error:
+    path.write_text(text)
+    with pytest.raises((ValueError, yaml.YAMLError), match=message):
         mt.parse_arguments(["--config", str(path)])
-    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="No recipe is given"):
+        mt.parse_arguments([])
+    with pytest.raises(ValueError, match="Unknown arguments .*a recipe after --config"):
+        mt.parse_arguments(["clock/recipe.yaml"])
 
 
 def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
-    """TRL reads the file again, as YAML 1.1 and in the locale's encoding: 1:30 would be 90, and 010 would be 8."""
+    """Not as YAML 1.1 reads it, in which 1:30 would be 90, and 010 would be 8."""
     monkeypatch.setenv("LAST", "before")
     path = tmp_path / "recipe.yaml"
     written = (ROOT / "hf_recipes/tiny/calculator.yaml").read_text()
@@ -1151,48 +805,18 @@ def test_what_a_recipe_says_arrives_as_it_is_written(tmp_path, monkeypatch):
                      "LAST": "0x1F"}  # fmt: skip
 
 
-def test_a_choice_that_is_none_is_refused_on_the_command_line_too():
-    with pytest.raises(ValueError, match="late_groups='pip' .*wait, admit"):
-        mt.parse_arguments(["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--late_groups", "pip"])
-
-
 def test_merged_mappings_are_no_repeated_keys(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("env: &variables {A: 1}\nchat_template_kwargs: {<<: *variables, A: 2}\n")
     assert read_recipe(str(path), mt.recipe_classes())["chat_template_kwargs"] == {"A": 2}
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--config", "x.yaml"], "--config is given twice"),
-        (["recipe.yaml"], r"Unknown arguments \['recipe.yaml'\]"),
-        (["--max_steps", "many"], "Argument --max_steps.*: invalid int value: 'many'"),
-        (["--generation_kwargs", "{'top_k': 5}"], "generation_kwargs=.* is not JSON"),
-    ],
-)
-def test_bad_command_line(flags, message, build):
-    """Not argparse's way, which prints a screen of options and exits with 2."""
-    with pytest.raises(ValueError, match=message):
-        build(*flags)
-
-
-def test_what_is_given_twice_on_the_command_line_is_said(caplog):
-    recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
-    _, args, _ = mt.parse_arguments([f"--config={recipe}", "--max-steps", "3", "--beta=0.5", "--max_steps=4"])
-    assert (args.max_steps, args.beta, args.max_env_steps) == (4, 0.5, 2)
-    assert "--max_steps is given 2 times" in caplog.text
-    assert "--beta is" not in caplog.text
-
-
-def test_null_on_the_command_line_unsets_what_the_recipe_says(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text((ROOT / "hf_recipes/tiny/agent.yaml").read_text() + "reward_funcs: [a, b]\n")
+def test_null_on_the_command_line_unsets_what_the_recipe_says(parse):
     flags = ["--agent", "null", "--agent_command", "./agent.sh", "--max-turn-tokens=null", "--reward_funcs", "null"]
-    script_args, args, _ = mt.parse_arguments(["--config", str(path), *flags])
+    script_args, args, _ = parse(*flags, recipe="agent", reward_funcs=["a", "b"])
     assert (script_args.agent, script_args.agent_command, args.max_turn_tokens) == (None, "./agent.sh", None)
     assert script_args.reward_funcs is None
-    assert mt.parse_arguments(["--config", str(path), *flags, "--agent", "a.py:b"])[0].agent == "a.py:b"
+    assert parse(*flags, "--agent", "a.py:b", recipe="agent")[0].agent == "a.py:b"
 
 
 def test_batch_that_is_no_whole_groups(build, monkeypatch):
@@ -1212,54 +836,23 @@ def fake_checkpoint(folder: Path) -> None:
     (folder / "trainer_state.json").write_text('{"global_step": 1}')
 
 
-def test_a_checkpoint_that_is_not_there_is_told_before_a_model_is_loaded(tmp_path):
+def test_the_checkpoint_to_resume_from_is_chosen_before_a_model_is_loaded(parse, tmp_path):
     def resume(wanted: str) -> str | None:
-        recipe = str(ROOT / "hf_recipes/tiny/calculator.yaml")
-        argv = ["--config", recipe, "--output_dir", str(tmp_path / "out"), "--resume_from_checkpoint", wanted]
-        return mt.parse_arguments(argv)[1].resume_from_checkpoint
+        return parse("--resume_from_checkpoint", wanted)[1].resume_from_checkpoint
 
     with pytest.raises(ValueError, match="resume_from_checkpoint='last' is no whole checkpoint.*There is none in"):
         resume("last")
-    for step in (5, 20):
-        fake_checkpoint(tmp_path / f"out/checkpoint-{step}")
-    shutil.copytree(tmp_path / "out/checkpoint-5", tmp_path / "out/checkpoint-5-good")
-    for step, seconds in ((5, 100), (20, 200)):
-        os.utime(tmp_path / f"out/checkpoint-{step}/trainer_state.json", (seconds, seconds))
-    assert resume("last") == resume("true") == str(tmp_path / "out/checkpoint-20")
-    assert resume(str(tmp_path / "out/checkpoint-5")).endswith("checkpoint-5")
-    with pytest.raises(ValueError, match="no trainer_state.json"):
-        resume(str(tmp_path / "out/checkpoint-7"))
-    (tmp_path / "out/checkpoint-20/trainer_state.json").unlink()  # killed in mid-save
-    assert resume("last") == str(tmp_path / "out/checkpoint-5")
+    for step, seconds in ((300, 100), (150, 200), (20, 300)):  # 300 is of an older run that went on for longer
+        fake_checkpoint(tmp_path / f"checkpoint-{step}")
+        os.utime(tmp_path / f"checkpoint-{step}/trainer_state.json", (seconds, seconds))
+    assert resume("last") == resume("true") == str(tmp_path / "checkpoint-20")
+    (tmp_path / "checkpoint-20/trainer_state.json").unlink()  # killed in mid-save
+    assert resume("last") == str(tmp_path / "checkpoint-150")
+    assert resume(str(tmp_path / "checkpoint-300")).endswith("checkpoint-300")
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):  # save_only_model
-        (tmp_path / "out/checkpoint-5" / name).unlink()
-    with pytest.raises(ValueError, match="checkpoint-5' has a model only.*set model_name_or_path: .*checkpoint-5"):
+        (tmp_path / "checkpoint-150" / name).unlink()
+    with pytest.raises(ValueError, match="checkpoint-150' has a model only.*set model_name_or_path: .*checkpoint-150"):
         resume("last")
-
-
-def test_last_is_not_of_an_older_run_that_went_on_for_longer(tmp_path, caplog):
-    for step, seconds in ((300, 100), (150, 200)):
-        folder = tmp_path / f"checkpoint-{step}"
-        fake_checkpoint(folder)
-        os.utime(folder / "trainer_state.json", (seconds, seconds))
-    assert checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-150")
-    assert "checkpoint-150 is the newest checkpoint" in caplog.text
-
-
-def test_no_rank_gives_up_before_the_server_is_given_up():
-    """Two requests without an answer and the wait between them must fit into what other ranks wait."""
-    recipe = str(ROOT / "hf_recipes/tiny/calculator-vllm.yaml")
-    _, args, _ = mt.parse_arguments(["--config", recipe, "--vllm_request_timeout", "800"])
-    check_ddp_timeout(args, 1)  # one process waits for nobody
-    with pytest.raises(ValueError, match="vllm_server_timeout = 1840 s"):
-        check_ddp_timeout(args, 2)
-    args.ddp_timeout = 1841
-    check_ddp_timeout(args, 2)
-    args.use_vllm, args.ddp_timeout = False, 601
-    check_ddp_timeout(args, 2)
-    args.ddp_timeout = 600
-    with pytest.raises(ValueError, match="reward_timeout = 600 s"):
-        check_ddp_timeout(args, 2)
 
 
 TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
@@ -1269,46 +862,31 @@ REWARD = "def right(completions, **kwargs):\n    return [1.0 for _ in completion
 @pytest.mark.parametrize(
     ("key", "code", "message"),
     [
-        ("tools_script", None, "is not a file"),
-        ("tools_script", "import no_such_module", "fails to import: ModuleNotFoundError: No module named"),
-        ("tools_script", "class A:\n    'a'\nTOOL_FUNCTIONS = [A]", "Tool A is a class"),
-        (
-            "tools_script",
-            "class A:\n    def f(self, x: str) -> str:\n        'Doubles.'\nTOOL_FUNCTIONS = [A.f]",
-            "Tool f is a method without its object",
-        ),
+        ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", TOOL + "f.__name__ = 'a b<tool>'", "Tool 'a b<tool>' has a name of other characters than"),
-        ("tools_script", TOOL + "CHECK_TOOLS = 'no'", "CHECK_TOOLS of .* is 'no', expected"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
-        ("tools_script", "TOOL_FUNCTION = []", "It has TOOL_FUNCTION: is that mistyped"),
-        ("tools_script", "def f(*args: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]", r"Tool f has \*args"),
         ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
         ("tools_script", "def f(x):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]", "Tool f has no type hint for 'x'"),
         ("tools_script", "def f(x: str): pass\nTOOL_FUNCTIONS = [f]", "Tool f has no docstring"),
         ("tools_script", "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f, f]", "Two tools are called 'f'"),
-        ("tools_script", "import sys; sys.exit(0)", "plugin.py' fails to import: SystemExit: 0"),
-        ("tools_script", TOOL + "def CHECK_TOOLS(): raise SystemExit", "plugin.py' do not work: SystemExit"),
-        ("tools_script", "TOOL_FUNCTIONS = 3", "TOOL_FUNCTIONS of .*plugin.py' is int, expected"),
-        ("tools_script", TOOL.replace("str", "'Absent'"), "Tool f has type hints that cannot be read: .*Absent"),
-        (
-            "reward_fn",
-            REWARD + "OUTCOME_REWARD_FUNCS, TURN_REWARD_FUNCS = [right], (right,)",
-            "TURN_REWARD.* is tuple",
-        ),
-        ("reward_fn", REWARD, "defines neither OUTCOME_REWARD_FUNCS nor TURN_REWARD_FUNCS"),
+        ("reward_fn", REWARD, "defines neither TURN_REWARD_FUNCS nor OUTCOME_REWARD_FUNCS"),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions"),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = ['right']", "A reward must be a function, got 'right'"),
         ("reward_fn", "def right(completions): pass\nTURN_REWARD_FUNCS = [right]", r"right takes no \*\*kwargs"),
+        (
+            "reward_fn",
+            "def right(completions, gold, **kwargs): pass\nTURN_REWARD_FUNCS = [right]",
+            "Reward right needs 'gold'",
+        ),
     ],
 )
 def test_bad_tool_or_reward_file(key, code, message, build, tmp_path):
     path = tmp_path / "plugin.py"
     if code is not None:
         path.write_text(code)
-    with pytest.raises(ValueError, match=message) as error:
+    with pytest.raises(ValueError, match=message):
         build(**{key: str(path)})
-    assert code is not None or f"{key}: {str(path)!r}" in str(error.value)
 
 
 GAME = """
@@ -1359,12 +937,9 @@ def test_a_recipe_with_an_environment_only(where, random_model, tmp_path):
     [
         ({"environment": "NoReward", **ALONE}, "", "No reward functions. .*an environment with get_reward"),
         ({"environment": "Nothing", **ALONE}, "", "environment: '.*game.py' has no 'Nothing'"),
-        ({"environment": "Game"}, "ENVIRONMENT = Game", "'.*:Game' is the class of an environment, and .* as well"),
+        ({"environment": "Game"}, "ENVIRONMENT = Game", "environment: '.*:Game' is an environment, and so is"),
         ({}, "ENVIRONMENT = 5", "ENVIRONMENT of .*game.py' is 5, expected"),
-        ({}, "ENVIRONMENT = {}", "ENVIRONMENT of .*game.py' is an empty dict"),
-        ({}, "ENVIRONMENT = {'a': NoReset}", r"ENVIRONMENT of .*game.py'\['a'\]: NoReset has no method reset"),
-        ({"tool_format": "hermes"}, "", "The chat template of .* has no tool support: it leaves calls out"),
-        ({"environment": "Game", "isolate_tools": True, **ALONE}, "", "isolate_tools: none"),
+        ({}, "ENVIRONMENT = {'a': NoReset}", "ENVIRONMENT of .*game.py': NoReset has no method reset"),
     ],
 )
 def test_bad_environment(changes, declared, message, build, tmp_path):
@@ -1378,51 +953,25 @@ def test_bad_environment(changes, declared, message, build, tmp_path):
         build(**changes)
 
 
-@pytest.mark.parametrize(
-    "keys, reset, message",
-    [
-        ("", "board, answer", "Game.reset .*'board'"),
-        ("gold, ", "**row", "right needs 'gold'"),
-    ],
-    ids=["environment", "reward"],
-)
-def test_a_column_that_is_missing_beside_an_environment_is_named(build, tmp_path, keys, reset, message):
-    (tmp_path / "game.py").write_text(f"class Game:\n    def reset(self, {reset}):\n        pass\n")
-    (tmp_path / "right.py").write_text(
-        f"def right(completions, {keys}**kwargs):\n    return [1.0]\n\n\nOUTCOME_REWARD_FUNCS = [right]\n"
-    )
-    with pytest.raises(ValueError, match=message):
-        build(tools_script=..., reward_fn=str(tmp_path / "right.py"), environment=f"{tmp_path}/game.py:Game")
-
-
 ROW = '{"question": "1+1?", "answer": "2"}\n'
+IMAGE = '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "answer": "2"}\n'
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "dataset_name: .* is not a file"),
         ("", "dataset_name: .*data.jsonl', split 'train', is empty"),
-        ('{"question": "1+1?", "answer": "2"}\n\n{"question": \n', "data.jsonl, line 3 is not JSON"),
+        ('{"question": "1+1?", "answer": "2"}\n\n{"question": \n', "data.jsonl, line 3: expected an object"),
+        (ROW + "null\n", "data.jsonl, line 2: .*got null"),
+        (ROW.encode("utf-16"), "data.jsonl, line 1: .*'utf-8' codec can't decode"),
         ('{"query": "1+1?", "answer": "2"}', r"row 0 has columns \['answer', 'query'\], expected"),
-        ('{"prompt": [{"role": "user"}], "answer": "2"}', "a prompt must be a list of messages with role and content"),
-        (ROW + "null\n", "data.jsonl, line 2 is null, expected"),
-        (f"[\n{ROW}]", r"line 1 is not JSON: Expecting value"),
-        (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: answer is nan, expected"),
-        ('{"prompt": [{"role": "wizard", "content": "?"}]}', "row 0: .* role 'wizard'"),
-        ('{"prompt": [{"role": "system", "content": "?"}]}', "row 0: .*system message"),
-        (ROW.encode("utf-16"), "data.jsonl, line 1 is not UTF-8 text"),
+        ('{"prompt": [{"role": "user"}], "answer": "2"}', "row 0 contains .*with role and content"),
+        ('{"prompt": [{"role": "user", "content": null}]}', "row 0 has a message with the content None"),
+        ('{"prompt": " ", "answer": "2"}', "row 0: prompt is ' ', expected"),
         (ROW + '{"question": null, "answer": "2"}', "row 1: question is None, expected"),
         (ROW + '{"question": "1+1?", "answer": null}', "row 1: answer is None, expected"),
-        ('{"prompt": " ", "answer": "2"}', "row 0: prompt is ' ', expected"),
-        ('{"prompt": [{"role": "user", "content": null}]}', "row 0: .* which are text, got content: None in"),
-        (
-            '{"prompt": [{"role": "user", "content": [{"type": "image", "url": "x"}]}], "answer": "2"}\n' * 64,
-            "row 0: a message has an image",
-        ),
-        ('{"question": "?", "answer": "2", "completions": "x"}', "has a column 'completions'"),
-        ('{"question": "?", "answer": ' + "1" * 5000 + "}", "data.jsonl, line 1 cannot be read: Exceeds the limit"),
-        (ROW + r'{"question": "a \ud800", "answer": "2"}', "row 1: the content of a message is no text: .*surrogates"),
+        (ROW + '{"question": "1+1?", "answer": NaN}', "row 1: answer is nan, expected"),
+        (IMAGE * 64, "row 0: a message has an image"),
         (
             '{"prompt": "?", "answer": "2", "images": [{"bytes": null, "path": "cat.png"}]}',
             "row 0: the column 'images' is",
@@ -1431,8 +980,7 @@ ROW = '{"question": "1+1?", "answer": "2"}\n'
 )
 def test_bad_dataset(content, message, build, tmp_path):
     path = tmp_path / "data.jsonl"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=message):
         build(dataset_name=str(path))
 
@@ -1469,29 +1017,16 @@ def test_a_history_of_openais_api_is_read(random_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "split", "more", "message"),
+    ("name", "split", "size", "message"),
     [
-        ("arithmetc", "train", {}, "'arithmetc' .*cannot be loaded from the Hub: .* Did you mean 'arithmetic'"),
-        ("DATA.csv", "train", {}, "DATA.csv' cannot be read"),
-        ("absent.parquet", "train", {}, "'absent.parquet' does not exist"),
-        ("docs", "train", {}, "docs/train.jsonl' is not a file"),
-        ("rows.jsonl", "validation", {}, "split 'validation' has no effect with .*, one file for all splits"),
-        ("arithmetic", "tset", {}, "arithmetic: split 'tset', size None"),  # else of train
-        ("chain", "train", {"size": 10**9}, "chain: split 'train', size 1000000000. .* at most 1000000 rows"),
-        ("arithmetic", "train", {"config": "main"}, "dataset_config='main' has no effect with .*'arithmetic'"),
+        ("rows.jsonl", "validation", None, "split 'validation' has no effect with .*, one file for all splits"),
+        ("arithmetic", "tset", None, "arithmetic: split 'tset', size None"),  # else of train
+        ("chain", "train", 10**9, "chain: split 'train', size 1000000000. .* 1000000 at most"),
     ],
 )
-def test_dataset_that_is_not_there(name, split, more, message, tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
-    (tmp_path / "DATA.csv").write_text("question,answer\n1+1?,2\n")
+def test_splits_that_are_not_there(name, split, size, message):
     with pytest.raises(ValueError, match=message):
-        load_rows(str(tmp_path / name) if name == "DATA.csv" else name, split, **more)
-
-
-def test_fewer_prompts_than_a_batch_needs(build):
-    """TRL's sampler drops a batch that is not whole: the run would end with the model that it began with."""
-    with pytest.raises(ValueError, match="has 8 prompts.* needs 16 .*dataset_size"):
-        build(per_device_train_batch_size=128)
+        load_rows(name, split, size)
 
 
 def test_a_run_without_a_step_fails(random_model, tmp_path):
@@ -1502,27 +1037,11 @@ def test_a_run_without_a_step_fails(random_model, tmp_path):
         trainer.train()
 
 
-def test_a_file_whose_import_goes_on_and_on_is_named(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(plugins, "SLOW_SECONDS", 0.01)
-    path = tmp_path / "plugin.py"
-    path.write_text(f"import threading\nthreading.Event().wait(0.2)\n{TOOL}def CHECK_TOOLS():\n    pass\n")
-    plugins.load_tools(str(path))
-    assert "plugin.py' is still being imported" in caplog.messages[0]
-
-
 def test_prompt_that_does_not_fit_the_context(build):
     with pytest.raises(ValueError, match="longest prompt.*max_completion_length=8192") as error:
         build(max_completion_length=8192)
     length = int(re.search(r"prompt has (\d+)", str(error.value))[1])
     assert f"at most {8192 - length}" in str(error.value)
-
-
-def test_prompts_that_leave_no_room_at_all(random_model):
-    env = mt.MultiTurnToolEnv([], None, tokenizer=AutoTokenizer.from_pretrained(random_model))
-    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(max_position_embeddings=8))
-    args = SimpleNamespace(max_completion_length=1, use_vllm=False)
-    with pytest.raises(ValueError, match="and the model's context 8: there is no room for a turn"):
-        check_context(env, config, Rows([{"prompt": [{"role": "user", "content": "1 + 1?" * 9}]}]), args)
 
 
 def change_model(folder: Path, model: str, name: str, text: str | None) -> str:
@@ -1533,55 +1052,6 @@ def change_model(folder: Path, model: str, name: str, text: str | None) -> str:
         if text is not None:
             path.write_text(text)
     return str(folder / "model")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "message"),
-    [
-        ("*.safetensors", None, "cannot be loaded: .*no file named model.safetensors"),
-        ("config.json", '{"model_type": "nope"}', "cannot be loaded: .*`nope`"),
-        ("tok*", None, "has no tokenizer that reads text"),
-    ],
-)
-def test_model_that_is_not_whole(name, text, message, random_model, tmp_path):
-    model = change_model(tmp_path, random_model, name, text)
-    recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), model, tmp_path)
-    with pytest.raises(ValueError, match=f"model_name_or_path: '{model}' {message}"):
-        mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
-
-
-@pytest.mark.parametrize("name", ["/absent/model", "absent/model"])
-def test_model_that_is_not_there(name, build, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ValueError, match=f"model_name_or_path: '{name}' (is not a folder|cannot be loaded)"):
-        build(model_name_or_path=name)
-
-
-def test_a_mistyped_folder_is_named_where_the_hub_is_asked(build, monkeypatch):
-    """A path with one slash is also a name on the Hub, whose error says nothing of folders."""
-    for constants in ("huggingface_hub.constants.HF_HUB_OFFLINE", "datasets.config.HF_HUB_OFFLINE"):
-        monkeypatch.setattr(constants, True)
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(ValueError, match="model_name_or_path: 'tools/clok' .*no 'clok' in it"):
-        build(model_name_or_path="tools/clok")
-    with pytest.raises(ValueError, match="from the Hub: .*no 'clok' in it"):
-        load_rows("tools/clok", "train")
-    assert not_here("nobody/clok") == not_here("clok") == not_here("/tools/clok") == ""
-
-
-def test_an_environment_that_cannot_begin_is_no_error_of_the_model():
-    """A reset without arguments: Python's error has the words of one that weights cannot be loaded for."""
-    with pytest.raises(ValueError, match="^Row 0: Store.reset"):
-        with mt.model_errors("a model", False):
-            raise ValueError("Row 0: Store.reset cannot begin: it got an unexpected keyword argument 'a'")
-    with pytest.raises(ValueError, match="model_name_or_path: 'a model' cannot be loaded: .*unexpected"):
-        with mt.model_errors("a model", False):
-            raise TypeError("__init__() got an unexpected keyword argument 'attention'")
-
-
-def test_a_recipe_without_its_option_is_an_error_that_says_so():
-    with pytest.raises(ValueError, match="^No --config is given"):
-        mt.parse_arguments(["clock/recipe.yaml", "--max_steps", "1"])
 
 
 def test_weights_given_in_python_are_finite_too():
@@ -1613,16 +1083,17 @@ def test_what_a_clip_around_the_sampled_logprobs_needs(tmp_path):
               "bad_words": ["no"], "allowed_token_ids": [1, 2]}  # fmt: skip
     for key, value in (cuts | others).items():
         changes = {key: value} if key in cuts else {"generation_kwargs": {key: value}}
-        with pytest.raises(ValueError, match=rf"^old_logps: sampled .* which {key}=.* makes other"):
+        with pytest.raises(ValueError, match=rf"^old_logps: sampled: {key}=.* makes the sampled"):
             made(**changes)
         assert text_of_cuts(made(old_logps="policy", **changes)) == f"{key}={value}"
         without = made(old_logps="policy", vllm_importance_sampling_correction=False, **changes)
         assert text_of_cuts(without) == ""
     assert text_of_cuts(made(generation_kwargs={"min_tokens": 0, "top_p": 1.0, "logit_bias": {}})) == ""
     for changes, message in (
-        ({"vllm_importance_sampling_correction": False}, "needs vllm_importance_sampling_correction: true"),
+        ({"vllm_importance_sampling_correction": False}, "needs .*vllm_importance_sampling_correction: true"),
+        ({"use_vllm": False}, "needs use_vllm: true"),
         ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0},
-         "vllm_importance_sampling_clip_max=2.0 has no effect with old_logps: sampled"),
+         "vllm_importance_sampling_clip_max=2.0 has no effect then"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             made(**changes)
@@ -1632,15 +1103,16 @@ def test_how_many_batches_may_be_in_flight(tmp_path):
     """What cannot follow older weights is refused with the reason."""
 
     def made(**changes):
-        return mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **SERVED, **changes)
+        return mt.MTGRPOConfig(output_dir=str(tmp_path), per_device_train_batch_size=8, **{**SERVED, **changes})
 
     assert [made().max_staleness, made(max_staleness=4).max_staleness] == [0, 4]
     for changes, message in (
-        ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_mask"}, "Set token_truncate or token_mask"),
-        ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_truncate"}, "token_truncate or token_mask"),
-        ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "max_staleness=2 trains on rollouts of"),
-        ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "nothing to overlap with"),
-        ({"late_groups": "admit"}, "late_groups: admit has no effect without max_staleness"),
+        ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_mask"}, "few rollouts .*Set token_truncate"),
+        ({"max_staleness": 1, "vllm_importance_sampling_mode": "sequence_truncate"}, "Set token_truncate"),
+        ({"max_staleness": 2, "vllm_importance_sampling_correction": False}, "=2 needs importance ratios"),
+        ({"max_staleness": 2, "steps_per_generation": 1, "gradient_accumulation_steps": 2}, "a multiple of gradient"),
+        ({"max_staleness": 1, "refill_groups": 1}, "Set late_groups: admit"),
+        ({"max_staleness": 1, "vllm_mode": "colocate"}, "no effect without a server"),
     ):
         with pytest.raises(ValueError, match=message):
             made(**changes)
@@ -1668,9 +1140,9 @@ def test_defaults_that_fit_conversations(tmp_path):
         ({"max_staleness": 3}, "sampled", None),
         ({"max_staleness": 3, "vllm_importance_sampling_mode": "token_mask"}, "sampled", None),
         ({"max_staleness": 3, "old_logps": "policy"}, "policy", None),
-        ({"max_staleness": 3, "top_p": 0.9}, "policy", "which top_p=0.9 makes other"),
+        ({"max_staleness": 3, "top_p": 0.9}, "policy", "top_p=0.9 makes the sampled"),
         ({"max_staleness": 3, "loss_type": "sapo"}, "policy", "sapo, per token, clips no token"),
-        ({"max_staleness": 3, "vllm_importance_sampling_clip_max": 2.0}, "policy", "clip_max=2.0 has no effect with"),
+        ({"max_staleness": 3, "vllm_importance_sampling_clip_max": 2.0}, "policy", "clip_max=2.0 has no effect then"),
     ],
 )
 def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, warning, tmp_path, caplog):
@@ -1684,20 +1156,11 @@ def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, warnin
     "changes, words",
     [
         ({"use_vllm": False, "top_k": 50}, "top_k=50: rollouts are not sampled from the policy"),
-        (
-            {"use_vllm": False, "generation_kwargs": {"min_p": 0.1}},
-            "min_p=0.1: rollouts are not sampled from the policy",
-        ),
+        ({"use_vllm": False, "generation_kwargs": {"min_p": 0.1}}, "min_p=0.1: rollouts are not sampled"),
         ({"vllm_importance_sampling_correction": False, "top_p": 0.9}, "top_p=0.9: rollouts are not sampled from the"),
         ({"vllm_mode": "colocate", "top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
         ({"top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
-        ({"importance_sampling_level": "sequence"}, "epsilon=0.2 with importance_sampling_level: sequence"),
-        (
-            {"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 0.02},
-            "epsilon=0.02 with importance",
-        ),
-        ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, None),
-        ({"importance_sampling_level": "sequence", "loss_type": "sapo"}, None),
+        ({}, None),
     ],
 )
 def test_what_settings_make_of_the_gradient_is_warned_of(changes, words, tmp_path):

@@ -5,19 +5,18 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas
 import pytest
 import torch
-from datasets import load_dataset
+from datasets import Dataset, load_dataset
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
 from mt_grpo.reports import rollout_log
 from mt_grpo.reports.rollout_log import (
-    Scored,
     read_rollouts,
-    rollout_features,
     rollout_rows,
     segments,
     turn_columns,
@@ -25,6 +24,7 @@ from mt_grpo.reports.rollout_log import (
     write_rollouts,
 )
 from mt_grpo.rollout import Context, Generation, Record, Rollout, ToolCall, Turn
+from mt_grpo.training.batch import Batch
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/rollouts.md").read_text()
@@ -58,15 +58,13 @@ def test_a_resumed_run_keeps_what_stood_there(tmp_path):
 
 
 def test_an_answer_is_logged_as_it_is_in_the_data(tmp_path):
-    """Of several types, too; `rollout_features` reads them."""
+    """Of several types, too."""
     answers = [{"value": "a", "aliases": ["b"]}, {"other": None}, [1, "x"], "text", 3, None]
-    row, *_ = train(tmp_path, log_rollouts=1)
-    folder = tmp_path / "out"
-    write_rollouts(folder / "rollouts.rank0.jsonl", [{**row, "answer": each} for each in answers], fresh=True)
-    assert [each["answer"] for each in read_rollouts(folder)] == answers
-    files, cache = str(folder / "rollouts.rank*.jsonl*"), str(tmp_path / "cache")
-    table = load_dataset("json", data_files=files, split="train", cache_dir=cache, features=rollout_features(folder))
-    assert list(table["answer"]) == answers
+    path = tmp_path / "rollouts.rank0.jsonl"
+    write_rollouts(path, [{"step": 0, "answer": each} for each in answers])
+    assert [each["answer"] for each in read_rollouts(tmp_path)] == answers
+    rows = Dataset.from_list(list(read_rollouts(tmp_path)), on_mixed_types="use_json")
+    assert list(rows["answer"]) == answers
 
 
 def test_the_columns_are_those_of_the_page(tmp_path):
@@ -140,9 +138,11 @@ def test_a_row_holds_what_every_record_read():
              Turn([13], None, "three", "stop", context=Context(branch, [8]))]  # fmt: skip
     turns[0].calls = [ToolCall("f", {"x": math.nan})]
     rollout = Rollout([{"role": "user", "content": "Main."}], [1], turns=turns)
-    scored = Scored([], *(torch.zeros(shape) for shape in [(1,), (1, 0), (1, 4), (1, 4)]), 1, torch.zeros(1))
+    none, table = torch.zeros(1), torch.zeros(1, 4)
+    rewards = SimpleNamespace(outcome=none, turn_total=none, turn=table)
+    batch = Batch([{}], 1, rollouts=[rollout], logged=torch.zeros(1, 0), rewards=rewards)
     columns = [{"loss_mask": [1], "advantages": [0.0], "trainer_logprobs": None} for _ in turns]
-    (row,) = rollout_rows([rollout], [{}], scored, [columns])
+    (row,) = rollout_rows(batch, [0], [], table, none, [columns])
     assert row["messages"][: row["num_prompt_messages"]] == [{"role": "user", "content": "Main."}]
     found = row["turns"]
     assert [(turn["record"], turn["after"]) for turn in found] == [(0, None), (1, None), (0, 0), (2, None)]
@@ -199,46 +199,23 @@ def test_segments_load_together(tmp_path, monkeypatch):
     assert list(frame["index"][:16]) == list(range(16))
 
 
-def test_features_load_what_the_first_rows_do_not_show(tmp_path):
-    """In the first 10 MB nothing was called, answered, failed or rewarded."""
-    row, *_ = train(tmp_path, log_rollout_tokens=True)
-    nothing = {"answer": None, "calls": [], "results": [], "observation": None, "reward": None}
-    turns = [{**row["turns"][0], **nothing, "text": "x" * 4000}]
-    silent = {**row, "turns": turns, "reward": None, "rewards": dict.fromkeys(row["rewards"]), "turn_rewards": [None]}
-    later = {**row, "error": "it broke", "turns": [{**row["turns"][0], "observation": "Sure?", "answer": "4"}]}
-    folder = tmp_path / "out"
-    write_rollouts(folder / "rollouts.rank0.jsonl", [silent] * 1200 * 2 + [later], fresh=True)
-    files, cache = str(folder / "rollouts.rank*.jsonl*"), str(tmp_path / "cache")
-    with pytest.raises(Exception, match="An error occurred while generating the dataset"):
-        load_dataset("json", data_files=files, split="train", cache_dir=cache)
-    table = load_dataset("json", data_files=files, split="train", cache_dir=cache, features=rollout_features(folder))
-    assert len(table) == 2401 and table[2400]["error"] == "it broke" and table[0]["rewards"] == silent["rewards"]
-    turn = table[2400]["turns"][0]  # its last digits are those of another reader of numbers
-    assert {name: turn[name] for name in turn if name not in ("seconds", "results", "advantages")} == {
-        name: value for name, value in later["turns"][0].items() if name not in ("seconds", "results", "advantages")
-    }
-    assert turn["results"][0]["text"] == later["turns"][0]["results"][0]["text"]
-    assert turn["seconds"] == pytest.approx(later["turns"][0]["seconds"]) and table[0]["turns"][0]["calls"] == []
-    with pytest.raises(ValueError, match="has no rollouts"):
-        rollout_features(tmp_path / "cache")
-
-
 def fill(path, numbers):
     for number in numbers:
-        write_rollouts(path, [{"step": number, "text": "x" * 100}], fresh=False)
+        write_rollouts(path, [{"step": number, "text": "x" * 100}])
 
 
-def test_a_kill_between_two_segments_loses_nothing(tmp_path, monkeypatch):
+def test_a_kill_while_a_segment_is_closed_loses_no_row_and_gives_none_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
-    path = tmp_path / "rollouts.rank0.jsonl"
+    path, plain = tmp_path / "rollouts.rank0.jsonl", tmp_path / "rollouts.rank0.00001.jsonl"
     fill(path, range(3))
-    path.rename(tmp_path / "rollouts.rank0.00001.jsonl")  # killed before it was compressed
-    (tmp_path / "rollouts.rank0.00001.jsonl.gz.part").write_bytes(b"half")
+    path.rename(plain)  # killed before it was compressed
+    (tmp_path / ".rollouts.rank0.00001.jsonl.part").write_bytes(b"half")
     assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 1, 2]
     fill(path, range(3, 12))
     assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(12))
-    assert [p.name for p in segments(path)][:2] == ["rollouts.rank0.00001.jsonl.gz", "rollouts.rank0.00002.jsonl.gz"]
-    assert gzip.open(tmp_path / "rollouts.rank0.00001.jsonl.gz").read().count(b"\n") == 3
+    assert segments(path)[:2] == [plain, tmp_path / "rollouts.rank0.00002.jsonl.gz"]
+    (tmp_path / "rollouts.rank0.00001.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))  # before it is deleted
+    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(12))
 
 
 def test_it_is_bounded(tmp_path, monkeypatch, caplog):
@@ -249,8 +226,6 @@ def test_it_is_bounded(tmp_path, monkeypatch, caplog):
     fill(path, range(12))
     assert [p.name for p in segments(path)] == ["rollouts.rank0.00002.jsonl.gz"]
     assert "rollouts.rank0.00001.jsonl.gz is deleted: the log" in caplog.text
-    write_rollouts(path, [{"step": 0}], fresh=True)  # another run
-    assert segments(path) == [] and [row["step"] for row in read_rollouts(tmp_path)] == [0]
 
 
 def test_a_line_that_is_cut_off_is_left_out(tmp_path, caplog):
@@ -264,44 +239,24 @@ def test_a_line_that_is_cut_off_is_left_out(tmp_path, caplog):
 def test_what_a_model_writes_ends_no_run(tmp_path, caplog):
     """Half of a character in a call's JSON, and what an environment's info may hold."""
     path = tmp_path / "rollouts.rank0.jsonl"
-    write_rollouts(path, [{"step": 0, "text": "\ud83d"}], fresh=False)
-    write_rollouts(path, [{"step": 1, "info": {(1, 2): 3}}], fresh=False)
+    write_rollouts(path, [{"step": 0, "text": "\ud83d"}])
+    write_rollouts(path, [{"step": 1, "info": {(1, 2): 3}}])
     assert "Step 1: the rollouts could not be written" in caplog.text and "Training continues" in caplog.text
-    write_rollouts(path, [{"step": 2}], fresh=False)
+    write_rollouts(path, [{"step": 2}])
     assert list(read_rollouts(tmp_path)) == [{"step": 0, "text": "\ud83d"}, {"step": 2}]
 
 
 def test_half_of_a_line_that_a_kill_has_left_takes_no_other_with_it(tmp_path):
     path = tmp_path / "rollouts.rank0.jsonl"
     path.write_text('{"step": 0}\n{"step": 1, "te')
-    write_rollouts(path, [{"step": 2}], fresh=False)
+    write_rollouts(path, [{"step": 2}])
     assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
-
-
-def test_a_kill_behind_the_compression_gives_no_row_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
-    path = tmp_path / "rollouts.rank0.jsonl"
-    fill(path, range(5))
-    plain = tmp_path / "rollouts.rank0.00001.jsonl"
-    plain.write_bytes(gzip.open(f"{plain}.gz").read())  # it was not deleted yet
-    (tmp_path / ".rollouts.rank0.00002.jsonl.part").write_bytes(b"half")
-    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(5))
-    fill(path, range(5, 10))
-    assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(10)) and not plain.exists()
-    write_rollouts(path, [{"step": 0}], fresh=True)
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
-
-
-def test_a_segment_that_is_cut_off_is_told(tmp_path, caplog):
-    (tmp_path / "rollouts.rank0.00001.jsonl.gz").write_bytes(gzip.compress(b'{"step": 0}\n' * 1000)[:-20])
-    (tmp_path / "rollouts.rank0.jsonl").write_text('{"step": 1}\n')
-    assert list(read_rollouts(tmp_path))[-1] == {"step": 1}
-    assert "rollouts.rank0.00001.jsonl.gz is truncated" in caplog.text
 
 
 def test_a_new_run_has_no_rows_of_ranks_of_another(tmp_path):
     (tmp_path / "out").mkdir()
-    for name in ("rollouts.rank0.jsonl", "rollouts.rank1.jsonl", "rollouts.rank1.00001.jsonl.gz", "notes.jsonl"):
+    closed = ("rollouts.rank0.00001.jsonl.gz", "rollouts.rank1.00001.jsonl.gz", "rollouts.rank1.00001.jsonl")
+    for name in ("rollouts.rank0.jsonl", "rollouts.rank1.jsonl", *closed, "notes.jsonl"):
         (tmp_path / "out" / name).write_text('{"step": 7}\n')
     assert {row["step"] for row in train(tmp_path)} == {0, 1, 2}
     assert (tmp_path / "out/notes.jsonl").exists()

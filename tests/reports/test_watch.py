@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mt_grpo.reports.troubles import WINDOW, Watch, troubles_at_end
+from mt_grpo.reports.preflight import WINDOW, Watch
 from mt_grpo.training.rewards import RewardFunctions
 
 
@@ -32,12 +32,22 @@ WELL = {
 }
 
 
-def watched(logs, caplog):
-    """The metrics that were told of, in order."""
-    watch, caplog.records[:] = Watch(RewardFunctions([calls, match], [1.0, 2.0], 1).main_outcome), []
+def watched(logs, caplog, at_end=False):
+    """The warnings about a job, in order; `at_end` has only those at its end."""
+    functions, history = RewardFunctions([calls, match], [1.0, 2.0], 1), []
+    watch, caplog.records[:] = Watch(SimpleNamespace(reward_functions=functions), print), []
     for step, log in enumerate(logs, 1):
-        watch.on_log(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None, logs=log)
-    return [record.getMessage().split(":")[0].rpartition(", ")[2] for record in caplog.records]
+        state = SimpleNamespace(global_step=step, is_world_process_zero=True, log_history=history)
+        history.append(log)
+        watch.on_log(None, state, None, logs=log)
+    if at_end:
+        caplog.records[:] = []
+        watch.on_train_end(None, state, None)
+    return [record.getMessage().partition(", ")[2] for record in caplog.records]
+
+
+def names(warnings):
+    return [warning.split(":")[0] for warning in warnings]
 
 
 def run_of(**values):
@@ -51,15 +61,19 @@ TROUBLES = {
     "an environment that fails": (run_of(stop__environment_error=(0.05, 0.2)), "failures"),
     "agents that always fail": (run_of(stop__agent_error=(0.75, 0.75)), "failures"),
     "both fail": (run_of(stop__agent_error=(0.0, 0.11), stop__environment_error=(0.0, 0.09)), "failures"),
-    "agents without an end": (run_of(stop__agent_timeout=(0.0, 0.3)), "agent time"),
+    "agents without an end": (
+        run_of(stop__agent_timeout=(0.0, 0.3), completions__clipped_ratio=(0.2, 0.3)),
+        "cut off",
+    ),
     "logprobs apart": (run_of(sampling__sampling_logp_difference__mean=(0.02, 0.11)), "logprobs"),
     "ids that differ": (run_of(tokens__ids_differ=(0.0, 0.01)), "tokens"),
-    "full of it": (run_of(stop__context_length=(0.0, 0.6)), "context"),
+    "full of it": (run_of(stop__context_length=(0.0, 0.6), completions__clipped_ratio=(0.2, 0.6)), "cut off"),
     "paid for something else": (run_of(reward=(1.0, 1.2), rewards__match__mean=(0.5, 0.4)), "reward"),
     "turns at the limit": (run_of(**{"stop__max_turns": (0.3, 0.9)}), "turns at the limit"),
     "cut off": (run_of(completions__clipped_ratio=(0.1, 0.4)), "cut off"),
     "always cut off": (run_of(completions__clipped_ratio=(0.45, 0.45)), "cut off"),
     "few rollouts in effect": (run_of(sampling__effective_share=(0.9, 0.49)), "effective share"),
+    "what was learned is lost": (run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.2)), "outcome"),
     "another reference": ([{**WELL, "kl": 7.7}, *run_of()], "kl"),
     "no entropy": (run_of(entropy=(0.2, 0.001), credit__frac_groups_without_signal=(0.4, 0.6)), "entropy"),
 }
@@ -68,7 +82,7 @@ NO_TROUBLES = {
     "the same reference, and then far from it": [{**WELL, "kl": 1e-3}, {**WELL, "kl": 7.7}, *run_of()],
     "an outcome that rises more slowly": run_of(reward=(1.0, 1.5), rewards__match__mean=(0.5, 0.51)),
     "half of the rollouts in effect": run_of(sampling__effective_share=(0.9, 0.5)),
-    "both fall": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.2)),
+    "both fall a little": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.26)),
     "always cut off a little": run_of(completions__clipped_ratio=(0.2, 0.29)),
     "few failures": run_of(stop__environment_error=(0.0, 0.19)),
     "logprobs of bf16": run_of(sampling__sampling_logp_difference__mean=(0.09, 0.1)),
@@ -84,7 +98,7 @@ NO_TROUBLES = {
 @pytest.mark.parametrize("name", TROUBLES)
 def test_a_run_in_trouble_is_told_once(name, caplog):
     logs, told = TROUBLES[name]
-    assert watched(logs * 3, caplog) == [told]
+    assert names(watched(logs * 3, caplog)) == [told]
 
 
 @pytest.mark.parametrize("name", NO_TROUBLES)
@@ -92,19 +106,17 @@ def test_another_run_is_not(name, caplog):
     assert watched(NO_TROUBLES[name], caplog) == []
 
 
-def test_the_end_of_a_run_tells_whether_it_still_learned():
-    """Also of a run of few logs; not where a solved run has another wave."""
-
-    def at_end(logs):
-        return [trouble.text for trouble in troubles_at_end(logs, "match")]
-
-    assert at_end(run_of()) == at_end([WELL] * 4) == []
-    (text,) = at_end([{**WELL, "credit/frac_groups_without_signal": 1.0}, {"eval_reward": 1.0}] * 5)
-    assert text.startswith("No group in the last 5 logs has trained rollouts whose rewards differ")
+def test_the_end_of_a_run_tells_whether_it_still_learned(caplog):
+    """Also of a run of few logs; not if a solved run has another wave."""
+    assert watched(run_of(), caplog, at_end=True) == watched([WELL] * 4, caplog, at_end=True) == []
+    silent = [{**WELL, "credit/frac_groups_without_signal": 1.0}, {"eval_reward": 1.0}] * 5
+    (text,) = watched(silent, caplog, at_end=True)
+    assert text.startswith("no signal: No group in the last 5 logs has trained rollouts whose rewards differ")
     lost = [{**WELL, "rewards/match/mean": value} for value in (0.1, 0.8, 0.3) for _ in range(WINDOW)]
-    (text,) = at_end(lost)
-    assert text.startswith("The main outcome has fallen from 0.80 to 0.30")
-    assert at_end([{**WELL, "rewards/match/mean": value} for value in (0.9, 0.5) for _ in range(WINDOW)]) == []
+    (text,) = watched(lost, caplog, at_end=True)
+    assert text.startswith("outcome: The main outcome has fallen from 0.80 to 0.30")
+    wave = [{**WELL, "rewards/match/mean": value} for value in (0.9, 0.5) for _ in range(WINDOW)]
+    assert watched(wave, caplog, at_end=True) == []
 
 
 def test_the_bundled_models_run_is_not_told(caplog):

@@ -195,7 +195,7 @@ def test_questions_of_articles_are_told_by_their_passage():
     [
         (None, "", "corpus.jsonl is not a file"),
         ('{"id": 1}\n', "", "corpus.jsonl, row 1 .*expected an object with"),
-        ("", "{\n", "qa.jsonl, line 1 is not JSON"), ("", "", "There is no question"),
+        ("", "{\n", "qa.jsonl, line 1: expected an object"), ("", "", "There is no question"),
     ],
 )  # fmt: skip
 def test_folders_that_have_no_rows(corpus, qa, error, tmp_path):

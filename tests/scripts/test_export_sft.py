@@ -252,6 +252,6 @@ def test_rollouts_with_images_are_refused(run, tmp_path, capsys):
     rows = list(read_rollouts(run[0]))
     assert all(row["images"] == [] for row in rows)
     rows[0]["images"] = [{"name": "3f2a0c9d11e4", "width": 56, "height": 56, "tokens": 4}]
-    write_rollouts(tmp_path / "rollouts.rank0.jsonl", rows, True)
+    write_rollouts(tmp_path / "rollouts.rank0.jsonl", rows)
     with pytest.raises(SystemExit, match="read images, which the log has by name alone"):
         export_sft.main([str(tmp_path), str(tmp_path / "data.jsonl")])

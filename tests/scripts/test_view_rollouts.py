@@ -101,7 +101,9 @@ CASES = [  # filters, and the rollouts that they leave, in order
 
 
 def write_log(folder, logged, fresh=True):
-    write_rollouts(Path(folder) / LOG, logged, fresh)
+    for old in Path(folder).glob("rollouts.rank0.*") if fresh else ():
+        old.unlink()
+    write_rollouts(Path(folder) / LOG, logged)
     return Path(folder)
 
 
@@ -191,7 +193,7 @@ def test_the_newest_rows_of_a_large_log_are_read(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(viewer_log, "SEGMENT_BYTES", 10 * size)
     for rank in (0, 1):
         for each in logged:
-            write_rollouts(tmp_path / f"rollouts.rank{rank}.jsonl", [{**each, "rank": rank}], fresh=False)
+            write_rollouts(tmp_path / f"rollouts.rank{rank}.jsonl", [{**each, "rank": rank}])
     read, opened = [], viewer_log.opened
     monkeypatch.setattr(viewer_log, "opened", lambda path: read.append(path.name) or opened(path))
     log = log_of(tmp_path, most_bytes=30 * size)

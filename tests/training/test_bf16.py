@@ -13,8 +13,7 @@ from warm_vllm import WarmVLLMServer
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
-from mt_grpo.reports.facts import facts_of_settings, share_stuck
-from mt_grpo.reports.troubles import ROUNDED, troubles
+from mt_grpo.reports.preflight import facts_of_settings, share_stuck, troubles
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 SERVED = ROOT / "hf_recipes/tiny/calculator-vllm.yaml"
@@ -91,9 +90,9 @@ def test_the_preflight_names_it(tmp_path, capsys):
 
 
 def test_a_share_below_the_threshold_is_no_trouble():
-    facts = {"weights/stuck": ROUNDED, "learning_rate": 1e-6, "optim": "adamw_torch"}
+    facts = {"weights/stuck": 0.5, "learning_rate": 1e-6, "optim": "adamw_torch"}
     assert [each.name for each in troubles(facts)] == ["rounding"]
-    assert troubles({**facts, "weights/stuck": ROUNDED - 0.01}) == troubles({**facts, "weights/stuck": None}) == []
+    assert troubles({**facts, "weights/stuck": 0.49}) == troubles({**facts, "weights/stuck": None}) == []
 
 
 # --- against a bf16 server -------------------------------------------------------------------------------------------

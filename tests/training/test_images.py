@@ -40,7 +40,6 @@ from mt_grpo.images.pictures import (
     with_placeholders,
 )
 from mt_grpo.recipe.checks import check_images
-from mt_grpo.reports.preflight import images_line
 from mt_grpo.rollout import Rollout
 from mt_grpo.training.policy_scores import ModelScores
 from mt_grpo.training.records import FURTHER_RECORDS
@@ -483,7 +482,7 @@ def test_which_rows_are_refused(folder, tokenizer):
     check_images(Rows([asked, {"prompt": plain, "image": None}]), "train", env)
     for row, message in (
         ({"prompt": plain, "video": "a.mp4"}, "train, row 1: the column 'video' is not read: only images are"),
-        ({"prompt": [], "image": asked["image"]}, "train, row 1: the column 'image' .* no prompt to put it into"),
+        ({"prompt": [], "image": asked["image"]}, "train, row 1: got 1 images, and no message of a user"),
         ({"prompt": plain, "image": "/not/there.png"}, "train, row 1, image 0: the image cannot be read"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -510,12 +509,8 @@ def test_what_reads_images_is_trained_unless_it_is_frozen(folder, tmp_path):
     for freeze in (None, True):
         trainer = make_trainer(folder, tmp_path / str(freeze), some_rows(), freeze_vision_tower=freeze)
         before = {name: parameter.clone() for name, parameter in trainer.model.named_parameters()}
-        (line,) = images_line(trainer.model, trainer.env)
         trainer.train()
         moved[freeze] = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
-        size = sum(p.numel() for name, p in before.items() if "visual" in name)
-        trained = 0 if freeze else size
-        assert f"{trained:,} of the {size:,} parameters" in line[1]
     assert any("visual.blocks" in name for name in moved[None]) and any("visual.merger" in n for n in moved[None])
     assert moved[True] == {name for name in moved[None] if "visual" not in name}
 

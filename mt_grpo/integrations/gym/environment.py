@@ -16,7 +16,7 @@ from mt_grpo.conversation.environments import is_number
 from mt_grpo.integrations.acting import said
 from mt_grpo.integrations.checks import check_tool_format, check_unset
 from mt_grpo.integrations.gym.text import GymText, plain
-from mt_grpo.recipe.plugins import load_class, said_if_slow
+from mt_grpo.recipe.plugins import load_class
 from mt_grpo.rollout import Reply, Rollout, Turn
 
 
@@ -136,8 +136,7 @@ def load_gym_conversation(script_args: Any, args: Any, base: type) -> tuple[type
             script_args.gym_actions or (),
             script_args.gym_unfinished_reward,
         )
-        with said_if_slow(f"gym_env: {script_args.gym_env!r} still begins"):
-            play_one_turn(cls)
+        play_one_turn(cls)
     except Exception as error:
         raise ValueError(f"gym_env: {script_args.gym_env!r} cannot begin: {error_line(error)}") from error
     return base, cls
