@@ -51,9 +51,9 @@ ALTERED = {
     "__setattr__",
 }  # by an environment
 FAULTS_AND_STOPPING = {
-    "_on_all_ranks", "raise_on_all_ranks", "_interruptions", "_stop_if_asked", "start_in_background",
-    "gather_all", "wait", "_take_prefetched", "__init__", "_sync_weights", "check_conversations",
-    "compare_ranks", "failed", "complete", "sync_weights", "rows_of_step", "start_next", "_refills",
+    "_on_all_ranks", "raise_on_all_ranks", "_stop_if_asked", "start_in_background",
+    "gather_all", "wait", "__init__", "_sync_weights", "check_conversations",
+    "compare_ranks", "failed", "complete", "rows_of_step", "start_next",
     "_in_its_place", "is_cut_off",
 }  # fmt: skip
 TOKEN_CHECKS = {

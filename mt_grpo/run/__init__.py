@@ -1,9 +1,8 @@
-"""Training runs: checkpoints, resuming, several nodes, and saving after a failure.
+"""Training runs: checkpoints, resuming, several nodes, and what is in flight.
 
-next_prompts  which prompts come next, and their state in a checkpoint
-in_flight     the conversations of a step and of later ones
-saved_states  validation of what a checkpoint holds next to the weights
-checkpoints   whether a folder is a complete checkpoint; what determines a run's results; room on the disk
+next_prompts  which prompts a run asks for next
+in_flight     the conversations of a step, and the queue of groups for later ones
+checkpoints   which checkpoint a run resumes from, the settings it changes, and what `Trainer` does not load
 nodes         several nodes: one output directory, one checkpoint to resume, the same settings
 connect       the generation backend of a trainer: servers, an engine, or the model itself
 trainer       TRL's trainer that saves, resumes and stops

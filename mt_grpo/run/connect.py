@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from accelerate.utils import is_peft_model
 
-from mt_grpo.base.errors import ServerError, error_line, tell_once
-from mt_grpo.base.ranks import RunStopped, on_main_process
-from mt_grpo.base.rows import prompts_of, row_text
+from mt_grpo.base.ranks import on_main_process
 from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, secret_of_marks, share_marks
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
@@ -18,22 +17,13 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.images.pictures import inputs_of_requests, is_picture
-from mt_grpo.rollout import Rollout, StopReason
-from mt_grpo.run.in_flight import RolloutBatch
 from mt_grpo.training.policy_scores import asked_of
 
 
 def pool_of(
     args: Any, client_class: type, tokenizer: Any, host: str | None = None, port: int | None = None
 ) -> ServerPool:
-    """The servers that `args` name, one or several, unless a host or a port is given.
-
-    Args:
-        args: The settings `vllm_*` and `weight_sync*` of the run.
-        client_class: `VLLMServerClient`, or one like it.
-        tokenizer: The policy's.
-        host, port: In place of those of `args`.
-    """
+    """The servers that `args` name, one or several, or the one at this host or port."""
     urls = [] if host or port else server_urls(args.vllm_server_base_url)
     clients = [
         client_class(
@@ -58,9 +48,7 @@ def pool_of(
 def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     """Create the generation backend of a trainer. With servers it also sets `weight_sync`, which pushes the weights.
 
-    Args:
-        trainer: The trainer, with its `backend`, its model, and with servers its `client`.
-        first_ids: Returns the ids of a prompt of the run, for the check after a push.
+    `first_ids` returns the ids of a prompt of the run, for the check after a push.
     """
     args, ends = trainer.args, trainer.eos_token_ids
     forbid(reader_of(trainer.env.tokenizer), trainer.model, trainer.ref_model)
@@ -100,7 +88,6 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     loads_seen = 0
 
     def generate(prompt_ids: list[list[int]], max_tokens: int) -> tuple[list, list | None]:
-        """Generate one batch with TRL's own generation."""
         nonlocal loads_seen
         if trainer.backend == "colocate":
             trainer.vllm_generation.max_completion_length = max_tokens
@@ -116,8 +103,12 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         finally:
             trainer.model.train(training)  # TRL's continuous batching leaves the model in training mode
 
-    any_rank = trainer._any_rank if trainer._is_sharded else None  # TRL's generation is collective there
-    return InProcessBackend(generate, lambda i: i in trainer.eos_token_ids, any_rank)
+    def any_rank(flag: bool) -> bool:
+        """Whether the flag is set on any rank. Collective."""
+        return bool(trainer.accelerator.reduce(torch.tensor(int(flag), device=trainer.accelerator.device)).item())
+
+    # TRL's generation is collective if the model is sharded.
+    return InProcessBackend(generate, lambda i: i in trainer.eos_token_ids, any_rank if trainer._is_sharded else None)
 
 
 def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
@@ -127,64 +118,3 @@ def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
     """
     text = [token for token in ids if not is_picture(token)][:256]
     return (drawn_ids(tokenizer) if reader_of(tokenizer) is not None else []) + text
-
-
-def start_rollouts(trainer: Any, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
-    """Start the conversations of these rows of this rank.
-
-    A row for training whose prompt has no room, or cannot be read, raises: `ValueError` or what the chat template
-    does. A test row is a failed rollout. Ranks meet after it, before any of them waits: if one raises, no other one
-    samples.
-    """
-    env, rollouts = trainer.env, []
-    parts = [[rows[i] for i in indices]]
-    while parts:
-        part = parts.pop(0)
-        try:
-            opened = env.start(prompts_of(part), rows=part)
-            for rollout in opened:
-                if len(rollout.prompt_ids) >= (env.max_model_len or float("inf")):
-                    raise ValueError(
-                        f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context."
-                    )
-        except Exception as error:
-            if trainer.model.training or isinstance(error, RunStopped):
-                raise
-            parts = [[row] for row in part] if len(part) > 1 else parts
-            opened = [failed_test_row(env, part[0], error)] if len(part) == 1 else []
-        rollouts += opened
-    for i, rollout in zip(indices, rollouts):
-        rollout.place(trainer.accelerator.process_index * len(rows) + i)
-        rollout.policy_version = trainer._weight_counter.version
-    return RolloutBatch(
-        rollouts,
-        lambda rollout, llm: trainer.env.converse_whole(rollout, llm, trainer._sampling_params),
-        trainer.llm,
-        trainer.weight_sync and trainer.weight_sync.pushed,
-        trainer._group_size,
-    )
-
-
-def failed_test_row(env: Any, row: dict[str, Any], error: Exception) -> Rollout:
-    """The rollout of a test row that cannot be asked. Logs it once."""
-    tell_once(f"Evaluation: the row {row_text(row)} cannot be asked ({error_line(error)}). Its rollouts fail.")
-    prompt = [{"role": "user", "content": row_text(row)}]
-    ids = [env.tokenizer.eos_token_id or 0]
-    return Rollout(prompt, ids, row=row, stop_reason=StopReason.ENVIRONMENT_ERROR, error=error)
-
-
-def sync_weights(trainer: Any) -> dict[str, float]:
-    """Push the weights to the servers if they changed since the last push. Collective; all ranks raise the same error.
-
-    Returns the metrics `sync/*`, none if nothing was pushed.
-    """
-    sync = trainer.weight_sync
-    version = sync and f"{trainer.client.instance}-{trainer._weight_counter.version}"
-    if sync is None or (sync.pushed == version and not sync.doubted):
-        return {}
-    if trainer._dist.is_fsdp:  # `Trainer` wraps the model anew when training starts
-        sync.model = trainer.vllm_generation.model = trainer.model
-    try:
-        return sync.sync(version, lambda: trainer._stop_signal, trainer._stop_if_asked)
-    except ServerError as error:
-        raise type(error)(f"Step {trainer.state.global_step}: {error}") from error.__cause__

@@ -1,4 +1,4 @@
-"""What is in flight while the policy trains (`max_staleness`): conversations of this step and of later ones."""
+"""The conversations of a step, and the queue of groups in flight for later steps (`max_staleness`)."""
 
 from __future__ import annotations
 
@@ -8,135 +8,110 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import TrainerState
 
 from mt_grpo.base.event_loop import gather_all, start_in_background
 from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import prompts_of
 from mt_grpo.rollout import Rollout
-from mt_grpo.run.next_prompts import (
-    EpochPrompts,
-    Kind,
-    LookAhead,
-    PassPrompts,
-    choose_groups,
-    epoch_order,
-    read_in_flight,
-    slot_kinds,
-    write_in_flight,
-)
+from mt_grpo.run.checkpoints import get_rng_state, set_rng_state
+from mt_grpo.run.next_prompts import Kind, Prompts, choose_groups, slot_kinds
 
 logger = logging.getLogger(__name__)
+
+RowList = list[dict[str, Any]]  # of the dataset
+
+
+class RolloutBatch:
+    """The running conversations of this rank, which all started with the weights `version` of the server.
+
+    A `ServerPool` gives each conversation a backend of its own, one for each block of `group_size` indices, and proves
+    which weights sampled. An `InProcessBackend` generates in the thread that waits.
+    """
+
+    waited = 0.0  # seconds that training waited before it took these conversations
+
+    def __init__(self, rollouts: list[Rollout], converse: Callable, llm: Any, version: str | None, group_size: int):
+        self.rollouts, self.seconds = rollouts, 0.0  # from the start to the end of the last conversation
+        self._began, self._ended = time.perf_counter(), threading.Event()
+        groups = [rollout.index // group_size for rollout in rollouts]
+        backends = llm.routes(groups) if hasattr(llm, "routes") else [llm] * len(rollouts)
+        conversations = [converse(rollout, backend) for rollout, backend in zip(rollouts, backends)]
+        if hasattr(llm, "start_conversations"):
+            self._future = llm.start_conversations(conversations, version, backends)
+        else:
+            self._future = start_in_background(gather_all(conversations))
+        self._future.add_done_callback(self._note_end)
+
+    @property
+    def over(self) -> bool:
+        return self._ended.is_set()
+
+    def _note_end(self, _: concurrent.futures.Future) -> None:
+        self.seconds = time.perf_counter() - self._began
+        self._ended.set()
+
+    def wait(self) -> list[Rollout | None]:
+        """Return the rollouts in order, None for each that is not proven to come from `version`. May be collective."""
+        try:
+            rollouts = self._future.result()
+            self._ended.wait()  # `result` may return before `_note_end` has run
+            return rollouts
+        except BaseException:
+            self.cancel()
+            raise
+
+    def cancel(self) -> None:
+        self._future.cancel()
 
 
 @dataclass(frozen=True)
 class GroupInFlight:
-    """The conversations of one prompt, of which this rank has all, some or none."""
+    """The conversations of one prompt."""
 
     prompt: int  # row of the dataset
     kind: Kind
-    rows: list[dict[str, Any]]  # of this rank's conversations
-    batch: RolloutBatch | None  # None: this rank has none of them
+    rows: RowList  # of this rank's conversations
+    batch: RolloutBatch | Groups  # this rank's of them: all, some or none
+
+
+class Groups:
+    """Groups that a step waits for, or that it has taken, with the interface of `RolloutBatch`."""
+
+    def __init__(self, groups: Iterable[GroupInFlight] = (), waited: float = 0.0):
+        self.groups, self.waited = list(groups), waited
+        self.batches = [group.batch for group in self.groups]
+        self.rollouts = [rollout for batch in self.batches for rollout in batch.rollouts]
+        self.rows = [row for group in self.groups for row in group.rows]
 
     @property
     def over(self) -> bool:
-        """Whether this rank's conversations of the group have ended or failed."""
-        return self.batch is None or self.batch.over
+        return all(batch.over for batch in self.batches)
 
-    def cancel(self) -> None:
-        if self.batch is not None:
-            self.batch.cancel()
+    @property
+    def seconds(self) -> float:
+        return max((batch.seconds for batch in self.batches), default=0.0)
 
-
-class AwaitedGroups:
-    """All groups in flight, while a step waits for some of them: what the run's progress is read from."""
-
-    over = False
-
-    def __init__(self, groups: list[GroupInFlight]):
-        self.batches = [group.batch for group in groups if group.batch is not None]
-        self.rollouts = [rollout for batch in self.batches for rollout in batch.rollouts]
+    def wait(self) -> list[Rollout | None]:
+        return [rollout for batch in self.batches for rollout in batch.wait()]
 
     def cancel(self) -> None:
         for batch in self.batches:
             batch.cancel()
 
 
-class ChosenGroups(AwaitedGroups):
-    """The groups that a step takes, with the interface of `RolloutBatch`.
+class InFlight(TrainerCallback):
+    """The conversations of a run: those of this step, and with `max_staleness` a queue of groups for later steps.
 
-    Args:
-        groups: In the order of the batch's slots.
-        places: The index of each of this rank's rollouts in the batch.
-        waited: Seconds that training waited for them.
-    """
-
-    over = True
-
-    def __init__(self, groups: list[GroupInFlight], places: Iterable[int], waited: float):
-        super().__init__(groups)
-        self.waited = waited
-        self.rows = [row for group in groups for row in group.rows]
-        for index, rollout in zip(places, self.rollouts):
-            rollout.place(index)
-        self.seconds = max((batch.seconds for batch in self.batches), default=0.0)
-
-    def wait(self) -> list[Rollout | None]:
-        """Wait for the rollouts and return them in order, None for each that is not proven."""
-        return [rollout for batch in self.batches for rollout in batch.wait()]
-
-
-class BetweenBatches(TrainerCallback):
-    """Notes what is in flight at the end of each step. A stop in the next step must not change it."""
-
-    def __init__(self, trainer: Any):
-        self.trainer = trainer
-
-    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
-        """Let TRL's count of passes begin where the data begins. In a resumed run that may be inside a batch.
-
-        TRL then rolls the batch out again, and trains it for the passes that are left of it.
-        """
-        steps_per_epoch = max(math.ceil(len(train_dataloader) / args.gradient_accumulation_steps), 1)
-        skipped = 0 if args.ignore_data_skip else state.global_step % steps_per_epoch
-        self.trainer._step = skipped * args.gradient_accumulation_steps
-        self.trainer._buffered_inputs = None
-        self.trainer.in_flight.epoch = int(state.epoch or 0) - 1
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.trainer.in_flight.epoch += 1
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.trainer.in_flight.note()
-
-    def on_epoch_end(self, args, state, control, **kwargs):
-        self.trainer.in_flight.end_epoch()
-
-
-class InFlight:
-    """The conversations of a run: those of this step, and with `max_staleness` those of later batches.
-
-    With `late_groups: wait` batches are trained in the order in which they were begun. With `admit` a step takes the
-    groups that are complete, oldest first, of any batch.
-
-    For each batch a trainer calls `rows_of_step`, then `complete`, then `start_next`. Its `_start_rollouts` starts
-    conversations, and its `_sync_weights` pushes the weights.
-
-    Args:
-        trainer: Of the run. It saves what is in flight by `save`.
-
-    Attributes:
-        current: The conversations of this step; None where there are none. Progress is read from it.
-        groups: What is in flight beside it, oldest first: batches with `wait`, groups with `admit`.
-        epoch: The number of the epoch, by which prompts are ordered. A callback may end one early
-            (`should_epoch_stop`), and `state.epoch` then counts a part of it until the next step.
-        told_in_vain: Whether it was said that no group of a batch has a signal, whatever is asked for.
+    There are two ways to take from the queue. With `late_groups: wait` a step waits for the oldest groups: batches are
+    trained in the order in which they were begun. With `admit` it takes the groups that are complete, oldest first.
+    For each batch a trainer calls `rows_of_step`, then `complete`, then `start_next`.
     """
 
     POLL_SECONDS = 0.02  # between two looks at what is complete
@@ -144,46 +119,60 @@ class InFlight:
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
-        self.current: RolloutBatch | AwaitedGroups | None = None
-        self.groups: deque[RolloutBatch | GroupInFlight] = deque()
-        self.told_in_vain, self.epoch = False, 0
-        self._epoch: LookAhead | None = None  # `wait`
-        self._next: list[list[dict[str, Any]]] = []  # `wait`: of the batches to start after this one
-        self._prompts: EpochPrompts | None = None  # `admit`, and `refill_groups`
-        self._taken: ChosenGroups | None = None  # `admit`: what this step trains
-        self._batch_prompts: list[int] = []  # of the batch that is trained, as rows of the dataset; as `_prompts`
-        self._to_save: dict[str, Any] | None = None  # of the end of the last batch's training; as `_prompts`
+        self.current: RolloutBatch | Groups | None = None  # the conversations of this step, which progress reads
+        self.groups: deque[GroupInFlight] = deque()  # the queue, INVARIANT: the same on all ranks, in the same order
+        self.epoch = 0  # orders prompts. In `state.epoch` one that a callback ends early is a part
+        self.told_in_vain = False  # whether it was said that no group of a batch has a signal
+        self.state: dict[str, Any] | None = None  # `Prompts.state` at the end of the last step, for checkpoints
+        self._resumed: dict[str, Any] | None = None  # `state` of the checkpoint, until the first batch
+        self._prompts: Prompts | None = None  # of the epoch, once its first batch is asked for
+        self._num_trained = 0  # batches of the epoch that a resumed run finds trained
+        self._batch_prompts: list[int] = []  # of the batch that is trained
+        self._taken: Groups | None = None  # what this step trains, until `complete` is called
+        self._step_end: tuple[tuple, int] | None = None  # random numbers and token count, at the end of the last step
 
-    def begin(self, checkpoint: str | None) -> None:
-        """Begin a run, or go on from a checkpoint. Raises `RunError` if it cannot train that one's prompts in flight.
+    # -- the run's beginning, its epochs, and its checkpoints --
 
-        Args:
-            checkpoint: Its folder; None: a new run.
-        """
-        args = self.trainer.args
-        per_batch = args.generation_batch_size // args.num_generations
-        goes_on = checkpoint and not args.ignore_data_skip  # which begins the epoch anew
-        saved = read_in_flight(Path(checkpoint), args.late_groups, per_batch, self._refills) if goes_on else None
-        self._to_save = saved if args.late_groups == "admit" or self._refills else None
+    def begin(self, saved: dict[str, Any] | None) -> None:
+        """Begin a run, or go on from the `state` of a checkpoint."""
+        self.state = self._resumed = saved if saved and (saved["prompts"] or saved["endless"]) else None
         self._prompts = None
 
     def cancel(self) -> None:
         """Cancel all running conversations."""
-        for batch in filter(None, (self.current, self._taken, *self.groups)):
+        for batch in filter(None, (self.current, self._taken, Groups(self.groups))):
             batch.cancel()
         self.groups.clear()
         self.current = self._taken = None
 
-    def end_epoch(self) -> None:
-        """Give up what is in flight. Only an epoch that a callback ended (`should_epoch_stop`) has something left."""
-        if self.groups and not self._refills:
-            self.cancel()
-        if self._prompts is not None:
-            self._prompts.end()
+    def on_train_begin(self, args, state, control, train_dataloader=None, **kwargs):
+        """In a run that is resumed inside a batch, let TRL roll it out again, for its remaining passes."""
+        steps_per_epoch = max(math.ceil(len(train_dataloader) / args.gradient_accumulation_steps), 1)
+        skipped = 0 if args.ignore_data_skip else state.global_step % steps_per_epoch
+        self.trainer._step = skipped * args.gradient_accumulation_steps
+        self.trainer._buffered_inputs = None
+        self._num_trained = self.trainer._step // self.num_passes
+        self.epoch = int(state.epoch or 0) - 1
 
-    @property
-    def _refills(self) -> bool:
-        return self.trainer.args.refill_groups > 0
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        self.epoch += 1
+        if self._prompts is not None and not self._prompts.endless:
+            self.cancel()  # of an epoch that a callback ended, what is left
+            self._prompts = None
+
+    def on_step_end(self, args, state, control, **kwargs):
+        # A stop in the next step must not change what a checkpoint holds. A new epoch draws a random number before its
+        # first batch, and a resumed run draws this number again.
+        self._step_end = get_rng_state(), state.num_input_tokens_seen
+        if self._prompts is not None:
+            is_over = self.trainer._step % self.num_passes == 0  # otherwise the batch is to be trained further
+            own = [] if is_over else self._batch_prompts
+            self.state = self._prompts.state([*own, *(group.prompt for group in self.groups)])
+
+    def restore(self, state: TrainerState) -> None:
+        """Restore the random numbers and the token count of the end of the last step."""
+        rng, state.num_input_tokens_seen = self._step_end
+        set_rng_state(rng)
 
     @property
     def data_passes(self) -> float:
@@ -202,72 +191,70 @@ class InFlight:
         passes = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
         return math.ceil((self.trainer._step % self.num_passes + passes) / self.num_passes)
 
-    def rows_of_step(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows that this rank trains next. Collective.
+    @property
+    def _slots(self) -> tuple[list[Kind], list[int]]:
+        """(the kind of each group of a batch, the group of each of this rank's rows)."""
+        trainer = self.trainer
+        num_ranks, group_size = trainer.accelerator.num_processes, trainer.num_generations
+        count = trainer.args.generation_batch_size // num_ranks
+        first = trainer.accelerator.process_index * count
+        kinds = slot_kinds(count, group_size, num_ranks)
+        return kinds, [index // group_size for index in range(first, first + count)]
 
-        Those given, or with `admit` those of complete groups; with `refill_groups` the next ones of the run's own
-        passes through the data.
-        """
-        args = self.trainer.args
-        if not self.trainer.model.training:
+    # -- what a step trains --
+
+    def rows_of_step(self, rows: RowList) -> RowList:
+        """The rows that this rank trains next: the given ones, or those of the run's own order. Collective."""
+        trainer, args = self.trainer, self.trainer.args
+        if not trainer.model.training or not (args.max_staleness or args.refill_groups or self.state):
             return rows
-        if args.max_staleness and args.late_groups == "admit":
-            return self._admit(rows)
-        if self._refills:
-            return self._next_rows(rows)
-        if args.max_staleness:
-            self._look_ahead()
-        return rows
+        kinds, slot_of_row = self._slots
+        if self._prompts is None:
+            trainer._on_all_ranks(lambda: self._begin_epoch(rows), "Rollouts")
+        if not args.max_staleness:
+            self._batch_prompts = [self._prompts.take() for _ in kinds]
+            return [trainer.train_dataset[self._batch_prompts[slot]] for slot in slot_of_row]
+        admits = args.late_groups == "admit"
+        if admits:
+            self._ask(args.max_staleness + 1)
+        elif len(self.groups) < len(kinds):
+            self._ask(1)
+        # A checkpoint in the middle of a batch: this batch is trained further.
+        any_of_all = admits and trainer._step % self.num_passes == 0
+        taken = self._take(list(range(len(kinds))), None if any_of_all else len(kinds))
+        self._batch_prompts = [group.prompt for group in taken.groups]
+        return taken.rows
 
-    def refill(
-        self, rows: list[dict[str, Any]], slots: list[int]
-    ) -> tuple[list[dict[str, Any]], list[Rollout], dict[str, float]]:
-        """(rows, rollouts, metrics) of further prompts for these slots of a batch. Collective.
+    def start_next(self) -> None:
+        """With `late_groups: wait`, push the weights and start later batches, while earlier ones are in flight."""
+        args = self.trainer.args
+        if self.trainer.model.training and args.max_staleness and args.late_groups == "wait":
+            count = min(args.max_staleness, self._batches_left - 1)
+            if len(self.groups) < count * len(self._slots[0]) and self._prompts.left:
+                self._ask(count)
 
-        Args:
-            rows: The B rows of the batch.
-            slots: Numbers of groups of the batch, the same on all ranks.
-        """
-        kinds, slot_of_row, first = self._slots(len(rows))
-        own = [i for i, slot in enumerate(slot_of_row) if slot in slots]
+    def refill(self, rows: RowList, slots: list[int]) -> tuple[RowList, list[Rollout], dict[str, float]]:
+        """(rows, rollouts, metrics) of further prompts for these slots of a batch of B rows. Collective."""
+        slot_of_row = self._slots[1]
+        places = [i for i, slot in enumerate(slot_of_row) if slot in slots]
         if self.trainer.args.max_staleness:
-            taken = self._choose(slots, kinds, slot_of_row, [first + i for i in own])
-            prompts, further = [group.prompt for group in taken], self._taken.rows
+            taken = self._take(slots, None)
+            prompts, further = [group.prompt for group in taken.groups], taken.rows
         else:
             prompts = [self._prompts.take() for _ in slots]
-            data = self.trainer.train_dataset
-            further = [data[prompts[slots.index(slot_of_row[i])]] for i in own]
+            further = [self.trainer.train_dataset[prompts[slots.index(slot_of_row[i])]] for i in places]
         for slot, prompt in zip(slots, prompts):
             self._batch_prompts[slot] = prompt
         placed = list(rows)
-        for i, row in zip(own, further, strict=True):
+        for i, row in zip(places, further, strict=True):
             placed[i] = row
-        rollouts, metrics = self.complete(placed, own)
+        rollouts, metrics = self.complete(placed, places)
         return further, rollouts, metrics
 
-    def _take_prefetched(self, rows: list[dict[str, Any]]) -> RolloutBatch | ChosenGroups | None:
-        """The conversations that were started ahead of this batch, if there are any."""
-        if not self.trainer.model.training:
-            return None
-        if self._taken is not None:
-            taken, self._taken = self._taken, None
-            return taken
-        if not self.groups:
-            return None
-        if self.groups[0].prompts != prompts_of(rows):
-            raise RuntimeError("The rollouts in flight have other prompts: the order of the data has changed.")
-        return self.groups.popleft()
+    def complete(self, rows: RowList, places: list[int] | None = None) -> tuple[list[Rollout], dict[str, float]]:
+        """Wait for the conversations of a batch's rows (or those at `places`), restarting what a lost server leaves.
 
-    def complete(
-        self, rows: list[dict[str, Any]], places: list[int] | None = None
-    ) -> tuple[list[Rollout], dict[str, float]]:
-        """Wait for all conversations of this rank, and restart those that a lost server leaves. Collective.
-
-        Args:
-            rows: The B rows of the batch.
-            places: Of the rows that are meant. None: all.
-
-        Returns the rollouts in the order of the rows, and the metrics `rollout/*`. Raises `RunError` on all ranks.
+        Collective. Returns the rollouts in the order of the rows, and the metrics `rollout/*`.
         """
         trainer = self.trainer
         places = list(range(len(rows))) if places is None else places
@@ -276,8 +263,7 @@ class InFlight:
 
         def begin() -> None:
             missing = [i for i in places if i not in found]
-            started = None if num_restarted else self._take_prefetched(rows)
-            self.current = started or trainer._start_rollouts(rows, missing)
+            self.current, self._taken = self._taken or trainer._start_rollouts(rows, missing), None
 
         def finish() -> tuple[int, int, int]:
             for rollout in self.current.wait():
@@ -290,13 +276,16 @@ class InFlight:
             return len(places) - len(found), retries, int(no_other_server)
 
         while num_pushes < self.MAX_RESTARTS:
-            if num_restarted or not self.groups or not trainer.model.training:
+            if self._taken is None:
                 trainer._stop_if_asked()  # before the push: the server may be gone as well
                 trainer._sync_weights()
             trainer._on_all_ranks(begin, "Rollouts")
             began = time.perf_counter()
-            if getattr(trainer, "client", None) is not None:
-                self._meet_until_over()
+            if getattr(trainer, "client", None) is not None and trainer.accelerator.num_processes > 1:
+                # INVARIANT: no rank waits for conversations of another one in one call. It would end after
+                # `ddp_timeout`, though nothing is wrong. Without a server `wait` itself samples.
+                while not self._on_every_rank([self.current.over])[0]:
+                    time.sleep(self.POLL_SECONDS)
             num_missing, retries, num_without = trainer._on_all_ranks(finish, "Rollouts")
             waited += time.perf_counter() - began + self.current.waited
             num_retries += retries
@@ -320,290 +309,94 @@ class InFlight:
             "rollout/wait_seconds": waited,
         }
 
-    # -- late_groups: wait --
-
-    def shown(self, epoch_iterator: Iterator) -> Iterator:
-        """An epoch's batches for `Trainer`; with `max_staleness` they can also be seen before they are trained."""
-        if not self.trainer.args.max_staleness or self.trainer.args.late_groups == "admit":
-            return epoch_iterator
-        if self._epoch is None or self._epoch.source is not epoch_iterator:
-            self._epoch = LookAhead(epoch_iterator, self.num_passes)
-        return self._epoch
-
-    def _look_ahead(self) -> None:
-        """Note the prompts of the batches to start after this one: up to `max_staleness` are in flight.
-
-        None is of another epoch, and none would be trained after the last step.
-        """
-        upcoming = self._epoch.next_rollouts(self.trainer.args.max_staleness)
-        started = max(len(self.groups) - 1, 0)  # the first one in flight is this step's
-        self._next = upcoming[started : self._batches_left - 1]
-
-    def start_next(self) -> None:
-        """Push the weights, and start later batches' conversations. Raises `RunError` on all ranks.
-
-        Earlier ones are still in flight. Their requests go on with the new weights, and keep the logprobs of the old;
-        those that name an adapter end with it.
-        """
-        if not self.trainer.model.training or not self._next:
-            return
-        self.trainer._sync_weights()
-        batches, self._next = self._next, []
-
-        def start() -> None:
-            for rows in batches:
-                self.groups.append(self.trainer._start_rollouts(rows, list(range(len(rows)))))
-                self.groups[-1].prompts = prompts_of(rows)
-
-        self.trainer._on_all_ranks(start, "Rollouts")
-
-    # -- prompts of the run's own --
-
-    def _slots(self, count: int) -> tuple[list[Kind], list[int], int]:
-        """(the kind of each group of a batch, the group of each of this rank's rows, the number of its first row)."""
-        trainer = self.trainer
-        kinds = slot_kinds(count, trainer.num_generations, trainer.accelerator.num_processes)
-        first = trainer.accelerator.process_index * count
-        return kinds, [index // trainer.num_generations for index in range(first, first + count)], first
+    # -- the queue --
 
     def _order(self, number: int) -> list[int]:
-        """The prompts of a pass through the data, in the order of the epoch of that number."""
-        trainer = self.trainer
-        sampler = trainer._get_train_sampler(trainer.train_dataset)
+        """The prompts of the epoch of a number, each one once, in the order of TRL's sampler."""
+        sampler = self.trainer._get_train_sampler(self.trainer.train_dataset)
         sampler.epoch = lambda: number
-        num_prompts = trainer.args.generation_batch_size // trainer.num_generations
-        return epoch_order(sampler, num_prompts, trainer.num_generations, self.num_passes)
+        return list(dict.fromkeys(sampler))
 
-    def _next_rows(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows of the next prompts, in the place of those given."""
-        trainer = self.trainer
-        kinds, slot_of_row, _ = self._slots(len(rows))
-        if self._prompts is None:
-            trainer._on_all_ranks(lambda: self._begin_epoch(rows, slot_of_row, len(kinds)), "Rollouts")
-        self._batch_prompts = [self._prompts.take() for _ in kinds]
-        return [trainer.train_dataset[self._batch_prompts[slot]] for slot in slot_of_row]
+    def _begin_epoch(self, rows: RowList) -> None:
+        """Read the order of the epoch's prompts; a resumed run first asks again for those that were not trained."""
+        kinds, slot_of_row = self._slots
+        trained, self._num_trained = self._num_trained * len(kinds), 0
+        saved, self._resumed = self._resumed, None
+        endless = bool(self.trainer.args.refill_groups or (self.state and self.state["endless"]))
+        if saved is None:
+            self._prompts = Prompts(self._order, self.epoch, trained, endless=endless)
+            upcoming = self._prompts.order[trained : trained + len(kinds)]
+            expected = [self.trainer.train_dataset[upcoming[slot]] for slot in slot_of_row] if upcoming else rows
+            if prompts_of(expected) != prompts_of(rows):
+                raise RunError("The batch has other prompts than the trainer's own sampler returns.")
+            return
+        found = saved["epoch"], saved["place"] - len(saved["prompts"])
+        if not saved["endless"] and found != (self.epoch, trained):
+            raise RunError(
+                f"The checkpoint is of epoch {found[0]}, {found[1]} prompts trained, got epoch {self.epoch}, {trained}"
+                " prompts. Use the data, the batch sizes and num_iterations of the run that saved it, or set "
+                "ignore_data_skip: true to restart the epoch."
+            )
+        self._prompts = Prompts(self._order, saved["epoch"], saved["place"], saved["prompts"], endless)
 
-    # -- late_groups: admit --
+    def _ask(self, count: int) -> None:
+        """Push the weights, and start groups until `count` batches are in flight, or all of the epoch. Collective."""
+        trainer, num_slots = self.trainer, len(self._slots[0])
+        wanted = min(count, self._batches_left) * num_slots
 
-    def _admit(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Push the weights, ask for new groups, and take a batch of complete ones. Collective.
+        def start() -> None:
+            while len(self.groups) < wanted and self._prompts.left >= num_slots:
+                for slot in range(num_slots):
+                    self._start_group(slot)
 
-        INVARIANT: `groups` has the same groups on all ranks, in the same order.
-        """
-        trainer = self.trainer
-        slots, slot_of_row, first = self._slots(len(rows))
-        if self._prompts is None or not (self._prompts.left or self.groups):
-            trainer._on_all_ranks(lambda: self._begin_epoch(rows, slot_of_row, len(slots)), "Rollouts")
         trainer._stop_if_asked()
         trainer._sync_weights()
-        wanted = min(trainer.args.max_staleness + 1, self._batches_left) * len(slots)
-        trainer._on_all_ranks(lambda: self._ask_for_groups(wanted, slots, slot_of_row), "Rollouts")
-        # A checkpoint in the middle of a batch: this batch is trained further.
-        oldest = len(slots) if trainer._step % self.num_passes else None
-        taken = self._choose(list(range(len(slots))), slots, slot_of_row, range(first, first + len(rows)), oldest)
-        self._batch_prompts = [group.prompt for group in taken]
-        return self._taken.rows
+        trainer._on_all_ranks(start, "Rollouts")
 
-    def _choose(
-        self,
-        chosen_slots: list[int],
-        slots: list[Kind],
-        slot_of_row: list[int],
-        places: Iterable[int],
-        oldest: int | None = None,
-    ) -> list[GroupInFlight]:
-        """Wait for complete groups for these slots, of the `oldest` ones alone if given, and take them. Collective.
-
-        INVARIANT: what is in flight can fill the slots. A refill takes groups of some kinds, which are asked for here.
-        """
-        trainer, kinds = self.trainer, [slots[slot] for slot in chosen_slots]
-        trainer._stop_if_asked()
-        missing = (Counter(kinds) - Counter(group.kind for group in self.groups)).elements()
-        if self._refills and (missing := list(missing)):
-
-            def ask() -> None:
-                for kind in missing:
-                    self._start_group(slots.index(kind), slots, slot_of_row)
-
-            trainer._on_all_ranks(ask, "Rollouts")
-        began = time.perf_counter()
-        chosen = self._wait_for_groups(kinds, oldest)
-        waited, groups = time.perf_counter() - began, list(self.groups)
-        self.groups = deque(group for i, group in enumerate(groups) if i not in chosen)
-        taken = [groups[i] for i in chosen]
-        self._taken = ChosenGroups(taken, places, waited)
-        return taken
-
-    def _meet_until_over(self) -> None:
-        """Wait until the conversations of all ranks are over. Collective.
-
-        INVARIANT: no rank waits for conversations of another one in one call. It would end after `ddp_timeout`, though
-        nothing is wrong. For servers alone: in this process `wait` itself samples.
-        """
-        trainer, num_ranks = self.trainer, self.trainer.accelerator.num_processes
-        while num_ranks > 1:
-            flags = torch.tensor(
-                [self.current.over, trainer._stop_signal is None], dtype=torch.int32, device=trainer.accelerator.device
-            )
-            over, go_on = (trainer.accelerator.reduce(flags, "sum") == num_ranks).tolist()
-            if not go_on:
-                trainer._stop_if_asked()
-            if over:
-                return
-            time.sleep(self.POLL_SECONDS)
-
-    def _begin_epoch(self, rows: list[dict[str, Any]], slot_of_row: list[int], num_prompts: int) -> None:
-        """Read the order of the epoch's prompts; a resumed run first asks again for those that were in flight.
-
-        INVARIANT: an epoch has as many prompts left as its batches of data that are left have slots. With
-        `refill_groups` it has no end.
-        """
-        trainer = self.trainer
-        epoch, saved, trained = self.epoch, self._to_save, 0
-        order = self._order(epoch)
-        if self._prompts is None and not trainer.args.ignore_data_skip:  # the run's first batch
-            batches = trainer.state.global_step * trainer.args.gradient_accumulation_steps // self.num_passes
-            trained = batches * num_prompts - epoch * len(order)
-        if self._refills and saved and saved.get("passes"):
-            again = [*saved.get("batch", []), *saved["prompts"]]
-            self._prompts = PassPrompts(saved["epoch"], self._order, saved["place"], again)
-            return
-        if self._prompts is None and saved and (saved["prompts"] or "batch" in saved):
-            found = saved["epoch"], saved["place"] - len(saved["prompts"])
-            if found != (epoch, trained):
-                raise RunError(
-                    f"the checkpoint is of epoch {found[0]}, {found[1]} prompts trained, got epoch {epoch}, {trained} "
-                    "prompts. Use the data, the batch sizes and num_iterations of the run that saved it, or set "
-                    "ignore_data_skip: true to restart the epoch."
-                )
-            self._prompts = EpochPrompts.resumed(order, saved)
-            if self._refills:
-                self._prompts = PassPrompts(epoch, self._order, self._prompts.place, self._prompts.again)
-            return
-        self._prompts = (
-            PassPrompts(epoch, self._order, trained) if self._refills else EpochPrompts(epoch, order, trained)
-        )
-        expected = [order[trained + slot] for slot in slot_of_row] if trained + num_prompts <= len(order) else []
-        prompts = prompts_of(trainer.train_dataset[k] for k in expected)
-        if expected and prompts != prompts_of(rows):
-            raise RunError("late_groups: admit: the batch has other prompts than the trainer's own sampler returns.")
-        self._to_save = self._prompts.state([], num_prompts)
-
-    def _ask_for_groups(self, wanted: int, slots: list[Kind], slot_of_row: list[int]) -> None:
-        """Start whole batches until `wanted` groups are in flight, or all of the epoch's are."""
-        while len(self.groups) < wanted and self._prompts.left >= len(slots):
-            for slot in range(len(slots)):
-                self._start_group(slot, slots, slot_of_row)
-
-    def _start_group(self, slot: int, slots: list[Kind], slot_of_row: list[int]) -> None:
-        """Start the conversations of the next prompt, as the group of this slot of a batch."""
+    def _start_group(self, slot: int) -> None:
+        kinds, slot_of_row = self._slots
         prompt, own = self._prompts.take(), [i for i, of in enumerate(slot_of_row) if of == slot]
         row = self.trainer.train_dataset[prompt]
-        batch = self.trainer._start_rollouts([row] * len(slot_of_row), own) if own else None
-        self.groups.append(GroupInFlight(prompt, slots[slot], [row] * len(own), batch))
+        batch = self.trainer._start_rollouts([row] * len(slot_of_row), own) if own else Groups()
+        self.groups.append(GroupInFlight(prompt, kinds[slot], [row] * len(own), batch))
 
-    def _wait_for_groups(self, slots: list[Kind], oldest: int | None = None) -> list[int]:
-        """The indices in `groups` of the groups to train, one per slot; the same on all ranks. Collective.
-
-        Args:
-            slots: The kind of each slot's group.
-            oldest: Choose among this many of the oldest groups in flight. None: among all.
-        """
-        trainer = self.trainer
-        groups, num_ranks = list(self.groups), trainer.accelerator.num_processes
-        if Counter(slots) - Counter(group.kind for group in groups):
+    def _take(self, slots: list[int], oldest: int | None) -> Groups:
+        """Wait for complete groups for these slots of a batch, among the `oldest` ones, and take them. Collective."""
+        kinds, slot_of_row = self._slots
+        wanted = [kinds[slot] for slot in slots]
+        # A refill takes groups of some kinds only. What then is missing for the next batch is started here.
+        missing = list((Counter(wanted) - Counter(group.kind for group in self.groups)).elements())
+        if missing and not self._prompts.endless:
             raise RunError(
-                f"The epoch has {len(groups)} groups left, expected {len(slots)} of the kinds of its slots. "
-                "Its batches have changed."
+                f"The epoch has {len(self.groups)} groups left, expected {len(slots)}: its batches changed."
             )
-        groups = groups[:oldest]
-        self.current = AwaitedGroups(groups)
-        while True:
-            flags = [*(group.over for group in groups), trainer._stop_signal is None]
-            flags = torch.tensor(flags, dtype=torch.int32, device=trainer.accelerator.device)
-            *complete, go_on = (trainer.accelerator.reduce(flags, "sum") == num_ranks).tolist()
-            if not go_on:
-                trainer._stop_if_asked()
-            chosen = choose_groups(complete, [group.kind for group in groups], slots)
-            if chosen is not None:
-                return chosen
-            time.sleep(self.POLL_SECONDS)
 
-    # -- checkpoints --
+        def start() -> None:
+            for kind in missing:
+                self._start_group(kinds.index(kind))
 
-    def note(self) -> None:
-        """Keep what a checkpoint must hold. Of a batch that is to be trained further this is the batch itself."""
-        over = self.trainer._step % self.num_passes == 0
-        if self._prompts is not None and (over or self._refills):
-            num_prompts = self.trainer.args.generation_batch_size // self.trainer.args.num_generations
-            self._to_save = self._prompts.state([group.prompt for group in self.groups], num_prompts)
-        if self._to_save is not None and not over:
-            self._to_save["batch"] = self._batch_prompts
+        if missing:
+            self.trainer._on_all_ranks(start, "Rollouts")
+        began, groups, chosen = time.perf_counter(), list(self.groups), None
+        self.current = Groups(groups[:oldest])
+        while chosen is None:
+            complete = self._on_every_rank([group.batch.over for group in groups[:oldest]])
+            chosen = choose_groups(complete, [group.kind for group in groups[:oldest]], wanted)
+            time.sleep(self.POLL_SECONDS if chosen is None else 0)
+        self.groups = deque(group for i, group in enumerate(groups) if i not in chosen)
+        self._taken = Groups([groups[i] for i in chosen], time.perf_counter() - began)
+        first = self.trainer.accelerator.process_index * len(slot_of_row)
+        places = [first + i for i, slot in enumerate(slot_of_row) if slot in slots]
+        for place, rollout in zip(places, self._taken.rollouts):
+            rollout.place(place)
+        return self._taken
 
-    def save(self, folder: Path) -> None:
-        """Write what a resumed run needs into a checkpoint."""
-        write_in_flight(folder, self._to_save)
-
-
-class RolloutBatch:
-    """The running conversations of this rank, which all started with the same weights.
-
-    Args:
-        rollouts: They are filled by the conversations.
-        converse: Creates a rollout's conversation with its backend.
-        llm: The backend, a `ServerPool` or an `InProcessBackend`. `routes` of a pool gives each conversation a backend
-            of its own, and its `start_conversations` proves which weights sampled. `InProcessBackend` generates in
-            the thread that waits. Any other backend needs only `generate`.
-        version: The version of the weights that the server holds at the start. Later ones may be pushed meanwhile.
-        group_size: Rollouts per prompt. Rollouts with indices in the same block of so many are a group.
-
-    Attributes:
-        prompts: The prompts of a batch that was started before its step. None for any other batch.
-        seconds: Time from the start to the end of the last conversation.
-        waited: Seconds that training waited before it took these conversations.
-    """
-
-    def __init__(
-        self,
-        rollouts: list[Rollout],
-        converse: Callable[[Rollout, Any], Coroutine],
-        llm: Any,
-        version: str | None,
-        group_size: int,
-    ):
-        self.rollouts, self.prompts = rollouts, None
-        self.seconds = self.waited = 0.0
-        self._began, self._ended = time.perf_counter(), threading.Event()
-        groups = [rollout.index // group_size for rollout in rollouts]
-        backends = llm.routes(groups) if hasattr(llm, "routes") else [llm] * len(rollouts)
-        conversations = [converse(rollout, backend) for rollout, backend in zip(rollouts, backends)]
-        if hasattr(llm, "start_conversations"):
-            self._future = llm.start_conversations(conversations, version, backends)
-        else:
-            self._future = start_in_background(gather_all(conversations))
-        self._future.add_done_callback(self._note_end)
-
-    @property
-    def over(self) -> bool:
-        """Whether the last conversation has ended."""
-        return self._ended.is_set()
-
-    def _note_end(self, _: concurrent.futures.Future) -> None:
-        self.seconds = time.perf_counter() - self._began
-        self._ended.set()
-
-    def wait(self) -> list[Rollout | None]:
-        """Wait for the rollouts and return them in order, None for each that is not proven to come from `version`.
-
-        Call it in the thread that may run collectives. Raises the first error of a conversation.
-        """
-        try:
-            rollouts = self._future.result()
-            self._ended.wait()  # `result` may return before `_note_end` has run
-            return rollouts
-        except BaseException:
-            self.cancel()
-            raise
-
-    def cancel(self) -> None:
-        self._future.cancel()
+    def _on_every_rank(self, flags: list[bool]) -> list[bool]:
+        """Which of these flags are set on all ranks. Raises `RunStopped` if any rank got a signal. Collective."""
+        trainer, num_ranks = self.trainer, self.trainer.accelerator.num_processes
+        tensor = torch.tensor([*flags, trainer._stop_signal is None], dtype=torch.int32)
+        sums = trainer.accelerator.reduce(tensor.to(trainer.accelerator.device), "sum")
+        *common, go_on = (sums == num_ranks).tolist()
+        if not go_on:
+            trainer._stop_if_asked()
+        return common

@@ -39,6 +39,7 @@ from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.recipe.checks import check_tied_lora, share_limits
 from mt_grpo.recipe.keys import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
+from mt_grpo.run.in_flight import GroupInFlight
 from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.reward_numbers import state_numbers
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
@@ -938,14 +939,13 @@ def test_two_runs_do_not_write_into_one_directory(tmp_path):
 def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, tmp_path, taken):
     """A signal came during the optimizer step: what was started ahead of the next one does not stay open."""
     cancelled = []
-    batch = SimpleNamespace(prompts=None, cancel=lambda: cancelled.append(True))
+    batch = SimpleNamespace(rollouts=[], cancel=lambda: cancelled.append(True))
 
     class Stopped(MTGRPOEnvTrainer):
         def _roll_out(self, prompts):
-            self.in_flight.groups, self._stop_signal = deque([batch]), signal.SIGTERM
-            batch.prompts = [row["prompt"] for row in prompts]
+            self.in_flight.groups, self._stop_signal = deque([GroupInFlight(0, (8,), [], batch)]), signal.SIGTERM
             if taken:  # and started to wait for
-                self.in_flight.current = self.in_flight.groups.popleft()
+                self.in_flight.current = self.in_flight.groups.popleft().batch
             return super()._roll_out(prompts)
 
     trainer = make_trainer(random_model, tmp_path, cls=Stopped)

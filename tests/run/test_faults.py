@@ -29,6 +29,7 @@ from bench.common import VLLMServer
 from conftest import files_of_at_most
 from datasets import Dataset
 from fault_proxy import Fault, FaultProxy, first
+from killed_worker import killed_and_resumed
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from warm_vllm import WarmVLLMServer
 
@@ -156,14 +157,15 @@ class Watched(MTGRPOEnvTrainer):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.batches, self.weights, self.set_off, self.synced_with_prefetched = [], {}, [], []
-        self.evaluated, self.flights, self.numbers, self.env.trainer = [], [], {}, self
+        self.evaluated, self.begun, self.numbers, self.env.trainer = [], defaultdict(list), {}, self
 
     def _start_rollouts(self, prompts, which):
-        flight = super()._start_rollouts(prompts, which)
-        self.numbers |= {id(rollout): len(self.set_off) if self.model.training else -1 for rollout in flight.rollouts}
+        flight, begun = super()._start_rollouts(prompts, which), sum(map(len, self.begun.values()))
+        number = begun // len(prompts) if self.model.training else -1
+        self.numbers |= {id(rollout): number for rollout in flight.rollouts}
         if self.model.training:
             self.set_off.append((self.state.global_step, list(which)))
-            self.flights.append(flight.rollouts)
+            self.begun[number] += flight.rollouts
         return flight
 
     def _sync_weights(self):
@@ -190,7 +192,7 @@ class Watched(MTGRPOEnvTrainer):
 def holding(is_held):
     """Conversations wait after a turn while `is_held(trainer, rollout, number)`, whatever the policy says in them.
 
-    `number` is the place of their batch among those that were set off, and -1 in an evaluation.
+    `number` is the place of their batch among those that were begun, and -1 in an evaluation.
     """
 
     class Holding(MultiTurnToolEnv):
@@ -467,7 +469,7 @@ def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
     async def killed_after_three_proofs():
         """The server dies when the first group has ended and what it says since then has been read."""
         held = await ask()
-        if len(trainer.flights) == 3 and all(rollout.stop_reason for rollout in trainer.flights[2][:8]):
+        if len(trainer.begun) == 3 and all(rollout.stop_reason for rollout in trainer.begun[2][:8]):
             proofs.append(held)
         if len(proofs) == 3:
             new.append(replace_server(server))
@@ -836,7 +838,7 @@ def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
     assert trainer.rows("rollout/staleness_max") == [0, 1, 1, 1, 1, 1]
     assert trainer.rows("rollout/restarted") == [0, 0, 0, 0, 0, 0]
     assert all(len({r.policy_version for r in batch}) == 1 for batch in trainer.batches)
-    assert not trainer.in_flight.groups and len(trainer.set_off) == 6
+    assert not trainer.in_flight.groups and len(trainer.begun) == 6
     assert len(trainer.rows("eval_reward")) == 3
     assert (False, True) in trainer.synced_with_prefetched  # an evaluation's push came upon a flight
     assert [{r.policy_version for r in batch} for batch in trainer.evaluated] == [{3}, {5}, {7}]  # steps 2, 4, 6
@@ -917,7 +919,7 @@ def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
     assert trainer.rows("rollout/staleness_max") == [min(step, limit) for step in range(8)]
     assert trainer.rows("rollout/restarted") == [0] * 8 and trainer.rows("rollout/retries") == [0] * 8
     asked = [r.prompt_messages[-1]["content"] for batch in trainer.batches for r in batch]
-    assert set(Counter(asked).values()) == {8} and len(trainer.set_off) == 8 and not trainer.in_flight.groups
+    assert set(Counter(asked).values()) == {8} and len(trainer.begun) == 8 and not trainer.in_flight.groups
     kinds = assert_from_the_weights_of_its_version(trainer)
     assert kinds["first"] > 0 and (kinds["later"] > 0 or limit == 1)
 
@@ -985,8 +987,8 @@ def test_the_log_says_which_weights_sampled_a_turn(server, tmp_path):
     def is_held(trainer, rollout, number):
         if trainer.held_version < min(number, 4):  # the last two steps push nothing
             return True
-        behind = trainer.flights[number + 1 : number + 2]  # its first turns must end before the next push
-        return number not in (0, 5) and not (behind and all(rollout.turns for rollout in behind[0]))
+        behind = trainer.begun.get(number + 1, ())  # its first turns must end before the next push
+        return number not in (0, 5) and not (len(behind) == 16 and all(rollout.turns for rollout in behind))
 
     trainer = make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=6, max_staleness=2,
                            logging_steps=3)  # fmt: skip
@@ -1098,7 +1100,7 @@ def test_flights_end_with_their_epoch(server, tmp_path):
     trainer.train()  # two prompts to a batch: three batches to an epoch
     assert trainer.rows("rollout/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
     asked = [{r.prompt_messages[-1]["content"] for r in batch} for batch in trainer.batches]
-    assert len(set.union(*asked[:3])) == len(set.union(*asked[3:6])) == 6 and len(trainer.set_off) == 7
+    assert len(set.union(*asked[:3])) == len(set.union(*asked[3:6])) == 6 and len(trainer.begun) == 7
 
 
 @needs_vllm
@@ -1131,20 +1133,6 @@ def test_a_stopped_run_asks_again_for_what_was_in_flight(server, tmp_path):
 
 
 @needs_vllm
-def test_rollouts_in_the_air_are_of_the_prompts_that_are_trained(server, tmp_path):
-    """A subclass that changes the inputs of a step would score the rollouts of others with them."""
-
-    class Reordered(Watched):
-        def _generate_and_score_completions(self, inputs):
-            return super()._generate_and_score_completions(inputs[::-1])
-
-    trainer = make_trainer(server.port, tmp_path, trainer_class=Reordered, max_steps=2, max_staleness=1)
-    with pytest.raises(RuntimeError, match="The rollouts in flight have other prompts"):
-        trainer.train()
-    assert trainer.state.global_step == 1 and not trainer.in_flight.groups
-
-
-@needs_vllm
 def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
     trainer = None
 
@@ -1154,7 +1142,7 @@ def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    tool = slow_calculator(lambda expression: 3600.0 if len(trainer.set_off) > 1 else 0.0)
+    tool = slow_calculator(lambda expression: 3600.0 if len(trainer.begun) > 1 else 0.0)
     trainer = make_trainer(server.port, tmp_path, tool, evaluates=True, max_steps=3, max_staleness=1,
                            eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=16)  # fmt: skip
     threading.Thread(target=stop, daemon=True).start()
@@ -1202,7 +1190,7 @@ def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
     """`late_groups: admit`: a slow group is trained when it ends, later than the bound, and all are trained once."""
 
     def is_held(trainer, rollout, number):  # for four steps, up to the last push
-        version = min(trainer.set_off[number][0] + 5, 9)
+        version = min(trainer.set_off[2 * number][0] + 5, 9)
         return first_number(rollout) in (11, 18, 25) and trainer.held_version < version
 
     trainer = make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=11, max_staleness=2,
@@ -1246,11 +1234,10 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
                 self._stop_if_asked()
             return super().training_step(*args, **kwargs)
 
-    def make(**kwargs):
-        return make_trainer(
-            server.port, tmp_path, slow_for(*range(11, 31, 4), seconds=4.0), max_steps=8 * per_batch,
-            max_staleness=2, late_groups="admit", num_iterations=per_batch, prompts=16, **kwargs,
-        )  # fmt: skip
+    def make(**changes):
+        values = dict(max_staleness=2, late_groups="admit", num_iterations=per_batch, prompts=16)
+        tool = slow_for(*range(11, 31, 4), seconds=4.0)
+        return make_trainer(server.port, tmp_path, tool, max_steps=8 * per_batch, **{**values, **changes})
 
     stopped = make(trainer_class=Stopped)
     with stopped.stop_on_signals(), pytest.raises(RunStopped):
@@ -1259,17 +1246,34 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
     said = stopped.save_where_it_stopped()
     checkpoint = tmp_path / f"checkpoint-{step}"
     assert str(checkpoint) in said
-    state = json.loads((checkpoint / "mt_grpo_in_flight.json").read_text())
-    assert state["epoch"] == 0 and len(state["prompts"]) == state["place"] - 6
-    resumed = make()
-    resumed.train(resume_from_checkpoint=str(checkpoint))
-    trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
-    assert len(trained) == len(set(trained)) == 16
-    with pytest.raises(RunError, match=r"and 4 prompts in flight, got late_groups: wait"):
-        make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2).train(str(checkpoint))
-    with pytest.raises(RunError, match="4 prompts in flight, from batches of 2 prompts, got 4"):
-        make_trainer(server.port, tmp_path, max_steps=15, max_staleness=2, late_groups="admit",
-                     per_device_train_batch_size=32).train(str(checkpoint))  # fmt: skip
+    state = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["in_flight"]
+    assert state["epoch"] == 0 and len(state["prompts"]) == state["place"] - 6 > 0
+    for changes in ({}, {"late_groups": "wait"}, {"late_groups": "wait", "max_staleness": 0}):
+        resumed = make(**changes)
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+        trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]
+        assert len(trained) == len(set(trained)) == 16
+    with pytest.raises(RunError, match="The checkpoint is of epoch 0, 6 prompts trained, got epoch"):
+        make(per_device_train_batch_size=32).train(str(checkpoint))
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["rollouts", "optimizer step", "save", "between steps"])
+@pytest.mark.parametrize("ahead", [(), ("--max_staleness", 2, "--late_groups", "admit")], ids=["server", "admit"])
+def test_a_kill_costs_no_prompt_of_any_epoch(server, tmp_path, ahead, place):
+    """`kill -9` in the second of two epochs: the resumed run trains what the checkpoint's epoch has left."""
+    arguments = recipe_arguments(
+        "calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port, "--weight_sync_dir", tmp_path,
+        "--max_steps", 8, "--dataset_size", 8, "--num_generations", 4, "--save_strategy", "steps", "--save_steps", 2,
+        "--shuffle_dataset", "true", *ahead,
+    )  # fmt: skip
+    log, prompts = killed_and_resumed(tmp_path, place, arguments)
+    assert [row["step"] for row in log] == list(range(1, 9)) and all(abs(row["loss"]) < 100 for row in log)
+    for epoch in (0, 4):
+        trained = [prompt for step in range(epoch, epoch + 4) for prompt in prompts[step]]
+        assert len(trained) == len(set(trained)) == 8
+    assert ahead or max(row["sampling/sampling_logp_difference/mean"] for row in log) < 1e-4
 
 
 @needs_vllm
@@ -1557,14 +1561,14 @@ def test_where_a_run_is_stopped_does_not_matter(tmp_path, monkeypatch, call, arg
         assert [row[key] for row in resumed] == pytest.approx([row[key] for row in whole], abs=1e-5)
 
 
-def test_no_interruption_where_other_ranks_take_part():
+@pytest.mark.parametrize("collective", [True, False])
+def test_no_interruption_where_other_ranks_take_part(collective):
     """A rank that left a collective generation would leave the others in it; it stops at the next meeting."""
-    rank = SimpleNamespace(llm=InProcessBackend(None, None, any_rank=bool), _stop_signal=signal.SIGTERM)
-    with MTGRPOEnvTrainer._interruptions(rank):
-        assert not rank._interruptible
-    rank.llm = InProcessBackend(None, None)
-    with pytest.raises(RunStopped), MTGRPOEnvTrainer._interruptions(rank):
-        pass
+    rank, seen = SimpleNamespace(_stop_signal=signal.SIGTERM, state=SimpleNamespace(global_step=0)), []
+    rank.llm = InProcessBackend(None, None, any_rank=bool if collective else None)
+    with contextlib.nullcontext() if collective else pytest.raises(RunStopped):
+        MTGRPOEnvTrainer._on_all_ranks(rank, lambda: seen.append(rank._interruptible), "Rollouts")
+    assert seen == [False] * collective and not rank._interruptible
 
 
 def test_a_trainer_with_nan_is_far_from_its_server():

@@ -1,4 +1,4 @@
-"""What is in flight, by itself: conversations that are over at once, on the second of two ranks."""
+"""The queue of groups in flight, by itself: conversations that are over at once, on one rank of one or two."""
 
 from types import SimpleNamespace
 
@@ -7,10 +7,14 @@ import torch
 
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.rollout import Rollout
-from mt_grpo.run.in_flight import GroupInFlight, InFlight
-from mt_grpo.run.next_prompts import IN_FLIGHT, EpochPrompts, PassPrompts, slot_kinds
+from mt_grpo.run.in_flight import GroupInFlight, Groups, InFlight
+from mt_grpo.run.next_prompts import Prompts, slot_kinds
 
-ROWS = [{"prompt": "a"}, {"prompt": "b"}]
+ROWS = [{"prompt": n} for n in range(20)]
+
+
+def rows(*prompts):
+    return [ROWS[n] for n in prompts for _ in range(2)]
 
 
 class Over:
@@ -18,10 +22,9 @@ class Over:
 
     over, seconds, waited, cancelled = True, 1.0, 50.0, False
 
-    def __init__(self, rows, places, lost=()):
-        self.rollouts = [Rollout([], [], 2 + place) for place in places]
-        self.prompts = [row["prompt"] for row in rows]
-        self.lost = [rollout for rollout in self.rollouts if rollout.index - 2 in lost]
+    def __init__(self, rows, places, first=0, lost=()):
+        self.rollouts = [Rollout([], [1], first + place, row=rows[place]) for place in places]
+        self.lost = [rollout for rollout in self.rollouts if rollout.index - first in lost]
 
     def wait(self):
         return [None if rollout in self.lost else rollout for rollout in self.rollouts]
@@ -31,54 +34,47 @@ class Over:
 
 
 class Trainer(SimpleNamespace):
-    """A batch of rollouts serves two forward passes, which are one optimizer step."""
+    """A batch has two groups of two: on one rank, or on two ranks a group each."""
 
-    def __init__(self, lost=()):
+    def __init__(self, num_ranks=1, rank=0, lost=(), **settings):
+        args = dict(
+            max_staleness=2, late_groups="wait", refill_groups=0, steps_per_generation=1, ignore_data_skip=False,
+            gradient_accumulation_steps=1, generation_batch_size=4, num_generations=2,
+        )  # fmt: skip
         super().__init__(
-            args=SimpleNamespace(
-                max_staleness=2,
-                late_groups="wait",
-                refill_groups=0,
-                steps_per_generation=2,
-                gradient_accumulation_steps=2,
-                generation_batch_size=4,
-                num_generations=2,
-                ignore_data_skip=False,
+            args=SimpleNamespace(**args | settings),
+            accelerator=SimpleNamespace(
+                num_processes=num_ranks, process_index=rank, device="cpu", reduce=lambda flags, how: num_ranks * flags
             ),
-            state=SimpleNamespace(max_steps=9, global_step=0),
-            _step=0,
-            num_iterations=1,
-            model=SimpleNamespace(training=True),
-            accelerator=SimpleNamespace(process_index=1, is_main_process=False),
-            llm=SimpleNamespace(retries=0, joined=[0]),
-            weight_sync=SimpleNamespace(doubted=False),
+            state=SimpleNamespace(max_steps=9, global_step=0), _step=0, num_iterations=1, num_generations=2,
+            model=SimpleNamespace(training=True), train_dataset=ROWS, llm=SimpleNamespace(retries=0, joined=[0]),
+            weight_sync=SimpleNamespace(doubted=False), _stop_signal=None, _stop_if_asked=lambda: None,
             env=SimpleNamespace(close=lambda rollouts: self.closed.extend(rollouts)),
-            started=[],
-            closed=[],
-            lost=list(lost),
-            num_pushes=0,
-        )
+            _on_all_ranks=lambda function, what: function() or [0, 0, 0],
+            started=[], closed=[], lost=list(lost), num_pushes=0,
+        )  # fmt: skip
         self.in_flight = InFlight(self)
 
     def _start_rollouts(self, rows, places):
         self.llm.retries += 2
         self.started.append([rows[place]["prompt"] for place in places])
-        return Over(rows, places, self.lost.pop(0) if self.lost else ())
+        first = self.accelerator.process_index * len(rows)
+        return Over(rows, places, first, self.lost.pop(0) if self.lost else ())
 
     def _sync_weights(self):
         self.num_pushes += 1
 
-    def _stop_if_asked(self):
-        pass
+    def _get_train_sampler(self, dataset):
+        class Sampler(list):
+            pass
 
-    def _on_all_ranks(self, function, what):
-        return function()
+        return Sampler([n for n in range(12) for _ in range(2)])
 
 
 def test_what_a_lost_server_leaves_starts_over_and_is_closed():
-    trainer = Trainer(lost=[(1,)])
-    rollouts, metrics = trainer.in_flight.complete(ROWS)
-    assert trainer.started == [["a", "b"], ["b"]] and [rollout.index for rollout in rollouts] == [2, 3]
+    trainer = Trainer(num_ranks=2, rank=1, lost=[(1,)])
+    rollouts, metrics = trainer.in_flight.complete(ROWS[:2])
+    assert trainer.started == [[0, 1], [1]] and [rollout.index for rollout in rollouts] == [2, 3]
     assert [rollout.index for rollout in trainer.closed] == [3] and trainer.closed[0] is not rollouts[1]
     assert (metrics["rollout/restarted"], metrics["rollout/retries"], trainer.llm.retries) == (1, 4, 0)
     assert metrics["rollout/wait_seconds"] > 100.0  # of two batches, before they were taken
@@ -89,126 +85,141 @@ def test_without_another_server_weights_are_pushed_again_and_not_for_ever():
     trainer = Trainer(lost=[(0,)] * 3)
     trainer.llm.joined = []
     with pytest.raises(RunError, match="restarted 3 times during one batch"):
-        trainer.in_flight.complete(ROWS)
-    assert trainer.weight_sync.doubted and trainer.started == [["a", "b"], ["a"], ["a"]]
+        trainer.in_flight.complete(ROWS[:2])
+    assert trainer.weight_sync.doubted and trainer.started == [[0, 1], [0], [0]]
 
 
 def test_an_evaluation_gets_the_newest_weights_and_conversations_of_its_own():
     trainer = Trainer()
-    ahead = Over(ROWS, [0, 1])
-    trainer.in_flight.groups.append(ahead)
-    trainer.model.training = False
-    trainer.in_flight.complete(ROWS)
-    assert trainer.num_pushes == 1 and trainer.started == [["a", "b"]] and list(trainer.in_flight.groups) == [ahead]
-    trainer.model.training = True
-    assert trainer.in_flight.complete(ROWS)[0] == ahead.rollouts and trainer.num_pushes == 1
-
-
-@pytest.mark.parametrize(
-    "steps_left, step, ahead",
-    [(9, 0, "bc"), (2, 0, "b"), (1, 0, ""), (1, 1, "b")],
-)
-def test_nothing_is_begun_that_would_not_be_trained(steps_left, step, ahead):
-    """At most two further batches, and none behind the last step. A run may be resumed inside a batch (`step`)."""
-    trainer = Trainer()
-    trainer.state.max_steps = steps_left
-    trainer._step, epoch = step, ([{"prompt": name}] for name in "aabbccdd")
-    next(shown := trainer.in_flight.shown(epoch))
-    assert trainer.in_flight.shown(epoch) is shown
-    trainer.in_flight.rows_of_step([{"prompt": "a"}])
+    trainer.in_flight.complete(trainer.in_flight.rows_of_step(rows(0, 1)))
     trainer.in_flight.start_next()
-    assert trainer.started == [[name] for name in ahead]
-    assert next(trainer.in_flight.shown(iter([[{"prompt": "z"}]]))) == [{"prompt": "z"}]  # of the next epoch
+    ahead, num_pushes = list(trainer.in_flight.groups), trainer.num_pushes
+    trainer.model.training = False
+    trainer.in_flight.complete(trainer.in_flight.rows_of_step(ROWS[7:8]))
+    assert trainer.num_pushes == num_pushes + 1 and trainer.started[-1] == [7]
+    assert list(trainer.in_flight.groups) == ahead and len(ahead) == 4
 
 
-def test_an_epoch_that_is_given_up_leaves_nothing(tmp_path):
-    """Nor does a run leave its prompts to the next one."""
-    in_flight = Trainer().in_flight
-    in_flight._prompts, ahead = EpochPrompts(0, [3, 1, 0, 2], place=2, again=[1]), Over(ROWS, [0])
-    in_flight.groups.append(ahead)
-    in_flight.end_epoch()
-    assert ahead.cancelled and not in_flight.groups and in_flight.current is None and in_flight._prompts.left == 0
-    in_flight.begin(None)
-    in_flight.note()
-    in_flight.save(tmp_path)
-    assert not (tmp_path / IN_FLIGHT).exists()
+@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+@pytest.mark.parametrize("steps_left, step, begun", [(9, 0, 6), (2, 0, 4), (1, 0, 2), (1, 1, 4)])
+def test_nothing_is_begun_that_would_not_be_trained(steps_left, step, begun, late_groups):
+    """At most two further batches, and none behind the last step. A run may be resumed inside a batch (`step`).
+
+    Each batch is trained in two passes, which are one step.
+    """
+    trainer = Trainer(late_groups=late_groups, steps_per_generation=2, gradient_accumulation_steps=2)
+    trainer.state.max_steps, trainer._step = steps_left, step
+    trainer._get_train_sampler = lambda dataset: type("Sampler", (list,), {})(
+        [n for first in range(0, 12, 2) for _ in range(2) for n in (first, first, first + 1, first + 1)]
+    )
+    assert trainer.in_flight.rows_of_step(rows(0, 1)) == rows(0, 1)
+    trainer.in_flight.complete(rows(0, 1))
+    trainer.in_flight.start_next()
+    assert trainer.started == [[n, n] for n in range(begun)]
+
+
+def test_wait_takes_the_oldest_groups_and_admit_the_complete_ones():
+    for late_groups, taken in (("wait", None), ("admit", (1, 2))):
+        trainer = Trainer(late_groups=late_groups)
+        flight = trainer.in_flight
+        flight._prompts = Prompts(lambda number: list(range(12)), 0)
+        flight.groups.extend(GroupInFlight(n, (2,), rows(n), Over(rows(n), (0, 1))) for n in range(4))
+        flight.groups[0].batch.over = False
+        if taken is None:
+            trainer._stop_signal = 15  # which ends the wait for the first group
+            trainer._stop_if_asked = lambda: (_ for _ in ()).throw(RunStopped(15))
+            with pytest.raises(RunStopped):
+                flight.rows_of_step(rows(0, 1))
+        else:
+            assert flight.rows_of_step(rows(0, 1)) == rows(*taken) and flight._batch_prompts == list(taken)
+            assert [group.prompt for group in flight.groups][:2] == [0, 3]
+
+
+def test_what_a_checkpoint_holds():
+    """The prompts that were asked for and not trained; of a batch that is trained further its own come first."""
+    trainer = Trainer(late_groups="admit", steps_per_generation=2)
+    flight = trainer.in_flight
+    flight._prompts = Prompts(lambda number: [3, 1, 0, 2], 0, place=3, again=[1])
+    flight.groups.append(GroupInFlight(0, (2,), [], Groups()))
+    flight._batch_prompts, state = [3, 2], SimpleNamespace(num_input_tokens_seen=5)
+    flight.on_step_end(trainer.args, state, None)
+    assert flight.state == {"epoch": 0, "place": 3, "prompts": [0, 1], "endless": False}
+    trainer._step = 1
+    flight.on_step_end(trainer.args, state, None)
+    assert flight.state["prompts"] == [3, 2, 0, 1]
+    flight.begin({**flight.state, "prompts": []})
+    assert flight.state is None  # `Trainer` knows the place in the data
+
+
+@pytest.mark.parametrize("endless", [False, True])
+def test_an_epoch_that_is_given_up_leaves_nothing(endless):
+    """Passes through the data go on."""
+    flight, batch = Trainer().in_flight, Over(rows(1), (0, 1))
+    flight._prompts = Prompts(lambda number: [3, 1, 0, 2], 0, place=2, again=[1], endless=endless)
+    flight.groups.append(GroupInFlight(1, (2,), [], batch))
+    flight.on_epoch_begin(None, None, None)
+    assert batch.cancelled == (not endless) and bool(flight.groups) == endless and flight.epoch == 1
+    assert (flight._prompts is None) == (not endless)
 
 
 def of_two_ranks():
-    """What is in flight on rank 0 of two, with a group of two on each; conversations are over at once."""
-
-    def start(rows, which):
-        rollouts = [Rollout([], [1], row=rows[i]) for i in which]
-        return SimpleNamespace(rollouts=rollouts, over=True, seconds=0.0, wait=lambda: rollouts)
-
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(
-            max_staleness=1, late_groups="admit", refill_groups=2, steps_per_generation=1, ignore_data_skip=False,
-            gradient_accumulation_steps=1, generation_batch_size=4, num_generations=2,
-        ),
-        accelerator=SimpleNamespace(
-            num_processes=2, process_index=0, is_main_process=True, device="cpu", reduce=lambda tensor, how: 2 * tensor
-        ),
-        state=SimpleNamespace(max_steps=1, global_step=0), _step=0, num_iterations=1, num_generations=2,
-        model=SimpleNamespace(training=True), train_dataset=[{"prompt": n} for n in range(20)],
-        _on_all_ranks=lambda function, what: function() or [0, 0, 0], _stop_if_asked=lambda: None, _stop_signal=None,
-        _sync_weights=lambda: None, _start_rollouts=start, env=SimpleNamespace(close=lambda rollouts: None),
-        llm=SimpleNamespace(),
-    )  # fmt: skip
-    flight = InFlight(trainer)
-    flight._prompts = PassPrompts(0, lambda number: list(range(20)))
+    """What is in flight on rank 0 of two, with a group of two on each."""
+    flight = Trainer(num_ranks=2, late_groups="admit", max_staleness=1, refill_groups=2).in_flight
+    flight.trainer.state.max_steps = 1
+    flight._prompts = Prompts(lambda number: list(range(20)), 0, endless=True)
     return flight
 
 
 def test_a_refill_leaves_no_step_without_a_group_for_each_slot():
     """A step that needs both kinds finds two of one kind in flight, and asks for the one that is missing."""
     flight, right = of_two_ranks(), slot_kinds(2, 2, 2)[1]
-    flight.groups.extend(GroupInFlight(n, right, [], None) for n in (17, 18))
-    rows = flight.rows_of_step([{}, {}])
-    assert rows == [{"prompt": 0}] * 2 and flight._batch_prompts == [0, 17]
+    flight.groups.extend(GroupInFlight(n, right, [], Groups()) for n in (17, 18))
+    batch = flight.rows_of_step([{}, {}])
+    assert batch == rows(0) and flight._batch_prompts == [0, 17]
     assert [(group.prompt, group.kind) for group in flight.groups] == [(18, right)]
-    further, rollouts, _ = flight.refill(rows, [0, 1])
-    assert further == [{"prompt": 1}] * 2 and [rollout.row for rollout in rollouts] == further
+    further, rollouts, _ = flight.refill(batch, [0, 1])
+    assert further == rows(1) and [rollout.row for rollout in rollouts] == further
     assert [rollout.index for rollout in rollouts] == [0, 1]
     assert flight._batch_prompts == [1, 18] and not flight.groups
-    assert flight.refill(rows, [1])[:2] == ([], []) and flight._batch_prompts == [1, 2]
+    assert flight.refill(batch, [1])[:2] == ([], []) and flight._batch_prompts == [1, 2]
 
 
 def test_a_step_waits_for_what_all_ranks_have():
     """Here both groups are complete, on the other rank the second one alone: it is the one that is taken."""
     flight, kind = of_two_ranks(), slot_kinds(2, 2, 2)[1]
-    flight.groups.extend(GroupInFlight(n, kind, [], None) for n in (17, 18))
+    flight.groups.extend(GroupInFlight(n, kind, [], Groups()) for n in (17, 18))
     others, asked = torch.tensor([0, 1, 1], dtype=torch.int32), []
     flight.trainer.accelerator.reduce = lambda flags, how: asked.append(flags.tolist()) or flags + others
-    assert flight._wait_for_groups([kind]) == [1] and asked == [[1, 1, 1]]
+    flight._take([1], None)
+    assert [group.prompt for group in flight._taken.groups] == [18] and asked == [[1, 1, 1]]
 
 
 def test_kinds_that_can_fill_no_slot_are_an_error():
-    flight, (left, right) = of_two_ranks(), slot_kinds(2, 2, 2)
-    flight.groups.extend(GroupInFlight(n, right, [], None) for n in (17, 18))
+    flight, (_, right) = of_two_ranks(), slot_kinds(2, 2, 2)
+    flight._prompts.endless = False
+    flight.groups.extend(GroupInFlight(n, right, [], Groups()) for n in (17, 18))
     with pytest.raises(RunError, match="2 groups left, expected"):
-        flight._wait_for_groups([left, right])
+        flight._take([0, 1], None)
 
 
 def test_ranks_meet_while_the_conversations_of_one_go_on():
     """Here they are over before the other rank's. A rank that waited in one call would be given up as lost."""
     flight, seen = of_two_ranks(), []
-    flight.POLL_SECONDS, flight.current = 0.0, SimpleNamespace(over=False)
+    flight.trainer.client, flight.POLL_SECONDS = object(), 0.0
     others = [[0, 1], [0, 1], [1, 1]]
 
     def reduce(flags, how):
         seen.append(flags.tolist())
-        flight.current.over = True
         return flags + torch.tensor(others[len(seen) - 1], dtype=torch.int32)
 
     flight.trainer.accelerator.reduce = reduce
-    flight._meet_until_over()
-    assert seen == [[0, 1], [1, 1], [1, 1]]
+    flight.complete(ROWS[:2])
+    assert seen == [[1, 1], [1, 1], [1, 1]]
 
     def stop():
         raise RunStopped(15)
 
-    flight.trainer._stop_if_asked = stop
     others.append([0, 0])  # a signal has come there
+    flight.trainer._sync_weights = lambda: setattr(flight.trainer, "_stop_if_asked", stop)
     with pytest.raises(RunStopped):
-        flight._meet_until_over()
+        flight.complete(ROWS[:2])

@@ -249,25 +249,18 @@ def test_nodes_that_would_train_differently(tmp_path):
         assert re.search(differs, said), said[-3000:]
 
 
-@pytest.mark.parametrize(
-    "fault, rank",
-    [("killed", 1), *(pytest.param(*values, marks=pytest.mark.slow) for values in (("killed", 0), ("silent", 1)))],
-)
-def test_a_node_that_is_gone_ends_the_other(tmp_path, fault, rank):
-    """Killed, it closes its connections. Silent, as without power, it is given up after `ddp_timeout` seconds."""
-    timeout = () if fault == "killed" else ("--reward_timeout", "5", "--ddp_timeout", "6")
+@pytest.mark.parametrize("rank", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_node_that_is_killed_ends_the_other(tmp_path, rank):
+    """It closes its connections. The last checkpoint is whole."""
     saving = "--save_strategy", "steps", "--save_steps", "1"
-    with Nodes(tmp_path, *saving, *timeout, seconds_per_step=0.7) as nodes:
+    with Nodes(tmp_path, *saving, seconds_per_step=0.7) as nodes:
         nodes.wait_for("out/checkpoint-1/trainer_state.json", "}")
         nodes.wait_for("out/metrics.jsonl", '"step": 1')
         began = time.monotonic()
-        if fault == "killed":
-            nodes.launchers[rank].kill()
-        os.kill(nodes.trainer(rank), signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
-        other = nodes.launchers[1 - rank]
-        assert other.wait(60) == 1
+        nodes.launchers[rank].kill()
+        os.kill(nodes.trainer(rank), signal.SIGKILL)
+        assert nodes.launchers[1 - rank].wait(60) == 1
         assert time.monotonic() - began < 30
     said = nodes.said(1 - rank)
-    assert "another process of this run is gone, or does not answer: " in said, said[-3000:]
-    assert "Start all nodes again with --resume_from_checkpoint last" in said
+    assert re.search("Connection (closed|reset) by peer|Broken pipe", said), said[-3000:]
     assert checkpoint_to_resume("last", str(tmp_path / "out"))

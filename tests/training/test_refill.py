@@ -192,14 +192,14 @@ def test_a_stop_while_it_refills(random_model, tmp_path):
     assert second.asked[:5] == [7, 8, 9, 10, 11] and second.trained == {2: [7, 9], 3: [10, 11], 4: [0, 4]}
 
 
-def test_another_setting_cannot_go_on(random_model, tmp_path):
+def test_a_run_goes_on_without_it_where_it_stopped(random_model, tmp_path):
     first = make(random_model, tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     first.train()
-    state = json.loads((tmp_path / "checkpoint-1/mt_grpo_in_flight.json").read_text())
-    assert state == {"epoch": 0, "place": 5, "prompts": [], "per_batch": 2, "passes": True}
-    without = make(random_model, tmp_path, refill_groups=0, max_steps=3)
-    with pytest.raises(RunError, match="was saved with refill_groups.*got refill_groups: 0"):
-        without.train(str(tmp_path / "checkpoint-1"))
+    state = json.loads((tmp_path / "checkpoint-1/trainer_state.json").read_text())["stateful_callbacks"]["in_flight"]
+    assert state == {"epoch": 0, "place": 5, "prompts": [], "endless": True}
+    without = make(random_model, tmp_path, refill_groups=0, max_steps=6)
+    without.train(str(tmp_path / "checkpoint-1"))
+    assert without.trained == {1: [5, 6], 2: [7, 8], 3: [9, 10], 4: [11, 0], 5: [1, 2]}
     anew = make(random_model, tmp_path, refill_groups=0, max_steps=2, ignore_data_skip=True)
     anew.train(str(tmp_path / "checkpoint-1"))
     assert anew.trained == {1: [0, 1]}
@@ -269,5 +269,5 @@ def test_with_staleness_it_needs_admission():
 
 
 def test_trl_still_shuffles_as_the_passes_do():
-    """`PassPrompts` takes the order of an epoch from TRL's sampler, whose generator a seed sets."""
+    """`Prompts` takes the order of an epoch from TRL's sampler, whose generator a seed sets."""
     assert {"generator", "seed", "shuffle"} <= vars(RepeatSampler(range(4), 1, seed=3)).keys()
