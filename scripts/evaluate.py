@@ -150,13 +150,9 @@ def load_model(path: str, args: mt.MTGRPOConfig, model_args: mt.ModelKeys) -> An
             base = json.loads((Path(path) / "adapter_config.json").read_text())["base_model_name_or_path"]
             if AutoConfig.from_pretrained(base).model_type in FAMILIES:
                 kind = AutoModelForImageTextToText
-    model = kind.from_pretrained(
-        path,
-        dtype=model_args.dtype or "auto",
-        attn_implementation=model_args.attn_implementation,
-        trust_remote_code=args.trust_remote_code,
-        revision=revision_of(path, model_args),
-    )
+    how = {"trust_remote_code": args.trust_remote_code, "revision": revision_of(path, model_args)}
+    how |= {"dtype": model_args.dtype or "auto", "attn_implementation": model_args.attn_implementation}
+    model = kind.from_pretrained(path, **how)
     return model.to("cuda" if torch.cuda.is_available() and not args.use_cpu else "cpu")
 
 

@@ -130,10 +130,9 @@ class RecipeOfRun:
     def __init__(self, path: str, without_examples: bool):
         script_args, args, model_args = load_recipe(path)
         tools = load_recipe_tools(script_args, args)
+        name, code = model_args.model_name_or_path, args.trust_remote_code
         self.tokenizer = AutoTokenizer.from_pretrained(
-            model_args.model_name_or_path,
-            revision=model_args.model_revision,
-            trust_remote_code=args.trust_remote_code,
+            name, revision=model_args.model_revision, trust_remote_code=code
         )
         self.env = mt.build_env(script_args, args, tools, self.tokenizer)
         # In the format xml the system prompt tells of the tools. A chat template would tell of them again, otherwise.

@@ -53,17 +53,14 @@ def option(argv: list[str], key: str) -> Any:
 
 
 def accepted_answers(answer: Any) -> list[str]:
-    """The texts that a row's `answer` accepts, in whichever of the known forms it is: for people, and for `evaluate`.
+    """The texts that a row's `answer` accepts, in whichever of the known forms it is, for people and `evaluate`.
 
     >>> accepted_answers("It is 2 and 2.\\n#### 1,004"), accepted_answers({"value": "Ada", "aliases": ["Lovelace"]})
     (['1004'], ['Ada', 'Lovelace'])
-    >>> accepted_answers(["a", "b"]), accepted_answers(7), accepted_answers(None)
-    (['a', 'b'], ['7'], [])
     """
     if isinstance(answer, dict) and "value" in answer:  # TriviaQA
-        aliases = answer.get("aliases") or []
-        answer = [answer["value"], *([aliases] if isinstance(aliases, str) else aliases)]
+        answer = [answer["value"], *(answer.get("aliases") or [])]
     if isinstance(answer, str) and "####" in answer:  # GSM8K
         answer = answer.rpartition("####")[2].strip().replace(",", "")
     answers = answer if isinstance(answer, list) else [answer]
-    return list(dict.fromkeys(str(each) for each in answers if each is not None))
+    return [str(each) for each in answers if each is not None]

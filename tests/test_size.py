@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1371,
-    "core": 23069,
-    "core modules": 88,
-    "modules that the script imports": 53,
-    "script and package": 30818,
-    "scripts": 11321,
-    "tools and rewards": 3164,
-    "tests": 50490,
-    "docs": 5730,
+    "script": 1356,
+    "core": 19506,
+    "core modules": 84,
+    "modules that the script imports": 50,
+    "script and package": 27289,
+    "scripts": 11322,
+    "tools and rewards": 3171,
+    "tests": 49224,
+    "docs": 5695,
     "recipes": 2981,
     "root": 434,
     "results, bytes": 108823,
-    "data, bytes": 2181240,
-    "own recipe keys": 69,
-    "fmt: skip and fmt: off": 733,
-    "public names without a docstring": 97,
+    "data, bytes": 2181236,
+    "own recipe keys": 60,
+    "fmt: skip and fmt: off": 693,
+    "public names without a docstring": 91,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.

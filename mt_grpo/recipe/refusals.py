@@ -41,11 +41,16 @@ def text_of_cuts(args: GRPOConfig) -> str:
 
 
 def warnings_of(args: GRPOConfig) -> list[str]:
-    """Texts for the log of a run's start: which settings bias its gradient."""
+    """Texts for the log of a run's start: which settings bias its gradient, or clip nothing."""
     if text := text_of_cuts(args):
-        return [f"{text}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md)."]
-    texts = [f"{key}={value}" for key, value in cuts_of(args).items()]
-    return [f"{text}: rollouts are not sampled from the policy that is trained, uncorrected." for text in texts]
+        found = [f"{text}: it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md)."]
+    else:
+        texts = [f"{key}={value}" for key, value in cuts_of(args).items()]
+        found = [f"{text}: rollouts are not sampled from the policy that is trained, uncorrected." for text in texts]
+    epsilon = max(args.epsilon, args.epsilon_high or 0.0)
+    if args.importance_sampling_level == "sequence" and args.loss_type in CLIPPED_LOSSES and epsilon > 0.01:
+        found.append(f"epsilon={epsilon:g}: ratios of sequences hardly ever move so far. GSPO uses epsilon: 3e-4.")
+    return found
 
 
 def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:

@@ -20,11 +20,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from trl import GRPOTrainer
 
-from mt_grpo.base.errors import ServerError, root_cause
+from mt_grpo.base.errors import ServerError, error_line, root_cause, tell_once
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
-from mt_grpo.base.rows import prompts_of
-from mt_grpo.rollout import Rollout
+from mt_grpo.base.rows import prompts_of, row_text
+from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.run.checkpoints import (
     RUN_RECORD,
     CheckpointError,
@@ -72,6 +72,7 @@ class ResumableTrainer(GRPOTrainer):
         self._peft_config = peft_config
         self._stop_signal, self._interruptible = None, False  # its number; whether it raises at once
         self._num_skipped = 0  # steps in a row whose gradient was not finite
+        self._evaluation_due = False  # whether an evaluation was interrupted, which a resumed run makes up for
         self._of_data = ""  # the name of the dataset that is evaluated, if there are several
         config = kwargs["args"]
         check_output_on_nodes(config.output_dir, config.save_on_each_node)
@@ -179,7 +180,7 @@ class ResumableTrainer(GRPOTrainer):
         path = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
         if self.args.should_save:  # of an older run: the file means that all of the checkpoint is there
             (path / TRAINER_STATE_NAME).unlink(missing_ok=True)
-        self.state.stateful_callbacks["in_flight"] = self.in_flight.state
+        self.state.stateful_callbacks |= {"in_flight": self.in_flight.state, "evaluation_due": self._evaluation_due}
         super()._save_checkpoint(model, trial)
         if not self.args.save_only_model:
             self._saved[self.state.global_step] = path
@@ -208,7 +209,8 @@ class ResumableTrainer(GRPOTrainer):
             except NotFinite as error:
                 return f"{error} {self._last_saved()}"
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
-        return f"The run is saved at step {step}. {self._last_saved()}"
+        due = f" The evaluation of step {step} was interrupted; it is made first of all." * self._evaluation_due
+        return f"The run is saved at step {step}. {self._last_saved()}{due}"
 
     # -- stopping --
 
@@ -261,14 +263,18 @@ class ResumableTrainer(GRPOTrainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train` that leaves no conversation open. Raises `ValueError` for an incomplete checkpoint."""
         checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
-        self._saved = {}
+        self._saved, eval_on_start = {}, self.args.eval_on_start
         check_same_on_nodes(lambda: run_record(self))
         begun = self._go_on_from(Path(checkpoint)) if checkpoint else None
         goes_on = begun is not None and not self.args.ignore_data_skip  # which begins the epoch anew
         self.in_flight.begin(begun.stateful_callbacks.get("in_flight") if goes_on else None)
+        due = begun is not None and begun.stateful_callbacks.get("evaluation_due", False)
+        self._evaluation_due = due and self.args.eval_strategy != "no"
+        self.args.eval_on_start = eval_on_start or self._evaluation_due
         try:
             result = super().train(checkpoint, *args, **kwargs)
         finally:
+            self.args.eval_on_start = eval_on_start
             self.in_flight.cancel()
             self.env.close()
             for callback in self.callback_handler.callbacks:
@@ -304,9 +310,25 @@ class ResumableTrainer(GRPOTrainer):
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
             return super().evaluate(*args, **kwargs)
+        except (RunError, ServerError):
+            self._evaluation_due = True
+            raise
         finally:
             set_rng_state(before)
             self.model.train(training)
+
+    def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> dict:
+        """`Trainer._evaluate`. An evaluation that is made up for counts for the schedule and the best checkpoint."""
+        if not self._evaluation_due:
+            return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
+        before, saved = get_rng_state(), str(self._saved[self.state.global_step])
+        self._load_rng_state(saved)  # `Trainer` does so later, where training goes on
+        metrics = super()._evaluate(trial, ignore_keys_for_eval)
+        set_rng_state(before)
+        self._evaluation_due = False
+        if self._determine_best_metric(metrics, trial) and self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = saved
+        return metrics
 
     def _determine_best_metric(self, metrics: dict[str, Any], trial: Any) -> bool:
         """`Trainer`'s method; an evaluation without any score is not the best one."""
@@ -336,12 +358,10 @@ class ResumableTrainer(GRPOTrainer):
             self._metrics[self._mode][name].append(value)
 
     def _start_rollouts(self, rows: list[dict[str, Any]], indices: list[int]) -> RolloutBatch:
-        """Start the conversations of these rows of this rank. Raises `ValueError` for a prompt without room."""
+        """Start the conversations of these rows of this rank. A test row that cannot be asked is a failed rollout."""
         own = [rows[i] for i in indices]
-        rollouts = self.env.start(prompts_of(own), rows=own)
+        rollouts = self._opened(own) if self.model.training else [self._opened_test_row(row) for row in own]
         for i, rollout in zip(indices, rollouts):
-            if len(rollout.prompt_ids) >= (self.env.max_model_len or math.inf):
-                raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context.")
             rollout.place(self.accelerator.process_index * len(rows) + i)
             rollout.policy_version = self._weight_counter.version
         pushed = self.weight_sync and self.weight_sync.pushed
@@ -350,6 +370,23 @@ class ResumableTrainer(GRPOTrainer):
             return self.env.converse_whole(rollout, llm, self._sampling_params)
 
         return RolloutBatch(rollouts, converse, self.llm, pushed, self._group_size)
+
+    def _opened(self, rows: list[dict[str, Any]]) -> list[Rollout]:
+        rollouts = self.env.start(prompts_of(rows), rows=rows)
+        for rollout in rollouts:
+            if len(rollout.prompt_ids) >= (self.env.max_model_len or math.inf):
+                raise ValueError(f"A prompt has {len(rollout.prompt_ids)} tokens, which fills the model's context.")
+        return rollouts
+
+    def _opened_test_row(self, row: dict[str, Any]) -> Rollout:
+        try:
+            return self._opened([row])[0]
+        except RunStopped:
+            raise
+        except Exception as error:
+            tell_once(f"Evaluation: the row {row_text(row)} cannot be asked ({error_line(error)}). Its rollouts fail.")
+            prompt, ids = [{"role": "user", "content": row_text(row)}], [self.env.tokenizer.eos_token_id or 0]
+            return Rollout(prompt, ids, row=row, stop_reason=StopReason.ENVIRONMENT_ERROR, error=error)
 
     def _sync_weights(self) -> None:
         """Push the weights if they changed since the last push. All ranks enter together; all raise the same error."""

@@ -1160,6 +1160,10 @@ def test_what_the_loss_of_stale_rollouts_clips_around(changes, old_logps, warnin
         ({"vllm_importance_sampling_correction": False, "top_p": 0.9}, "top_p=0.9: rollouts are not sampled from the"),
         ({"vllm_mode": "colocate", "top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
         ({"top_p": 0.9}, "top_p=0.9: it biases the importance ratio"),
+        ({"importance_sampling_level": "sequence"}, "epsilon=0.2: ratios of sequences hardly ever move so far"),
+        ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 0.02}, "epsilon=0.02: ratios"),
+        ({"importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}, None),
+        ({"importance_sampling_level": "sequence", "loss_type": "sapo"}, None),
         ({}, None),
     ],
 )

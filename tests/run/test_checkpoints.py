@@ -25,6 +25,7 @@ from transformers import (
     TrainerCallback,
 )
 
+from mt_grpo.base.ranks import RunError
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.reports.rollout_log import write_rows
 from mt_grpo.run.checkpoints import (
@@ -583,3 +584,62 @@ def test_weights_that_are_not_finite_are_saved_nowhere(random_model, tmp_path):
     with pytest.raises(SystemExit, match="(?s)error: Step 4: 1 weights are not finite"):
         train_or_save(last)
     assert not list((tmp_path / "last").rglob("*.safetensors"))
+
+
+def test_an_interrupted_evaluation_is_made_up_for(random_model, tmp_path, capsys):
+    """It counts for the best checkpoint. The rewards of step 2 are 1 higher, so that it is the best."""
+
+    def trainer_of(name, **changes):
+        settings = dict(
+            eval_strategy="steps",
+            eval_steps=1,
+            save_steps=1,
+            load_best_model_at_end=True,
+            metric_for_best_model="reward",
+            greater_is_better=True,
+            per_device_eval_batch_size=4,
+        )
+        return make_trainer(random_model, tmp_path / name, **settings | changes)
+
+    def evaluations(trainer):
+        return [(row["step"], row["eval_reward"]) for row in trainer.state.log_history if "eval_reward" in row]
+
+    whole = trainer_of("whole")
+    train_or_save(whole)
+    parts = trainer_of("parts")
+    score = parts._score
+
+    def stopped_at_step_2(*args):
+        if parts.state.global_step == 2 and not parts.model.training:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return score(*args)
+
+    parts._score = stopped_at_step_2
+    with pytest.raises(SystemExit) as stopped:
+        train_or_save(parts)
+    assert stopped.value.code == 128 + signal.SIGTERM and len(evaluations(parts)) == 1
+    assert "The evaluation of step 2 was interrupted" in capsys.readouterr().err
+    resumed = trainer_of("parts", resume_from_checkpoint=str(tmp_path / "parts/out/checkpoint-2"))
+    train_or_save(resumed)
+    assert [step for step, _ in evaluations(resumed)] == [1, 2, 3, 4]
+    assert evaluations(resumed) == [(step, pytest.approx(value, abs=1e-6)) for step, value in evaluations(whole)]
+    assert resumed.state.best_global_step == whole.state.best_global_step == 2
+    assert resumed.state.best_model_checkpoint == str(tmp_path / "parts/out/checkpoint-2")
+    assert not resumed.args.eval_on_start
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_a_test_row_that_cannot_be_asked_is_a_failed_rollout(random_model, tmp_path, caplog, size):
+    """Also where it is a batch alone. One that is trained on ends the run."""
+    trainer = make_trainer(random_model, tmp_path, eval_strategy="steps", per_device_eval_batch_size=size)
+    trainer.env.max_model_len = 64
+    rows = [PROMPTS[0], [{"role": "user", "content": f"{size} long " * 40}]]
+    found = trainer.evaluate(Dataset.from_dict({"prompt": rows}))
+    alone = trainer.evaluate(Dataset.from_dict({"prompt": rows[:1]}))
+    assert found["eval_stop/environment_error"] == 0.5 and alone["eval_stop/environment_error"] == 0.0
+    assert found["eval_reward"] == pytest.approx(alone["eval_reward"], abs=1e-6)
+    (said,) = warnings_of(caplog, "cannot be asked")
+    assert f"{size} long {size} long" in said and "fills the model's context" in said
+    trainer.train_dataset = Dataset.from_dict({"prompt": rows[1:]})
+    with pytest.raises(RunError, match="fills the model's context"):
+        trainer.train()
