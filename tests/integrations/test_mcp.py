@@ -384,7 +384,7 @@ def test_a_bad_file_is_refused(tmp_path, monkeypatch, name):
 def test_names_of_tools(tmp_path):
     """Two servers with a tool of one name: the list `tools` of an entry selects one."""
     two = {"a": sums(tmp_path), "b": sums(tmp_path)}
-    with pytest.raises(ValueError, match="two tools 'add', one of the server 'b'. Choose with a list `tools`"):
+    with pytest.raises(ValueError, match="two tools 'add'. Choose by a list `tools`"):
         tools_of(tmp_path, two)
     with pytest.raises(ValueError, match="mcp_config_file: the server 'b' of .* offers no tool 'sub'"):
         tools_of(tmp_path, two | {"b": {**two["b"], "tools": ["add", "sub"]}})

@@ -252,14 +252,13 @@ class FunctionAgent:
             finally:
                 here.call_soon_threadsafe(ended.set)
 
-        loop = background_loop(AGENT_THREAD)
-        running = asyncio.run_coroutine_threadsafe(call(), loop)
+        running = asyncio.run_coroutine_threadsafe(call(), background_loop(AGENT_THREAD))
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
             for task in [None, *tasks]:  # one that catches its cancellation is cancelled once more
                 if task is not None and not ended.is_set():
-                    loop.call_soon_threadsafe(task.cancel)
+                    task.get_loop().call_soon_threadsafe(task.cancel)
                 with suppress(TimeoutError):
                     await asyncio.wait_for(ended.wait(), SECONDS_TO_END)
             if tasks and not ended.is_set():

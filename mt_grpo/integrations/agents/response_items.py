@@ -168,10 +168,7 @@ class Responses:
 
 
 def read_items(items: Any, contents: Contents, stored: Responses, before: list[Message]) -> list[Message]:
-    """The messages of a text or of items, which may refer to earlier answers of the conversation. Raises `ApiError`.
-
-    Items of an answer that is among the messages `before` them are duplicates.
-    """
+    """The messages of a text or of items. Items of an answer that is in `before` are duplicates. Raises `ApiError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": contents.text(items, "input")}]
     reader = ItemReader(contents, stored, before)
@@ -194,9 +191,9 @@ class ItemReader:
         self._numbered: dict[str, Message] = {}  # the assistant's messages, by the number of the answer
         self._number: str | None = None  # of the last message, if it is known
         self._kinds: set[str] = set()  # of the items of the last message
-        answered = {message.get("signature") for message in before}
-        signatures = {each: f"policy-{stored.conversation}-{OWN.fullmatch(each)[2]}" for each in stored.items}
-        self._seen = {each for each, signature in signatures.items() if signature in answered}  # ids of items
+        read = {message.get("signature") for message in before}
+        of = f"policy-{stored.conversation}-"
+        self._seen = {each for each in stored.items if of + OWN.fullmatch(each)[2] in read}  # ids of items
 
     def add(self, item: dict[str, Any], param: str) -> None:
         """Read one input item and add its messages. Raises `ApiError`."""

@@ -7,6 +7,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 
@@ -222,10 +223,7 @@ def read_request(api: ModuleType, body: dict[str, Any], session: AgentSession) -
 
 def read_reward(text: str | None) -> float | None:
     """The number in the header X-Turn-Reward. Raises `ApiError`."""
-    try:
-        value = text if text is None else float(text)
-    except ValueError:
-        value = float("nan")
-    if value is not None and not is_number(value):
-        raise refuse("X-Turn-Reward", f"got {text!r:.100}, expected a finite number of at most 3.4e38.")
-    return value
+    with suppress(ValueError):
+        if text is None or is_number(float(text)):
+            return text and float(text)
+    raise refuse("X-Turn-Reward", f"got {text!r:.100}, expected a finite number of at most 3.4e38.")

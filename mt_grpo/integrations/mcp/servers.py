@@ -64,7 +64,6 @@ class McpServer:
         self.name, self.entry, self.starts = name, entry, 0
         self.slots = asyncio.Semaphore(MOST_CALLS)
         self.owner = self.ready = self.closing = None  # a task, a future of its client, and an event that ends it
-        self.checks: set[asyncio.Task] = set()  # after calls that were given up
 
     async def tools(self) -> list[Any]:
         """All tools of the server, page by page."""
@@ -90,9 +89,7 @@ class McpServer:
             try:
                 return await client.call_tool(tool, arguments)
             except asyncio.CancelledError:  # it took too long: the server may hang
-                check = asyncio.create_task(self.close_if_dead(client, owner))
-                self.checks.add(check)
-                check.add_done_callback(self.checks.discard)
+                self.check = asyncio.create_task(self.close_if_dead(client, owner))
                 raise
             except Exception as error:
                 if await self.close_if_dead(client, owner):
@@ -100,10 +97,7 @@ class McpServer:
                 raise McpToolError(str(error)) from error
 
     async def close_if_dead(self, client: Client, owner: asyncio.Task) -> bool:
-        """Close a connection over which the server answers no more. Returns whether it does not.
-
-        INVARIANT: an error of one call leaves the connection alone, which other conversations use.
-        """
+        """Close a connection over which the server answers no more, and return whether it does not."""
         with contextlib.suppress(Exception):
             async with asyncio.timeout(SECONDS_TO_ANSWER):
                 if not owner.done():

@@ -25,23 +25,18 @@ def start_servers(path: str, key: str) -> list[tuple[McpServer, list[Any]]]:
             tools = await server.tools()
         except Exception as error:
             await server.close()
-            url = entry.get("url", "")
-            shown = re.sub(r"//[^/@]*@|[?#].*", lambda found: found[0][:2] if found[0][0] == "/" else "", url)
-            hint = f"Is it running at {shown}?" if url else "See its output above."
-            why = error_line(error).replace(url or " ", shown or " ")  # without what ${NAME} has filled in
+            url = entry.get("url") or ""
+            shown = re.sub("//[^/@]*@", "//", url.partition("?")[0])  # without secrets that ${NAME} has filled in
+            why, hint = error_line(error), f"Is it running at {shown}?" if url else "See its output above."
+            why = why.replace(url, shown) if url else why
             raise ValueError(f"{key}: the server {name!r} does not start ({why}). {hint}") from error
-        selection, names = entry.get("tools"), [tool.name for tool in tools]
-        if unknown := [each for each in selection or [] if each not in names]:
-            raise ValueError(
-                f"{key}: the server {name!r} of {path!r} offers no tool {unknown[0]!r} of its list `tools`. It "
-                f"offers: {', '.join(names)}."
-            )
-        return server, [tool for tool in tools if selection is None or tool.name in selection]
+        names = [tool.name for tool in tools]
+        if unknown := [each for each in entry.get("tools", []) if each not in names]:
+            raise ValueError(f"{key}: the server {name!r} of {path!r} offers no tool {unknown[0]!r}, but {names}.")
+        return server, [tool for tool in tools if tool.name in entry.get("tools", names)]
 
-    async def start_all() -> list[tuple[McpServer, list[Any]]]:
-        return await gather_all([start(name, entry) for name, entry in read_servers(path, key).items()])
-
-    return asyncio.run_coroutine_threadsafe(start_all(), background_loop(LOOP)).result()
+    starting = gather_all([start(name, entry) for name, entry in read_servers(path, key).items()])
+    return asyncio.run_coroutine_threadsafe(starting, background_loop(LOOP)).result()
 
 
 def load_mcp_tools(path: str) -> list[Callable]:
@@ -50,10 +45,7 @@ def load_mcp_tools(path: str) -> list[Callable]:
     for server, offered in start_servers(path, "mcp_config_file"):
         for tool in offered:
             if tool.name in tools:
-                raise ValueError(
-                    f"mcp_config_file: two tools {tool.name!r}, one of the server {server.name!r}. Choose with a list "
-                    f"`tools` of names in the entries of {path!r}."
-                )
+                raise ValueError(f"mcp_config_file: two tools {tool.name!r}. Choose by a list `tools` in {path!r}.")
             tools[tool.name] = mcp_tool(server, tool)
     if not tools:
         raise ValueError(f"mcp_config_file: the servers of {path!r} offer no tools. Expected at least one.")
@@ -69,8 +61,7 @@ def mcp_tool(server: McpServer, tool: Any) -> Callable:
         if result.is_error:
             raise McpToolError(text)
         parts = [part for each in result.content for part in (image_part(each) or content_text(each), "\n")][:-1]
-        has_image = any(isinstance(part, dict) for part in parts)
-        return ResultInParts(parts, text) if has_image else text
+        return ResultInParts(parts, text) if any(isinstance(part, dict) for part in parts) else text
 
     function = as_tool(types.SimpleNamespace(name=tool.name, schema=schema_of(server, tool), run=run))
     function.as_written = True

@@ -56,8 +56,7 @@ class OpenEnvSession:
             except ActionRefused:
                 raise
             except BaseException as error:
-                gave_up = "CancelledError: tool_timeout or environment_timeout"
-                why = error_line(error) if isinstance(error, Exception) else gave_up
+                why = error_line(error) if isinstance(error, Exception) else "CancelledError: its time is over"
                 await self.close(f"{kind} of {self.url} failed ({why})")
                 if isinstance(error, Exception):
                     raise self.failure from error
@@ -76,9 +75,7 @@ class OpenEnvSession:
             if code == "EXECUTION_ERROR":  # perhaps at every action
                 tell_once(f"{kind} of {self.url} raised on the server: {words}", about=f"{self.url} {kind}")
             known = kind != "reset" and code in ("VALIDATION_ERROR", "EXECUTION_ERROR")
-            failure = ActionRefused(words) if known else EnvironmentFailure(f"{code}: {words}")
-            failure.most = data.get("max_sessions") if code == "CAPACITY_REACHED" else None
-            raise failure
+            raise ActionRefused(words) if known else EnvironmentFailure(f"{code}: {words}")
         if kind == "state":
             return data
         observation, reward, done = data["observation"], data.get("reward"), data.get("done", False)
@@ -125,9 +122,8 @@ class OpenEnvEnvironment:
 
     async def reset(self, seed=None, episode_id=None, reset_kwargs: dict | None = None, **row: Any) -> str:
         """Begin an episode with the row's arguments. If a server is full, wait."""
-        arguments = (reset_kwargs or {}) | {
-            key: each for key, each in (("seed", seed), ("episode_id", episode_id)) if each is not None
-        }
+        own = {"seed": seed, "episode_id": episode_id}
+        arguments = (reset_kwargs or {}) | {key: each for key, each in own.items() if each is not None}
         while True:
             self.session = OpenEnvSession(next(self.servers))
             try:
@@ -218,16 +214,11 @@ async def ask(url: str, seconds: float) -> tuple[str, dict[str, Any], list[dict]
 
 
 async def num_places(urls: tuple[str, ...], most: int) -> int:
-    """How many sessions the servers have, as far as a step with `most` conversations fills them for a moment."""
+    """How many of `most` sessions the servers open at the same time."""
     sessions = [OpenEnvSession(url) for url, _ in zip(itertools.cycle(urls), range(most))]
     asked = await asyncio.gather(*[each.ask("state") for each in sessions], return_exceptions=True)
     await asyncio.gather(*[each.close() for each in sessions])
-    places = 0
-    for url in urls:
-        answers = [answer for session, answer in zip(sessions, asked) if session.url == url]
-        failed = [getattr(each.__cause__, "most", None) for each in answers if isinstance(each, EnvironmentFailure)]
-        places += (max(filter(None, failed), default=0) or len(answers) - len(failed)) if failed else most
-    return places
+    return sum(not isinstance(each, EnvironmentFailure) for each in asked)
 
 
 def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnvironment]:
