@@ -108,6 +108,7 @@ from mt_grpo.recipe.checks import (
     prepare_data,
     prepare_env,
     prompt_ids_of,
+    warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
 from mt_grpo.recipe.integrations import load_conversation, load_recipe_tools, with_integrations
@@ -1042,6 +1043,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads
+        if self._reads_state:
+            warn_without_state_keys(args.credit_assignment, env)
         self.batch: Batch | None = None  # the one that the step is at, or was at last
         self._weight_counter = WeightCounter()
         self._evaluation = EvaluationMetrics()

@@ -206,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
         ]
         if not lines:
             raise ValueError(f"None of the {len(rows)} rollouts is as good as that. Lower --min_reward or --min.")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     args.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
     prompts = len({json.dumps(row["messages"][: row["num_prompt_messages"]]) for row in kept})

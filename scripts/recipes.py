@@ -59,7 +59,8 @@ def accepted_answers(answer: Any) -> list[str]:
     (['1004'], ['Ada', 'Lovelace'])
     """
     if isinstance(answer, dict) and "value" in answer:  # TriviaQA
-        answer = [answer["value"], *(answer.get("aliases") or [])]
+        aliases = answer.get("aliases") or []
+        answer = [answer["value"], *([aliases] if isinstance(aliases, str) else aliases)]
     if isinstance(answer, str) and "####" in answer:  # GSM8K
         answer = answer.rpartition("####")[2].strip().replace(",", "")
     answers = answer if isinstance(answer, list) else [answer]

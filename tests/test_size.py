@@ -19,21 +19,21 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1356,
-    "core": 19506,
+    "script": 1359,
+    "core": 19592,
     "core modules": 84,
     "modules that the script imports": 50,
-    "script and package": 27289,
-    "scripts": 11322,
+    "script and package": 27345,
+    "scripts": 11323,
     "tools and rewards": 3171,
-    "tests": 49224,
-    "docs": 5695,
+    "tests": 49316,
+    "docs": 5694,
     "recipes": 2981,
     "root": 434,
     "results, bytes": 108823,
     "data, bytes": 2181236,
     "own recipe keys": 60,
-    "fmt: skip and fmt: off": 693,
+    "fmt: skip and fmt: off": 695,
     "public names without a docstring": 91,
 }
 

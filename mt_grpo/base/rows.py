@@ -33,6 +33,9 @@ class JsonLines(list):
     def __iter__(self) -> Iterator[DataRow]:
         return map(json.loads, super().__iter__())
 
+    def __reduce__(self) -> tuple:
+        return JsonLines, (list(super().__iter__()),)
+
 
 class Rows(Sequence):
     """Rows that are made at each access: `WrittenRow`, unless their source is a table (`Dataset`).

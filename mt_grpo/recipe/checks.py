@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import inspect
 import logging
+import re
 import typing
 from collections.abc import Callable
 from contextlib import suppress
@@ -45,6 +46,7 @@ from mt_grpo.images.pictures import MOST_PICTURES
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import asks_for_fsdp, backend_of, check_sharding, cuts_of
+from mt_grpo.rollout import ROLES
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of
 from mt_grpo.training.reward_calls import REWARD_COLUMNS
 
@@ -55,6 +57,9 @@ TO_INSTALL = f"If something fails, install tested versions: {INSTALL}."
 
 def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], where: str) -> None:
     """Raise `ValueError` if a reward function needs a column that neither the data has nor the trainer gives."""
+    columns = [column for column in columns if column != "prompt"]
+    if taken := sorted({*columns} & {*REWARD_COLUMNS}):
+        raise ValueError(f"{where} has a column {taken[0]!r}, which rewards get from the trainer. Rename it.")
     given = [*columns, *REWARD_COLUMNS, *ASKED_COLUMNS]
     for func in funcs:
         for name, parameter in inspect.signature(func).parameters.items():
@@ -68,12 +73,20 @@ def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], w
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     """Raise `ValueError` unless each row has messages as its prompt, or an environment that may bring them."""
     environments = getattr(env, "environments", None)
+    template = str(getattr(getattr(env, "tokenizer", None), "chat_template", ""))
     if environments is not None:
         environments.check_rows(dataset)
     if environments is None or "prompt" in dataset.column_names:
         for i, row in enumerate(dataset.select_columns(["prompt"])):
             prompts = [row["prompt"]] if row.get("prompt") or environments is None else []
             check_conversations(prompts, f"{name}, row {i}", images=True)
+            roles = {message["role"] for prompt in prompts if not isinstance(prompt, str) for message in prompt}
+            known = {role for role in roles if re.search(rf"""['"]{re.escape(str(role))}['"]""", template)} | ROLES
+            if roles - known or (environments is None and roles and roles <= {"system", "developer"}):
+                raise ValueError(
+                    f"{name}, row {i}: the roles of the prompt are {', '.join(map(repr, roles))}. Expected a user's "
+                    "message, and roles that the chat template knows."
+                )
 
 
 def check_images(dataset: Any, name: str, env: Any) -> None:
@@ -278,6 +291,17 @@ def check_it_reads_images(client: Any, env: Any, where: str) -> None:
     client.score(drawn_ids(env.tokenizer) + spelled)  # raises where images are off, or are read otherwise
 
 
+def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
+    """Warn that without `STATE_KEY` a state is the whole conversation so far."""
+    classes = env.environments.by_name.values() if env.environments is not None else []
+    if env.state_key is None and not any(hasattr(cls, "state_key") for cls in classes):
+        logger.warning(
+            f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so "
+            "far, so turn 0 is credited as by turn_return, and a later turn by the outcome alone. Define STATE_KEY = "
+            "function_of_the_turns in tools_script, or use turn_return."
+        )
+
+
 def prepare_env(
     env: Any,
     args: GRPOConfig,
@@ -298,6 +322,8 @@ def prepare_env(
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
     splits = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
     named = [(train_dataset, "train_dataset"), *((each, "eval_dataset") for each in splits if each is not None)]
+    if len(train_dataset) < (needed := args.generation_batch_size // args.num_generations):
+        raise ValueError(f"train_dataset has {len(train_dataset)} prompts, and a batch of rollouts needs {needed}.")
     for split, where in named:
         check_dataset(split, where, env)
         check_reward_columns(funcs, split.column_names, where)

@@ -146,7 +146,7 @@ def load_rows(
         source = JsonLines(json_lines(path / f"{split}.jsonl" if path.is_dir() else path, size))
     else:
         hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
-        source = load_dataset(hub_name, config or hub_config, split=test_split if split == "test" else split)
+        source = load_dataset(hub_name, config or hub_config, split=re.sub(r"^test(?=\[|$)", test_split, split))
         if name in HUB_DATASETS:  # TriviaQA's articles, most of its size, are not needed
             source = source.select_columns(["question", "answer"])
         source = source.select(range(min(size, len(source)))) if size else source

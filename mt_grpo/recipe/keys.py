@@ -65,11 +65,12 @@ OF_TRL = {
             "(0, inf)": (
                 "temperature", "adam_epsilon", "delta", "sapo_temperature_neg", "sapo_temperature_pos",
                 "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap",
+                "num_train_epochs", "save_steps", "eval_steps", "logging_steps",
             ),
             "[1, inf)": ("max_steps", "num_iterations", "per_device_train_batch_size", "steps_per_generation",
-                         "gradient_accumulation_steps", "generation_batch_size", "lora_alpha"),
+                         "gradient_accumulation_steps", "generation_batch_size", "lora_alpha", "save_total_limit"),
             "[2, inf)": ("num_generations",),
-            "[0, 1]": ("min_p", "ref_model_mixup_alpha"),
+            "[0, 1]": ("min_p", "ref_model_mixup_alpha", "top_entropy_quantile"),
             "(0, 1]": ("top_p",),
         },
         "one_of": {
@@ -83,6 +84,7 @@ OF_TRL = {
         "refused": {  # keys that have no effect on multi-turn training, or another one
             "use turn_reward_weights and outcome_reward_weights": ("reward_weights",),
             "use max_env_steps": ("max_tool_calling_iterations",),
+            "rewards, tools and environments read a row's columns": ("remove_unused_columns",),
             "credit_assignment says how rewards become advantages": ("multi_objective_aggregation",),
             "one pattern cannot fit tool turns and answer turns alike": ("vllm_structured_outputs_regex",),
             "its noise is drawn anew in the loss, which takes it for the policy's": ("neftune_noise_alpha",),

@@ -64,13 +64,20 @@ def or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return read
 
 
+READ_AT_IMPORT = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_DATASETS_CACHE",
+                  "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE"}  # fmt: skip
+
+
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     """The YAML mapping of a recipe. The values of its `env` are texts, as they are written.
 
     Raises `ValueError` for an unknown key or a value of a wrong type.
     """
     text, known = Path(path).read_text(encoding="utf-8"), known_keys(classes)
-    recipe = yaml.load(text, RecipeLoader)
+    try:
+        recipe = yaml.load(text, RecipeLoader)
+    except yaml.YAMLError as error:
+        raise ValueError(f"The recipe {path!r} cannot be read: {error}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
     check_known(recipe, {*known, "env"}, f"in {path}")
@@ -81,6 +88,12 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
                 f"{key}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[key])}.{hint}"
             )
     if "env" in recipe:
+        variables = recipe["env"]
+        values = variables.values() if isinstance(variables, dict) else [None]
+        if not all(isinstance(value, str | int | float) for value in values):
+            raise ValueError(f"env: {variables!r:.200} in {path}, expected lines of `NAME: text`.")
+        if early := [name for name in variables if name in READ_AT_IMPORT]:
+            raise ValueError(f"env: {early[0]} in {path} is read before a recipe is. Set it in the shell.")
         recipe["env"] = yaml.load(text, yaml.BaseLoader)["env"]
     return recipe
 
@@ -157,11 +170,12 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
         print(help_text(classes, "all" in argv))
         sys.exit()
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--config")
+    options.add_argument("--config", action="append", default=[])
     known, argv = options.parse_known_args(argv)
-    if not known.config and not argv:
-        raise ValueError("No recipe is given. Expected --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
-    recipe = read_recipe(known.config, classes) if known.config else {}
+    if len(known.config) > 1 or (not known.config and not argv):
+        number = "Several recipes are" if known.config else "No recipe is"
+        raise ValueError(f"{number} given. Expected one --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
+    recipe = read_recipe(known.config[0], classes) if known.config else {}
     os.environ.update(recipe.pop("env", {}))
     parser = RecipeParser(classes)
     parser.set_defaults_with_config(**recipe)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
 from mt_grpo.conversation.environments import check_environment
@@ -41,7 +42,10 @@ def import_file(path: str, key: str) -> types.ModuleType:
     spec = importlib.util.spec_from_file_location(module_name(path, key), path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except (ImportError, SyntaxError, SystemExit) as error:
+        raise ValueError(f"{key}: {path!r} cannot be imported ({error_line(error)}).") from error
     return module
 
 
@@ -50,6 +54,8 @@ def load_lists(path: str, key: str, names: list[str]) -> list:
     module = import_file(path, key)
     if not any(hasattr(module, name) for name in names):
         raise ValueError(f"{key}: {path!r} defines neither {' nor '.join(names)}. Define one of them.")
+    if wrong := [name for name in names if isinstance(getattr(module, name, None), types.FunctionType)]:
+        raise ValueError(f"{key}: {wrong[0]} of {path!r} is a function. Expected a list: {wrong[0]} = [...].")
     return [getattr(module, name, []) for name in names]
 
 
@@ -119,7 +125,9 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
     if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
-    getattr(tools_module(path), "CHECK_TOOLS", lambda: None)()
+    if inspect.iscoroutinefunction(check := getattr(tools_module(path), "CHECK_TOOLS", lambda: None)):
+        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
+    check()
     if not isolate:
         return tools
     processes = ToolProcesses(path, tools)

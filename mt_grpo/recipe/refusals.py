@@ -93,6 +93,10 @@ def check_training(args: GRPOConfig, backend: str) -> None:
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer.endswith("layerwise") or optimizer in ("lomo", "adalomo"):
         raise ValueError(f"optim={optimizer!r} steps inside each backward pass, of which a step here has several.")
+    if optimizer.startswith("schedule_free") and args.use_vllm and args.eval_strategy != "no":
+        raise ValueError(f"optim={optimizer!r}: rollouts after an evaluation have its averages. Do not evaluate.")
+    if args.max_completion_length is None:
+        raise ValueError("max_completion_length is None. Expected the tokens of a conversation, such as 1024.")
     if args.accelerator_config.split_batches:
         raise ValueError("accelerator_config: with split_batches some prompts would never be trained. Remove it.")
 
@@ -133,7 +137,9 @@ def why_not_sampled(args: GRPOConfig) -> str | None:
 
 def check_batch_arithmetic(args: GRPOConfig) -> None:
     """Raise `ValueError` with the nearest valid values if `num_generations` does not divide the batch."""
-    world_size, group = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations
+    world_size, group = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations or 1
+    if group < 2:
+        raise ValueError(f"num_generations={args.num_generations}, expected at least 2: rollouts of a prompt.")
     steps = args.steps_per_generation or args.gradient_accumulation_steps
     batch = args.generation_batch_size or args.per_device_train_batch_size * world_size * steps
     if batch % group:

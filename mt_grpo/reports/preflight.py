@@ -22,7 +22,7 @@ import torch
 from accelerate.utils import gather_object, is_peft_model
 from transformers import TrainerCallback
 
-from mt_grpo.base.errors import ServerError
+from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.conversation.pictures import readable
@@ -69,14 +69,14 @@ READINGS = (
     Reading("last message", lambda f: f["prompt/ends_with_assistant"] > 0,
         "{prompt/ends_with_assistant:.0%} of the prompts end with a message of the assistant, which may be the "
         "answer. Remove it from the column prompt, or add a user message after it."),
-    Reading("learning rate", lambda f: f["learning_rate"] >= 0.01 and f["optim"].startswith("adam"),
+    Reading("learning rate", lambda f: f["learning_rate"] >= 0.01 and str(f["optim"]).startswith("adam"),
         "learning_rate is {learning_rate:g}. Adam moves every weight by about as much in one step, which destroys the"
         " model. Set learning_rate to 1e-6, 1e-5 to 1e-4 (LoRA), or 1e-3 at most (tiny).", lambda f: True),
     Reading("learning rate", lambda f: f["learning_rate"] == 0,
         "learning_rate is 0. No weight changes. Set it to 1e-6, or 1e-5 to 1e-4 (LoRA).", lambda f: True),
     Reading("learning rate", lambda f: f["lora"] > 0 and 0 < f["learning_rate"] < 5e-6,
         "learning_rate is {learning_rate:g}, at which a LoRA hardly changes. Set learning_rate to 1e-5 to 1e-4."),
-    Reading("rounding", lambda f: f["weights/stuck"] >= 0.5 and f["learning_rate"] and f["optim"].startswith("adam"),
+    Reading("rounding", lambda f: f["weights/stuck"] >= 0.5 and f["learning_rate"] and str(f["optim"])[:4] == "adam",
         "A step of learning_rate={learning_rate:g} is lost to rounding for {weights/stuck:.0%} of the weights. Set "
         "dtype: float32, with bf16: true to compute in bfloat16, or train with ZeRO-3 or FSDP2."),
     Reading("temperature", lambda f: f["temperature"] >= 1.5,
@@ -330,12 +330,20 @@ class Watch(TrainerCallback):
             self.say(f"rows: {self.trainer.layout}")
             if num_rows % prompts:
                 which = "others each time" if args.shuffle_dataset else "the last ones"
-                self.say(f"an epoch leaves out {num_rows % prompts} of {num_rows:,} rows, {which}: no whole batch")
+                left = f"an epoch leaves out {num_rows % prompts} of {num_rows:,} rows, {which}"
+                self.say(f"{left}: they fill no batch of {prompts} prompts")
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if self.facts is not None:
             return
-        self.facts = {**facts_of_settings(self.trainer), **facts_of_batches(self.trainer, [self.trainer.batch])}
+        self.facts = facts_of_batches(self.trainer, [self.trainer.batch])  # collective
+        try:
+            self.facts = facts_of_settings(self.trainer) | self.facts
+        except Exception as error:  # of a plug-in: no report may end a run
+            if self.is_preflight:
+                raise
+            logger.warning(f"The report on the first batch failed: {error_line(error)}")
+            return
         if self.is_preflight:
             raise PreflightOver
         if state.is_world_process_zero:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
 from mt_grpo.conversation.pictures import readable
 from mt_grpo.generation.versions import versions_of
@@ -229,7 +230,7 @@ class RolloutLog:
             num_ranks = self.args.world_size if self.args.log_rollouts else 0
             for path, rank in log_files(self.path.parent):
                 if rank == self.rank or (self.rank == 0 and rank >= num_ranks):
-                    path.unlink()
+                    path.unlink(missing_ok=True)
         self.begun = True
         if places := places[: self.args.log_rollouts]:
             rollouts = [batch.rollouts[i] for i in places]
@@ -275,6 +276,8 @@ def save_images(folder: Path, pictures: Iterable[Picture]) -> None:
     """Write images into a folder, each once, by its name in the log, until the folder has `MOST_IMAGES`."""
     names = {path.stem for path in folder.glob("*.png")}
     for picture in pictures:
+        if len(names) >= MOST_IMAGES:
+            tell_once(f"{folder} has {MOST_IMAGES} images. The log of later rollouts only names their images.")
         if picture.name in names or len(names) >= MOST_IMAGES:
             continue
         folder.mkdir(parents=True, exist_ok=True)
@@ -282,8 +285,6 @@ def save_images(folder: Path, pictures: Iterable[Picture]) -> None:
         picture.image.save(partial, "PNG")
         partial.rename(folder / f"{picture.name}.png")
         names.add(picture.name)
-        if len(names) == MOST_IMAGES:
-            logger.warning(f"{folder} has {MOST_IMAGES} images. The log of later rollouts only names their images.")
 
 
 def close_segment(path: Path) -> None:
@@ -302,7 +303,8 @@ def close_segment(path: Path) -> None:
     closed = segments(path)
     while len(closed) > 1 and sum(segment.stat().st_size for segment in closed) > MOST_BYTES:
         logger.warning(f"{closed[0]} is deleted: the log of rollouts may have {MOST_BYTES / 2**30:g} GiB at most.")
-        closed.pop(0).unlink()
+        closed[0].with_suffix("").unlink(missing_ok=True)  # its plain twin, which a kill has left
+        closed.pop(0).unlink(missing_ok=True)
 
 
 def log_files(folder: Path) -> list[tuple[Path, int]]:
@@ -333,7 +335,8 @@ def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     for rank in logged_ranks(Path(folder)):
         path = Path(folder) / f"rollouts.rank{rank}.jsonl"
         for segment in [*segments(path), *([path] if path.exists() else [])]:
-            with (gzip.open if segment.suffix == ".gz" else open)(segment, "rt", encoding="utf-8") as file:
+            opened = gzip.open if segment.suffix == ".gz" else open
+            with opened(segment, "rt", encoding="utf-8", errors="replace") as file:
                 for line in file:
                     try:
                         yield json.loads(line)

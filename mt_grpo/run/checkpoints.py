@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy
 import torch
-from peft import set_peft_model_state_dict
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
@@ -171,11 +171,17 @@ def load_missing(checkpoint: str, model: Any, missing: list[str]) -> None:
 def load_first_adapter(checkpoint: str, model: Any) -> None:
     """Load the trained adapter if a checkpoint also has the reference's (`beta` above 0), in a folder inside.
 
-    transformers reads those inside alone, and would train on from the adapter that the run began with.
+    transformers reads those inside alone, and would train on from the adapter that the run began with. Raises
+    `ValueError` if the checkpoint's adapter has other weights than the model's: PEFT would keep the missing ones new.
     """
     path = Path(checkpoint, "adapter_model.safetensors")
-    if len(getattr(model, "peft_config", ())) > 1 and path.is_file():
-        set_peft_model_state_dict(model, load_file(path), adapter_name="default")
+    if not hasattr(model, "peft_config") or not path.is_file():
+        return
+    saved, expected = load_file(path), get_peft_model_state_dict(model, adapter_name="default")
+    if missing := sorted(expected.keys() - saved.keys()):
+        raise ValueError(f"it lacks {len(missing)} weights of the LoRA, such as {missing[0]}. Use its lora_* settings")
+    if len(model.peft_config) > 1:
+        set_peft_model_state_dict(model, saved, adapter_name="default")
 
 
 def check_optimizer(optimizer: Any) -> None:

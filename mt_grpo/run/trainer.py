@@ -94,6 +94,8 @@ class ResumableTrainer(GRPOTrainer):
 
     def _go_on_from(self, path: Path) -> TrainerState:
         """Say from which step the run goes on, and what it changes. Returns the checkpoint's state."""
+        if (path / "mt_grpo_in_flight.json").exists():
+            raise ValueError(f"{path} is of an older version. Resume it with that one.")
         state = TrainerState.load_from_json(path / TRAINER_STATE_NAME)
         self._saved[state.global_step] = path
         if self.accelerator.is_main_process:
@@ -208,6 +210,11 @@ class ResumableTrainer(GRPOTrainer):
                 self._save_checkpoint(self.model, trial=None)
             except NotFinite as error:
                 return f"{error} {self._last_saved()}"
+        elif self._evaluation_due and self.args.should_save:
+            path = str(self._saved[step] / TRAINER_STATE_NAME)
+            state = TrainerState.load_from_json(path)
+            state.stateful_callbacks["evaluation_due"] = True
+            state.save_to_json(path)
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
         due = f" The evaluation of step {step} was interrupted; it is made first of all." * self._evaluation_due
         return f"The run is saved at step {step}. {self._last_saved()}{due}"

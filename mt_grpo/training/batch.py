@@ -29,7 +29,7 @@ class Batch:
         owners: The rollout of each of the M records.
         loss_masks: The loss mask of each record's completion, None once TRL has its tensors.
         failed, truncated: Whether each of the N rollouts failed by its environment, and whether it was truncated.
-        facts: Statistics of each conversation, (N, 15): see `conversation_columns`.
+        facts: Statistics of each conversation, (N, 16): see `conversation_columns`.
         scores: The values of the reward functions for all N rollouts: see `RewardFunctions.score_all_ranks`.
         rewards: The `RewardTable` of the N rollouts, made of these scores.
         weights: The weights of the F reward functions, (F,).

@@ -38,6 +38,7 @@ from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
+from mt_grpo.recipe import plugins
 from mt_grpo.recipe.checks import check_dataset, longest_prompt
 from mt_grpo.recipe.data import load_rows, make_arithmetic
 from mt_grpo.recipe.keys import OF_TRL, known_keys
@@ -519,6 +520,7 @@ def test_accelerate_starts_two_cpu_processes(tmp_path):
 
 # TRL's keys that do nothing in a multi-turn rollout, or something else, with a value that is not the default.
 REFUSED = {
+    "remove_unused_columns": True,
     "reward_weights": [1.0, 1.0],
     "max_tool_calling_iterations": 3,
     "multi_objective_aggregation": "normalize_then_sum",
@@ -1193,3 +1195,56 @@ def test_a_path_that_is_not_there_is_one_line(arguments, said, tmp_path, monkeyp
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(SystemExit, match=f"^error: .*{re.escape(said)}"):
         mt.main([*arguments, "--output_dir", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"save_steps": 0}, "^save_steps=0, expected"),
+    ({"num_train_epochs": 0}, "^num_train_epochs=0"),
+    ({"top_entropy_quantile": 20.0}, "^top_entropy_quantile=20.0"),
+    ({"max_completion_length": None}, "^max_completion_length is None"),
+    ({"num_generations": None}, "^num_generations=None"),
+    ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* Set it in the shell"),
+    ({"env": ["A"]}, "^env: .* expected lines"),
+])  # fmt: skip
+def test_what_would_have_no_effect_or_another_one(changes, said, parse):
+    with pytest.raises(ValueError, match=said):
+        parse(**changes)
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("import sys\nsys.exit()", "cannot be imported .SystemExit"),
+        ("import not_there_x", "cannot be imported .ModuleNotFoundError"),
+        ("def TOOL_FUNCTIONS(): pass", "TOOL_FUNCTIONS of .* is a function. Expected a list"),
+        (
+            "def f(x: int) -> int:\n    'F.'\nTOOL_FUNCTIONS = [f]\nasync def CHECK_TOOLS(): pass",
+            "CHECK_TOOLS of .* is async",
+        ),
+    ],
+)
+def test_a_tools_file_that_cannot_be_used(source, said, tmp_path):
+    (tmp_path / "own_tools.py").write_text(source)
+    with pytest.raises(ValueError, match=f"^tools_script: .*{said}"):
+        plugins.load_tools(str(tmp_path / "own_tools.py"))
+
+
+@pytest.mark.parametrize("role", ["human", None, "system"])
+def test_a_prompt_in_which_no_known_speaker_asks(role):
+    rows = Dataset.from_list([{"prompt": [{"role": role, "content": "2 + 2?"}]}])
+    with pytest.raises(ValueError, match="train_dataset, row 0: the roles of the prompt are"):
+        check_dataset(rows, "train_dataset", None)
+
+
+def test_a_batch_that_the_data_does_not_fill_is_refused_before_weights_are_loaded(tmp_path, no_weights):
+    with pytest.raises(SystemExit, match="train_dataset has 4 prompts, and a batch of rollouts needs 8"):
+        mt.main(
+            [
+                "--config",
+                str(ROOT / "hf_recipes/tiny/calculator.yaml"),
+                "--dataset_size",
+                "4",
+                "--output_dir",
+                str(tmp_path),
+            ]
+        )

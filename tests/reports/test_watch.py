@@ -130,3 +130,7 @@ def test_the_bundled_models_run_is_not_told(caplog):
     }
     logs = [{**WELL, **{name: values[k] for name, values in curve.items()}} for k in range(7) for _ in range(10)]
     assert watched(logs, caplog) == []
+
+
+def test_a_large_rate_of_any_optimizer_ends_no_run(caplog):
+    assert watched([{**WELL, "learning_rate": 0.1}] * 6, caplog, at_end=True) == []

@@ -643,3 +643,31 @@ def test_a_test_row_that_cannot_be_asked_is_a_failed_rollout(random_model, tmp_p
     trainer.train_dataset = Dataset.from_dict({"prompt": rows[1:]})
     with pytest.raises(RunError, match="fills the model's context"):
         trainer.train()
+
+
+def test_an_adapter_that_lacks_a_tensor_is_refused(random_model, tmp_path):
+    lora = {"peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")}
+    make_trainer(random_model, tmp_path, trainer=lora, max_steps=2).train()
+    path = tmp_path / "out/checkpoint-2/adapter_model.safetensors"
+    whole = load_file(path)
+    make_trainer(random_model, tmp_path, trainer=lora, max_steps=3).train(resume_from_checkpoint="last")
+    name = next(name for name in whole if "v_proj.lora_B" in name)
+    save_file({key: value for key, value in whole.items() if key != name}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"checkpoint-2.*lacks 1 weights of the LoRA, such as {name}"):
+        make_trainer(random_model, tmp_path, trainer=lora, max_steps=3).train(
+            resume_from_checkpoint=str(tmp_path / "out/checkpoint-2")
+        )
+
+
+def test_an_evaluation_that_is_due_is_kept_beside_a_saved_step_and_not_forced(random_model, tmp_path):
+    """A step may be saved before its evaluation. A run that is resumed without evaluations makes none."""
+    trainer = make_trainer(random_model, tmp_path, save_steps=1, max_steps=1, eval_strategy="no")
+    trainer.train()
+    trainer._evaluation_due = True
+    assert "The evaluation of step 1 was interrupted" in trainer.save_where_it_stopped()
+    checkpoint = tmp_path / "out/checkpoint-1"
+    assert json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["evaluation_due"]
+    resumed = make_trainer(random_model, tmp_path, max_steps=2, eval_strategy="no", save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(checkpoint))
+    assert resumed.state.global_step == 2
+    assert not any("eval_reward" in row for row in resumed.state.log_history)

@@ -232,11 +232,11 @@ class ChatFormat:
     def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
         """Arguments of `apply_chat_template`, which returns ids, for messages that the model answers next."""
         return {
+            **self.chat_template_kwargs,
             "conversation": [self.with_reasoning(m) if m["role"] == "assistant" else m for m in messages],
             "add_generation_prompt": True,
             "tokenize": True,
             "return_dict": False,
-            **self.chat_template_kwargs,
         }
 
     @functools.cached_property
