@@ -26,7 +26,7 @@ CEILINGS = {
     "script and package": 27345,
     "scripts": 11323,
     "tools and rewards": 3171,
-    "tests": 49316,
+    "tests": 49310,
     "docs": 5694,
     "recipes": 2981,
     "root": 434,

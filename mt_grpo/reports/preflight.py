@@ -334,7 +334,7 @@ class Watch(TrainerCallback):
                 self.say(f"{left}: they fill no batch of {prompts} prompts")
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        if self.facts is not None:
+        if self.facts is not None or self.trainer.batch is None:  # None: a subclass brings batches of its own
             return
         self.facts = facts_of_batches(self.trainer, [self.trainer.batch])  # collective
         try:

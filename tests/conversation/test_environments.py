@@ -1379,9 +1379,8 @@ def test_what_an_environment_and_its_tools_give_is_added(random_model, tmp_path)
     assert [prompt[0]["content"] for prompt in seen[0]] == ["Pay. Room 1."] * 2 + ["Pay. Room 2."] * 2
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("rows", [None, [{"n": n} for n in range(4)], [{"n": n, "prompt": None} for n in range(4)]])
-def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows, overlap):
+def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows):
     """Without a dataset `max_steps` says where the run ends, as in TRL. An epoch of four rows has two batches."""
     data = None
     if rows is not None:
@@ -1391,15 +1390,11 @@ def test_an_environment_may_bring_the_prompts(random_model, tmp_path, rows, over
     env = MultiTurnToolEnv([], None, environment=Asks)
     trainer = MTGRPOEnvTrainer(random_model, env, args=settings(tmp_path / "out"), train_dataset=data)
     assert len(trainer.train_dataset) == (4 if rows else 2)  # prompts of a batch
-    trainer.args.max_staleness = int(overlap)
     Asks.asked = 0
     trainer.train()
     assert (trainer.state.global_step, Asks.asked) == (2, 8)
     read = {rollout.prompt_messages[0]["content"] for rollout in trainer.batch.rollouts}
     assert read == {"Row None."} if rows is None else len(read) == 2 and read < {f"Row {n}." for n in range(4)}
-    log = trainer.state.log_history
-    staleness = [entry["rollout/staleness"] for entry in log if "rollout/staleness" in entry]
-    assert staleness == ([0.0, 1.0] if overlap and rows else [0.0, 0.0])  # the second batch began before a step
 
 
 @pytest.mark.parametrize("environment, changes", [(None, {}), (Asks, {"max_steps": -1})])
