@@ -301,16 +301,6 @@ def test_a_rollout_that_does_not_fit_is_no_pass(random_model, tmp_path):
         trainer.train()
 
 
-@pytest.mark.parametrize("changes, expected", [
-    ({"max_tokens_per_pass": 24}, r"can have max_completion_length=24 tokens"),
-    ({"max_tokens_per_pass": 100, "share_prompts": False}, r"no effect with share_prompts: false"),
-    ({"max_tokens_per_pass": 100, "top_entropy_quantile": 0.5}, r"no effect with top_entropy_quantile=0.5"),
-])  # fmt: skip
-def test_a_limit_without_an_effect_is_refused(tmp_path, changes, expected):
-    with pytest.raises(ValueError, match=rf"^max_tokens_per_pass={changes['max_tokens_per_pass']}.*{expected}"):
-        MTGRPOConfig(str(tmp_path), use_cpu=True, bf16=False, max_completion_length=24, **changes)
-
-
 # -- which rows go together, by hand --
 
 
