@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import inspect
 import logging
-import re
 import typing
 from collections.abc import Callable
 from contextlib import suppress
@@ -81,8 +80,8 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
             prompts = [row["prompt"]] if row.get("prompt") or environments is None else []
             check_conversations(prompts, f"{name}, row {i}", images=True)
             roles = {message["role"] for prompt in prompts if not isinstance(prompt, str) for message in prompt}
-            known = {role for role in roles if re.search(rf"""['"]{re.escape(str(role))}['"]""", template)} | ROLES
-            if roles - known or (environments is None and roles and roles <= {"system", "developer"}):
+            unknown = [each for each in roles - ROLES if f"'{each}'" not in template and f'"{each}"' not in template]
+            if unknown or (environments is None and roles and roles <= {"system", "developer"}):
                 raise ValueError(
                     f"{name}, row {i}: the roles of the prompt are {', '.join(map(repr, roles))}. Expected a user's "
                     "message, and roles that the chat template knows."
