@@ -378,7 +378,8 @@ def run_reports(trainer: ResumableTrainer) -> list[TrainerCallback]:
 
 def summary(facts: dict[str, Any]) -> str:
     """A line about a batch of rollouts. A share of no calls is `nan%`."""
-    f, functions = known(facts), [name.split("/")[1] for name in facts if re.fullmatch("rewards/.*/mean", name)]
+    f = known(facts)
+    functions = [key.split("/")[1] for key in facts if re.fullmatch("rewards/.*/mean", key) and is_shown(facts[key])]
     rewards = [f"{name} {f[f'rewards/{name}/mean']:.2f} ± {f[f'rewards/{name}/std']:.2f}" for name in functions]
     return (
         f"{f['num_rollouts']} rollouts, {f['turns/mean']:.1f} turns, {f['rollouts/called']:.0%} call a tool, "

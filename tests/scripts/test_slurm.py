@@ -225,13 +225,11 @@ def test_a_server_that_does_not_start_ends_the_job_with_its_log(tmp_path):
 
 def test_a_port_that_is_in_use_ends_the_job(tmp_path, stand_in_python):
     """The second server's, of two on a node."""
-    port = free_ports(2)
-    with (
-        socket.create_server(("127.0.0.2", port + 1)),
-        Job(tmp_path, 2, python=stand_in_python, RECIPE=TINY, PORT=str(port), GPUS="2") as job,
-    ):
-        assert job.process.wait(150) == 2, job.said()
-    assert f"slurm: error: another program listens at 127.0.0.2:{port + 1}" in job.said()
+    with socket.create_server(("127.0.0.2", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Job(tmp_path, 2, python=stand_in_python, RECIPE=TINY, PORT=str(port - 1), GPUS="2") as job:
+            assert job.process.wait(150) == 2, job.said()
+    assert f"slurm: error: another program listens at 127.0.0.2:{port}" in job.said(), job.said()
     assert "trainers" not in job.said() and not list(job.steps_that_run.iterdir())
 
 
