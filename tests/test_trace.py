@@ -33,7 +33,6 @@ LOGGING = {
     "add",
     "mean_per_rollout",
     "_write",
-    "log_files",
     "staleness_metrics",
     "versions_of",
     "_mode",

@@ -20,67 +20,50 @@ from mt_grpo.training.tensors import nanstd
 
 def conversation_columns(rollouts: list[Rollout]) -> torch.Tensor:
     """The numbers that `conversation_metrics` reads, (N, 16), of the rollouts of all ranks. Collective."""
-    reasons = list(StopReason)
-    columns = []
+    reasons, columns = list(StopReason), []
     for r in rollouts:
-        errors = [result.error for turn in r.turns for result in turn.results if result.error is not None]
-        sampled = sum(len(t.token_ids) for t in r.turns)
-        columns.append(
-            [
-                len(r.prompt_ids),
-                sampled,
-                sampled + sum(len(t.observation_ids) for t in r.turns),
-                len(r.turns),
-                reasons.index(r.stop_reason),
-                sum(len(t.calls) for t in r.turns),
-                len(errors),
-                errors.count("timeout"),
-                errors.count("call"),
-                sum(t.tool_seconds for t in r.turns),
-                len(trained_records(r)),
-                sum(t.open_thinking for t in r.turns),
-                *tokens_read_again(r),
-                sum(len(t.results) for t in r.turns),
-                is_cut_off(r),
-            ]
-        )
+        results = [result for turn in r.turns for result in turn.results]
+        errors = [result.error for result in results if result.error is not None]
+        sampled, read = sum(len(t.token_ids) for t in r.turns), sum(len(t.observation_ids) for t in r.turns)
+        sizes = [len(r.prompt_ids), sampled, sampled + read, len(r.turns), reasons.index(r.stop_reason)]
+        calls = [sum(len(t.calls) for t in r.turns), len(errors), errors.count("timeout"), errors.count("call")]
+        times = [sum(t.tool_seconds for t in r.turns), len(trained_records(r)), sum(t.open_thinking for t in r.turns)]
+        columns.append([*sizes, *calls, *times, *tokens_read_again(r), len(results), is_cut_off(r)])
     return torch.tensor(gather_object(columns), dtype=torch.float32)
 
 
 def conversation_metrics(columns: torch.Tensor) -> tuple[dict[str, float], int]:
     """(metrics of conversations, number of their prompt tokens and sampled tokens), of `conversation_columns`."""
-    reasons = list(StopReason)
-    prompt, trained, total, num_turns, stop, calls, failed, timeouts, malformed, seconds, records = columns.T[:11]
-    unclosed, again, read, results, cut_off = columns.T[11:]
-    truncated = cut_off > 0
-    lost = torch.isin(stop, torch.tensor([float(reasons.index(each)) for each in FAILURES]))
-    ended = trained[~truncated] if (~truncated).any() else torch.zeros(1)
-    metrics = {}
-    for suffix, values in (("", trained), ("terminated_", ended)):
-        metrics[f"completions/mean_{suffix}length"] = values.mean().item()
-        metrics[f"completions/min_{suffix}length"] = values.min().item()
-        metrics[f"completions/max_{suffix}length"] = values.max().item()
+    prompt, sampled, total, num_turns, stop, calls, failed, timeouts, malformed = columns.T[:9]
+    seconds, records, unclosed, again, read, results, cut_off = columns.T[9:]
     # Not the calls of a last turn, which nothing runs any more. Without any there is no share of calls, as where a
     # scheduler runs them itself.
-    attempted = results.sum() if results.sum() else torch.tensor(math.nan)
-    metrics |= {
-        "completions/clipped_ratio": truncated.float().mean().item(),
-        "completions/mean_total_length": total.mean().item(),
-        "turns/mean": num_turns.mean().item(),
-        "turns/max": num_turns.max().item(),
-        "turns/frac_failed_behind": (lost & (num_turns > 0)).float().mean().item(),
-        "turns/unclosed_thinking": (unclosed.sum() / num_turns.sum().clamp(min=1)).item(),
-        "records/mean": records.mean().item(),
-        "records/tokens_read_again": (again.sum() / read.sum().clamp(min=1)).item(),
-        "tools/call_frequency": calls.mean().item(),
-        "tools/failure_frequency": (failed.sum() / attempted).item(),
-        "tools/malformed_frequency": (malformed.sum() / attempted).item(),
-        "tools/timeout_frequency": (timeouts.sum() / attempted).item(),
-        "tools/mean_seconds": (seconds.sum() / attempted).item(),
-        "tools/hung_threads": sum(t.name.startswith(HUNG) for t in threading.enumerate()),
-        **{f"stop/{reason}": (stop == i).float().mean().item() for i, reason in enumerate(reasons)},
+    attempted = results.sum() if results.sum() else math.nan
+    stops = {reason: stop == i for i, reason in enumerate(StopReason)}
+    lost = sum(stops[reason] for reason in FAILURES) > 0
+    metrics = {
+        "completions/clipped_ratio": (cut_off > 0).float().mean(),
+        "completions/mean_total_length": total.mean(),
+        "turns/mean": num_turns.mean(),
+        "turns/max": num_turns.max(),
+        "turns/frac_failed_behind": (lost & (num_turns > 0)).float().mean(),
+        "turns/unclosed_thinking": unclosed.sum() / num_turns.sum().clamp(min=1),
+        "records/mean": records.mean(),
+        "records/tokens_read_again": again.sum() / read.sum().clamp(min=1),
+        "tools/call_frequency": calls.mean(),
+        "tools/failure_frequency": failed.sum() / attempted,
+        "tools/malformed_frequency": malformed.sum() / attempted,
+        "tools/timeout_frequency": timeouts.sum() / attempted,
+        "tools/mean_seconds": seconds.sum() / attempted,
+        **{f"stop/{reason}": ends.float().mean() for reason, ends in stops.items()},
     }
-    return metrics, int(prompt.sum() + trained.sum())
+    ended = sampled[cut_off == 0] if (cut_off == 0).any() else torch.zeros(1)
+    for suffix, lengths in (("", sampled), ("terminated_", ended)):
+        for name in ("mean", "min", "max"):
+            metrics[f"completions/{name}_{suffix}length"] = getattr(lengths, name)()
+    metrics = {name: value.item() for name, value in metrics.items()}
+    metrics["tools/hung_threads"] = sum(t.name.startswith(HUNG) for t in threading.enumerate())
+    return metrics, int(prompt.sum() + sampled.sum())
 
 
 def reward_metrics(logged: torch.Tensor, reward: torch.Tensor, names: list[str]) -> dict[str, float]:
@@ -143,8 +126,8 @@ class EvaluationMetrics:
                 metrics[name] = [(max if name.endswith("max") else min)(value for value, _ in there)]
             else:
                 metrics[name] = [sum(value * size for value, size in there) / sum(size for _, size in there)]
-        of_all = conversation_metrics(torch.cat(self.columns))[0]
-        of_all |= reward_metrics(*map(torch.cat, zip(*self.rewards)), names)
+        of_all = reward_metrics(*map(torch.cat, zip(*self.rewards)), names)
+        of_all |= conversation_metrics(torch.cat(self.columns))[0]
         metrics |= {name: [value] for name, value in of_all.items()}
         self.columns, self.rewards = [], []
 
@@ -176,14 +159,13 @@ def credit_metrics(output: dict[str, Any], batch: Batch, accelerator: Any) -> di
     count, owners = len(batch.rows), torch.tensor(batch.owners)
     loss_mask = output["completion_mask"] * output["tool_mask"]
     # INVARIANT: what is called a signal is an advantage that a token is trained with.
-    largest = (output["advantages"].abs() * loss_mask).amax(1)  # (M,)
+    moves = output["advantages"].abs() * loss_mask  # (M, C)
     largest, trained = (
         x.new_zeros(count).scatter_reduce(0, owners.to(x.device), x, "amax")
-        for x in (largest, loss_mask.amax(1).float())
+        for x in (moves.amax(1), loss_mask.amax(1).float())
     )
     no_signal = (accelerator.gather(largest).view(-1, batch.group_size) < 1e-8).all(1)
-    sums = [(output["advantages"].abs() * loss_mask).sum(), loss_mask.sum()]
-    sums = accelerator.reduce(torch.stack([s.float() for s in sums]), reduction="sum").tolist()
+    sums = accelerator.reduce(torch.stack([moves.sum().float(), loss_mask.sum().float()]), reduction="sum").tolist()
     return {
         "credit/frac_groups_without_signal": no_signal.float().mean().item(),
         "credit/frac_rollouts_trained": accelerator.gather(trained).mean().item(),

@@ -15,6 +15,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from statistics import mean
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from mt_grpo.conversation.pictures import readable
 from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
 from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
-from mt_grpo.rollout import FAILURES, Rollout, StopReason
+from mt_grpo.rollout import FAILURES, Rollout, StopReason, join
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.tensors import EFFECTIVE_SHARE
@@ -42,11 +43,11 @@ MIN_CALLS = 8  # fewer are no share to judge by: half of four calls fail by chan
 MOST_BATCHES = 4  # of a preflight without signal: one rollout of a hundred may be rewarded
 MOST_WEIGHTS = 2**16  # of a parameter that are looked at, evenly spread
 COMPLETE = (StopReason.ANSWERED, StopReason.ENVIRONMENT_STOP, StopReason.AGENT_DONE)
-NO_SIGNAL, LOGPS_APART = "credit/frac_groups_without_signal", "sampling/sampling_logp_difference/mean"
+NO_SIGNAL = "credit/frac_groups_without_signal"
 
 
 class Reading(NamedTuple):
-    """One line of the table: `when` it means trouble, and when that makes training pointless (`ends`), by the facts.
+    """One line of the table: `when` it means trouble, and when that makes training pointless, by the facts.
 
     A fact that is not known is NaN, of which no comparison is true. The facts are filled in into the text.
     """
@@ -54,24 +55,22 @@ class Reading(NamedTuple):
     name: str
     when: Callable[[dict], bool]
     text: str
-    ends: Callable[[dict], bool] = lambda f: False
+    pointless: Callable[[dict], bool] | bool = lambda f: False  # a bool of those that `troubles` returns
 
 
 # Causes stand before their consequences. docs/troubleshooting.md says more about each.
 READINGS = (
     Reading("system prompt", lambda f: f["prompt/lacks_system"] > 0,
-        "The model does not read the system prompt: the chat template leaves it out. Use a chat template with a "
-        "system role, or put the text into the prompts and set system_prompt: ''.", lambda f: f["has_tools"]),
+        "The model does not read the system prompt. Use a chat template with a system role, or put the text into the "
+        "prompts and set system_prompt: ''.", lambda f: f["has_tools"]),
     Reading("tools", lambda f: f["prompt/num_lacking"] > 0,
-        "The prompt does not mention the tool {prompt/lacks_tools}. Write its name as it is, or "
-        "{{tool_descriptions}}, into system_prompt, or set tool_format to hermes or native, which show the tools.",
-        lambda f: f["prompt/lacks_all_tools"] and not f["rollouts/called"] > 0.01),
+        "The prompt does not mention the tool {prompt/lacks_tools}. Write its name as it is, or {{tool_descriptions}},"
+        " into system_prompt.", lambda f: f["prompt/lacks_all_tools"] and not f["rollouts/called"] > 0.01),
     Reading("last message", lambda f: f["prompt/ends_with_assistant"] > 0,
-        "{prompt/ends_with_assistant:.0%} of the prompts end with a message of the assistant, which may be the "
-        "answer. Remove it from the column prompt, or add a user message after it."),
+        "{prompt/ends_with_assistant:.0%} of the prompts end with a message of the assistant. Is it the answer?"),
     Reading("learning rate", lambda f: f["learning_rate"] >= 0.01 and str(f["optim"]).startswith("adam"),
-        "learning_rate is {learning_rate:g}. Adam moves every weight by about as much in one step, which destroys the"
-        " model. Set learning_rate to 1e-6, 1e-5 to 1e-4 (LoRA), or 1e-3 at most (tiny).", lambda f: True),
+        "learning_rate is {learning_rate:g}. Adam moves every weight by about as much, which destroys the model. Set "
+        "learning_rate to 1e-6, 1e-5 to 1e-4 (LoRA), or 1e-3 at most (tiny).", lambda f: True),
     Reading("learning rate", lambda f: f["learning_rate"] == 0,
         "learning_rate is 0. No weight changes. Set it to 1e-6, or 1e-5 to 1e-4 (LoRA).", lambda f: True),
     Reading("learning rate", lambda f: f["lora"] > 0 and 0 < f["learning_rate"] < 5e-6,
@@ -85,51 +84,41 @@ READINGS = (
         "{sampling/cuts} biases the importance ratio of a token: it is {sampling/token_ratio_mean:.3f} on average, "
         "and should be 1. Remove the setting, or set vllm_importance_sampling_correction: false."),
     Reading("failures", lambda f: f["rollouts/failed"] >= 0.2,
-        "In {rollouts/failed:.0%} of the rollouts{since} the environment or the agent failed{frequent/failure}. They "
-        "are not trained on. Fix the environment or the agent, or raise environment_timeout.",
-        lambda f: f["rollouts/failed"] >= 0.95),
+        "In {rollouts/failed:.0%} of the rollouts{since} the environment or the agent failed{frequent/failure}. Fix "
+        "the environment or the agent, or raise environment_timeout.", lambda f: f["rollouts/failed"] >= 0.95),
     Reading("identical rollouts", lambda f: f["groups/identical"] >= 0.5,  # by chance: one group of 128
         "In {groups/identical:.0%} of the groups all rollouts are the same, at temperature={temperature:g}. Set "
-        "temperature: 1.0, look whether top_k, top_p or min_p leave one choice, or take a harder task.",
-        lambda f: f[NO_SIGNAL] >= 1),
+        "temperature: 1.0, look whether top_k, top_p or min_p leave one choice.", lambda f: f[NO_SIGNAL] >= 1),
     Reading("failing tools", lambda f: f["tools/broken"] >= 0.5,
         "{tools/broken:.0%} of the calls that reach the tool {tools/broken_name} fail: {frequent/tool_error}. Fix the"
-        " tool or what it needs (a key, a server, a file), or raise tool_timeout.",
-        lambda f: f["tools/all_broken"] >= 0.98),
+        " tool or what it needs, or raise tool_timeout.", lambda f: f["tools/all_broken"] >= 0.98),
     Reading("cut off by max_turn_tokens", lambda f: f["cut/by_turn"] >= 0.5,
         "{cut/by_turn:.0%} of the rollouts have a turn that is cut off at max_turn_tokens={max_turn_tokens}. Raise "
         "max_turn_tokens, or ask for shorter turns in system_prompt.", lambda f: f["cut/by_turn"] >= 0.95),
-    # A third, if a model must learn to be short: a running job has had the time.
-    Reading("cut off",
+    Reading("cut off",  # at a third, if a model must learn to be short: a running job has had the time
         lambda f: f["completions/clipped_ratio"] >= (0.3 if f["window"] > 0 else 0.5) and not f["cut/by_turn"] >= 0.5,
-        "{completions/clipped_ratio:.0%} of the rollouts{since} are cut off (by the context: "
-        "{stop/context_length:.0%}, at agent_timeout: {stop/agent_timeout:.0%}). Raise max_completion_length, "
-        "max_turn_tokens or agent_timeout, ask for shorter turns, or lower max_tool_response_tokens.",
-        lambda f: f["completions/clipped_ratio"] >= 0.95),
+        "{completions/clipped_ratio:.0%} of the rollouts{since} are cut off (by the context: {stop/context_length:.0%}"
+        ", at agent_timeout: {stop/agent_timeout:.0%}). Raise max_completion_length, max_turn_tokens or "
+        "agent_timeout, or ask for shorter turns.", lambda f: f["completions/clipped_ratio"] >= 0.95),
     Reading("malformed calls", lambda f: f["calls/malformed"] >= 0.8,  # untrained models: one in three
-        "{calls/malformed:.0%} of the calls in complete turns cannot be run: {frequent/call_error}. Set the "
-        "tool_format that the model was trained on, or show a whole call in system_prompt.",
-        lambda f: f["calls/failed"] >= 0.98),
+        "{calls/malformed:.0%} of the calls in complete turns cannot be run: {frequent/call_error}. Set the model's "
+        "own tool_format, or show a whole call in system_prompt.", lambda f: f["calls/failed"] >= 0.98),
     Reading("no calls", lambda f: f["has_tools"] and f["rollouts/called"] <= 0.01,
-        "{rollouts/called:.0%} of the rollouts call a tool. Show a whole call in system_prompt, set the model's own "
-        "tool_format, or raise the temperature."),
+        "{rollouts/called:.0%} of the rollouts call a tool. Show a whole call in system_prompt, or set tool_format."),
     Reading("no answers", lambda f: f["rollouts/ended"] <= 0.01,
-        "{rollouts/ended:.0%} of the rollouts come to an end of their own, such as an answer. Say in system_prompt "
-        "how to answer, with an example; raise max_env_steps, max_completion_length."),
+        "{rollouts/ended:.0%} of the rollouts come to an end of their own. Say in system_prompt how to answer."),
     Reading("turns at the limit", lambda f: f["stop/max_turns"] >= 0.8,
-        "{stop/max_turns:.0%} of the rollouts{since} still call tools in the last turn that max_env_steps allows. "
-        "Raise max_env_steps, or tell the model how many calls it has."),
+        "{stop/max_turns:.0%} of the rollouts{since} still call tools in their last turn. Raise max_env_steps."),
     Reading("unused rewards", lambda f: bool(f.get("rewards/unused")),
         "No number of {rewards/unused} moves an advantage with credit_assignment={credit_assignment}. Choose another "
         "credit_assignment, move it to OUTCOME_REWARD_FUNCS, or set its weight to 0.",
         lambda f: f[NO_SIGNAL] >= 1 and f["rewards/num_varied_and_used"] == 0),
     Reading("no rewards", lambda f: f["rewards/num_given"] == 0,
-        "No reward function gave a number to any rollout. All of them gave None. Check whether the columns that the "
-        "functions read are empty.", lambda f: True),
+        "No function gave a number to any rollout. Are the columns that the functions read empty?", lambda f: True),
     Reading("constant rewards",
         lambda f: f[NO_SIGNAL] >= 1 and f["rewards/num_varied"] == 0 and not f["rewards/num_given"] == 0,
-        "The rewards are the same for all rollouts: {rewards/constant}. Look how the functions compare answers: a "
-        "turn's answer is text, and '952' is not 952. Then take an easier task or another model.", lambda f: True),
+        "The rewards are the same for all rollouts: {rewards/constant}. Look how the functions compare answers: "
+        "'952' is not 952. Then take an easier task or another model.", lambda f: True),
     Reading("main outcome", lambda f: f["outcome/constant"] > 0 and f["rewards/num_varied"] > 0,
         "The main outcome {outcome/name} is {outcome/mean:.3g} for all {outcome/scored} rollouts that were given it. "
         "Only other rewards move the policy. Look how it compares answers, or take an easier task."),
@@ -137,14 +126,12 @@ READINGS = (
         "No group{since} has trained rollouts whose rewards differ, as credit_assignment counts them. Take prompts "
         "that are sometimes solved, raise num_generations or the temperature.", lambda f: True),
     Reading("tokens", lambda f: f["tokens/differ"] > 0,
-        "{tokens/differ:.0%} of the records{since} are not what the model read and wrote. A warning above shows "
-        "where. See docs/tokenization.md."),
-    Reading("logprobs", lambda f: f[LOGPS_APART] > 0.1,  # bf16 gives a few 1e-2
+        "{tokens/differ:.0%} of the records{since} are not what the model read and wrote. See docs/tokenization.md."),
+    Reading("logprobs", lambda f: f["sampling/sampling_logp_difference/mean"] > 0.1,  # bf16 gives a few 1e-2
         "The server's logprobs and the trainer's differ by {sampling/sampling_logp_difference/mean:.2g} on "
         "average{since}. Compare the dtype, the chat template and the model of both; see docs/faults.md."),
     Reading("few groups", lambda f: f["groups_per_step"] < 8,
-        "An optimizer step has {groups_per_step:g} groups of rollouts, of which those without signal teach nothing. "
-        "Raise gradient_accumulation_steps until it has 8 groups or more."),
+        "An optimizer step has {groups_per_step:g} groups. Raise gradient_accumulation_steps until it has 8."),
     Reading("effective share", lambda f: f[EFFECTIVE_SHARE] < 0.5,
         "The importance ratio leaves {sampling/effective_share:.0%} of the rollouts{since} in effect. Set "
         "vllm_importance_sampling_mode: token_truncate, or lower max_staleness."),
@@ -157,21 +144,11 @@ READINGS = (
         "The reward rises ({before/reward:.2f} to {reward:.2f}) while its main outcome falls: the policy is paid for "
         "something else. Lower the weight of the reward function that rises in the metrics."),
     Reading("outcome", lambda f: f["best/outcome"] - f["outcome"] >= max(0.5 * abs(f["best/outcome"]), 0.1),
-        "The main outcome has fallen from {best/outcome:.2f} to {outcome:.2f}: what was learned is lost. Go back to "
-        "an earlier checkpoint, with a beta above 0. For a lower learning_rate: as model_name_or_path."),
+        "The main outcome has fallen from {best/outcome:.2f} to {outcome:.2f}. Go back to an earlier checkpoint."),
     Reading("entropy",
         lambda f: f["window"] > 0 and f["entropy"] < 0.01 and not f["outcome"] >= 0.9 and f[NO_SIGNAL] >= 0.5,
-        "The entropy has collapsed ({entropy:.2g}) and the task is not solved: all rollouts of a group are the same. "
-        "Go back to an earlier checkpoint, with a beta above 0, or a higher temperature."),
+        "The entropy has collapsed ({entropy:.2g}) and the task is not solved. Go back to an earlier checkpoint."),
 )  # fmt: skip
-
-
-class Trouble(NamedTuple):
-    """A reading that means trouble, its text with the facts, and whether training would be pointless."""
-
-    name: str
-    text: str
-    pointless: bool
 
 
 def known(facts: dict[str, Any]) -> defaultdict[str, Any]:
@@ -179,12 +156,13 @@ def known(facts: dict[str, Any]) -> defaultdict[str, Any]:
     return defaultdict(lambda: math.nan, {name: fact for name, fact in facts.items() if fact is not None})
 
 
-def troubles(facts: dict[str, Any]) -> list[Trouble]:
-    """The readings that mean trouble, causes first."""
+def troubles(facts: dict[str, Any]) -> list[Reading]:
+    """The readings that mean trouble, causes first: their texts have the facts, and `pointless` is True or False."""
     f = known({"since": "", "frequent/failure": "", **facts})
     f["rollouts/failed"] = sum(f[f"stop/{reason}"] for reason in FAILURES)
     f["tokens/differ"] = sum(facts.get(f"tokens/{check}_differ") or 0.0 for check in ("ids", "mask", "text"))
-    return [Trouble(each.name, each.text.format_map(f), bool(each.ends(f))) for each in READINGS if each.when(f)]
+    found = [reading for reading in READINGS if reading.when(f)]
+    return [each._replace(text=each.text.format_map(f), pointless=bool(each.pointless(f))) for each in found]
 
 
 def facts_of_settings(trainer: ResumableTrainer) -> dict[str, Any]:
@@ -221,66 +199,58 @@ def share_stuck(parameters: Iterable[torch.nn.Parameter], step: float) -> float:
     return stuck / max(total, 1)
 
 
-def cut_by_turn(rollout: Rollout, args: Any) -> bool:
-    """Whether a turn was cut off at max_turn_tokens: the completion had room left."""
-    cut = [t for t in rollout.turns if t.finish_reason == "length" and len(t.token_ids) >= args.longest_turn]
-    return bool(cut) and (cut[-1] is not rollout.turns[-1] or rollout.new_tokens < args.max_completion_length)
-
-
 def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[str, Any]:
     """The metrics of the batches that a trainer has rolled out last, and what their rollouts add. Collective."""
     args, functions = trainer.args, trainer.reward_functions
     metrics = {name: mean(values[-len(batches) :]) for name, values in trainer._metrics["train"].items() if values}
-    of_rank = [  # plain values, which every rank can send
-        {
-            "group": (number, r.index // args.num_generations),
-            "ids": [turn.token_ids for turn in r.turns],
-            "cut": cut_by_turn(r, args),
-            "called": any(turn.calls for turn in r.turns),
-            "assistant": bool(r.prompt_messages) and r.prompt_messages[-1]["role"] == "assistant",
-            "failure": str(r.error) if r.error is not None and r.stop_reason in FAILURES else None,
-            "calls": [
-                (str(call.name), result.error, result.text[:500] if result.error else "", turn.finish_reason)
-                for turn in r.turns
-                for call, result in zip(turn.calls, turn.results)
-            ],
-        }
-        for number, batch in enumerate(batches)
-        for r in batch.rollouts
-    ]
-    rollouts = gather_object(of_rank)
+    rollouts = [(number, rollout) for number, batch in enumerate(batches) for rollout in batch.rollouts]
+
+    def of_all_ranks(fact: Callable[[Rollout], Any]) -> list:  # of plain values, which every rank can send
+        return gather_object([fact(rollout) for _, rollout in rollouts])
+
+    def cut_by_turn(r: Rollout) -> bool:  # at max_turn_tokens: the completion had room left
+        cut = [t for t in r.turns if t.finish_reason == "length" and len(t.token_ids) >= args.longest_turn]
+        return bool(cut) and (cut[-1] is not r.turns[-1] or r.new_tokens < args.max_completion_length)
+
+    def calls_of(r: Rollout) -> list[tuple]:
+        calls = [(turn, call, result) for turn in r.turns for call, result in zip(turn.calls, turn.results)]
+        return [
+            (str(call.name), res.error, res.error and res.text[:500], turn.finish_reason) for turn, call, res in calls
+        ]
+
     groups, tools = defaultdict(list), defaultdict(list)  # of ids; of errors of the calls that reach a tool
-    for rollout in rollouts:
-        groups[rollout["group"]].append(rollout["ids"])
-    calls = [call for rollout in rollouts for call in rollout["calls"]]
+    places = gather_object([(number, rollout.index // args.num_generations) for number, rollout in rollouts])
+    for place, ids in zip(places, of_all_ranks(lambda r: [turn.token_ids for turn in r.turns])):
+        groups[place].append(ids)
+    calls = join(of_all_ranks(calls_of))
     for name, error, text, _ in calls:
         tools[name] += [] if error == "call" else [error and text]
     complete = [error for _, error, _, end in calls if end != "length"]
     complete = complete if len(complete) >= MIN_CALLS else []
     broken = {name: share(errors) for name, errors in tools.items() if len(errors) >= MIN_CALLS}
     worst = max(broken, key=broken.get, default=None)
-    weighted = [name for name, weight in zip(functions.names, functions.weights) if weight]
-    means = {name: metrics.get(f"rewards/{name}/mean") for name in weighted}
+    means = {name: metrics.get(f"rewards/{name}/mean") for name, w in zip(functions.names, functions.weights) if w}
     given = {name: value for name, value in means.items() if is_shown(value)}
     varied = [name for name in given if metrics[f"rewards/{name}/std"] > 1e-6]
     outcome, unused = functions.main_outcome, unused_rewards(functions.names, batches)
-    failure = most_frequent(rollout["failure"] for rollout in rollouts)
+    failure = most_frequent(of_all_ranks(lambda r: str(r.error or "") if r.stop_reason in FAILURES else None))
     return {
         **metrics, "rollouts/ended": sum(metrics.get(f"stop/{reason}", math.nan) for reason in COMPLETE),
-        "rollouts/called": share(rollout["called"] for rollout in rollouts),
-        "cut/by_turn": share(rollout["cut"] for rollout in rollouts),
-        "prompt/ends_with_assistant": share(rollout["assistant"] for rollout in rollouts),
-        "num_rollouts": len(rollouts), "frequent/failure": failure and f": {failure}",
+        "rollouts/called": share(of_all_ranks(lambda r: any(turn.calls for turn in r.turns))),
+        "cut/by_turn": share(of_all_ranks(cut_by_turn)),
+        "prompt/ends_with_assistant": share(
+            of_all_ranks(lambda r: bool(r.prompt_messages) and r.prompt_messages[-1]["role"] == "assistant")),
+        "num_rollouts": len(places), "frequent/failure": failure and f": {failure}",
         "groups/identical": share(all(ids == group[0] for ids in group) for group in groups.values()),
         "calls/malformed": share(error == "call" for error in complete), "calls/failed": share(complete),
         "frequent/call_error": most_frequent(text for _, error, text, _ in calls if error == "call"),
         "tools/broken": broken.get(worst), "tools/all_broken": min(broken.values(), default=0),
         "tools/broken_name": worst, "frequent/tool_error": most_frequent(tools[worst]),
         "outcome/name": outcome, "outcome/mean": given.get(outcome),
-        "outcome/scored": round(len(rollouts) * metrics.get(f"rewards/{outcome}/frac_scored", 0.0)),
+        "outcome/scored": round(len(places) * metrics.get(f"rewards/{outcome}/frac_scored", 0.0)),
         "outcome/constant": outcome in given and outcome not in varied,
         "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "no weight is above 0",
-        "rewards/num_given": len(given) if weighted else None, "rewards/num_varied": len(varied),
+        "rewards/num_given": len(given) if means else None, "rewards/num_varied": len(varied),
         "rewards/unused": ", ".join(unused), "rewards/num_varied_and_used": len(set(varied) - set(unused)),
     }  # fmt: skip
 
@@ -305,12 +275,11 @@ def facts_of_logs(logs: list[dict[str, Any]], outcome: str | None, window: int) 
         return mean(values) if all(map(is_shown, values)) else None
 
     windows = [logs[end - window : end] for end in range(len(logs), window - 1, -window)]  # the last one first
+    outcomes = [mean_of(f"rewards/{outcome}/mean", of) for of in windows]
     facts: dict[str, Any] = {"window": window, "since": f" in the last {window} logs"}
-    for prefix, of in zip(("", "before/"), windows):
-        facts |= {f"{prefix}{name}": mean_of(name, of) for name in of[-1]}
-        facts[f"{prefix}outcome"] = mean_of(f"rewards/{outcome}/mean", of)
-    best = [mean_of(f"rewards/{outcome}/mean", of) for of in windows[1:]]
-    return facts | {"best/outcome": max(filter(is_shown, best), default=None)}
+    for prefix, of, value in zip(("", "before/"), windows, outcomes):
+        facts |= {f"{prefix}{name}": mean_of(name, of) for name in of[-1]} | {f"{prefix}outcome": value}
+    return facts | {"best/outcome": max(filter(is_shown, outcomes[1:]), default=None)}
 
 
 class PreflightOver(Exception):
@@ -352,15 +321,14 @@ class Watch(TrainerCallback):
                 logger.warning(f"{trouble.name}: {trouble.text}")
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "reward" in logs:
-            first = {"kl/first": logs.get("kl")} if state.global_step == 1 else {}  # before the first optimizer step
-            self._warn(state, first, WINDOW)
+        if logs and "reward" in logs:  # "kl/first": before the first optimizer step
+            self._warn(state, WINDOW, {"kl/first": logs.get("kl")} if state.global_step == 1 else {})
 
     def on_train_end(self, args, state, control, **kwargs):
         self.warned = set()  # what is still so is said again
-        self._warn(state, {}, LEAST_LOGS)
+        self._warn(state, LEAST_LOGS, {})
 
-    def _warn(self, state: Any, facts: dict[str, Any], least: int) -> None:
+    def _warn(self, state: Any, least: int, facts: dict[str, Any]) -> None:
         logs = [log for log in state.log_history if "reward" in log]
         window = min(WINDOW, max(len(logs), least))
         facts |= facts_of_logs(logs, self.trainer.reward_functions.main_outcome, window)
@@ -428,11 +396,7 @@ def preflight_settings(args: Any) -> Iterator[None]:
 
 def run_preflight(trainer: ResumableTrainer) -> int:
     """Print what a run will do, roll out its first batch, and say what that means. Returns 1 if it is pointless."""
-
-    def say(*lines: str) -> None:
-        if trainer.accelerator.is_main_process:
-            print("\n".join(lines), flush=True)
-
+    say = partial(print, sep="\n", flush=True) if trainer.accelerator.is_main_process else lambda *lines: None
     watch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, Watch))
     watch.is_preflight = True
     say(*plan(trainer), "", "Sampling the first batch ...")
@@ -457,10 +421,10 @@ def run_preflight(trainer: ResumableTrainer) -> int:
     memory = f"; {gib(torch.cuda.max_memory_allocated())} of GPU memory" if torch.cuda.is_available() else ""
     prompt = readable(trainer.env.tokenizer.decode(batches[0].rollouts[0].prompt_ids))
     prompt = prompt if len(prompt) <= 2000 else f"{prompt[:1000]}\n...\n{prompt[-1000:]}"
-    say(
-        *("", "The first prompt, as the model reads it:", prompt, "", f"{summary(facts)}{memory}"),
-        *("", "Problems, causes first:" if found else "No problem was found."),
-        *(f"  {number}. {trouble.name}: {trouble.text}" for number, trouble in enumerate(found, 1)),
-        *(["Training would be pointless."] if pointless else []),
-    )
+    say("", "The first prompt, as the model reads it:", prompt, "", f"{summary(facts)}{memory}", "")
+    say("Problems, causes first:" if found else "No problem was found.")
+    for number, trouble in enumerate(found, 1):
+        say(f"  {number}. {trouble.name}: {trouble.text}")
+    if pointless:
+        say("Training would be pointless.")
     return int(pointless)

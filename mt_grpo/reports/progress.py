@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import shlex
 import sys
@@ -36,14 +35,9 @@ class MetricsLog(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if logs and state.is_world_process_zero:
             try:
-                write_rows(Path(args.output_dir) / METRICS_FILE, [{"step": state.global_step, **without_nan(logs)}])
+                write_rows(Path(args.output_dir) / METRICS_FILE, [{"step": state.global_step, **logs}])
             except OSError as error:
                 logger.warning(f"The metrics could not be written: {error}. Training continues.")
-
-
-def without_nan(logs: dict[str, Any]) -> dict[str, Any]:
-    """Metrics with None instead of NaN and infinities, which JSON does not have."""
-    return {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in logs.items()}
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
@@ -51,20 +45,24 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
     Without `metrics.jsonl` the rows are those of `trainer_state.json`. A line that is not JSON is left out.
     """
+
+    def read(text: str) -> Any:
+        return json.loads(text, parse_constant=lambda name: None)  # NaN and infinities
+
     logs: list[Any] = []
     with suppress(OSError), open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
         for line in file:
             with suppress(ValueError):
-                logs.append(json.loads(line))
+                logs.append(read(line))
     if not logs:
         with suppress(OSError, ValueError):
-            logs = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+            logs = read((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     rows: dict[tuple, dict[str, Any]] = {}
     for row in logs:
         if isinstance(row, dict) and "step" in row:
             if "reward" in row:  # of a resumed run: the steps after this one were given up
                 rows = {key: each for key, each in rows.items() if key[0] <= row["step"]}
-            rows[row["step"], evaluation_prefix(row) or ("reward" if "reward" in row else "")] = without_nan(row)
+            rows[row["step"], evaluation_prefix(row) or ("reward" if "reward" in row else "")] = row
     return [rows[key] for key in sorted(rows)]
 
 
@@ -84,8 +82,7 @@ class ProgressLine(TrainerCallback):
 
     def __init__(self, trainer: Any):
         self.trainer, self.printed, self.began, self.first_step = trainer, 0.0, 0.0, 0
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._over, self._thread = threading.Event(), None
 
     def on_init_end(self, args, state, control, **kwargs):
         self.trainer.remove_callback(PrinterCallback)
@@ -96,7 +93,7 @@ class ProgressLine(TrainerCallback):
         self.first_step = state.global_step
         if state.is_world_process_zero:
             self._over = threading.Event()
-            self._thread = threading.Thread(target=self._watch, args=(self._over,), name="progress", daemon=True)
+            self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
             self._thread.start()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
@@ -123,8 +120,8 @@ class ProgressLine(TrainerCallback):
         self.printed = time.monotonic()
         print(text, flush=True)
 
-    def _watch(self, over: threading.Event) -> None:
-        while not over.wait(self.QUIET_SECONDS / 10):
+    def _watch(self) -> None:
+        while not self._over.wait(self.QUIET_SECONDS / 10):
             if time.monotonic() - self.printed >= self.QUIET_SECONDS:
                 step = self.trainer.state.global_step
                 where = f"step {step + 1}" if self.trainer.model.training else f"evaluation at step {step}"
@@ -162,17 +159,12 @@ def log_line(logs: dict[str, Any], step: int, steps: int, outcome: str | None, l
         return f"trained {step:,} steps in {duration(logs['train_runtime'])}"
     prefix, label = evaluation_prefix(logs), (outcome or "").removesuffix("_reward_func")
     values = {name.removeprefix(prefix): value for name, value in logs.items() if is_shown(value)}
-    parts = [f"{prefix.replace('eval', 'evaluation', 1).replace('_', ' ')}{step}/{steps}"]
-    shown = (
-        ("reward", "reward {:.2f}"),
-        (f"rewards/{outcome}/mean", label + " {:.2f}"),
-        ("turns/mean", "turns {:.1f}"),
-    )
-    parts += [text.format(values[name]) for name, text in shown if name in values]
     if "tools/failure_frequency" in values:
-        parts.append(f"calls ok {1 - values['tools/failure_frequency']:.0%}")
-    if (seconds := values.get("runtime" if prefix else "step_time")) is not None:
-        parts.append(f"{seconds:.1f} s")
+        values["calls ok"] = 1 - values["tools/failure_frequency"]
+    names = "reward", f"rewards/{outcome}/mean", "turns/mean", "calls ok", "runtime" if prefix else "step_time"
+    texts = "reward {:.2f}", label + " {:.2f}", "turns {:.1f}", "calls ok {:.0%}", "{:.1f} s"
+    parts = [f"{prefix.replace('eval', 'evaluation', 1).replace('_', ' ')}{step}/{steps}"]
+    parts += [text.format(values[name]) for name, text in zip(names, texts) if name in values]
     return "  ".join(parts + ([f"{duration(left)} left"] if left and not prefix else []))
 
 

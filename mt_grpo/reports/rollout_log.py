@@ -12,8 +12,8 @@ import logging
 import math
 import os
 import re
-import shutil
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,11 @@ from mt_grpo.training.batch import Batch
 logger = logging.getLogger(__name__)
 
 SCHEMA = 1  # raised when a column changes its meaning
-TOKEN_COLUMNS = ("loss_mask", "advantages", "trainer_logprobs")  # of a turn, from the batch of the loss
+TOKEN_COLUMNS = {"loss_mask": "tool_mask", "advantages": "advantages", "trainer_logprobs": "old_per_token_logps"}
 SEGMENT_BYTES = 64 * 2**20  # at which a segment is closed
 MOST_BYTES = 4 * 2**30  # of a rank's closed segments; the oldest are deleted first
 IMAGE_FOLDER, MOST_IMAGES = "images", 1000  # the folder next to the log, and how many images are written into it
-LOG_FILES = re.compile(r"rollouts\.rank(\d+)(\.\d{5})?\.jsonl(\.gz)?")
-
-
-def finite(values: list[float | None] | None) -> list[float | None] | None:
-    """Replace NaN and infinities, which JSON does not have, by None."""
-    return values and [None if value is None or not math.isfinite(value) else value for value in values]
+SEGMENT = re.compile(r"rollouts\.rank(\d+)(?:\.(\d{5}))?\.jsonl(\.gz)?")  # rank, number unless it is the open one
 
 
 def turn_columns(
@@ -50,26 +45,18 @@ def turn_columns(
     `output` is TRL's batch of M rows, and `owners` has the rollout of each of their M records. A turn that is in no
     row has a mask of zeros. `trainer_logprobs` may be None.
     """
-    names = ("tool_mask", "advantages", "old_per_token_logps")
+    tables = {name: output[key].cpu() for name, key in TOKEN_COLUMNS.items() if output.get(key) is not None}
     columns: list[list[dict[str, list | None]]] = [
         [dict(zip(TOKEN_COLUMNS, ([0] * len(t.token_ids), [0.0] * len(t.token_ids), None))) for t in rollout.turns]
         for rollout in rollouts
     ]
     for i, (record, owner) in enumerate(zip(records, owners, strict=True)):
-        if owner >= len(rollouts):
-            continue
-        rows = [output[name][i].tolist() if output.get(name) is not None else None for name in names]
         at = 0
-        for k, turn in zip(numbers_of(record), record.turns):
-            here = slice(at, at + len(turn.token_ids))
-            columns[owner][k] = {name: row and row[here] for name, row in zip(TOKEN_COLUMNS, rows)}
-            at += len(turn.token_ids) + len(turn.observation_ids)
+        for k, turn in zip(record.numbers or (), record.turns if owner < len(rollouts) else ()):
+            end = at + len(turn.token_ids)
+            columns[owner][k] |= {name: table[i, at:end].tolist() for name, table in tables.items()}
+            at = end + len(turn.observation_ids)
     return columns
-
-
-def numbers_of(record: Record) -> list[int] | range:
-    """The numbers of a record's turns in their rollout."""
-    return range(len(record.turns)) if record.numbers is None else record.numbers
 
 
 def pictures_read(rollout: Rollout) -> list[Picture]:
@@ -94,9 +81,15 @@ def rollout_rows(
     tokenizer turns have their tokens.
     """
     tables = batch.reward, batch.logged, batch.rewards.turn, advantages, outcome
-    lists = zip(*(batch.own(table).cpu()[places].tolist() for table in tables))
-    return [
-        {
+    values = zip(*(batch.own(table).cpu()[places].tolist() for table in tables))
+    rows = []
+    for i, of_turns, (reward, per_function, per_turn, advantage, of_outcome) in zip(places, columns, values):
+        rollout = batch.rollouts[i]
+        images = [
+            {"name": each.name, "width": each.image.width, "height": each.image.height, "tokens": each.num_tokens}
+            for each in pictures_read(rollout)
+        ]
+        row = {
             "index": rollout.index,
             "group": rollout.index // batch.group_size,
             "group_size": batch.group_size,
@@ -104,17 +97,14 @@ def rollout_rows(
             "messages": rollout.prompt_messages + rollout.messages,
             "num_prompt_messages": len(rollout.prompt_messages),
             "stop_reason": rollout.stop_reason,
-            "reward": finite([reward])[0],
-            "rewards": dict(zip(names, finite(per_function), strict=True)),
-            "turn_rewards": finite(per_turn[: len(rollout.turns)]),
-            "turn_advantages": finite(advantage[: len(rollout.turns)]),
+            "reward": reward,
+            "rewards": dict(zip(names, per_function, strict=True)),
+            "turn_rewards": per_turn[: len(rollout.turns)],
+            "turn_advantages": advantage[: len(rollout.turns)],
             "outcome_advantage": of_outcome,
-            "answer": row.get("answer"),
+            "answer": batch.rows[i].get("answer"),
             "turns": turn_rows(rollout, of_turns, tokenizer),
-            "images": [
-                {"name": each.name, "width": each.image.width, "height": each.image.height, "tokens": each.num_tokens}
-                for each in pictures_read(rollout)
-            ],
+            "images": images,
             "num_prompt_tokens": len(rollout.prompt_ids),
             "num_tokens": rollout.new_tokens,
             "records": len(rollout.records),
@@ -122,77 +112,67 @@ def rollout_rows(
             "error": None if rollout.error is None else str(rollout.error),
             "info": [json_or_text(turn.info, skipkeys=True) for turn in rollout.turns],
         }
-        for rollout, row, of_turns, (reward, per_function, per_turn, advantage, of_outcome) in zip(
-            [batch.rollouts[i] for i in places], [batch.rows[i] for i in places], columns, lists, strict=True
-        )
-    ]
+        rows.append(row)
+    return rows
 
 
-def json_or_text(value: Any, **options: Any) -> str:
-    """A value as JSON in text, for what has other keys in each row."""
-    return json_text(value, ensure_ascii=False, default=str, **options)
+# INVARIANT: NaN and infinities, which JSON does not have, are null. What else it does not have is text.
+json_or_text = partial(json_text, ensure_ascii=False, default=str)
 
 
 def turn_rows(rollout: Rollout, columns: list[dict[str, list | None]], tokenizer: Any = None) -> list[dict[str, Any]]:
     """The turns of a row: in which record each is, and what the model read before it if a further record begins."""
     rows = [turn_row(turn, of_turn, tokenizer) for turn, of_turn in zip(rollout.turns, columns)]
     for number, record in enumerate(rollout.records):
-        numbers = numbers_of(record)
-        for before, k in zip([None, *numbers], numbers):
+        for before, k in zip([None, *record.numbers], record.numbers):
             turn, begins = rollout.turns[k], before is None and number > 0
             rows[k] |= {
                 "record": number,
                 "after": before,
                 "context": [message_row(each) for each in turn.context.messages] if begins else None,
                 "tools": None if turn.tools is None else json_or_text(turn.tools),
-                **({"prompt_ids": record.prompt_ids if before is None else None} if tokenizer is not None else {}),
             }
+            if tokenizer is not None:
+                rows[k]["prompt_ids"] = record.prompt_ids if before is None else None
     return rows
 
 
 def message_row(message: Message) -> dict[str, Any]:
     """A message with its text, and with everything else that it has as JSON."""
     content = message.get("content")
+    content = content if isinstance(content, str) else json_or_text(content)
     more = {key: value for key, value in message.items() if key not in ("role", "content") and value is not None}
-    return {
-        "role": message["role"],
-        "content": content if isinstance(content, str) else json_or_text(content),
-        "more": json_or_text(more) if more else None,
-    }
+    return {"role": message["role"], "content": content, "more": json_or_text(more) if more else None}
 
 
 def turn_row(turn: Turn, columns: dict[str, list | None], tokenizer: Any = None) -> dict[str, Any]:
     """A turn of a row. The arguments of calls are JSON as text."""
-    logprobs = [value for value in finite(turn.logprobs) or [] if value is not None]
+    logprobs = [value for value in turn.logprobs or [] if math.isfinite(value)]
+    # What was read after the turn and is no result: messages of an environment or a user.
+    results = [result.text for result in turn.results if result.text]
+    said = [str(message["content"]) for message in turn.messages]
+    further = [text for text in said if not any(result in text for result in results)]
     row = {
         "text": turn.text, "answer": turn.answer, "finish_reason": turn.finish_reason, "seconds": turn.seconds,
         "calls": [{"name": call.name, "arguments": json_or_text(call.arguments), "error": call.error}
                   for call in turn.calls],
         "results": [{"text": result.text, "error": result.error, "seconds": result.seconds, "reward": result.reward}
                     for result in turn.results],
-        "observation": further_text(turn), "num_tokens": len(turn.token_ids), "num_read": len(turn.observation_ids),
-        "num_trained": int(sum(columns["loss_mask"])), "reward": turn.reward, "policy_versions": versions_of(turn),
-        "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
+        "observation": "\n".join(further) or None, "num_tokens": len(turn.token_ids),
+        "num_read": len(turn.observation_ids), "num_trained": int(sum(columns["loss_mask"])), "reward": turn.reward,
+        "policy_versions": versions_of(turn), "mean_logprob": sum(logprobs) / len(logprobs) if logprobs else None,
         "min_logprob": min(logprobs, default=None),
     }  # fmt: skip
     if tokenizer is not None:
         row |= {
             "token_ids": turn.token_ids,
             "token_texts": token_texts(tokenizer, turn.token_ids),
-            "logprobs": finite(turn.logprobs),
+            "logprobs": turn.logprobs,
             **columns,
-            "trainer_logprobs": finite(columns["trainer_logprobs"]),
             "read_ids": turn.observation_ids,
             "read_texts": token_texts(tokenizer, turn.observation_ids),
         }
     return row
-
-
-def further_text(turn: Turn) -> str | None:
-    """The text after the results of a turn: messages of an environment or a user. None if there is none."""
-    results = [result.text for result in turn.results if result.text]
-    said = [str(message["content"]) for message in turn.messages]
-    return "\n".join(text for text in said if not any(result in text for result in results)) or None
 
 
 def token_texts(tokenizer: Any, ids: list[int]) -> list[str]:
@@ -217,8 +197,8 @@ class RolloutLog:
 
     def add(self, batch: Batch, output: dict, advantages: torch.Tensor, outcome: torch.Tensor, step: int) -> None:
         """Write rollouts of a scored batch after `step` optimizer steps. `rollout_rows` says what the rest is."""
-        loss = output, batch.records, batch.owners
-        self._write(batch, list(range(len(batch.rollouts))), batch.mode, step, loss, advantages, outcome)
+        places, loss = list(range(len(batch.rollouts))), (output, batch.records, batch.owners)
+        self._write(batch, places, batch.mode, step, loss, advantages, outcome)
 
     def add_dropped(self, batch: Batch, places: list[int], step: int) -> None:
         """Write the rollouts at some places of a scored batch that others replace, with the mode `dropped`."""
@@ -228,14 +208,14 @@ class RolloutLog:
     def _write(self, batch: Batch, places: list[int], mode: str, step: int, loss: tuple, *values: Any) -> None:
         if not self.begun and step == 0:  # a new run, and not a resumed one
             num_ranks = self.args.world_size if self.args.log_rollouts else 0
-            for path, rank in log_files(self.path.parent):
-                if rank == self.rank or (self.rank == 0 and rank >= num_ranks):
-                    path.unlink(missing_ok=True)
+            for path in self.path.parent.glob("rollouts.rank*"):
+                rank = int(match[1]) if (match := SEGMENT.fullmatch(path.name)) else None
+                if rank is not None and (rank == self.rank or self.rank == 0 and rank >= num_ranks):
+                    path.unlink(missing_ok=True)  # another rank may delete it, too
         self.begun = True
         if places := places[: self.args.log_rollouts]:
             rollouts = [batch.rollouts[i] for i in places]
-            columns = turn_columns(*loss, rollouts)
-            rows = rollout_rows(batch, places, self.names, *values, columns, self.tokenizer)
+            rows = rollout_rows(batch, places, self.names, *values, turn_columns(*loss, rollouts), self.tokenizer)
             about = {"schema": SCHEMA, "rank": self.rank, "step": step, "mode": mode}
             pictures = {picture for rollout in rollouts for picture in pictures_read(rollout)}
             write_rollouts(self.path, [{**about, **row} for row in rows], pictures)
@@ -261,7 +241,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     An incomplete last line, which a killed run or a full disk has left, is removed.
     """
     # Half of a character, which a model may write in JSON, has no UTF-8: it is escaped, as JSON does.
-    texts = [readable(json.dumps(row, ensure_ascii=False, default=str)) for row in rows]
+    lines = [readable(json_or_text(row)).encode("utf-8", "backslashreplace") + b"\n" for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "rb+" if path.exists() else "wb") as file:
         if file.seek(0, os.SEEK_END):
@@ -269,22 +249,34 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
             if file.read(1) != b"\n":
                 file.truncate(path.read_bytes().rfind(b"\n") + 1)
                 file.seek(0, os.SEEK_END)
-        file.writelines(text.encode("utf-8", "backslashreplace") + b"\n" for text in texts)
+        file.writelines(lines)
 
 
 def save_images(folder: Path, pictures: Iterable[Picture]) -> None:
     """Write images into a folder, each once, by its name in the log, until the folder has `MOST_IMAGES`."""
     names = {path.stem for path in folder.glob("*.png")}
     for picture in pictures:
-        if len(names) >= MOST_IMAGES:
+        if picture.name not in names and len(names) >= MOST_IMAGES:
             tell_once(f"{folder} has {MOST_IMAGES} images. The log of later rollouts only names their images.")
-        if picture.name in names or len(names) >= MOST_IMAGES:
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{picture.name}.{os.getpid()}.partial"  # other ranks may write the same image
-        picture.image.save(partial, "PNG")
-        partial.rename(folder / f"{picture.name}.png")
-        names.add(picture.name)
+        elif picture.name not in names:
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = folder / f"{picture.name}.{os.getpid()}.partial"  # other ranks may write the same image
+            picture.image.save(partial, "PNG")
+            partial.rename(folder / f"{picture.name}.png")
+            names.add(picture.name)
+
+
+def segments(folder: Path) -> dict[int, dict[int, Path]]:
+    """The segments of each rank in an output directory by their numbers, oldest first. The last one is the open one.
+
+    Of a segment that a killed run has left both plain and compressed the plain one is left out.
+    """
+    of_rank: dict[int, dict[int, Path]] = {}
+    for path in sorted(folder.glob("rollouts.rank*")):  # plain before compressed, numbers before the open segment
+        if match := SEGMENT.fullmatch(path.name):
+            files = of_rank.setdefault(int(match[1]), {})
+            files[int(match[2] or max(files, default=0) + 1)] = path
+    return dict(sorted(of_rank.items()))
 
 
 def close_segment(path: Path) -> None:
@@ -292,55 +284,31 @@ def close_segment(path: Path) -> None:
 
     INVARIANT: a kill at any time loses no row and gives none twice. It may leave a plain segment.
     """
-    closed = segments(path)
-    plain = path.with_name(f"{path.stem}.{segment_number(closed[-1]) + 1 if closed else 1:05d}.jsonl")
-    path.rename(plain)
+    rank = int(SEGMENT.fullmatch(path.name)[1])
+    plain = path.with_name(f"{path.stem}.{max(segments(path.parent)[rank]):05d}.jsonl")
     part = path.with_name(f".{plain.name}.part")  # no reader takes it for a segment
-    with open(plain, "rb") as source, gzip.open(part, "wb", compresslevel=6) as target:
-        shutil.copyfileobj(source, target)
+    path.rename(plain)
+    part.write_bytes(gzip.compress(plain.read_bytes(), 6))
     part.rename(f"{plain}.gz")
     plain.unlink()
-    closed = segments(path)
-    while len(closed) > 1 and sum(segment.stat().st_size for segment in closed) > MOST_BYTES:
+    while (
+        len(closed := list(segments(path.parent)[rank].values())) > 1
+        and sum(map(os.path.getsize, closed)) > MOST_BYTES
+    ):
         logger.warning(f"{closed[0]} is deleted: the log of rollouts may have {MOST_BYTES / 2**30:g} GiB at most.")
-        closed[0].with_suffix("").unlink(missing_ok=True)  # its plain twin, which a kill has left
-        closed.pop(0).unlink(missing_ok=True)
-
-
-def log_files(folder: Path) -> list[tuple[Path, int]]:
-    """The segments in an output directory, and the rank that wrote each of them."""
-    matches = [(path, LOG_FILES.fullmatch(path.name)) for path in sorted(folder.glob("rollouts.rank*"))]
-    return [(path, int(match[1])) for path, match in matches if match]
-
-
-def logged_ranks(folder: Path) -> list[int]:
-    """The ranks that have written into an output directory."""
-    return sorted({rank for _, rank in log_files(folder)})
-
-
-def segment_number(path: Path) -> int:
-    """The number of a closed segment, such as 12 of `rollouts.rank0.00012.jsonl.gz`."""
-    return int(LOG_FILES.fullmatch(path.name)[2][1:])
-
-
-def segments(path: Path) -> list[Path]:
-    """The closed segments of an open one, oldest first: compressed, or plain if a run was killed in between."""
-    files = [each for each, _ in log_files(path.parent) if each.name.startswith(f"{path.stem}.") and each != path]
-    return [each for each in files if each.suffix == ".gz" or Path(f"{each}.gz") not in files]
+        closed[0].unlink(missing_ok=True)
 
 
 def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The rows of an output directory, rank by rank, oldest first. A warning counts the lines that are not JSON."""
     lost = 0
-    for rank in logged_ranks(Path(folder)):
-        path = Path(folder) / f"rollouts.rank{rank}.jsonl"
-        for segment in [*segments(path), *([path] if path.exists() else [])]:
-            opened = gzip.open if segment.suffix == ".gz" else open
-            with opened(segment, "rt", encoding="utf-8", errors="replace") as file:
-                for line in file:
-                    try:
-                        yield json.loads(line)
-                    except json.JSONDecodeError:
-                        lost += 1
+    for segment in [path for files in segments(Path(folder)).values() for path in files.values()]:
+        opened = gzip.open if segment.suffix == ".gz" else open
+        with opened(segment, "rt", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                try:
+                    yield json.loads(line)
+                except json.JSONDecodeError:
+                    lost += 1
     if lost:
         logger.warning(f"{folder}: {lost} lines are not JSON and are skipped. A killed run may have left them.")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.reports.rollout_log import SCHEMA, SEGMENT_BYTES, logged_ranks, segment_number, segments
+from mt_grpo.reports.rollout_log import SCHEMA, SEGMENT_BYTES, segments
 from viewer.rows import clean, number_or_none, table_line, text_to_search
 
 MOST_BYTES = 200 * 10**6  # of a log's lines; the newest ones are read
@@ -104,21 +104,16 @@ class LogReader:
         """Read what was added to the log, and return how many rollouts were. A new run in the folder begins anew."""
         if self._is_another_run() and self._is_another_run():  # not a segment that was renamed between two looks
             self._forget()
-        last, ranks = self.last, logged_ranks(self.folder)
-        for rank in ranks:
-            self._read_rank(rank, self.most_bytes // len(ranks))
+        last, of_rank = self.last, segments(self.folder)
+        for rank, files in of_rank.items():
+            self._read_rank(rank, files, self.most_bytes // len(of_rank))
         return self.last - last
-
-    def _segments(self, rank: int) -> list[tuple[int, Path]]:
-        """(number, file) of a rank's segments, the open one last."""
-        path = self.folder / f"rollouts.rank{rank}.jsonl"
-        closed = [(segment_number(each), each) for each in segments(path)]
-        return closed + ([(closed[-1][0] + 1 if closed else 1, path)] if path.exists() else [])
 
     def _is_another_run(self) -> bool:
         """Whether a segment that was being read is gone, has become shorter, or begins with another line."""
+        of_rank = segments(self.folder)
         for rank, position in self.positions.items():
-            path = dict(self._segments(rank)).get(position.number)
+            path = of_rank.get(rank, {}).get(position.number)
             try:
                 if path is None or path.suffix == ".jsonl" and path.stat().st_size < position.at:
                     return True
@@ -129,13 +124,12 @@ class LogReader:
                 continue
         return False
 
-    def _read_rank(self, rank: int, most_bytes: int) -> None:
-        files = self._segments(rank)
-        if rank not in self.positions and files:
-            newest = files[-2 - most_bytes // SEGMENT_BYTES :]  # each closed one has at least SEGMENT_BYTES
-            self.positions[rank] = Position(newest[0][0])
+    def _read_rank(self, rank: int, files: dict[int, Path], most_bytes: int) -> None:
+        if rank not in self.positions:
+            newest = list(files)[-2 - most_bytes // SEGMENT_BYTES :]  # each closed one has at least SEGMENT_BYTES
+            self.positions[rank] = Position(newest[0])
             self.has_more |= len(newest) < len(files)
-        for number, path in files:
+        for number, path in files.items():
             position = self.positions[rank]
             if number > position.number:
                 position.number, position.at, position.first_line = number, 0, b""
@@ -144,7 +138,7 @@ class LogReader:
                 if number < position.number or seen == position.seen:
                     continue
                 with opened(path) as file:
-                    if (number, path) not in self._segments(rank):
+                    if segments(self.folder).get(rank, {}).get(number) != path:
                         return  # it was closed at this moment: the next refresh reads on
                     self._read_lines(position, file)
             except FileNotFoundError:

@@ -34,7 +34,7 @@ from mt_grpo.conversation.tools.signature import as_tool, describe_tools, signat
 from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolTimeout, run_tool
 from mt_grpo.recipe.checks import share_limits
 from mt_grpo.recipe.data import load_rows
-from mt_grpo.reports.rollout_log import rollout_rows
+from mt_grpo.reports.rollout_log import json_or_text, rollout_rows
 from mt_grpo.rollout import Reply, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.reward_numbers import turn_flags
@@ -264,12 +264,12 @@ def test_messages_go_behind_an_answer_and_behind_results():
 def test_what_a_reply_says_stands_in_the_log():
     _, rollouts, _ = run(Say([Reply(messages=USER, info={"a": 1}), None]).environment(), [[ANSWER, ANSWER]])
     table, columns = torch.zeros(1, 2), [[{"loss_mask": [1]} for _ in rollouts[0].turns]]
-    for outcome, reward in ((0.5, 0.5), (NAN, None)):  # NaN: without a score
+    for outcome, reward in ((0.5, "0.5"), (NAN, "null")):  # NaN: without a score
         rewards = SimpleNamespace(outcome=torch.tensor([outcome]), turn_total=torch.zeros(1), turn=table)
         batch = Batch([{}], 1, rollouts=rollouts, logged=table, rewards=rewards)
         (row,) = rollout_rows(batch, [0], ["x", "y"], table, torch.zeros(1), columns)
         assert row["info"] == ['{"a": 1}', "{}"] and [turn["observation"] for turn in row["turns"]] == ["Sure?", None]
-        assert row["reward"] == reward
+        assert json_or_text(row["reward"]) == reward
 
 
 def test_a_time_limit_that_the_conversation_does_not_have_is_refused(tmp_path):

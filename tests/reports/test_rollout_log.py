@@ -18,7 +18,6 @@ from mt_grpo.reports import rollout_log
 from mt_grpo.reports.rollout_log import (
     read_rollouts,
     rollout_rows,
-    segments,
     turn_columns,
     turn_row,
     write_rollouts,
@@ -186,14 +185,13 @@ def test_segments_load_together(tmp_path, monkeypatch):
     """By datasets and pandas, the compressed and the open ones: every row once."""
     monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 20_000)
     rows, out = train(tmp_path), tmp_path / "out"
-    closed = segments(out / "rollouts.rank0.jsonl")
+    closed = sorted(out.glob("rollouts.rank0.*.gz"))
     assert [path.name for path in closed] == [f"rollouts.rank0.0000{n}.jsonl.gz" for n in range(1, len(closed) + 1)]
-    assert len(closed) >= 2 and [(row["step"], row["index"]) for row in rows] == [
-        (s, i) for s in range(3) for i in range(16)
-    ]
+    places = [(row["step"], row["index"]) for row in rows]
+    assert len(closed) >= 2 and places == [(s, i) for s in range(3) for i in range(16)]
     table = load_dataset("json", data_files=str(out / "rollouts.rank*.jsonl*"), split="train",
                          cache_dir=str(tmp_path / "cache"))  # fmt: skip
-    assert sorted(zip(table["step"], table["index"])) == [(row["step"], row["index"]) for row in rows]
+    assert sorted(zip(table["step"], table["index"])) == places
     assert set(rows[0]["turns"][0]) == TURN
     frame = pandas.concat([pandas.read_json(path, lines=True) for path in closed])
     assert list(frame["index"][:16]) == list(range(16))
@@ -204,7 +202,8 @@ def fill(path, numbers):
         write_rollouts(path, [{"step": number, "text": "x" * 100}])
 
 
-def test_a_kill_while_a_segment_is_closed_loses_no_row_and_gives_none_twice(tmp_path, monkeypatch):
+def test_a_kill_while_a_segment_is_closed_loses_no_row_and_gives_none_twice(tmp_path, monkeypatch, caplog):
+    """The log is bounded: the oldest segment goes, with a warning, and the newest stays however large it is."""
     monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
     path, plain = tmp_path / "rollouts.rank0.jsonl", tmp_path / "rollouts.rank0.00001.jsonl"
     fill(path, range(3))
@@ -213,44 +212,27 @@ def test_a_kill_while_a_segment_is_closed_loses_no_row_and_gives_none_twice(tmp_
     assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 1, 2]
     fill(path, range(3, 12))
     assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(12))
-    assert segments(path)[:2] == [plain, tmp_path / "rollouts.rank0.00002.jsonl.gz"]
-    (tmp_path / "rollouts.rank0.00001.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))  # before it is deleted
+    compressed = tmp_path / "rollouts.rank0.00001.jsonl.gz"
+    compressed.write_bytes(gzip.compress(plain.read_bytes()))  # killed before the plain one was deleted
     assert [row["step"] for row in read_rollouts(tmp_path)] == list(range(12))
-
-
-def test_it_is_bounded(tmp_path, monkeypatch, caplog):
-    """The oldest segment goes, with a warning; the newest stays however large it is."""
-    monkeypatch.setattr(rollout_log, "SEGMENT_BYTES", 500)
     monkeypatch.setattr(rollout_log, "MOST_BYTES", 1)
+    fill(path, range(12, 18))
+    assert [each.name for each in tmp_path.glob("rollouts.rank0.0*")] == ["rollouts.rank0.00004.jsonl.gz"]
+    assert f"{compressed} is deleted: the log" in caplog.text
+
+
+def test_what_a_kill_or_a_model_leaves_takes_no_other_line_with_it(tmp_path, caplog):
+    """Half of a line, half of a character in a call's JSON, and what an environment's info may hold."""
     path = tmp_path / "rollouts.rank0.jsonl"
-    fill(path, range(12))
-    assert [p.name for p in segments(path)] == ["rollouts.rank0.00002.jsonl.gz"]
-    assert "rollouts.rank0.00001.jsonl.gz is deleted: the log" in caplog.text
-
-
-def test_a_line_that_is_cut_off_is_left_out(tmp_path, caplog):
-    (tmp_path / "rollouts.rank0.jsonl").write_text('{"step": 0}\n{"ste')
-    (tmp_path / "rollouts.rank10.jsonl").write_text('{"step": 10}\n')
-    (tmp_path / "rollouts.rank2.jsonl").write_text('{"step": 2}\n')
-    assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 2, 10]
-    assert f"{tmp_path}: 1 lines are not JSON" in caplog.text
-
-
-def test_what_a_model_writes_ends_no_run(tmp_path, caplog):
-    """Half of a character in a call's JSON, and what an environment's info may hold."""
-    path = tmp_path / "rollouts.rank0.jsonl"
-    write_rollouts(path, [{"step": 0, "text": "\ud83d"}])
-    write_rollouts(path, [{"step": 1, "info": {(1, 2): 3}}])
-    assert "Step 1: the rollouts could not be written" in caplog.text and "Training continues" in caplog.text
-    write_rollouts(path, [{"step": 2}])
-    assert list(read_rollouts(tmp_path)) == [{"step": 0, "text": "\ud83d"}, {"step": 2}]
-
-
-def test_half_of_a_line_that_a_kill_has_left_takes_no_other_with_it(tmp_path):
-    path = tmp_path / "rollouts.rank0.jsonl"
+    for name, text in (("10", '{"step": 10}\n'), ("2", '{"step": 2}\n{"ste')):
+        (tmp_path / f"rollouts.rank{name}.jsonl").write_text(text)
     path.write_text('{"step": 0}\n{"step": 1, "te')
-    write_rollouts(path, [{"step": 2}])
-    assert path.read_text() == '{"step": 0}\n{"step": 2}\n'
+    write_rollouts(path, [{"step": 2, "text": "\ud83d", "reward": math.nan}])
+    write_rollouts(path, [{"step": 3, "info": {(1, 2): 3}}])
+    assert "Step 3: the rollouts could not be written" in caplog.text and "Training continues" in caplog.text
+    assert path.read_text() == '{"step": 0}\n{"step": 2, "text": "\\ud83d", "reward": null}\n'
+    assert [row["step"] for row in read_rollouts(tmp_path)] == [0, 2, 2, 10]
+    assert f"{tmp_path}: 1 lines are not JSON" in caplog.text
 
 
 def test_a_new_run_has_no_rows_of_ranks_of_another(tmp_path):
