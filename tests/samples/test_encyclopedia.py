@@ -54,12 +54,6 @@ def test_the_files_are_what_the_generator_makes(tmp_path):
         assert path.read_bytes() == (DATA / path.name).read_bytes()
 
 
-def test_the_encyclopedia_has_two_facts_of_each_entity():
-    assert len(set(build.WORDS)) == 64 and len(set(build.ENTITIES)) == 4096 and len(FACTS) == 8192
-    assert Counter(Counter(entity for _, entity in FACTS).values()) == {2: 4096}
-    assert len({passage["id"] for passage in build.make_corpus(FACTS)}) == 8192
-
-
 def test_no_passage_outweighs_the_one_that_is_asked_for():
     """BM25 sees words and not their order."""
     for (relation, entity), value in FACTS.items():
@@ -176,15 +170,6 @@ def test_what_is_imitated_is_a_rollout(form):
 
 
 # --- the model -------------------------------------------------------------------------------------------------------
-
-
-def test_each_word_of_a_name_is_one_token(form):
-    for entity in build.ENTITIES[::97]:
-        first, second = entity.split()
-        assert form.tokenizer.tokenize(entity) == [first, "Ġ", second]
-        assert form.tokenizer.decode(form.tokenizer.encode(build.call(f"river of {entity}"))) == build.call(
-            f"river of {entity}"
-        )
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ import pytest
 import torch
 from aiohttp import web
 
-from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.reward_numbers import check_reward_values
@@ -170,12 +169,6 @@ def test_doctests(judge):
     assert runner.failures == 0 and runner.tries >= 5
 
 
-def test_the_trainer_loads_it():
-    turn_funcs, outcome_funcs = load_rewards(str(PATH))
-    assert [func.__name__ for func in turn_funcs] == ["judged_turn_reward_func"]
-    assert [func.__name__ for func in outcome_funcs] == ["judged_answer_reward_func"]
-
-
 # --- Turn rewards ----------------------------------------------------------------------------------------------------
 
 
@@ -313,11 +306,6 @@ def test_an_answer_stays_between_the_tags(judge, server):
     assert prompt.count("Reply with 10.") == 1
 
 
-def test_text_that_no_server_takes_is_mended(judge, server):
-    assert grade_turns(judge, [[call("\ud800 \0 é 漢")]]) == [[0.7]]
-    assert between(server.prompts[0], "call") == "< tool>? \0 é 漢< /tool>"
-
-
 # --- Outcome rewards -------------------------------------------------------------------------------------------------
 
 
@@ -380,10 +368,6 @@ def test_a_reply_without_a_number_for_each_answer_is_none(judge, server, reply):
     server.reply = lambda prompt: said(reply) if "Question 1" in prompt else "[3,8.5]"
     rollouts = [[final("a")], [final("b")], [final("c")], [final("d")]]
     assert compare(judge, rollouts, [0, 0, 1, 1]) == [0.3, 0.85, None, None]
-
-
-def test_nobody_is_asked_for_a_group_without_answers(judge, server):
-    assert compare(judge, [[call("x")], []], [0, 0]) == [0.0, 0.0] and not server.prompts
 
 
 def test_a_variable_chooses_what_grades_answers(monkeypatch):
@@ -504,24 +488,6 @@ def test_no_proxy_stands_between(judge, server, monkeypatch):
 
 
 # --- Settings --------------------------------------------------------------------------------------------------------
-
-
-def test_a_missing_url_is_named_even_with_nothing_to_ask(judge, monkeypatch):
-    monkeypatch.delenv("JUDGE_URL", raising=False)
-    with pytest.raises(ValueError, match="JUDGE_URL is not set"):
-        grade_turns(judge, [[final()]])
-
-
-def test_a_model_that_is_named_is_not_asked_for(judge, server, monkeypatch):
-    monkeypatch.setenv("JUDGE_MODEL", "mine")
-    grade_calls(judge)
-    assert server.model_requests == 0 and server.bodies[0]["model"] == "mine"
-
-
-def test_the_judge_stays_the_same_in_a_run(judge, server):
-    grade_calls(judge)
-    grade_calls(judge)
-    assert server.model_requests == 1
 
 
 # --- Through the trainer ---------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """SmolLM2-135M-Instruct: the folder that a package makes, what is proven of it, five steps of its search recipe."""
 
-import importlib.util
 import json
 import math
 import shutil
-import struct
 import sys
 from pathlib import Path
 
@@ -117,27 +115,3 @@ def test_five_steps_of_search_beside_a_server(model, tmp_path, monkeypatch):
     before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "out"))
     key = "model.layers.3.self_attn.q_proj.weight"
     assert not torch.equal(before[key], after[key])
-
-
-def test_without_gguf_the_error_names_the_command(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(SystemExit, match="gguf is not installed"):
-        smollm2.main([str(tmp_path / "model")])
-
-
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf")
-def test_a_folder_that_holds_something_else(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/model.safetensors").write_bytes(b"half")
-    with pytest.raises(SystemExit, match="is there, and holds no config.json"):
-        smollm2.main([str(tmp_path / "model")])
-    assert (tmp_path / "model/model.safetensors").read_bytes() == b"half"
-
-
-@pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason="needs gguf")
-def test_a_file_that_is_no_gguf(tmp_path):
-    """It leaves nothing behind."""
-    (tmp_path / "half.gguf").write_bytes(b"GGUF" + struct.pack("<I", 3))
-    with pytest.raises(SystemExit, match="error: .*half.gguf cannot be read"):
-        smollm2.main([str(tmp_path / "model"), "--gguf", str(tmp_path / "half.gguf")])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["half.gguf"]

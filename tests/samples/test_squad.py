@@ -145,12 +145,6 @@ def test_sentences_are_passages_without_a_title(source, tmp_path, monkeypatch):
     )
 
 
-def test_a_passage_has_at_least_a_sentence(source, tmp_path):
-    with pytest.raises(SystemExit, match="error: --sentences is 0, expected"):
-        squad_search.main([str(tmp_path / "out"), "--sentences", "0", "--source", source])
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_split_is_of_the_question_alone():
     """By a hash of its text, the same in every process: about one in five is held out."""
     held_out = [k for k in range(100) if squad_search.split_of(f"Question {k}?") == "test"]
@@ -188,20 +182,3 @@ def test_questions_of_articles_are_told_by_their_passage():
     assert squad_search.of_titles(passages, questions, ["Normans", "Rome"]) == (passages, questions)
     with pytest.raises(ValueError, match="the question 'Who.' has no `id` of its passage"):
         squad_search.of_titles(passages, questions, ["Normans"])
-
-
-@pytest.mark.parametrize(
-    ("corpus", "qa", "error"),
-    [
-        (None, "", "corpus.jsonl is not a file"),
-        ('{"id": 1}\n', "", "corpus.jsonl, row 1 .*expected an object with"),
-        ("", "{\n", "qa.jsonl, line 1: expected an object"), ("", "", "There is no question"),
-    ],
-)  # fmt: skip
-def test_folders_that_have_no_rows(corpus, qa, error, tmp_path):
-    for name, text in (("corpus", corpus), ("qa", qa)):
-        if text is not None:
-            (tmp_path / f"{name}.jsonl").write_text(text)
-    with pytest.raises(SystemExit, match=f"error: .*{error}"):
-        squad_search.main([str(tmp_path / "out"), "--source", str(tmp_path)])
-    assert not (tmp_path / "out").exists()

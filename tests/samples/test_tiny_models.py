@@ -18,29 +18,6 @@ from mt_grpo.recipe.plugins import load_tools
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = {"xml": "hf_recipes/tiny/calculator.yaml", "hermes": "hf_recipes/tiny/calculator-hermes.yaml"}
-PROMPT = """\
-<|im_start|>system
-Use the calculator, then answer.
-<tools>
-{"type": "function", "function": {"name": "calculator", "description": "Compute the value of an arithmetic \
-expression.", "parameters": {"type": "object", "properties": {"expression": {"type": "string", "description": \
-"Numbers combined with + - * / // % ** and parentheses, for example (48 + 24) * 2 / 3"}}, "required": \
-["expression"]}, "return": {"type": "string", "description": "The value of the expression."}}}
-</tools><|im_end|>
-<|im_start|>user
-What is 12 + 7 * 3?<|im_end|>
-<|im_start|>assistant
-"""
-RESULTS = """<|im_end|>
-<|im_start|>user
-<tool_response>
-33
-</tool_response>
-<tool_response>
-21
-</tool_response><|im_end|>
-<|im_start|>assistant
-"""
 
 
 def call(expression: str, name: str = "calculator") -> str:
@@ -87,21 +64,6 @@ def test_what_is_imitated_is_a_rollout(tool_format):
         if tool_format == "hermes" and len(rolled) == len(ids):
             assert mask == [int(label != -100) for label in labels]
     assert compared[1] > 10 and compared[2] > 30 and compared[3] > 3
-
-
-def test_the_text_of_a_conversation_with_two_calls_in_a_turn():
-    _, form = make_env("hermes")
-    turn = build.observe(call("12 + 7 * 3") + "\n" + call("7 * 3"), form)
-    assert [result.text for result in turn.results] == ["33", "21"]
-    said = {"role": "assistant", "content": turn.text}
-    results = build.common.result_messages(turn, form, build.MAX_RESULT_TOKENS)
-    messages = [*build.opening("What is 12 + 7 * 3?"), said, *results]
-    ids, labels = build.encode(messages, form, build.TOOLS)
-    assert form.tokenizer.decode(ids) == PROMPT + turn.text + RESULTS
-    assert form.tokenizer.decode([i for i in labels if i != -100]) == turn.text + "<|im_end|>"
-    prompt, _ = build.encode(messages[:2], form, build.TOOLS)
-    assert len(prompt) < 60  # 318 in the vocabulary of the xml model: every turn reads them
-    assert form.tokenizer.chat_template == build.HERMES_TEMPLATE
 
 
 def test_a_warm_start_has_every_kind_of_mistake():

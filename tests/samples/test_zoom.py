@@ -125,16 +125,6 @@ def test_shuffled_crops_are_of_another_corner(monkeypatch):
     assert len(chosen) > 2  # not the same corner for all pictures
 
 
-@pytest.mark.parametrize("image, message", [
-    (None, "the column 'image' is None, expected"),
-    (Image.new("L", (56, 40)), "the image is 56 x 40, expected"),
-    (Image.new("L", (20, 20)), "the image is 20 x 20, expected"),
-])  # fmt: skip
-def test_a_row_without_a_picture_of_this_kind_is_refused(image, message):
-    with pytest.raises(ValueError, match=message):
-        Zoom().reset(image)
-
-
 def test_a_bad_argument_is_read_by_the_model(tokenizer, project_folder):
     """And a good call gives a picture as the model's processor reads it: four tokens."""
     _, cls = load_environment(None, "tools/zoom.py", mt.MultiTurnToolEnv)

