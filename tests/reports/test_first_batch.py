@@ -11,7 +11,6 @@ import yaml
 from test_recipes import change_model
 
 import mt_grpo_trainer as mt
-from mt_grpo.recipe.refusals import text_of_cuts
 from mt_grpo.reports.preflight import READINGS, facts_of_batches, run_preflight, troubles
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import Batch
@@ -88,16 +87,6 @@ def test_a_recipe_that_is_well(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_it_does_not_change_the_weights(tmp_path):
-    """Also if it goes on to further batches."""
-    (tmp_path / "constant.py").write_text(CONSTANT)
-    recipe = recipe_file(tmp_path, save_strategy="no", reward_fn=str(tmp_path / "constant.py"))
-    trainer = mt.build_trainer(*mt.parse_arguments(["--config", recipe]))
-    weights = [p.detach().clone() for p in trainer.model.parameters()]
-    assert run_preflight(trainer) == 1 and trainer.state.global_step == 0
-    assert all(torch.equal(old, new) for old, new in zip(weights, trainer.model.parameters()))
-
-
 def test_every_run_opens_with_a_look_at_its_first_batch(tmp_path, capsys, caplog):
     """Once, of the rollouts that it trains on, and says what means trouble."""
     mt.main(["--config", recipe_file(tmp_path, max_steps=2, learning_rate=0.02)])
@@ -141,23 +130,17 @@ def test_facts_are_of_all_batches():
     assert malformed["tools/broken"] is None and malformed["calls/malformed"] == 1.0
 
 
-def test_an_error_that_ended_no_rollout_is_no_failure():
-    """An answer may have an error beside it, as of an agent that ended late. What failed stands behind it here."""
-    beside, failed = called(0, "search"), called(1, "search")
-    beside.error = RuntimeError("closed late")
-    assert facts_of([beside])["frequent/failure"] == ""
-    failed.error, failed.stop_reason = RuntimeError("no display"), StopReason.ENVIRONMENT_ERROR
-    assert facts_of([beside, failed])["frequent/failure"] == ": no display (1 of 1 errors)"
-
-
 def test_the_most_frequent_error_is_shown():
+    """An answer may have an error beside it, as of an agent that ended late: it ended no rollout."""
     texts = ["the call is not valid JSON (char 3)", *["unknown tool 'search'. Known: wiki."] * 5]
     rollouts = [called(i, "search", "call") for i in range(8)]
     for rollout, text in zip(rollouts, [*texts, "the call is not valid JSON (char 9)", "no name"]):
         rollout.turns[0].results = [ToolResult(f"Error: {text}", "call")]
+    rollouts[0].error, rollouts[1].error = RuntimeError("closed late"), RuntimeError("no display")
+    rollouts[1].stop_reason = StopReason.ENVIRONMENT_ERROR
     facts = facts_of(rollouts)
     assert facts["frequent/call_error"] == "Error: unknown tool 'search'. Known: wiki (5 of 8 errors)"
-    assert facts["calls/failed"] == 1.0
+    assert facts["calls/failed"] == 1.0 and facts["frequent/failure"] == ": no display (1 of 1 errors)"
 
 
 def test_a_main_outcome_that_is_0_for_all_is_told_where_other_rewards_vary():
@@ -178,46 +161,21 @@ def test_a_main_outcome_that_is_0_for_all_is_told_where_other_rewards_vary():
     assert not troubles(facts_of(rollouts, functions=functions, metrics=metrics))
 
 
-def test_a_prompt_may_end_with_an_assistants_message_by_mistake():
-    rollouts = [called(i, "search") for i in range(4)]
-    for rollout in rollouts:
-        rollout.prompt_messages.append({"role": "user", "content": "?"})
-    rollouts[3].prompt_messages.append({"role": "assistant", "content": "4"})
-    assert facts_of(rollouts)["prompt/ends_with_assistant"] == 0.25
-
-
-def test_what_is_sampled_otherwise_matters_to_importance_ratios_alone():
-    """These are between a server's logprobs and the trainer's."""
-    given = {"top_p": 0.9, "generation_kwargs": {"min_tokens": 4}}
-
-    def text(use_vllm, corrects):
-        return text_of_cuts(SimpleNamespace(use_vllm=use_vllm, vllm_importance_sampling_correction=corrects, **given))
-
-    assert text(True, True) == "top_p=0.9, min_tokens=4"
-    assert text(False, True) == text(True, False) == text(False, False) == ""
-
-
 def test_a_rollout_is_cut_off_by_one_limit():
     """By that of its turn where the completion had room left, by the completion's where it had none."""
 
     def cut(index, length):
         turn = Turn(list(range(length)), None, "", "length")
-        return Rollout([], [1], index, [turn], StopReason.MAX_TOKENS)
+        return Rollout([{"role": "user", "content": "?"}], [1], index, [turn], StopReason.MAX_TOKENS)
 
     rollouts = [cut(0, 4), cut(1, 9), called(2, "search"), called(3, "search")]
+    rollouts[0].prompt_messages.append({"role": "assistant", "content": "4"})
     facts = facts_of(rollouts, max_turn_tokens=4)
-    assert facts["cut/by_turn"] == 0.25
-
-
-def test_a_preflight_of_a_checkpoint_is_refused(tmp_path):
-    flags = ["--config", recipe_file(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)]
-    mt.main(flags)
-    with pytest.raises(SystemExit, match="error: --preflight checks the model of model_name_or_path"):
-        mt.main([*flags, "--preflight", "--resume_from_checkpoint", str(tmp_path / "out/checkpoint-1")])
+    assert facts["cut/by_turn"] == facts["prompt/ends_with_assistant"] == 0.25
 
 
 def test_further_batches_have_other_prompts(tmp_path, capsys, monkeypatch):
-    """TRL gives each batch as often as it is used."""
+    """TRL gives each batch as often as it is used. No weight changes."""
     (tmp_path / "constant.py").write_text(CONSTANT)
     seen, score = [], mt.MTGRPOEnvTrainer._generate_and_score_completions
 
@@ -227,8 +185,13 @@ def test_further_batches_have_other_prompts(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(mt.MTGRPOEnvTrainer, "_generate_and_score_completions", watched)
     keys = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_iterations": 2}
-    code, text, found = preflight(recipe_file(tmp_path, reward_fn=str(tmp_path / "constant.py"), **keys), capsys)
-    assert (code, found) == (1, ["constant rewards"]) and len(seen) == len(set(seen)) == 4
+    path = recipe_file(tmp_path, save_strategy="no", reward_fn=str(tmp_path / "constant.py"), **keys)
+    trainer = mt.build_trainer(*mt.parse_arguments(["--config", path]))
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    assert run_preflight(trainer) == 1 and trainer.state.global_step == 0
+    assert all(torch.equal(old, new) for old, new in zip(weights, trainer.model.parameters()))
+    text = capsys.readouterr().out
+    assert "  1. constant rewards: " in text and len(seen) == len(set(seen)) == 4
     assert [f"Sampling batch {number} ..." in text for number in (2, 3, 4, 5)] == [True, True, True, False]
 
 
@@ -239,61 +202,51 @@ def test_the_page_has_the_table_of_readings():
     assert names[1:] == list(dict.fromkeys(each.name for each in READINGS))
 
 
-def broken(name, folder):
-    """(changes of the recipe, the trouble that is named first, what its text says, exit code)."""
-    if name == "no system role":
-        model = change_model(folder, str(ROOT / "hf_recipes/tiny/calculator-model"), "chat_template.jinja", NO_SYSTEM)
-        return {"model_name_or_path": model}, "system prompt", "chat template with a system role", 1
-    (folder / "constant.py").write_text(CONSTANT)
-    empty = [json.dumps({"question": f"What is {n} * 3?", "answer": ""}) for n in range(11, 40)]
-    (folder / "empty.jsonl").write_text("\n".join(empty))
-    (folder / "of_turns.py").write_text(OF_TURNS)
-    (folder / "failing.py").write_text(FAILING)
-    (folder / "compute.py").write_text(FAILING.replace("calculator", "compute"))
-    (folder / "unsure.py").write_text(UNSURE_TOOL)
-    return {
-        "too short": ({"max_completion_length": 3, "max_turn_tokens": None}, "cut off",
-                      r"of the rollouts are cut off \(.*Raise max_completion_length", 1),
-        "too short turns": ({"max_turn_tokens": 12}, "cut off by max_turn_tokens",
-                            "cut off at max_turn_tokens=12. .*Raise max_turn_tokens", 0),
-        "no tool in the prompt": ({"system_prompt": "Answer."}, "tools", "does not mention the tool calculator. .*"
-                                  "Write its name as it is, or {tool_descriptions}, into system_prompt", 0),
-        "another name": ({"tools_script": str(folder / "compute.py")}, "tools",
-                         "does not mention the tool compute. (?s:.*)malformed calls: .* unknown tool "
-                         r"'calculator'. Known tools: compute \(\d+ of \d+ errors\)", 1),
-        "a constant reward": ({"reward_fn": str(folder / "constant.py")}, "constant rewards",
-                              "the same for all rollouts: constant 0.3. .*Look how the functions compare answers", 1),
-        "answers that are empty": (
-            {"reward_fn": "rewards/information_gain.py", "dataset_name": str(folder / "empty.jsonl"),
-             "dataset_size": None}, "no rewards", "to any rollout. .*columns that the functions read", 1),
-        "turn rewards that nothing uses": (
-            {"reward_fn": str(folder / "of_turns.py"), "credit_assignment": "outcome"}, "unused rewards",
-            "No number of lengths moves an advantage with credit_assignment=outcome. .*Choose another", 1),
-        "a failing tool": ({"tools_script": str(folder / "failing.py")}, "failing tools",
-                           "100% of the calls that reach the tool calculator fail: Error: no server at 127.0.0.1:9.* "
-                           ".*Fix the", 1),
-        "two of three calls fail": ({"tools_script": str(folder / "unsure.py"), "per_device_train_batch_size": 64},
-                                    "failing tools",
-                                    "[67]\\d% of the calls that reach the tool calculator fail: Error: busy", 0),
-        "no learning rate": ({"learning_rate": 0.0}, "learning rate", "learning_rate is 0. No weight changes", 1),
-        "too hot": ({"temperature": 1.6}, "temperature", "temperature is 1.6. .*Set temperature: 1.0", 0),
-        "a learning rate of 1": ({"learning_rate": 1.0}, "learning rate", "learning_rate is 1. .*Set learn", 1),
-        "no temperature": ({"temperature": 0.01}, "identical rollouts",
-                           "at temperature=0.01. .*Set temperature: 1.0", 1),
-        "one choice": ({"top_k": 1}, "identical rollouts", "look whether top_k, top_p or min_p leave one", 1),
-    }[name]  # fmt: skip
-
-
-NAMES = ["no system role", "too short", "too short turns", "no tool in the prompt", "another name",
-         "a constant reward", "answers that are empty", "turn rewards that nothing uses", "a failing tool",
-         "two of three calls fail", "no learning rate", "too hot",
-         "a learning rate of 1", "no temperature", "one choice"]  # fmt: skip
+FILES = {
+    "constant.py": CONSTANT, "of_turns.py": OF_TURNS, "failing.py": FAILING, "unsure.py": UNSURE_TOOL,
+    "compute.py": FAILING.replace("calculator", "compute"),
+    "empty.jsonl": "\n".join(json.dumps({"question": f"What is {n} * 3?", "answer": ""}) for n in range(11, 40)),
+}  # fmt: skip
+# Changes of the recipe, the trouble that is named first, what its text says, exit code.
+BROKEN = {
+    "no system role": ({}, "system prompt", "chat template with a system role", 1),
+    "too short": ({"max_completion_length": 3, "max_turn_tokens": None}, "cut off",
+                  r"of the rollouts are cut off \(.*Raise max_completion_length", 1),
+    "too short turns": ({"max_turn_tokens": 12}, "cut off by max_turn_tokens",
+                        "cut off at max_turn_tokens=12. .*Raise max_turn_tokens", 0),
+    "no tool in the prompt": ({"system_prompt": "Answer."}, "tools", "does not mention the tool calculator. .*"
+                              "Write its name as it is, or {tool_descriptions}, into system_prompt", 0),
+    "another name": ({"tools_script": "compute.py"}, "tools", "does not mention the tool compute. (?s:.*)malformed "
+                     r"calls: .* unknown tool 'calculator'. Known tools: compute \(\d+ of \d+ errors\)", 1),
+    "a constant reward": ({"reward_fn": "constant.py"}, "constant rewards",
+                          "the same for all rollouts: constant 0.3. .*Look how the functions compare answers", 1),
+    "answers that are empty": ({"reward_fn": "rewards/information_gain.py", "dataset_name": "empty.jsonl",
+                                "dataset_size": None}, "no rewards", "to any rollout. .*columns that", 1),
+    "turn rewards that nothing uses": (
+        {"reward_fn": "of_turns.py", "credit_assignment": "outcome"}, "unused rewards",
+        "No number of lengths moves an advantage with credit_assignment=outcome. .*Choose another", 1),
+    "a failing tool": ({"tools_script": "failing.py"}, "failing tools",
+                       "100% of the calls that reach the tool calculator fail: Error: no server .*Fix the", 1),
+    "two of three calls fail": ({"tools_script": "unsure.py", "per_device_train_batch_size": 64}, "failing tools",
+                                "[67]\\d% of the calls that reach the tool calculator fail: Error: busy", 0),
+    "no learning rate": ({"learning_rate": 0.0}, "learning rate", "learning_rate is 0. No weight changes", 1),
+    "too hot": ({"temperature": 1.6}, "temperature", "temperature is 1.6. .*Set temperature: 1.0", 0),
+    "a learning rate of 1": ({"learning_rate": 1.0}, "learning rate", "learning_rate is 1. .*Set learn", 1),
+    "no temperature": ({"temperature": 0.01}, "identical rollouts", "at temperature=0.01. .*Set temperature: 1.0", 1),
+    "one choice": ({"top_k": 1}, "identical rollouts", "look whether top_k, top_p or min_p leave one", 1),
+}  # fmt: skip
 
 
 @pytest.mark.contract("preflight")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_recipe_names_its_cause_first(name, tmp_path, capsys):
-    changes, first, says, expected = broken(name, tmp_path)
+    changes, first, says, expected = BROKEN[name]
+    for file, text in FILES.items():
+        (tmp_path / file).write_text(text)
+    changes = {key: str(tmp_path / value) if value in FILES else value for key, value in changes.items()}
+    if name == "no system role":
+        model = str(ROOT / "hf_recipes/tiny/calculator-model")
+        changes = {"model_name_or_path": change_model(tmp_path, model, "chat_template.jinja", NO_SYSTEM)}
     code, text, found = preflight(recipe_file(tmp_path, **changes), capsys)
     assert found[:1] == [first], text
     assert re.search(rf"^  1\. {first}: .*{says}", text, re.M), text

@@ -159,26 +159,17 @@ def test_a_row_holds_what_every_record_read():
     assert found[0]["calls"][0]["arguments"] == '{"x": null}' and row["info"][1] == '{"x": null}'
 
 
-def test_a_turn_has_the_weights_of_its_first_and_last_request():
-    """A turn of two requests: the first was sent with the weights of version 4, and 7 was pushed during the second."""
+def test_a_turn_has_the_weights_and_logprobs_of_its_requests():
+    """Of two requests: the first was sent with the weights of version 4, and 7 was pushed during the second."""
 
-    def versions(*of_requests):
-        turn = Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in of_requests])
-        return turn_row(turn, {"loss_mask": [1]})["policy_versions"]
+    def logged(logprobs=None, *of_requests):
+        generations = [Generation([1], [0.0], "stop", None, versions) for versions in of_requests]
+        row = turn_row(Turn([1, 2, 3], logprobs, "", "stop", generations=generations), {"loss_mask": [1, 1, 0]})
+        return row["policy_versions"], row["mean_logprob"], row["min_logprob"], row["num_trained"]
 
-    assert versions((4, 5), (6, 7)) == [4, 7]
-    assert versions((3, 3)) == [3, 3]
-    assert versions(None) is None  # a backend to which nothing is pushed while it generates
-
-
-def test_logprobs_of_a_turn_are_summed_up_without_what_is_no_number():
-    def logged(logprobs):
-        row = turn_row(Turn([1, 2, 3], logprobs, "", "stop"), {"loss_mask": [1, 1, 0]})
-        return row["mean_logprob"], row["min_logprob"], row["num_trained"]
-
-    assert logged([-1.0, -3.0, -0.5]) == (-1.5, -3.0, 2)
-    assert logged([-1.0, float("nan"), float("-inf")]) == (-1.0, -1.0, 2)
-    assert logged(None) == (None, None, 2)
+    assert logged([-1.0, -3.0, -0.5], (4, 5), (6, 7)) == ([4, 7], -1.5, -3.0, 2)
+    assert logged([-1.0, float("nan"), float("-inf")], (3, 3)) == ([3, 3], -1.0, -1.0, 2)
+    assert logged(None, None) == (None, None, None, 2)  # a backend to which nothing is pushed while it generates
 
 
 def test_segments_load_together(tmp_path, monkeypatch):

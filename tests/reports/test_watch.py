@@ -1,9 +1,11 @@
 """Runs in trouble are told once, with what to do, and others are not."""
 
+from math import nan
 from types import SimpleNamespace
 
 import pytest
 
+from mt_grpo.reports import preflight
 from mt_grpo.reports.preflight import WINDOW, Watch
 from mt_grpo.training.rewards import RewardFunctions
 
@@ -60,16 +62,9 @@ TROUBLES = {
     "no signal": (run_of(credit__frac_groups_without_signal=(0.9, 1.0)), "no signal"),
     "an environment that fails": (run_of(stop__environment_error=(0.05, 0.2)), "failures"),
     "agents that always fail": (run_of(stop__agent_error=(0.75, 0.75)), "failures"),
-    "both fail": (run_of(stop__agent_error=(0.0, 0.11), stop__environment_error=(0.0, 0.09)), "failures"),
-    "agents without an end": (
-        run_of(stop__agent_timeout=(0.0, 0.3), completions__clipped_ratio=(0.2, 0.3)),
-        "cut off",
-    ),
     "logprobs apart": (run_of(sampling__sampling_logp_difference__mean=(0.02, 0.11)), "logprobs"),
     "ids that differ": (run_of(tokens__ids_differ=(0.0, 0.01)), "tokens"),
-    "full of it": (run_of(stop__context_length=(0.0, 0.6), completions__clipped_ratio=(0.2, 0.6)), "cut off"),
     "paid for something else": (run_of(reward=(1.0, 1.2), rewards__match__mean=(0.5, 0.4)), "reward"),
-    "turns at the limit": (run_of(**{"stop__max_turns": (0.3, 0.9)}), "turns at the limit"),
     "cut off": (run_of(completions__clipped_ratio=(0.1, 0.4)), "cut off"),
     "always cut off": (run_of(completions__clipped_ratio=(0.45, 0.45)), "cut off"),
     "few rollouts in effect": (run_of(sampling__effective_share=(0.9, 0.49)), "effective share"),
@@ -83,7 +78,6 @@ NO_TROUBLES = {
     "an outcome that rises more slowly": run_of(reward=(1.0, 1.5), rewards__match__mean=(0.5, 0.51)),
     "half of the rollouts in effect": run_of(sampling__effective_share=(0.9, 0.5)),
     "both fall a little": run_of(reward=(1.0, 0.5), rewards__match__mean=(0.5, 0.26)),
-    "always cut off a little": run_of(completions__clipped_ratio=(0.2, 0.29)),
     "few failures": run_of(stop__environment_error=(0.0, 0.19)),
     "logprobs of bf16": run_of(sampling__sampling_logp_difference__mean=(0.09, 0.1)),
     "solved": run_of(
@@ -119,17 +113,18 @@ def test_the_end_of_a_run_tells_whether_it_still_learned(caplog):
     assert watched(wave, caplog, at_end=True) == []
 
 
-def test_the_bundled_models_run_is_not_told(caplog):
-    """The curve of a tiny recipe that learned (hf_recipes/tiny/search.yaml, 75 steps), by tens."""
-    curve = {
-        "reward": [0.76, 0.93, 0.99, 1.04, 1.07, 1.1, 1.14],
-        "rewards/match/mean": [0.51, 0.69, 0.73, 0.8, 0.81, 0.82, 0.88],
-        "entropy": [0.28, 0.17, 0.14, 0.11, 0.1, 0.08, 0.07],
-        "stop/max_turns": [0.17, 0.17, 0.16, 0.14, 0.12, 0.12, 0.08],
-        "credit/frac_groups_without_signal": [0.0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.5],
-    }
-    logs = [{**WELL, **{name: values[k] for name, values in curve.items()}} for k in range(7) for _ in range(10)]
-    assert watched(logs, caplog) == []
+def test_a_report_that_fails_ends_no_run(caplog, monkeypatch):
+    """As by a plug-in's error. A subclass that brings batches of its own has no report on the first one."""
+    trainer = SimpleNamespace(batch=None, env=SimpleNamespace(environments=None, tools=None))
+    trainer.args, trainer.train_dataset = None, [{}]
+    watch, facts = Watch(trainer, print), {"rewards/calls/mean": 0.5, "rewards/calls/std": 0.1, "rewards/no/mean": nan}
+    watch.on_pre_optimizer_step(None, None, None)
+    assert watch.facts is None
+    monkeypatch.setattr(preflight, "facts_of_batches", lambda *given: facts)
+    trainer.batch = object()
+    watch.on_pre_optimizer_step(None, None, None)
+    assert "The report on the first batch failed: TypeError" in caplog.text and watch.facts == facts
+    assert "(calls 0.50 ± 0.10)" in preflight.summary(facts)  # only the rewards that were given
 
 
 def test_a_large_rate_of_any_optimizer_ends_no_run(caplog):
