@@ -128,7 +128,7 @@ class EvaluationMetrics:
                 metrics[name] = [sum(value * size for value, size in there) / sum(size for _, size in there)]
         of_all = reward_metrics(*map(torch.cat, zip(*self.rewards)), names)
         of_all |= conversation_metrics(torch.cat(self.columns))[0]
-        metrics |= {name: [value] for name, value in of_all.items()}
+        metrics.update({name: [value] for name, value in of_all.items()})
         self.columns, self.rewards = [], []
 
 

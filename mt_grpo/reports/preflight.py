@@ -1,7 +1,6 @@
 """Troubles of a run: one table, which `--preflight`, the first batch of every run and a running job read.
 
-Facts are settings by their keys, metrics by their names, and what `facts_of_settings` and `facts_of_batches` add; of a
-running job they are the means of its last logs.
+Facts are settings by their keys, metrics by their names, and what rollouts add; of a running job, means of logs.
 """
 
 from __future__ import annotations

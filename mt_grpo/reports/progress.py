@@ -73,10 +73,7 @@ def evaluation_prefix(logs: dict[str, Any]) -> str:
 
 
 class ProgressLine(TrainerCallback):
-    """Prints a line per log on rank 0, instead of transformers' dictionary of all metrics.
-
-    When nothing was printed for a while, it prints what the run is doing: after 60 s, or 10 s in a terminal.
-    """
+    """Prints a line per log on rank 0, and what the run is doing when nothing was printed for a while."""
 
     QUIET_SECONDS = 10.0 if sys.stdout.isatty() else 60.0
 

@@ -208,10 +208,9 @@ class RolloutLog:
     def _write(self, batch: Batch, places: list[int], mode: str, step: int, loss: tuple, *values: Any) -> None:
         if not self.begun and step == 0:  # a new run, and not a resumed one
             num_ranks = self.args.world_size if self.args.log_rollouts else 0
-            for path in self.path.parent.glob("rollouts.rank*"):
-                rank = int(match[1]) if (match := SEGMENT.fullmatch(path.name)) else None
-                if rank is not None and (rank == self.rank or self.rank == 0 and rank >= num_ranks):
-                    path.unlink(missing_ok=True)  # another rank may delete it, too
+            for match in filter(None, (SEGMENT.fullmatch(path.name) for path in self.path.parent.glob("rollouts.*"))):
+                if int(match[1]) == self.rank or (self.rank == 0 and int(match[1]) >= num_ranks):
+                    self.path.with_name(match[0]).unlink(missing_ok=True)  # another rank may delete it, too
         self.begun = True
         if places := places[: self.args.log_rollouts]:
             rollouts = [batch.rollouts[i] for i in places]
@@ -222,10 +221,7 @@ class RolloutLog:
 
 
 def write_rollouts(path: Path, rows: list[dict[str, Any]], pictures: Iterable[Picture] = ()) -> None:
-    """Add rows to the open segment, close it if it is full, and save images.
-
-    A failure is a warning: neither a full disk nor what an environment says may end the run.
-    """
+    """Add rows to the open segment, close it if it is full, and save images. A failure is a warning and ends no run."""
     try:
         write_rows(path, rows)
         if path.stat().st_size >= SEGMENT_BYTES:
@@ -236,10 +232,7 @@ def write_rollouts(path: Path, rows: list[dict[str, Any]], pictures: Iterable[Pi
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append rows to a file as lines of JSON. Raises `OSError`.
-
-    An incomplete last line, which a killed run or a full disk has left, is removed.
-    """
+    """Append rows to a file as lines of JSON, without an incomplete last line that a kill or a full disk has left."""
     # Half of a character, which a model may write in JSON, has no UTF-8: it is escaped, as JSON does.
     lines = [readable(json_or_text(row)).encode("utf-8", "backslashreplace") + b"\n" for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
