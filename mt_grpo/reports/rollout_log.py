@@ -221,7 +221,7 @@ class RolloutLog:
 
 
 def write_rollouts(path: Path, rows: list[dict[str, Any]], pictures: Iterable[Picture] = ()) -> None:
-    """Add rows to the open segment, close it if it is full, and save images. A failure is a warning and ends no run."""
+    """Add rows to the open segment, close it if it is full, and save images. A failure is only a warning."""
     try:
         write_rows(path, rows)
         if path.stat().st_size >= SEGMENT_BYTES:
