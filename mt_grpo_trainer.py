@@ -146,7 +146,6 @@ from mt_grpo.training.passes import (
 from mt_grpo.training.policy_scores import scores_of_trainer
 from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.refill import refill
-from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import (
     check_advantages,
     count_used_rewards,
@@ -155,7 +154,7 @@ from mt_grpo.training.reward_numbers import (
     numbers_that_move,
     weighted_rewards,
 )
-from mt_grpo.training.rewards import RewardFunctions
+from mt_grpo.training.rewards import RewardFunctions, own_copy
 from mt_grpo.training.shared_prompts import logps_of_rows
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts

@@ -47,7 +47,7 @@ from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import asks_for_fsdp, backend_of, check_sharding, cuts_of
 from mt_grpo.rollout import ROLES
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of
-from mt_grpo.training.reward_calls import REWARD_COLUMNS
+from mt_grpo.training.rewards import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
 

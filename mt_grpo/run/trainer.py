@@ -257,6 +257,8 @@ class ResumableTrainer(GRPOTrainer):
                 if self._interruptible and self._stop_signal is not None:
                     raise RunStopped(self._stop_signal)
                 counts = function() or ()
+                if self._interruptible and self._stop_signal is not None:  # a reward may have caught the exception
+                    raise RunStopped(self._stop_signal)
             finally:
                 self._interruptible = False
         except RunStopped as raised:

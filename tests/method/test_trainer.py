@@ -40,8 +40,8 @@ from mt_grpo.recipe.checks import check_tied_lora, share_limits
 from mt_grpo.recipe.keys import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.run.in_flight import GroupInFlight
-from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.reward_numbers import state_numbers
+from mt_grpo.training.rewards import run_rewards
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
@@ -657,7 +657,7 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
         release.wait(60)
         return [1.0] * len(prompts)
 
-    monkeypatch.setattr("mt_grpo.training.reward_calls.BLOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("mt_grpo.training.rewards.BLOCKED_SECONDS", 0.2)
     try:
         with pytest.raises(RuntimeError, match="An async function blocks the event loop"):
             run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))  # told while it still blocks
