@@ -54,7 +54,7 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
             "refill/rounds": batch.num_rounds,
             "refill/seconds": seconds,
             "refill/outcome_of_all_sampled": outcome.nanmean().item(),
-            "refill/data_passes": trainer.in_flight.data_passes,
+            "refill/data_passes": trainer.in_flight.prompts.passes,
         }
     )
     if still == 1.0 and not trainer.in_flight.told_in_vain:
