@@ -134,9 +134,9 @@ def loading(checkpoint: str | None) -> Iterator[None]:
 
 
 def load_missing(checkpoint: str, model: Any, missing: list[str]) -> None:
-    """Load the weights that `Trainer` did not find by their names in a checkpoint: it would go on with the base's.
+    """Load weights that `Trainer` did not find by name in a checkpoint, such as experts: it would keep the base's.
 
-    The experts of a layer, one tensor in memory, are many in a file. Raises `CheckpointError` if weights are missing.
+    Raises `CheckpointError` if weights are missing.
     """
     state = model.state_dict()
     loaded = {tensor.data_ptr() for name, tensor in state.items() if name not in missing}
@@ -153,10 +153,9 @@ def load_missing(checkpoint: str, model: Any, missing: list[str]) -> None:
 
 
 def load_first_adapter(checkpoint: str, model: Any) -> None:
-    """Load the trained adapter if a checkpoint also has the reference's (`beta` above 0), in a folder inside.
+    """Load the trained adapter if a checkpoint also has the reference's, in a folder that transformers alone reads.
 
-    transformers reads those inside alone, and would train on from the adapter that the run began with. Raises
-    `ValueError` if the checkpoint's adapter has other weights than the model's: PEFT would keep the missing ones new.
+    Raises `ValueError` if the checkpoint's adapter lacks weights of the model's: PEFT would keep new ones.
     """
     path = Path(checkpoint, "adapter_model.safetensors")
     if not hasattr(model, "peft_config") or not path.is_file():
@@ -199,9 +198,6 @@ def set_rng_state(state: tuple) -> None:
         torch.cuda.set_rng_state(state[3])
 
 
-# Several nodes: one output directory or one for each, one checkpoint to resume, the same settings.
-
-
 def has_several_nodes() -> bool:
     """Whether the ranks of this run are on several nodes, according to torchrun's environment variables."""
     local, world = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
@@ -219,7 +215,7 @@ def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str |
     """The checkpoint to resume. Collective on several nodes: `ValueError` unless all ranks find the one of rank 0."""
     if not wanted or not has_several_nodes():
         return checkpoint_to_resume(wanted, output_dir)
-    error, found, name = None, None, None
+    error = found = name = None
     try:
         found = checkpoint_to_resume(wanted, output_dir)
         # Two runs that sampled otherwise have seen another number of tokens.
@@ -228,17 +224,13 @@ def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str |
     except ValueError as raised:
         error = f"{raised} Every node needs the checkpoint, in an output_dir that all share or one of its own."
     raise_for_all(error)
-    if name != (first := gather_object([name])[0]):
-        error = f"resume_from_checkpoint={str(wanted)!r} is {name}, but {first} on rank 0. Set it to one of all nodes."
-    raise_for_all(error)
+    first = gather_object([name])[0]
+    raise_for_all(None if name == first else f"resume_from_checkpoint={wanted!r} is {name}, but {first} on rank 0.")
     return found
 
 
 def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> None:
-    """Raise `ValueError` unless the nodes share `output_dir`, or each saves in a directory of its own. Collective.
-
-    A checkpoint needs the files of all ranks. `save_on_each_node` is None if nothing is saved.
-    """
+    """Raise `ValueError` unless nodes share `output_dir`, or each saves all in its own. None: nothing is saved."""
     if not has_several_nodes() or save_on_each_node is None:
         return
     folder = Path(

@@ -77,8 +77,8 @@ class Prompts:
     pass through the data.
 
     >>> prompts = Prompts([[3, 1, 0, 2], [0, 3, 1, 2]].__getitem__, 0, place=2, prompts=[1], endless=True)
-    >>> [prompts.take() for _ in range(5)], prompts.passes, prompts.state([3])
-    ([1, 0, 2, 0, 3], 1.5, {'epoch': 1, 'place': 2, 'prompts': [3], 'endless': True})
+    >>> [prompts.take() for _ in range(5)], prompts.state([3])
+    ([1, 0, 2, 0, 3], {'epoch': 1, 'place': 2, 'prompts': [3], 'endless': True})
     """
 
     def __init__(self, order_of: Callable, epoch: int, place: int, prompts: Iterable[int] = (), endless: bool = False):
@@ -88,11 +88,6 @@ class Prompts:
     @property
     def left(self) -> int:
         return sys.maxsize if self.endless else len(self.again) + max(len(self.order) - self.place, 0)
-
-    @property
-    def passes(self) -> float:
-        """Passes through the data so far."""
-        return self.epoch + self.place / len(self.order)
 
     def take(self) -> int:
         """Return the index of the next prompt."""
@@ -112,8 +107,8 @@ class Prompts:
 class RolloutBatch:
     """The running conversations of this rank, which all started with the weights `version` of the server.
 
-    A `ServerPool` gives each conversation a backend of its own, one for each block of `group_size` indices, and proves
-    which weights sampled. An `InProcessBackend` generates in the thread that waits.
+    A `ServerPool` has a backend for each conversation, and proves which weights sampled. An `InProcessBackend`
+    generates in the thread that waits.
     """
 
     def __init__(self, rollouts: list[Rollout], converse: Callable, llm: Any, version: str | None, group_size: int):
@@ -153,9 +148,9 @@ class GroupInFlight:
 class InFlight(TrainerCallback):
     """The conversations of a run: those of this step, and with `max_staleness` a queue of groups for later steps.
 
-    There are two ways to take from the queue. With `late_groups: wait` a step waits for the oldest groups: batches are
-    trained in the order in which they were begun. With `admit` it takes the groups that are complete, oldest first.
-    For each batch a trainer calls `rows_of_step`, then `complete`, then `start_next`.
+    With `late_groups: wait` a step waits for the oldest groups: batches are trained in the order in which they were
+    begun. With `admit` it takes the groups that are complete, oldest first. For each batch a trainer calls
+    `rows_of_step`, `complete` and `start_next`.
     """
 
     POLL_SECONDS = 0.02  # between two looks at what is complete

@@ -62,11 +62,10 @@ torch.serialization.register_package(30, lambda storage: None, lambda data, wher
 class ResumableTrainer(GRPOTrainer):
     """`GRPOTrainer` that can be stopped at any time, and trains on exactly as without the stop when it is resumed.
 
-    A subclass sets `backend`, `env`, `reward_weights`, `turn_advantage_coef`, and `llm`, the backend: if
-    `llm.collective` is true, no rank may stop while others generate.
+    A subclass sets `backend`, `env`, `llm`, `reward_weights` and `turn_advantage_coef`.
     """
 
-    FP16_SKIPS = 50  # steps in a row; from 65,536 a scale is 1 after 16 of them
+    FP16_SKIPS = 50  # steps in a row, which fp16's scaler skips; from 65,536 a scale is 1 after 16 of them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, **kwargs):
         self.in_flight = InFlight(self)
@@ -139,8 +138,7 @@ class ResumableTrainer(GRPOTrainer):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """The gradient norm, which `Trainer` reads before each optimizer step. Raises `NotFinite` on all ranks.
 
-        With fp16 the scaler of the gradients skips these steps, and halves its scale each time. DeepSpeed has taken
-        its step in the backward pass: there `_check_weights` keeps such weights out of checkpoints.
+        DeepSpeed has taken its step by then: there `_check_weights` keeps such weights out of checkpoints.
         """
         grad_norm = super()._get_grad_norm(model, grad_norm)
         finite = grad_norm is None or math.isfinite(float(grad_norm))
@@ -230,10 +228,9 @@ class ResumableTrainer(GRPOTrainer):
         raise_on_all_ranks(None, "", self.state.global_step, self._stop_signal)
 
     def _on_all_ranks(self, function: Callable[[], tuple[int, ...] | None], what: str) -> list[int]:
-        """Run `function`, which may fail on any rank. Then all ranks raise the error. Collective.
+        """Run `function`, which may fail on any rank, and return the sums of its numbers over the ranks. Collective.
 
-        A signal interrupts it, unless generation is a collective call. Returns the numbers that `function` returned,
-        summed over the ranks.
+        All ranks raise an error of any rank. A signal interrupts `function`, unless generation is a collective call.
         """
         error, stopped, counts = None, None, ()
         try:
@@ -388,14 +385,13 @@ def train_or_save(trainer: ResumableTrainer) -> None:
     with trainer.stop_on_signals():
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-        except CheckpointError as error:  # nothing was trained, and what is there is no state to save
-            logger.error("the run cannot be resumed", exc_info=root_cause(error))
-            sys.exit(f"error: {error}")
         except RunStopped as stopped:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
             logger.error("training stopped", exc_info=root_cause(error))
+            if isinstance(error, CheckpointError):  # nothing was trained, and what is there is no state to save
+                sys.exit(f"error: {error}")
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
         finally:  # not as the interpreter ends: it looks up no host's name any more, and adapters would stay
             if getattr(trainer, "client", None) is not None:

@@ -100,9 +100,7 @@ def copy(trained, tmp_path):
     return tmp_path
 
 
-# =====================================================================================================================
 # What is whole
-# =====================================================================================================================
 
 
 def test_the_state_is_written_last(trained):
@@ -121,9 +119,7 @@ def test_a_checkpoint_of_a_model_alone_is_refused(copy, part):
         MTGRPOConfig(str(copy / "out"), resume_from_checkpoint="last", bf16=False, use_cpu=True)
 
 
-# =====================================================================================================================
 # What is otherwise
-# =====================================================================================================================
 
 
 def warnings_of(caplog, text):
@@ -270,9 +266,7 @@ def test_an_evaluation_without_any_score_is_not_the_best_one(random_model, tmp_p
     assert trainer._determine_best_metric({"eval_reward": 0.5}, None) and trainer.state.best_metric == 0.5
 
 
-# =====================================================================================================================
 # Kills
-# =====================================================================================================================
 
 
 def test_a_kill_in_mid_save_leaves_no_whole_checkpoint(random_model, copy):
@@ -366,9 +360,7 @@ def test_the_state_is_written_after_the_files_of_all_ranks(random_model, tmp_pat
     assert (tmp_path / "out/checkpoint-1/rng_state_1.pth").is_file()
 
 
-# =====================================================================================================================
 # Numbers that are none, and tensors that are missing
-# =====================================================================================================================
 
 
 @pytest.mark.parametrize("fault", ["missing", "shape", "model.safetensors", "optimizer.pt", "rng_state.pth"])

@@ -1,7 +1,6 @@
 """What goes wrong in a long run: servers that die or answer nonsense, full disks, slow or dead ranks, signals."""
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -11,7 +10,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
@@ -105,34 +103,17 @@ def pushed_versions(proxy) -> list[str]:
     return [version for version in versions if not version.startswith("loading-") and not version.endswith("-probe")]
 
 
-# =====================================================================================================================
 # Answers that are late, wrong or missing
-# =====================================================================================================================
 
 
-def changed(**values):
-    """A fault's `change`: these keys of the answer's only choice are others."""
+def on_choice(edit):
+    """A fault's `change`, by what `edit` does to the answer's only choice."""
 
     def change(answer):
-        answer["choices"][0].update(values)
+        edit(answer["choices"][0])
         return answer
 
     return change
-
-
-def fewer_logprobs(answer):
-    answer["choices"][0]["logprobs"]["token_logprobs"].pop()
-    return answer
-
-
-def nan_logprob(answer):
-    answer["choices"][0]["logprobs"]["token_logprobs"][0] = float("nan")
-    return answer
-
-
-def without_ids(answer):
-    del answer["choices"][0]["token_ids"]
-    return answer
 
 
 def another_prompt(answer):
@@ -140,11 +121,9 @@ def another_prompt(answer):
     return answer
 
 
-def longer_than_asked(answer):
-    choice = answer["choices"][0]
-    choice["token_ids"] = choice["token_ids"] * 60
-    choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"] * 60
-    return answer
+def longer(choice):
+    choice["token_ids"] *= 60
+    choice["logprobs"]["token_logprobs"] *= 60
 
 
 PASSING = [
@@ -155,18 +134,19 @@ PASSING = [
     Fault("silence", delay=60),
 ]
 MALFORMED = Fault("malformed", change=lambda answer: b'{"choices": [{"token_ids": [1, 2')
-NAN = Fault("NaN", change=nan_logprob)
+NAN = Fault("NaN", change=on_choice(lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(0, float("nan"))))
+HUGE = {"token_ids": [2**70], "logprobs": {"token_logprobs": [-1.0]}}  # no ids of the vocabulary
 NO_SAMPLES = [
     MALFORMED,
     NAN,
     Fault("list", change=lambda answer: [answer]),
-    Fault("fewer logprobs", change=fewer_logprobs),
-    Fault("without ids", change=without_ids),
-    Fault("empty", change=changed(token_ids=[], logprobs={"token_logprobs": []})),
-    Fault("huge ids", change=changed(token_ids=[2**70], logprobs={"token_logprobs": [-1.0]})),
+    Fault("fewer logprobs", change=on_choice(lambda choice: choice["logprobs"]["token_logprobs"].pop())),
+    Fault("without ids", change=on_choice(lambda choice: choice.pop("token_ids"))),
+    Fault("empty", change=on_choice(lambda choice: choice.update(token_ids=[], logprobs={"token_logprobs": []}))),
+    Fault("huge ids", change=on_choice(lambda choice: choice.update(HUGE))),
     Fault("another prompt", change=another_prompt),
-    Fault("longer", change=longer_than_asked),
-    Fault("aborted", change=changed(finish_reason="abort")),
+    Fault("longer", change=on_choice(longer)),
+    Fault("aborted", change=on_choice(lambda choice: choice.update(finish_reason="abort"))),
 ]
 
 
@@ -176,9 +156,8 @@ def test_a_fault_that_passes_costs_a_retry(proxy, client, faults):
     """Requests that fail once are sent again, are counted, and leave nothing in the records."""
     env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_completion_length=120,
                            max_turn_tokens=48, max_model_len=CONTEXT)  # fmt: skip
-    client.request_timeout = 4.0  # shorter than the silence
     for fault in faults:
-        client.retries = 0
+        client.retries, client.request_timeout = 0, 4.0 if fault.name == "silence" else 60.0
         proxy.faults = first(3, fault, COMPLETIONS)
         prompts = [f"What is {a} * 37?" for a in range(20, 28)]
         rollouts = env.generate(prompts, client, {"temperature": 0.0})["rollouts"]
@@ -220,9 +199,7 @@ def test_a_server_that_stays_away_is_given_up_in_time(proxy, client, fault):
     assert time.monotonic() - began > 2.9
 
 
-# =====================================================================================================================
 # A server that dies
-# =====================================================================================================================
 
 
 @needs_vllm
@@ -457,22 +434,11 @@ def length_reward(completion_ids, trainer_state, **kwargs):
     if os.environ.get("SIGNAL_AT_CALL") == str(len(CALLS)):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
-    os.environ["AT_STEP"] = str(trainer_state.global_step + 1)
     return [(sum(ids) % 17) / 17 for ids in completion_ids]
-
-
-class KillsTheServer:
-    # as a conversation begins: the kill must be before the last request of a batch
-
-    def reset(self, **row):
-        if os.environ.get("AT_STEP") == os.environ.get("KILL_AT_STEP") and os.environ.get("KILL_GROUP"):
-            os.killpg(int(os.environ.pop("KILL_GROUP")), signal.SIGKILL)
 
 
 CALLS = []
 TOOL_FUNCTIONS = [calculator]
-if os.environ.get("KILL_GROUP"):
-    ENVIRONMENT = KillsTheServer
 OUTCOME_REWARD_FUNCS = [length_reward]
 """
 
@@ -494,30 +460,9 @@ def history(folder):
 
 
 @needs_vllm
-def test_a_server_that_stays_dead_ends_the_run_saved(server, tmp_path, monkeypatch, capfd):
-    """The exit code says that it failed, the message where to go on; with a new server it goes on to the end."""
-    monkeypatch.setenv("KILL_AT_STEP", "2")
-    monkeypatch.setenv("KILL_GROUP", str(server.process.pid))
-    monkeypatch.setenv("AT_STEP", "0")
-    arguments = recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port,
-                                 "--weight_sync_dir", tmp_path)  # fmt: skip
-    with pytest.raises(SystemExit) as stopped:
-        main([*arguments, "--vllm_server_timeout", "3"])
-    saved = tmp_path / "out/checkpoint-2"
-    assert f"127.0.0.1:{server.port}" in str(stopped.value) and "step 2" in str(stopped.value)
-    assert f"Continue with --resume_from_checkpoint {saved}" in str(stopped.value) and saved.is_dir()
-    server.process.wait()
-    server.start().wait()
-    main([*arguments, "--resume_from_checkpoint", str(saved)])
-    rows = history(tmp_path)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
-
-
-@needs_vllm
-@pytest.mark.parametrize("where, timeout", [("push", 3), ("push", 3600), ("rollouts", 3600)])
+@pytest.mark.parametrize("where, timeout", [("push", 3), ("push", 3600), ("rollouts", 3), ("rollouts", 3600)])
 def test_a_server_that_is_away_ends_the_run_saved(proxy, tmp_path, where, timeout):
-    """It is waited for as long as `vllm_server_timeout`, or until a signal: what was trained is kept."""
+    """It is waited for as long as `vllm_server_timeout`, or until a signal. With it the run goes on to its end."""
 
     def rule(request):
         last = (2, "/pause") if where == "push" else (3, COMPLETIONS)
@@ -527,70 +472,61 @@ def test_a_server_that_is_away_ends_the_run_saved(proxy, tmp_path, where, timeou
                 threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return None
 
+    def run(*more):
+        main(recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", proxy.port,
+                              "--vllm_server_timeout", timeout, "--weight_sync_dir", tmp_path, *more))  # fmt: skip
+
     proxy.faults = rule
     with pytest.raises(SystemExit) as stopped:
-        main(recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", proxy.port,
-                              "--vllm_server_timeout", timeout, "--weight_sync_dir", tmp_path))  # fmt: skip
-    said = str(stopped.value.code)
-    if timeout == 3:
-        assert "Step 2: No vLLM server answers" in said and "after 3 s" in said and "--resume_from_checkpoint" in said
-    else:
+        run()
+    saved, said = tmp_path / "out/checkpoint-2", str(stopped.value.code)
+    assert saved.is_dir()
+    if timeout > 3:
         assert stopped.value.code == 128 + signal.SIGTERM
-    assert (tmp_path / "out/checkpoint-2").is_dir()
+        return
+    assert "tep 2: " in said and f"127.0.0.1:{proxy.port}" in said, said
+    assert f"Continue with --resume_from_checkpoint {saved}" in said
+    if where == "rollouts":
+        proxy.forget()
+        run("--resume_from_checkpoint", saved)
+        rows = history(tmp_path)
+        assert [row["step"] for row in rows] == [1, 2, 3, 4]
+        assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
 
 
-# =====================================================================================================================
 # Rollouts that overlap with the optimisation
-# =====================================================================================================================
+
+
+def turn_of(*versions):
+    """A turn of some requests, each with the weights that it was asked and answered with."""
+    return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in versions])
 
 
 @pytest.mark.contract("max_staleness")
-def test_a_turn_counts_from_its_oldest_weights():
-    """Four turns at version 7: of 7, of 5, of 4 and later 6 (two requests), and one of which nothing is known."""
+def test_a_turn_counts_from_its_oldest_weights(monkeypatch):
+    """Four turns at version 7, two of them of two versions, and one of which nothing is known; then what ranks add.
 
-    def turn(*versions):
-        return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in versions])
+    Of ten batches one has a straggler on the other rank. A log is of all turns since the last one.
+    """
+    turns = [turn_of((7, 7)), turn_of((5, 5)), turn_of((4, 5), (6, 6)), turn_of(None)]
+    metrics, stale, others = defaultdict(list), Counter(), []
+    monkeypatch.setattr("mt_grpo.reports.metrics.gather_object", lambda own: [*own, Counter(others)])
 
-    first = Rollout([], [], turns=[turn((7, 7)), turn((5, 5)), turn((4, 5), (6, 6))], policy_version=3)
-    metrics = {}
-    staleness_metrics([first, Rollout([], [], turns=[turn(None)], policy_version=6)], 7, metrics, Counter())
-    assert {name.removeprefix("rollout/staleness"): values for name, values in metrics.items()} == {
-        "": [1.5], "_p50": [1], "_p99": [3], "_max": [3],
-    }  # fmt: skip
+    def logged(rollouts, version):
+        staleness_metrics(rollouts, version, metrics, stale)
+        return {name.removeprefix("rollout/staleness"): statistics.mean(of) for name, of in metrics.items()}
 
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_staleness_is_of_all_turns_since_the_last_log(monkeypatch, num_ranks):
-    """Ten batches of ten turns and one turn that is 30 weight changes old, on the last rank; then a log."""
-
-    def rollouts(stale):
-        generations = [[Generation([1], [0.0], "stop", None, (40 - n, 40))] for n in stale]
-        return [Rollout([], [], turns=[Turn([1], [0.0], "", "stop", generations=g)]) for g in generations]
-
-    def logged():
-        log = {name.removeprefix("rollout/staleness"): statistics.mean(values) for name, values in metrics.items()}
-        metrics.clear()  # as TRL does
-        return log
-
-    others = []  # what the other rank has in each batch
-    monkeypatch.setattr(
-        "mt_grpo.reports.metrics.gather_object", lambda own: own + [Counter(others.pop())] * (num_ranks - 1)
-    )
-    metrics, stale = defaultdict(list), Counter()
+    first, unknown = Rollout([], [], turns=turns[:3]), Rollout([], [], turns=turns[3:], policy_version=6)
+    assert logged([first, unknown], 7) == {"": 1.5, "_p50": 1, "_p99": 3, "_max": 3}
+    metrics.clear()  # as TRL does after a log
     for batch in range(10):
-        straggler = [30] if batch == 3 else []
-        others[:] = [[0, *straggler]]
-        own = [0] * 4 + [2] * 6 + (straggler if num_ranks == 1 else [])
-        staleness_metrics(rollouts(own), 40, metrics, stale)
-        assert not others  # one gather for all of the metrics
-    # 40 turns of 0, 60 of 2 and one of 30; with the other rank 10 turns of 0 more.
-    assert logged() == {"": 150 / (101 if num_ranks == 1 else 111), "_p50": 2, "_p99": 2, "_max": 30}
-    others[:] = [[0]]
-    staleness_metrics(rollouts([1]), 40, metrics, stale)
-    assert logged() == {"": 1 / num_ranks, "_p50": 2 - num_ranks, "_p99": 1, "_max": 1}
-    others[:] = [[]]
-    staleness_metrics([], 40, metrics, stale)  # not one turn on any rank
-    assert logged() == {"": 0, "_p50": 0, "_p99": 0, "_max": 0}
+        others[:] = [0, 30] if batch == 3 else [0]
+        rows = [Rollout([], [], turns=[turn_of((40 - age, 40))]) for age in [0] * 4 + [2] * 6]
+        found = logged(rows, 40)
+    assert found == {"": 150 / 111, "_p50": 2, "_p99": 2, "_max": 30}  # 50 turns of 0, 60 of 2 and one of 30
+    metrics.clear()
+    others.clear()
+    assert logged([], 40) == {"": 0, "_p50": 0, "_p99": 0, "_max": 0}  # not one turn on any rank
 
 
 @pytest.mark.contract_server("max_staleness", "late_groups")
@@ -902,78 +838,44 @@ def test_admitted_groups_whose_server_dies_start_over(server, tmp_path):
     assert_from_the_weights_of_its_version(trainer)
 
 
-# =====================================================================================================================
 # The folder of the weights
-# =====================================================================================================================
 
 
 @needs_vllm
-@pytest.mark.parametrize("fault", ["missing", "full half-way", "write error"])
-def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path, monkeypatch, fault):
+def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path):
     """The error has the directory and what to do; the server keeps its weights, the directory none of ours."""
-    root = tmp_path / "shared"
-    if fault != "missing":
-        root.mkdir()
-    client.transfer.sync_dir = str(root)
-    limits = contextlib.nullcontext()
-    if fault == "full half-way":
-
-        def write_weights(path, named_weights, expected):
-            next(named_weights)
-            path.write_bytes(b"half of it")
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-        monkeypatch.setattr("mt_grpo.generation.weight_transfer.write_weights", write_weights)
-    elif fault == "write error":
-        limits = files_of_at_most(2**20)
+    client.transfer.sync_dir = str(tmp_path)
     ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
     before, version = client.score(ids), client.weight_version()
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    with limits, pytest.raises(ServerError) as raised:
+    with files_of_at_most(2**20), pytest.raises(ServerError) as raised:
         client.update_weights(((n, t * 1.1) for n, t in model.state_dict().items()), "v-failed")
     assert not isinstance(raised.value, ServerLost)
-    assert str(root) in str(raised.value) and "weight_sync_dir" in str(raised.value)
+    assert str(tmp_path) in str(raised.value) and "weight_sync_dir" in str(raised.value)
     assert client.score(ids) == pytest.approx(before, abs=1e-6) and client.weight_version() == version
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".safetensors" or "v-failed" in path.name]
     client.close()
-    assert fault == "missing" or not list(root.iterdir())
-
-
-def is_complete(path):
-    """Whether a safetensors file is as long as its header says."""
-    data = path.read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    return len(data) == 8 + size + max(entry["data_offsets"][1] for n, entry in header.items() if n != "__metadata__")
+    assert not list(tmp_path.iterdir())
 
 
 @needs_vllm
-def test_what_has_a_versions_name_is_complete(proxy, client, tmp_path):
-    """A version's folder comes to be by a rename of one whose file is whole, and the server loads that one."""
-    client.transfer.sync_dir, made, renamed, loaded = str(tmp_path), [], [], []
-
-    def watch(event, arguments):  # Python calls it before it makes or renames a file
-        path = str(arguments[0]) if event in ("os.mkdir", "os.rename") and watching else ""
-        if path.startswith(str(tmp_path)) and event == "os.mkdir":
-            made.append(Path(path).name)
-        elif path.startswith(str(tmp_path)) and "partial-" in path:
-            renamed.append((Path(arguments[1]).name, is_complete(Path(path) / "model.safetensors")))
+def test_what_a_server_loads_is_complete(proxy, client, tmp_path):
+    """Each version has a folder, whose file is as long as its header says; older ones are removed."""
+    client.transfer.sync_dir, loaded = str(tmp_path), []
 
     def rule(request):
         if request.path == "/collective_rpc":
             folder = Path(request.payload["kwargs"]["weights_path"])
-            loaded.append((folder.name, is_complete(folder / "model.safetensors")))
+            data = (folder / "model.safetensors").read_bytes()
+            size = int.from_bytes(data[:8], "little")
+            ends = [entry["data_offsets"][1] for n, entry in json.loads(data[8 : 8 + size]).items() if n[0] != "_"]
+            loaded.append((folder.name, len(data) == 8 + size + max(ends)))
 
-    model, watching = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32), True
-    sys.addaudithook(watch)  # which cannot be removed
     proxy.faults = rule
-    try:
-        for i in range(3):
-            client.update_weights(iter(model.state_dict().items()), f"v-{i}")
-    finally:
-        watching = False
-    assert renamed == loaded == [("v-0", True), ("v-1", True), ("v-2", True)]
-    assert made[1:] == ["partial-v-0", "partial-v-1", "partial-v-2"] and made[0].startswith(".mt-grpo-")
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    for i in range(3):
+        client.update_weights(iter(model.state_dict().items()), f"v-{i}")
+    assert loaded == [("v-0", True), ("v-1", True), ("v-2", True)]
     (folder,) = tmp_path.glob("mt-grpo-weights-*")
     assert [path.name for path in folder.iterdir()] == ["lock"]
     shutil.rmtree(folder)  # as a janitor of temporary directories does
@@ -1025,9 +927,7 @@ def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_pat
     assert (victim / "lock").read_text() == "precious"
 
 
-# =====================================================================================================================
 # Stopping
-# =====================================================================================================================
 
 
 def test_closing_does_not_wait_for_a_blocked_loop():
@@ -1142,9 +1042,7 @@ def test_a_client_may_have_a_connection_for_each_conversation():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-# =====================================================================================================================
 # Two ranks
-# =====================================================================================================================
 
 TWO_RANKS = """
 import json, os
@@ -1269,9 +1167,7 @@ def test_two_ranks_take_the_same_groups(server, tmp_path, late_groups, num_steps
         assert any(step + 1 - min(of_step) > 2 for step, of_step in enumerate(versions))
 
 
-# =====================================================================================================================
 # A server of several workers
-# =====================================================================================================================
 
 
 @needs_vllm

@@ -68,17 +68,9 @@ class Nodes:
                 "--output_dir", str(folder / output), *map(str, arguments), *own,
             ]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "SECONDS_PER_STEP": str(seconds_per_step)}
+            options = {"cwd": ROOT, "env": environment, "stderr": subprocess.STDOUT, "start_new_session": True}
             with open(self.logs[rank], "w") as log:
-                self.launchers.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=ROOT,
-                        env=environment,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )  # fmt: skip
-                )
+                self.launchers.append(subprocess.Popen(command, stdout=log, **options))
 
     def __enter__(self):
         return self
