@@ -62,9 +62,8 @@ NOT_TRAINED = (
     "output_dir", "resume_from_checkpoint", "logging_", "log_", "save_", "hub_", "push_", "report_to", "run_name",
     "project", "trackio_", "eval_", "per_device_eval_", "num_generations_eval", "include_", "disable_tqdm",
     "num_completions_to_print", "ddp_", "skip_memory_metrics", "debug", "vllm_server_", "vllm_group_port",
-    "vllm_gpu_memory_utilization", "load_best_model", "metric_for_best_model", "greater_is_better",
-    "restore_callback", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent",
-    "dataloader_prefetch",
+    "vllm_gpu_memory_utilization", "load_best_model", "metric_for_best_model", "greater_is_better", "restore_callback",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent", "dataloader_prefetch",
 )  # fmt: skip
 LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 ORDER_KEYS = (
@@ -104,11 +103,7 @@ def write_record(trainer: Any, folder: str) -> None:
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line of text per setting that differs from the checkpoint's record.
-
-    >>> changed_settings({"seed": 1, "beta": 0.0, "gone": 1}, {"seed": 2, "beta": 0.0, "new": 1})
-    ['seed: 1 -> 2 (the order of the prompts changes: some are trained on twice, others not at all)']
-    """
+    """One line of text per setting that differs from the checkpoint's record."""
     changed = [key for key in now if key in before and before[key] != now[key]]
     return [f"{key}: {before[key]!r} -> {now[key]!r}{NOTES.get(key, '')}" for key in changed]
 

@@ -93,7 +93,6 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
             trainer.model.train(training)  # TRL's continuous batching leaves the model in training mode
 
     def any_rank(flag: bool) -> bool:
-        """Whether the flag is set on any rank. Collective."""
         return bool(accelerator.reduce(torch.tensor(int(flag), device=accelerator.device)).item())
 
     # TRL's generation is collective if the model is sharded.

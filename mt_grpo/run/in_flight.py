@@ -73,8 +73,7 @@ class Prompts:
     """The prompts of an epoch that are still to be asked for.
 
     `order_of` returns the order of an epoch, `place` of its prompts were asked for, and `prompts` are asked for again,
-    before all others. If it is `endless`, the next epoch follows: with `refill_groups` an epoch of `Trainer` is no
-    pass through the data.
+    before all others. If it is `endless` (`refill_groups`), the next epoch follows.
 
     >>> prompts = Prompts([[3, 1, 0, 2], [0, 3, 1, 2]].__getitem__, 0, place=2, prompts=[1], endless=True)
     >>> [prompts.take() for _ in range(5)], prompts.state([3])
@@ -105,11 +104,7 @@ class Prompts:
 
 
 class RolloutBatch:
-    """The running conversations of this rank, which all started with the weights `version` of the server.
-
-    A `ServerPool` has a backend for each conversation, and proves which weights sampled. An `InProcessBackend`
-    generates in the thread that waits.
-    """
+    """The running conversations of this rank, which all started with the weights `version` of the server."""
 
     def __init__(self, rollouts: list[Rollout], converse: Callable, llm: Any, version: str | None, group_size: int):
         self.rollouts, self.seconds = rollouts, 0.0  # from the start to the end of the last conversation
@@ -128,7 +123,8 @@ class RolloutBatch:
         else:
             future = start_in_background(gather_all(conversations))
         self.over, self.cancel = future.done, future.cancel
-        # Returns the rollouts in order, None for each that is not proven to come from `version`. May be collective.
+        # Returns the rollouts in order, None for each that is not proven to come from `version`. An `InProcessBackend`
+        # generates in the thread that waits.
         self.wait: Callable[[], list[Rollout | None]] = future.result
 
 
@@ -149,8 +145,7 @@ class InFlight(TrainerCallback):
     """The conversations of a run: those of this step, and with `max_staleness` a queue of groups for later steps.
 
     With `late_groups: wait` a step waits for the oldest groups: batches are trained in the order in which they were
-    begun. With `admit` it takes the groups that are complete, oldest first. For each batch a trainer calls
-    `rows_of_step`, `complete` and `start_next`.
+    begun. With `admit` it takes the groups that are complete, oldest first.
     """
 
     POLL_SECONDS = 0.02  # between two looks at what is complete
@@ -169,8 +164,6 @@ class InFlight(TrainerCallback):
         self._taken: list[RolloutBatch] | None = None  # what this step trains, until `complete` is called
         self._waited = 0.0  # seconds that this step has waited for what it trains
         self.step_end: tuple[tuple, int] | None = None  # random numbers and token count, at the end of the last step
-
-    # -- the run's beginning, its epochs, and its checkpoints --
 
     def begin(self, saved: dict[str, Any] | None) -> None:
         """Begin a run, or go on from the `state` of a checkpoint."""
@@ -232,8 +225,6 @@ class InFlight(TrainerCallback):
         kinds = slot_kinds(count, group_size, num_ranks)
         return kinds, [index // group_size for index in range(first, first + count)]
 
-    # -- what a step trains --
-
     def rows_of_step(self, rows: RowList) -> RowList:
         """The rows that this rank trains next: the given ones, or those of the run's own order. Collective."""
         trainer, args = self.trainer, self.trainer.args
@@ -268,10 +259,7 @@ class InFlight(TrainerCallback):
         return further, *self.complete(placed, places)
 
     def complete(self, rows: RowList, places: list[int] | None = None) -> tuple[list[Rollout], dict[str, float]]:
-        """Wait for the conversations of a batch's rows (or those at `places`), restarting what a lost server leaves.
-
-        Collective. Returns the rollouts in the order of the rows, and the metrics `rollout/*`.
-        """
+        """Wait for the conversations of the rows (or those at `places`). Returns them and metrics. Collective."""
         trainer = self.trainer
         places = list(range(len(rows))) if places is None else places
         found: dict[int, Rollout] = {}  # place -> rollout
@@ -290,8 +278,7 @@ class InFlight(TrainerCallback):
             kept = {id(rollout) for rollout in found.values()}
             trainer.env.close([lost for batch in self.current for lost in batch.rollouts if id(lost) not in kept])
             retries, trainer.llm.retries = getattr(trainer.llm, "retries", 0), 0
-            no_other_server = not getattr(trainer.llm, "joined", ())
-            return len(places) - len(found), retries, int(no_other_server)
+            return len(places) - len(found), retries, int(not getattr(trainer.llm, "joined", ()))
 
         while num_pushes < self.MAX_RESTARTS:
             if self._taken is None:
@@ -324,8 +311,6 @@ class InFlight(TrainerCallback):
             "rollout/seconds": max((batch.seconds for batch in self.current), default=0.0),
             "rollout/wait_seconds": waited,
         }
-
-    # -- the queue --
 
     def _begin_epoch(self, rows: RowList) -> None:
         """Read the order of the epoch's prompts; a resumed run first asks again for those that were not trained."""
@@ -366,10 +351,7 @@ class InFlight(TrainerCallback):
         trainer._on_all_ranks(start, "Rollouts")
 
     def _take(self, slots: list[int], oldest: int | None = None) -> RowList:
-        """Take the next prompts for these slots of a batch, and return their rows of this rank. Collective.
-
-        With `max_staleness` the prompts are those of complete groups, among the `oldest` ones.
-        """
+        """Take the next prompts, or complete groups among the `oldest`, for these slots. Returns this rank's rows."""
         slot_of_row = self._slots[1]
         if self.trainer.args.max_staleness:
             groups = dict(zip(slots, self._wait_for(slots, oldest)))

@@ -25,24 +25,7 @@ from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.base.rows import prompts_of, row_text
 from mt_grpo.rollout import Rollout, StopReason
-from mt_grpo.run.checkpoints import (
-    RUN_RECORD,
-    CheckpointError,
-    changed_settings,
-    check_optimizer,
-    check_output_on_nodes,
-    check_same_on_nodes,
-    checkpoint_of_all_ranks,
-    dataset_sha256,
-    get_rng_state,
-    load_first_adapter,
-    load_missing,
-    loading,
-    run_record,
-    set_rng_state,
-    weights_not_finite,
-    write_record,
-)
+from mt_grpo.run import checkpoints
 from mt_grpo.run.in_flight import EpochOrder, InFlight, RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -78,7 +61,7 @@ class ResumableTrainer(GRPOTrainer):
         self._evaluation_due = False  # whether an evaluation was interrupted, which a resumed run makes up for
         self._of_data = ""  # the name of the dataset that is evaluated, if there are several
         config = kwargs["args"]
-        check_output_on_nodes(config.output_dir, config.save_on_each_node)
+        checkpoints.check_output_on_nodes(config.output_dir, config.save_on_each_node)
         if config.beta != 0.0 and "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
             # transformers would read the weights on rank 0 alone, and TRL 1.16 shards the reference model without
             # handing them out: the other ranks' shards would be memory that nobody wrote, and the KL term noise.
@@ -94,7 +77,7 @@ class ResumableTrainer(GRPOTrainer):
 
     @functools.cached_property
     def _dataset_sha256(self) -> str:
-        return dataset_sha256(self.train_dataset)
+        return checkpoints.dataset_sha256(self.train_dataset)
 
     def _go_on_from(self, path: Path) -> TrainerState:
         """Say from which step the run goes on, and what it changes. Returns the checkpoint's state."""
@@ -104,7 +87,8 @@ class ResumableTrainer(GRPOTrainer):
         self._saved[state.global_step] = path
         if self.accelerator.is_main_process:
             print(f"resumed from {path}, after step {state.global_step}", flush=True)
-            if changed := changed_settings(read_json(path / RUN_RECORD) or {}, run_record(self)):
+            before = read_json(path / checkpoints.RUN_RECORD) or {}
+            if changed := checkpoints.changed_settings(before, checkpoints.run_record(self)):
                 changed = "\n  ".join(changed)
                 logger.warning(f"{path} was trained with other settings. This run changes:\n  {changed}")
             if self.args.sync_ref_model:
@@ -113,26 +97,27 @@ class ResumableTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._loading = resume_from_checkpoint
-        with loading(resume_from_checkpoint):
+        with checkpoints.loading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             if not self._is_sharded:
-                load_first_adapter(resume_from_checkpoint, self.model)
+                checkpoints.load_first_adapter(resume_from_checkpoint, self.model)
         self._loading = None
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """`Trainer`'s method, which only warns of weights that a checkpoint lacks. Raises `CheckpointError`."""
         super()._issue_warnings_after_load(load_result)
         if not self._is_sharded:
-            load_missing(self._loading or self.state.best_model_checkpoint, self.model, load_result.missing_keys)
+            path = self._loading or self.state.best_model_checkpoint
+            checkpoints.load_missing(path, self.model, load_result.missing_keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with loading(checkpoint):
+        with checkpoints.loading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None and not self._is_sharded:
-                check_optimizer(self.optimizer)
+                checkpoints.check_optimizer(self.optimizer)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with loading(checkpoint):
+        with checkpoints.loading(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
@@ -150,7 +135,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _check_weights(self) -> None:
         """Raise `NotFinite` on all ranks if any weight is not finite. Collective."""
-        if names := [name for rank in gather_object([weights_not_finite(self.model)]) for name in rank]:
+        if names := [name for rank in gather_object([checkpoints.weights_not_finite(self.model)]) for name in rank]:
             what = f"{len(set(names))} weights are not finite, such as {names[0]}. They are not saved"
             raise NotFinite(f"Step {self.state.global_step}: {what}. {LOWER}")
 
@@ -159,7 +144,7 @@ class ResumableTrainer(GRPOTrainer):
         self._check_weights()
         self.save_model()
         self.save_state()
-        write_record(self, self.args.output_dir)
+        checkpoints.write_record(self, self.args.output_dir)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """`Trainer`'s method, with the prompts in flight. Raises `NotFinite` on all ranks instead of saving NaN."""
@@ -174,7 +159,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        write_record(self, output_dir)
+        checkpoints.write_record(self, output_dir)
         self.accelerator.wait_for_everyone()  # INVARIANT: trainer_state.json is written after the files of all ranks
 
     def _last_saved(self) -> str:
@@ -190,7 +175,7 @@ class ResumableTrainer(GRPOTrainer):
             return "No step was completed, so there is nothing to save."
         if step not in self._saved:
             rng, self.state.num_input_tokens_seen = self.in_flight.step_end
-            set_rng_state(rng)  # the resumed run samples the failed batch again, unchanged
+            checkpoints.set_rng_state(rng)  # the resumed run samples the failed batch again, unchanged
             self.args.save_only_model = False  # of which nothing could be continued
             try:
                 self._save_checkpoint(self.model, trial=None)
@@ -249,14 +234,13 @@ class ResumableTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train` that leaves no conversation open. Raises `ValueError` for an incomplete checkpoint."""
-        checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
+        checkpoint = checkpoints.checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
         self._saved, eval_on_start = {}, self.args.eval_on_start
-        check_same_on_nodes(lambda: run_record(self))
+        checkpoints.check_same_on_nodes(lambda: checkpoints.run_record(self))
         begun = self._go_on_from(Path(checkpoint)) if checkpoint else None
-        goes_on = begun is not None and not self.args.ignore_data_skip  # which begins the epoch anew
-        self.in_flight.begin(begun.stateful_callbacks.get("in_flight") if goes_on else None)
-        due = begun is not None and begun.stateful_callbacks.get("evaluation_due", False)
-        self._evaluation_due = due and self.args.eval_strategy != "no"
+        saved = begun.stateful_callbacks if begun is not None else {}
+        self.in_flight.begin(None if self.args.ignore_data_skip else saved.get("in_flight"))
+        self._evaluation_due = saved.get("evaluation_due", False) and self.args.eval_strategy != "no"
         self.args.eval_on_start = eval_on_start or self._evaluation_due
         try:
             result = super().train(checkpoint, *args, **kwargs)
@@ -288,7 +272,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` that does not change training: random numbers, and the mode that `log` goes by."""
-        before, training = get_rng_state(), self.model.training
+        before, training = checkpoints.get_rng_state(), self.model.training
         self._of_data = str(kwargs.get("metric_key_prefix", "eval")).removeprefix("eval").removeprefix("_")
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
@@ -297,17 +281,17 @@ class ResumableTrainer(GRPOTrainer):
             self._evaluation_due = True
             raise
         finally:
-            set_rng_state(before)
+            checkpoints.set_rng_state(before)
             self.model.train(training)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> dict:
         """`Trainer._evaluate`. An evaluation that is made up for counts for the schedule and the best checkpoint."""
         if not self._evaluation_due:
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        before, saved = get_rng_state(), str(self._saved[self.state.global_step])
+        before, saved = checkpoints.get_rng_state(), str(self._saved[self.state.global_step])
         self._load_rng_state(saved)  # `Trainer` does so later, where training goes on
         metrics = super()._evaluate(trial, ignore_keys_for_eval)
-        set_rng_state(before)
+        checkpoints.set_rng_state(before)
         self._evaluation_due = False
         if self._determine_best_metric(metrics, trial) and self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = saved
@@ -345,9 +329,10 @@ class ResumableTrainer(GRPOTrainer):
         for i, rollout in zip(indices, rollouts):
             rollout.place(self.accelerator.process_index * len(rows) + i)
             rollout.policy_version = self._weight_counter.version
-        pushed = self.weight_sync and self.weight_sync.pushed
         converse = functools.partial(self.env.converse_whole, sampling_params=self._sampling_params)
-        return RolloutBatch(rollouts, converse, self.llm, pushed, self._group_size)
+        return RolloutBatch(
+            rollouts, converse, self.llm, self.weight_sync and self.weight_sync.pushed, self._group_size
+        )
 
     def _opened(self, rows: list[dict[str, Any]]) -> list[Rollout]:
         rollouts = self.env.start(prompts_of(rows), rows=rows)
@@ -390,7 +375,7 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
             logger.error("training stopped", exc_info=root_cause(error))
-            if isinstance(error, CheckpointError):  # nothing was trained, and what is there is no state to save
+            if isinstance(error, checkpoints.CheckpointError):  # nothing was trained: there is no state to save
                 sys.exit(f"error: {error}")
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
         finally:  # not as the interpreter ends: it looks up no host's name any more, and adapters would stay
