@@ -96,12 +96,6 @@ def run_record(trainer: Any) -> dict[str, Any]:
     return json.loads(json.dumps(record, default=lambda value: sorted(value) if isinstance(value, set) else "?"))
 
 
-def write_record(trainer: Any, folder: str) -> None:
-    """Write the record of a run next to what it saves."""
-    if trainer.args.should_save:
-        Path(folder, RUN_RECORD).write_text(json.dumps(run_record(trainer), indent=1), encoding="utf-8")
-
-
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """One line of text per setting that differs from the checkpoint's record."""
     changed = [key for key in now if key in before and before[key] != now[key]]
@@ -160,13 +154,6 @@ def load_first_adapter(checkpoint: str, model: Any) -> None:
         raise ValueError(f"it lacks {len(missing)} weights of the LoRA, such as {missing[0]}. Use its lora_* settings")
     if len(model.peft_config) > 1:
         set_peft_model_state_dict(model, saved, adapter_name="default")
-
-
-def check_optimizer(optimizer: Any) -> None:
-    """Raise `ValueError` if a loaded state is of another optimizer: torch compares only the numbers of parameters."""
-    for group in optimizer.param_groups:
-        if lacking := sorted(optimizer.defaults.keys() - group.keys()):
-            raise ValueError(f"optim is another one, whose state lacks {', '.join(lacking)}. Expected the same optim")
 
 
 def weights_not_finite(model: Any) -> list[str]:

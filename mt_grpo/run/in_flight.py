@@ -40,12 +40,7 @@ def slot_kinds(per_rank: int, group_size: int, num_ranks: int) -> list[Kind]:
 
 
 def choose_groups(complete: list[bool], kinds: list[Kind], slots: list[Kind]) -> list[int] | None:
-    """For each slot of a batch the index of a complete group of its kind, oldest first; None if there are too few.
-
-    >>> left, right = (4, 0), (0, 4)
-    >>> choose_groups([False, True, True, True], [left, right, left, right], [left, right])
-    [2, 1]
-    """
+    """For each slot of a batch the index of a complete group of its kind, oldest first; None if there are too few."""
     waiting = {kind: deque(i for i, own in enumerate(kinds) if own == kind and complete[i]) for kind in slots}
     chosen = [waiting[kind].popleft() if waiting[kind] else None for kind in slots]
     return None if None in chosen else chosen

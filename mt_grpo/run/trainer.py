@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import os
@@ -25,7 +26,22 @@ from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
 from mt_grpo.base.rows import prompts_of, row_text
 from mt_grpo.rollout import Rollout, StopReason
-from mt_grpo.run import checkpoints
+from mt_grpo.run.checkpoints import (
+    RUN_RECORD,
+    CheckpointError,
+    changed_settings,
+    check_output_on_nodes,
+    check_same_on_nodes,
+    checkpoint_of_all_ranks,
+    dataset_sha256,
+    get_rng_state,
+    load_first_adapter,
+    load_missing,
+    loading,
+    run_record,
+    set_rng_state,
+    weights_not_finite,
+)
 from mt_grpo.run.in_flight import EpochOrder, InFlight, RolloutBatch
 
 logger = logging.getLogger(__name__)
@@ -43,10 +59,7 @@ torch.serialization.register_package(30, lambda storage: None, lambda data, wher
 
 
 class ResumableTrainer(GRPOTrainer):
-    """`GRPOTrainer` that can be stopped at any time, and trains on exactly as without the stop when it is resumed.
-
-    A subclass sets `backend`, `env`, `llm`, `reward_weights` and `turn_advantage_coef`.
-    """
+    """`GRPOTrainer` that can be stopped at any time, and trains on exactly as without the stop when it is resumed."""
 
     FP16_SKIPS = 50  # steps in a row, which fp16's scaler skips; from 65,536 a scale is 1 after 16 of them
 
@@ -61,7 +74,7 @@ class ResumableTrainer(GRPOTrainer):
         self._evaluation_due = False  # whether an evaluation was interrupted, which a resumed run makes up for
         self._of_data = ""  # the name of the dataset that is evaluated, if there are several
         config = kwargs["args"]
-        checkpoints.check_output_on_nodes(config.output_dir, config.save_on_each_node)
+        check_output_on_nodes(config.output_dir, config.save_on_each_node)
         if config.beta != 0.0 and "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
             # transformers would read the weights on rank 0 alone, and TRL 1.16 shards the reference model without
             # handing them out: the other ranks' shards would be memory that nobody wrote, and the KL term noise.
@@ -77,7 +90,7 @@ class ResumableTrainer(GRPOTrainer):
 
     @functools.cached_property
     def _dataset_sha256(self) -> str:
-        return checkpoints.dataset_sha256(self.train_dataset)
+        return dataset_sha256(self.train_dataset)
 
     def _go_on_from(self, path: Path) -> TrainerState:
         """Say from which step the run goes on, and what it changes. Returns the checkpoint's state."""
@@ -87,8 +100,8 @@ class ResumableTrainer(GRPOTrainer):
         self._saved[state.global_step] = path
         if self.accelerator.is_main_process:
             print(f"resumed from {path}, after step {state.global_step}", flush=True)
-            before = read_json(path / checkpoints.RUN_RECORD) or {}
-            if changed := checkpoints.changed_settings(before, checkpoints.run_record(self)):
+            before = read_json(path / RUN_RECORD) or {}
+            if changed := changed_settings(before, run_record(self)):
                 changed = "\n  ".join(changed)
                 logger.warning(f"{path} was trained with other settings. This run changes:\n  {changed}")
             if self.args.sync_ref_model:
@@ -97,10 +110,10 @@ class ResumableTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         self._loading = resume_from_checkpoint
-        with checkpoints.loading(resume_from_checkpoint):
+        with loading(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             if not self._is_sharded:
-                checkpoints.load_first_adapter(resume_from_checkpoint, self.model)
+                load_first_adapter(resume_from_checkpoint, self.model)
         self._loading = None
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -108,23 +121,22 @@ class ResumableTrainer(GRPOTrainer):
         super()._issue_warnings_after_load(load_result)
         if not self._is_sharded:
             path = self._loading or self.state.best_model_checkpoint
-            checkpoints.load_missing(path, self.model, load_result.missing_keys)
+            load_missing(path, self.model, load_result.missing_keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with checkpoints.loading(checkpoint):
+        with loading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None and not self._is_sharded:
-                checkpoints.check_optimizer(self.optimizer)
+                for group in self.optimizer.param_groups:  # torch compares only the numbers of parameters
+                    if lacking := sorted(self.optimizer.defaults.keys() - group.keys()):
+                        raise ValueError(f"optim is another one, whose state lacks {', '.join(lacking)}")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        with checkpoints.loading(checkpoint):
+        with loading(checkpoint):
             super()._load_rng_state(checkpoint)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """The gradient norm, which `Trainer` reads before each optimizer step. Raises `NotFinite` on all ranks.
-
-        DeepSpeed has taken its step by then: there `_check_weights` keeps such weights out of checkpoints.
-        """
+        """The gradient norm before an optimizer step, or with DeepSpeed behind it. Raises `NotFinite` on all ranks."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
         finite = grad_norm is None or math.isfinite(float(grad_norm))
         self._num_skipped = 0 if finite else self._num_skipped + 1
@@ -135,7 +147,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _check_weights(self) -> None:
         """Raise `NotFinite` on all ranks if any weight is not finite. Collective."""
-        if names := [name for rank in gather_object([checkpoints.weights_not_finite(self.model)]) for name in rank]:
+        if names := [name for rank in gather_object([weights_not_finite(self.model)]) for name in rank]:
             what = f"{len(set(names))} weights are not finite, such as {names[0]}. They are not saved"
             raise NotFinite(f"Step {self.state.global_step}: {what}. {LOWER}")
 
@@ -144,7 +156,11 @@ class ResumableTrainer(GRPOTrainer):
         self._check_weights()
         self.save_model()
         self.save_state()
-        checkpoints.write_record(self, self.args.output_dir)
+        self._write_record(self.args.output_dir)
+
+    def _write_record(self, folder: str) -> None:
+        if self.args.should_save:
+            Path(folder, RUN_RECORD).write_text(json.dumps(run_record(self), indent=1), encoding="utf-8")
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """`Trainer`'s method, with the prompts in flight. Raises `NotFinite` on all ranks instead of saving NaN."""
@@ -159,7 +175,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        checkpoints.write_record(self, output_dir)
+        self._write_record(output_dir)
         self.accelerator.wait_for_everyone()  # INVARIANT: trainer_state.json is written after the files of all ranks
 
     def _last_saved(self) -> str:
@@ -175,7 +191,7 @@ class ResumableTrainer(GRPOTrainer):
             return "No step was completed, so there is nothing to save."
         if step not in self._saved:
             rng, self.state.num_input_tokens_seen = self.in_flight.step_end
-            checkpoints.set_rng_state(rng)  # the resumed run samples the failed batch again, unchanged
+            set_rng_state(rng)  # the resumed run samples the failed batch again, unchanged
             self.args.save_only_model = False  # of which nothing could be continued
             try:
                 self._save_checkpoint(self.model, trial=None)
@@ -234,9 +250,9 @@ class ResumableTrainer(GRPOTrainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train` that leaves no conversation open. Raises `ValueError` for an incomplete checkpoint."""
-        checkpoint = checkpoints.checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
+        checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
         self._saved, eval_on_start = {}, self.args.eval_on_start
-        checkpoints.check_same_on_nodes(lambda: checkpoints.run_record(self))
+        check_same_on_nodes(lambda: run_record(self))
         begun = self._go_on_from(Path(checkpoint)) if checkpoint else None
         saved = begun.stateful_callbacks if begun is not None else {}
         self.in_flight.begin(None if self.args.ignore_data_skip else saved.get("in_flight"))
@@ -272,7 +288,7 @@ class ResumableTrainer(GRPOTrainer):
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
         """`Trainer.evaluate` that does not change training: random numbers, and the mode that `log` goes by."""
-        before, training = checkpoints.get_rng_state(), self.model.training
+        before, training = get_rng_state(), self.model.training
         self._of_data = str(kwargs.get("metric_key_prefix", "eval")).removeprefix("eval").removeprefix("_")
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
@@ -281,17 +297,17 @@ class ResumableTrainer(GRPOTrainer):
             self._evaluation_due = True
             raise
         finally:
-            checkpoints.set_rng_state(before)
+            set_rng_state(before)
             self.model.train(training)
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False) -> dict:
         """`Trainer._evaluate`. An evaluation that is made up for counts for the schedule and the best checkpoint."""
         if not self._evaluation_due:
             return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
-        before, saved = checkpoints.get_rng_state(), str(self._saved[self.state.global_step])
+        before, saved = get_rng_state(), str(self._saved[self.state.global_step])
         self._load_rng_state(saved)  # `Trainer` does so later, where training goes on
         metrics = super()._evaluate(trial, ignore_keys_for_eval)
-        checkpoints.set_rng_state(before)
+        set_rng_state(before)
         self._evaluation_due = False
         if self._determine_best_metric(metrics, trial) and self.state.best_global_step == self.state.global_step:
             self.state.best_model_checkpoint = saved
@@ -375,7 +391,7 @@ def train_or_save(trainer: ResumableTrainer) -> None:
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
             logger.error("training stopped", exc_info=root_cause(error))
-            if isinstance(error, checkpoints.CheckpointError):  # nothing was trained: there is no state to save
+            if isinstance(error, CheckpointError):  # nothing was trained: there is no state to save
                 sys.exit(f"error: {error}")
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
         finally:  # not as the interpreter ends: it looks up no host's name any more, and adapters would stay

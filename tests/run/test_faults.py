@@ -131,8 +131,8 @@ PASSING = [
     Fault("503", status=503, body=b"<html>come back later</html>"),
     Fault("closed", status=0),
     Fault("cut", cut=True),
-    Fault("silence", delay=60),
 ]
+SILENCE = [Fault("silence", delay=60)]
 MALFORMED = Fault("malformed", change=lambda answer: b'{"choices": [{"token_ids": [1, 2')
 NAN = Fault("NaN", change=on_choice(lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(0, float("nan"))))
 HUGE = {"token_ids": [2**70], "logprobs": {"token_logprobs": [-1.0]}}  # no ids of the vocabulary
@@ -151,13 +151,14 @@ NO_SAMPLES = [
 
 
 @needs_vllm
-@pytest.mark.parametrize("faults", [PASSING, NO_SAMPLES], ids=["passing", "no samples"])
+@pytest.mark.parametrize("faults", [PASSING, SILENCE, NO_SAMPLES], ids=["passing", "silence", "no samples"])
 def test_a_fault_that_passes_costs_a_retry(proxy, client, faults):
     """Requests that fail once are sent again, are counted, and leave nothing in the records."""
     env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_completion_length=120,
                            max_turn_tokens=48, max_model_len=CONTEXT)  # fmt: skip
+    client.request_timeout = 4.0 if faults == SILENCE else 60.0
     for fault in faults:
-        client.retries, client.request_timeout = 0, 4.0 if fault.name == "silence" else 60.0
+        client.retries = 0
         proxy.faults = first(3, fault, COMPLETIONS)
         prompts = [f"What is {a} * 37?" for a in range(20, 28)]
         rollouts = env.generate(prompts, client, {"temperature": 0.0})["rollouts"]
