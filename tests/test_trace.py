@@ -36,7 +36,6 @@ LOGGING = {
     "staleness_metrics",
     "versions_of",
     "_mode",
-    "_note_end",
     "tokens_read_again",
 }
 ALTERED = {
@@ -51,7 +50,7 @@ ALTERED = {
 }  # by an environment
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_stop_if_asked", "start_in_background",
-    "gather_all", "wait", "__init__", "_sync_weights", "check_conversations",
+    "gather_all", "__init__", "_sync_weights", "check_conversations",
     "compare_ranks", "failed", "complete", "rows_of_step", "start_next",
     "_in_its_place", "is_cut_off",
 }  # fmt: skip

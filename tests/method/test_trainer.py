@@ -943,15 +943,15 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
 
     class Stopped(MTGRPOEnvTrainer):
         def _roll_out(self, prompts):
-            self.in_flight.groups, self._stop_signal = deque([GroupInFlight(0, (8,), [], batch)]), signal.SIGTERM
+            self.in_flight.groups, self._stop_signal = deque([GroupInFlight(0, {}, (8,), [batch])]), signal.SIGTERM
             if taken:  # and started to wait for
-                self.in_flight.current = self.in_flight.groups.popleft().batch
+                self.in_flight.current = self.in_flight.groups.popleft().batches
             return super()._roll_out(prompts)
 
     trainer = make_trainer(random_model, tmp_path, cls=Stopped)
     with pytest.raises(RunStopped):
         trainer.train()
-    assert cancelled == [True] and not trainer.in_flight.groups and trainer.in_flight.current is None
+    assert cancelled == [True] and not trainer.in_flight.groups and not trainer.in_flight.current
 
 
 @pytest.mark.parametrize(
