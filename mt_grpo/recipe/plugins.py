@@ -1,7 +1,10 @@
-"""Tools, rewards and environments from files that a recipe names by path."""
+"""What a recipe names: files of tools and rewards, environments, and integrations of other frameworks."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import os
@@ -20,6 +23,126 @@ from mt_grpo.conversation.tools.processes import ToolProcesses
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Turn
 from mt_grpo.training.rewards import check_rewards, named_apart
+
+# FORK: an integration of your own needs no line here. Its package has an entry point of the group
+# `mt_grpo.integrations`, which names its subclass of `Integration` (docs/forking.md).
+INTEGRATIONS = {
+    "agents": "mt_grpo.integrations.agents.keys:AgentIntegration",
+    "gym": "mt_grpo.integrations.gym.keys:GymIntegration",
+    "openenv": "mt_grpo.integrations.openenv.keys:OpenEnvIntegration",
+    "ms_swift": "mt_grpo.integrations.ms_swift.keys:SwiftIntegration",
+    "verl": "mt_grpo.integrations.verl.keys:VerlIntegration",
+    "mcp": "mt_grpo.integrations.mcp.keys:McpIntegration",
+}
+
+
+class Integration:
+    """Base class of an integration. It defines recipe keys, and the conversation or tools of a recipe with them.
+
+    `script_args` has the keys of all integrations and those of data, tools and rewards; `args` has the other settings.
+    All methods raise `ValueError`, with the key, for a recipe that cannot work.
+
+    Attributes:
+        keys: The dataclass of the recipe keys.
+        line: The line of a recipe, for error messages, with which the integration replaces the trainer's own
+            conversation. Empty: it only adds to the trainer's own.
+        counts_model_calls: Whether `max_model_calls` bounds its conversations.
+    """
+
+    keys: type
+    line = ""
+    counts_model_calls = False
+
+    def runs(self, script_args: Any) -> bool:
+        """Whether this integration runs the recipe's conversation, if none before it in the list does."""
+        return False
+
+    def check(self, script_args: Any, runner: Integration | None) -> None:
+        """Raise for a key without effect. `runner` is what runs the conversation, None: the trainer itself."""
+        if runner is not self:
+            refuse(script_args, self.keys)
+
+    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """(class of conversations, classes of environments or None), if the integration runs the conversation."""
+        raise NotImplementedError
+
+    def around(self, script_args: Any, conversation: type) -> type:
+        """Change the class of conversations, which may be that of another integration."""
+        return conversation
+
+    def tools(self, script_args: Any) -> list[Callable]:
+        """The tools of the recipe that this integration adds to those of `tools_script`."""
+        return []
+
+
+def refuse(script_args: Any, keys: type, without: str = "", names: tuple[str, ...] = ()) -> None:
+    """Raise `ValueError` if a key (one of `names`, if there are any) is set but has no effect without something else.
+
+    What is missing is `without`, by default the metadata `needs` of each key.
+    """
+    for each in dataclasses.fields(keys):
+        needed = without or each.metadata.get("needs")
+        if each.name in (names or [each.name]) and needed and getattr(script_args, each.name) != each.default:
+            raise ValueError(f"{each.name} has no effect without {needed}. Add it, or remove {each.name}.")
+
+
+def no_integrations() -> str:
+    """A sentence for errors in a file of scripts/one_file.py, where the package is no folder. Else empty."""
+    in_one_file = not hasattr(sys.modules["mt_grpo"], "__path__")
+    return " This file has no integrations: start the clone's script for them." if in_one_file else ""
+
+
+@functools.cache
+def integrations() -> tuple[Integration, ...]:
+    """Those of the table, then those of other packages. The first one that `runs` a recipe has its rollouts."""
+    group = "mt_grpo.integrations"
+    ours = [] if no_integrations() else INTEGRATIONS.items()
+    points = [importlib.metadata.EntryPoint(name, value, group) for name, value in ours]
+    others = importlib.metadata.entry_points(group=group) if ours else []
+    return tuple(point.load()() for point in [*points, *others])
+
+
+@functools.cache
+def add_integrations(script_arguments: type) -> type:
+    """Add the keys of all integrations to a dataclass of settings. Raises `ValueError` for a key that two have."""
+    classes = *(each.keys for each in integrations()), script_arguments
+    owners: dict[str, type] = {}
+    for cls in classes:
+        for each in dataclasses.fields(cls):
+            if (owner := owners.setdefault(each.name, cls)) is not cls:
+                raise ValueError(f"{owner.__name__} and {cls.__name__} both have the recipe key {each.name}.")
+    return dataclasses.make_dataclass(script_arguments.__name__, [], bases=classes)
+
+
+def integrations_of(script_args: Any) -> list[Integration]:
+    """The integrations whose keys the settings have: none if they were not read by `parse_arguments`."""
+    given = vars(script_args).keys()
+    return [each for each in integrations() if given >= {field.name for field in dataclasses.fields(each.keys)}]
+
+
+def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+    """(class of conversations, classes of environments or None) of a recipe, with the changes of all integrations."""
+    known = integrations_of(script_args)
+    runner = next((each for each in known if each.runs(script_args)), None)
+    for each in known:
+        each.check(script_args, runner)
+    if runner is not None:
+        conversation, environment = runner.conversation(script_args, args, base)
+    else:
+        conversation, environment = load_environment(script_args.environment, script_args.tools_script, base)
+    for each in known:
+        conversation = each.around(script_args, conversation)
+    return conversation, environment
+
+
+def load_recipe_tools(script_args: Any, args: Any) -> list[Callable]:
+    """The tools of a recipe: those of `tools_script`, and those of integrations. Raises `ValueError`."""
+    return load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
+
+
+def load_integration_tools(script_args: Any) -> list[Callable]:
+    """The tools of a recipe's integrations. Raises `ValueError`."""
+    return [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]
 
 
 def module_name(path: str, key: str) -> str:
@@ -54,19 +177,15 @@ def load_lists(path: str, key: str, names: list[str]) -> list:
     module = import_file(path, key)
     if not any(hasattr(module, name) for name in names):
         raise ValueError(f"{key}: {path!r} defines neither {' nor '.join(names)}. Define one of them.")
-    if wrong := [name for name in names if isinstance(getattr(module, name, None), types.FunctionType)]:
-        raise ValueError(f"{key}: {wrong[0]} of {path!r} is a function. Expected a list: {wrong[0]} = [...].")
     return [getattr(module, name, []) for name in names]
 
 
 def load_named(reference: str, key: str, example: str) -> tuple[Any, str, str]:
     """(what `path.py:name` names, the name, the path). Raises `ValueError` if there is none."""
     path, _, name = reference.rpartition(":")
-    if not path:
-        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:{example}.")
-    path = absolute(path)
-    module = sys.modules.get(module_name(path, "tools_script"))  # a class in the tools file shares its globals
-    module = module or import_file(path, key)
+    path = absolute(path or reference)
+    # A class in the tools file shares its globals.
+    module = sys.modules.get(module_name(path, "tools_script")) or import_file(path, key)
     if not hasattr(module, name):
         raise ValueError(f"{key}: {path!r} has no {name!r}. Expected path.py:{example}.")
     return getattr(module, name), name, path
@@ -74,10 +193,7 @@ def load_named(reference: str, key: str, example: str) -> tuple[Any, str, str]:
 
 def load_class(reference: str, key: str) -> type:
     """The class that `path.py:Class` names. Raises `ValueError` if there is none."""
-    found, name, path = load_named(reference, key, "ClassName")
-    if not isinstance(found, type):
-        raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a class.")
-    return found
+    return load_named(reference, key, "ClassName")[0]
 
 
 def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
@@ -123,9 +239,10 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         return []
     path = absolute(path)  # tool processes import the file later
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
-    if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
+    module = tools_module(path)
+    if not tools and not hasattr(module, "ENVIRONMENT"):
         raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
-    if inspect.iscoroutinefunction(check := getattr(tools_module(path), "CHECK_TOOLS", lambda: None)):
+    if inspect.iscoroutinefunction(check := getattr(module, "CHECK_TOOLS", lambda: None)):
         raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
     check()
     if not isolate:
@@ -140,9 +257,9 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
 
 def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callable], list[Callable]]:
     """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
+    if not path and optional:
+        return [], []
     if not path:
-        if optional:
-            return [], []
         raise ValueError("reward_fn is not set. Add it to the recipe; hf_recipes/ has examples.")
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["TURN_REWARD_FUNCS", "OUTCOME_REWARD_FUNCS"])
     check_rewards(turn_funcs, outcome_funcs)

@@ -15,9 +15,9 @@ import pytest
 import mt_grpo_trainer as mt
 from mt_grpo.base.fields import key
 from mt_grpo.integrations.session import RolloutSession
-from mt_grpo.recipe import integrations as choose
-from mt_grpo.recipe.integrations import Integration
+from mt_grpo.recipe import plugins as choose
 from mt_grpo.recipe.keys import make_absolute
+from mt_grpo.recipe.plugins import Integration
 from mt_grpo.rollout import StopReason
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -39,12 +39,11 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe import plugins
-from mt_grpo.recipe.checks import check_dataset, longest_prompt
+from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts, warnings_of
 from mt_grpo.recipe.data import load_rows, make_arithmetic
 from mt_grpo.recipe.keys import OF_TRL, known_keys
 from mt_grpo.recipe.parse import read_recipe
 from mt_grpo.recipe.plugins import import_file
-from mt_grpo.recipe.refusals import backend_of, text_of_cuts, warnings_of
 from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
 from mt_grpo.training.rewards import weights_of

@@ -11,7 +11,7 @@ import yaml
 from test_recipes import change_model
 
 import mt_grpo_trainer as mt
-from mt_grpo.recipe.refusals import text_of_cuts
+from mt_grpo.recipe.checks import text_of_cuts
 from mt_grpo.reports.preflight import READINGS, facts_of_batches, run_preflight, troubles
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import Batch

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key
-from mt_grpo.recipe.integrations import Integration, needs_packages, refuse
+from mt_grpo.recipe.plugins import Integration, refuse
 
 AGENT = "the line environment: openai_agent"
 
@@ -51,6 +51,6 @@ class AgentIntegration(Integration):
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The conversation that the agent runs."""
-        with needs_packages(self.line, extra="agents"):
-            from mt_grpo.integrations.agents.conversation import load_agent_conversation
+        from mt_grpo.integrations.agents.conversation import load_agent_conversation
+
         return load_agent_conversation(script_args, args, base)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mt_grpo.base.fields import key
 from mt_grpo.integrations.checks import OWN
-from mt_grpo.recipe.integrations import Integration, needs_packages, refuse
+from mt_grpo.recipe.plugins import Integration, refuse
 
 
 @dataclass
@@ -32,6 +32,6 @@ class McpIntegration(Integration):
         """The tools of `mcp_config_file`."""
         if script_args.mcp_config_file is None:
             return []
-        with needs_packages("mcp_config_file", extra="mcp"):
-            from mt_grpo.integrations.mcp.tools import load_mcp_tools
+        from mt_grpo.integrations.mcp.tools import load_mcp_tools
+
         return load_mcp_tools(script_args.mcp_config_file)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mt_grpo.base.fields import key, keys_that
 from mt_grpo.integrations.checks import OWN
-from mt_grpo.recipe.integrations import Integration, refuse
+from mt_grpo.recipe.plugins import Integration, refuse
 
 
 @dataclass
