@@ -16,10 +16,18 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import ServerError, ServerLost, tell_once
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
-from mt_grpo.conversation import picture_parts
 from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
-from mt_grpo.conversation.picture_parts import num_pixels, of_columns
+from mt_grpo.conversation.picture_parts import (
+    OTHER_KINDS,
+    num_pixels,
+    of_columns,
+    placed,
+    read_pictures,
+    refuse_images,
+    with_marks,
+    with_places,
+)
 from mt_grpo.conversation.pictures import (
     TOWER,
     PictureReader,
@@ -52,9 +60,6 @@ TO_INSTALL = f"If something fails, install tested versions: {INSTALL}."
 CREDIT_KEYS = ("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline")
 
 
-# --- settings --------------------------------------------------------------------------------------------------------
-
-
 def backend_of(args: GRPOConfig) -> str:
     """The backend that samples the tokens: `server`, `colocate` or `transformers`."""
     return args.vllm_mode if args.use_vllm else "transformers"
@@ -66,21 +71,17 @@ def cuts_of(args: GRPOConfig) -> dict[str, Any]:
     return {key: given[key] for key, same in CUTS.items() if given[key] not in same}
 
 
-def corrects(args: GRPOConfig) -> bool:
-    """Whether importance ratios correct the difference between what samples and what is trained."""
-    return args.use_vllm and args.vllm_importance_sampling_correction
-
-
 def text_of_cuts(args: GRPOConfig) -> str:
     """Sampling settings such as top_p that bias the importance ratio, as text; empty without its correction."""
-    return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items()) if corrects(args) else ""
+    corrects = args.use_vllm and args.vllm_importance_sampling_correction
+    return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items()) if corrects else ""
 
 
 def warnings_of(args: GRPOConfig) -> list[str]:
     """Texts for the log of a run's start: which settings bias its gradient, or clip nothing."""
-    bias = "it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md)"
-    if not corrects(args):
-        bias = "rollouts are not sampled from the policy that is trained, uncorrected"
+    bias = "rollouts are not sampled from the policy that is trained, uncorrected"
+    if text_of_cuts(args):
+        bias = "it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md)"
     found = [f"{key}={value}: {bias}." for key, value in cuts_of(args).items()]
     epsilon = max(args.epsilon, args.epsilon_high or 0.0)
     if args.importance_sampling_level == "sequence" and args.loss_type in CLIPPED_LOSSES and epsilon > 0.01:
@@ -151,7 +152,7 @@ def why_not_sampled(args: GRPOConfig) -> str | None:
     The trainer's logprobs are of the whole vocabulary. Those of a distribution that was cut are larger: at unchanged
     weights the ratio is the share that was kept, and what has a negative advantage may be clipped from the first step.
     """
-    if not corrects(args):
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return "it needs use_vllm: true and vllm_importance_sampling_correction: true"
     if text := text_of_cuts(args):
         return f"{text} makes the sampled logprobs other than those of the policy"
@@ -206,9 +207,6 @@ def asks_for_fsdp(args: GRPOConfig) -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(args.fsdp)
 
 
-# --- data and model --------------------------------------------------------------------------------------------------
-
-
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     """Raise `ValueError` unless each row has messages as its prompt, or an environment that may bring them."""
     if taken := sorted({*dataset.column_names} & {*REWARD_COLUMNS}):
@@ -233,13 +231,13 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
 def check_images(dataset: Any, name: str, env: Any) -> None:
     """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
     reader, of_scheduler = reader_of(env.tokenizer), hasattr(env, "place_images")
-    by_default = picture_parts.with_marks if env.environments is None else picture_parts.with_places
+    by_default = with_marks if env.environments is None else with_places
     place = env.place_images if of_scheduler else by_default
     for i, row in enumerate(dataset):
         if reader is None:
-            picture_parts.refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
+            refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
         elif getattr(env, "reads_rows", True):
-            if others := [key for key in picture_parts.OTHER_KINDS if row.get(key)]:
+            if others := [key for key in OTHER_KINDS if row.get(key)]:
                 raise ValueError(f"{name}, row {i}: the column {others[0]!r} is not read: only images are. Remove it.")
             messages = row.get("prompt") or (row.get("messages") if of_scheduler else None) or []
             place(messages, row, env.tokenizer, f"{name}, row {i}")
@@ -260,10 +258,10 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
     # `shown` keeps its pictures while the prompt is tokenised.
     further: list[int] = []
-    (prompt,), (shown,) = picture_parts.read_pictures([prompt], [row], env.tokenizer, env, "mark_images")
+    (prompt,), (shown,) = read_pictures([prompt], [row], env.tokenizer, env, "mark_images")
     if env.environments is not None and not hasattr(env, "mark_images"):
         try:
-            prompt = picture_parts.placed(prompt, of_columns(shown, row), "the prompt")
+            prompt = placed(prompt, of_columns(shown, row), "the prompt")
         except ValueError:  # `reset` may bring further places
             further = [token for each in of_columns(shown, row) for token in each.num_tokens * [each.id]]
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
@@ -418,9 +416,6 @@ def prepare_env(
         limit_context(env, context, "vllm_max_model_length" if colocated else longer)
         warn_of_control_tokens(env, split, where)
     return train, test, tokenizer, model_config
-
-
-# --- servers ---------------------------------------------------------------------------------------------------------
 
 
 def check_server(

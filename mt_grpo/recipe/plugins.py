@@ -41,17 +41,11 @@ class Integration:
 
     `script_args` has the keys of all integrations and those of data, tools and rewards; `args` has the other settings.
     All methods raise `ValueError`, with the key, for a recipe that cannot work.
-
-    Attributes:
-        keys: The dataclass of the recipe keys.
-        line: The line of a recipe, for error messages, with which the integration replaces the trainer's own
-            conversation. Empty: it only adds to the trainer's own.
-        counts_model_calls: Whether `max_model_calls` bounds its conversations.
     """
 
-    keys: type
-    line = ""
-    counts_model_calls = False
+    keys: type  # the dataclass of the recipe keys
+    line = ""  # the line of a recipe with which it replaces the trainer's own conversation, if it does
+    counts_model_calls = False  # whether `max_model_calls` bounds its conversations
 
     def runs(self, script_args: Any) -> bool:
         """Whether this integration runs the recipe's conversation, if none before it in the list does."""
