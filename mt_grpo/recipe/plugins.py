@@ -18,7 +18,6 @@ from typing import Any
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
-from mt_grpo.conversation.environments import check_environment
 from mt_grpo.conversation.tools.processes import ToolProcesses
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Turn
@@ -197,9 +196,6 @@ def load_environment(reference: str | None, tools_script: str | None, base: type
     `ENVIRONMENT`, a class or a dict of classes.
     """
     declared = getattr(tools_module(tools_script), "ENVIRONMENT", None) if tools_script else None
-    classes = declared.values() if isinstance(declared, dict) else [declared] if declared is not None else []
-    for cls in classes:
-        check_environment(cls, f"tools_script: ENVIRONMENT of {tools_script!r}")
     found = load_class(reference, "environment") if reference else base
     if issubclass(found, base):
         return found, declared
@@ -233,10 +229,7 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         return []
     path = absolute(path)  # tool processes import the file later
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
-    module = tools_module(path)
-    if not tools and not hasattr(module, "ENVIRONMENT"):
-        raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
-    if inspect.iscoroutinefunction(check := getattr(module, "CHECK_TOOLS", lambda: None)):
+    if inspect.iscoroutinefunction(check := getattr(tools_module(path), "CHECK_TOOLS", lambda: None)):
         raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
     check()
     if not isolate:
