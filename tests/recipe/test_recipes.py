@@ -122,14 +122,6 @@ def test_recipe_parses_for_its_number_of_processes(path, monkeypatch):
     if args.save_strategy == "steps":
         # A resumed run starts with new rollouts: only where an unbroken one does too is it the same run.
         assert args.save_steps % args.num_iterations == 0 and args.steps_per_generation == steps
-    sums = re.search(r"(\d+) per device x (.+?) = (\d+) rollouts = (\d+) \w+ with (\d+) each", header(path))
-    if sums or processes > 1:
-        product = int(sums[1])
-        for factor in re.findall(r"\d+", sums[2]):
-            product *= int(factor)
-        expected = args.generation_batch_size
-        assert (product, int(sums[3]), int(sums[4]) * int(sums[5])) == (expected, expected, expected)
-        assert (int(sums[1]), int(sums[5])) == (args.per_device_train_batch_size, args.num_generations)
 
 
 @pytest.mark.parametrize("path", [p for p in RECIPES if read(p).get("vllm_mode") == "server"], ids=lambda p: p.stem)
@@ -176,23 +168,13 @@ def test_recipe_has_the_published_values(name, published):
 
 # --- one optimizer step of every recipe, on the CPU ------------------------------------------------------------------
 
-# The keys that a step on the CPU replaces, and why. Every other key stays as the recipe has it and must be read.
+# The keys that a step on the CPU replaces: a random model of two layers computes in float32 on a local file of a few
+# rows, one group, one step. `env` becomes WIKI_SEARCH_CORPUS and HARBOR_PYTHON, `openenv_url` is of a test's server.
 REPLACED = {
-    "model_name_or_path": "a random model of two layers, nothing is downloaded",
-    "dtype": "the CPU computes in float32",
-    "attn_implementation": "the CPU has one",
-    "bf16": "transformers refuses it without a GPU that has it",
-    "use_cpu": "there is no GPU",
-    "dataset_name": "a local file in the same schema, nothing is downloaded",
-    "dataset_config": "belongs to the Hub's dataset",
-    "dataset_size": "a few rows",
-    "per_device_train_batch_size": "one group",
-    "gradient_accumulation_steps": "one group",
-    "output_dir": "a temporary folder",
-    "max_steps": "one step",
-    "env": "only WIKI_SEARCH_CORPUS and HARBOR_PYTHON: a local corpus, a stand-in",
-    "openenv_url": "the address of a server that the test starts",
-}
+    "model_name_or_path", "dtype", "attn_implementation", "bf16", "use_cpu", "dataset_name", "dataset_config",
+    "dataset_size", "per_device_train_batch_size", "gradient_accumulation_steps", "output_dir", "max_steps", "env",
+    "openenv_url",
+}  # fmt: skip
 # Replaced too, since there is no server here: the model itself generates. `test_recipe_reaches_vllm` keeps them.
 VLLM_KEYS = {
     "use_vllm", "vllm_mode", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
@@ -457,16 +439,6 @@ def test_the_papers_keys_reach_what_they_name(random_model, tmp_path, monkeypatc
 # --- accelerate ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", LAUNCHERS, ids=lambda path: path.stem)
-def test_accelerate_reads_every_key(path):
-    config = load_config_from_file(str(path))  # which refuses unknown keys, but not inside these two
-    known = {action.dest for action in accelerate.commands.launch.launch_command_parser()._actions}
-    assert not {*config.deepspeed_config, *config.fsdp_config} - known
-    assert f"--config_file {path.relative_to(ROOT)}" in header(path)
-    if path.stem in ("zero3", "fsdp2"):
-        assert "Untested until it has run on GPUs" in header(path)
-
-
 def test_accelerate_files_are_what_their_names_say():
     files = {path.stem: load_config_from_file(str(path)) for path in LAUNCHERS}
     assert {name: file.distributed_type.value for name, file in files.items()} == {
@@ -474,6 +446,9 @@ def test_accelerate_files_are_what_their_names_say():
     }  # fmt: skip
     assert files["zero3"].deepspeed_config["zero_stage"] == 3 and files["fsdp2"].fsdp_config["fsdp_version"] == 2
     assert files["cpu"].use_cpu and files["cpu"].num_processes == 2
+    # accelerate refuses unknown keys, but not inside these two.
+    known = {action.dest for action in accelerate.commands.launch.launch_command_parser()._actions}
+    assert not [name for name, file in files.items() if {*file.deepspeed_config, *file.fsdp_config} - known]
 
 
 def test_accelerate_starts_two_cpu_processes(tmp_path):
