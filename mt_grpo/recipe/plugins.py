@@ -35,6 +35,9 @@ INTEGRATIONS = {
 }
 
 
+OWN = "the trainer's own conversation"  # what a key may need to have an effect, if no line of an integration
+
+
 class Integration:
     """Base class of an integration. It defines recipe keys, and the conversation or tools of a recipe with them.
 
@@ -44,16 +47,10 @@ class Integration:
 
     keys: type  # the dataclass of the recipe keys
     line = ""  # the line of a recipe with which it replaces the trainer's own conversation, if it does
-    counts_model_calls = False  # whether `max_model_calls` bounds its conversations
 
     def runs(self, script_args: Any) -> bool:
         """Whether this integration runs the recipe's conversation, if none before it in the list does."""
         return False
-
-    def check(self, script_args: Any, runner: Integration | None) -> None:
-        """Raise for a key without effect. `runner` is what runs the conversation, None: the trainer itself."""
-        if runner is not self:
-            refuse(script_args, self.keys)
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """(class of conversations, classes of environments or None), if the integration runs the conversation."""
@@ -66,17 +63,6 @@ class Integration:
     def tools(self, script_args: Any) -> list[Callable]:
         """The tools of the recipe that this integration adds to those of `tools_script`."""
         return []
-
-
-def refuse(script_args: Any, keys: type, without: str = "", names: tuple[str, ...] = ()) -> None:
-    """Raise `ValueError` if a key (one of `names`, if there are any) is set but has no effect without something else.
-
-    What is missing is `without`, by default the metadata `needs` of each key.
-    """
-    for each in dataclasses.fields(keys):
-        needed = without or each.metadata.get("needs")
-        if each.name in (names or [each.name]) and needed and getattr(script_args, each.name) != each.default:
-            raise ValueError(f"{each.name} has no effect without {needed}. Add it, or remove {each.name}.")
 
 
 def no_integrations() -> str:
@@ -114,12 +100,21 @@ def integrations_of(script_args: Any) -> list[Integration]:
 
 
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-    """(class of conversations, classes of environments or None) of a recipe, with the changes of all integrations."""
+    """(class of conversations, classes of environments or None) of a recipe, with the changes of all integrations.
+
+    Raises `ValueError` for a key that has no effect, since nothing that its metadata `needs` runs the conversation.
+    """
     known = integrations_of(script_args)
-    runner = next((each for each in known if each.runs(script_args)), None)
-    for each in known:
-        each.check(script_args, runner)
-    if runner is not None:
+    runners = [each for each in known if each.runs(script_args)]
+    lines = [each.line for each in runners if each.line]
+    if len(lines) > 1:
+        raise ValueError(f"{' and '.join(lines)} both run the conversation. Remove one.")
+    for field in [field for each in known for field in dataclasses.fields(each.keys)]:
+        needed = field.metadata.get("needs")
+        if needed and (lines or [OWN])[0] not in needed and getattr(script_args, field.name) != field.default:
+            raise ValueError(f"{field.name} has no effect without {needed}. Add it, or remove {field.name}.")
+    if runners:
+        runner = next((each for each in runners if each.line), runners[0])
         conversation, environment = runner.conversation(script_args, args, base)
     else:
         conversation, environment = load_environment(script_args.environment, script_args.tools_script, base)

@@ -7,26 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key
-from mt_grpo.integrations.checks import OWN
-from mt_grpo.recipe.plugins import Integration, refuse
+from mt_grpo.recipe.plugins import OWN, Integration
 
 
 @dataclass
 class McpKeys:
     """Servers of the Model Context Protocol, whose tools the model has in addition to others."""
 
-    mcp_config_file: str | None = key(None, "JSON with mcpServers, whose tools the model has", path=True, opens=True)
+    mcp_config_file: str | None = key(
+        None, "JSON with mcpServers, whose tools the model has", path=True, opens=True, needs=OWN
+    )
 
 
 class McpIntegration(Integration):
     """Adds the tools of servers to conversations of the trainer's own."""
 
     keys = McpKeys
-
-    def check(self, script_args: Any, runner: Integration | None) -> None:
-        """Raise `ValueError` if a program runs the conversation."""
-        if runner is not None and runner.line:
-            refuse(script_args, McpKeys, OWN)
 
     def tools(self, script_args: Any) -> list[Callable]:
         """The tools of `mcp_config_file`."""
