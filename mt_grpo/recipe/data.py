@@ -72,10 +72,9 @@ def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
 
 
 def to_row(row: DataRow, number: int, name: str = "", needs_prompt: bool = True) -> DataRow:
-    """The row of a number in a data set: all that the data's row has, as it is, and a `prompt` of messages.
+    """A row with a `prompt` of messages, made from the column `prompt` (text, or messages) or from `question`.
 
-    The prompt is made from the column `prompt` (text, or messages) or from `question`. No other column is changed.
-    Raises `ValueError` for a row without them, unless it needs no prompt.
+    No other column is changed. Raises `ValueError` for a row without them, unless it needs no prompt.
 
     >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, 0)["answer"]
     'It is 2 and 2.\\n#### 4'
@@ -118,13 +117,9 @@ def load_rows(
 ) -> Rows:
     """Training or test rows with `prompt` (messages), and each column as the data has it.
 
-    Args:
-        name: `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
-            file, or a folder with `<split>.jsonl`.
-        split: `train`, `test`, or another name of a split of the dataset. `test[:100]` has its first 100 rows.
-        size: How many rows to take at most, from the start. None: all (4,096 of a generated dataset).
-        config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
-        needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
+    `name` is `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
+    file, or a folder with `<split>.jsonl`. The split `test[:100]` has the first 100 rows, and `size` is how many rows
+    to take at most (None: all, and 4,096 of a generated dataset). Without `needs_prompt` a row may be of any form.
     """
     path = Path(name)
     if first_rows := re.fullmatch(r"(\w+)\[:([1-9]\d*)\]", split):
