@@ -154,8 +154,9 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--config", action="append", default=[])
     known, argv = options.parse_known_args(argv)
-    if len(known.config) > 1:
-        raise ValueError("Several recipes are given. Expected one --config RECIPE.")
+    if len(known.config) > 1 or (not known.config and not argv):
+        number = "Several recipes are" if known.config else "No recipe is"
+        raise ValueError(f"{number} given. Expected one --config RECIPE, such as hf_recipes/tiny/calculator.yaml.")
     recipe = read_recipe(known.config[0], classes) if known.config else {}
     os.environ.update(recipe.pop("env", {}))
     parser = RecipeParser(classes)

@@ -732,7 +732,7 @@ def test_bad_recipe(text, message, tmp_path):
     path.write_text(text)
     with pytest.raises((ValueError, yaml.YAMLError), match=message):
         mt.parse_arguments(["--config", str(path)])
-    with pytest.raises(ValueError, match="model_name_or_path is not set"):
+    with pytest.raises(ValueError, match="No recipe is given"):
         mt.parse_arguments([])
     with pytest.raises(ValueError, match="Unknown arguments .*a recipe after --config"):
         mt.parse_arguments(["clock/recipe.yaml"])
