@@ -58,11 +58,9 @@ from mt_grpo.conversation.pictures import FAMILIES, PictureReader, forbid, reada
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.images.pictures import inputs_of_requests
-from mt_grpo.recipe.checks import check_context, check_images, check_tokenizer
+from mt_grpo.recipe.checks import check_context, check_generation_kwargs, check_images, check_tokenizer
 from mt_grpo.recipe.data import empty_prompts, load_rows, load_splits
-from mt_grpo.recipe.integrations import load_recipe_tools
-from mt_grpo.recipe.plugins import load_rewards
-from mt_grpo.recipe.refusals import check_generation_kwargs
+from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import asked_of, scores_of_model, scores_of_servers
 from mt_grpo.training.rewards import RewardFunctions

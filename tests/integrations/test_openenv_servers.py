@@ -18,7 +18,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.conversation.environments import EnvironmentFailure
 from mt_grpo.integrations.openenv.environment import ActionRefused
-from mt_grpo.recipe import integrations as choose
+from mt_grpo.recipe import plugins as choose
 from mt_grpo.rollout import StopReason, Turn
 
 pytestmark = pytest.mark.faults  # a group of scripts/test.sh

@@ -25,7 +25,6 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.ranks import RunStopped
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
-from mt_grpo.recipe.checks import check_reward_columns
 from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.run.trainer import ResumableTrainer
@@ -424,9 +423,6 @@ def test_partials_and_objects_are_rewards_by_the_names_that_trl_gives_them(caplo
     (named,) = named_apart(funcs)
     assert [func.__name__ for func in named] == ["length", "Length", "Judge", "judged", "length_2"]
     assert [func.__name__ for func in named[:4]] == [get_callable_name(func) for func in funcs[:4]]
-    check_reward_columns(named[:4], ["prompt"], "the data")  # `target` is bound
-    with pytest.raises(ValueError, match="Reward length_2 needs 'target'"):
-        check_reward_columns(named, ["prompt"], "the data")
     assert scored(*named[:4], completions=["a", "abc"]) == [[-1, -1], [-2, 0], [0.5, 0.5], [0.25, 0.25]]
     assert [inspect.iscoroutinefunction(func) for func in named] == [False, False, True, True, False]
     assert named_apart(named)[0] == named  # once is enough

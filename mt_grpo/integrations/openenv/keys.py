@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key
-from mt_grpo.recipe.integrations import Integration
+from mt_grpo.recipe.plugins import Integration
 
 
 @dataclass
