@@ -1034,8 +1034,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             turn_reward_weights or args.turn_reward_weights,
             outcome_reward_weights or args.outcome_reward_weights,
         )
+        funcs = self.reward_functions.functions
         train_dataset, eval_dataset, tokenizer, model_config = prepare_env(
-            env, args, model, train_dataset, eval_dataset, processing_class, peft_config
+            env, args, model, train_dataset, eval_dataset, processing_class, funcs, peft_config
         )
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef

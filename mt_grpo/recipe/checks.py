@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import inspect
 import logging
 import os
 import typing
@@ -44,7 +45,7 @@ from mt_grpo.images.pictures import MOST_PICTURES
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.rollout import ROLES
-from mt_grpo.training.policy_scores import asked_of
+from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of
 from mt_grpo.training.rewards import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -205,6 +206,18 @@ def check_sharding(args: GRPOConfig) -> None:
 def asks_for_fsdp(args: GRPOConfig) -> bool:
     """Whether the settings or the launcher shard the model by FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(args.fsdp)
+
+
+def check_reward_columns(funcs: list[Callable], columns: list[str], where: str) -> None:
+    """Raise `ValueError` if a reward function needs a column that neither the data has nor the trainer gives."""
+    given = [*(column for column in columns if column != "prompt"), *REWARD_COLUMNS, *ASKED_COLUMNS]
+    for func in funcs:
+        for name, parameter in inspect.signature(func).parameters.items():
+            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if by_name and parameter.default is parameter.empty and name not in given:
+                raise ValueError(
+                    f"Reward {func.__name__} needs {name!r}, but {where} has no such column: {', '.join(given)}."
+                )
 
 
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
@@ -374,7 +387,14 @@ def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: A
 
 
 def prepare_env(
-    env: Any, args: GRPOConfig, model: Any, train: Any, test: Any, tokenizer: Any, peft_config: Any = None
+    env: Any,
+    args: GRPOConfig,
+    model: Any,
+    train: Any,
+    test: Any,
+    tokenizer: Any,
+    funcs: list[Callable],
+    peft_config: Any = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Check settings, environment, data and model against each other, and share what each of them says.
 
@@ -409,6 +429,7 @@ def prepare_env(
     splits = test.values() if isinstance(test, dict) else [] if test is None else [test]
     for split, where in ((train, "train_dataset"), *((each, "eval_dataset") for each in splits)):
         check_dataset(split, where, env)
+        check_reward_columns(funcs, split.column_names, where)
         check_images(split, where, env)
         context = check_context(env, model_config, split, args)
         colocated = backend_of(args) == "colocate" and args.vllm_max_model_length == context

@@ -71,6 +71,8 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
     check_known(recipe, known, f"in {path}")
+    if early := [name for name in recipe.get("env") or {} if str(name) in READ_AT_IMPORT]:
+        raise ValueError(f"env: {early[0]} in {path} is read before a recipe is. Set it in the shell.")
     for key, value in recipe.items():
         if not fits_type(value, known[key], from_yaml=True):
             hint = " YAML reads no, off, yes and on as booleans: quote them." if isinstance(value, bool) else ""
@@ -78,6 +80,10 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
                 f"{key}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[key])}.{hint}"
             )
     return recipe | {key: value for key, value in yaml.load(text, yaml.BaseLoader).items() if key == "env"}
+
+
+READ_AT_IMPORT = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_DATASETS_CACHE",
+                  "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE"}  # fmt: skip
 
 
 def check_known(keys: Iterable[Any], known: Collection[str], where: str) -> None:

@@ -11,7 +11,8 @@ import os
 import sys
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -115,7 +116,8 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
             raise ValueError(f"{field.name} has no effect without {needed}. Add it, or remove {field.name}.")
     if runners:
         runner = next((each for each in runners if each.line), runners[0])
-        conversation, environment = runner.conversation(script_args, args, base)
+        with packages_of_extras():
+            conversation, environment = runner.conversation(script_args, args, base)
     else:
         conversation, environment = load_environment(script_args.environment, script_args.tools_script, base)
     for each in known:
@@ -130,7 +132,17 @@ def load_recipe_tools(script_args: Any, args: Any) -> list[Callable]:
 
 def load_integration_tools(script_args: Any) -> list[Callable]:
     """The tools of a recipe's integrations. Raises `ValueError`."""
-    return [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]
+    with packages_of_extras():
+        return [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]
+
+
+@contextmanager
+def packages_of_extras() -> Iterator[None]:
+    """Turn the `ImportError` of an integration into a `ValueError` that says how its packages are installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"{error}. Install the packages of integrations: pip install '.[agents,gym,mcp]'.") from error
 
 
 def module_name(path: str, key: str) -> str:
@@ -224,6 +236,8 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         return []
     path = absolute(path)  # tool processes import the file later
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
+    if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
+        raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
     if inspect.iscoroutinefunction(check := getattr(tools_module(path), "CHECK_TOOLS", lambda: None)):
         raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
     check()

@@ -627,6 +627,7 @@ def build(random_model, tmp_path, no_weights):
         ({"num_train_epochs": 0}, "^num_train_epochs=0"),
         ({"top_entropy_quantile": 20.0}, "^top_entropy_quantile=20.0"),
         ({"env": ["A"]}, "^env: .* is list, expected"),
+        ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* Set it in the shell"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
         ({"tools_script": ...}, "tools_script is not set"),
@@ -803,6 +804,7 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
     [
         ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
+        ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
         ("tools_script", "def f(x):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]", "Tool f has no type hint for 'x'"),
         ("tools_script", TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
@@ -815,6 +817,11 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
             "defines neither TURN_REWARD_FUNCS nor OUTCOME_REWARD",
         ),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions"),
+        (
+            "reward_fn",
+            "def right(completions, gold, **kwargs): pass\nTURN_REWARD_FUNCS = [right]",
+            "Reward right needs 'gold'",
+        ),
         ("reward_fn", "def right(completions): pass\nTURN_REWARD_FUNCS = [right]", r"right takes no \*\*kwargs"),
     ],
 )
