@@ -50,8 +50,8 @@ class Integration:
     line = ""  # the line of a recipe with which it replaces the trainer's own conversation, if it does
 
     def runs(self, script_args: Any) -> bool:
-        """Whether this integration runs the recipe's conversation, if none before it in the list does."""
-        return False
+        """Whether it runs the recipe's conversation, if none before it in the list does: `environment` names it."""
+        return self.line == f"environment: {script_args.environment}"
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """(class of conversations, classes of environments or None), if the integration runs the conversation."""

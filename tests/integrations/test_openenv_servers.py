@@ -296,7 +296,7 @@ def nobody():
 
 def test_servers_that_cannot_be_used_are_named_before_a_model_is_loaded():
     url = nobody()
-    with pytest.raises(ValueError, match=f"^openenv_url: {url} does not answer .*frozen_lake.py"):
+    with pytest.raises(ValueError, match=f"^openenv_url: {url} does not answer"):
         load(url)
     with Served(Count) as served:
         for keys, args in (({}, {"tool_format": "xml"}), ({"tools_script": "tools/calculator.py"}, {})):

@@ -37,10 +37,6 @@ class AgentIntegration(Integration):
     keys = AgentKeys
     line = "environment: openai_agent"
 
-    def runs(self, script_args: Any) -> bool:
-        """Whether the recipe's environment is an agent."""
-        return script_args.environment == "openai_agent"
-
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The conversation that the agent runs."""
         from mt_grpo.integrations.agents.conversation import load_agent_conversation

@@ -35,9 +35,6 @@ class GymIntegration(Integration):
     keys = GymKeys
     line = "environment: gym"
 
-    def runs(self, script_args: Any) -> bool:
-        return script_args.environment == "gym"
-
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         from mt_grpo.integrations.gym.environment import load_gym_conversation
 

@@ -23,10 +23,6 @@ class OpenEnvIntegration(Integration):
 
     keys, line = OpenEnvKeys, "environment: openenv"
 
-    def runs(self, script_args: Any) -> bool:
-        """Whether the recipe's environment is on an OpenEnv server."""
-        return script_args.environment == "openenv"
-
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The trainer's own class, and a class of environments."""
         from mt_grpo.integrations.openenv.environment import load_openenv_environment
