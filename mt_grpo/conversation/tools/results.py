@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import base64
-import collections.abc
 import dataclasses
-import enum
 import functools
-import inspect
-import io
-import json
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,79 +11,19 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.conversation.picture_parts import parts_of, text_of_parts
 from mt_grpo.conversation.pictures import PictureReader, reader_of, with_marks_of
+from mt_grpo.conversation.tools.worker import as_text
 from mt_grpo.rollout import Message, Rollout, ToolResult
 
-ADDRESS = r" at 0x[0-9a-fA-F]+"
 
+@dataclasses.dataclass(frozen=True)
+class ResultInParts:
+    """A result with images: texts and images for a model that reads images, and a text for a text-only model.
 
-def json_form(value: Any) -> Any:
-    """Convert a value one step towards JSON. Raises `TypeError` for an object without data."""
-    nodata = (type, collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable)
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return bytes(value).decode("utf-8", "replace")
-    if isinstance(value, enum.Enum):
-        return value.value
-    if isinstance(value, nodata):
-        pass
-    elif dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif hasattr(value, "model_dump"):  # pydantic
-        return value.model_dump(mode="json")
-    elif hasattr(value, "tolist"):  # numpy, torch
-        return value.tolist()
-    elif hasattr(value, "isoformat"):  # date, time
-        return value.isoformat()
-    elif isinstance(value, collections.abc.Mapping):
-        return dict(value)
-    elif isinstance(value, collections.abc.Set):  # in an order that does not depend on hashes
-        dump = functools.partial(json.dumps, default=json_form, sort_keys=True)
-        return sorted(value, key=lambda x: (0, x, "") if isinstance(x, (int, float)) else (1, 0, dump(x)))
-    elif isinstance(value, (collections.deque, collections.UserList, collections.abc.ValuesView)):
-        return list(value)
-    elif not callable(value) and not re.search(ADDRESS, text := str(value)):  # Decimal, Path, UUID
-        return text
-    raise TypeError(f"the tool returned {type(value).__name__}, which is no data: expected text, bytes or JSON data")
-
-
-def as_text(result: Any) -> str:
-    """Convert a tool's result to text for the model: text unchanged, bytes as UTF-8, other values as JSON.
-
-    Raises `TypeError` for an object without data, whose text would be its address in memory.
+    Without that text, a text-only model reads an error.
     """
-    while result is not None and not isinstance(result, (str, int, float, list, tuple, dict)):
-        result = json_form(result)
-    return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
 
-
-def with_data(part: Any) -> Any:
-    """Convert a PIL image, or a part with one or with bytes, to a part with a data URI. Other values are unchanged."""
-    image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
-    if image is not part and isinstance(image, dict) and image.get("bytes") is not None:  # as datasets has it
-        image = image["bytes"]
-    if hasattr(image, "getbands"):
-        if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
-            raise ValueError(f"the tool returned an animated image ({image.n_frames} pictures). Give one of them")
-        from PIL import ImageOps
-
-        file = io.BytesIO()
-        ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
-        image = file.getvalue()
-    elif image is part or not isinstance(image, (bytes, bytearray)):
-        return part
-    return {"type": "image", "image": f"data:;base64,{base64.b64encode(image).decode()}"}
-
-
-def as_sent(result: Any) -> dict[str, Any]:
-    """Convert a tool's result for another process: to `text`, or to `parts` if it has an image.
-
-    `drawn` says that a text-only model cannot read the parts.
-    """
-    values = result if isinstance(result, list) else [result]
-    parts = [with_data(each) for each in values]
-    if not any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts):
-        return {"text": as_text(result)}
-    sent = json.loads(as_text(parts if isinstance(result, list) else parts[0]))
-    return {"parts": sent, "drawn": any(part is not each for part, each in zip(parts, values))}
+    parts: list[Any]
+    text: str | None = None
 
 
 def as_received(answer: dict[str, Any]) -> ToolResult:
@@ -99,42 +32,22 @@ def as_received(answer: dict[str, Any]) -> ToolResult:
     return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"], error=answer["kind"])
 
 
-# INVARIANT: these functions also run in tool processes. They use only what this source imports.
-RESULT_SOURCE = f"""
-import base64, collections.abc, dataclasses, enum, functools, io, json, re
-from typing import Any
-ADDRESS = {ADDRESS!r}
-{"".join(map(inspect.getsource, (json_form, as_text, with_data, as_sent)))}
-"""
-
-
-@dataclasses.dataclass(frozen=True)
-class ResultInParts:
-    """A result with images: `parts` for a model that reads images, and `text` for a text-only model.
-
-    Attributes:
-        parts: Texts and images, as a tool of this trainer returns them.
-        text: The text for a text-only model. None: it reads an error.
-    """
-
-    parts: list[Any]
-    text: str | None = None
-
-
 def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
     """Convert a tool's return value to a `ToolResult`. If it is one already, its reward and error are kept.
 
     A PIL image, or a list of text and image parts, becomes a text with marks if the model reads images.
     """
     if isinstance(result, ToolResult):
-        return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=known_error(result))
-    if isinstance(result, ResultInParts) and reader is None:
-        if result.text is None:
-            raise ValueError("the tool returned an image, and this run's model reads text alone")
-        return ToolResult(result.text)
+        if result.error not in (None, "call", "tool"):
+            raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call' or 'tool'")
+        return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=result.error)
     if isinstance(result, ResultInParts):
         try:
-            return as_result(result.parts, reader)
+            if reader is not None:
+                return as_result(result.parts, reader)
+            if result.text is None:
+                raise ValueError("the tool returned an image, and this run's model reads text alone")
+            return ToolResult(result.text)
         except ValueError as error:
             if result.text is None:
                 raise
@@ -143,13 +56,6 @@ def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
         text, pictures = text_of_parts(parts, reader, "the tool's result")
         return ToolResult(text, pictures=tuple(pictures))
     return ToolResult(as_text(result))
-
-
-def known_error(result: ToolResult) -> str | None:
-    """Validate the `error` of a tool's result. Raises `ValueError` unless it is None, `call` or `tool`."""
-    if result.error not in (None, "call", "tool"):
-        raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call' or 'tool'")
-    return result.error
 
 
 def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
@@ -170,12 +76,12 @@ def error_text(error: BaseException) -> str:
     >>> error_text(ValueError("no city 'Oslo'")), error_text(KeyError("Oslo")), error_text(KeyError())
     ("no city 'Oslo'", "KeyError: 'Oslo'", 'KeyError')
     """
+    name = type(error).__name__
     try:
-        if isinstance(error, KeyError) and error.args:  # its text is the key alone
-            return f"{type(error).__name__}: {error}"
-        return str(error) or type(error).__name__
+        # The text of a KeyError is the key alone.
+        return f"{name}: {error}" if isinstance(error, KeyError) and error.args else str(error) or name
     except Exception:  # an exception whose own __str__ fails
-        return type(error).__name__
+        return name
 
 
 def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -190,12 +96,10 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
     if len(ids) <= limit and shortened == text:
         return text
     marker = "... [cut]"
-    room = limit - len(tokenizer(marker, add_special_tokens=False)["input_ids"])
-    while room > 0:
+    for room in range(limit - len(tokenizer(marker, add_special_tokens=False)["input_ids"]), 0, -1):
         cut = tokenizer.decode(ids[:room]).rstrip("\ufffd") + marker  # not half a character
         if len(tokenizer(cut, add_special_tokens=False)["input_ids"]) <= limit:
             return cut
-        room -= 1
     return None
 
 
@@ -204,12 +108,9 @@ def cut_far_beyond(text: str, limit: float, tokenizer: PreTrainedTokenizerBase) 
 
     Such a text is not used, and tokenising a megabyte takes more than a second. A text that may fit is unchanged.
     """
-    if limit == float("inf"):
-        return text
-    limit = max(int(limit), 0)
-    size = 5 * limit + 1024
+    size = len(text) if limit == float("inf") else 5 * max(int(limit), 0) + 1024
     while size < len(text):
-        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > limit + 8:  # the last ones may change
+        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > max(int(limit), 0) + 8:  # 8 may change
             return text[:size]
         size *= 4
     return text
