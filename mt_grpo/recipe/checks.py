@@ -301,6 +301,14 @@ def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
         )
 
 
+def check_isolated(args: GRPOConfig, env: Any) -> None:
+    """Raise `ValueError` if `isolate_tools` is set and all tools would run in threads, as without it."""
+    tools = getattr(env, "tools", {}).values()
+    threaded = [not hasattr(tool, "prepare") and not inspect.iscoroutinefunction(tool) for tool in tools]
+    if args.isolate_tools and tools and all(threaded):
+        raise ValueError("isolate_tools: the tools run in threads. Load them with load_tools(path, isolate=True).")
+
+
 def prepare_env(
     env: Any,
     args: GRPOConfig,
@@ -313,6 +321,7 @@ def prepare_env(
 ) -> tuple[Any, Any]:
     """Check settings, environment, data and model against each other. Returns the tokenizer and the model's config."""
     check_sharding(args)
+    check_isolated(args, env)
     if untested := outside(installed("vllm" if backend_of(args) == "colocate" else None)):
         logger.warning(f"These versions were not tested: {'; '.join(untested)}. {TO_INSTALL}")
     name = model if isinstance(model, str) else model.config._name_or_path
