@@ -216,15 +216,15 @@ def written_out(schema: dict[str, Any]) -> dict[str, Any]:
         name = str(part.get("$ref", "")).removeprefix("#/$defs/")
         if name in definitions and name not in inside[name]:
             return walk({**definitions[name], **{key: each for key, each in part.items() if key != "$ref"}})
-        return {
-            key: {name: walk(one) for name, one in each.items()}
-            if key == "properties"
-            else each
-            if key in ("const", "default", "enum", "examples")
-            else walk(each)
-            for key, each in part.items()
-            if key not in ("title", "$defs") and not (key == "mapping" and "propertyName" in part)
-        }
+        written = {}
+        for key, each in part.items():
+            if key in ("const", "default", "enum", "examples"):
+                written[key] = each
+            elif key == "properties":
+                written[key] = {name: walk(one) for name, one in each.items()}
+            elif key not in ("title", "$defs") and not (key == "mapping" and "propertyName" in part):
+                written[key] = walk(each)
+        return written
 
     kept = {name: walk(each) for name, each in definitions.items() if name in inside[name]}
     return {**walk(schema), **({"$defs": kept} if kept else {})}

@@ -24,8 +24,7 @@ from mt_grpo.conversation.tools.threads import ToolsUnavailable
 class ToolProcesses:
     """Processes for a file's synchronous tools: one per concurrent call, reused for later calls.
 
-    The trainer survives what a thread would not: `os._exit`, a crash, and C code that hangs and holds Python's global
-    interpreter lock. A process is killed when its call exceeds its time. Each process imports the file itself.
+    A process is killed when its call exceeds its time. Each imports the file itself.
     """
 
     START_SECONDS = 600.0  # to import the tools file; a call's time limit does not include it
@@ -46,14 +45,10 @@ class ToolProcesses:
         await process.wait()
 
     def isolated(self, index: int, tool: Callable) -> Callable:
-        """An async function that runs `tool`, the file's `TOOL_FUNCTIONS[index]`, in one of the processes.
-
-        An async tool is returned unchanged.
-        """
+        """An async function that runs `TOOL_FUNCTIONS[index]` in a process. An async tool is returned unchanged."""
 
         async def prepare() -> Callable:
-            process = await self._process()
-            return functools.partial(self._call, process, index)
+            return functools.partial(self._call, await self._process(), index)
 
         @functools.wraps(tool)
         async def prepare_and_call(**arguments):
@@ -73,16 +68,16 @@ class ToolProcesses:
         try:
             return await self._start()
         except (OSError, RuntimeError) as error:
+            words = f"no process for the tools of {self._path!r} could be started: {error_line(error)}"
             raise ToolsUnavailable(
-                f"no process for the tools of {self._path!r} could be started: {error_line(error)}. See above; check "
-                "the limits of open files and processes (ulimit -n, -u), the memory, and that the file still imports."
+                f"{words}. See above; check that the file still imports, and ulimit -n, -u."
             ) from error
 
     async def _start(self) -> asyncio.subprocess.Process:
         """Start a process and wait until it has imported the file."""
-        pipe = asyncio.subprocess.PIPE
+        pipes = dict.fromkeys(("stdin", "stdout"), asyncio.subprocess.PIPE)
         process = await asyncio.create_subprocess_exec(  # own session: Ctrl-C must reach only the trainer
-            *self._command, stdin=pipe, stdout=pipe, limit=2 * worker.LONGEST, start_new_session=True
+            *self._command, **pipes, limit=2 * worker.LONGEST, start_new_session=True
         )
         async with asyncio.timeout(self.START_SECONDS):
             await self._line(process)

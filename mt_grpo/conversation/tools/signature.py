@@ -26,10 +26,6 @@ from mt_grpo.conversation.tools.worker import ADDRESS
 from mt_grpo.rollout import ToolCall, ToolResult
 
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
-TYPES_THAT_WORK = (
-    "str, int, float, bool, list[...], dict[str, ...], Literal[...], unions of these with |, Any, and what pydantic "
-    "reads from JSON: Enum, TypedDict, dataclass, BaseModel, tuple, set, datetime"
-)
 OTHERS = "others"  # in a signature: all parameters that the schema leaves open, or whose names Python does not take
 EMPTY = inspect.Parameter.empty
 
@@ -47,10 +43,7 @@ def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
 
 @typed.cached_by_function
 def described(tool: Callable) -> dict[str, Any]:
-    """The name, description and parameters of a function, and its result if the type has a schema.
-
-    The note that a docstring in Google's style has about a parameter stands beside the parameter's type.
-    """
+    """What the model reads of a function, with the notes of a docstring in Google's style beside the parameters."""
     text = (inspect.getdoc(tool) or "").strip()
     description, notes, returns = parse_google_format_docstring(text)
     parameters = typed.parameters_schema(tool)
@@ -97,12 +90,8 @@ def named_tools(tools: Iterable) -> dict[str, Callable]:
 def as_tool(tool: Any) -> Callable:
     """Convert a tool to a function. A function is returned unchanged.
 
-    Args:
-        tool: A function, or an object with `name`, `schema` (the JSON schema of a function, as OpenAI's API takes it)
-            and `run(**arguments)`, which may be async.
-
-    Raises:
-        ValueError: the schema describes no function.
+    An object has `name`, `schema` (of a function, as in OpenAI's API) and `run(**arguments)`, which may be async.
+    Raises `ValueError` if the schema describes no function.
     """
     if isinstance(tool, type) or not all(hasattr(tool, key) for key in ("name", "schema", "run")):
         return tool
@@ -110,15 +99,15 @@ def as_tool(tool: Any) -> Callable:
     try:
         function = dict(schema.get("function", schema))
         check_schema(function.get("parameters") or {})
-        signature = signature_from(*parts_of_schema(function.get("parameters")), returned_by(tool.run))
+        properties, required, further = parts_of_schema(function.get("parameters"))
+        signature = signature_from(properties, required, further, returned_by(tool.run))
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"Tool {tool.name} has the schema {schema!r:.200}, expected that of a function, with name, description "
             f"and parameters: {error}."
         ) from None
-    properties = parts_of_schema(function.get("parameters"))[0]
-    notes = [(name, each.get("description")) for name, each in properties.items() if isinstance(each, dict)]
-    notes = [f"    {name}: {note}" for name, note in notes if note]
+    described = {name: each for name, each in properties.items() if isinstance(each, dict) and each.get("description")}
+    notes = [f"    {name}: {each['description']}" for name, each in described.items()]
     made = functools.partial(tool.run)
     made.__name__ = made.__qualname__ = tool.name
     made.__doc__ = "\n".join([function.get("description", ""), *(["", "Args:", *notes] if notes else [])])
@@ -142,12 +131,9 @@ def signature_from(properties: dict[str, Any], required: list[str], further: Any
 
 
 def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
-    """Convert a tool to an async method of an environment, which passes a call's arguments as the model wrote them.
+    """Convert a tool with a JSON schema to an async method of an environment.
 
-    Args:
-        name: The tool's.
-        schema: The JSON schema of a function, as in `as_tool`.
-        run: Called as `await run(environment, name, arguments)`. It returns a `ToolResult`.
+    It passes a call's arguments as the model wrote them: `await run(environment, name, arguments)`.
     """
 
     async def method(self: Any, **arguments: Any) -> ToolResult:
@@ -257,7 +243,8 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
         known = getattr(error, "code", None) in ("schema-for-unknown-type", "invalid-for-json-schema")
         raise ValueError(
             f"{tool}: parameter {name!r} has the type {typed.type_name(hints[name])}, which JSON cannot "
-            f"represent{'' if known else f' ({error_line(error)})'}. Supported types: {TYPES_THAT_WORK}."
+            f"represent{'' if known else f' ({error_line(error)})'}. Use str, int, list[...], a dataclass or another "
+            "type that pydantic reads from JSON."
         ) from None
     if re.search(ADDRESS, repr(parameter.default)):
         raise ValueError(
@@ -269,7 +256,7 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
 def describe_tools(tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Describe tools for the system prompt: signatures, docstrings, and JSON schemas of types that JSON lacks.
 
-    With a tokenizer the texts are made free of control tokens, and a name that holds one raises `ValueError`.
+    With a tokenizer the texts are made free of control tokens. A name that holds one raises `ValueError`.
     """
     texts = []
     for name, tool in tools.items():
@@ -293,10 +280,8 @@ def fill_in_tools(
     try:
         return system_prompt.format(tool_descriptions=texts)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r}). "
-            "Write literal braces twice: {{ and }}."
-        ) from None
+        words = f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r})"
+        raise ValueError(words + ". Write literal braces twice: {{ and }}.") from None
 
 
 @typed.cached_by_function

@@ -17,8 +17,8 @@ HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
 NO_SIGNALS = "signal only works in main thread"  # of Python's own error
 SHORT = 2**16  # characters of a text that an event loop finishes itself
 
-# A call that is given up at its time limit appends a future to this list, if there is one. The future is done when the
-# call is over. Until then the call's thread works on, since it cannot be stopped, and what it works on is in use.
+# A call that is given up at its time limit appends a future to this list, if there is one. Until the future is done,
+# the call's thread works on, since it cannot be stopped, and what it works on is in use.
 GIVEN_UP: contextvars.ContextVar[list[asyncio.Future] | None] = contextvars.ContextVar("GIVEN_UP", default=None)
 
 
@@ -55,10 +55,9 @@ def start_thread(name: str, work: Callable[[], Any]) -> tuple[threading.Thread, 
 
 
 async def finished(awaitable: Awaitable, finish: Callable[[Any], Any] | None) -> tuple[Any, BaseException | None]:
-    """(result of an async tool, error). `finish` runs in a thread unless the result is a number or a short text.
+    """(result of an async tool, error). SystemExit would end the loop if it reached it.
 
-    INVARIANT: no image is decoded on the event loop. One of a few megabytes would hold up all other conversations for
-    a tenth of a second. Nor does an error reach the loop: SystemExit would end it.
+    INVARIANT: no image is decoded on the event loop, so `finish` runs in a thread unless the text is short.
     """
     try:
         result = await awaitable
@@ -77,18 +76,14 @@ async def run_tool(
 ) -> Any:
     """Run one tool: an async one as a task, a synchronous one in a daemon thread, or in a process (`ToolProcesses`).
 
-    Args:
-        tool: The tool.
-        arguments: Its arguments by name.
-        timeout: Time limit of the call in seconds. The start of a process does not count.
-        finish: Converts the result, in a thread as well, because an image would block the event loop.
+    `finish` converts the result, in a thread as well. The start of a process does not count for `timeout` (seconds).
 
     Raises:
         ToolTimeout: The call exceeded `timeout`. Its task is cancelled, or its thread is abandoned.
         ToolsUnavailable: There is neither a thread nor a process for the call, or it needs signals in a thread.
         Exception: The error of the tool. `SystemExit` and the like become `RuntimeError`.
     """
-    name, loop, thread, task = tool.__name__, asyncio.get_running_loop(), None, None
+    name, loop, thread, done = tool.__name__, asyncio.get_running_loop(), None, None
     call = await tool.prepare() if hasattr(tool, "prepare") else tool  # starts a process before the time limit begins
 
     def work() -> Any:
@@ -98,17 +93,17 @@ async def run_tool(
     deadline = loop.time() + timeout
     try:
         if inspect.iscoroutinefunction(call):
-            done = task = loop.create_task(finished(call(**arguments), finish))
+            done = loop.create_task(finished(call(**arguments), finish))
         else:
             thread, done = start_thread(f"tool-{name}", work)
         await asyncio.wait({done}, timeout=timeout)
         if done.done() and inspect.isawaitable(done.result()[0]):  # an async function behind a plain decorator
-            done = task = loop.create_task(finished(done.result()[0], finish))
+            done = loop.create_task(finished(done.result()[0], finish))
             await asyncio.wait({done}, timeout=deadline - loop.time())
         in_time = done.done()
     finally:
-        if task is not None:
-            task.cancel()
+        if isinstance(done, asyncio.Task):
+            done.cancel()
     if not in_time:
         if thread is not None and thread.is_alive():
             thread.name = f"{HUNG}{name}"
