@@ -5,5 +5,4 @@ arguments     a tool's parameters as types and as a JSON schema
 results       a result or an error as text
 threads       running a tool within its time: event loop, threads
 processes     tools in processes of their own
-worker        the program of such a process, and what a result is as data
 """

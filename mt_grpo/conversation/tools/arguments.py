@@ -19,7 +19,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from pydantic_core import PydanticKnownError, SchemaValidator, ValidationError, core_schema, to_jsonable_python
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.conversation.tools.worker import ADDRESS, json_form
+from mt_grpo.conversation.tools.results import ADDRESS, json_form
 
 UNIONS = (typing.Union, types.UnionType)
 

@@ -4,21 +4,97 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import ctypes
 import functools
+import importlib.util
 import inspect
 import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.conversation.tools import worker
-from mt_grpo.conversation.tools.arguments import readers_of
-from mt_grpo.conversation.tools.results import as_received
+from mt_grpo.conversation.tools.arguments import (
+    ArgumentReader,
+    cached_by_function,
+    hints_of,
+    is_json_type,
+    read_argument,
+    readers_of,
+    strict_schema,
+    takes_none,
+)
+from mt_grpo.conversation.tools.results import ADDRESS, as_received, as_sent, as_text, json_form, with_data
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
+
+LONGEST_ANSWER = 1 << 24  # characters: it is read by the loop that all conversations share
+
+
+async def awaited(result: Awaitable) -> Any:
+    """The result of an async function behind a plain decorator."""
+    return await result
+
+
+def serve(path: str, folders: list[str], typed: bool) -> None:
+    """Import a tools file and answer calls, one JSON line each. `typed`: a parameter's type is none of JSON's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: no hanging call outlives the trainer
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what a tool prints is no answer
+    sys.path[:] = folders
+    spec = importlib.util.spec_from_file_location("tools_script", path)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    tools = [tool.run if hasattr(tool, "run") and hasattr(tool, "schema") else tool for tool in module.TOOL_FUNCTIONS]
+    if typed:
+        for tool in tools:
+            readers_of(tool)  # pydantic's work is not the first call's time
+    answers.write(b"ready\n")
+    answers.flush()
+    for call in calls:
+        try:
+            index, arguments = json.loads(call)
+            if typed:
+                arguments = {name: read_argument(tools[index], name, value) for name, value in arguments.items()}
+            result, reward, kind = tools[index](**arguments), None, None
+            if inspect.isawaitable(result):
+                result = asyncio.run(awaited(result))
+            if type(result).__name__ == "ToolResult":
+                result, reward, kind = result.text, result.reward, result.error
+            answer = json.dumps({**as_sent(result), "reward": None if reward is None else float(reward), "kind": kind})
+        except BaseException as error:
+            name = type(error).__name__
+            answer = json.dumps(
+                {"error": name, "text": str(error) if isinstance(error, Exception) else f"{name}: {error}"}
+            )
+        if len(answer) > LONGEST_ANSWER:
+            answer = json.dumps({"error": "ValueError", "text": "the result is longer than 16 MiB"})
+        answers.write(answer.encode() + b"\n")
+        answers.flush()
+
+
+# INVARIANT: these functions also run in a tool's process, which does not import this package, and use what is imported
+# here alone. The import of pydantic takes tenths of a second: a process whose tools have JSON types does without it.
+SERVING = f"""
+import asyncio, base64, collections.abc, ctypes, dataclasses, enum, functools, importlib.util, inspect, io, json, os
+import re, sys, types, typing, weakref
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+ADDRESS, LONGEST_ANSWER, UNIONS = {ADDRESS!r}, {LONGEST_ANSWER}, (typing.Union, types.UnionType)
+{"".join(map(inspect.getsource, (json_form, as_text, with_data, as_sent, awaited, serve)))}
+"""
+READING = "".join(
+    [
+        "from pydantic import TypeAdapter\n",
+        "from pydantic_core import PydanticKnownError, SchemaValidator, core_schema\n",
+        *map(inspect.getsource, (is_json_type, takes_none, hints_of, strict_schema, ArgumentReader)),
+        *map(inspect.getsource, (cached_by_function, readers_of, read_argument)),
+    ]
+)
 
 
 class ToolProcesses:
@@ -33,7 +109,8 @@ class ToolProcesses:
     def __init__(self, path: str, tools: list[Callable]):
         readers = [readers_of(tool)[0] for tool in tools if not inspect.iscoroutinefunction(tool)]
         typed = any(not reader.plain for each in readers for reader in each.values())
-        self._command = [sys.executable, worker.__file__, json.dumps([path, [str(each) for each in sys.path], typed])]
+        program = f"{SERVING}{READING if typed else ''}serve(*json.loads(sys.argv[1]))"
+        self._command = [sys.executable, "-c", program, json.dumps([path, [str(each) for each in sys.path], typed])]
         # Idle processes with their shutdown timers: the last in is used first, so that surplus ones time out.
         self._idle: dict[asyncio.AbstractEventLoop, list[tuple]] = collections.defaultdict(list)
         self._path = path
@@ -77,7 +154,7 @@ class ToolProcesses:
         """Start a process and wait until it has imported the file."""
         pipes = dict.fromkeys(("stdin", "stdout"), asyncio.subprocess.PIPE)
         process = await asyncio.create_subprocess_exec(  # own session: Ctrl-C must reach only the trainer
-            *self._command, **pipes, limit=2 * worker.LONGEST, start_new_session=True
+            *self._command, **pipes, limit=2 * LONGEST_ANSWER, start_new_session=True
         )
         async with asyncio.timeout(self.START_SECONDS):
             await self._line(process)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import collections.abc
 import dataclasses
+import enum
 import functools
+import io
+import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,8 +17,73 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.conversation.picture_parts import parts_of, text_of_parts
 from mt_grpo.conversation.pictures import PictureReader, reader_of, with_marks_of
-from mt_grpo.conversation.tools.worker import as_text
 from mt_grpo.rollout import Message, Rollout, ToolResult
+
+ADDRESS = r" at 0x[0-9a-fA-F]+"
+
+
+def json_form(value: Any) -> Any:
+    """Convert a value one step towards JSON. Raises `TypeError` for an object without data."""
+    nodata = (type, collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable)
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return bytes(value).decode("utf-8", "replace")
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, nodata):
+        pass
+    elif dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif hasattr(value, "model_dump"):  # pydantic
+        return value.model_dump(mode="json")
+    elif hasattr(value, "tolist"):  # numpy, torch
+        return value.tolist()
+    elif hasattr(value, "isoformat"):  # date, time
+        return value.isoformat()
+    elif isinstance(value, collections.abc.Mapping):
+        return dict(value)
+    elif isinstance(value, collections.abc.Set):  # in an order that does not depend on hashes
+        dump = functools.partial(json.dumps, default=json_form, sort_keys=True)
+        return sorted(value, key=lambda x: (0, x, "") if isinstance(x, (int, float)) else (1, 0, dump(x)))
+    elif isinstance(value, (collections.deque, collections.UserList, collections.abc.ValuesView)):
+        return list(value)
+    elif not callable(value) and not re.search(ADDRESS, text := str(value)):  # Decimal, Path, UUID
+        return text
+    raise TypeError(f"the tool returned {type(value).__name__}, which is no data: expected text, bytes or JSON data")
+
+
+def as_text(result: Any) -> str:
+    """Convert a tool's result to text for the model: text unchanged, bytes as UTF-8, other values as JSON."""
+    while result is not None and not isinstance(result, (str, int, float, list, tuple, dict)):
+        result = json_form(result)
+    return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
+
+
+def with_data(part: Any) -> Any:
+    """Convert a PIL image, or a part with one or with bytes, to a part with a data URI. Other values are unchanged."""
+    image = part.get("image") if isinstance(part, dict) and part.get("type") == "image" else part
+    if image is not part and isinstance(image, dict) and image.get("bytes") is not None:  # as datasets has it
+        image = image["bytes"]
+    if hasattr(image, "getbands"):
+        if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":
+            raise ValueError(f"the tool returned an animated image ({image.n_frames} pictures). Give one of them")
+        from PIL import ImageOps
+
+        file = io.BytesIO()
+        ImageOps.exif_transpose(image).convert("RGB").save(file, "PNG", compress_level=1)
+        image = file.getvalue()
+    elif image is part or not isinstance(image, (bytes, bytearray)):
+        return part
+    return {"type": "image", "image": f"data:;base64,{base64.b64encode(image).decode()}"}
+
+
+def as_sent(result: Any) -> dict[str, Any]:
+    """A tool's result as JSON: `text`, or `parts` with an image. `drawn`: a text-only model cannot read them."""
+    values = result if isinstance(result, list) else [result]
+    parts = [with_data(each) for each in values]
+    if not any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts):
+        return {"text": as_text(result)}
+    sent = json.loads(as_text(parts if isinstance(result, list) else parts[0]))
+    return {"parts": sent, "drawn": any(part is not each for part, each in zip(parts, values))}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,20 @@ from transformers.utils.chat_template_utils import parse_google_format_docstring
 from mt_grpo.base.errors import error_line
 from mt_grpo.conversation.formats.base import load_json
 from mt_grpo.conversation.formats.control_tokens import Origin, check_names, forbidden_in, neutralise
-from mt_grpo.conversation.tools import arguments as typed
-from mt_grpo.conversation.tools.worker import ADDRESS
+from mt_grpo.conversation.tools.arguments import (
+    ArgumentReader,
+    argument_mistake,
+    cached_by_function,
+    default_text,
+    hints_of,
+    is_json_type,
+    json_schema,
+    parameters_schema,
+    read_argument,
+    readers_of,
+    type_name,
+)
+from mt_grpo.conversation.tools.results import ADDRESS
 from mt_grpo.rollout import ToolCall, ToolResult
 
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
@@ -41,21 +53,21 @@ def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
     return {"type": "function", "function": {**(getattr(tool, "json_schema", None) or described(tool)), "name": name}}
 
 
-@typed.cached_by_function
+@cached_by_function
 def described(tool: Callable) -> dict[str, Any]:
     """What the model reads of a function, with the notes of a docstring in Google's style beside the parameters."""
     text = (inspect.getdoc(tool) or "").strip()
     description, notes, returns = parse_google_format_docstring(text)
-    parameters = typed.parameters_schema(tool)
+    parameters = parameters_schema(tool)
     if parameters["properties"].keys() <= notes.keys():
         properties = {key: with_note(each, notes[key]) for key, each in parameters["properties"].items()}
         parameters = {**parameters, "properties": properties}
     else:  # then the model reads all of the docstring, whatever its style
         description = text
     function = {"name": tool.__name__, "description": description, "parameters": parameters}
-    hint = typed.hints_of(tool).get("return", EMPTY)
+    hint = hints_of(tool).get("return", EMPTY)
     try:
-        result = typed.json_schema(str if hint is ToolResult else hint, "serialization")
+        result = json_schema(str if hint is ToolResult else hint, "serialization")
     except Exception:  # no hint, or none that JSON can hold; a class's own hooks may raise anything
         return function
     return {**function, "return": result if returns is None else {**result, "description": returns}}
@@ -223,7 +235,7 @@ def check_tool(tool: Callable) -> None:
     if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
         raise ValueError(f"Tool {name} is a generator function. Use `return` with the whole result, not `yield`.")
     try:
-        hints = typed.hints_of(tool)
+        hints = hints_of(tool)
     except Exception as error:
         raise ValueError(f"Tool {name} has type hints that cannot be read: {error_line(error)}.") from error
     for parameter in inspect.signature(tool).parameters.values():
@@ -238,11 +250,11 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
     if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
         raise ValueError(f"{tool}: no call can pass {name!r}, since it names its arguments. Write it without * and /.")
     try:
-        typed.ArgumentReader(hints[name]), typed.json_schema(hints[name])
+        ArgumentReader(hints[name]), json_schema(hints[name])
     except Exception as error:  # a class's own hooks may raise anything
         known = getattr(error, "code", None) in ("schema-for-unknown-type", "invalid-for-json-schema")
         raise ValueError(
-            f"{tool}: parameter {name!r} has the type {typed.type_name(hints[name])}, which JSON cannot "
+            f"{tool}: parameter {name!r} has the type {type_name(hints[name])}, which JSON cannot "
             f"represent{'' if known else f' ({error_line(error)})'}. Use str, int, list[...], a dataclass or another "
             "type that pydantic reads from JSON."
         ) from None
@@ -260,8 +272,8 @@ def describe_tools(tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBas
     """
     texts = []
     for name, tool in tools.items():
-        own = {key: reader.hint for key, reader in typed.readers_of(tool)[0].items() if not reader.plain}
-        lines = [f"{key}: {json.dumps(typed.json_schema(hint), ensure_ascii=False)}" for key, hint in own.items()]
+        own = {key: reader.hint for key, reader in readers_of(tool)[0].items() if not reader.plain}
+        lines = [f"{key}: {json.dumps(json_schema(hint), ensure_ascii=False)}" for key, hint in own.items()]
         text = "\n".join([f"{name}{signature_of(tool)}", *lines, inspect.getdoc(tool)])
         if tokenizer is not None:
             forbidden = forbidden_in(Origin.OUTSIDE, "tool", tokenizer)
@@ -284,19 +296,19 @@ def fill_in_tools(
         raise ValueError(words + ". Write literal braces twice: {{ and }}.") from None
 
 
-@typed.cached_by_function
+@cached_by_function
 def signature_of(tool: Callable) -> inspect.Signature:
     """A tool's signature for the model: types by their names, and defaults of types that JSON lacks as JSON."""
-    signature, hints = inspect.signature(tool), typed.hints_of(tool)
+    signature, hints = inspect.signature(tool), hints_of(tool)
 
     def shown(parameter: inspect.Parameter) -> inspect.Parameter:
         hint, default = hints.get(parameter.name, Any), parameter.default
-        if not typed.is_json_type(hint) and default is not EMPTY and default is not None:
-            default = Shown(typed.default_text(default))
-        return parameter.replace(annotation=Shown(typed.type_name(hint)), default=default)
+        if not is_json_type(hint) and default is not EMPTY and default is not None:
+            default = Shown(default_text(default))
+        return parameter.replace(annotation=Shown(type_name(hint)), default=default)
 
     returned = hints.get("return", signature.return_annotation)
-    returned = returned if returned is EMPTY else Shown(typed.type_name(str if returned is ToolResult else returned))
+    returned = returned if returned is EMPTY else Shown(type_name(str if returned is ToolResult else returned))
     return inspect.Signature(list(map(shown, signature.parameters.values())), return_annotation=returned)
 
 
@@ -328,16 +340,16 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
     arguments = {}
     for name, value in given.items():
         try:
-            arguments[name] = typed.read_argument(tool, name, value)
+            arguments[name] = read_argument(tool, name, value)
         except (Exception, SystemExit) as error:  # a validator may raise anything
-            return {}, f"{typed.argument_mistake(tool, name, value, error)}. {usage}"
+            return {}, f"{argument_mistake(tool, name, value, error)}. {usage}"
     # A tool's process reads JSON, and makes its own objects of it.
     return (given if hasattr(tool, "prepare") else arguments), None
 
 
 def mistaken_names(tool: Callable, arguments: dict[str, Any]) -> str | None:
     """What is wrong with the names of a call's arguments, by the schema that the model reads; None if nothing is."""
-    schema = tool.json_schema.get("parameters") if hasattr(tool, "json_schema") else typed.parameters_schema(tool)
+    schema = tool.json_schema.get("parameters") if hasattr(tool, "json_schema") else parameters_schema(tool)
     properties, required, further = parts_of_schema(schema)
     if missing := [name for name in required if name in properties and name not in arguments]:
         return f"missing a required argument: {missing[0]!r}"
