@@ -208,6 +208,14 @@ def asks_for_fsdp(args: GRPOConfig) -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(args.fsdp)
 
 
+def check_isolated(args: GRPOConfig, env: Any) -> None:
+    """Raise `ValueError` if `isolate_tools` is set and all tools would run in threads, as without it."""
+    tools = getattr(env, "tools", {}).values()
+    threaded = [not hasattr(tool, "prepare") and not inspect.iscoroutinefunction(tool) for tool in tools]
+    if args.isolate_tools and tools and all(threaded):
+        raise ValueError("isolate_tools: the tools run in threads. Load them with load_tools(path, isolate=True).")
+
+
 def check_reward_columns(funcs: list[Callable], columns: list[str], where: str) -> None:
     """Raise `ValueError` if a reward function needs a column that neither the data has nor the trainer gives."""
     given = [*(column for column in columns if column != "prompt"), *REWARD_COLUMNS, *ASKED_COLUMNS]
@@ -401,6 +409,7 @@ def prepare_env(
     Returns the training and test rows with prompts, the tokenizer and the model's configuration.
     """
     check_sharding(args)
+    check_isolated(args, env)
     if untested := outside(installed("vllm" if backend_of(args) == "colocate" else None)):
         logger.warning(f"These versions were not tested: {'; '.join(untested)}. {TO_INSTALL}")
     for text in warnings_of(args) if args.process_index == 0 else ():

@@ -97,7 +97,7 @@ def test_a_tool_that_catches_the_error_of_its_signal_is_named_once(caplog):
     for _ in range(2):
         result = run_async(env.call_tool(ToolCall("query", {"expression": "1"})))
         assert result.text.startswith("Error: signal only works")
-    (said,) = [text for text in caplog.messages if text.startswith("query returns 'signal only works")]
+    (said,) = [text for text in caplog.messages if text.startswith("query sets a signal handler")]
     assert "Set isolate_tools: true" in said
 
 
