@@ -706,6 +706,8 @@ def clipped_loss(
 ) -> torch.Tensor:
     """The loss, written out to be read. TRL's loss runs, which by default (`loss_type: dapo`) is this one.
 
+    tests/method/test_loss.py shows that both have the same value and the same gradient.
+
     Args:
         logps, old_logps: (M, C) of the policy now, and of the policy before the step (or as sampled).
         advantages: (M, C), one per token.
@@ -944,12 +946,18 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             batch, told, self.args.reward_timeout, self.accelerator, self._on_all_ranks, self._reads_state, fresh
         )
         batch.scores = scores if fresh is None else merge_scores(batch.scores, scores, fresh)
-        whole, per_turn, *of_turns = batch.scores
-        batch.weights = self.reward_weights.cpu()
-        outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, batch.weights)
-        outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
-        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns)
-        batch.logged = logged_rewards(whole, per_turn).to(self.accelerator.device)
+        batch.weights, scores = self.reward_weights.cpu(), batch.scores
+        outcome, rollout_turn, turn = weighted_rewards(scores.whole, scores.per_turn, batch.weights)
+        batch.rewards = RewardTable(
+            outcome=outcome.masked_fill(torch.tensor(batch.failed), NAN),
+            rollout_turn=rollout_turn,
+            turn=turn,
+            has_observation=scores.has_observation,
+            sampled=scores.sampled,
+            state=scores.state,
+            num_tokens=scores.num_tokens,
+        )
+        batch.logged = logged_rewards(scores.whole, scores.per_turn).to(self.accelerator.device)
 
     def _before_credit(self, batch: Batch) -> None:
         """Between rewards and credit: may change the table `batch.rewards`, or the rollouts. Collective.

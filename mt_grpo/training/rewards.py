@@ -40,7 +40,7 @@ from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
 from mt_grpo.rollout import Rollout, ToolCall, Turn, join
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, join_rounds, turn_contexts
-from mt_grpo.training.reward_numbers import check_reward_values, reward_tensors, state_numbers, turn_flags
+from mt_grpo.training.reward_numbers import Scores, check_reward_values, reward_tensors, state_numbers, turn_flags
 from mt_grpo.training.tensors import pad_rows
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class RewardFunctions:
         on_all_ranks: Callable[[Callable[[], None], str], Any],
         reads_state: bool,
         fresh: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Scores:
         """Score the rollouts of all ranks. Collective.
 
         Args:
@@ -250,12 +250,6 @@ class RewardFunctions:
             accelerator: The trainer's accelerator.
             reads_state: Whether the estimator compares turns by their states.
             fresh: (N,) bool, the rollouts that functions see. None: all.
-
-        Returns:
-            On the CPU, with K turns in the longest of all N rollouts: the numbers per rollout (N, F) and per
-            turn (N, K, F_turn), NaN for None; whether a turn has an observation, and whether it exists, (N, K)
-            bool; the hashes of the turns' states, (N, K) int64, -1 without a turn; the turns' trained tokens,
-            (N, K) int64.
         """
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
         num_turns = torch.tensor([max(len(rollout.turns) for rollout in batch.rollouts)], device=accelerator.device)
@@ -271,7 +265,7 @@ class RewardFunctions:
             pad_rows(states, num_turns, -1, torch.long),
             pad_rows(tokens, num_turns, 0, torch.long),
         ]
-        return tuple(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local)
+        return Scores(*(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local))
 
 
 def groups_that_begin_here(
