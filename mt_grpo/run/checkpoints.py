@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import random
 import secrets
@@ -26,6 +27,8 @@ from mt_grpo.base.files import absolute, read_json
 from mt_grpo.base.json_types import image_or_str
 from mt_grpo.base.ranks import RunError
 
+logger = logging.getLogger(__name__)
+
 
 class CheckpointError(RunError, ValueError):
     """A checkpoint cannot be resumed. Nothing was trained since, so that there is nothing to save."""
@@ -41,7 +44,10 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
     # Trainer writes trainer_state.json last, so a checkpoint without this file is incomplete. The newest checkpoint is
     # used, not the one of the highest step: an older run in the same folder may have made more steps.
     states = Path(output_dir).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
-    whole = [path for path in states if path.parent.name.partition("-")[2].isdigit() and read_json(path)]
+    states = [path for path in states if path.parent.name.partition("-")[2].isdigit()]
+    whole = [path for path in states if read_json(path)]
+    for path in {*states} - {*whole}:
+        logger.warning(f"{path.parent} is incomplete and is passed over: {TRAINER_STATE_NAME} is not whole.")
     newest = max(whole, key=lambda path: path.stat().st_mtime, default=None)
     state = newest if str(wanted).lower() in ("last", "true") else Path(absolute(str(wanted)), TRAINER_STATE_NAME)
     if state is None or not state.is_file():
@@ -226,7 +232,7 @@ def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> No
     is_sharded = any(os.environ.get(f"ACCELERATE_USE_{key}", "").lower() == "true" for key in ("FSDP", "DEEPSPEED"))
     if save_on_each_node and is_sharded:
         error = "save_on_each_node is not supported with FSDP or DeepSpeed, where only rank 0 gets complete weights."
-    elif save_on_each_node and seen > int(os.environ["LOCAL_WORLD_SIZE"]):
+    elif save_on_each_node and seen > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         error = f"save_on_each_node: true, but nodes share output_dir={output_dir!r}."
     elif not save_on_each_node and seen < len(names):
         what = f"output_dir={output_dir!r} is shared by {seen} of {len(names)} ranks"

@@ -295,8 +295,10 @@ class ResumableTrainer(GRPOTrainer):
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
             return super().evaluate(*args, **kwargs)
-        except (RunError, ServerError):
-            self._evaluation_due = True
+        except BaseException as error:
+            self._evaluation_due |= isinstance(error, (RunError, ServerError))
+            if not self.is_in_train:
+                self.in_flight.cancel()
             raise
         finally:
             set_rng_state(before)

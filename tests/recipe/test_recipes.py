@@ -627,6 +627,7 @@ def build(random_model, tmp_path, no_weights):
         ({"num_train_epochs": 0}, "^num_train_epochs=0"),
         ({"top_entropy_quantile": 20.0}, "^top_entropy_quantile=20.0"),
         ({"env": ["A"]}, "^env: .* is list, expected"),
+        ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .*expected lines of"),
         ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* Set it in the shell"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
