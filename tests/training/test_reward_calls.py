@@ -323,7 +323,8 @@ def test_a_stop_ends_a_reward_that_catches_exceptions_at_once():
             caught.append(error)
         return [0.0, 0.0]
 
-    with stoppable(), pytest.raises(RunStopped):
+    with stoppable() as trainer, pytest.raises(RunStopped):
+        trainer._interruptible = True
         scored(reward)
     assert not caught
 
