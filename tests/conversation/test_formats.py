@@ -649,7 +649,7 @@ def test_a_call_that_was_only_thought_is_not_that_of_a_result(name):
     turn = {"role": "assistant", "content": family.thinking % thought + written}
     messages = [{"role": "user", "content": "?"}, turn, *fmt.results(TWO[1:], RESULTS[:1])]
     (call,) = fmt.with_calls(messages, TOOLS)[1]["tool_calls"]
-    assert fmt._taken(call)["function"]["arguments"] == fmt.arguments(TWO[1].arguments)
+    assert fmt._with_arguments(call)["function"]["arguments"] == fmt.arguments(TWO[1].arguments)
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name.startswith("lfm2")])
@@ -843,30 +843,6 @@ def test_a_template_that_loses_tool_results_is_refused():
     assert tokenizer.chat_template != template
     with pytest.raises(ValueError, match="leaves out a result: .* after a turn with 2 results"):
         make_format("hermes", tokenizer)
-
-
-def test_a_tokenizer_may_bring_its_own_response_template():
-    tokenizer = byte_tokenizer((TEMPLATES / "muse_glimmer.jinja").read_text(), ("<|eot|>", "<|start|>", "<|message|>"))
-    tokenizer.response_template = {
-        "start_anchor": "<|start|>assistant",
-        "fields": {
-            "tool_calls": {
-                "open_pattern": r'<atem:invoke name="(?P<name>[^"]+)">', "close": "</atem:invoke>", "repeats": True,
-                "content": "xml-inline",
-                "content_args": {
-                    "tag_pattern": r'<atem:parameter name="(?P<key>[^"]+)">(?P<value>.*?)</atem:parameter>',
-                    "value_parser": {"name": "json", "args": {"allow_non_json": True}},
-                },
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-            },
-            "content": {"close": "<|eot|>"},
-        },
-    }  # fmt: skip
-    fmt = make_format("native", tokenizer)
-    call = '<atem:invoke name="add"><atem:parameter name="a">2</atem:parameter></atem:invoke>'
-    assert fmt.parse(ids(call + call + '<atem:invoke name="add">', tokenizer), [], TOOLS).calls == [
-        ToolCall("add", {"a": 2}), ToolCall("add", {"a": 2}), ToolCall("add", {}, "the call is not closed"),
-    ]  # fmt: skip
 
 
 def test_a_template_of_its_own_for_tools_is_taken():
