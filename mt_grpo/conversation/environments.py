@@ -237,8 +237,6 @@ def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callabl
     """
     name, listed = type(environment).__name__, getattr(environment, "tools", None) or []
     methods = [getattr(environment, name) for name in tool_methods(type(environment))]
-    if not callable(listed) and not isinstance(listed, (list, tuple)):
-        raise EnvironmentFailure(f"{name}.tools is {listed!r:.100}, expected a list of tools.")
     # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
     tools = merged(name, others.values(), methods, named_tools([] if callable(listed) else listed).values())
     selection = getattr(environment, "tool_selection", None)

@@ -173,10 +173,7 @@ def check_names(names: Iterable[str], forbidden: re.Pattern) -> None:
 
 
 def neutralise_messages(
-    messages: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    origin: Origin,
-    ends: frozenset[int] = frozenset(),
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: Origin, ends: frozenset = frozenset()
 ) -> list[dict[str, Any]]:
     """Break the tokens in all texts of messages that their origin and their roles may not contain.
 
