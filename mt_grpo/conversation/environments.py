@@ -351,7 +351,7 @@ class Environments:
             except TypeError as error:
                 raise ValueError(
                     f"Row {number}: {cls.__name__}.reset does not accept this row: {error}. The row has: "
-                    f"{', '.join(columns) or 'no column'}. Add **row, which takes all other columns."
+                    f"{', '.join(columns) or 'no column'}. Rename one of them, or add **row for other columns."
                 ) from None
 
     def arguments_of(self, row: DataRow) -> dict[str, Any]:

@@ -701,7 +701,7 @@ def test_a_row_that_reset_would_not_take_is_refused_before_training():
             Environments(cls, 1.0, {}).check_rows(rows)
         return str(error.value)
 
-    needs = "Board.reset does not accept this row: missing a required argument: 'board'. The row has: start. Add"
+    needs = "Board.reset does not accept this row: missing a required argument: 'board'. The row has: start. Rename"
     assert needs in refused(Board, Dataset.from_dict({"start": [4]}))
     assert refused(Board, Rows([{"board": "x"}, {"start": 4}])).startswith(f"Row 1: {needs}")
     assert "unexpected keyword argument 'end'" in refused(Strict, Rows([{"start": 1}, {"end": 2}]))

@@ -108,8 +108,8 @@ def forbidden_in(
     if origin == Origin.OUTSIDE and role not in AUTHORS:
         return control_pattern(*key)
     if origin == Origin.AGENT and role in AUTHORS:
-        placeholders = placeholders_of(tokenizer)
-        return pattern_of(placeholders) if placeholders else None
+        found = placeholders_of(tokenizer)
+        return pattern_of(found) if found else None
     return message_pattern(*key, frozenset(ends))
 
 
