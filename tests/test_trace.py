@@ -62,12 +62,12 @@ TEXTS = {  # calls, results and control tokens as text
     "hints_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "start_thread",
     "parse_call", "result_message",
     "messages", "_state_key", "_tokenizer", "with_system_prompt", "neutralise", "neutralise_json",
-    "neutralise_messages", "clean", "with_arguments", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
+    "neutralise_messages", "clean", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
     "pattern_of", "message_tokens", "around_messages", "added_tokens", "digest_of",
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
-    "is_nested", "prefill", "opened_in",
+    "is_nested", "prefill", "_opened_in",
     "_before", "_end_of_turn", "results", "with_turns", "has_observation", "tool_seconds",
     "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
@@ -76,11 +76,9 @@ TEMPLATE = {
     "prompt",
     "with_reasoning",
     "suffix",
-    "_behind_content",
     "_render",
     "text_ids",
     "_decode",
-    "_decoded",
 }
 ENVIRONMENT = {"failures_end", "run_calls", "shares_state", "ask", "end", "close"}
 LISTS = {
