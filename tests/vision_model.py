@@ -19,7 +19,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mt_grpo.base.event_loop import background_loop
-from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.images.messages import image_reader, with_pictures
 from mt_grpo.images.pictures import Picture
 
 SPECIAL = (
@@ -118,7 +118,7 @@ def make_model(tokenizer, family="qwen2_5_vl"):
 def reading(folder):
     """The tokenizer of a saved model, which writes pictures."""
     found = AutoTokenizer.from_pretrained(folder)
-    return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
+    return with_pictures(found, image_reader(str(folder), AutoConfig.from_pretrained(folder), found))
 
 
 @contextlib.contextmanager

@@ -9,14 +9,14 @@ import torch
 from accelerate.utils import is_peft_model
 
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, secret_of_marks, share_marks
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
-from mt_grpo.images.pictures import inputs_of_requests, is_picture
+from mt_grpo.images.messages import reader_of
+from mt_grpo.images.pictures import forbid, freeze_tower, inputs_of_requests, is_picture, share_marks
 from mt_grpo.training.policy_scores import asked_of
 
 
@@ -53,7 +53,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     args, ends = trainer.args, trainer.eos_token_ids
     forbid(reader_of(trainer.env.tokenizer), trainer.model, trainer.ref_model)
     if trainer.accelerator.num_processes > 1:
-        share_marks(on_main_process(secret_of_marks))
+        share_marks(on_main_process)
     if args.freeze_vision_tower:
         freeze_tower(trainer.model)
     if trainer.backend == "server":
@@ -117,4 +117,4 @@ def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
     So the vision tower is checked, too, even if only tools return images.
     """
     text = [token for token in ids if not is_picture(token)][:256]
-    return (drawn_ids(tokenizer) if reader_of(tokenizer) is not None else []) + text
+    return (tokenizer.drawn_ids() if reader_of(tokenizer) is not None else []) + text

@@ -37,8 +37,8 @@ from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
 from mt_grpo.base.json_types import is_image
 from mt_grpo.base.ranks import RunStopped
 from mt_grpo.base.rows import WrittenRow, row_text
-from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
+from mt_grpo.images.pictures import readable_messages
 from mt_grpo.rollout import Rollout, ToolCall, Turn
 
 logger = logging.getLogger(__name__)

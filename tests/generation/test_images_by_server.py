@@ -19,7 +19,6 @@ from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.conversation.pictures import drawn_ids, drawn_image, forbid, mark_of, why_none
 from mt_grpo.generation.samples import (
     GENERATE,
     BadAnswer,
@@ -30,7 +29,8 @@ from mt_grpo.generation.samples import (
 )
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.images.pictures import inputs_of_rows, is_picture, pictures_in, with_placeholders
+from mt_grpo.images.messages import why_none
+from mt_grpo.images.pictures import forbid, inputs_of_rows, is_picture, mark_of, pictures_in, with_placeholders
 from mt_grpo.recipe import checks
 from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.rollout import hash_of_ids
@@ -311,7 +311,7 @@ def test_which_servers_are_refused(client, folder, monkeypatch):
 
 
 def test_a_probe_of_the_directory_forgets_what_images_were(client):
-    ids = drawn_ids(client.tokenizer)
+    ids = client.tokenizer.drawn_ids()
     before = client.score(ids)
     check_shared_directory(client, None)
     assert client.score(ids) == pytest.approx(before, abs=1e-5) and client.healthy()
@@ -321,10 +321,10 @@ def test_ids_that_prove_a_push_begin_with_an_image(client):
     tokenizer = client.tokenizer
     picture = tokenizer.pictures.read(vision_model.picture(0), "")
     ids = [*range(20, 200), *4 * [picture.id], *range(20, 200)]
-    shown = drawn_ids(tokenizer)
+    shown = tokenizer.drawn_ids()
     assert probe_ids(ids, tokenizer) == shown + [*range(20, 200), *range(20, 96)]
     assert len(pictures_in(shown)) == 1 and pictures_in(shown)[0].image.size == (56, 56)
-    assert len(set(drawn_image(8).getdata())) > 32
+    assert len(set(tokenizer.pictures.drawn(8).image.getdata())) > 32
     plain = copy.copy(tokenizer)
     plain.pictures = None
     assert probe_ids([1, 2], plain) == [1, 2]
@@ -366,7 +366,7 @@ def test_later_checks_of_a_push_begin_with_the_image_too(client):
 
 def test_a_load_that_fails_forgets_images_too(client, monkeypatch):
     """Else the engine ends at the next known image, and hides what failed."""
-    ids = drawn_ids(client.tokenizer)
+    ids = client.tokenizer.drawn_ids()
     client.score(ids)
     request = client.request
 

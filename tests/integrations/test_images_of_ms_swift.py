@@ -14,8 +14,9 @@ from scripted_schedulers import answer, conversations as made, run as run_rollou
 from transformers import AutoTokenizer
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.images.messages import with_pictures
 from mt_grpo.images.pictures import KNOWN, pictures_in
+from mt_grpo.images.processor import PictureReader
 from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.messages import tagged

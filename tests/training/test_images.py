@@ -22,20 +22,22 @@ from trl.trainer.utils import add_fused_lm_head
 from vision_run import gradients_of, make_trainer, some_rows, user, write_recipe
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.picture_parts import with_marks
-from mt_grpo.conversation.pictures import forbid, mark_of, readable, with_pictures
 from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
 from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.images import pictures
+from mt_grpo.images.messages import with_marks, with_pictures
 from mt_grpo.images.pictures import (
     FIRST_ID,
     KNOWN,
+    forbid,
     has_too_many,
     inputs_of_requests,
     inputs_of_rows,
     is_picture,
+    mark_of,
     picture_of,
     pictures_in,
+    readable,
     runs_of,
     with_placeholders,
 )

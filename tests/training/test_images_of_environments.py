@@ -16,9 +16,8 @@ from vision_run import Scripted as ZoomsAndAnswers, user, worth
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, joined, read_reply
-from mt_grpo.conversation.picture_parts import SaidPictures
-from mt_grpo.conversation.pictures import PLACE, mark_of, readable, with_marks_of
-from mt_grpo.images.pictures import is_picture, pictures_in, runs_of
+from mt_grpo.images.messages import SaidPictures
+from mt_grpo.images.pictures import PLACE, is_picture, mark_of, pictures_in, readable, runs_of, with_marks_of
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Reply, StopReason

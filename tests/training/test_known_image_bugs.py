@@ -8,9 +8,8 @@ from test_environments import verify_records
 from trl.trainer.utils import split_pixel_values_by_grid
 from vision_run import user
 
-from mt_grpo.conversation.pictures import mark_of
 from mt_grpo.generation.samples import generate_body
-from mt_grpo.images.pictures import inputs_of_rows, is_picture, pictures_in
+from mt_grpo.images.pictures import inputs_of_rows, is_picture, mark_of, pictures_in
 from mt_grpo.rollout import Reply, StopReason
 from mt_grpo.training.shared_prompts import positions_of
 from mt_grpo_trainer import MultiTurnToolEnv

@@ -1,0 +1,252 @@
+"""Images in messages: parts of contents, columns of rows, replies of tools and environments, as texts with marks."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mt_grpo.base.json_types import is_image
+from mt_grpo.base.rows import IMAGE_COLUMNS
+from mt_grpo.images.pictures import PLACE, Picture, mark_of, with_marks_of
+
+Messages = list[dict[str, Any]]
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # `positions_of` supports their positions
+OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads
+
+
+# A model's reader of images: the attribute `pictures` of its tokenizer.
+
+
+def image_reader(name: str, config: Any, tokenizer: Any, revision: str | None = None) -> Any:
+    """Create the `PictureReader` of a model, or return why there is none. The model is then text-only.
+
+    Args:
+        name: The model's path or name.
+        config: The model's configuration.
+        tokenizer: The model's tokenizer.
+        revision: The revision of its repository on the Hub.
+    """
+    if getattr(config, "image_token_id", None) is None or config is config.get_text_config():
+        return "it is a text-only model"
+    if config.model_type not in FAMILIES:
+        return f"images are supported for models of type {', '.join(FAMILIES)}, got {config.model_type}"
+    try:
+        from mt_grpo.images.processor import PictureReader
+
+        return PictureReader(name, config, tokenizer, revision)
+    except ImportError:
+        return "a package is missing. Run `pip install -e '.[vision]'`"
+    except ValueError as error:
+        return str(error).removesuffix(".")
+
+
+def with_pictures(tokenizer: Any, reader: Any) -> Any:
+    """Make a tokenizer write images with this reader, or record why there is none. Returns the tokenizer itself."""
+    if not isinstance(reader, str):
+        return reader.join(tokenizer)
+    tokenizer.no_pictures, tokenizer.pictures = reader, None
+    return tokenizer
+
+
+def reader_of(tokenizer: Any) -> Any:
+    """The image reader of a tokenizer's model, None if the model is text-only."""
+    return getattr(tokenizer, "pictures", None)
+
+
+def why_none(tokenizer: Any) -> str:
+    """Why a tokenizer's model has no image reader, for error messages."""
+    return getattr(tokenizer, "no_pictures", "it is a text-only model")
+
+
+# Contents.
+
+
+def is_image_part(part: Any) -> bool:
+    """Whether a part of a content is an image or a place for one, by its type alone."""
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
+def is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"
+
+
+def own_image(part: dict[str, Any]) -> Any:
+    """The image that a part contains, None if the part is only a place for one."""
+    return next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
+
+
+def as_parts(content: Any) -> list[Any]:
+    """Convert a content to parts: texts and PIL images become parts, other values are unchanged."""
+    values = content if isinstance(content, list) else [content]
+    parts = [{"type": "image", "image": each} if is_image(each) else each for each in values]
+    return [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+
+
+class SaidPictures:
+    """Converts contents of messages, texts or parts, to texts with marks, and collects their images.
+
+    Args:
+        tokenizer: The model's tokenizer. Without an image reader, or None: images are rejected.
+        pictures: The images of the conversation so far, whose marks stay in texts. New ones are appended.
+        places: Whether a part may be the place of a row's image.
+        paths: Whether the image of a part may be the path of a file.
+    """
+
+    def __init__(
+        self, tokenizer: Any = None, pictures: list[Picture] | None = None, places: bool = False, paths: bool = False
+    ):
+        self.reader, self.why = reader_of(tokenizer), why_none(tokenizer)
+        self.pictures = [] if pictures is None else pictures
+        self.places, self.paths = places, paths
+
+    def text(self, content: Any, where: str) -> str:
+        """Convert a content. `where` begins the message of a `ValueError`."""
+        return "".join(self._text(part, where) for part in as_parts(content))
+
+    def _text(self, part: Any, where: str) -> str:
+        if is_text_part(part):
+            return with_marks_of(part["text"], self.pictures)
+        image = own_image(part) if is_image_part(part) else None
+        if image is None and not (is_image_part(part) and self.places):
+            raise ValueError(
+                f"{where} has the part {part!r:.100}. Expected text, or an image under 'image' or 'image_url'."
+            )
+        if self.reader is None:
+            raise ValueError(f"{where} has an image. The model would not see it: {self.why}. Expected text alone.")
+        if image is None:
+            return PLACE
+        picture = self.reader.read(image, where, self.paths)
+        if picture not in self.pictures:
+            self.pictures.append(picture)
+        return mark_of(picture)
+
+
+def read_result(value: Any, reader: Any) -> tuple[str, list[Picture]] | None:
+    """Convert a tool's return value to (text with marks, images). None if it has no image.
+
+    A part that names an address or a path is data, as other JSON.
+    """
+    images = [own_image(part) for part in as_parts(value) if is_image_part(part)]
+    urls = [image.get("url") if isinstance(image, dict) and "bytes" not in image else image for image in images]
+    if all(url is None or (isinstance(url, str) and not url.startswith("data:")) for url in urls):
+        return None
+    said = SaidPictures()
+    said.reader = reader
+    return said.text(value, "the tool's result"), said.pictures
+
+
+# Rows.
+
+
+def images_of(row: dict[str, Any]) -> list[Any]:
+    """The images of a row's columns, in their order."""
+    given = [row[key] for key in IMAGE_COLUMNS if row.get(key) not in (None, "")]
+    return [each for value in given for each in (value if isinstance(value, list) else [value])]
+
+
+def image_parts(messages: Any) -> list[dict[str, Any]]:
+    """The parts of messages that are images or places for one."""
+    contents = [message.get("content") for message in messages or [] if isinstance(message, dict)]
+    return [part for content in contents if isinstance(content, list) for part in content if is_image_part(part)]
+
+
+def num_pixels(row: dict[str, Any], reader: Any) -> int:
+    """The number of pixels of a row's images. Only their headers are read; an invalid image counts as 0."""
+    return sum(map(reader.num_pixels, [*map(own_image, image_parts(row.get("prompt"))), *images_of(row)]))
+
+
+def refuse_images(row: dict[str, Any], where: str, why: str) -> None:
+    """Raise `ValueError` for a row with an image, in a column or in a message. `why` the model does not see it."""
+    for key in IMAGE_COLUMNS:
+        if images_of({key: row.get(key)}):
+            raise ValueError(
+                f"{where}: the column {key!r} is {row[key]!r:.80}. The model would not see it: {why}. Remove the "
+                "column, or rename it if a tool or a reward reads it."
+            )
+    if image_parts(row.get("prompt")):
+        raise ValueError(f"{where}: a message has an image. The model would not see it: {why}. Remove it.")
+
+
+def with_places(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Messages, list[Picture]]:
+    """Read the images of a row, without placing those of its columns. Returns (messages with text contents, images).
+
+    A part with an image of its own becomes its mark, and one without becomes a `PLACE`. The images are those of the
+    row's columns (`of_columns`), followed by those of the parts. Raises `ValueError` for an image that is not read.
+    """
+    if not images_of(row) and not image_parts(prompt):
+        return prompt, []
+    if (reader := reader_of(tokenizer)) is None:
+        refuse_images({**row, "prompt": prompt}, where, why_none(tokenizer))
+    shown = [reader.read(image, f"{where}, image {k}", paths=True) for k, image in enumerate(images_of(row))]
+    said = SaidPictures(tokenizer, shown, places=True, paths=True)
+    return [{**message, "content": said.text(message["content"], where)} for message in prompt], shown
+
+
+def with_marks(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Messages, list[Picture]]:
+    """Read the images of a row as `with_places` does, and place those of its columns as `placed` does."""
+    messages, shown = with_places(prompt, row, tokenizer, where)
+    return placed(messages, of_columns(shown, row), where), shown
+
+
+def of_columns(shown: list[Picture], row: dict[str, Any]) -> list[Picture]:
+    """The images of the row's columns, among those that `with_places` returns."""
+    return shown[: len(images_of(row))]
+
+
+def placed(messages: Messages, pictures: list[Picture], where: str) -> Messages:
+    """Put the images of a row's columns into messages, the next one at each `PLACE`.
+
+    If there is no place, they come before the first text of a user, as in TRL. Raises `ValueError` if the numbers of
+    images and places differ, or if there is no message of a user.
+    """
+    places = sum(message["content"].count(PLACE) for message in messages)
+    if places not in (0, len(pictures)):
+        raise ValueError(
+            f"{where}: the columns {' and '.join(IMAGE_COLUMNS)} have {len(pictures)} images, and the prompt has "
+            f"{places} places for them, parts {{'type': 'image'}} without an image under 'image' or 'image_url'. "
+            "Expected one place per image."
+        )
+    if not pictures:
+        return messages
+    texts = [message["content"] for message in messages]
+    if not places:
+        first = next((k for k, message in enumerate(messages) if message["role"] == "user"), None)
+        if first is None:
+            raise ValueError(
+                f"{where}: got {len(pictures)} images, and no message of a user to put them into. Add one, or a part "
+                "{'type': 'image'} to another message."
+            )
+        texts[first] = len(pictures) * PLACE + texts[first]
+    following = map(mark_of, pictures)
+    texts = [re.sub(PLACE, lambda _: next(following), text) for text in texts]
+    return [{**message, "content": text} for message, text in zip(messages, texts)]
+
+
+def read_pictures(
+    prompts: list, rows: list[dict[str, Any]] | None, tokenizer: Any, env: Any, way: str = "place_images"
+) -> tuple[list, list[list[Picture]]]:
+    """Read the images of prompts. Returns (prompts as texts with marks, the images of each). A group shares them.
+
+    Args:
+        prompts: Messages, or strings, as `check_conversations` returns them.
+        rows: One row of the data per prompt.
+        tokenizer: The model's tokenizer.
+        env: The class of conversations. If it has an environment, whose `reset` may change the prompts, places stay
+            (`with_places`). It may place images otherwise, by functions of its own: `place_images` for the prompt of a
+            rollout, and `mark_images` for what the model reads of it.
+        way: The name of one of these.
+    """
+    resets = env.environments is not None and not hasattr(env, way)
+    place = getattr(env, way, with_places if resets else with_marks)
+    found, last = [], None
+    for number, prompt in enumerate(prompts):
+        row = rows[number] if rows else {}
+        if isinstance(prompt, str) and images_of(row):
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str) or not (prompt or (resets and images_of(row))):  # `reset` brings a prompt
+            found.append((prompt, []))
+            continue
+        if last is None or last[0] is not row or last[1] is not prompts[number]:
+            last = row, prompts[number], place(prompt, row, tokenizer, f"prompt {number}")
+        found.append(last[2])
+    return [prompt for prompt, _ in found], [shown for _, shown in found]
