@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import is_image
 from mt_grpo.base.rows import IMAGE_COLUMNS
 from mt_grpo.images.pictures import PLACE, Picture, mark_of, with_marks_of
@@ -14,18 +15,8 @@ FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")  # `positions_
 OTHER_KINDS = ("video", "videos", "audio", "audios")  # columns of ms-swift that no model here reads
 
 
-# A model's reader of images: the attribute `pictures` of its tokenizer.
-
-
 def image_reader(name: str, config: Any, tokenizer: Any, revision: str | None = None) -> Any:
-    """Create the `PictureReader` of a model, or return why there is none. The model is then text-only.
-
-    Args:
-        name: The model's path or name.
-        config: The model's configuration.
-        tokenizer: The model's tokenizer.
-        revision: The revision of its repository on the Hub.
-    """
+    """Create the `PictureReader` of a model, or return why there is none: the model is then text-only."""
     if getattr(config, "image_token_id", None) is None or config is config.get_text_config():
         return "it is a text-only model"
     if config.model_type not in FAMILIES:
@@ -36,8 +27,8 @@ def image_reader(name: str, config: Any, tokenizer: Any, revision: str | None = 
         return PictureReader(name, config, tokenizer, revision)
     except ImportError:
         return "a package is missing. Run `pip install -e '.[vision]'`"
-    except ValueError as error:
-        return str(error).removesuffix(".")
+    except Exception as error:  # of its processor or chat template: a model of text may have no use for them
+        return f"its processor of images cannot be used: {error_line(error)}"
 
 
 def with_pictures(tokenizer: Any, reader: Any) -> Any:
@@ -56,9 +47,6 @@ def reader_of(tokenizer: Any) -> Any:
 def why_none(tokenizer: Any) -> str:
     """Why a tokenizer's model has no image reader, for error messages."""
     return getattr(tokenizer, "no_pictures", "it is a text-only model")
-
-
-# Contents.
 
 
 def is_image_part(part: Any) -> bool:
@@ -135,9 +123,6 @@ def read_result(value: Any, reader: Any) -> tuple[str, list[Picture]] | None:
     return said.text(value, "the tool's result"), said.pictures
 
 
-# Rows.
-
-
 def images_of(row: dict[str, Any]) -> list[Any]:
     """The images of a row's columns, in their order."""
     given = [row[key] for key in IMAGE_COLUMNS if row.get(key) not in (None, "")]
@@ -168,10 +153,9 @@ def refuse_images(row: dict[str, Any], where: str, why: str) -> None:
 
 
 def with_places(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Messages, list[Picture]]:
-    """Read the images of a row, without placing those of its columns. Returns (messages with text contents, images).
+    """Read the images of a row as `read_row`, but leave a `PLACE` for those of its columns.
 
-    A part with an image of its own becomes its mark, and one without becomes a `PLACE`. The images are those of the
-    row's columns (`of_columns`), followed by those of the parts. Raises `ValueError` for an image that is not read.
+    The images are those of the row's columns (`of_columns`), followed by those of the parts.
     """
     if not images_of(row) and not image_parts(prompt):
         return prompt, []
@@ -182,22 +166,15 @@ def with_places(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: st
     return [{**message, "content": said.text(message["content"], where)} for message in prompt], shown
 
 
-def with_marks(prompt: Messages, row: dict[str, Any], tokenizer: Any, where: str) -> tuple[Messages, list[Picture]]:
-    """Read the images of a row as `with_places` does, and place those of its columns as `placed` does."""
-    messages, shown = with_places(prompt, row, tokenizer, where)
-    return placed(messages, of_columns(shown, row), where), shown
-
-
 def of_columns(shown: list[Picture], row: dict[str, Any]) -> list[Picture]:
     """The images of the row's columns, among those that `with_places` returns."""
     return shown[: len(images_of(row))]
 
 
 def placed(messages: Messages, pictures: list[Picture], where: str) -> Messages:
-    """Put the images of a row's columns into messages, the next one at each `PLACE`.
+    """Put the images of a row's columns into messages, at each `PLACE`, or before the first text of a user, as in TRL.
 
-    If there is no place, they come before the first text of a user, as in TRL. Raises `ValueError` if the numbers of
-    images and places differ, or if there is no message of a user.
+    Raises `ValueError` if the numbers of images and places differ, or if there is no message of a user.
     """
     places = sum(message["content"].count(PLACE) for message in messages)
     if places not in (0, len(pictures)):
@@ -222,31 +199,34 @@ def placed(messages: Messages, pictures: list[Picture], where: str) -> Messages:
     return [{**message, "content": text} for message, text in zip(messages, texts)]
 
 
-def read_pictures(
-    prompts: list, rows: list[dict[str, Any]] | None, tokenizer: Any, env: Any, way: str = "place_images"
-) -> tuple[list, list[list[Picture]]]:
-    """Read the images of prompts. Returns (prompts as texts with marks, the images of each). A group shares them.
+def read_row(
+    prompt: Messages, row: dict[str, Any], tokenizer: Any, env: Any, where: str, way: str = "place_images"
+) -> tuple[Messages, list[Picture]]:
+    """Read the images of a row's prompt. Returns (messages with text contents, images). Raises `ValueError`.
 
-    Args:
-        prompts: Messages, or strings, as `check_conversations` returns them.
-        rows: One row of the data per prompt.
-        tokenizer: The model's tokenizer.
-        env: The class of conversations. If it has an environment, whose `reset` may change the prompts, places stay
-            (`with_places`). It may place images otherwise, by functions of its own: `place_images` for the prompt of a
-            rollout, and `mark_images` for what the model reads of it.
-        way: The name of one of these.
+    If conversations have an environment, whose `reset` may change the prompt, places stay (`with_places`). A class of
+    conversations may have functions of its own: `place_images` for a rollout, `mark_images` for what the model reads.
     """
-    resets = env.environments is not None and not hasattr(env, way)
-    place = getattr(env, way, with_places if resets else with_marks)
-    found, last = [], None
-    for number, prompt in enumerate(prompts):
-        row = rows[number] if rows else {}
-        if isinstance(prompt, str) and images_of(row):
-            prompt = [{"role": "user", "content": prompt}]
-        if isinstance(prompt, str) or not (prompt or (resets and images_of(row))):  # `reset` brings a prompt
-            found.append((prompt, []))
-            continue
-        if last is None or last[0] is not row or last[1] is not prompts[number]:
-            last = row, prompts[number], place(prompt, row, tokenizer, f"prompt {number}")
-        found.append(last[2])
-    return [prompt for prompt, _ in found], [shown for _, shown in found]
+    if hasattr(env, way):
+        return getattr(env, way)(prompt, row, tokenizer, where)
+    messages, shown = with_places(prompt, row, tokenizer, where)
+    if env.environments is None:
+        messages = placed(messages, of_columns(shown, row), where)
+    return messages, shown
+
+
+def read_pictures(
+    prompts: list, rows: list[dict[str, Any]] | None, tokenizer: Any, env: Any
+) -> tuple[list, list[list[Picture]]]:
+    """Read the images of prompts, messages or texts, those of a group once. Returns (prompts, the images of each)."""
+    found: list[tuple] = []
+    for k, prompt in enumerate(prompts):
+        row = rows[k] if rows else {}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and images_of(row) else prompt
+        if found and rows and row is rows[k - 1] and prompt is prompts[k - 1]:
+            found.append(found[-1])
+        elif isinstance(messages, str) or (not messages and hasattr(env, "place_images")):
+            found.append((messages, []))
+        else:
+            found.append(read_row(messages, row, tokenizer, env, f"prompt {k}"))
+    return [messages for messages, _ in found], [shown for _, shown in found]

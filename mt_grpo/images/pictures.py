@@ -1,10 +1,8 @@
 """Images of conversations: the ids and the marks that stand for them, and what a model's forward pass reads instead.
 
-A chat template writes one placeholder for an image, and a model reads as many of them as the image has tokens. Here
-each of these is an id of the image's own, far beyond any vocabulary, which is made from a digest of its pixels. So a
-prompt with another image is another prompt wherever ids are compared, hashed, shared, sorted or sent to other ranks.
-In a text an image is a mark, where the chat template would write its placeholder. So a message stays text wherever it
-is joined, truncated, compared, copied or logged.
+A model reads as many placeholders as an image has tokens. Here each of them is an id of the image's own, beyond any
+vocabulary, made from a digest of its pixels. So a prompt with another image is another prompt wherever ids are
+compared, hashed, shared or sent. In a text an image is a mark, so that a message stays text wherever it is edited.
 """
 
 from __future__ import annotations
@@ -99,9 +97,6 @@ MAKES_ONE = threading.Lock()
 KNOWN: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
 
 
-# Ids.
-
-
 def id_of_digest(digest: str) -> int:
     """The id of an image, by its digest or by its name."""
     return FIRST_ID + int(digest[:ID_DIGITS], 16)
@@ -154,9 +149,6 @@ def held_by(tensors: Iterable[Any]) -> list[Picture]:
     return [picture_of(token) for token in sorted(found)]
 
 
-# Marks in texts.
-
-
 def mark_pattern() -> re.Pattern:
     """A pattern of marks, whose group 1 is the image's name, and of parts of marks."""
     mark, part = f"{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1", f"[0-9a-f]{{0,{len(SECRET) + ID_DIGITS}}}"
@@ -190,8 +182,6 @@ def marks_replaced(text: str, by: str = "") -> str:
 
 def with_marks_of(text: str, pictures: Iterable[Picture]) -> str:
     """Remove all marks from a text from outside, and parts of them, except those of these images."""
-    if "\ufdd0" not in text and "\ufdd1" not in text:
-        return text
     names = {picture.name for picture in pictures}
     return MARK.sub(lambda found: found[0] if found[1] in names else "", text)
 
@@ -207,12 +197,7 @@ def readable(text: str) -> str:
 
 def readable_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Convert messages for rewards, logs and display: those with an image are copied with `readable` contents."""
-    return [
-        {**message, "content": readable(message["content"])}
-        if isinstance(message.get("content"), str) and "\ufdd0" in message["content"]
-        else message
-        for message in messages
-    ]
+    return [{**m, "content": readable(m["content"])} if "\ufdd0" in (m.get("content") or "") else m for m in messages]
 
 
 def png_uri(image: Any, **options: Any) -> str:
@@ -235,9 +220,6 @@ def uri_or_str(value: Any) -> str:
     return f"data:{kind};base64,{base64.b64encode(value).decode()}"
 
 
-# What a model's forward pass reads. The model must not write what stands for an image.
-
-
 def features_of(pictures: list[Picture]) -> dict[str, Any]:
     """The inputs of a forward pass for several images in order: `pixel_values`, and `image_grid_thw` (images, 3)."""
     import torch
@@ -247,10 +229,7 @@ def features_of(pictures: list[Picture]) -> dict[str, Any]:
 
 
 def inputs_of_requests(prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return (ids with placeholders, further inputs of `generate`) for prompts.
-
-    `mm_token_type_ids` is a list for each prompt, 1 at images. It is padded later, as the ids are.
-    """
+    """(ids with placeholders, further inputs of `generate`) of prompts. They are padded later."""
     if not (pictures := [picture for ids in prompts for picture in pictures_in(ids)]):
         return prompts, {}
     kinds = [[int(is_picture(token)) for token in ids] for ids in prompts]
@@ -258,10 +237,7 @@ def inputs_of_requests(prompts: list[list[int]]) -> tuple[list[list[int]], dict[
 
 
 def inputs_of_rows(input_ids: Any) -> tuple[Any, dict[str, Any]]:
-    """Return (ids with placeholders, further inputs of a forward pass) for padded rows (M, L), for TRL's method.
-
-    `num_images` is a number for each row, and `mm_token_type_ids` (M, L) is 1 at images.
-    """
+    """(ids with placeholders, further inputs of a forward pass) of padded rows (M, L), for TRL's method."""
     if not (shown := input_ids >= FIRST_ID).any():
         return input_ids, {}
     rows = [pictures_in(row) for row in input_ids.tolist()]
@@ -271,32 +247,22 @@ def inputs_of_rows(input_ids: Any) -> tuple[Any, dict[str, Any]]:
     return input_ids.masked_fill(shown, pictures[0].placeholder), features
 
 
-def freeze_tower(model: Any) -> None:
-    """Exclude the vision tower, its projection to the language model included, from training."""
-    for name, parameter in model.named_parameters():
-        if TOWER.search(name):
-            parameter.requires_grad_(False)
-
-
 def forbid(reader: Any, *models: Any) -> None:
-    """Exclude a reader's `unsampled` ids from the distribution of models: sampling, logprobs and entropy.
+    """Exclude a reader's `unsampled` ids from models' sampling, logprobs and entropy, by a bias that is not saved.
 
-    A sampled placeholder would stand for an image that does not exist. A bias of the head, which is neither trained
-    nor saved, excludes it. INVARIANT: sampling excludes the same ids as the computation of logprobs.
+    A sampled placeholder would stand for no image. INVARIANT: what is not sampled has no logprob either.
     """
     import torch
 
     for model in filter(None, models if reader is not None else ()):
         for head in model.get_output_embeddings().modules():  # several if adapters wrap it, as narrow as their rank
-            narrow = not isinstance(head, torch.nn.Linear) or len(head.weight) <= max(reader.unsampled)
-            if narrow or "bias" in head._buffers:  # a second trainer may get the same model
+            is_head = isinstance(head, torch.nn.Linear) and len(head.weight) > max(reader.unsampled)
+            if not is_head or "bias" in head._buffers:  # a second trainer may get the same model
                 continue
-            if head.bias is not None:
+            if head._parameters.pop("bias") is not None:
                 raise ValueError(f"The head of {type(model).__name__} has a bias, which is not supported with images.")
-            bias = head.weight.new_zeros(len(head.weight), requires_grad=False)
-            bias[reader.unsampled] = FORBIDDEN
-            del head._parameters["bias"]
-            head.register_buffer("bias", bias, persistent=False)
+            head.register_buffer("bias", head.weight.new_zeros(len(head.weight)), persistent=False)
+            head.bias[reader.unsampled] = FORBIDDEN
 
 
 @contextmanager
@@ -304,13 +270,12 @@ def forbidding_nothing(model: Any) -> Iterator[None]:
     """Context manager without the bias of `forbid`: a server's logprobs of a prompt cover the whole vocabulary."""
     import torch
 
-    heads = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    biases = [head._buffers["bias"] for head in heads if head._buffers.get("bias") is not None]
-    kept = [bias.clone() for bias in biases]
+    heads = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and "bias" in module._buffers]
+    biases = [head.bias for head in heads]
     try:
-        for bias in biases:
-            bias.zero_()
+        for head in heads:
+            head.bias = torch.zeros_like(head.bias)
         yield
     finally:
-        for bias, before in zip(biases, kept):
-            bias.copy_(before)
+        for head, bias in zip(heads, biases):
+            head.bias = bias

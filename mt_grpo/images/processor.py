@@ -27,6 +27,7 @@ from mt_grpo.images.pictures import (
     picture_of,
     pictures_of,
     runs_of,
+    with_placeholders,
 )
 
 LARGEST_FILE = 20 * 2**20
@@ -35,27 +36,17 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # others start p
 
 
 class PictureReader:
-    """Reads images as a model's processor does. `image_reader` creates one, with these arguments.
+    """Reads images as a model's processor does, which returns `pixel_values` and `image_grid_thw`, like Qwen's.
 
-    Attributes:
-        processor: The model's image processor, which returns `pixel_values` and `image_grid_thw`, like Qwen's.
-        placeholder: The id that the model reads for each token of an image.
-        token: The placeholder as text.
-        written: What the chat template writes for an image, placeholder included.
-        unsampled: Ids that stand for images, videos or sounds, which a policy must not write.
+    `unsampled` are the ids for images, videos and sounds, which a policy must not write.
     """
 
     def __init__(self, name: str, config: Any, tokenizer: Any, revision: str | None = None):
         backend = "torchvision" if is_torchvision_available() else "pil"  # they differ where they resize
-        try:
-            self.processor = AutoImageProcessor.from_pretrained(name, backend=backend, revision=revision or "main")
-        except ImportError:
-            raise
-        except Exception as error:  # of a file that is none, too: a model of text may have no use for it
-            raise ValueError(f"the image processor of {name!r} cannot be loaded: {error_line(error)}") from error
+        self.processor = AutoImageProcessor.from_pretrained(name, backend=backend, revision=revision or "main")
         self.placeholder = config.image_token_id
         ids = [getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio")]
-        self.unsampled = [each for each in ids if each is not None]
+        self.unsampled = [token for token in ids if token is not None]
         self.settings = f"{self.placeholder} {self.processor.to_json_string()}"
         self.token = tokenizer.convert_ids_to_tokens(self.placeholder)
         self.written = written_around(tokenizer, self.token)
@@ -81,13 +72,10 @@ class PictureReader:
         processors on torchvision and on PIL resize to other pixels, and agree where they do not resize.
 
         Args:
-            value: A PIL image, bytes, a data URI, or a dict with one of them under `bytes` or `url`; with `paths`
-                also a path, or a dict with one under `path`. A `Picture` is returned unchanged.
-            where: The beginning of the error message.
+            value: A PIL image, bytes, a data URI, or a dict with one of them under `bytes` or `url`. A `Picture` is
+                returned unchanged.
+            where: The beginning of the message of a `ValueError`.
             paths: Whether a text may be the path of a file. Must be false for texts of a model or an agent.
-
-        Raises:
-            ValueError: It is not an image, it is too large, or the model's processor rejects it.
         """
         if isinstance(value, Picture):
             return value
@@ -109,11 +97,11 @@ class PictureReader:
             while size != image.size:  # once, except for very long ones, which a processor makes shorter each time
                 image = whole.resize(size, self.processor.resample)
                 found, size = self.process(image)
-            (time, height, width), merge = found["image_grid_thw"][0].tolist(), self.processor.merge_size
         except Exception as error:  # whatever a decoder or a processor raises
             said = str(error) if type(error) is ValueError else error_line(error)
             raise ValueError(f"{where}: the image cannot be read: {said.removesuffix('.')}.") from error
-        return Picture.of(image, self.placeholder, (time * height // merge, width // merge), dict(found), digest)
+        side = self.processor.patch_size * self.processor.merge_size  # pixels of a token's
+        return Picture.of(image, self.placeholder, (size[1] // side, size[0] // side), dict(found), digest)
 
     def num_pixels(self, value: Any) -> int:
         """The number of pixels of an image that `read` takes, 0 if it is invalid. Only its header is read."""
@@ -132,14 +120,13 @@ class PictureReader:
 
 def opened(value: Any, paths: bool) -> Any:
     """Open an image with PIL, which reads only its header. Takes and raises the same as `PictureReader.read`."""
-    given = value
+    given, size = value, 0
     if isinstance(given, dict):  # of datasets' Image, or of OpenAI's API
         given = next((given[key] for key in ("bytes", "url", "path") if given.get(key) is not None), None)
     if isinstance(given, str) and given.startswith("data:"):
         given = base64.b64decode(given.partition(",")[2], validate=True)
     elif isinstance(given, str) and re.match(r"\w+://", given):
         raise ValueError(f"URLs are not fetched, got {given!r:.80}. Download the image, and write its path")
-    size = 0
     if isinstance(given, (bytes, bytearray)):
         size, given = len(given), io.BytesIO(given)
     elif isinstance(given, str) and paths:
@@ -161,10 +148,7 @@ def written_around(tokenizer: Any, token: str) -> str:
         messages = [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
         return tokenizer.apply_chat_template(messages, tokenize=False).partition(text)[0]
 
-    try:
-        without, found = before(), before({"type": "image"})
-    except Exception as error:  # whatever a template raises
-        raise ValueError(f"The chat template cannot render a message with an image: {error_line(error)}.") from error
+    without, found = before(), before({"type": "image"})
     written = found.removeprefix(without)
     if not found.startswith(without) or written.count(token) != 1:
         raise ValueError(f"The chat template writes {written!r} for an image, expected one {token!r} in it.")
@@ -186,14 +170,11 @@ class PictureTokens:
         encoded = super().__call__(marks_replaced(text, self.pictures.written), *args, **kwargs)
         if not (shown := pictures_of(text)):
             return encoded
-        runs, following = [], iter(shown)
-        for token in encoded["input_ids"]:
-            picture = next(following, None) if token == self.pictures.placeholder else None
-            if picture is None and token == self.pictures.placeholder:
-                raise ValueError(
-                    f"A text contains the image placeholder {self.pictures.token!r} without an image. Remove it."
-                )
-            runs.append([token] if picture is None else picture.ids)
+        placeholder = self.pictures.placeholder
+        if encoded["input_ids"].count(placeholder) > len(shown):
+            token = self.pictures.token
+            raise ValueError(f"A text contains the image placeholder {token!r} without an image. Remove it.")
+        runs = [shown.pop(0).ids if token == placeholder else [token] for token in encoded["input_ids"]]
         for key, values in encoded.items():
             encoded[key] = [value for value, run in zip(values, runs) for _ in run]
         encoded["input_ids"] = [token for run in runs for token in run]
@@ -219,9 +200,6 @@ class PictureTokens:
             after_image = is_picture(run[0])
         return text
 
-    def batch_decode(self, sequences: Any, *args: Any, **kwargs: Any) -> list[str]:
-        return [self.decode(each, *args, **kwargs) for each in sequences]
-
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save the tokenizer and the model's image processor, without which the folder could not read images."""
         if self.pictures is not None:
@@ -230,10 +208,8 @@ class PictureTokens:
 
     def convert_ids_to_tokens(self, ids: Any, *args: Any, **kwargs: Any) -> Any:
         """Convert ids to tokens as the tokenizer does; the ids of an image become the placeholder."""
-        if isinstance(ids, int):
-            known = self.pictures.placeholder if is_picture(ids) else ids
-            return super().convert_ids_to_tokens(known, *args, **kwargs)
-        return [self.convert_ids_to_tokens(int(each), *args, **kwargs) for each in ids]
+        known = with_placeholders([ids])[0] if isinstance(ids, int) else with_placeholders(ids)
+        return super().convert_ids_to_tokens(known, *args, **kwargs)
 
     def drawn_ids(self) -> list[int]:
         """The ids of a drawn image, with those that the chat template writes around it."""

@@ -28,13 +28,11 @@ from mt_grpo.images.messages import (
     num_pixels,
     of_columns,
     placed,
-    read_pictures,
+    read_row,
     reader_of,
     refuse_images,
     why_none,
-    with_marks,
     with_pictures,
-    with_places,
 )
 from mt_grpo.images.pictures import MOST_PICTURES, TOWER
 from mt_grpo.recipe.data import empty_prompts, with_prompts
@@ -86,7 +84,6 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
 def check_images(dataset: Any, name: str, env: Any) -> None:
     """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
     reader = reader_of(env.tokenizer)
-    place = getattr(env, "place_images", with_marks if env.environments is None else with_places)
     further = "messages" if hasattr(env, "place_images") else "prompt"  # a scheduler's rows may have them instead
     for i, row in enumerate(dataset):
         if reader is None:
@@ -94,7 +91,7 @@ def check_images(dataset: Any, name: str, env: Any) -> None:
         elif getattr(env, "reads_rows", True):
             if others := [key for key in OTHER_KINDS if row.get(key)]:
                 raise ValueError(f"{name}, row {i}: the column {others[0]!r} is not read: only images are. Remove it.")
-            place(row.get("prompt") or row.get(further) or [], row, env.tokenizer, f"{name}, row {i}")
+            read_row(row.get("prompt") or row.get(further) or [], row, env.tokenizer, env, f"{name}, row {i}")
 
 
 def why_text(args: GRPOConfig) -> str | None:
@@ -122,8 +119,8 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
     # `shown` keeps its pictures while the prompt is tokenised.
     further: list[int] = []
-    prompts = check_conversations([prompt], "prompts", images=True)
-    (prompt,), (shown,) = read_pictures(prompts, [row], env.tokenizer, env, "mark_images")
+    (prompt,) = check_conversations([prompt], "prompts", images=True)
+    prompt, shown = read_row(prompt, row, env.tokenizer, env, "prompt", "mark_images")
     if env.environments is not None and not hasattr(env, "mark_images"):
         try:
             prompt = placed(prompt, of_columns(shown, row), "the prompt")

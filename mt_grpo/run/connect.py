@@ -16,7 +16,7 @@ from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.images.messages import reader_of
-from mt_grpo.images.pictures import forbid, freeze_tower, inputs_of_requests, is_picture, share_marks
+from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, share_marks
 from mt_grpo.training.policy_scores import asked_of
 
 
@@ -54,8 +54,8 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     forbid(reader_of(trainer.env.tokenizer), trainer.model, trainer.ref_model)
     if trainer.accelerator.num_processes > 1:
         share_marks(on_main_process)
-    if args.freeze_vision_tower:
-        freeze_tower(trainer.model)
+    for name, parameter in trainer.model.named_parameters() if args.freeze_vision_tower else ():
+        parameter.requires_grad_(parameter.requires_grad and not TOWER.search(name))
     if trainer.backend == "server":
         client = trainer.client
         client.instance = on_main_process(lambda: client.instance)  # all ranks expect the same version

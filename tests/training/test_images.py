@@ -25,7 +25,7 @@ from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
 from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.images import pictures
-from mt_grpo.images.messages import with_marks, with_pictures
+from mt_grpo.images.messages import read_row, with_pictures
 from mt_grpo.images.pictures import (
     FIRST_ID,
     KNOWN,
@@ -186,9 +186,10 @@ def test_the_places_of_a_rows_images(tokenizer):
     images = [vision_model.picture(k) for k in range(3)]
     names = [tokenizer.pictures.read(image, "").name for image in images]
     place, own = {"type": "image"}, {"type": "image", "image": images[2]}
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer)
 
     def shown(prompt, **row):
-        messages, found = with_marks(prompt, row, tokenizer, "row 0")
+        messages, found = read_row(prompt, row, tokenizer, env, "row 0")
         text = "|".join(readable(message["content"]) for message in messages)
         for k, name in enumerate(names):
             text = text.replace(f"<image {name}>", f"<{k}>")
@@ -208,7 +209,7 @@ def test_the_places_of_a_rows_images(tokenizer):
             shown(prompt, **row)
     plainly = with_pictures(AutoTokenizer.from_pretrained(tokenizer.name_or_path), "it is a test")
     with pytest.raises(ValueError, match="row 0: the column 'image' is"):
-        with_marks(plain, {"image": images[0]}, plainly, "row 0")
+        read_row(plain, {"image": images[0]}, plainly, env, "row 0")
 
 
 @pytest.mark.contract("images in results")
