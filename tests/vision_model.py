@@ -1,6 +1,8 @@
 """A vision-language model with random weights, its tokenizer and its processor, as a folder: for tests of pictures."""
 
+import base64
 import contextlib
+import io
 import random
 import threading
 
@@ -69,6 +71,37 @@ def picture(seed, size=(56, 56)):
     image = Image.new("RGB", (4, 4))
     image.putdata([tuple(rng.randrange(256) for _ in range(3)) for _ in range(16)])
     return image.resize(size, Image.Resampling.NEAREST)
+
+
+def as_bytes(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def as_uri(content, kind="png"):
+    """A data URI of an image, or of the bytes of one."""
+    content = content if isinstance(content, bytes) else as_bytes(content)
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def ids_of(plain, *parts):
+    """The ids of texts and images, one after the other, by hand. `plain` is a tokenizer that reads text alone."""
+    start, end = plain.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+    ids = []
+    for part in parts:
+        text = isinstance(part, str)
+        ids += plain(part, add_special_tokens=False)["input_ids"] if text else [start, *part.ids, end]
+    return ids
+
+
+def expected_ids(folder, text, pictures):
+    """The ids of a text, by the tokenizer as it is saved, with as many ids of each image as it has tokens."""
+    ids, following, plain = [], iter(pictures), AutoTokenizer.from_pretrained(folder)
+    for token in plain(text, add_special_tokens=False)["input_ids"]:
+        ids += next(following).ids if token == plain.convert_tokens_to_ids("<|image_pad|>") else [token]
+    assert next(following, None) is None
+    return ids
 
 
 def make_tokenizer():

@@ -54,10 +54,6 @@ def is_image_part(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
-def is_text_part(part: Any) -> bool:
-    return isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text"
-
-
 def own_image(part: dict[str, Any]) -> Any:
     """The image that a part contains, None if the part is only a place for one."""
     return next((part[key] for key in ("image", "image_url", "url", "path") if part.get(key) is not None), None)
@@ -71,13 +67,10 @@ def as_parts(content: Any) -> list[Any]:
 
 
 class SaidPictures:
-    """Converts contents of messages, texts or parts, to texts with marks, and collects their images.
+    """Converts contents of messages, texts or parts, to texts with marks, and appends their images to `pictures`.
 
-    Args:
-        tokenizer: The model's tokenizer. Without an image reader, or None: images are rejected.
-        pictures: The images of the conversation so far, whose marks stay in texts. New ones are appended.
-        places: Whether a part may be the place of a row's image.
-        paths: Whether the image of a part may be the path of a file.
+    Marks of `pictures` stay in texts. With `places` a part may be the place of a row's image, and with `paths` its
+    image may be the path of a file. Without a tokenizer that reads images they are rejected.
     """
 
     def __init__(
@@ -88,17 +81,17 @@ class SaidPictures:
         self.places, self.paths = places, paths
 
     def text(self, content: Any, where: str) -> str:
-        """Convert a content. `where` begins the message of a `ValueError`."""
+        """Convert a content. Raises `ValueError`, beginning with `where`."""
+        if isinstance(content, dict):
+            raise ValueError(f"{where} has the content {content!r:.100}, expected text, or parts of type text.")
         return "".join(self._text(part, where) for part in as_parts(content))
 
     def _text(self, part: Any, where: str) -> str:
-        if is_text_part(part):
+        if isinstance(part, dict) and isinstance(part.get("text"), str) and part.get("type", "text") == "text":
             return with_marks_of(part["text"], self.pictures)
         image = own_image(part) if is_image_part(part) else None
         if image is None and not (is_image_part(part) and self.places):
-            raise ValueError(
-                f"{where} has the part {part!r:.100}. Expected text, or an image under 'image' or 'image_url'."
-            )
+            raise ValueError(f"{where} has the content {part!r:.100}, expected text, or parts of type text.")
         if self.reader is None:
             raise ValueError(f"{where} has an image. The model would not see it: {self.why}. Expected text alone.")
         if image is None:
@@ -110,10 +103,7 @@ class SaidPictures:
 
 
 def read_result(value: Any, reader: Any) -> tuple[str, list[Picture]] | None:
-    """Convert a tool's return value to (text with marks, images). None if it has no image.
-
-    A part that names an address or a path is data, as other JSON.
-    """
+    """Convert a tool's return value to (text with marks, images). None without images: an address or path is data."""
     images = [own_image(part) for part in as_parts(value) if is_image_part(part)]
     urls = [image.get("url") if isinstance(image, dict) and "bytes" not in image else image for image in images]
     if all(url is None or (isinstance(url, str) and not url.startswith("data:")) for url in urls):

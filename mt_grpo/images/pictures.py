@@ -42,11 +42,9 @@ class Picture:
 
     @staticmethod
     def of(*values: Any) -> Picture:
-        """Return the picture of these fields: the one that somebody holds, or a new one.
-
-        INVARIANT: there is one for an id. The table forgets an id with its picture: of two equal ones the second would
-        be lost with the first, also if it came from another rank, or if two tools read an image at the same time.
-        """
+        """Return the picture of these fields: the one that somebody holds, or a new one."""
+        # INVARIANT: there is one for an id, also if it comes from another rank, or if two tools read it at a time. The
+        # table forgets an id with its picture: of two equal ones the second would be lost with the first.
         picture = Picture(*values)
         with MAKES_ONE:
             return KNOWN.setdefault(id_of_digest(picture.digest), picture)
@@ -112,10 +110,7 @@ def picture_of(token: int) -> Picture:
 
 
 def runs_of(ids: Iterable[int], partial: bool = False) -> list[list[int]]:
-    """Split ids into runs: text ids that follow each other, or the ids of one image.
-
-    An image stands in a record whole or not at all: otherwise `ValueError`, unless `partial`.
-    """
+    """Split ids into runs of text, or of one image. Raises `ValueError` for a part of an image, unless `partial`."""
     found: list[list[int]] = []
     for key, group in groupby(ids, lambda token: int(token) if is_picture(token) else None):
         run = list(group)

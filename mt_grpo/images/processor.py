@@ -66,16 +66,12 @@ class PictureReader:
         return found, (width * self.processor.patch_size, height * self.processor.patch_size)
 
     def read(self, value: Any, where: str, paths: bool = False) -> Picture:
-        """Read an image, in the size in which the model sees it.
+        """Read a PIL image, bytes, a data URI, or a dict with one. Raises `ValueError`, beginning with `where`.
+
+        With `paths` a text may be the path of a file, which must not be for texts of a model or an agent.
 
         INVARIANT: an image is resized once, here, by PIL. A server gets it in that size, and so does not resize it:
         processors on torchvision and on PIL resize to other pixels, and agree where they do not resize.
-
-        Args:
-            value: A PIL image, bytes, a data URI, or a dict with one of them under `bytes` or `url`. A `Picture` is
-                returned unchanged.
-            where: The beginning of the message of a `ValueError`.
-            paths: Whether a text may be the path of a file. Must be false for texts of a model or an agent.
         """
         if isinstance(value, Picture):
             return value
@@ -110,12 +106,6 @@ class PictureReader:
             return image.width * image.height
         except Exception:  # whatever a decoder raises: the check of the images says it
             return 0
-
-    def drawn(self, side: int = 64) -> Picture:
-        """An image for checks, whose pixels all differ."""
-        gradient = Image.linear_gradient("L")
-        image = Image.merge("RGB", (gradient, gradient.rotate(90), gradient.rotate(45)))
-        return self.read(image.resize((side, side)), "a drawn image")
 
 
 def opened(value: Any, paths: bool) -> Any:
@@ -156,15 +146,12 @@ def written_around(tokenizer: Any, token: str) -> str:
 
 
 class PictureTokens:
-    """Mixin for a tokenizer that converts between image marks and ids. `PictureReader.join` adds it to the class."""
+    """Mixin for a tokenizer's class that converts between image marks and ids."""
 
     pictures: PictureReader | None
 
     def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Tokenise as the tokenizer does; marks in a single text become the ids of their images.
-
-        Raises `ValueError` if a text with images contains a placeholder without one.
-        """
+        """Tokenise as the tokenizer does; marks in a single text become the ids of their images."""
         if not isinstance(text, str) or self.pictures is None:
             return super().__call__(text, *args, **kwargs)
         encoded = super().__call__(marks_replaced(text, self.pictures.written), *args, **kwargs)
@@ -211,6 +198,9 @@ class PictureTokens:
         known = with_placeholders([ids])[0] if isinstance(ids, int) else with_placeholders(ids)
         return super().convert_ids_to_tokens(known, *args, **kwargs)
 
-    def drawn_ids(self) -> list[int]:
-        """The ids of a drawn image, with those that the chat template writes around it."""
-        return self(mark_of(self.pictures.drawn()), add_special_tokens=False)["input_ids"]
+    def drawn_ids(self, side: int = 64) -> list[int]:
+        """The ids of an image for checks, whose pixels differ, with those that the chat template writes around it."""
+        gradient = Image.linear_gradient("L")
+        image = Image.merge("RGB", (gradient, gradient.rotate(90), gradient.rotate(45))).resize((side, side))
+        picture = self.pictures.read(image, "a drawn image")  # held until its ids are
+        return self(mark_of(picture), add_special_tokens=False)["input_ids"]

@@ -34,7 +34,7 @@ from mt_grpo.images.messages import (
     why_none,
     with_pictures,
 )
-from mt_grpo.images.pictures import MOST_PICTURES, TOWER
+from mt_grpo.images.pictures import MOST_PICTURES, TOWER, pictures_in
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.refusals import asks_for_fsdp, backend_of, check_sharding, cuts_of
@@ -275,7 +275,7 @@ def check_tokenizer(client: Any, tokenizer: Any, where: str) -> None:
 
 def check_it_reads_images(client: Any, env: Any, where: str) -> None:
     """Raise `ServerError` unless a server reads images as the trainer does, and as many as a conversation may hold."""
-    smallest = reader_of(env.tokenizer).drawn(1).num_tokens
+    smallest = pictures_in(env.tokenizer.drawn_ids(1))[0].num_tokens
     if reason := client.engine.why_no_images(client, min(MOST_PICTURES, client.max_model_len // smallest)):
         raise ServerError(f"{where} {reason}")
     # Of ids that no tokenizer would write, too: one that reads them as text reads others.

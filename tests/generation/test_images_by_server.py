@@ -324,7 +324,7 @@ def test_ids_that_prove_a_push_begin_with_an_image(client):
     shown = tokenizer.drawn_ids()
     assert probe_ids(ids, tokenizer) == shown + [*range(20, 200), *range(20, 96)]
     assert len(pictures_in(shown)) == 1 and pictures_in(shown)[0].image.size == (56, 56)
-    assert len(set(tokenizer.pictures.drawn(8).image.getdata())) > 32
+    assert len(set(pictures_in(tokenizer.drawn_ids(8))[0].image.getdata())) > 32
     plain = copy.copy(tokenizer)
     plain.pictures = None
     assert probe_ids([1, 2], plain) == [1, 2]

@@ -12,6 +12,7 @@ import vision_model
 from PIL import Image
 from scripted_schedulers import answer, conversations as made, run as run_rollout, step_by, user
 from transformers import AutoTokenizer
+from vision_model import as_bytes, expected_ids
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.images.messages import with_pictures
@@ -50,26 +51,9 @@ def run(step, tokenizer, *turns, row=None, **settings):
     return run_rollout(cls, *turns, row=row or ROW, tokenizer=tokenizer, **{"max_turns": 2, **settings})
 
 
-def as_bytes(image, kind="PNG"):
-    written = io.BytesIO()
-    image.save(written, kind)
-    return written.getvalue()
-
-
 def opened(text):
     """An image of a request, as plug-ins open it."""
     return Image.open(io.BytesIO(base64.b64decode(text)))
-
-
-def expected_ids(folder, text, pictures):
-    """The ids of a text, by the tokenizer as it is saved, with as many ids of each picture as it has tokens."""
-    plain = AutoTokenizer.from_pretrained(folder)
-    found, following = [], iter(pictures)
-    for token in plain(text, add_special_tokens=False)["input_ids"]:
-        pad = token == plain.convert_tokens_to_ids("<|image_pad|>")
-        found += [(p := next(following)).id] * p.num_tokens if pad else [token]
-    assert next(following, None) is None
-    return found
 
 
 def zooms(request):
@@ -144,7 +128,9 @@ def test_another_image_is_another_context(name, folder, tokenizer):
     rollout, llm = run(step, tokenizer, "four")
     assert [[p.num_tokens for p in pictures_in(record.prompt_ids)] for record in rollout.records] == [[4], sizes]
     whole = f"<|im_start|>user\n{text.replace('<image>', PLACE)}<|im_end|>\n{FOUR}And now?<|im_end|>\n{ASKS}"
-    assert llm.asked[1][0] == expected_ids(folder, whole, pictures_in(rollout.records[1].prompt_ids))
+    assert llm.asked[1][0] == expected_ids(
+        AutoTokenizer.from_pretrained(folder), whole, pictures_in(rollout.records[1].prompt_ids)
+    )
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages"])
@@ -177,7 +163,9 @@ def test_a_rows_text_beside_an_image_keeps_its_tags(folder, tokenizer):
     row = {**ROW, "prompt": [user("End <image> by </result>.")]}
     _, llm = run(lambda request: request.messages.append(user("End </result>.")), tokenizer, "four", row=row)
     text = f"<|im_start|>user\nEnd {PLACE} by </result>.<|im_end|>\n{FOUR}End < /result>.<|im_end|>\n{ASKS}"
-    assert llm.asked[1][0] == expected_ids(folder, text, [tokenizer.pictures.read(IMAGE, "")])
+    assert llm.asked[1][0] == expected_ids(
+        AutoTokenizer.from_pretrained(folder), text, [tokenizer.pictures.read(IMAGE, "")]
+    )
 
 
 def test_a_placeholder_that_a_scheduler_writes_is_no_picture(tokenizer):
