@@ -104,13 +104,14 @@ class SaidPictures:
 
 def read_result(value: Any, reader: Any) -> tuple[str, list[Picture]] | None:
     """Convert a tool's return value to (text with marks, images). None without images: an address or path is data."""
-    images = [own_image(part) for part in as_parts(value) if is_image_part(part)]
+    parts = as_parts(value)
+    images = [own_image(part) for part in parts if is_image_part(part)]
     urls = [image.get("url") if isinstance(image, dict) and "bytes" not in image else image for image in images]
     if all(url is None or (isinstance(url, str) and not url.startswith("data:")) for url in urls):
         return None
     said = SaidPictures()
     said.reader = reader
-    return said.text(value, "the tool's result"), said.pictures
+    return said.text(parts, "the tool's result"), said.pictures
 
 
 def images_of(row: dict[str, Any]) -> list[Any]:
