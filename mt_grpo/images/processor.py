@@ -110,7 +110,7 @@ class PictureReader:
 
 def opened(value: Any, paths: bool) -> Any:
     """Open an image with PIL, which reads only its header. Takes and raises the same as `PictureReader.read`."""
-    given, size = value, 0
+    given, file, size = value, None, 0
     if isinstance(given, dict):  # of datasets' Image, or of OpenAI's API
         given = next((given[key] for key in ("bytes", "url", "path") if given.get(key) is not None), None)
     if isinstance(given, str) and given.startswith("data:"):
@@ -118,13 +118,12 @@ def opened(value: Any, paths: bool) -> Any:
     elif isinstance(given, str) and re.match(r"\w+://", given):
         raise ValueError(f"URLs are not fetched, got {given!r:.80}. Download the image, and write its path")
     if isinstance(given, (bytes, bytearray)):
-        size, given = len(given), io.BytesIO(given)
+        file, size = io.BytesIO(given), len(given)
     elif isinstance(given, str) and paths:
-        size, given = Path(given).stat().st_size, Path(given)
+        file, size = given, Path(given).stat().st_size
     if size > LARGEST_FILE:
         raise ValueError(f"it has more than {LARGEST_FILE >> 20} MiB. Make it smaller")
-    if isinstance(given, (io.BytesIO, Path)):
-        given = Image.open(given, formats=FORMATS)
+    given = given if file is None else Image.open(file, formats=FORMATS)
     if not isinstance(given, Image.Image):
         raise ValueError(f"got {value!r:.80}, expected a PIL image, bytes{', a path' * paths} or a data URI")
     return given
