@@ -73,6 +73,12 @@ def picture(seed, size=(56, 56)):
     return image.resize(size, Image.Resampling.NEAREST)
 
 
+def read(tokenizer, *images):
+    """Images as the model reads them, each of a seed, or of (seed, size)."""
+    made = (picture(*image) if isinstance(image, tuple) else picture(image) for image in images)
+    return [tokenizer.pictures.read(image, "") for image in made]
+
+
 def as_bytes(image, kind="PNG", **options):
     file = io.BytesIO()
     image.save(file, kind, **options)

@@ -223,10 +223,7 @@ def test_what_a_tool_returns(tokenizer):
 def test_ids_are_those_of_the_chat_template_with_a_placeholder_for_each_token(folder, tokenizer):
     """Over random conversations; and the text of ids is the text that they were made from."""
     plain, rng = AutoTokenizer.from_pretrained(folder), random.Random(0)
-    shown = [
-        tokenizer.pictures.read(vision_model.picture(k, size), "")
-        for k, size in enumerate(((56, 56), (84, 28), (28, 56)))
-    ]
+    shown = vision_model.read(tokenizer, (0, (56, 56)), (1, (84, 28)), (2, (28, 56)))
     words = ["Which", " digit", "?\n", "é", "  ", "<tool>", "0"]
     for _ in range(60):
         messages, parted, used = [], [], []
@@ -318,10 +315,7 @@ def test_rows_that_share_prompts_read_their_pictures(family, tokenizer):
     model = vision_model.make_model(tokenizer, family).eval()
     add_fused_lm_head(model, 1.0)
     rng = random.Random(1)
-    shown = [
-        tokenizer.pictures.read(vision_model.picture(k, size), "")
-        for k, size in enumerate(((56, 56), (84, 56), (28, 112)))
-    ]
+    shown = vision_model.read(tokenizer, (0, (56, 56)), (1, (84, 56)), (2, (28, 112)))
     for _ in range(6):
         examples = random_examples(rng, shown, tokenizer.pictures.placeholder)
         wanted = {(n, k) for n, each in examples.items() for k, flag in enumerate(each.wanted) if flag}
@@ -351,9 +345,7 @@ def test_rows_that_share_prompts_read_their_pictures(family, tokenizer):
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
 def test_positions_of_padded_rows_with_later_images(family, tokenizer):
     """By hand: an image of 2 x 3 tokens takes 3 positions, and what follows begins behind them, in its own row."""
-    wide, square = (
-        tokenizer.pictures.read(vision_model.picture(k, size), "") for k, size in ((1, (84, 56)), (2, (56, 56)))
-    )
+    wide, square = vision_model.read(tokenizer, (1, (84, 56)), (2, (56, 56)))
     row = [8, 3, *6 * [wide.id], 4, 9, 3, *4 * [square.id], 4, 9]
     other = [8, 3, *4 * [square.id], 4]
     time = [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7, 8, 8, 8, 8, 10, 11]

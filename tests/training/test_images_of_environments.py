@@ -130,7 +130,7 @@ def test_what_reset_shows(said, row, expected, tokenizer, ids_of):
 
 
 def test_a_row_without_a_prompt_whose_images_reset_places(tokenizer, ids_of):
-    one, two = (tokenizer.pictures.read(image(k), "") for k in (3, 4))
+    one, two = vision_model.read(tokenizer, 3, 4)
     row = {"prompt": [], "images": [image(3), image(4)]}
     check_images(Rows([row]), "train", MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=game()))
     rollout, _ = play(tokenizer, game([text("A: "), PLACE_PART, PLACE_PART]), [ANSWER], row, prompt=[])
@@ -169,7 +169,7 @@ def test_rollouts_of_a_group_share_no_list_of_pictures(tokenizer):
 
 def test_messages_behind_a_turn(tokenizer, ids_of):
     """Their ids are put behind it: the text's, and an id for each token of a picture. Nothing is rendered again."""
-    one, two = (tokenizer.pictures.read(image(k, size), "") for k, size in ((1, (56, 56)), (2, (28, 84))))
+    one, two = vision_model.read(tokenizer, (1, (56, 56)), (2, (28, 84)))
     replies = [
         Reply(messages=[user("Now: ", part(1), "."), {"role": "user", "content": image(2, (28, 84))}]),
         {"messages": [{"role": "user", "content": [text("Last.")]}]},
@@ -200,7 +200,7 @@ def test_an_image_after_thoughts_that_the_template_drops(folder, tokenizer, ids_
     replies = [Reply(messages=[user("Now: ", part(k), ".")]) for k in (2, 3)]
     rollout, backend = play(tokenizer, game(replies=replies), [thought, thought, last])
     begin, said = ids_of(*turn("user", "Count."), ASKS), ids_of(thought)
-    pictures = [tokenizer.pictures.read(image(k), "") for k in (2, 3)]
+    pictures = vision_model.read(tokenizer, 2, 3)
     first, second = (ids_of("<|im_end|>\n", *turn("user", "Now: ", each, "."), ASKS) for each in pictures)
     prompts = [begin, begin + said + first, begin + said + first + said + second]
     assert [request.prompt for request in backend.of(0)] == prompts
@@ -211,7 +211,7 @@ def test_an_image_after_thoughts_that_the_template_drops(folder, tokenizer, ids_
 
 def test_an_edited_history_is_a_record_with_its_own_pictures(tokenizer, ids_of):
     """A picture of `rollout.history` stays where its message does; another one in its place is another context."""
-    one, two, three = (tokenizer.pictures.read(image(k), "") for k in (1, 2, 3))
+    one, two, three = vision_model.read(tokenizer, 1, 2, 3)
 
     def dropped(rollout):
         assert [readable(m["content"]) for m in rollout.history] == [
@@ -299,7 +299,7 @@ def test_what_looks_like_a_mark_is_none(way, tokenizer):
 
 
 def test_which_marks_stay(tokenizer):
-    one, two = (tokenizer.pictures.read(image(k), "") for k in (1, 2))
+    one, two = vision_model.read(tokenizer, 1, 2)
     said = f"a{mark_of(one)}b{mark_of(two)}\ufdd0c"
     assert with_marks_of(said, [one]) == f"a{mark_of(one)}b" and with_marks_of("plain", []) == "plain"
     assert with_marks_of(mark_of(one)[:8] + mark_of(two) + mark_of(one)[8:], [one, two]).count("\ufdd1") == 1
