@@ -128,9 +128,7 @@ def test_another_image_is_another_context(name, folder, tokenizer):
     rollout, llm = run(step, tokenizer, "four")
     assert [[p.num_tokens for p in pictures_in(record.prompt_ids)] for record in rollout.records] == [[4], sizes]
     whole = f"<|im_start|>user\n{text.replace('<image>', PLACE)}<|im_end|>\n{FOUR}And now?<|im_end|>\n{ASKS}"
-    assert llm.asked[1][0] == expected_ids(
-        AutoTokenizer.from_pretrained(folder), whole, pictures_in(rollout.records[1].prompt_ids)
-    )
+    assert llm.asked[1][0] == expected_ids(folder, whole, pictures_in(rollout.records[1].prompt_ids))
 
 
 @pytest.mark.parametrize("column", ["prompt", "messages"])
@@ -163,9 +161,7 @@ def test_a_rows_text_beside_an_image_keeps_its_tags(folder, tokenizer):
     row = {**ROW, "prompt": [user("End <image> by </result>.")]}
     _, llm = run(lambda request: request.messages.append(user("End </result>.")), tokenizer, "four", row=row)
     text = f"<|im_start|>user\nEnd {PLACE} by </result>.<|im_end|>\n{FOUR}End < /result>.<|im_end|>\n{ASKS}"
-    assert llm.asked[1][0] == expected_ids(
-        AutoTokenizer.from_pretrained(folder), text, [tokenizer.pictures.read(IMAGE, "")]
-    )
+    assert llm.asked[1][0] == expected_ids(folder, text, [tokenizer.pictures.read(IMAGE, "")])
 
 
 def test_a_placeholder_that_a_scheduler_writes_is_no_picture(tokenizer):
