@@ -94,7 +94,8 @@ LISTS = {
 }  # as completion_ids, which is on the way
 ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 PICTURES = {  # of which this run has none
-    "read_pictures", "with_marks", "images_of", "reader_of", "results_of", "readable_messages", "is_picture",
+    "read_pictures", "read_row", "images_of", "image_parts", "reader_of", "results_of", "readable_messages",
+    "is_picture",
     "pictures_in", "shown", "features", "features_of", "inputs_of_rows", "positions_of",
     "placeholders_of", "with_places", "placed", "of_columns", "own_results", "with_marks_of",
     "is_image",

@@ -21,10 +21,10 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import is_image
 from mt_grpo.base.rows import DataRow, Rows, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
-from mt_grpo.conversation.picture_parts import SaidPictures, is_image_part, of_columns, own_image, placed
-from mt_grpo.conversation.pictures import PictureReader, reader_of, with_marks_of
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.images.messages import SaidPictures, is_image_part, of_columns, own_image, placed, reader_of
+from mt_grpo.images.pictures import with_marks_of
 from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
 
 logger = logging.getLogger(__name__)
@@ -152,7 +152,7 @@ def joined(
     return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + text}], Origin.DATA)
 
 
-def read_ahead(said: Any, reader: PictureReader | None) -> Any:
+def read_ahead(said: Any, reader: Any) -> Any:
     """Read the images in an environment's return value, as far as possible: they become parts with a `Picture`.
 
     Reading one takes up to a tenth of a second. So it is done in the environment's thread, and no event loop waits.
@@ -170,7 +170,7 @@ def read_ahead(said: Any, reader: PictureReader | None) -> Any:
     return said
 
 
-def part_read(part: Any, reader: PictureReader) -> Any:
+def part_read(part: Any, reader: Any) -> Any:
     """Read the image in an element of a list that an environment returned: a message, or a part of one."""
     image = part if is_image(part) else own_image(part) if is_image_part(part) else None
     if image is None:

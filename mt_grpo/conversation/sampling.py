@@ -11,7 +11,7 @@ from mt_grpo.rollout import StopReason
 
 
 def plain_content(content: Any, where: str) -> Any:
-    """Join a message's list of text parts to one text. A list with an image stays (`with_marks` reads it).
+    """Join a message's list of text parts to one text. A list with an image stays (`read_row` reads it).
 
     Raises `ValueError` for other parts, such as videos.
     """

@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.conversations import limits_of
-from mt_grpo.conversation.pictures import readable
+from mt_grpo.images.pictures import readable
 from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of, text_of_cuts
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, join

@@ -110,7 +110,8 @@ def forbidden_in(
     if origin == Origin.AGENT and role in AUTHORS:
         found = placeholders_of(tokenizer)
         return pattern_of(found) if found else None
-    return message_pattern(*key, frozenset(ends))
+    # What a message may not contain is more once the tokenizer has an image reader.
+    return message_pattern(*key, frozenset(ends).union(getattr(getattr(tokenizer, "pictures", None), "unsampled", ())))
 
 
 def placeholders_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
