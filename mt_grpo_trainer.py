@@ -949,15 +949,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch.scores = scores if fresh is None else merge_scores(batch.scores, scores, fresh)
         batch.weights, scores = self.reward_weights.cpu(), batch.scores
         outcome, rollout_turn, turn = weighted_rewards(scores.whole, scores.per_turn, batch.weights)
-        batch.rewards = RewardTable(
-            outcome=outcome.masked_fill(torch.tensor(batch.failed), NAN),
-            rollout_turn=rollout_turn,
-            turn=turn,
-            has_observation=scores.has_observation,
-            sampled=scores.sampled,
-            state=scores.state,
-            num_tokens=scores.num_tokens,
-        )
+        outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
+        of_turns = scores.has_observation, scores.sampled, scores.state, scores.num_tokens
+        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns)
         batch.logged = logged_rewards(scores.whole, scores.per_turn).to(self.accelerator.device)
 
     def _before_credit(self, batch: Batch) -> None:
