@@ -68,8 +68,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
         trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
         if is_peft_model(model) and trainer.vllm_generation._dist.fsdp_version != 1:
-            # TRL merges the adapter into the frozen weights themselves and takes it out again. In half precision they
-            # drift with each push: the reference of `beta` with them, and what the saved adapter belongs to.
+            # TRL merges the adapter into the frozen weights and takes it out again: in half precision they drift.
             merged = PolicyWeights(model, accelerator, trainer.processing_class, mode="none")
             trainer.vllm_generation._iter_named_params = merged.named_weights
     else:

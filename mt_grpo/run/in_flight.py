@@ -199,8 +199,7 @@ class InFlight(TrainerCallback):
             is_over = self.trainer._step % self.num_passes == 0  # otherwise the batch is to be trained further
             own = [] if is_over else self._batch_prompts.values()
             self.state = self.prompts.state([*own, *(group.prompt for group in self.groups)])
-            if self.prompts.endless:
-                self.state["passes"] = self.trainer._step % self.num_passes
+            self.state |= {"passes": self.trainer._step % self.num_passes} if self.prompts.endless else {}
 
     @property
     def num_passes(self) -> int:
@@ -316,7 +315,7 @@ class InFlight(TrainerCallback):
         trainer, (kinds, slot_of_row) = self.trainer, self._slots
         sampler, resumed, self._resumed = trainer._get_train_sampler(trainer.train_dataset), self._resumed, None
         trained = trainer._step // self.num_passes * len(kinds)
-        begin = dict(resumed or {"epoch": self.epoch, "place": trained, "prompts": []})
+        begin = {"epoch": self.epoch, "place": trained, "prompts": [], **(resumed or {})}
         begin.pop("passes", None)
         self.prompts = Prompts(lambda number: list(dict.fromkeys(sampler.of_epoch(number))), **begin)
         found = begin["epoch"], begin["place"] - len(begin["prompts"])

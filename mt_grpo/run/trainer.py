@@ -46,7 +46,6 @@ from mt_grpo.run.in_flight import EpochOrder, InFlight, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
-# A resumed run keeps the learning rate of its optimizer.
 LOWER = "Lower learning_rate or the weights of rewards, and start with the last checkpoint as model_name_or_path."
 
 
@@ -240,8 +239,6 @@ class ResumableTrainer(GRPOTrainer):
                 if self._interruptible and self._stop_signal is not None:
                     raise RunStopped(self._stop_signal)
                 counts = function() or ()
-                if self._interruptible and self._stop_signal is not None:  # a reward may have caught the exception
-                    raise RunStopped(self._stop_signal)
             finally:
                 self._interruptible = False
         except RunStopped as raised:
@@ -297,8 +294,7 @@ class ResumableTrainer(GRPOTrainer):
             return super().evaluate(*args, **kwargs)
         except BaseException as error:
             self._evaluation_due |= isinstance(error, (RunError, ServerError))
-            if not self.is_in_train:
-                self.in_flight.cancel()
+            self.in_flight.cancel()
             raise
         finally:
             set_rng_state(before)
