@@ -20,20 +20,20 @@ SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
     "script": 1358,
-    "core": 17733,
+    "core": 17720,
     "core modules": 78,
     "modules that the script imports": 46,
-    "script and package": 25642,
+    "script and package": 25629,
     "scripts": 11315,
     "tools and rewards": 3171,
-    "tests": 47384,
-    "docs": 5691,
+    "tests": 47389,
+    "docs": 5692,
     "recipes": 2981,
     "root": 434,
     "results, bytes": 108823,
     "data, bytes": 2181236,
     "own recipe keys": 60,
-    "fmt: skip and fmt: off": 654,
+    "fmt: skip and fmt: off": 653,
     "public names without a docstring": 83,
 }
 

@@ -100,10 +100,7 @@ PICTURES = {  # of which this run has none
     "placeholders_of", "with_places", "placed", "of_columns", "own_results", "with_marks_of",
     "is_image",
 }  # fmt: skip
-MAIN_THREAD = {  # where synchronous rewards run
-    "call_in_main_thread", "in_main_thread", "no_running_loop", "own_alarm", "run_synchronous", "stops_pass", "_watch",
-    "begin",
-}  # fmt: skip
+MAIN_THREAD = {"call_in_time"}  # where synchronous rewards run
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards",
     "numbers_that_move", "count_used_rewards", "reward", "reward_metrics", "pass_inputs", "__post_init__",
@@ -111,7 +108,7 @@ NUMBERS = {  # rewards and advantages per turn
     "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
     "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
     "noise_apart", "is_finite", "asked_of", "scores_of_trainer", "_score", "_before_credit",
-    "log_rewards", "_call", "_sees_groups", "visible_places", "join_rounds",
+    "log_rewards", "_call", "_sees_groups", "warn_of_uncounted", "join_rounds",
 }  # fmt: skip
 
 

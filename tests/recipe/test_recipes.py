@@ -973,7 +973,7 @@ def test_a_run_without_a_step_fails(random_model, tmp_path):
     recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
     trainer.train_dataset = Rows([])
-    with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts.*at least 1 prompts"):
+    with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts"):
         trainer.train()
 
 

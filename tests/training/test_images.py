@@ -49,6 +49,17 @@ from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, positions_of, take_shared_rows
 from mt_grpo_trainer import MultiTurnToolEnv
 
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return vision_model.save(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return vision_model.reading(folder)
+
+
 # -- ids --
 
 
