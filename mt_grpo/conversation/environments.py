@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import json
 import logging
 import numbers
 import threading
@@ -75,6 +76,10 @@ def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply
         raise EnvironmentFailure(f"{where}: stop is {reply.stop!r:.100}, expected True or False.")
     if values["reward"] is not None and not is_number(values["reward"]):
         raise EnvironmentFailure(f"{where}: reward is {reply.reward!r}, expected a finite number or None.")
+    try:
+        json.dumps(values["info"], default=str, skipkeys=True)
+    except (ValueError, RecursionError):  # else a reward, which gets a copy, would be blamed
+        raise EnvironmentFailure(f"{where}: info contains itself, or is nested too deeply.") from None
     for key in ("messages", "history"):
         values[key] = read_messages(values[key], f"{where}: {key}", said)
     if values["history"] and values["history"][-1]["role"] == "assistant":
@@ -236,7 +241,9 @@ def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callabl
     `ValueError` if two have the same name, and for an unknown name in the selection.
     """
     name, listed = type(environment).__name__, getattr(environment, "tools", None) or []
-    methods = [getattr(environment, name) for name in tool_methods(type(environment))]
+    if not callable(listed) and not isinstance(listed, (list, tuple)):
+        raise EnvironmentFailure(f"{name}.tools is {listed!r:.100}, expected a list of tools.")
+    methods = [getattr(environment, each) for each in tool_methods(type(environment))]
     # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
     tools = merged(name, others.values(), methods, named_tools([] if callable(listed) else listed).values())
     selection = getattr(environment, "tool_selection", None)

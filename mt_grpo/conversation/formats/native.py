@@ -154,6 +154,8 @@ class JsonNames(ast.NodeTransformer):
 
 def read_python(body: str, name: str | None, tools: dict[str, Callable], raw: bool = False) -> list[ToolCall]:
     """`[tool(key='value'), ...]`, as LFM2 writes several calls. `raw`: where the template escapes no backslash."""
+    if (whole := python_calls(body.strip(), raw)) is not None:
+        return whole
     read = [python_calls(part, raw) for part in python_parts(body.strip(), raw) or [body]]
     unreadable = [ToolCall(None, {}, UNREADABLE_CALL)]  # one error for parts in a row that cannot be read
     groups = itertools.groupby(read, lambda calls: calls is not None)
@@ -215,7 +217,10 @@ def python_calls(text: str, raw: bool = False) -> list[ToolCall] | None:
             tree = ast.parse(source, mode="eval").body
             nodes = tree.elts if isinstance(tree, ast.List) else [tree]
             calls = [
-                ToolCall(name or n.func.id, {k.arg: python_value(k.value, source, escaped) for k in n.keywords})
+                ToolCall(
+                    n.func.id and (name or n.func.id),
+                    {k.arg: python_value(k.value, source, escaped) for k in n.keywords},
+                )
                 for n in nodes
                 if not n.args
             ]
