@@ -12,7 +12,6 @@ import faulthandler
 import functools
 import inspect
 import logging
-import os
 import pickle
 import random
 import signal
@@ -619,19 +618,7 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float, device
     Raises `ToolTimeout`, or the error of the function. `SystemExit` and the like become `RuntimeError`.
     """
     if threading.current_thread() is not threading.main_thread():
-        tell_once(
-            "Training does not run in the main thread, so rewards run in other threads, which cannot install signal "
-            "handlers. A time limit with SIGALRM raises ValueError there. Train in the main thread for such rewards.",
-            "rewards in threads",
-        )
-
-        def on_device(**kwargs: Any) -> Any:  # every thread has its own current GPU
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            return func(**own_copy(kwargs))  # in the thread: a large copy would block the loop
-
-        on_device.__name__ = func.__name__
-        return run_async(run_tool(on_device, columns, timeout))
+        return call_in_thread(func, columns, timeout, device)
     over, began, runs, late, stopped = threading.Event(), time.monotonic(), True, False, None
 
     def interrupt(signum: int, frame: Any) -> None:
@@ -702,6 +689,23 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float, device
     return run_async(run_tool(rest, {}, timeout - (time.monotonic() - began)))
 
 
+def call_in_thread(func: Callable, columns: dict[str, Any], timeout: float, device: torch.device) -> Any:
+    """Call a function without `async` where training itself does not run in the main thread. No signal works there."""
+    tell_once(
+        "Training does not run in the main thread, so rewards run in other threads, which cannot install signal "
+        "handlers. A time limit with SIGALRM raises ValueError there. Train in the main thread for such rewards.",
+        "rewards in threads",
+    )
+
+    def on_device(**kwargs: Any) -> Any:  # every thread has its own current GPU
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return func(**own_copy(kwargs))  # in the thread: a large copy would block the loop
+
+    on_device.__name__ = func.__name__
+    return run_async(run_tool(on_device, columns, timeout))
+
+
 def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any], call: Callable) -> int | None:
     """The place of the first rollout for which a function raises alone, the same kind of error at the same line.
 
@@ -741,11 +745,5 @@ def where_raised(func: Callable, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename == getattr(getattr(written, "__code__", None), "co_filename", None)]
     return ", which called ".join(
-        dict.fromkeys(f"{short(frame.filename)}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]])
+        dict.fromkeys(f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]])
     )
-
-
-def short(path: str) -> str:
-    """A path as one types it, from the working directory if it lies below."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative
