@@ -84,18 +84,17 @@ from mt_grpo.conversation.environments import (
     tools_of,
 )
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
-from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
+from mt_grpo.conversation.formats.control_tokens import cut_far_beyond, cut_messages, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
-from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples
 from mt_grpo.conversation.sampling import (
     check_conversations,
     check_sampling_params,
     sampling_defaults,
     sampling_params,
 )
-from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, error_text, own_results, results_of
+from mt_grpo.conversation.tools.results import error_text, own_results, results_of
+from mt_grpo.conversation.tools.running import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
-from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
@@ -127,6 +126,7 @@ from mt_grpo.reports.metrics import (
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
+from mt_grpo.rollout import Origin
 from mt_grpo.run.checkpoints import checkpoint_of_all_ranks
 from mt_grpo.run.connect import connect_backend, pool_of
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
@@ -202,7 +202,7 @@ class MultiTurnToolEnv(Conversations):
         tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native`.
         environment: A class of which each conversation gets an instance (`mt_grpo.Environment`), or a dict of classes
             that the dataset's column `environment` selects from.
-        prompt_examples: Example conversations, each a list of messages, inserted before the messages of each prompt.
+        prompt_examples: Conversations, or a file of them, that are inserted before the messages of each prompt.
         limits: The other fields of `Limits` by name, such as `tool_timeout`.
 
     Raises:
@@ -225,7 +225,7 @@ class MultiTurnToolEnv(Conversations):
         state_key: Callable[[list[Turn]], Any] | None = None,
         tool_format: str = "xml",
         environment: type | dict[str, type] | None = None,
-        prompt_examples: list[list[Message]] = (),
+        prompt_examples: str | list[list[Message]] | None = None,
         **limits: Any,
     ):
         super().__init__(max_steps, max_completion_length, prompt_examples, **limits)
@@ -279,7 +279,7 @@ class MultiTurnToolEnv(Conversations):
     def with_system_prompt(self, messages: list, tools: dict | None = None, tokenizer: Any = None) -> list[Message]:
         """Return the messages after the system prompt, unless they have their own, and after the examples."""
         if self.prompt_examples:
-            messages = behind_system(messages, self.examples_of(tokenizer or self.tokenizer))
+            messages = self.with_examples(messages, tokenizer or self.tokenizer)
         if messages and messages[0]["role"] == "system":
             return messages
         text, tools = self._prompt_template, self.tools if tools is None else tools
@@ -1329,7 +1329,7 @@ def build_env(
         environment=environment,
         max_completion_length=args.max_completion_length,
         state_key=load_state_key(script_args.tools_script) if reads_state else None,
-        prompt_examples=read_prompt_examples(script_args.prompt_examples),
+        prompt_examples=script_args.prompt_examples,
         **limits,
     )
 

@@ -34,6 +34,14 @@ class StopReason(StrEnum):
 FAILURES = (StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR)
 
 
+class Origin(StrEnum):
+    """The origin of a message. Together with its role it decides which control tokens its texts may contain."""
+
+    OUTSIDE = "outside"  # said while the run goes: an environment's replies, a tool's description and results
+    DATA = "data"  # the prompt of a data set: the operator's, who may show tags of formats
+    AGENT = "agent"  # an agent's request: read as an inference server would read it
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """One tool call that the model wrote. `error` says why it cannot run, as the model reads it; None: it can run."""

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import datetime
 import hashlib
+import itertools
 import logging
 import marshal
 import re
@@ -22,7 +23,7 @@ from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.fields import key
 from mt_grpo.base.rows import row_text
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.prompt_examples import check_examples, written_examples
+from mt_grpo.conversation.prompt_examples import read_prompt_examples, written_examples
 from mt_grpo.conversation.sampling import SAMPLING_KEYS, Room, check_sampling_params
 from mt_grpo.conversation.turn_lists import keep_whole, num_ids
 from mt_grpo.images.pictures import has_too_many
@@ -72,11 +73,11 @@ class Conversations(Limits):
     max_env_steps = 2
 
     def __init__(
-        self, max_steps: int, max_completion_length: int, prompt_examples: list[list[Message]] = (), **limits: Any
+        self, max_steps: int, max_completion_length: int, prompt_examples: str | list | None = None, **limits: Any
     ):
         super().__init__(max_steps, **limits)
         self.max_completion_length = max_completion_length
-        self.prompt_examples = check_examples(prompt_examples) if prompt_examples else []
+        self.prompt_examples = read_prompt_examples(prompt_examples)
         self._examples: dict[int, list[Message]] = {}  # as messages of the template, by id of the tokenizer
         if (most := self.max_tool_response_tokens) is not None and most < 10:
             raise ValueError(f"max_tool_response_tokens={most}, expected at least 10, the room for a marker.")
@@ -166,6 +167,11 @@ class Conversations(Limits):
             )
             self._examples[id(tokenizer)] = written
         return copy.deepcopy(self._examples[id(tokenizer)])
+
+    def with_examples(self, messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+        """Insert the examples after the system messages."""
+        systems = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
+        return [*systems, *self.examples_of(tokenizer), *messages[len(systems) :]]
 
     def add_ends(self, ids: Iterable[int]) -> None:
         """Add ids that end a turn, such as those of the model's generation config."""

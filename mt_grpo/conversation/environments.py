@@ -21,12 +21,11 @@ from typing import Any
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import is_image
 from mt_grpo.base.rows import DataRow, Rows, with_own_keys
-from mt_grpo.conversation.formats.control_tokens import Origin
+from mt_grpo.conversation.tools.running import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
-from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.images.messages import SaidPictures, is_image_part, of_columns, own_image, placed, reader_of
 from mt_grpo.images.pictures import with_marks_of
-from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
+from mt_grpo.rollout import ROLES, Message, Origin, Reply, Rollout, StopReason, ToolCall, join
 
 logger = logging.getLogger(__name__)
 Clean = Callable[[list[Message], Origin], list[Message]]  # breaks control tokens: `ChatFormat.clean`

@@ -18,7 +18,7 @@ from mt_grpo.base.errors import ServerError, ServerLost, tell_once
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
 from mt_grpo.conversation.conversations import limits_of
-from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
+from mt_grpo.conversation.formats.control_tokens import forbidden_in, neutralise
 from mt_grpo.conversation.sampling import check_conversations, sampling_params
 from mt_grpo.generation.nccl_groups import check_group_port
 from mt_grpo.generation.weight_transfer import check_shared_directory
@@ -38,7 +38,7 @@ from mt_grpo.images.messages import (
 from mt_grpo.images.pictures import MOST_PICTURES, TOWER, pictures_in
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.keys import default_of
-from mt_grpo.rollout import ROLES
+from mt_grpo.rollout import ROLES, Origin
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of
 from mt_grpo.training.rewards import REWARD_COLUMNS
 

@@ -16,7 +16,6 @@ from transformers import AddedToken, AutoTokenizer
 
 from mt_grpo.conversation.formats.choose import make_format
 from mt_grpo.conversation.formats.control_tokens import (
-    Origin,
     control_pattern,
     message_pattern,
     neutralise,
@@ -26,7 +25,7 @@ from mt_grpo.conversation.formats.control_tokens import (
 )
 from mt_grpo.conversation.tools.signature import as_tool, named_tools
 from mt_grpo.recipe.checks import warn_of_control_tokens
-from mt_grpo.rollout import Generation, Reply, StopReason, ToolCall, ToolResult
+from mt_grpo.rollout import Generation, Origin, Reply, StopReason, ToolCall, ToolResult
 from mt_grpo_trainer import MultiTurnToolEnv
 
 ROOT = Path(__file__).parents[2]

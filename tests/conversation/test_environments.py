@@ -29,9 +29,8 @@ from tokenizers import pre_tokenizers
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, Environments, check_environment, read_reply
-from mt_grpo.conversation.tools.arguments import readers_of
-from mt_grpo.conversation.tools.signature import as_tool, describe_tools, signature_of, tool_schema
-from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolTimeout, run_tool
+from mt_grpo.conversation.tools.running import GIVEN_UP, ToolTimeout, run_tool
+from mt_grpo.conversation.tools.signature import as_tool, describe_tools, readers_of, signature_of, tool_schema
 from mt_grpo.recipe.checks import share_limits
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.reports.rollout_log import json_or_text, rollout_rows

@@ -18,9 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import is_nested
-from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neutralise_messages
-from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, cut_to_tokens
-from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
+from mt_grpo.conversation.formats.control_tokens import (
+    cut_far_beyond,
+    cut_messages,
+    cut_to_tokens,
+    neutralise,
+    neutralise_messages,
+)
+from mt_grpo.rollout import Message, Origin, Parsed, ToolCall, ToolResult, Turn
 
 THINKING_TAGS = {  # what opens and closes it, by family of models
     "most": ("<think>", "</think>"),

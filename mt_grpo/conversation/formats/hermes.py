@@ -20,9 +20,9 @@ from mt_grpo.conversation.formats.base import (
     parse_call,
     thinking_length,
 )
-from mt_grpo.conversation.formats.control_tokens import Origin, clean_schema
+from mt_grpo.conversation.formats.control_tokens import clean_schema
 from mt_grpo.conversation.tools.signature import tool_schema
-from mt_grpo.rollout import Message, ToolCall, ToolResult
+from mt_grpo.rollout import Message, Origin, ToolCall, ToolResult
 
 # From (the text between the tags of a call, the tool's name if the opening tag has it, the tools) to the calls in it.
 Reader = Callable[[str, str | None, dict[str, Callable]], list[ToolCall]]

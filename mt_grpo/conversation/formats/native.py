@@ -13,8 +13,7 @@ from typing import Any
 from mt_grpo.base.json_types import is_nested
 from mt_grpo.conversation.formats.base import THINKING_TAGS, load_json, parse_call
 from mt_grpo.conversation.formats.hermes import HERMES, TOOL_CALL, CallSyntax, HermesFormat, Reader
-from mt_grpo.conversation.tools.arguments import read_argument
-from mt_grpo.conversation.tools.signature import tool_schema
+from mt_grpo.conversation.tools.signature import readers_of, tool_schema
 from mt_grpo.rollout import ToolCall, join
 
 UNREADABLE_CALL = "the call cannot be read"
@@ -91,9 +90,10 @@ def typed_arguments(name: str, tools: dict[str, Callable], pairs: list[tuple[str
     properties, further = described.get("properties") or {}, described.get("additionalProperties")
 
     def fits(key: str, value: Any) -> bool:
+        readers = readers_of(tool)
         try:
-            read_argument(tool, key, value)
-        except (Exception, SystemExit):  # a validator may raise anything
+            (readers.get(key) or list(readers.values())[-1]).read(value)
+        except Exception:  # a validator may raise anything
             return False
         return True
 
