@@ -58,8 +58,8 @@ TOKEN_CHECKS = {
     "squeezed", "pieces", "text_of_turn", "add", "copy", "digest",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
-    "read_call", "mistaken_names", "parts_of_schema", "parameters_schema", "written_out", "signature_of", "type_name",
-    "hints_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "start_thread",
+    "read_call", "parts_of_schema", "signature_of", "type_name", "hints_of", "shown_result", "read",
+    "call_tool", "run_tool", "as_text", "start_thread",
     "parse_call", "result_message",
     "messages", "_state_key", "_tokenizer", "with_system_prompt", "neutralise", "neutralise_json",
     "neutralise_messages", "clean", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
@@ -69,7 +69,7 @@ TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
     "is_nested", "prefill", "_opened_in",
     "_before", "_end_of_turn", "results", "with_turns", "has_observation", "tool_seconds",
-    "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
+    "is_json_type", "clean_text", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
 TEMPLATE = {
     "format_of",

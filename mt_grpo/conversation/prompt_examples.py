@@ -16,7 +16,7 @@ from pydantic import BaseModel, Json, JsonValue, TypeAdapter
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.files import RecipeLoader
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.conversation.formats.control_tokens import forbidden_in, neutralise
+from mt_grpo.conversation.formats.control_tokens import forbidden_in
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.rollout import Message, Origin, ToolCall, ToolResult
 
@@ -46,9 +46,8 @@ class ExampleMessage(BaseModel, extra="forbid"):
     name: str | None = None
 
 
-ExampleTurn = tuple[
-    list[Message], list[ToolCall], Message, list[str]
-]  # the user's message, calls, the turn, result texts
+# The user's message, the calls, the turn, a text per result.
+ExampleTurn = tuple[list[Message], list[ToolCall], Message, list[str]]
 
 
 def read_prompt_examples(examples: str | list | None) -> list[list[Message]]:
@@ -66,6 +65,8 @@ def read_prompt_examples(examples: str | list | None) -> list[list[Message]]:
                 examples = [json.loads(line) for line in text.split("\n") if line.strip()]
             else:
                 examples = json.loads(text) if examples.endswith(".json") else yaml.load(text, RecipeLoader)
+            if not examples:
+                raise ValueError("the file is empty")
         shown = [each.get("messages") if isinstance(each, dict) else each for each in examples or []]
         for messages in TypeAdapter(list[list[ExampleMessage]]).validate_python(shown):
             roles = "".join(message.role[0] for message in messages)
@@ -98,7 +99,7 @@ def written_examples(
         except ValueError as error:
             raise ValueError(f"prompt_examples, example {number}: {error}") from error
     # As a conversation has them: what a tool returns can hold no control token.
-    clean = [[neutralise(text, tool_format.tokenizer) for text in results] for *_, results in turns]
+    clean = [list(map(tool_format.clean_text, results)) for *_, results in turns]
     return messages_of(turns, clean, tool_format)
 
 

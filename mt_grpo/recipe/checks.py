@@ -17,17 +17,17 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import ServerError, ServerLost, tell_once
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
-from mt_grpo.conversation.conversations import limits_of
+from mt_grpo.conversation.conversations import check_conversations, limits_of, sampling_params
 from mt_grpo.conversation.formats.control_tokens import forbidden_in, neutralise
-from mt_grpo.conversation.sampling import check_conversations, sampling_params
 from mt_grpo.generation.nccl_groups import check_group_port
 from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.images.messages import (
-    FAMILIES,
+from mt_grpo.images.pictures import (
+    MOST_PICTURES,
     OTHER_KINDS,
-    image_reader,
+    TOWER,
     num_pixels,
     of_columns,
+    pictures_in,
     placed,
     read_row,
     reader_of,
@@ -35,7 +35,7 @@ from mt_grpo.images.messages import (
     why_none,
     with_pictures,
 )
-from mt_grpo.images.pictures import MOST_PICTURES, TOWER, pictures_in
+from mt_grpo.images.reader import FAMILIES, image_reader
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.rollout import ROLES, Origin

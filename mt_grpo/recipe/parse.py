@@ -18,9 +18,8 @@ from typing import Any
 import yaml
 from trl import TrlParser
 
-from mt_grpo.base.fields import keys_that
+from mt_grpo.base.fields import fits_type, keys_that
 from mt_grpo.base.files import RecipeLoader, absolute
-from mt_grpo.base.json_types import fits_type
 from mt_grpo.conversation.tools.signature import type_name
 from mt_grpo.recipe.data import GENERATED_DATASETS
 from mt_grpo.recipe.keys import Classes, check_values, default_of, field_of, known_keys, make_absolute

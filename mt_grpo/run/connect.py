@@ -15,8 +15,7 @@ from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
-from mt_grpo.images.messages import reader_of
-from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, share_marks
+from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, reader_of, share_marks
 from mt_grpo.training.policy_scores import asked_of
 
 

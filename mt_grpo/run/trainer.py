@@ -21,9 +21,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from trl import GRPOTrainer
 
-from mt_grpo.base.errors import ServerError, error_line, root_cause, tell_once
+from mt_grpo.base.errors import RunError, RunStopped, ServerError, error_line, root_cause, tell_once
 from mt_grpo.base.files import read_json
-from mt_grpo.base.ranks import RunError, RunStopped, raise_on_all_ranks
+from mt_grpo.base.ranks import raise_on_all_ranks
 from mt_grpo.base.rows import prompts_of, row_text
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.run.checkpoints import (

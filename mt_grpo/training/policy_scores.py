@@ -16,8 +16,7 @@ import torch
 from accelerate.utils import is_peft_model
 from trl.trainer.utils import use_adapter
 
-from mt_grpo.base.errors import ServerError
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError, ServerError
 from mt_grpo.base.rows import column_lists
 from mt_grpo.generation.versions import tagged
 from mt_grpo.images.pictures import inputs_of_rows, is_picture
@@ -52,7 +51,7 @@ class PolicyScores:
 
     Args:
         ask: From pairs (context, continuation), tuples of ids, to a dict with the logprobs of each continuation.
-        written: The tool format of the conversations (`ToolFormat`), with its tokenizer.
+        written: The tool format of the conversations (`ChatFormat`), with its tokenizer.
         version: Returns the version of the weights that score.
         context: The most tokens of a context and its continuation together. None: no limit is known.
     """

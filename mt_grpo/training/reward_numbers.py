@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.rollout import Rollout
 from mt_grpo.training.tensors import NAN, nansum, pad_rows
 

@@ -13,7 +13,7 @@ import pytest
 from scripted import ADD, ANSWER, add, call, converse, make_env, observe, run_many
 from typing_extensions import TypedDict
 
-from mt_grpo.conversation.formats.xml import parse_turn
+from mt_grpo.conversation.formats.choose import parse_turn
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import StopReason, ToolCall

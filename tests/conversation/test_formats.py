@@ -14,7 +14,7 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mt_grpo.conversation.formats.base import SEVERAL_CALLS
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.formats.native import typed
+from mt_grpo.conversation.formats.hermes import typed
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Origin, Parsed, ToolCall, ToolResult
 

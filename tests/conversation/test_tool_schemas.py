@@ -26,7 +26,7 @@ from transformers.utils import get_json_schema
 from typing_extensions import TypedDict
 
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.formats.native import typed
+from mt_grpo.conversation.formats.hermes import typed
 from mt_grpo.conversation.tools.signature import (
     as_tool,
     check_schema,
@@ -323,19 +323,6 @@ def test_null_where_the_default_is_none():
     assert mistake.startswith("argument 'limit' must be int | None, got str.")
 
 
-def test_a_typed_dict_that_pydantic_cannot_read_is_refused_with_the_way_out():
-    def find(where: typing.TypedDict("Where", {"x": int})) -> str:  # noqa: UP013
-        """Finds."""
-
-    find.__annotations__["where"] = typing.TypedDict("Where", {"x": int})  # noqa: UP013
-    try:
-        check_tool(find)
-    except ValueError as error:  # below Python 3.12
-        assert "use `typing_extensions.TypedDict` instead" in str(error)
-    else:
-        assert parameters_schema(find)["properties"]["where"]["properties"] == {"x": {"type": "integer"}}
-
-
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
 
@@ -391,26 +378,7 @@ def test_arguments_of_any_name_are_typed_by_a_schema_of_its_own():
 
 # --- values: what the schema allows is what the tool takes -----------------------------------------------------------
 
-TEXTS = [
-    "",
-    "a",
-    "1",
-    "2",
-    "75001",
-    "null",
-    "None",
-    "true",
-    "True",
-    "[1]",
-    "{}",
-    "x y",
-    "\n",
-    "é",
-    "1.5",
-    '"',
-    "<a>",
-    "-",
-]
+TEXTS = ["", "a", "1", "2", "75001", "null", "None", "true", "True", "[1]", "{}", "x y", "\n", "é", "1.5", '"', "<a>"]
 KEYS = ["a", "b", "x y", "1"]
 DAY, MOMENT = datetime.date(2026, 2, 28), datetime.datetime(2026, 1, 3, 12, 30, tzinfo=datetime.timezone.utc)  # noqa: UP017
 POINTS = [({"x": x, "unit": unit.value}, {"x": x, "unit": unit}) for x in (0, -7, 10**20) for unit in Unit]
@@ -531,7 +499,7 @@ def allows(schema, whole, value):
     return judge.is_valid(value)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_what_the_schema_allows_is_what_the_tool_takes(seed):
     """Random types: values that the schema allows arrive as values of the type, all others are refused."""
     rng = random.Random(seed)
@@ -562,7 +530,7 @@ QUOTELESS = ("qwen3_5_think", "qwen3_8", "nemotron_3_nano", "glm4moe")  # values
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_call_that_the_template_writes_arrives_as_it_was(family, seed):
     """In each family's syntax: schema, the template's own writing of the call, its reading, the tool's values."""
     rng = random.Random(seed)
@@ -600,7 +568,7 @@ def writable(family, written):
     return family != "gemma4" or not re.search(r'"(x y|1)":', json.dumps(written))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_schema_that_is_let_in_reads_every_value(seed):
     """An agent's tools have any schema: what cannot be read by it is refused before a turn is, or ends the run."""
     rng = random.Random(seed)

@@ -30,8 +30,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
+from mt_grpo.base.errors import RunError
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.prompt_examples import read_prompt_examples
 from mt_grpo.conversation.tools.signature import fill_in_tools

@@ -27,7 +27,6 @@ from mt_grpo.conversation.formats.control_tokens import cut_to_tokens
 from mt_grpo.conversation.tools.results import as_result
 from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.images import pictures
-from mt_grpo.images.messages import read_row, with_pictures
 from mt_grpo.images.pictures import (
     FIRST_ID,
     KNOWN,
@@ -39,8 +38,10 @@ from mt_grpo.images.pictures import (
     mark_of,
     picture_of,
     pictures_in,
+    read_row,
     readable,
     runs_of,
+    with_pictures,
     with_placeholders,
 )
 from mt_grpo.recipe.checks import check_images

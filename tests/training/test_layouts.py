@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
 import mt_grpo_trainer
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.training import layouts, shared_prompts
 from mt_grpo.training.layouts import dropout_of
 from mt_grpo.training.passes import PASSES, fill, rows_of

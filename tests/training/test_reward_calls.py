@@ -22,8 +22,8 @@ from datasets import Dataset
 from trl.trainer.utils import get_callable_name
 
 import mt_grpo_trainer as mt
+from mt_grpo.base.errors import RunStopped
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.base.ranks import RunStopped
 from mt_grpo.conversation.tools.running import ToolsUnavailable
 from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn

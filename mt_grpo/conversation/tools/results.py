@@ -10,12 +10,10 @@ import functools
 import io
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
-from mt_grpo.images.messages import read_result, reader_of
-from mt_grpo.images.pictures import with_marks_of
-from mt_grpo.rollout import Rollout, ToolResult
+from mt_grpo.images.pictures import read_result
+from mt_grpo.rollout import ToolResult
 
 
 def json_form(value: Any) -> Any:
@@ -116,29 +114,3 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
     if reader is not None and (read := read_result(result, reader)) is not None:
         return ToolResult(read[0], pictures=tuple(read[1]))
     return ToolResult(as_text(result))
-
-
-def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
-    """Add the images of results to their conversation, and remove marks of other images from their texts."""
-    for result in results:
-        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
-    return [dataclasses.replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
-
-
-def results_of(env: Any) -> Callable[[Any], ToolResult]:
-    """The function `as_result` with the image reader of an environment's model."""
-    return functools.partial(as_result, reader=reader_of(env.tokenizer))
-
-
-def error_text(error: BaseException) -> str:
-    """The text of a tool's error that the model reads; the name of the class if the error has no text.
-
-    >>> error_text(ValueError("no city 'Oslo'")), error_text(KeyError("Oslo")), error_text(KeyError())
-    ("no city 'Oslo'", "KeyError: 'Oslo'", 'KeyError')
-    """
-    name = type(error).__name__
-    try:
-        # The text of a KeyError is the key alone.
-        return f"{name}: {error}" if isinstance(error, KeyError) and error.args else str(error) or name
-    except Exception:  # an exception whose own __str__ fails
-        return name

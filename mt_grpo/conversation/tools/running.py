@@ -6,6 +6,7 @@ import asyncio
 import collections
 import contextvars
 import ctypes
+import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -19,9 +20,10 @@ from contextlib import suppress
 from typing import Any
 
 from mt_grpo.base.errors import error_line, tell_once
-from mt_grpo.conversation.tools.results import as_received, as_sent, as_text, json_form, with_data
+from mt_grpo.conversation.tools.results import as_received, as_result, as_sent, as_text, json_form, with_data
 from mt_grpo.conversation.tools.signature import ArgumentReader, cached_by_function, hints_of, is_json_type, readers_of
-from mt_grpo.rollout import ToolResult
+from mt_grpo.images.pictures import reader_of, with_marks_of
+from mt_grpo.rollout import Rollout, ToolResult
 
 HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
 SHORT = 2**16  # characters of a text that an event loop finishes itself
@@ -133,6 +135,32 @@ async def run_tool(
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(error_line(error))
     return result
+
+
+def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
+    """Add the images of results to their conversation, and remove marks of other images from their texts."""
+    for result in results:
+        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
+    return [dataclasses.replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
+
+
+def results_of(env: Any) -> Callable[[Any], ToolResult]:
+    """The function `as_result` with the image reader of an environment's model."""
+    return functools.partial(as_result, reader=reader_of(env.tokenizer))
+
+
+def error_text(error: BaseException) -> str:
+    """The text of a tool's error that the model reads; the name of the class if the error has no text.
+
+    >>> error_text(ValueError("no city 'Oslo'")), error_text(KeyError("Oslo")), error_text(KeyError())
+    ("no city 'Oslo'", "KeyError: 'Oslo'", 'KeyError')
+    """
+    name = type(error).__name__
+    try:
+        # The text of a KeyError is the key alone.
+        return f"{name}: {error}" if isinstance(error, KeyError) and error.args else str(error) or name
+    except Exception:  # an exception whose own __str__ fails
+        return name
 
 
 async def awaited(result: Awaitable) -> Any:

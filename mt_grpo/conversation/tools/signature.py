@@ -315,7 +315,9 @@ def check_tool(tool: Callable) -> None:
     """Raise `ValueError` unless the tool is a function with name, type hints and docstring: the model reads them."""
     name = getattr(tool, "__name__", None)
     if isinstance(tool, type) or not callable(tool) or not re.fullmatch(r"[\w.:/-]+", name or ""):
-        raise ValueError(f"A tool must be a function whose name has letters, digits and _ . : / -, got {tool!r:.100}.")
+        raise ValueError(
+            f"A tool must be a function whose name has letters, digits and _ . : / -, got {name or tool!r:.100}."
+        )
     if not inspect.getdoc(tool):
         raise ValueError(f"Tool {name} has no docstring. Write one: the model reads it to use the tool.")
     if inspect.isgeneratorfunction(tool) or inspect.isasyncgenfunction(tool):
@@ -431,6 +433,7 @@ def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
         return await run(self, name, arguments)
 
     functools.update_wrapper(method, as_tool(types.SimpleNamespace(name=name, schema=schema, run=method)))
+    del method.__wrapped__  # it wraps nothing: the tool calls the method
     return method
 
 
