@@ -359,7 +359,9 @@ def check_schema(schema: Any) -> None:
     try:
         JsonSchema.model_validate(schema)
     except ValidationError as error:
-        raise ValueError(f"not a JSON schema: {error_line(error)}") from None
+        wrong = max(error.errors(), key=lambda each: len(each["loc"]))
+        where = ".".join(str(key) for key in wrong["loc"] if key != "JsonSchema")
+        raise ValueError(f"got {wrong['input']!r:.100} at {where or 'the schema'}: {wrong['msg']}") from None
 
 
 def as_tool(tool: Any) -> Callable:
