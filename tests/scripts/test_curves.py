@@ -27,10 +27,8 @@ def test_a_run_that_is_not_over_is_drawn_from_its_log(tmp_path):
     rows = [{"step": 2, "reward": 0.1}, {"step": 3, "reward": 0.2}, {"step": 3, "eval_reward": 0.9},
             {"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "rew')
-    assert [row for row in read_metrics(tmp_path) if "reward" in row] == [
-        {"step": 2, "reward": 0.3},
-        {"step": 3, "reward": 0.4},
-    ]
+    trained = [row for row in read_metrics(tmp_path) if "reward" in row]
+    assert trained == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]
 
 
 def test_a_run_logs_its_metrics(tmp_path, caplog):
@@ -62,7 +60,7 @@ def test_metrics_that_cannot_be_written_end_no_run(tmp_path, caplog):
 def test_what_a_panel_shows(tmp_path):
     """Numbers alone, by their short names; shares that stay near 0 are left out."""
     stops = {"stop/answered": 0.9, "stop/max_turns": 0.001, "rewards/calls/mean": 0.5, "rewards/calls/std": 0.1}
-    logs = read_metrics(write_run(tmp_path, [1, 2], **stops))[:2]
+    logs = [row for row in read_metrics(write_run(tmp_path, [1, 2], **stops)) if "reward" in row]
     panels = {title: lines_of(logs, metrics) for title, metrics in PANELS}
     assert panels["Rewards"] == {"total reward": ([1, 2], [0.1, 0.2]), "calls": ([1, 2], [0.5, 0.5])}
     assert panels["Stop reasons"] == {"answered": ([1, 2], [0.9, 0.9])}
