@@ -14,7 +14,7 @@ the server's samples. A method is a credit assignment, and what else
 differs from the recipe: `mt_grpo,beta=0.04,learning_rate=1e-5`.
 
 Resumable: a finished run is a file in runs/real_model/ with the commit that made it, and is not run again. One that
-was stopped goes on from its last checkpoint. Move both away after a change of recipe, rewards, model or data. The report
+was stopped goes on from its last checkpoint. Move both away after a change of recipe, rewards or data. The report
 has these runs, and those of the last written report that are not in the folder; docs/results/real_model.json has of
 each what the page's tables and picture show.
 """
