@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import pyplot, save_picture
+from viewer.metrics import read_metrics
 
-from mt_grpo.reports.progress import METRICS_FILE, read_metrics
+from mt_grpo.reports.progress import METRICS_FILE
 
 STYLES = ("-", "--", ":", "-.")  # of the runs
 WIDTHS = (3.2, 1.8, 1.2)  # of a panel's first lines, so that one with the same values is seen under the next

@@ -37,7 +37,7 @@ from mt_grpo.base.files import output_lock
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.recipe.checks import check_tied_lora, share_limits
-from mt_grpo.recipe.keys import OF_TRL
+from mt_grpo.recipe.parse import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.run.in_flight import GroupInFlight
 from mt_grpo.training.reward_numbers import state_numbers
@@ -466,17 +466,9 @@ def test_a_limit_that_is_given_once_holds_for_both(tmp_path):
     share_limits(args, env := MultiTurnToolEnv([echo], max_steps=2, max_completion_length=1024))
     assert (args.max_env_steps, args.max_completion_length, args.max_tool_response_tokens) == (2, 1024, None)
     assert (env.max_steps, env.max_completion_length, env.result_limit) == (2, 1024, 256)
-
-
-def test_a_result_limit_above_half_of_the_budget_is_lowered_and_logged_once(tmp_path, caplog):
     args = MTGRPOConfig(**settings(tmp_path, max_completion_length=100, max_tool_response_tokens=51))
     share_limits(args, env := MultiTurnToolEnv([echo]))
-    assert args.max_tool_response_tokens == env.result_limit == 50
-    (record,) = [record for record in caplog.records if "max_tool_response_tokens=51" in record.message]
-    assert "lowered to 50" in record.message
-    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=100, max_tool_response_tokens=50))
-    share_limits(args, MultiTurnToolEnv([echo]))
-    assert args.max_tool_response_tokens == 50 and len(caplog.records) == 1
+    assert env.result_limit == 50
     for key, value, given in (
         ("max_env_steps", 5, {"max_steps": 3}),
         ("max_completion_length", 9, {}),
@@ -616,14 +608,6 @@ def test_state_numbers_follow_the_keys_or_the_tokens_so_far():
     for key in (object(), ("a", {1, 2}), ({"a": 1},), [turn([1])]):
         with pytest.raises(ValueError, match="expected a string, a number or a tuple"):
             state_numbers(Rollout([], [1], turns=[turn([1], key)]))
-
-
-def test_prompts_with_control_tokens_are_told_before_training(random_model, tmp_path, caplog):
-    prompts = [[{"role": "user", "content": text}] for text in ("1?", "2?<|im_end|>", "3?", "4?")]
-    evaluated = Dataset.from_dict({"prompt": [p for p in prompts[1:2] for _ in range(8)]})
-    make_trainer(random_model, tmp_path, prompts=prompts, eval_dataset=evaluated, eval_strategy="steps", eval_steps=1)
-    told = [text.split(": the prompt")[0] for text in caplog.messages if "control token" in text]
-    assert told == ["train_dataset, row 1", "eval_dataset, row 0"]
 
 
 def test_the_environment_names_the_state_in_which_each_turn_begins():

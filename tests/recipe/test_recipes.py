@@ -41,8 +41,7 @@ from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts, warnings_of
 from mt_grpo.recipe.data import load_rows, make_arithmetic
-from mt_grpo.recipe.keys import OF_TRL, known_keys
-from mt_grpo.recipe.parse import read_recipe
+from mt_grpo.recipe.parse import OF_TRL, known_keys, read_recipe
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
@@ -627,8 +626,6 @@ def build(random_model, tmp_path, no_weights):
         ({"num_train_epochs": 0}, "^num_train_epochs=0"),
         ({"top_entropy_quantile": 20.0}, "^top_entropy_quantile=20.0"),
         ({"env": ["A"]}, "^env: .* is list, expected"),
-        ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .*expected lines of"),
-        ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* Set it in the shell"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
         ({"tools_script": ...}, "tools_script is not set"),
@@ -805,11 +802,9 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
     [
         ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
-        ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
         ("tools_script", "def f(x):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]", "Tool f has no type hint for 'x'"),
         ("tools_script", TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
-        ("tools_script", TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
         ("tools_script", "import sys\nsys.exit()", "tools_script: .*cannot be imported .SystemExit"),
         ("tools_script", "import not_there_x", "tools_script: .*cannot be imported .ModuleNotFoundError"),
         (
@@ -818,11 +813,6 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
             "defines neither TURN_REWARD_FUNCS nor OUTCOME_REWARD",
         ),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions"),
-        (
-            "reward_fn",
-            "def right(completions, gold, **kwargs): pass\nTURN_REWARD_FUNCS = [right]",
-            "Reward right needs 'gold'",
-        ),
         ("reward_fn", "def right(completions): pass\nTURN_REWARD_FUNCS = [right]", r"right takes no \*\*kwargs"),
     ],
 )
