@@ -133,8 +133,7 @@ from mt_grpo.reports.metrics import (
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
 from mt_grpo.run.checkpoints import checkpoint_of_all_ranks
-from mt_grpo.run.connect import connect_backend, pool_of
-from mt_grpo.run.trainer import ResumableTrainer, train_or_save
+from mt_grpo.run.trainer import ResumableTrainer, connect_backend, pool_of, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS, credit_estimator
 from mt_grpo.training.layouts import Layout, memory_errors

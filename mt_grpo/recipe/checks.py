@@ -139,13 +139,10 @@ def check_staleness(args: GRPOConfig) -> None:
 
 
 def why_not_sampled(args: GRPOConfig) -> str | None:
-    """Why the loss cannot clip around the sampled logprobs (`old_logps: sampled`); None if it can.
-
-    The trainer's logprobs are of the whole vocabulary. Those of a distribution that was cut are larger: at unchanged
-    weights the ratio is the share that was kept, and what has a negative advantage may be clipped from the first step.
-    """
+    """Why the loss cannot clip around the sampled logprobs (`old_logps: sampled`); None if it can."""
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return "it needs use_vllm: true and vllm_importance_sampling_correction: true"
+    # The trainer's logprobs are of the whole vocabulary, and those of a distribution that was cut are larger.
     if text := text_of_cuts(args):
         return f"{text} makes the sampled logprobs other than those of the policy"
     for key in ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):
@@ -312,9 +309,8 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
     prompt = longest_prompt(env, dataset)
     if context is not None and prompt + args.max_completion_length > context:
         raise ValueError(
-            f"The longest prompt has {prompt} tokens; with max_completion_length={args.max_completion_length} that is "
-            f"{prompt + args.max_completion_length}, more than the model's context of {context}. Shorten the prompts, "
-            f"in which tools and examples are, or set max_completion_length to at most {context - prompt}."
+            f"The longest prompt has {prompt} tokens, which with max_completion_length={args.max_completion_length} "
+            f"is more than the context of {context}. Set max_completion_length to at most {context - prompt}."
         )
     return context
 
@@ -330,9 +326,8 @@ def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
     classes = env.environments.by_name.values() if env.environments is not None else []
     if env.state_key is None and not any(hasattr(cls, "state_key") for cls in classes):
         logger.warning(
-            f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so "
-            "far, so turn 0 is credited as by turn_return, and a later turn by the outcome alone. Define STATE_KEY = "
-            "function_of_the_turns in tools_script, or use turn_return."
+            f"credit_assignment: {credit_assignment} without state keys credits turn 0 as turn_return does, and a "
+            "later turn by the outcome alone. Define STATE_KEY = function_of_the_turns in tools_script."
         )
 
 
@@ -414,8 +409,8 @@ def check_server(
     needed = longest_prompt(env, dataset) + args.max_completion_length
     if context < needed:
         raise ServerError(
-            f"{where} has a context of {context} tokens; the longest prompt and max_completion_length="
-            f"{args.max_completion_length} need {needed}. Start it with {engine.CONTEXT} {needed} or more."
+            f"{where} has a context of {context} tokens; the longest prompt and max_completion_length need {needed}. "
+            f"Start it with {engine.CONTEXT} {needed} or more."
         )
     limit_context(env, context, f"{engine.CONTEXT} of the server at {client.base_url}")
     if client.reads_images:  # by one rank: while another one probes the directory below, no image may be asked for
