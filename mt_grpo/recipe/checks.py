@@ -20,7 +20,6 @@ from mt_grpo.conversation.formats.control_tokens import Origin
 from mt_grpo.conversation.sampling import check_conversations
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.images.messages import (
-    FAMILIES,
     OTHER_KINDS,
     image_reader,
     num_pixels,
@@ -369,8 +368,6 @@ def prepare_env(
     reader = why_text(args) or image_reader(name, model_config, env.tokenizer, revision)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
-    if isinstance(reader, str) and model_config.model_type in FAMILIES:
-        logger.warning(f"The model can read images, but this run gives it none: {reader}.")
     if not isinstance(reader, str):
         if args.freeze_vision_tower is not False and getattr(peft_config, "exclude_modules", "") is None:
             peft_config.exclude_modules = rf".*{TOWER.pattern}.*"  # a LoRA leaves out what reads images
