@@ -856,7 +856,8 @@ def test_a_signal_ends_the_run_saved(whole, tmp_path, signum):
     """Within seconds, with the shell's exit code for it; the resumed run is the uninterrupted one."""
     arguments = recipe_arguments("calculator.yaml", tmp_path)
     process = subprocess.Popen([warm_python.executable(), mt_grpo_trainer.__file__, *arguments], cwd=ROOT,
-                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+                               env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True)  # fmt: skip
     try:
         log, deadline = tmp_path / "out/rollouts.rank0.jsonl", time.monotonic() + 120
         while not log.is_file() or '"step": 1' not in log.read_text():
