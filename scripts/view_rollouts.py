@@ -29,10 +29,11 @@ from typing import Any
 
 from aiohttp import web
 from viewer.log import LogReader
+from viewer.metrics import read_metrics
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.images.pictures import ID_DIGITS
-from mt_grpo.reports.progress import METRICS_FILE, read_metrics
+from mt_grpo.reports.progress import METRICS_FILE
 from mt_grpo.reports.rollout_log import IMAGE_FOLDER
 from mt_grpo.run.checkpoints import RUN_RECORD
 

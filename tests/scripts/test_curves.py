@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 from test_first_batch import recipe_file
 from view_rollouts import PANELS, lines_of
+from viewer.metrics import read_metrics
 
 import mt_grpo_trainer as mt
-from mt_grpo.reports.progress import MetricsLog, read_metrics
+from mt_grpo.reports.progress import MetricsLog
 
 
 def write_run(folder, steps, **more):
@@ -29,6 +30,16 @@ def test_a_run_that_is_not_over_is_drawn_from_its_log(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "rew')
     trained = [row for row in read_metrics(tmp_path) if "reward" in row]
     assert trained == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]
+
+
+def test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve(tmp_path):
+    """To step 4, again from 2, and at 3 now. The evaluation at 4 is of the attempt that is gone, too."""
+    rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4))]
+    rows += [{"step": 2, "eval_reward": 2.0}, {"step": 4, "eval_reward": 4.0}, {"step": 3, "reward": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [(row["step"], row.get("reward"), row.get("eval_reward")) for row in read_metrics(tmp_path)] == [
+        (1, 0.1, None), (2, None, 2.0), (2, 0.2, None), (3, 3.0, None)
+    ]  # fmt: skip
 
 
 def test_a_run_logs_its_metrics(tmp_path, caplog):
