@@ -41,7 +41,7 @@ from mt_grpo.images.pictures import (
 from mt_grpo.recipe import checks
 from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.rollout import hash_of_ids
-from mt_grpo.run.connect import probe_ids
+from mt_grpo.run.trainer import probe_ids
 from mt_grpo_trainer import VLLMServerClient
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh

@@ -30,6 +30,7 @@ from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.generation.engines import Engine, engine_of
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
+from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.generation.weights import PolicyWeights, in_files
@@ -286,9 +287,8 @@ def check(server, setting, engine="sglang", **changes):
     for key, value in changes.items():
         setattr(args, key, value)
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    check_server(
-        VLLMServerClient(base_url=url, tokenizer=env.tokenizer, timeout=1.0, engine=engine), env, config, args, rows
-    )
+    client = VLLMServerClient(base_url=url, tokenizer=env.tokenizer, timeout=1.0, engine=engine)
+    check_server(ServerPool([client]), env, config, args, rows)
 
 
 def test_a_server_as_recorded_fits(recorded, setting):

@@ -390,7 +390,8 @@ import os, sys, threading
 from pathlib import Path
 import torch
 from accelerate import PartialState
-from mt_grpo.base.ranks import RunError, raise_on_all_ranks
+from mt_grpo.base.errors import RunError
+from mt_grpo.base.ranks import raise_on_all_ranks
 from mt_grpo.training.rewards import run_rewards
 
 RANK = PartialState(cpu=True).process_index
