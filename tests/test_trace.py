@@ -196,6 +196,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path):
     aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TOKEN_CHECKS | TEXTS | TEMPLATE | ENVIRONMENT | LISTS | NUMBERS
     aside |= ROWS | MAIN_THREAD | PICTURES | ALTERED | LAYOUT
     assert aside <= names, f"never entered: {sorted(aside - names)}"
+    aside |= {"finished"}  # an async tool of an earlier test may end on the loop meanwhile
     way = {place: name for place, name in entered.items() if name not in aside}
     assert {"take_turn", "suffix_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())
     assert len(way) <= 29, " ".join(sorted(way.values()))
