@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import inspect
 import logging
 import os
 import typing
@@ -285,6 +286,14 @@ def share_limits(args: GRPOConfig, env: Any) -> None:
         env.environments.timeout = env.environment_timeout
 
 
+def check_isolated(args: GRPOConfig, env: Any) -> None:
+    """Raise `ValueError` if `isolate_tools` is set and all tools would run in threads, as without it."""
+    tools = getattr(env, "tools", {}).values()
+    threaded = [not hasattr(tool, "prepare") and not inspect.iscoroutinefunction(tool) for tool in tools]
+    if args.isolate_tools and tools and all(threaded):
+        raise ValueError("isolate_tools: the tools run in threads. Load them with load_tools(path, isolate=True).")
+
+
 def check_tied_lora(model: Any) -> None:
     """Raise `ValueError` for a LoRA that changes the embedding or the head of a model in which both are one tensor."""
     configs = getattr(model, "peft_config", {}).values()
@@ -359,6 +368,7 @@ def prepare_env(
     # A processor holds the tokenizer, and what reads images, which is read anew.
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
+    check_isolated(args, env)
     share_limits(args, env)
     env.tokenizer = env.tokenizer or tokenizer
     env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}

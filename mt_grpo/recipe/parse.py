@@ -209,13 +209,21 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
     check_known(recipe, known, f"in {path}")
+    if early := [name for name in recipe.get("env") or {} if name in READ_AT_IMPORT]:
+        raise ValueError(f"env: {early[0]} in {path} is read before a recipe is. Set it in the shell.")
     for name, value in recipe.items():
         if not fits_type(value, known[name], from_yaml=True):
             hint = " YAML reads no, off, yes and on as booleans: quote them." if isinstance(value, bool) else ""
             raise ValueError(
                 f"{name}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[name])}.{hint}"
             )
+    if not all(isinstance(value, str | int | float) for value in (recipe.get("env") or {}).values()):
+        raise ValueError(f"env: {recipe['env']!r:.200} in {path}, expected lines of `NAME: text`.")
     return recipe | {name: value for name, value in yaml.load(text, yaml.BaseLoader).items() if name == "env"}
+
+
+READ_AT_IMPORT = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_DATASETS_CACHE",
+                  "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE"}  # fmt: skip
 
 
 def check_known(names: Iterable[Any], known: Collection[str], where: str) -> None:

@@ -602,6 +602,8 @@ def build(random_model, tmp_path, no_weights):
         ({"max_completion_length": None}, "^max_completion_length: None .*expected int"),
         ({"save_steps": 0}, "^save_steps=0, expected"),
         ({"env": ["A"]}, "^env: .* is list, expected"),
+        ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .*expected lines of"),
+        ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* Set it in the shell"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
         ({"tools_script": ...}, "tools_script is not set"),
