@@ -53,6 +53,7 @@ from mt_grpo.rollout import (
     Context,
     Generation,
     Message,
+    Origin,
     Reply,
     Rollout,
     StopReason,
@@ -136,7 +137,6 @@ from mt_grpo.reports.metrics import (
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
-from mt_grpo.rollout import Origin
 from mt_grpo.run.checkpoints import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, connect_backend, pool_of, train_or_save
 from mt_grpo.training.batch import Batch
