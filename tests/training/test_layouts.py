@@ -12,7 +12,6 @@ from test_trainer import PROMPTS, length_reward, make_trainer
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-import mt_grpo_trainer
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training import layouts, shared_prompts
 from mt_grpo.training.layouts import dropout_of
@@ -21,13 +20,13 @@ from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 
 def test_a_shared_row_that_is_not_a_number_is_refused(random_model, tmp_path, monkeypatch):
-    logps_of_rows = mt_grpo_trainer.logps_of_rows
+    logps_of_rows = layouts.logps_of_rows
 
     def without_numbers(*args, **kwargs):
         logps, *others = logps_of_rows(*args, **kwargs)
         return logps * math.nan, *others
 
-    monkeypatch.setattr(mt_grpo_trainer, "logps_of_rows", without_numbers)
+    monkeypatch.setattr("mt_grpo_trainer.logps_of_rows", without_numbers)
     trainer = batches.make_trainer(random_model, tmp_path, "shared", {"loss_type": "dapo"})
     trainer.train()
     assert trainer.layout.kind == "padded" and "a different logprob in a shared row, by nan" in trainer.layout.reason
