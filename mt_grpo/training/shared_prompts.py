@@ -192,12 +192,17 @@ class SharedRow:
         return sum(self.sizes[k] for k in segment.context)
 
     @cached_property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """The row as an attention kernel for sequences of different lengths reads it: each segment is one sequence.
+
+        (where the tokens stand that each segment reads, its context and itself; sums of lengths so far of the
+        segments, (segments + 1,), and of what they read; the longest of both).
+        """
         places = torch.arange(len(self)).split(self.sizes)
         keys = [places[k] for number, segment in enumerate(self.segments) for k in (*segment.context, number)]
         num_keys = [self.num_before(segment) + segment.length for segment in self.segments]
         ends = (torch.tensor([0, *each]).cumsum(0, dtype=torch.int32) for each in (self.sizes, num_keys))
-        return Lengths(*(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys))
+        return *(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys)
 
     def forget_masks(self) -> None:
         """Free the masks after the last pass that reads this row, which is the backward pass if there is one."""
@@ -242,17 +247,6 @@ def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int
     return positions, first
 
 
-@dataclass
-class Lengths:
-    """A row as an attention kernel for sequences of different lengths reads it: each segment is one sequence."""
-
-    keys: torch.Tensor  # where the tokens stand that each segment reads, its context and itself, one after another
-    queries_end: torch.Tensor  # (segments + 1,), sums of lengths so far
-    keys_end: torch.Tensor
-    max_queries: int
-    max_keys: int
-
-
 KERNELS: dict[tuple, Callable | None] = {}  # by the heads, their size, type and device: what works for them
 
 
@@ -291,20 +285,10 @@ def by_kernel(
 
     A kernel's causal mask is aligned at the end: a segment's last token reads all of its keys.
     """
-    found = row.lengths
+    keys, *lengths = row.lengths
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (L, heads, size of a head)
-    return kernel(
-        query,
-        key[found.keys],
-        value[found.keys],
-        found.queries_end,
-        found.keys_end,
-        found.max_queries,
-        found.max_keys,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )[None]
+    grouped = query.shape[1] != key.shape[1]
+    return kernel(query, key[keys], value[keys], *lengths, scale=scale, window_size=(-1, 0), enable_gqa=grouped)[None]
 
 
 def attention(
@@ -348,17 +332,8 @@ def attention(
         )
         alone = not segment.context and segment.length > 1
         mask = None if alone else shared_row.mask(segment, query)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                queries[number],
-                own_keys,
-                own_values,
-                attn_mask=mask,
-                is_causal=alone,
-                scale=scaling,
-                enable_gqa=grouped,
-            )
-        )
+        masks = {"attn_mask": mask, "is_causal": alone, "scale": scaling, "enable_gqa": grouped}
+        outputs.append(F.scaled_dot_product_attention(queries[number], own_keys, own_values, **masks))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 

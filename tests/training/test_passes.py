@@ -87,29 +87,17 @@ def metrics(log):
     return {key: value for key, value in log.items() if key.startswith(names)}
 
 
-@pytest.fixture(scope="module")
-def of_trl(random_model, tmp_path_factory):
-    """Gradients and logs of TRL's own layout, made once for each setting."""
-    found = {}
-
-    def get(settings):
-        key = repr(settings)
-        if key not in found:
-            found[key] = batches.train(random_model, tmp_path_factory.mktemp("trl"), "trl", settings)
-        return found[key]
-
-    return get
-
-
 @pytest.mark.contract("TRL gradients")
-@pytest.mark.parametrize("layout", ["shared", "padded"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda each: ",".join(f"{k}={v}" for k, v in each.items()))
-def test_a_step_has_trls_gradient(random_model, tmp_path, of_trl, settings, layout):
-    expected = of_trl(settings)
-    whole = batches.train(random_model, tmp_path / "whole", layout, settings)
-    found_in = [whole]
-    if not {"top_entropy_quantile", "entropy_coef"} & settings.keys():  # with these a micro-batch is one pass
-        found_in.append(batches.train(random_model, tmp_path / "cut", layout, settings, max_tokens_per_pass=80))
+def test_a_step_has_trls_gradient(random_model, tmp_path, settings):
+    """In passes of shared rows, large and small ones, and in passes of padded rows."""
+    expected = batches.train(random_model, tmp_path / "trl", "trl", settings)
+    whole = batches.train(random_model, tmp_path / "whole", "shared", settings)
+    # With these a micro-batch is one pass.
+    small = {} if {"top_entropy_quantile", "entropy_coef"} & settings.keys() else {"max_tokens_per_pass": 80}
+    found_in = [whole, batches.train(random_model, tmp_path / "padded", "padded", settings, **small)]
+    if small:
+        found_in.append(batches.train(random_model, tmp_path / "cut", "shared", settings, **small))
     for found in found_in:
         assert distance(expected["gradients"], found["gradients"]) < CLOSE
         for theirs, ours in zip(expected["log"], found["log"], strict=True):
@@ -375,6 +363,12 @@ def test_passes_are_filled_longest_first():
     assert numbers(fill(rows, 9, True)) == [[6, 2, 1], [5]]
     assert numbers(fill(rows, 3, False)) == [[6], [5], [2], [1]]
     assert numbers(fill(rows, 3, True)) == [[6], [5], [2, 1]]
+    # Groups stay whole where they fit. Prompts of 5 and 3 tokens: 4 + 6 + 2, and 2 + 4 + 3 tokens.
+    groups = rows_with(6, 2, prompt=[1] * 5) + rows_with(4, 3, prompt=[2] * 3)
+    assert numbers(fill(groups, 21, True)) == [[6, 2, 4, 3]]
+    assert numbers(fill(groups, 14, True)) == [[6, 2], [4, 3]]
+    assert numbers(fill(groups, 10, True)) == [[6], [4, 3], [2]]
+    assert numbers(fill(groups, 4, True)) == [[6], [2], [4], [3]]  # one is never cut
 
 
 def test_the_pass_of_two_is_of_the_longest_that_share_a_prompt():
