@@ -101,7 +101,9 @@ def compare(read: list[tuple[str, str]], rendered: str, thinking: tuple[str, str
         first = places[k - 1] + 1 if k and end else places[k]
         theirs, at = rendered[first : places[k + len(wanted) - 1] + 1], k + len(wanted)
         ours = form.rstrip() if end else form.strip()
-        if ours != theirs:
+        behind, prompt = text[len(text.rstrip()) :], read[0][1]  # the first text is the template's own
+        is_other_prompt = text.rstrip().endswith(prompt.rstrip()[-8:]) and behind != prompt[len(prompt.rstrip()) :]
+        if ours != theirs or is_other_prompt:
             found.append(Difference("text", WHITE_SPACE, READ, f"{ours!r:.200}, rendered {theirs!r:.200}"))
     return found
 
