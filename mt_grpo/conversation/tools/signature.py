@@ -404,16 +404,16 @@ def signature_from(properties: dict[str, Any], required: list[str], further: Any
         default = schema.get("default", Shown("...")) if isinstance(schema, dict) else Shown("...")
         if name.isidentifier() and not keyword.iskeyword(name) and name != OTHERS:
             kind, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, EMPTY if name in required else default
-            parameters.append(inspect.Parameter(name, kind, default=default, annotation=kind_of(schema)))
+            parameters.append(inspect.Parameter(name, kind, default=default, annotation=type_of_schema(schema)))
     if len(parameters) < len(properties) or further is not False:
-        parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=kind_of(further)))
+        parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=type_of_schema(further)))
     return inspect.Signature(parameters, return_annotation=returned)
 
 
-def kind_of(schema: Any) -> Shown:
+def type_of_schema(schema: Any) -> Shown:
     """The Python type of a parameter that a JSON schema describes, by its name; `Any` if there is none.
 
-    >>> kind_of({"type": ["integer", "null"]}), kind_of({"type": "array"}), kind_of({"enum": ["a"]}), kind_of(True)
+    >>> type_of_schema({"type": ["integer", "null"]}), type_of_schema({"type": "array"}), type_of_schema({"enum": ["a"]}), type_of_schema(True)
     (int | None, list[Any], Literal['a'], Any)
     """
     names = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None"}
@@ -422,9 +422,9 @@ def kind_of(schema: Any) -> Shown:
     if "enum" in schema:
         return Shown(f"Literal[{', '.join(map(repr, schema['enum']))}]")
     if options or isinstance(kind, list):
-        return Shown(" | ".join(map(kind_of, options or [{**schema, "type": each} for each in kind])))
+        return Shown(" | ".join(map(type_of_schema, options or [{**schema, "type": each} for each in kind])))
     if kind == "array":
-        return Shown(f"list[{kind_of(schema.get('items'))}]")
+        return Shown(f"list[{type_of_schema(schema.get('items'))}]")
     return Shown("dict[str, Any]" if kind == "object" else names.get(kind, "Any"))
 
 
