@@ -413,8 +413,8 @@ def signature_from(properties: dict[str, Any], required: list[str], further: Any
 def type_of_schema(schema: Any) -> Shown:
     """The Python type of a parameter that a JSON schema describes, by its name; `Any` if there is none.
 
-    >>> type_of_schema({"type": ["integer", "null"]}), type_of_schema({"type": "array"}), type_of_schema({"enum": ["a"]}), type_of_schema(True)
-    (int | None, list[Any], Literal['a'], Any)
+    >>> [type_of_schema(each) for each in ({"type": ["integer", "null"]}, {"type": "array"}, {"enum": ["a"]}, True)]
+    [int | None, list[Any], Literal['a'], Any]
     """
     names = {"string": "str", "integer": "int", "number": "float", "boolean": "bool", "null": "None"}
     schema = schema if isinstance(schema, dict) else {}  # `true` allows everything
