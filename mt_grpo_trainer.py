@@ -53,11 +53,11 @@ from mt_grpo.rollout import (
     Context,
     Generation,
     Message,
+    Origin,
     Reply,
     Rollout,
     StopReason,
     ToolCall,
-    ToolFormat,
     ToolResult,
     Turn,
 )
@@ -68,13 +68,21 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ScriptArguments, get_peft_config
 
-from mt_grpo.base.errors import ServerError
-from mt_grpo.base.event_loop import gather_all
+from mt_grpo.base.errors import RunError, ServerError
 from mt_grpo.base.fields import key
-from mt_grpo.base.files import keep_output_open, output_lock
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.files import output_lock
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
-from mt_grpo.conversation.conversations import Conversations, Limits, PromptCache, digest_of, limits_of
+from mt_grpo.conversation.conversations import (
+    Conversations,
+    Limits,
+    PromptCache,
+    check_conversations,
+    check_sampling_params,
+    digest_of,
+    limits_of,
+    sampling_defaults,
+    sampling_params,
+)
 from mt_grpo.conversation.environments import (
     Environments,
     PromptTooLong,
@@ -84,24 +92,21 @@ from mt_grpo.conversation.environments import (
     tools_of,
 )
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
-from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
-from mt_grpo.conversation.formats.xml import CLOSING_TAGS
-from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples
-from mt_grpo.conversation.sampling import (
-    check_conversations,
-    check_sampling_params,
-    sampling_defaults,
-    sampling_params,
+from mt_grpo.conversation.tools.running import (
+    GIVEN_UP,
+    ToolsUnavailable,
+    ToolTimeout,
+    error_text,
+    own_results,
+    results_of,
+    run_tool,
 )
-from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, error_text, own_results, results_of
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
-from mt_grpo.conversation.tools.threads import GIVEN_UP, ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import WeightCounter
-from mt_grpo.images.messages import SaidPictures, read_pictures
-from mt_grpo.images.pictures import inputs_of_rows, readable_messages
+from mt_grpo.images.pictures import SaidPictures, inputs_of_rows, read_pictures, readable_messages
 from mt_grpo.recipe.checks import (
     backend_of,
     check_batch_arithmetic,
@@ -190,7 +195,7 @@ class MultiTurnToolEnv(Conversations):
         tool_format: How the model writes calls: `xml` (the paper's), `hermes` or `native`.
         environment: A class of which each conversation gets an instance (`mt_grpo.Environment`), or a dict of classes
             that the dataset's column `environment` selects from.
-        prompt_examples: Example conversations, each a list of messages, inserted before the messages of each prompt.
+        prompt_examples: Conversations, or a file of them, that are inserted before the messages of each prompt.
         limits: The other fields of `Limits` by name, such as `tool_timeout`.
 
     Raises:
@@ -213,7 +218,7 @@ class MultiTurnToolEnv(Conversations):
         state_key: Callable[[list[Turn]], Any] | None = None,
         tool_format: str = "xml",
         environment: type | dict[str, type] | None = None,
-        prompt_examples: list[list[Message]] = (),
+        prompt_examples: str | list[list[Message]] | None = None,
         **limits: Any,
     ):
         super().__init__(max_steps, max_completion_length, prompt_examples, **limits)
@@ -231,7 +236,7 @@ class MultiTurnToolEnv(Conversations):
         if environment is not None:
             self.environments = Environments(environment, self.environment_timeout, self.tools)
         self._ends: set[int] = set()
-        self._formats: dict[int, ToolFormat] = {}  # by id of the tokenizer
+        self._formats: dict[int, Any] = {}  # tool formats by id of the tokenizer
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     # -- the conversation, from its prompt to its end --
@@ -267,7 +272,7 @@ class MultiTurnToolEnv(Conversations):
     def with_system_prompt(self, messages: list, tools: dict | None = None, tokenizer: Any = None) -> list[Message]:
         """Return the messages after the system prompt, unless they have their own, and after the examples."""
         if self.prompt_examples:
-            messages = behind_system(messages, self.examples_of(tokenizer or self.tokenizer))
+            messages = self.with_examples(messages, tokenizer or self.tokenizer)
         if messages and messages[0]["role"] == "system":
             return messages
         text, tools = self._prompt_template, self.tools if tools is None else tools
@@ -317,7 +322,7 @@ class MultiTurnToolEnv(Conversations):
             elif reply.history:
                 self.edit(rollout, turn, reply.history, llm)
             elif reply.continuation:
-                self.continue_turn(rollout, turn, neutralise(reply.continuation, tokenizer), llm)
+                self.continue_turn(rollout, turn, self.format_of(tokenizer).clean_text(reply.continuation), llm)
             else:
                 further = self.format_of(tokenizer).clean(reply.messages or [], Origin.OUTSIDE)
                 self.append(rollout, turn, further, llm)
@@ -330,7 +335,7 @@ class MultiTurnToolEnv(Conversations):
         rollout.first_messages = await self.environments.open(rollout, self.format_of(tokenizer).clean, tokenizer)
         rollout.tools = tools_of(rollout.environment, self.tools)
         rollout.prompt_messages = self.with_system_prompt(rollout.first_messages, rollout.tools, tokenizer)
-        readable = cut_messages(rollout.prompt_messages, self._context(llm), tokenizer)
+        readable = self.readable(rollout.prompt_messages, llm)
         rollout.prompt_ids = self.prompt_ids(readable, tokenizer, rollout.tools, rollout.rendered)
 
     async def sample_turn(
@@ -381,7 +386,7 @@ class MultiTurnToolEnv(Conversations):
                 GIVEN_UP.set(rollout.given_up)
                 return await self.call_tool(call, rollout.tools)
 
-        results = own_results(rollout, await gather_all([run(call) for call in calls[: self.MAX_PARALLEL_CALLS]]))
+        results = own_results(rollout, await asyncio.gather(*map(run, calls[: self.MAX_PARALLEL_CALLS])))
         rollout.abandoned |= any(result.error == "timeout" for result in results)
         text = f"Error: not run, since a turn may have at most {self.MAX_PARALLEL_CALLS} calls. Call it again."
         return results + [ToolResult(text, "call") for _ in calls[self.MAX_PARALLEL_CALLS :]]
@@ -463,8 +468,7 @@ class MultiTurnToolEnv(Conversations):
         If no answer fits after the text, the conversation ends.
         """
         written, room = self.format_of(self._tokenizer(llm)), self._room(rollout, llm)
-        readable = cut_far_beyond(text, room.tokens, self._tokenizer(llm))
-        ids = written.text_ids(readable)
+        ids = written.text_ids(text, room.tokens)
         if len(ids) > room.tokens - self.MIN_ANSWER_TOKENS:
             turn.messages, rollout.stop_reason = [], room.reason
             return
@@ -480,8 +484,7 @@ class MultiTurnToolEnv(Conversations):
         clean = self.format_of(tokenizer).clean
         history = [m if m in read else clean([m], Origin.OUTSIDE)[0] for m in history]
         turn.results, turn.messages = self.result_messages(turn, tokenizer)  # for rewards and the log
-        readable = cut_messages(history, self._context(llm), tokenizer)
-        rollout.edited = Context(history, self.prompt_ids(readable, tokenizer, rollout.tools))
+        rollout.edited = Context(history, self.prompt_ids(self.readable(history, llm), tokenizer, rollout.tools))
 
     def result_messages(self, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> tuple[list[ToolResult], list]:
         """Return a turn's results, each truncated to `result_limit`, and the messages with them."""
@@ -1118,7 +1121,8 @@ class VLLMServerClient(ServerConnection):
         """
         check_sampling_params(sampling_params)
         payload = {
-            **sampling_defaults(), "stop": list(CLOSING_TAGS), "include_stop_str_in_output": True, **self.salt(),
+            **sampling_defaults(), "stop": list(TOOL_FORMATS["xml"].stops), "include_stop_str_in_output": True,
+            **self.salt(),
             **(sampling_params or {}), "model": self.asked_model, "prompt": prompt_ids, "max_tokens": max_tokens,
             "n": 1, "logprobs": 0, "return_token_ids": True, "skip_special_tokens": False
         }  # fmt: skip
@@ -1304,7 +1308,7 @@ def build_env(
         environment=environment,
         max_completion_length=args.max_completion_length,
         state_key=load_state_key(script_args.tools_script) if reads_state else None,
-        prompt_examples=read_prompt_examples(script_args.prompt_examples),
+        prompt_examples=script_args.prompt_examples,
         **limits,
     )
 
@@ -1314,7 +1318,6 @@ def main(argv: list[str] | None = None) -> None:
 
     With `--preflight` nothing is trained or written: the exit code says whether training would be pointless.
     """
-    keep_output_open()
     with ExitStack() as stack:
         try:
             script_args, args, model_args = parse_arguments(argv)

@@ -2,7 +2,7 @@
 
 A folder imports from itself, from `rollout` and from those above it in this list:
 
-    rollout         the types and protocols of a conversation: Turn, Reply, Rollout, Environment, ToolFormat, Backend
+    rollout         the types and protocols of a conversation: Turn, Reply, Rollout, Environment, Backend
     base/           event loop, ranks, files, errors
     images/         images of a conversation
     conversation/   environments, tools, formats, sampling
@@ -29,7 +29,6 @@ from mt_grpo.rollout import (
     Rollout,
     StopReason,
     ToolCall,
-    ToolFormat,
     ToolResult,
     Turn,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "Rollout",
     "StopReason",
     "ToolCall",
-    "ToolFormat",
     "ToolResult",
     "Turn",
 ]

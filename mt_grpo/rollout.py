@@ -6,7 +6,6 @@ import array
 import hashlib
 import itertools
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
@@ -32,6 +31,14 @@ class StopReason(StrEnum):
 
 
 FAILURES = (StopReason.ENVIRONMENT_ERROR, StopReason.AGENT_ERROR)
+
+
+class Origin(StrEnum):
+    """The origin of a message. Together with its role it decides which control tokens its texts may contain."""
+
+    OUTSIDE = "outside"  # said while the run goes: an environment's replies, a tool's description and results
+    DATA = "data"  # the prompt of a data set: the operator's, who may show tags of formats
+    AGENT = "agent"  # an agent's request: read as an inference server would read it
 
 
 @dataclass(frozen=True)
@@ -407,7 +414,7 @@ class Rollout(TurnTokens):
         return own + sum(context.new_tokens for context in contexts if context is not None)
 
 
-# The protocols of an environment, a tool format and a backend. A class implements one without importing it.
+# The protocols of an environment and a backend. A class implements one without importing it.
 
 
 class Environment(Protocol):
@@ -434,52 +441,6 @@ class Environment(Protocol):
 
     def close(self) -> None:
         """Called after the rewards, whatever happened."""
-
-
-class ToolFormat(Protocol):
-    """Reads calls and answers in a model's text, and writes results for it. One object per tokenizer."""
-
-    call_format: str  # an example of a call, for a policy that wrote it wrong
-    stops: tuple[str, ...]  # texts that may end a turn
-    ends: frozenset[int]  # every id that may end a turn
-
-    def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
-        """Arguments of `apply_chat_template` for messages that the model answers next."""
-
-    def next_stops(self, ids: list[int], prompt_ids: list[int]) -> tuple[str, ...]:
-        """The texts at which the next request of a turn stops, of which `ids` have been sampled so far."""
-
-    def stopped_early(self, ids: list[int], prompt_ids: list[int]) -> bool:
-        """Whether a request stopped inside thinking, or at its end, so that the turn goes on."""
-
-    def cut(self, ids: list[int], prompt_ids: list[int]) -> tuple[int, bool]:
-        """How many of the sampled ids make the turn, and whether something in them ends it."""
-
-    def parse(
-        self,
-        ids: list[int],
-        prompt_ids: list[int],
-        tools: dict[str, Callable] | None = None,
-        lead: str = "",
-    ) -> Parsed:
-        """The text, the calls and the answer of a whole turn. `tools` tell numbers from text, if a format must.
-
-        `lead` is the text that the turn continues (`Rollout.prefill`), empty if it begins a new message.
-        """
-
-    def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
-        """The messages with the results of a turn's calls."""
-
-    def fit(
-        self, turn: Turn, further: list[Message], most: float, limit: int
-    ) -> tuple[list[ToolResult], list[Message], list[int]] | None:
-        """(results, messages, ids) after a turn in at most `most` tokens, None if they do not fit."""
-
-    def suffix_ids(self, calls: list[ToolCall], messages: list[Message], sampled: list[int]) -> list[int]:
-        """Ids from the end of a sampled turn, over the messages after it, to the next generation prompt."""
-
-    def text_ids(self, suffix: str) -> list[int]:
-        """Token ids of a text that follows other text."""
 
 
 class Backend(Protocol):

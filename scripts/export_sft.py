@@ -56,7 +56,6 @@ from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.hermes import HermesFormat
-from mt_grpo.conversation.prompt_examples import behind_system
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.recipe.plugins import load_recipe_tools
 from mt_grpo.reports.rollout_log import read_rollouts
@@ -150,7 +149,7 @@ class RecipeOfRun:
         messages, read = row["messages"][: row["num_prompt_messages"]], row["turns"][0].get("prompt_ids")
         start = sum(1 for _ in itertools.takewhile(lambda m: m["role"] in ("system", "developer"), messages))
         short = messages[:start] + messages[start + len(self.examples) :]
-        whole = behind_system(short, self.examples)
+        whole = self.env.with_examples(short, self.tokenizer)
         same = [message["content"] for message in whole] == [message["content"] for message in messages]
         if not same or (read and read != self.ids(whole)):
             raise ValueError("--without_examples: a prompt is not what the recipe makes. Expected the run's recipe.")

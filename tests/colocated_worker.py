@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.formats.xml import CLOSING_TAGS
+from mt_grpo.conversation.formats.choose import CLOSING_TAGS
 
 
 def load_from_file(generation, tied=True):

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.rollout import Context, Record, StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 

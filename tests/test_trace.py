@@ -58,8 +58,8 @@ TOKEN_CHECKS = {
     "squeezed", "end_of", "add", "copy", "digest",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
-    "read_call", "mistaken_names", "parts_of_schema", "parameters_schema", "written_out", "signature_of", "type_name",
-    "hints_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "start_thread",
+    "read_call", "parts_of_schema", "signature_of", "type_name", "hints_of", "shown_result", "read",
+    "call_tool", "run_tool", "as_text", "start_thread",
     "parse_call", "result_message",
     "messages", "_state_key", "_tokenizer", "with_system_prompt", "neutralise", "neutralise_json",
     "neutralise_messages", "clean", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
@@ -69,7 +69,7 @@ TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
     "is_nested", "prefill", "_opened_in",
     "_before", "_end_of_turn", "results", "with_turns", "has_observation", "tool_seconds",
-    "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
+    "is_json_type", "clean_text", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
 TEMPLATE = {
     "format_of",
@@ -196,6 +196,7 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path):
     aside = LIMITS | LOGGING | FAULTS_AND_STOPPING | TOKEN_CHECKS | TEXTS | TEMPLATE | ENVIRONMENT | LISTS | NUMBERS
     aside |= ROWS | MAIN_THREAD | PICTURES | ALTERED | LAYOUT
     assert aside <= names, f"never entered: {sorted(aside - names)}"
+    aside |= {"finished"}  # an async tool of an earlier test may end on the loop meanwhile
     way = {place: name for place, name in entered.items() if name not in aside}
     assert {"take_turn", "suffix_ids", "token_advantages", "pad_turn_ids", "_generate"} <= set(way.values())
     assert len(way) <= 29, " ".join(sorted(way.values()))

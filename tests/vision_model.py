@@ -21,8 +21,8 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mt_grpo.base.event_loop import background_loop
-from mt_grpo.images.messages import image_reader, with_pictures
-from mt_grpo.images.pictures import Picture
+from mt_grpo.images.pictures import Picture, with_pictures
+from mt_grpo.images.reader import image_reader
 
 SPECIAL = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>",

@@ -1,8 +1,9 @@
-"""The errors of a generation server, formatting of errors, and warnings that are logged once."""
+"""Errors of a generation server and of a run, formatting of errors, and warnings that are logged once."""
 
 from __future__ import annotations
 
 import logging
+import signal
 from contextlib import suppress
 
 logger = logging.getLogger(__name__)
@@ -62,3 +63,15 @@ class ServerLost(ServerError):
 
 class NoServerLeft(ServerLost):
     """None of several generation servers holds the weights now. A push may bring some back."""
+
+
+class RunError(RuntimeError):
+    """An error that ends the run. All ranks raise it together, between two optimizer steps."""
+
+
+class RunStopped(RunError):
+    """A signal asked the run to stop. `signum` is the number of the signal."""
+
+    def __init__(self, signum: int, where: str = ""):
+        super().__init__(f"stopped by {signal.Signals(signum).name}{where}")
+        self.signum = signum

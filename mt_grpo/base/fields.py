@@ -1,8 +1,12 @@
-"""A recipe's key as a field of a dataclass, which says once all that is known of the key; intervals of its numbers."""
+"""A recipe's key as a field of a dataclass, which says once all that is known of the key; its types and intervals."""
 
 from __future__ import annotations
 
 import dataclasses
+import re
+import types
+import typing
+from enum import Enum
 from typing import Any
 
 
@@ -45,6 +49,30 @@ def key(
 def keys_that(settings: Any, fact: str) -> list[str]:
     """The names of the keys of a dataclass whose fields state a fact, such as `of_tools` or `needs`."""
     return [each.name for each in dataclasses.fields(settings) if each.metadata.get(fact)]
+
+
+def fits_type(value: Any, expected: Any, from_yaml: bool = False) -> bool:
+    """Whether a value is of an annotated type. With `from_yaml`, text such as `1e-6` is a float: YAML reads a string.
+
+    >>> fits_type(7.5, int), fits_type(7, float), fits_type("1e-6", float, from_yaml=True), fits_type(None, int | None)
+    (False, True, True, True)
+    """
+    origin, options = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        return any(fits_type(value, option, from_yaml) for option in options)
+    if origin is typing.Literal:
+        return value in options
+    if origin is list:
+        return isinstance(value, list) and all(fits_type(each, options[0], from_yaml) for each in value if options)
+    if expected is float and from_yaml and isinstance(value, str):
+        return re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value) is not None
+    if expected in (int, float):
+        return isinstance(value, (int, expected)) and not isinstance(value, bool)
+    if isinstance(expected, type) and issubclass(expected, Enum):
+        return isinstance(value, (str, expected))
+    if origin is dict or expected in (str, bool, list, tuple, dict, type(None)):
+        return isinstance(value, origin or expected)
+    return True  # classes of settings: the dataclass itself converts and refuses them
 
 
 LARGEST = 3.4028234663852886e38  # of float32

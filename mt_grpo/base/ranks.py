@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 
-from mt_grpo.base.errors import ServerError, ServerLost, error_line
-
-
-class RunError(RuntimeError):
-    """An error that ends the run. All ranks raise it together, between two optimizer steps."""
-
-
-class RunStopped(RunError):
-    """A signal asked the run to stop. `signum` is the number of the signal."""
-
-    def __init__(self, signum: int, where: str = ""):
-        super().__init__(f"stopped by {signal.Signals(signum).name}{where}")
-        self.signum = signum
+from mt_grpo.base.errors import RunError, RunStopped, ServerError, ServerLost, error_line
 
 
 def raise_on_all_ranks(

@@ -7,14 +7,13 @@ refuses columns of several types. Here a row is kept as JSON, and is decoded at 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from datasets import Dataset
-
-from mt_grpo.base.json_types import image_or_str
 
 DataRow = dict[str, Any]
 IMAGE_COLUMNS = ("image", "images")  # which TRL's trainer reads by itself
@@ -147,3 +146,47 @@ def rows_for_trl(rows: list[DataRow]) -> list[DataRow]:
         {**{key: value for key, value in row.items() if key not in IMAGE_COLUMNS}, "prompt": prompt}
         for row, prompt in zip(rows, prompts_of(rows))
     ]
+
+
+# Values as JSON, and images among them.
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """A value as JSON that every reader takes: NaN and infinities, which JSON does not have, become null.
+
+    >>> json_text({"a": [float("nan"), 1.5], "b": float("-inf")})
+    '{"a": [null, 1.5], "b": null}'
+    """
+    try:
+        return json.dumps(value, allow_nan=False, **options)
+    except ValueError:  # Python writes them as constants, and `parse_constant` is called for each, at every depth
+        return json.dumps(json.loads(json.dumps(value, **options), parse_constant=lambda name: None), **options)
+
+
+MOST_NESTED = 64  # levels of lists and dicts in a call; clients of agents raise at some 250
+
+
+def is_nested(value: Any, most: int = MOST_NESTED) -> bool:
+    """Whether a value has more than this number of levels of lists and dicts.
+
+    >>> is_nested({"a": [1]}, 2), is_nested({"a": [1]}, 1), is_nested(1, 0)
+    (False, True, False)
+    """
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return inner is not None and (most == 0 or any(is_nested(each, most - 1) for each in inner))
+
+
+def is_image(value: Any) -> bool:
+    """Whether a value is a PIL image. PIL need not be installed."""
+    return hasattr(value, "tobytes") and hasattr(value, "getbands")
+
+
+def digest_of_image(image: Any, reader: str) -> str:
+    """A digest of a PIL image: of its size, its pixels, and the settings of what reads it."""
+    size = "{}x{}:".format(*image.size).encode()
+    return hashlib.blake2b(reader.encode() + size + image.tobytes(), digest_size=32).hexdigest()
+
+
+def image_or_str(value: Any) -> str:
+    """JSON `default` for hashing rows: an image becomes a hash of its pixels, other values become text."""
+    return digest_of_image(value, value.mode) if is_image(value) else str(value)  # its text has its address in memory

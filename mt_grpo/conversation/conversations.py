@@ -1,15 +1,17 @@
-"""The base class of conversations: formats by tokenizer, prompts, the remaining budget, and interactive use."""
+"""The base class of conversations: formats by tokenizer, prompts, requests and their budget, interactive use."""
 
 from __future__ import annotations
 
 import asyncio
+import collections.abc
 import copy
 import dataclasses
-import datetime
+import difflib
 import hashlib
+import itertools
 import logging
 import marshal
-import re
+import typing
 from collections.abc import AsyncIterator, Awaitable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -21,12 +23,13 @@ from mt_grpo.base.errors import NoServerLeft, ServerError, error_line, sentence
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.fields import key
 from mt_grpo.base.rows import row_text
+from mt_grpo.conversation.environments import keep_whole, num_ids
+from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.prompt_examples import check_examples, written_examples
-from mt_grpo.conversation.sampling import SAMPLING_KEYS, Room, check_sampling_params
-from mt_grpo.conversation.turn_lists import keep_whole, num_ids
+from mt_grpo.conversation.formats.control_tokens import cut_messages
+from mt_grpo.conversation.prompt_examples import read_prompt_examples, written_examples
 from mt_grpo.images.pictures import has_too_many
-from mt_grpo.rollout import Message, Rollout, ToolFormat
+from mt_grpo.rollout import Message, Rollout, StopReason
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +75,11 @@ class Conversations(Limits):
     max_env_steps = 2
 
     def __init__(
-        self, max_steps: int, max_completion_length: int, prompt_examples: list[list[Message]] = (), **limits: Any
+        self, max_steps: int, max_completion_length: int, prompt_examples: str | list | None = None, **limits: Any
     ):
         super().__init__(max_steps, **limits)
         self.max_completion_length = max_completion_length
-        self.prompt_examples = check_examples(prompt_examples) if prompt_examples else []
+        self.prompt_examples = read_prompt_examples(prompt_examples)
         self._examples: dict[int, list[Message]] = {}  # as messages of the template, by id of the tokenizer
         if (most := self.max_tool_response_tokens) is not None and most < 10:
             raise ValueError(f"max_tool_response_tokens={most}, expected at least 10, the room for a marker.")
@@ -147,11 +150,15 @@ class Conversations(Limits):
         context = 0 if rollout.pictures and has_too_many(ids) else self._context(llm) - len(ids)
         return Room(self.max_completion_length - rollout.new_tokens, context)
 
+    def readable(self, messages: list[Message], llm: Any) -> list[Message]:
+        """The messages, shortened as far as no context holds them anyway: to tokenise megabytes takes seconds."""
+        return cut_messages(messages, self._context(llm), self._tokenizer(llm))
+
     def _context(self, llm: Any) -> float:
         """The length of the model's context in tokens."""
         return self.max_model_len or getattr(llm, "max_model_len", None) or float("inf")
 
-    def format_of(self, tokenizer: PreTrainedTokenizerBase) -> ToolFormat:
+    def format_of(self, tokenizer: PreTrainedTokenizerBase) -> ChatFormat:
         """The tool format of a model with this tokenizer, which reads its calls and writes results."""
         if id(tokenizer) not in self._formats:
             options = self.tool_format, tokenizer, self.chat_template_kwargs, self._ends
@@ -166,6 +173,11 @@ class Conversations(Limits):
             )
             self._examples[id(tokenizer)] = written
         return copy.deepcopy(self._examples[id(tokenizer)])
+
+    def with_examples(self, messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+        """Insert the examples after the system messages."""
+        systems = list(itertools.takewhile(lambda message: message["role"] in ("system", "developer"), messages))
+        return [*systems, *self.examples_of(tokenizer), *messages[len(systems) :]]
 
     def add_ends(self, ids: Iterable[int]) -> None:
         """Add ids that end a turn, such as those of the model's generation config."""
@@ -243,8 +255,6 @@ class Conversations(Limits):
 
 # The prompts of a batch: rollouts with the same prompt have it rendered and tokenised once.
 
-BY_CHANCE = ("random", "lipsum")  # Jinja filters with which a chat template writes another prompt each time
-
 
 def digest_of(value: Any) -> bytes | None:
     """A hash of plain values, in which 1, True and 1.0 differ, as do orders of a dict's keys; None for other values.
@@ -261,27 +271,10 @@ def digest_of(value: Any) -> bytes | None:
     return hashlib.blake2b(written, digest_size=16).digest()
 
 
-def clock_of(template: str) -> list[str] | None:
-    """The clock values that a chat template reads now, such as today's date. None if a later rendering may differ.
-
-    >>> clock_of("{{ messages }}"), clock_of("{{ strftime_now(format) }}"), clock_of("{{ messages | random }}")
-    ([], None, None)
-    >>> [int(year) > 2000 for year in clock_of("{{ strftime_now('%Y') }}")]
-    [True]
-    """
-    formats = [found[1] for found in re.findall(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", template)]
-    # Each mention must be a call with a text, or the test whether there is a clock at all.
-    mentions = template.count("strftime_now") - len(re.findall(r"strftime_now\s+is\s+(?:not\s+)?defined", template))
-    if len(formats) != mentions or any(word in template for word in BY_CHANCE):
-        return None
-    now = datetime.datetime.now()
-    return [now.strftime(each) for each in formats]
-
-
 class PromptCache:
     """The ids of prompts that were rendered for a batch. Its rollouts hold the cache, which goes with them.
 
-    INVARIANT: the ids are those that a rendering of its own would give, and each rollout gets a list of its own.
+    INVARIANT: each rollout gets a list of its own.
     """
 
     def __init__(self):
@@ -289,11 +282,102 @@ class PromptCache:
 
     def ids(self, tokenizer: PreTrainedTokenizerBase, arguments: dict[str, Any]) -> list[int]:
         """The ids of `tokenizer.apply_chat_template(**arguments)`, (P,), rendered once per batch if possible."""
-        template, asked = str(tokenizer.chat_template), digest_of(arguments)
-        clock = clock_of(f"{template} {arguments.get('chat_template')}")
-        if asked is None or clock is None:
+        if (digest := digest_of(arguments)) is None:
             return tokenizer.apply_chat_template(**arguments)
-        key = id(tokenizer), len(tokenizer), template, *clock, asked
+        key = id(tokenizer), len(tokenizer), str(tokenizer.chat_template), digest
         if key not in self._ids:
             self._ids[key] = tokenizer.apply_chat_template(**arguments)
         return list(self._ids[key])
+
+
+# What a request may hold: contents of messages, sampling parameters, and the remaining budget.
+
+
+def sampling_defaults() -> dict[str, Any]:
+    """Neutral values of the sampling fields. A server reads fields that are not sent from generation_config.json."""
+    return {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def sampling_params(args: Any) -> dict[str, Any]:
+    """The sampling parameters of a recipe: TRL's settings, overridden by `generation_kwargs`."""
+    params = {name: getattr(args, name) for name in sampling_defaults()}
+    return {**params, "min_p": args.min_p or 0.0, **(args.generation_kwargs or {})}
+
+
+SAMPLING_KEYS = {  # keys that a request may contain besides the prompt; a server silently ignores unknown keys
+    *sampling_defaults(), "presence_penalty", "frequency_penalty", "min_tokens", "bad_words", "logit_bias",
+    "allowed_token_ids", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "seed", "priority",
+    "structured_outputs", "response_format", "thinking_token_budget", "spaces_between_special_tokens", "vllm_xargs",
+    "cache_salt", "user",
+}  # fmt: skip
+CHAT_KEYS = {*SAMPLING_KEYS, "max_tokens", "max_completion_tokens", "chat_template_kwargs", "reasoning_effort"}
+
+
+def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str] = SAMPLING_KEYS) -> None:
+    """Raise `ValueError` for a key that the server would ignore, or that the conversation sets itself."""
+    for name in (sampling_params or {}).keys() - known:
+        if name == "stop" or name in ("max_tokens", "max_completion_tokens"):
+            raise ValueError(f"sampling_params: {name!r} is set per turn, by the tool format or max_turn_tokens.")
+        near = difflib.get_close_matches(str(name), known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+        raise ValueError(f"sampling_params: unknown key {name!r}.{hint}")
+
+
+def check_conversations(prompts: Any, name: str, texts: bool = True, images: bool = False) -> list:
+    """Return conversations as a list. Raises `ValueError` unless each is a list of messages, or a string if `texts`.
+
+    With `texts`, content that is a list of text parts becomes text, and other content raises `ValueError`, unless
+    there is an image in it and `images` may stay.
+    """
+    expected = f"a list of conversations, each one a list of messages{' or a string' if texts else ''}"
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, collections.abc.Iterable):
+        raise ValueError(f"{name} is {prompts!r:.80}, expected {expected}. Put a single one into a list.")
+    prompts = list(prompts)
+    for k, prompt in enumerate(prompts):
+        if isinstance(prompt, dict):
+            raise ValueError(f"{name} is a single conversation, expected {expected}. Put it into a list.")
+        messages = [] if texts and isinstance(prompt, str) else prompt
+        if not isinstance(messages, (list, tuple)) or not all(
+            isinstance(m, collections.abc.Mapping) and {"role", "content"} <= m.keys() for m in messages
+        ):
+            raise ValueError(f"{name} contains {prompt!r:.80}, expected {expected}, with role and content.")
+        if texts and not all(isinstance(message["content"], str) for message in messages):
+            prompts[k] = [{**message, "content": message_text(message, name, images)} for message in messages]
+    return prompts
+
+
+def message_text(message: dict[str, Any], name: str, images: bool = False) -> Any:
+    """The content of a message as text, with text parts joined. With `images`, a list with an image may stay.
+
+    >>> message_text({"role": "assistant", "content": None, "tool_calls": [{}]}, "")  # as in OpenAI's API
+    ''
+    """
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    if content is None and message.get("tool_calls"):
+        return ""
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        kinds = {part.get("type", "text") for part in content}
+        if kinds <= {"text"} and all(isinstance(part.get("text"), str) for part in content):
+            return "".join(part["text"] for part in content)
+        if images and kinds <= {"text", "image", "image_url"}:
+            return content
+    raise ValueError(f"{name} has a message with the content {content!r:.100}, expected text or parts of text.")
+
+
+class Room(typing.NamedTuple):
+    """The remaining token budget of a conversation."""
+
+    completion: float  # remaining tokens of max_completion_length
+    context: float  # remaining tokens of the model's context
+
+    @property
+    def tokens(self) -> float:
+        """The smaller of the two remaining budgets, in tokens."""
+        return min(self)
+
+    @property
+    def reason(self) -> StopReason:
+        """The stop reason of a conversation that runs out of this budget."""
+        return StopReason.CONTEXT_LENGTH if self.context < self.completion else StopReason.MAX_TOKENS

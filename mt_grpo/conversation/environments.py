@@ -1,4 +1,4 @@
-"""One environment per conversation, and validation of its first observation and its replies."""
+"""One environment per conversation, and validation of its replies and of what it may have changed by mistake."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import atexit
 import dataclasses
 import functools
 import inspect
-import itertools
-import json
 import logging
 import numbers
 import threading
@@ -18,15 +16,27 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
+
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.json_types import is_image
-from mt_grpo.base.rows import DataRow, Rows, with_own_keys
-from mt_grpo.conversation.formats.control_tokens import Origin
+from mt_grpo.base.rows import DataRow, Rows, is_image, with_own_keys
+from mt_grpo.conversation.tools.running import ToolsUnavailable, ToolTimeout, run_tool
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
-from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
-from mt_grpo.images.messages import SaidPictures, is_image_part, of_columns, own_image, placed, reader_of
-from mt_grpo.images.pictures import with_marks_of
-from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
+from mt_grpo.images.pictures import (
+    KNOWN,
+    PictureId,
+    SaidPictures,
+    is_image_part,
+    is_picture,
+    of_columns,
+    own_image,
+    picture_of,
+    placed,
+    reader_of,
+    runs_of,
+    with_marks_of,
+)
+from mt_grpo.rollout import ROLES, Message, Origin, Reply, Rollout, StopReason, ToolCall, Turn, join
 
 logger = logging.getLogger(__name__)
 Clean = Callable[[list[Message], Origin], list[Message]]  # breaks control tokens: `ChatFormat.clean`
@@ -55,38 +65,29 @@ def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply
 
     It is a `Reply`, a dict with its keys, or None. `said` reads its images; None: the model is text-only.
     """
-    fields, where = Reply.__dataclass_fields__, f"{name}.respond"
+    where = f"{name}.respond"
     if reply is None:
         return None
-    if isinstance(reply, dict):
-        if unknown := [key for key in reply if key not in fields]:
-            raise EnvironmentFailure(f"{where}: a reply has no key {unknown[0]!r:.100}. Known: {', '.join(fields)}.")
-        reply = Reply(**reply)
-    if not all(hasattr(reply, key) for key in fields):
-        raise EnvironmentFailure(f"{where} returned {type(reply).__name__}, expected a Reply or None.")
-    values = {key: getattr(reply, key) for key in fields}
-    if len(several := [key for key in REPLIES if values[key]]) > 1:
-        raise EnvironmentFailure(f"{where} returned a reply with {' and '.join(several)}. Set only one of them.")
-    for key, kind in (("continuation", str), ("info", dict)):
-        if not isinstance(values[key] or kind(), kind):
-            got = type(values[key]).__name__
-            hint = " To show an image, return messages." if key == "continuation" else ""
-            raise EnvironmentFailure(f"{where}: {key} is {got}, expected {kind.__name__} or None.{hint}")
-    if values["stop"] not in (None, True, False):  # any text is true: "no" would end the conversation
-        raise EnvironmentFailure(f"{where}: stop is {reply.stop!r:.100}, expected True or False.")
-    if values["reward"] is not None and not is_number(values["reward"]):
-        raise EnvironmentFailure(f"{where}: reward is {reply.reward!r}, expected a finite number or None.")
     try:
-        json.dumps(values["info"], default=str, skipkeys=True)
-    except (ValueError, RecursionError):  # else a reward, which gets a copy, would be blamed
-        raise EnvironmentFailure(f"{where}: info contains itself, or is nested too deeply.") from None
-    for key in ("messages", "history"):
-        values[key] = read_messages(values[key], f"{where}: {key}", said)
-    if values["history"] and values["history"][-1]["role"] == "assistant":
+        values = reply if isinstance(reply, dict) else {key: getattr(reply, key) for key in Reply.__dataclass_fields__}
+        reply = Reply(**values)
+    except (TypeError, AttributeError) as error:
+        raise EnvironmentFailure(f"{where} returned {reply!r:.100}, expected a Reply or None: {error}.") from None
+    if len(several := [key for key in REPLIES if getattr(reply, key)]) > 1:
+        raise EnvironmentFailure(f"{where} returned a reply with {' and '.join(several)}. Set only one of them.")
+    for key, kind in (("continuation", str), ("info", dict), ("stop", bool)):  # any text is true: "no" would end it
+        if not isinstance(getattr(reply, key) or kind(), kind):
+            got = f"{getattr(reply, key)!r:.100}"
+            raise EnvironmentFailure(f"{where}: {key} is {got}, expected {kind.__name__} or None.")
+    if reply.reward is not None and not is_number(reply.reward):
+        raise EnvironmentFailure(f"{where}: reward is {reply.reward!r}, expected a finite number or None.")
+    reply.messages = read_messages(reply.messages, f"{where}: messages", said)
+    reply.history = read_messages(reply.history, f"{where}: history", said)
+    if reply.history and reply.history[-1]["role"] == "assistant":
         raise EnvironmentFailure(f"{where}: history ends with an assistant message, expected another role.")
-    if values["continuation"]:  # text only: the model's own message has no image
-        values["continuation"] = with_marks_of(values["continuation"], [])
-    return Reply(**values)
+    if reply.continuation:  # text only: the model's own message has no image
+        reply.continuation = with_marks_of(reply.continuation, [])
+    return reply
 
 
 def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -> list[Message] | None:
@@ -95,14 +96,13 @@ def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -
         raise EnvironmentFailure(f"{where} is {messages!r:.100}, expected a list of messages.")
     read = []
     for message in messages or []:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise EnvironmentFailure(f"{where} has {message!r:.200}, expected a dict with role and content.")
-        role, content = message["role"], message["content"]
-        if not isinstance(role, str) or role not in ROLES:
+        if not isinstance(message, dict) or "content" not in message or message.get("role") not in [*ROLES]:
             known = ", ".join(sorted(ROLES))
-            raise EnvironmentFailure(f"{where} has the role {role!r:.100}, expected one of {known}.")
-        if content is None and message.get("tool_calls"):  # as in OpenAI's API: a message that only calls says nothing
-            content = ""
+            raise EnvironmentFailure(
+                f"{where} has {message!r:.200}, expected role and content, with a role of {known}."
+            )
+        # As in OpenAI's API, a message that only calls says nothing.
+        content = "" if message["content"] is None and message.get("tool_calls") else message["content"]
         read.append({**message, "content": read_content(content, where, said)})
     return None if messages is None else read
 
@@ -201,14 +201,6 @@ def tool_methods(cls: type) -> list[str]:
 def class_tools(cls: type) -> dict[str, Callable]:
     """A class's tools, name -> method, for their descriptions. They must not be called."""
     return {name: types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)}
-
-
-def takes_any_row(signature: inspect.Signature) -> bool:
-    """Whether a method takes the columns of any row, and needs none."""
-    needed = {p.kind for p in signature.parameters.values() if p.default is p.empty}
-    return (
-        {inspect.Parameter.VAR_KEYWORD} <= needed <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-    )
 
 
 def check_environment(cls: Any, where: str) -> None:
@@ -327,39 +319,26 @@ class Environments:
 
         A class method `check_row(row)` rejects rows. It returns the names of tools that the row has, or None.
         """
-        self._check_columns(dataset)
+        is_table = not isinstance(dataset, Rows)  # its rows all have its columns; to read them may decode images
         checks = any(hasattr(cls, "check_row") for cls in self.by_name.values())
-        columns = [c for c in dataset.column_names if c == "environment" or (checks and c != "prompt")]
-        for number, row in enumerate(dataset.select_columns(columns) if columns else [{}]):
-            check = getattr(self.class_of(row), "check_row", lambda row: None)
-            try:
-                if (names := check(self.own_row(row))) is not None:
-                    selected({**self.tools, **self.tools_of_class(row)}, names)
-            except ValueError as error:
-                raise ValueError(f"Row {number}: {error}") from None
-
-    def _check_columns(self, dataset: Any) -> None:
-        """Raise `ValueError` for a row that `reset` would not take. A decorated `reset` may take anything."""
-        signatures = {
-            cls: inspect.signature(types.MethodType(cls.reset, cls), follow_wrapped=False)
-            for cls in set(self.by_name.values())
-        }
-        if all(takes_any_row(signature) for signature in signatures.values()):
-            return
-        same = len(self.by_name) == 1 and not isinstance(dataset, Rows)  # a table's rows all have its columns
+        read = [name for name in dataset.column_names if not is_table or name == "environment" or checks]
         seen: set[tuple] = set()
-        for number, row in enumerate(itertools.islice(dataset, 1) if same else dataset):
-            cls, columns = self.class_of(row), self.arguments_of(row)
-            if (cls, *columns) in seen:
-                continue
-            seen.add((cls, *columns))
+        for number, row in enumerate(dataset.select_columns(read) if read else [{}]):
             try:
-                signatures[cls].bind(**columns)
+                cls = self.class_of(row)
+                columns = self.arguments_of({**dict.fromkeys(dataset.column_names), **row} if is_table else row)
+                if (cls, *columns) not in seen:  # a decorated `reset` may take anything
+                    seen.add((cls, *columns))
+                    inspect.signature(types.MethodType(cls.reset, cls), follow_wrapped=False).bind(**columns)
+                if names := hasattr(cls, "check_row") and cls.check_row(self.own_row(row)):
+                    selected({**self.tools, **self.tools_of_class(row)}, names)
             except TypeError as error:
                 raise ValueError(
                     f"Row {number}: {cls.__name__}.reset does not accept this row: {error}. The row has: "
                     f"{', '.join(columns) or 'no column'}. Rename one of them, or add **row for other columns."
                 ) from None
+            except ValueError as error:
+                raise ValueError(f"Row {number}: {error}") from None
 
     def arguments_of(self, row: DataRow) -> dict[str, Any]:
         """The keyword arguments of `reset`: all columns of a row, except the one that selects the class."""
@@ -494,3 +473,84 @@ class Environments:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
+
+
+# The lists of a rollout's turns, as the loss reads them. An environment may change the rollout by mistake.
+
+
+def num_ids(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The tokenizer's largest id plus one. It may exceed the tokenizer's length: ids may have gaps."""
+    return greatest_id(tokenizer, len(tokenizer)) + 1
+
+
+@functools.lru_cache(maxsize=8)
+def greatest_id(tokenizer: PreTrainedTokenizerBase, length: int) -> int:
+    """The tokenizer's largest id, cached. `length` is part of the cache key, since tokens may be added later."""
+    return max(tokenizer.get_vocab().values(), default=length - 1)
+
+
+def keep_whole(rollout: Rollout, vocab_size: int) -> None:
+    """Mark a rollout as its environment's failure, and drop its turns, if `check_turns` raises."""
+    if rollout.failed:
+        return
+    with failures_end(rollout):
+        try:
+            check_turns(rollout, vocab_size)
+        except EnvironmentFailure:
+            rollout.turns, rollout.edited = [], None
+            raise
+
+
+def check_turns(rollout: Rollout, vocab_size: int) -> None:
+    """Raise `EnvironmentFailure` unless every token of a rollout's turns has its mask and its logprob.
+
+    Ids that were read and not sampled have to be below `vocab_size` (`num_ids` of the tokenizer).
+    """
+    for number, turn in enumerate(rollout.turns):
+        if not isinstance(turn, Turn):
+            raise altered(f"rollout.turns[{number}] is {turn!r:.100}, expected a Turn")
+        size, where = len(turn.token_ids), f"turn {number}"
+        if turn.mask is not None and (len(turn.mask) != size or not set(turn.mask) <= {0, 1}):
+            got = f"{turn.mask!r:.100} with {len(turn.mask)} values"
+            raise altered(f"{where}: mask is {got}, expected None, or a 0 or 1 for each of the {size} tokens")
+        if turn.logprobs is not None and len(turn.logprobs) != size:
+            raise altered(f"{where} has {len(turn.logprobs)} logprobs, expected one for each of the {size} tokens")
+        if turn.reward is not None and not is_number(turn.reward):
+            raise altered(f"{where}: reward is {turn.reward!r:.100}, expected a finite number or None")
+        context = [] if turn.context is None else turn.context.ids
+        for name, ids in (("observation_ids", turn.observation_ids), ("context", context)):
+            if (wrong := first_unknown(ids, vocab_size)) is not None:
+                raise altered(
+                    f"{where}: {name} has the id {wrong!r:.100}, expected numbers from 0 to {vocab_size - 1}"
+                )
+    try:
+        found = join(record.turns for record in rollout.records)
+    except (LookupError, TypeError, AttributeError) as error:
+        raise altered(f"its turns form no valid records ({type(error).__name__}: {error})") from error
+    if len(found) != len(rollout.turns):
+        raise altered(f"its records contain {len(found)} turns, expected {len(rollout.turns)}")
+
+
+def first_unknown(ids: list[int], vocab_size: int) -> Any:
+    """The first id that is neither below `vocab_size` nor part of a complete image, None if there is none.
+
+    >>> first_unknown([0, 7], 8), first_unknown([0, 8, -1], 8), first_unknown([1, -1], 8), first_unknown([1.5], 8)
+    (None, 8, -1, 1.5)
+    """
+    # In C, for whole batches: the first one is looked for only where there is one.
+    if not ids or (set(map(type, ids)) == {int} and 0 <= min(ids) and max(ids) < vocab_size):
+        return None
+    if any(type(each) is PictureId for each in ids):
+        if (lost := next((each for each in ids if is_picture(each) and each not in KNOWN), None)) is not None:
+            return lost
+        runs = runs_of(ids, partial=True)
+        whole = [run for run in runs if is_picture(run[0]) and len(run) == picture_of(run[0]).num_tokens]
+        ids = [each for run in runs if run not in whole for each in run]
+    return next((each for each in ids if type(each) is not int or not 0 <= each < vocab_size), None)
+
+
+def altered(what: str) -> EnvironmentFailure:
+    """The error for a rollout that its environment has changed."""
+    return EnvironmentFailure(
+        f"The rollout cannot be trained: {what}. An environment must not change the rollout. Return a reply instead."
+    )

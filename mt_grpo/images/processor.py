@@ -16,7 +16,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from transformers.utils import is_torchvision_available
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.json_types import digest_of_image
+from mt_grpo.base.rows import digest_of_image
 from mt_grpo.images.pictures import (
     KNOWN,
     Picture,

@@ -16,15 +16,15 @@ from trl import GRPOConfig
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
-from mt_grpo.conversation.conversations import limits_of
-from mt_grpo.conversation.formats.control_tokens import Origin
-from mt_grpo.conversation.sampling import check_conversations
+from mt_grpo.conversation.conversations import check_conversations, limits_of
 from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.images.messages import (
+from mt_grpo.images.pictures import (
+    MOST_PICTURES,
     OTHER_KINDS,
-    image_reader,
+    TOWER,
     num_pixels,
     of_columns,
+    pictures_in,
     placed,
     read_row,
     reader_of,
@@ -32,10 +32,10 @@ from mt_grpo.images.messages import (
     why_none,
     with_pictures,
 )
-from mt_grpo.images.pictures import MOST_PICTURES, TOWER, pictures_in
+from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.parse import default_of
-from mt_grpo.rollout import ROLES
+from mt_grpo.rollout import ROLES, Origin
 from mt_grpo.training.policy_scores import asked_of
 from mt_grpo.training.rewards import REWARD_COLUMNS
 

@@ -15,7 +15,7 @@ from typing import Any
 from datasets import Dataset, load_dataset
 
 from mt_grpo.base.rows import DataRow, JsonLines, Rows
-from mt_grpo.conversation.sampling import check_conversations
+from mt_grpo.conversation.conversations import check_conversations
 
 
 def make_arithmetic(num_rows: int, seed: int, split: str = "train") -> list[dict[str, str]]:

@@ -21,10 +21,9 @@ import yaml
 from transformers import SchedulerType
 from trl import ModelConfig, TrlParser
 
-from mt_grpo.base.fields import in_range, key, keys_that, range_text
+from mt_grpo.base.fields import fits_type, in_range, key, keys_that, range_text
 from mt_grpo.base.files import RecipeLoader, absolute
-from mt_grpo.base.json_types import fits_type
-from mt_grpo.conversation.tools.arguments import type_name
+from mt_grpo.conversation.tools.signature import type_name
 from mt_grpo.recipe.data import GENERATED_DATASETS
 from mt_grpo.recipe.plugins import no_integrations
 

@@ -19,7 +19,7 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.tools.processes import ToolProcesses
+from mt_grpo.conversation.tools.running import ToolProcesses
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.rollout import Turn

@@ -22,8 +22,7 @@ import torch
 from accelerate.utils import gather_object, is_peft_model
 from transformers import TrainerCallback
 
-from mt_grpo.base.errors import ServerError, error_line
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError, ServerError, error_line
 from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.images.pictures import readable
 from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of, text_of_cuts

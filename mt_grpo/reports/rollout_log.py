@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from mt_grpo.base.errors import tell_once
-from mt_grpo.base.json_types import json_text
+from mt_grpo.base.rows import json_text
 from mt_grpo.generation.versions import versions_of
 from mt_grpo.images.pictures import Picture, pictures_in, readable
 from mt_grpo.rollout import Message, Record, Rollout, Turn

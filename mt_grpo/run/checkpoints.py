@@ -21,10 +21,9 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers.trainer import TRAINER_STATE_NAME
 
-from mt_grpo.base.errors import error_line, tell_once
+from mt_grpo.base.errors import RunError, error_line, tell_once
 from mt_grpo.base.files import absolute, read_json
-from mt_grpo.base.json_types import image_or_str
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.rows import image_or_str
 
 
 class CheckpointError(RunError, ValueError):

@@ -16,8 +16,8 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 from trl.trainer.utils import RepeatSampler
 
+from mt_grpo.base.errors import RunError
 from mt_grpo.base.event_loop import gather_all, start_in_background
-from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import prompts_of
 from mt_grpo.rollout import Rollout
 from mt_grpo.run.checkpoints import get_rng_state

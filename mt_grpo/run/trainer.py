@@ -21,9 +21,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from trl import GRPOTrainer
 
-from mt_grpo.base.errors import ServerError, error_line, root_cause, tell_once
+from mt_grpo.base.errors import RunError, RunStopped, ServerError, error_line, root_cause, tell_once
 from mt_grpo.base.files import read_json
-from mt_grpo.base.ranks import RunError, RunStopped, on_main_process, raise_on_all_ranks
+from mt_grpo.base.ranks import on_main_process, raise_on_all_ranks
 from mt_grpo.base.rows import prompts_of, row_text
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
@@ -31,8 +31,7 @@ from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
-from mt_grpo.images.messages import reader_of
-from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, share_marks
+from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, reader_of, share_marks
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.run.checkpoints import (
     RUN_RECORD,

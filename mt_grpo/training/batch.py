@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.conversation.environments import PromptTooLong
 from mt_grpo.rollout import Record, Rollout, StopReason
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from mt_grpo.base.errors import tell_once
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError, tell_once
 from mt_grpo.training.batch import NAN, Batch
 
 MOST = 1e18  # that float32 can square and add up

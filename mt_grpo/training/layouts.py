@@ -13,8 +13,7 @@ from peft import PeftModel
 from trl import GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 
-from mt_grpo.base.errors import error_line
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError, error_line
 from mt_grpo.generation.weights import off_by_rounding
 from mt_grpo.images.pictures import Picture, held_by
 from mt_grpo.training.batch import FURTHER_RECORDS, compares_tokens

@@ -16,8 +16,7 @@ import torch
 from accelerate.utils import is_peft_model
 from trl.trainer.utils import use_adapter
 
-from mt_grpo.base.errors import ServerError
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError, ServerError
 from mt_grpo.base.rows import column_lists
 from mt_grpo.generation.versions import tagged
 from mt_grpo.images.pictures import inputs_of_rows, is_picture

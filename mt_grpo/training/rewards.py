@@ -26,13 +26,11 @@ from typing import Any
 import numpy
 import torch
 
-from mt_grpo.base.errors import error_line, tell_once
+from mt_grpo.base.errors import RunStopped, error_line, tell_once
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
-from mt_grpo.base.json_types import is_image
-from mt_grpo.base.ranks import RunStopped
-from mt_grpo.base.rows import WrittenRow, column_lists, number_of, prompts_of, row_text
+from mt_grpo.base.rows import WrittenRow, column_lists, is_image, number_of, prompts_of, row_text
 from mt_grpo.conversation.environments import tool_methods
-from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
+from mt_grpo.conversation.tools.running import ToolTimeout, run_tool
 from mt_grpo.images.pictures import readable_messages
 from mt_grpo.rollout import Rollout, ToolCall, Turn, join
 from mt_grpo.training.batch import Batch, pad_rows

@@ -193,7 +193,7 @@ async def send(url: str, bodies: list[bytes]) -> None:
 
 def replay_body(model: str, prompt_ids: list[int], num_tokens: int) -> bytes:
     """A request for exactly `num_tokens`, which asks for what training needs of it: ids and logprobs."""
-    from mt_grpo.conversation.sampling import sampling_defaults
+    from mt_grpo.conversation.conversations import sampling_defaults
 
     return json.dumps({
         **sampling_defaults(), "model": model, "prompt": prompt_ids, "max_tokens": num_tokens,

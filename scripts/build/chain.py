@@ -24,8 +24,7 @@ from transformers import PreTrainedTokenizerFast
 from build import common
 from build.common import CHAT_TEMPLATE, Example, build_model, change_one, encode, opening, warm_start
 from mt_grpo.conversation.formats.base import ChatFormat, result_message
-from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.formats.xml import parse_turn
+from mt_grpo.conversation.formats.choose import make_format, parse_turn
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.recipe.data import make_chain
 from mt_grpo.recipe.plugins import load_tools

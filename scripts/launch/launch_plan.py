@@ -31,7 +31,8 @@ import mt_grpo_trainer as mt
 from launch.train import sglang_python
 from mt_grpo.base.files import output_lock
 from mt_grpo.generation.adapters import room_for, slots_of, why_config_merges
-from mt_grpo.images.messages import image_reader, reader_of, with_pictures
+from mt_grpo.images.pictures import reader_of, with_pictures
+from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.checks import (
     backend_of,
     check_batch_arithmetic,

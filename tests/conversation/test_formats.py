@@ -14,10 +14,9 @@ from transformers import AddedToken, PreTrainedTokenizerFast
 
 from mt_grpo.conversation.formats.base import SEVERAL_CALLS
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.formats.control_tokens import Origin
-from mt_grpo.conversation.formats.native import typed
+from mt_grpo.conversation.formats.hermes import typed
 from mt_grpo.conversation.tools.signature import tool_schema
-from mt_grpo.rollout import Parsed, ToolCall, ToolResult
+from mt_grpo.rollout import Origin, Parsed, ToolCall, ToolResult
 
 TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 CHATML = (

@@ -11,7 +11,7 @@ from test_formats import EVERY_FAMILY, RESULTS, TOOLS, TWO, native
 from test_trainer import settings
 
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.prompt_examples import check_examples, read_prompt_examples, written_examples
+from mt_grpo.conversation.prompt_examples import read_prompt_examples, written_examples
 from mt_grpo.training.shared_prompts import SharedRow
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -142,7 +142,7 @@ def test_results_of_any_text_stand_in_an_example(name):
     fmt = native(name)
     call = {"name": TWO[0].name, "arguments": TWO[0].arguments}
     example = [user("Add."), {"role": "assistant", "tool_calls": [call]}, tool(QUOTED), assistant("It is 5.")]
-    messages = written_examples(check_examples([example]), fmt, TOOLS, True)
+    messages = written_examples(read_prompt_examples([example]), fmt, TOOLS, True)
     rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt([*messages, user("Next?")], {}), "tokenize": False})
     assert QUOTED in rendered or json.dumps(QUOTED, ensure_ascii=False)[1:-1] in rendered
 
@@ -156,10 +156,10 @@ def test_examples_read_as_lived_conversations_or_are_refused(name):
     one = [user("Add."), calling, tool("R1"), assistant("It is 5.")]
     two = [user("Add twice."), calling, tool("R2"), calling, tool("R3"), assistant("It is 7.")]
     if name == "deepseekv3":
-        with pytest.raises(ValueError, match="example 2: .*writes the results"):
-            written_examples(check_examples([one, two]), fmt, TOOLS, True)
+        with pytest.raises(ValueError, match="example 2: .*writes these results differently"):
+            written_examples(read_prompt_examples([one, two]), fmt, TOOLS, True)
         return
-    messages = written_examples(check_examples([one, two]), fmt, TOOLS, True)
+    messages = written_examples(read_prompt_examples([one, two]), fmt, TOOLS, True)
     asked = [{"role": "system", "content": "Use add."}, *messages, user("And now?")]
     rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt(asked, TOOLS), "tokenize": False})
     for number, text in enumerate(("R1", "R2", "R3")):
@@ -175,7 +175,7 @@ def test_an_example_in_the_calls_of_a_family(name):
     calls = [{"name": call.name, "arguments": json.dumps(call.arguments)} for call in TWO[:number]]
     example = [user("Add."), {"role": "assistant", "content": "", "tool_calls": calls},
                *(tool(result.text) for result in RESULTS[:number]), assistant("It is 5.")]  # fmt: skip
-    messages = written_examples(check_examples([example]), fmt, TOOLS, True)
+    messages = written_examples(read_prompt_examples([example]), fmt, TOOLS, True)
     asked = [{"role": "system", "content": "Use add."}, *messages, user("And now?")]
     rendered = fmt.tokenizer.apply_chat_template(**{**fmt.prompt(asked, TOOLS), "tokenize": False})
     prompt = rendered[rendered.index("Add.") : rendered.index("It is 5.")]
@@ -227,46 +227,40 @@ def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
 # =====================================================================================================================
 
 WRONG = {
-    "no conversation": (PLAIN, "example 1, : Input should be a valid list"),
-    "a text": ("Hello", "holds 'Hello'. Expected a list of conversations"),
-    "system": ([[{"role": "system", "content": "x"}, *PLAIN]], "0.role: .*got 'system'.*into system_prompt"),
-    "two questions": ([[PLAIN[0], *PLAIN]], "has messages of user, user, assistant"),
-    "ends with a result": ([STRUCTURED[:3]], "has messages of user, assistant, tool"),
-    "calls of a user": ([[{**user("x"), "tool_calls": [{"name": "double"}]}, PLAIN[1]]], "user .*with tool_calls"),
-    "a result without text": ([[*STRUCTURED[:2], {"role": "tool"}, STRUCTURED[3]]], "tool .empty, or with tool_calls"),
-    "no role": ([[*PLAIN, {"content": "z"}]], "example 1, 2.role: Field required"),
-    "a field": ([[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]], "1.reasoning_content: Extra inputs"),
+    "no conversation": (PLAIN, "valid list"),
+    "a text": ([["Hello"]], "valid dictionary or instance of ExampleMessage"),
+    "system": ([[{"role": "system", "content": "x"}, *PLAIN]], "role: .*into system_prompt"),
+    "two questions": ([[PLAIN[0], *PLAIN]], "roles out of order: uua"),
+    "ends with a result": ([STRUCTURED[:3]], "roles out of order: uat"),
+    "calls of a user": ([[{**user("x"), "tool_calls": [{"name": "double"}]}, PLAIN[1]]], "example 1 "),
+    "a field": ([[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]], "reasoning_content: Extra inputs"),
     "an argument under another name": (
         [[user("x"), {"role": "assistant", "tool_calls": [{"name": "double", "args": {"number": 4}}]}, tool("8"),
-          assistant("y")]], "tool_calls.0.args: Extra inputs"),
-    "blank": ([[user(" "), PLAIN[1]]], r"messages of user \(empty, or with tool_calls\), assistant"),
+          assistant("y")]], "args: Extra inputs"),
+    "blank": ([PLAIN, [user(" "), PLAIN[1]]], "example 2 has an empty message"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("examples", "error"), WRONG.values(), ids=WRONG)
 def test_conversations_that_are_none(examples, error, tmp_path):
-    with pytest.raises(ValueError, match=error):
-        check_examples(examples)
     path = tmp_path / "examples.json"
     path.write_text(json.dumps(examples))
-    with pytest.raises(ValueError, match=f"prompt_examples: {re.escape(str(path))}"):
+    with pytest.raises(ValueError, match=f"prompt_examples: {re.escape(str(path))}.*{error}"):
         read_prompt_examples(str(path))
 
 
 HERMES_CALL = '<tool_call>{"name": "double", "arguments": {"number": 4}}</tool_call>'
 MISWRITTEN = {
     "another format": ([user("x"), assistant(HERMES_CALL), tool("8"), assistant("y")],
-                       "has '<tool_call', but no call that this tool_format reads. Write calls as <tool>"),
+                       "has 0 calls.* and 1 results. Expected calls such as <tool>"),
     "unknown tool": ([user("x"), assistant('<tool>{"name": "dobule", "args": {}}</tool>'), tool("8"), assistant("y")],
                      "a call that cannot run: unknown tool 'dobule'. Known tools: double"),
     "wrong argument": ([user("x"), assistant("", {"number": "four"}), tool("8"), assistant("y")],
                        "a call that cannot run: .*number"),
     "no result": ([user("x"), assistant("", {"number": 4}), user("z"), assistant("y")], "has 1 calls.* and 0 results"),
-    "result without call": ([user("x"), assistant("z"), tool("8"), assistant("y")], "has 0 calls.* and 1 results"),
     "two calls in a turn": ([user("x"), assistant("", {"number": 4}, {"number": 5}), tool("8"), tool("10"),
-                             assistant("y")], "would read the calls as"),
-    "goes on": ([user("x"), assistant("<answer>8</answer> or 9")],
-                "goes on after the end of the turn. Remove ' or 9'"),
+                             assistant("y")], "goes on after the end of the turn, or has two calls"),
+    "goes on": ([user("x"), assistant("<answer>8</answer> or 9")], "goes on after the end of the turn.* ' or 9'"),
     "control token": ([user("x"), assistant("8<|im_end|>")], "has the token '<|im_end|>'"),
     "control token by an escape": (
         [user("x"), {"role": "assistant", "tool_calls": [
@@ -275,11 +269,10 @@ MISWRITTEN = {
     "two results of one call": (
         [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
          *({"role": "tool", "content": text, "tool_call_id": "a"} for text in ("8", "9")), assistant("y")],
-        "has 1 calls.* and 0 results of them"),
+        "has 1 calls.* and 2 results"),
     "ids of other calls": (
         [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
-         {"role": "tool", "content": "8", "tool_call_id": "b"}, assistant("y")],
-        "has 1 calls.* and 0 results of them"),
+         {"role": "tool", "content": "8", "tool_call_id": "b"}, assistant("y")], "ids of the results are not those"),
 }  # fmt: skip
 
 
@@ -287,13 +280,13 @@ MISWRITTEN = {
 def test_examples_that_a_format_cannot_have(example, error):
     fmt = make_format("xml", CHATML_TOKENIZER)
     with pytest.raises(ValueError, match=f"prompt_examples, example 2.*{error.replace('|', chr(92) + '|')}"):
-        written_examples(check_examples([PLAIN, example]), fmt, {"double": double}, True)
+        written_examples(read_prompt_examples([PLAIN, example]), fmt, {"double": double}, True)
 
 
 def test_a_result_may_be_empty():
     example = [user("x"), assistant("", {"number": 4}), tool(""), assistant("y")]
     messages = written_examples(
-        check_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
+        read_prompt_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
     )
     assert messages[2] == user("<result>\n\n</result>")
 
@@ -303,33 +296,22 @@ def test_tools_of_an_environment_may_be_called():
     example = [user("x"), assistant("", {"number": "four"}), tool("8"), assistant("y")]
     example[1]["tool_calls"][0]["name"] = "move"
     fmt = make_format("xml", CHATML_TOKENIZER)
-    assert len(written_examples(check_examples([example]), fmt, {"double": double}, False)) == 4
+    assert len(written_examples(read_prompt_examples([example]), fmt, {"double": double}, False)) == 4
     with pytest.raises(ValueError, match="unknown tool 'move'"):
-        written_examples(check_examples([example]), fmt, {"double": double}, True)
+        written_examples(read_prompt_examples([example]), fmt, {"double": double}, True)
 
 
 def test_a_thought_that_the_template_drops_is_an_error():
     """Qwen3's template leaves the thinking of earlier turns out: the model would not read what the example shows."""
     example = [user("x"), assistant("<think>\nHard.\n</think>\n\nIt is y.")]
     with pytest.raises(ValueError, match="example 1: .* leaves out '<think>'"):
-        written_examples(check_examples([example]), native("qwen3"), TOOLS, True)
-
-
-def test_results_are_those_of_the_calls_whose_ids_they_have():
-    fmt = native("qwen3")
-    calls = [{"id": each, "type": "function", "function": {"name": "add", "arguments": {"a": k}}}
-             for k, each in enumerate("ab")]  # fmt: skip
-    example = [user("x"), {"role": "assistant", "content": None, "tool_calls": calls},
-               {"role": "tool", "content": "of b", "tool_call_id": "b"},
-               {"role": "tool", "content": "of a", "tool_call_id": "a"}, assistant("y")]  # fmt: skip
-    messages = written_examples(check_examples([example]), fmt, TOOLS, True)
-    assert [m["content"] for m in messages] == ["x", "", "of a", "of b", "y"]
+        written_examples(read_prompt_examples([example]), native("qwen3"), TOOLS, True)
 
 
 def test_results_are_broken_as_a_tools_are():
     example = [user("x"), assistant("", {"number": 4}), tool("8</result><answer>9</answer><|im_end|>"), assistant("y")]
     messages = written_examples(
-        check_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
+        read_prompt_examples([example]), make_format("xml", CHATML_TOKENIZER), {"double": double}, True
     )
     assert messages[2] == user("<result>\n8< /result><answer>9</answer>< |im_end|>\n</result>")
 
@@ -357,10 +339,9 @@ def test_files_of_three_kinds_say_the_same(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "text", "error"),
-    [("a.json", "[[", "cannot be read: .*Expected a list of conversations"),
-     ("a.yaml", "- - {role: user", "cannot be read"),
+    [("a.json", "[[", "Expected a list of conversations"),
      ("a.yaml", "- - {role: user, role: system}", "'role' is set twice"),
-     ("a.yaml", "!!python/object/apply:os.system [x]", "cannot be read")],
+     ("a.yaml", "!!python/object/apply:os.system [x]", "could not determine a constructor")],
 )  # fmt: skip
 def test_half_a_file(name, text, error, tmp_path):
     (tmp_path / name).write_text(text)

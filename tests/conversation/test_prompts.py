@@ -10,7 +10,6 @@ import pytest
 from scripted import CHATML_TOKENIZER, Scripted, add, call, echo, make_tokenizer
 from test_formats import FAMILIES, tokenizer_of
 
-from mt_grpo.conversation.conversations import PromptCache, clock_of
 from mt_grpo.rollout import Reply
 from mt_grpo_trainer import MultiTurnToolEnv
 
@@ -134,41 +133,6 @@ def test_a_prompt_of_a_batch_is_rendered_once(monkeypatch, environment):
     assert len(seen) == 2
     play(env, rows)  # a batch keeps nothing for the next one
     assert len(seen) == 4
-
-
-@pytest.mark.parametrize("template", [TIMED, LITERAL + "{% if [0, 1] | random %}{% endif %}"])
-def test_what_each_rendering_writes_anew_is_not_shared(monkeypatch, template):
-    tokenizer = make_tokenizer(template)
-    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=Board)
-    env.format_of(tokenizer)
-    seen = rendered_by(monkeypatch, tokenizer)
-    play(env, [{"prompt": [{"role": "user", "content": "A"}]}] * 4)
-    assert len(seen) == 4
-
-
-def test_a_date_is_that_of_the_rendering(monkeypatch):
-    days = iter(["01 May 2031", "01 May 2031", "02 May 2031"])
-    monkeypatch.setattr("mt_grpo.conversation.conversations.clock_of", lambda template: [next(days)])
-    tokenizer = make_tokenizer(LITERAL)
-    cache, seen = PromptCache(), rendered_by(monkeypatch, tokenizer)
-    for _ in range(3):
-        cache.ids(tokenizer, {"conversation": [{"role": "user", "content": "A"}], "tokenize": True})
-    assert len(seen) == 2
-
-
-@pytest.mark.parametrize(
-    "template, number",
-    [
-        ("{{ strftime_now('%d') }} {{ strftime_now( \"%Y\" ) }}", 2),
-        ("{% if strftime_now is defined %}{{ strftime_now('%d') }}{% endif %}", 1),
-        ("{% set now = strftime_now %}{{ now('%S') }}", None),
-        ("{{ strftime_now(style) }}", None),
-        ("{{ lipsum() }}", None),
-    ],
-)
-def test_what_a_template_reads_of_the_clock(template, number):
-    read = clock_of(template)
-    assert (None if read is None else len(read)) == number
 
 
 @pytest.mark.parametrize("environment", [None, Board])

@@ -16,8 +16,7 @@ from processes import alive, ends
 from scripted import ADD, ANSWER, call, make_env, observe, run_many
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.tools.processes import ToolProcesses
-from mt_grpo.conversation.tools.threads import ToolsUnavailable
+from mt_grpo.conversation.tools.running import ToolsUnavailable
 from mt_grpo.recipe.checks import check_isolated
 from mt_grpo.recipe.plugins import load_tools, module_name
 
@@ -254,18 +253,6 @@ def test_what_an_isolated_tool_started_goes_with_it_when_it_crashes(isolated, mo
     assert ends(int((tmp_path / "child").read_text()))
 
 
-def test_isolated_processes_without_work_end(isolated, monkeypatch):
-    monkeypatch.setattr(ToolProcesses, "IDLE_SECONDS", 1.0)
-    before = children()
-    run_many(isolated, [[ADD, ANSWER]] * 3)
-    assert 1 <= len(children() - before) <= 3
-    deadline = time.monotonic() + 10
-    while children() - before and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not children() - before
-    assert observe(isolated[0], ADD).observation == "5"
-
-
 def test_a_tools_file_that_cannot_start_in_a_process_is_told(tmp_path, capfd):
     """As where it locks a database, which the trainer has imported and so locked already."""
     path = tmp_path / "tools.py"
@@ -286,7 +273,7 @@ def test_isolated_tools_do_not_outlive_their_trainer(tmp_path):
     code = (
         "import asyncio\n"
         "from mt_grpo.recipe.plugins import load_tools\n"
-        "from mt_grpo.conversation.tools.threads import run_tool\n"
+        "from mt_grpo.conversation.tools.running import run_tool\n"
         "from pathlib import Path\n"
         f"tool = load_tools({str(path)!r}, isolate=True)[2]\n"
         "async def main():\n"

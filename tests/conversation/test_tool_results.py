@@ -28,8 +28,7 @@ from scripted import (
 )
 from tokenizers import AddedToken
 
-from mt_grpo.conversation.formats.control_tokens import neutralise
-from mt_grpo.conversation.tools.results import cut_far_beyond
+from mt_grpo.conversation.formats.control_tokens import cut_far_beyond, neutralise
 from mt_grpo.recipe.checks import longest_prompt
 from mt_grpo.recipe.plugins import load_tools
 
@@ -322,7 +321,6 @@ FORMS = {
     "generator": lambda: (i for i in range(3)),
     "map": lambda: map(str, [1]),
     "zip": lambda: {"pairs": zip([1], [2])},
-    "file": lambda: open(__file__),
     "object": Plain,
     "objects": lambda: [1, Plain()],
     "lazy": Lazy,
@@ -367,7 +365,6 @@ FORMS = {
     "generator": no_data("generator"),
     "map": no_data("map"),
     "zip": no_data("zip"),
-    "file": no_data("TextIOWrapper"),
     "object": no_data("Plain"),
     "objects": no_data("Plain"),
     "lazy": no_data("Lazy"),

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import dataclasses
 import datetime
-import decimal
 import enum
 import functools
 import inspect
@@ -27,13 +26,13 @@ from transformers.utils import get_json_schema
 from typing_extensions import TypedDict
 
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.formats.native import typed
-from mt_grpo.conversation.tools.arguments import hints_of, parameters_schema
+from mt_grpo.conversation.formats.hermes import typed
 from mt_grpo.conversation.tools.signature import (
     as_tool,
     check_schema,
     check_tool,
     describe_tools,
+    parameters_schema,
     read_call,
     signature_of,
     tool_schema,
@@ -84,7 +83,7 @@ class Tree(pydantic.BaseModel):
 
 
 def weather(
-    city: str, unit: Unit, day: datetime.date, price: decimal.Decimal | None = None, size: Size = Size.LARGE,
+    city: str, unit: Unit, day: datetime.date, size: Size = Size.LARGE,
     items: list[Item] = (), limit: int = None, at: Point | None = None, **more: Level,
 ) -> str:  # fmt: skip
     """The weather of a city.
@@ -94,7 +93,6 @@ def weather(
         unit: Of temperature.
         day: The day,
             in local time.
-        price: At most.
         size: Of the picture.
         items: To take along.
         limit: Of lines.
@@ -123,8 +121,6 @@ WEATHER = {
         "city": {"type": "string", "description": "Its name."},
         "unit": {"type": "string", "enum": ["celsius", "fahrenheit"], "description": "Of temperature."},
         "day": {"type": "string", "format": "date", "description": "The day, in local time."},
-        "price": {"anyOf": [{"type": "number"}, {"type": "string", "pattern": "..."}, {"type": "null"}],
-                  "default": None, "description": "At most."},
         "size": {"type": "string", "enum": ["1", "2"], "default": "2", "description": "Of the picture."},
         "items": {"type": "array", "items": ITEM, "default": [], "description": "To take along."},
         "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}], "default": None, "description": "Of lines."},
@@ -138,9 +134,6 @@ WEATHER = {
 def test_the_schema_that_a_chat_template_gets(name, template):
     (schema,) = make_format(name, tokenizer_of(template)).prompt([], {"weather": weather})["tools"]
     function = schema["function"]
-    pattern = function["parameters"]["properties"]["price"]["anyOf"][1]
-    assert re.fullmatch(pattern["pattern"], "-1.50") and not re.search(pattern["pattern"], "many")
-    pattern["pattern"] = "..."
     assert schema["type"] == "function"
     assert function == {
         "name": "weather", "description": "The weather of a city.", "parameters": WEATHER,
@@ -150,13 +143,13 @@ def test_the_schema_that_a_chat_template_gets(name, template):
 
 def test_the_schema_of_the_prompt_of_xml_is_the_same():
     """There each type that JSON does not have has a line. Defaults stand in the signature."""
-    lines = dict(line.split(": ", 1) for line in describe_tools({"weather": weather}).splitlines()[1:8])
+    lines = dict(line.split(": ", 1) for line in describe_tools({"weather": weather}).splitlines()[1:7])
     assert json.loads(lines["unit"]) == {"type": "string", "enum": ["celsius", "fahrenheit"]}
     assert json.loads(lines["items"]) == {"type": "array", "items": ITEM}
-    assert list(lines) == ["unit", "day", "price", "size", "items", "at", "more"]
+    assert list(lines) == ["unit", "day", "size", "items", "at", "more"]
     assert str(signature_of(weather)) == (
-        "(city: str, unit: Unit, day: date, price: Decimal | None = None, size: Size = \"2\", items: list[Item] = [], "
-        "limit: Optional[int] = None, at: Point | None = None, **more: Level) -> str"
+        "(city: str, unit: Unit, day: date, size: Size = \"2\", items: list[Item] = [], "
+        "limit: int | None = None, at: Point | None = None, **more: Level) -> str"
     )  # fmt: skip
 
 
@@ -258,8 +251,7 @@ def test_a_class_that_holds_itself_stays_a_definition():
         "parts": {"type": "array", "items": {"$ref": "#/$defs/Tree"}, "default": []}}}  # fmt: skip
     assert schema == {
         "type": "object", "required": ["tree"], "$defs": {"Tree": node},
-        "properties": {"tree": {"$ref": "#/$defs/Tree"},
-                       "second": {"anyOf": [{"$ref": "#/$defs/Tree"}, {"type": "null"}], "default": None}},
+        "properties": {"tree": node, "second": {"anyOf": [node, {"type": "null"}], "default": None}},
     }  # fmt: skip
     jsonschema.Draft202012Validator.check_schema(schema)
 
@@ -313,8 +305,7 @@ def test_a_schema_of_its_own_describes_what_runs_by_any_callable(returns):
     runs = run if returns else functools.partial(lambda **arguments: 1)
     tool = as_tool(type("Described", (), {"name": "add", "schema": schema, "run": runs})())
     check_tool(tool)
-    signature = "add(x: int, y: Any = ...)" + (" -> Nowhere" if returns else "")
-    assert describe_tools({"add": tool}) == signature + "\nAdds.\n\nArgs:\n    x: A number."
+    assert describe_tools({"add": tool}) == "add(x: int, y: Any = ...)\nAdds.\n\nArgs:\n    x: A number."
 
 
 def test_null_where_the_default_is_none():
@@ -329,27 +320,7 @@ def test_null_where_the_default_is_none():
     arguments, mistake = read_call(ToolCall("find", {"city": None}), {"find": find})
     assert arguments == {} and mistake.startswith("argument 'city' must be str, got NoneType.")
     _, mistake = read_call(ToolCall("find", {"city": "x", "limit": "3"}), {"find": find})
-    assert mistake.startswith("argument 'limit' must be Optional[int], got str.")
-
-    def said(limit: Annotated[int | None, "of lines"] = None, other: Annotated[int, "of words"] = None) -> str:
-        """Says itself that None is taken."""
-
-    hints = hints_of(said)
-    assert hints["limit"] == Annotated[int | None, "of lines"]
-    assert hints["other"] == Annotated[int, "of words"] | None
-
-
-def test_a_typed_dict_that_pydantic_cannot_read_is_refused_with_the_way_out():
-    def find(where: typing.TypedDict("Where", {"x": int})) -> str:  # noqa: UP013
-        """Finds."""
-
-    find.__annotations__["where"] = typing.TypedDict("Where", {"x": int})  # noqa: UP013
-    try:
-        check_tool(find)
-    except ValueError as error:  # below Python 3.12
-        assert "use `typing_extensions.TypedDict` instead" in str(error)
-    else:
-        assert parameters_schema(find)["properties"]["where"]["properties"] == {"x": {"type": "integer"}}
+    assert mistake.startswith("argument 'limit' must be int | None, got str.")
 
 
 OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
@@ -379,7 +350,7 @@ def test_values_without_quotes(text, schema, value):
 QWEN = "<tool_call>\n<function=find>\n<parameter=%s>\n%s\n</parameter>\n</function>\n</tool_call>"
 
 
-@pytest.mark.parametrize("key, text, value", [("size", "1", Size.SMALL), ("more", "2", Size.LARGE), ("day", "5", 5),
+@pytest.mark.parametrize("key, text, value", [("size", "1", Size.SMALL), ("more", "2", Size.LARGE),
                                               ("day", "2026-01-02", datetime.date(2026, 1, 2))])  # fmt: skip
 def test_a_value_without_quotes_is_what_the_tool_reads(key, text, value):
     """An Enum of "1" and "2", arguments of any name, and of two things the one that the tool takes."""
@@ -407,26 +378,7 @@ def test_arguments_of_any_name_are_typed_by_a_schema_of_its_own():
 
 # --- values: what the schema allows is what the tool takes -----------------------------------------------------------
 
-TEXTS = [
-    "",
-    "a",
-    "1",
-    "2",
-    "75001",
-    "null",
-    "None",
-    "true",
-    "True",
-    "[1]",
-    "{}",
-    "x y",
-    "\n",
-    "é",
-    "1.5",
-    '"',
-    "<a>",
-    "-",
-]
+TEXTS = ["", "a", "1", "2", "75001", "null", "None", "true", "True", "[1]", "{}", "x y", "\n", "é", "1.5", '"', "<a>"]
 KEYS = ["a", "b", "x y", "1"]
 DAY, MOMENT = datetime.date(2026, 2, 28), datetime.datetime(2026, 1, 3, 12, 30, tzinfo=datetime.timezone.utc)  # noqa: UP017
 POINTS = [({"x": x, "unit": unit.value}, {"x": x, "unit": unit}) for x in (0, -7, 10**20) for unit in Unit]
@@ -449,12 +401,11 @@ DRAWN = [  # (a type, JSON values that it takes with the Python values that arri
     (Annotated[int, Field(ge=0, le=10)], same(0, 3, 10)),
     (float, same(0.5, -1.25, 1e300, 3.0)),
     (bool, same(True, False)),
-    (Literal["a", "1", 2], same("a", "1", 2)),
+    (Literal["a", "1", "2"], same("a", "1", "2")),
     (Literal["1", "null"], same("1", "null")),
-    *((kind, [(member.value, member) for member in kind]) for kind in (Unit, Size, Level)),
+    *((kind, [(member.value, member) for member in kind]) for kind in (Unit, Size)),
     (datetime.date, [(DAY.isoformat(), DAY)]),
     (datetime.datetime, [(MOMENT.isoformat(), MOMENT)]),
-    (decimal.Decimal, [(text, decimal.Decimal(text)) for text in ("-99.99", "0", "12.5", "7")]),
     (uuid.UUID, [(str(each), each) for each in (uuid.UUID(int=5), uuid.UUID(int=2**127 + 9))]),
     (Item, ITEMS),
     (Point, POINTS),
@@ -548,7 +499,7 @@ def allows(schema, whole, value):
     return judge.is_valid(value)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_what_the_schema_allows_is_what_the_tool_takes(seed):
     """Random types: values that the schema allows arrive as values of the type, all others are refused."""
     rng = random.Random(seed)
@@ -579,7 +530,7 @@ QUOTELESS = ("qwen3_5_think", "qwen3_8", "nemotron_3_nano", "glm4moe")  # values
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_call_that_the_template_writes_arrives_as_it_was(family, seed):
     """In each family's syntax: schema, the template's own writing of the call, its reading, the tool's values."""
     rng = random.Random(seed)
@@ -617,7 +568,7 @@ def writable(family, written):
     return family != "gemma4" or not re.search(r'"(x y|1)":', json.dumps(written))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_a_schema_that_is_let_in_reads_every_value(seed):
     """An agent's tools have any schema: what cannot be read by it is refused before a turn is, or ends the run."""
     rng = random.Random(seed)

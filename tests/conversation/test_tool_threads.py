@@ -13,7 +13,7 @@ from scripted import ADD, ANSWER, Scripted, add, call, make_env, run_many, verif
 
 import mt_grpo_trainer as mt
 from mt_grpo.base import errors
-from mt_grpo.conversation.tools.threads import HUNG, ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.conversation.tools.running import HUNG, ToolsUnavailable, ToolTimeout, run_tool
 
 
 def test_sync_tools_run_at_the_same_time():
@@ -155,7 +155,7 @@ def test_a_tool_in_a_thread_has_its_callers_context_variables_to_itself():
 def test_a_hung_tool_on_the_callers_own_loop_does_not_keep_the_process_alive():
     code = (
         "import asyncio, threading\n"
-        "from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool\n"
+        "from mt_grpo.conversation.tools.running import ToolTimeout, run_tool\n"
         "try:\n"
         "    asyncio.run(run_tool(threading.Event().wait, {}, 0.1))\n"
         "except ToolTimeout:\n"

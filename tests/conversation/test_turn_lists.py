@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from mt_grpo.conversation.turn_lists import first_unknown, num_ids
+from mt_grpo.conversation.environments import first_unknown, num_ids
 
 
 class Vocabulary(SimpleNamespace):

@@ -29,8 +29,15 @@ from mt_grpo.generation.samples import (
 )
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.images.messages import why_none
-from mt_grpo.images.pictures import forbid, inputs_of_rows, is_picture, mark_of, pictures_in, with_placeholders
+from mt_grpo.images.pictures import (
+    forbid,
+    inputs_of_rows,
+    is_picture,
+    mark_of,
+    pictures_in,
+    why_none,
+    with_placeholders,
+)
 from mt_grpo.recipe import checks
 from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.rollout import hash_of_ids

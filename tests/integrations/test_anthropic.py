@@ -14,7 +14,8 @@ import vision_model
 from test_agents import ADD, CALL, TOKENIZER, ask, ids, run
 from transformers import AutoConfig, AutoTokenizer
 
-from mt_grpo.images.messages import image_reader, with_pictures
+from mt_grpo.images.pictures import with_pictures
+from mt_grpo.images.reader import image_reader
 from mt_grpo.integrations.agents import server as agent_server
 from mt_grpo.rollout import StopReason
 

@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 from vision_model import as_bytes, expected_ids
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.images.messages import with_pictures
-from mt_grpo.images.pictures import KNOWN, pictures_in
+from mt_grpo.images.pictures import KNOWN, pictures_in, with_pictures
 from mt_grpo.images.processor import PictureReader
 from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure

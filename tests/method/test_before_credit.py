@@ -17,7 +17,7 @@ from peft import LoraConfig
 from refill_run import make
 from transformers import AutoTokenizer
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.training.policy_scores import PolicyScores, policy_of, reference_of

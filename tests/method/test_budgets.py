@@ -28,7 +28,7 @@ from scripted import (
 from tokenizers import AddedToken, Tokenizer, models, normalizers
 from transformers import PreTrainedTokenizerFast
 
-from mt_grpo.conversation.tools.results import cut_to_tokens
+from mt_grpo.conversation.formats.control_tokens import cut_to_tokens
 from mt_grpo.rollout import StopReason
 from mt_grpo_trainer import MultiTurnToolEnv
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.training import further_credit
 from mt_grpo.training.batch import NAN, nanstd
 from mt_grpo.training.further_credit import check_advantages, numbers_that_move

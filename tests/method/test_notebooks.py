@@ -115,7 +115,7 @@ def test_unknown_sampling_parameters_are_refused():
             with pytest.raises(ValueError, match=message):
                 use({"temperature": 0.5, key: 1})
     for use in (env.generate, lambda prompts, backend, params: env.step(states, backend, params)):
-        with pytest.raises(ValueError, match="'stop' is set per turn by the tool format"):
+        with pytest.raises(ValueError, match="'stop' is set per turn"):
             use(["2+3?"], backend, {"stop": ["5"]})
     with pytest.raises(ValueError, match="unknown key 'max_token'. Did you mean 'max_tokens'?"):
         client.chat([MESSAGES], {"max_token": 5})

@@ -31,8 +31,8 @@ from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import RepeatSampler
 
+from mt_grpo.base.errors import RunError, RunStopped
 from mt_grpo.base.files import output_lock
-from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.recipe.checks import check_tied_lora, share_limits
 from mt_grpo.recipe.parse import OF_TRL

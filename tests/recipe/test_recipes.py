@@ -29,8 +29,8 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
+from mt_grpo.base.errors import RunError
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.base.ranks import RunError
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.prompt_examples import read_prompt_examples
 from mt_grpo.conversation.tools.signature import fill_in_tools
@@ -212,7 +212,7 @@ def json_of_server(trainer):
     """The file that has the server of the trainer's tool."""
     path = f"tools/mcp/{mcp_servers.servers_to_close[-1].name}.json"
     (entry,) = read_servers(str(ROOT / path), "mcp_config_file").values()
-    asked = next(iter(trainer.env.tools.values())).as_written
+    asked = next(iter(trainer.env.tools.values())).json_schema
     return path if asked and mcp_servers.servers_to_close[-1].entry == entry else None
 
 
@@ -780,7 +780,7 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
     [
         ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
-        ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
+        ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a function.*, got 3"),
         ("tools_script", TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
         ("tools_script", "import sys\nsys.exit()", "tools_script: .*cannot be imported .SystemExit"),
         ("tools_script", "import not_there_x", "tools_script: .*cannot be imported .ModuleNotFoundError"),

@@ -24,7 +24,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.recipe.plugins import load_rewards, load_tools
 from mt_grpo.run.checkpoints import (
     CheckpointError,

@@ -44,9 +44,8 @@ from server_run import (
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 import mt_grpo_trainer
-from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.errors import RunError, RunStopped, ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async, start_in_background
-from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.versions import tagged, versions_of
 from mt_grpo.generation.weight_sync import WeightSync

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.base.errors import RunError, RunStopped
 from mt_grpo.rollout import Rollout
 from mt_grpo.run.in_flight import GroupInFlight, InFlight, Prompts, slot_kinds
 

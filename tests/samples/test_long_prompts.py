@@ -8,7 +8,7 @@ from datasets import Dataset
 from scripted import ANSWER, CHATML_TOKENIZER, Scripted
 from test_trainer import settings
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.recipe.checks import limit_context, prepare_env
 from mt_grpo.rollout import StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv

@@ -12,7 +12,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from conftest import data_file
 
-from mt_grpo.conversation.formats.xml import parse_turn
+from mt_grpo.conversation.formats.choose import parse_turn
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 
 REWARDS = Path(__file__).resolve().parents[2] / "rewards"

@@ -15,8 +15,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.images.messages import image_reader, with_pictures
-from mt_grpo.images.pictures import pictures_in
+from mt_grpo.images.pictures import pictures_in, with_pictures
+from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.plugins import load_environment, load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
 from tools.zoom import CORNERS, Zoom, crop

@@ -19,7 +19,7 @@ from server_run import (
 )
 from transformers import TrainerCallback
 
-from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.base.errors import RunError, RunStopped
 from mt_grpo.generation.versions import versions_of
 from mt_grpo_trainer import MultiTurnToolEnv
 

@@ -23,10 +23,10 @@ from vision_model import as_bytes, as_uri, expected_ids
 from vision_run import gradients_of, make_trainer, some_rows, user, write_recipe
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
+from mt_grpo.conversation.formats.control_tokens import cut_to_tokens
+from mt_grpo.conversation.tools.results import as_result
 from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.images import pictures
-from mt_grpo.images.messages import read_row, with_pictures
 from mt_grpo.images.pictures import (
     FIRST_ID,
     KNOWN,
@@ -38,8 +38,10 @@ from mt_grpo.images.pictures import (
     mark_of,
     picture_of,
     pictures_in,
+    read_row,
     readable,
     runs_of,
+    with_pictures,
     with_placeholders,
 )
 from mt_grpo.recipe.checks import check_images

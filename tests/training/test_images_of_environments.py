@@ -16,9 +16,9 @@ from vision_run import Scripted as ZoomsAndAnswers, user, worth
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, joined, read_reply
-from mt_grpo.images.messages import SaidPictures
 from mt_grpo.images.pictures import (
     PLACE,
+    SaidPictures,
     inputs_of_rows,
     is_picture,
     mark_of,
@@ -273,7 +273,7 @@ def test_the_backends_tokenizer_reads_them_too(tokenizer):
 
 
 def test_a_continuation_is_text(tokenizer, ids_of):
-    with pytest.raises(EnvironmentFailure, match="continuation is list, expected"):
+    with pytest.raises(EnvironmentFailure, match="continuation is .*, expected str or None"):
         read_reply(Reply(continuation=[image(1)]), "E", SaidPictures(tokenizer, []))
     replies = [lambda rollout: Reply(continuation=f" and {rollout.history[0]['content']}")]
     rollout, _ = play(tokenizer, game(image(1), replies), [MOVE, ANSWER])

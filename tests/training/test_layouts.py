@@ -12,7 +12,7 @@ from test_trainer import PROMPTS, length_reward, make_trainer
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.training import layouts, shared_prompts
 from mt_grpo.training.layouts import dropout_of
 from mt_grpo.training.passes import PASSES

@@ -13,7 +13,7 @@ import torch
 from test_distributed import run as run_worker
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.conversation.environments import PromptTooLong
 from mt_grpo.rollout import Context, Record, Rollout, StopReason, Turn
 from mt_grpo.training.batch import FURTHER_RECORDS, Batch, compare_ranks, trained_records

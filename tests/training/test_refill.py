@@ -10,7 +10,7 @@ import torch
 from refill_run import make
 from trl.trainer.utils import RepeatSampler
 
-from mt_grpo.base.ranks import RunError, RunStopped
+from mt_grpo.base.errors import RunError, RunStopped
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.training.batch import Batch
 from mt_grpo_trainer import MTGRPOConfig, RewardTable

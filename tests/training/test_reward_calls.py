@@ -22,9 +22,9 @@ from datasets import Dataset
 from trl.trainer.utils import get_callable_name
 
 import mt_grpo_trainer as mt
+from mt_grpo.base.errors import RunStopped
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.base.ranks import RunStopped
-from mt_grpo.conversation.tools.threads import ToolsUnavailable
+from mt_grpo.conversation.tools.running import ToolsUnavailable
 from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.run.trainer import ResumableTrainer
@@ -390,7 +390,8 @@ import os, sys, threading
 from pathlib import Path
 import torch
 from accelerate import PartialState
-from mt_grpo.base.ranks import RunError, raise_on_all_ranks
+from mt_grpo.base.errors import RunError
+from mt_grpo.base.ranks import raise_on_all_ranks
 from mt_grpo.training.rewards import run_rewards
 
 RANK = PartialState(cpu=True).process_index

@@ -9,7 +9,7 @@ import torch
 from test_rows import written
 from test_trainer import settings
 
-from mt_grpo.base.ranks import RunError
+from mt_grpo.base.errors import RunError
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.run.trainer import train_or_save
 from mt_grpo.training.rewards import run_rewards

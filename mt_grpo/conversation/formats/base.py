@@ -17,10 +17,15 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_grpo.base.errors import tell_once
-from mt_grpo.base.json_types import is_nested
-from mt_grpo.conversation.formats.control_tokens import Origin, neutralise, neutralise_messages
-from mt_grpo.conversation.tools.results import cut_far_beyond, cut_messages, cut_to_tokens
-from mt_grpo.rollout import Message, Parsed, ToolCall, ToolResult, Turn
+from mt_grpo.base.rows import is_nested
+from mt_grpo.conversation.formats.control_tokens import (
+    cut_far_beyond,
+    cut_messages,
+    cut_to_tokens,
+    neutralise,
+    neutralise_messages,
+)
+from mt_grpo.rollout import Message, Origin, Parsed, ToolCall, ToolResult, Turn
 
 THINKING_TAGS = {  # what opens and closes it, by family of models
     "most": ("<think>", "</think>"),
@@ -261,6 +266,10 @@ class ChatFormat:
         ]
         return neutralise_messages(read, self.tokenizer, origin, self.ends)
 
+    def clean_text(self, text: str) -> str:
+        """Break all control tokens in a text from outside."""
+        return neutralise(text, self.tokenizer)
+
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
         """Convert the results of a turn's calls to messages for the chat template."""
         return [{"role": "user", "content": result_message(result.text)} for result in results]
@@ -274,7 +283,7 @@ class ChatFormat:
         Never the difference of two renders: Qwen3's template drops the thinking of a turn that is no longer last.
         If there are certainly more than `most` ids, only those of a beginning that is too long are returned.
         """
-        ids = self.text_ids(cut_far_beyond(self.suffix(calls, messages), most, self.tokenizer))
+        ids = self.text_ids(self.suffix(calls, messages), most)
         # The end of turn is there already if the model sampled one, be it another than the template's.
         closing = self._end_of_turn(ids)
         there = sampled and sampled[-1] in self.ends and closing and closing[-1] in self.ends | self._closing
@@ -292,7 +301,7 @@ class ChatFormat:
         if cut_messages(further, most, self.tokenizer) != further:
             return None
         # One character more than `cut_to_tokens` reads at most, so that it sees what is cut off here.
-        texts = [neutralise(result.text[: 64 * limit + 1], self.tokenizer) for result in turn.results]
+        texts = [self.clean_text(result.text[: 64 * limit + 1]) for result in turn.results]
         while None not in (cuts := [cut_to_tokens(text, limit, self.tokenizer) for text in texts]):
             results = [dataclasses.replace(result, text=cut) for result, cut in zip(turn.results, cuts)]
             messages = self.results(turn.calls, results) + further
@@ -445,8 +454,12 @@ class ChatFormat:
         end = next((k for k, i in enumerate(ids) if not self._decode([i]).isspace()), None)
         return [] if end is None or ids[end] not in self.tokenizer.added_tokens_decoder else ids[: end + 1]
 
-    def text_ids(self, suffix: str) -> list[int]:
-        """Token ids of a text that follows other text: some tokenizers begin a text with a blank of their own."""
+    def text_ids(self, suffix: str, most: float = float("inf")) -> list[int]:
+        """Token ids of a text that follows other text: some tokenizers begin a text with a blank of their own.
+
+        If there are certainly more than `most` ids, only those of a beginning that is too long are returned.
+        """
+        suffix = cut_far_beyond(suffix, most, self.tokenizer)
         before = "x"  # the same in every process, and tokenizers keep a letter apart from what follows
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(before + suffix, add_special_tokens=False, return_offsets_mapping=True)

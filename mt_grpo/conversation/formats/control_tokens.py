@@ -9,21 +9,14 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Iterator
-from enum import StrEnum
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from mt_grpo.rollout import Message, Origin
+
 TURN_TAGS = ("think", "reasoning", "tool", "result", "answer")  # a tag that is an added token is a control token
 AUTHORS = ("system", "developer", "assistant")  # roles that speak for the operator or the model
-
-
-class Origin(StrEnum):
-    """The origin of a message. Together with its role it decides which tokens its texts may contain."""
-
-    OUTSIDE = "outside"  # said while the run goes: an environment's replies, a tool's description and results
-    DATA = "data"  # the prompt of a data set: the operator's, who may show tags of formats
-    AGENT = "agent"  # an agent's request: read as an inference server would read it
 
 
 def is_control(token: str, special: bool, template: str) -> bool:
@@ -182,3 +175,48 @@ def neutralise_messages(
     """
     patterns = [forbidden_in(origin, message["role"], tokenizer, ends) for message in messages]
     return [m if p is None else neutralise_json(m, tokenizer, p) for m, p in zip(messages, patterns)]
+
+
+# Texts that are too long.
+
+
+def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Truncate a text to at most `limit` tokens, with a visible marker at the end. None if nothing fits."""
+    if limit <= 0:
+        return None
+    # A character has at most one token, and a blank three where it is written in bytes.
+    if text.isascii() and 4 * len(text) + 8 <= limit:
+        return text
+    shortened = text[: 64 * limit]  # keep the tokenizer away from megabytes that are cut off anyway
+    ids = tokenizer(shortened, add_special_tokens=False)["input_ids"]
+    if len(ids) <= limit and shortened == text:
+        return text
+    marker = "... [cut]"
+    for room in range(limit - len(tokenizer(marker, add_special_tokens=False)["input_ids"]), 0, -1):
+        cut = tokenizer.decode(ids[:room]).rstrip("\ufffd") + marker  # not half a character
+        if len(tokenizer(cut, add_special_tokens=False)["input_ids"]) <= limit:
+            return cut
+    return None
+
+
+def cut_far_beyond(text: str, limit: float, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Shorten a text that certainly has more than `limit` tokens to a beginning that still has more than that.
+
+    Such a text is not used, and tokenising a megabyte takes more than a second. A text that may fit is unchanged.
+    """
+    size = len(text) if limit == float("inf") else 5 * max(int(limit), 0) + 1024
+    while size < len(text):
+        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > max(int(limit), 0) + 8:  # 8 may change
+            return text[:size]
+        size *= 4
+    return text
+
+
+def cut_messages(messages: list[Message], limit: float, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
+    """Shorten the texts of messages with `cut_far_beyond`, except assistants', whose parts a template may drop."""
+    return [
+        {**message, "content": cut_far_beyond(message["content"], limit, tokenizer)}
+        if message["role"] != "assistant" and isinstance(message["content"], str)
+        else message
+        for message in messages
+    ]

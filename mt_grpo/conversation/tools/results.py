@@ -10,43 +10,31 @@ import functools
 import io
 import json
 import re
-from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from mt_grpo.images.messages import read_result, reader_of
-from mt_grpo.images.pictures import with_marks_of
-from mt_grpo.rollout import Message, Rollout, ToolResult
-
-ADDRESS = r" at 0x[0-9a-fA-F]+"
+from mt_grpo.images.pictures import read_result
+from mt_grpo.rollout import ToolResult
 
 
 def json_form(value: Any) -> Any:
     """Convert a value one step towards JSON. Raises `TypeError` for an object without data."""
-    nodata = (type, collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable)
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", "replace")
     if isinstance(value, enum.Enum):
         return value.value
-    if isinstance(value, nodata):
-        pass
-    elif dataclasses.is_dataclass(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    elif hasattr(value, "model_dump"):  # pydantic
-        return value.model_dump(mode="json")
-    elif hasattr(value, "tolist"):  # numpy, torch
-        return value.tolist()
-    elif hasattr(value, "isoformat"):  # date, time
-        return value.isoformat()
-    elif isinstance(value, collections.abc.Mapping):
+    for method, options in (("model_dump", {"mode": "json"}), ("tolist", {}), ("isoformat", {})):
+        if hasattr(value, method) and not isinstance(value, type):  # pydantic; numpy, torch; date, time
+            return getattr(value, method)(**options)
+    if isinstance(value, collections.abc.Mapping):
         return dict(value)
-    elif isinstance(value, collections.abc.Set):  # in an order that does not depend on hashes
+    if isinstance(value, collections.abc.Set):  # in an order that does not depend on hashes
         dump = functools.partial(json.dumps, default=json_form, sort_keys=True)
         return sorted(value, key=lambda x: (0, x, "") if isinstance(x, (int, float)) else (1, 0, dump(x)))
-    elif isinstance(value, (collections.deque, collections.UserList, collections.abc.ValuesView)):
+    if isinstance(value, (collections.deque, collections.abc.ValuesView)):
         return list(value)
-    elif not callable(value) and not re.search(ADDRESS, text := str(value)):  # Decimal, Path, UUID
+    if not callable(value) and not re.search(r" at 0x[0-9a-fA-F]+", text := str(value)):  # Decimal, Path, UUID
         return text
     raise TypeError(f"the tool returned {type(value).__name__}, which is no data: expected text, bytes or JSON data")
 
@@ -126,71 +114,3 @@ def as_result(result: Any, reader: Any = None) -> ToolResult:
     if reader is not None and (read := read_result(result, reader)) is not None:
         return ToolResult(read[0], pictures=tuple(read[1]))
     return ToolResult(as_text(result))
-
-
-def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
-    """Add the images of results to their conversation, and remove marks of other images from their texts."""
-    for result in results:
-        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
-    return [dataclasses.replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
-
-
-def results_of(env: Any) -> Callable[[Any], ToolResult]:
-    """The function `as_result` with the image reader of an environment's model."""
-    return functools.partial(as_result, reader=reader_of(env.tokenizer))
-
-
-def error_text(error: BaseException) -> str:
-    """The text of a tool's error that the model reads; the name of the class if the error has no text.
-
-    >>> error_text(ValueError("no city 'Oslo'")), error_text(KeyError("Oslo")), error_text(KeyError())
-    ("no city 'Oslo'", "KeyError: 'Oslo'", 'KeyError')
-    """
-    name = type(error).__name__
-    try:
-        # The text of a KeyError is the key alone.
-        return f"{name}: {error}" if isinstance(error, KeyError) and error.args else str(error) or name
-    except Exception:  # an exception whose own __str__ fails
-        return name
-
-
-def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Truncate a text to at most `limit` tokens, with a visible marker at the end. None if nothing fits."""
-    if limit <= 0:
-        return None
-    # A character has at most one token, and a blank three where it is written in bytes.
-    if text.isascii() and 4 * len(text) + 8 <= limit:
-        return text
-    shortened = text[: 64 * limit]  # keep the tokenizer away from megabytes that are cut off anyway
-    ids = tokenizer(shortened, add_special_tokens=False)["input_ids"]
-    if len(ids) <= limit and shortened == text:
-        return text
-    marker = "... [cut]"
-    for room in range(limit - len(tokenizer(marker, add_special_tokens=False)["input_ids"]), 0, -1):
-        cut = tokenizer.decode(ids[:room]).rstrip("\ufffd") + marker  # not half a character
-        if len(tokenizer(cut, add_special_tokens=False)["input_ids"]) <= limit:
-            return cut
-    return None
-
-
-def cut_far_beyond(text: str, limit: float, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Shorten a text that certainly has more than `limit` tokens to a beginning that still has more than that.
-
-    Such a text is not used, and tokenising a megabyte takes more than a second. A text that may fit is unchanged.
-    """
-    size = len(text) if limit == float("inf") else 5 * max(int(limit), 0) + 1024
-    while size < len(text):
-        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > max(int(limit), 0) + 8:  # 8 may change
-            return text[:size]
-        size *= 4
-    return text
-
-
-def cut_messages(messages: list[Message], limit: float, tokenizer: PreTrainedTokenizerBase) -> list[Message]:
-    """Shorten the texts of messages with `cut_far_beyond`, except assistants', whose parts a template may drop."""
-    return [
-        {**message, "content": cut_far_beyond(message["content"], limit, tokenizer)}
-        if message["role"] != "assistant" and isinstance(message["content"], str)
-        else message
-        for message in messages
-    ]

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from mt_grpo.base.errors import tell_once
-from mt_grpo.base.json_types import json_text
+from mt_grpo.base.rows import json_text
 from mt_grpo.integrations.agents.messages import (
     TEXT,
     Answer,

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from mt_grpo.base.json_types import json_text
+from mt_grpo.base.rows import json_text
 from mt_grpo.integrations.agents.messages import (
     MOST_ANSWERS,
     Answer,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.base.errors import tell_once
-from mt_grpo.base.json_types import is_nested
+from mt_grpo.base.rows import is_nested
 from mt_grpo.conversation.tools.signature import check_schema
 from mt_grpo.images.pictures import Picture, mark_of, marks_replaced
 from mt_grpo.rollout import Message

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mt_grpo.base.errors import tell_once
-from mt_grpo.base.json_types import json_text
+from mt_grpo.base.rows import json_text
 from mt_grpo.integrations.agents.chat_api import ROLES, read_name
 from mt_grpo.integrations.agents.messages import (
     Answer,

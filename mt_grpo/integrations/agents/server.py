@@ -15,7 +15,7 @@ from aiohttp import web
 
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import allow_many_open_files
-from mt_grpo.base.json_types import is_nested, json_text
+from mt_grpo.base.rows import is_nested, json_text
 from mt_grpo.conversation.environments import is_number
 from mt_grpo.integrations.agents import anthropic_api, chat_api, responses_api
 from mt_grpo.integrations.agents.messages import DEEPEST, FROZEN, POLICY, ApiError, ModelRequest, check_fields, refuse

@@ -63,9 +63,7 @@ def mcp_tool(server: McpServer, tool: Any) -> Callable:
         parts = [part for each in result.content for part in (image_part(each) or content_text(each), "\n")][:-1]
         return ResultInParts(parts, text) if any(isinstance(part, dict) for part in parts) else text
 
-    function = as_tool(types.SimpleNamespace(name=tool.name, schema=schema_of(server, tool), run=run))
-    function.as_written = True
-    return function
+    return as_tool(types.SimpleNamespace(name=tool.name, schema=schema_of(server, tool), run=run))
 
 
 def schema_of(server: McpServer, tool: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.conversation.environments import EnvironmentFailure
-from mt_grpo.conversation.tools.threads import run_tool
+from mt_grpo.conversation.tools.running import run_tool
 from mt_grpo.integrations.ms_swift.protocol import RolloutOutput, remove_response
 
 

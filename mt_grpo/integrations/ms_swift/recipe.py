@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 from mt_grpo.base.errors import error_line
-from mt_grpo.base.json_types import image_or_str
-from mt_grpo.images.messages import images_of
+from mt_grpo.base.rows import image_or_str
+from mt_grpo.images.pictures import images_of
 from mt_grpo.integrations.checks import check_settings_of
 from mt_grpo.integrations.ms_swift.conversation import (
     ScheduledConversation,

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mt_grpo.conversation.formats.control_tokens import placeholders_of
-from mt_grpo.conversation.tools.results import cut_far_beyond
-from mt_grpo.conversation.turn_lists import first_unknown, num_ids
+from mt_grpo.conversation.environments import first_unknown, num_ids
+from mt_grpo.conversation.formats.control_tokens import cut_far_beyond, placeholders_of
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.messages import keys_of
 from mt_grpo.integrations.session import Sampled

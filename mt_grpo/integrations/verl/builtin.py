@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 from mt_grpo.base.errors import tell_once
-from mt_grpo.conversation.tools.threads import run_tool
+from mt_grpo.conversation.tools.running import run_tool
 from mt_grpo.integrations.verl.base import BaseInteraction, BaseTool
 from mt_grpo.integrations.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
 from mt_grpo.integrations.verl.search import ATTEMPTS, as_json, perform_single_search_batch

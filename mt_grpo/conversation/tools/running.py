@@ -1,0 +1,311 @@
+"""Runs tools within their time limit: on the event loop, in a daemon thread each, or in processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextvars
+import ctypes
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from mt_grpo.base.errors import error_line, tell_once
+from mt_grpo.conversation.tools.results import as_received, as_result, as_sent, as_text, json_form, with_data
+from mt_grpo.conversation.tools.signature import ArgumentReader, cached_by_function, hints_of, is_json_type, readers_of
+from mt_grpo.images.pictures import reader_of, with_marks_of
+from mt_grpo.rollout import Rollout, ToolResult
+
+HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
+SHORT = 2**16  # characters of a text that an event loop finishes itself
+LONGEST_ANSWER = 1 << 24  # characters of a process's answer: it is read by the loop that all conversations share
+
+# A call that is given up at its time limit appends a future to this list, if there is one. Until the future is done,
+# the call's thread works on, since it cannot be stopped, and what it works on is in use.
+GIVEN_UP: contextvars.ContextVar[list[asyncio.Future] | None] = contextvars.ContextVar("GIVEN_UP", default=None)
+
+
+class ToolTimeout(Exception):
+    """A tool call exceeded its time limit. It is not a `TimeoutError`, because the tool itself may raise that."""
+
+
+class ToolsUnavailable(RuntimeError):
+    """No tool can run, for lack of threads or processes. The policy must not read this, since it made no mistake."""
+
+
+def start_thread(name: str, work: Callable[[], Any]) -> tuple[threading.Thread, asyncio.Future]:
+    """Run `work` in a daemon thread, which nothing waits for at exit. The future's result is (result, error)."""
+    loop, context = asyncio.get_running_loop(), contextvars.copy_context()
+    context.run(GIVEN_UP.set, None)  # what the tool calls on a loop of its own is no future of this loop
+    done: asyncio.Future = loop.create_future()  # it cannot hold StopIteration as its exception
+
+    def run() -> None:
+        try:
+            outcome = context.run(work), None
+        except BaseException as error:
+            outcome = None, error
+        with suppress(RuntimeError):  # the loop is closed: no call waits any more
+            loop.call_soon_threadsafe(lambda: done.done() or done.set_result(outcome))
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise ToolsUnavailable(f"no thread for a tool could be started: {error}.") from error
+    return thread, done
+
+
+async def finished(awaitable: Awaitable, finish: Callable[[Any], Any]) -> tuple[Any, BaseException | None]:
+    """(result of an async tool, error). SystemExit would end the loop if it reached it.
+
+    INVARIANT: no image is decoded on the event loop, so `finish` runs in a thread unless the result is a short text.
+    """
+    try:
+        result = await awaitable
+        text = result.text if isinstance(result, ToolResult) else result  # a `ToolResult` may hold an image as well
+        if isinstance(text, str) and len(text) <= SHORT:
+            return finish(result), None
+        return await start_thread("tool-result", lambda: finish(result))[1]
+    except BaseException as error:
+        return None, error
+
+
+async def run_tool(
+    tool: Callable, arguments: dict[str, Any], timeout: float, finish: Callable[[Any], Any] = lambda result: result
+) -> Any:
+    """Run one tool: an async one as a task, a synchronous one in a daemon thread, or in a process (`ToolProcesses`).
+
+    `finish` converts the result, in a thread as well. The start of a process does not count for `timeout` (seconds).
+
+    Raises:
+        ToolTimeout: The call exceeded `timeout`. Its task is cancelled, or its thread is abandoned.
+        ToolsUnavailable: There is neither a thread nor a process for the call, or it needs signals in a thread.
+        Exception: The error of the tool. `SystemExit` and the like become `RuntimeError`.
+    """
+    name, loop, thread = tool.__name__, asyncio.get_running_loop(), None
+    done: asyncio.Future | None = None
+    call = await tool.prepare() if hasattr(tool, "prepare") else tool  # starts a process before the time limit begins
+    deadline = loop.time() + timeout
+
+    def work() -> Any:
+        result = call(**arguments)
+        return result if inspect.isawaitable(result) else finish(result)
+
+    try:
+        if inspect.iscoroutinefunction(call):
+            done = loop.create_task(finished(call(**arguments), finish))
+        else:
+            thread, done = start_thread(f"tool-{name}", work)
+        await asyncio.wait({done}, timeout=timeout)
+        if done.done() and inspect.isawaitable(done.result()[0]):  # an async function behind a plain decorator
+            done = loop.create_task(finished(done.result()[0], finish))
+            await asyncio.wait({done}, timeout=deadline - loop.time())
+        in_time = done.done()
+    finally:
+        if isinstance(done, asyncio.Task):
+            done.cancel()
+    if not in_time:
+        if thread is not None and thread.is_alive():
+            thread.name = f"{HUNG}{name}"
+            tell_once(
+                f"{name} took longer than {timeout:g} s. The call goes on in its thread, which cannot be stopped (the "
+                "metric tools/hung_threads counts such threads). Give the tool a time limit of its own, or set "
+                "isolate_tools: true to run TOOL_FUNCTIONS in processes, which are killed at the limit.",
+                f"hung {name}",
+            )
+        if (given_up := GIVEN_UP.get()) is not None:
+            given_up.append(done)
+        raise ToolTimeout(f"{name} took longer than {timeout:g} s")
+    result, error = done.result()
+    if isinstance(error, ValueError) and "signal only works in main thread" in str(error):  # so each call would fail
+        raise ToolsUnavailable(
+            f"{name} sets a signal handler, such as SIGALRM for a time limit, which Python allows only in the main "
+            "thread. Set isolate_tools: true to run the functions of TOOL_FUNCTIONS in the main thread of a process, "
+            "or use the trainer's limits instead: tool_timeout, environment_timeout."
+        ) from error
+    if error is not None:
+        raise error if isinstance(error, Exception) else RuntimeError(error_line(error))
+    return result
+
+
+def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
+    """Add the images of results to their conversation, and remove marks of other images from their texts."""
+    for result in results:
+        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
+    return [dataclasses.replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
+
+
+def results_of(env: Any) -> Callable[[Any], ToolResult]:
+    """The function `as_result` with the image reader of an environment's model."""
+    return functools.partial(as_result, reader=reader_of(env.tokenizer))
+
+
+def error_text(error: BaseException) -> str:
+    """The text of a tool's error that the model reads; the name of the class if the error has no text.
+
+    >>> error_text(ValueError("no city 'Oslo'")), error_text(KeyError("Oslo")), error_text(KeyError())
+    ("no city 'Oslo'", "KeyError: 'Oslo'", 'KeyError')
+    """
+    name = type(error).__name__
+    try:
+        # The text of a KeyError is the key alone.
+        return f"{name}: {error}" if isinstance(error, KeyError) and error.args else str(error) or name
+    except Exception:  # an exception whose own __str__ fails
+        return name
+
+
+async def awaited(result: Awaitable) -> Any:
+    """The result of an async function behind a plain decorator."""
+    return await result
+
+
+def serve(path: str, folders: list[str], typed: bool) -> None:
+    """Import a tools file and answer calls, one JSON line each. `typed`: a parameter's type is none of JSON's."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: no hanging call outlives the trainer
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)  # what a tool prints is no answer
+    sys.path[:] = folders
+    spec = importlib.util.spec_from_file_location("tools_script", path)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    objects = [hasattr(tool, "run") and hasattr(tool, "schema") for tool in module.TOOL_FUNCTIONS]
+    tools = [tool.run if is_object else tool for tool, is_object in zip(module.TOOL_FUNCTIONS, objects)]
+    readers = [readers_of(tool) if typed and not is_object else {} for tool, is_object in zip(tools, objects)]
+    answers.write(b"ready\n")
+    answers.flush()
+    for call in calls:
+        try:
+            index, arguments = json.loads(call)
+            for name in arguments if readers[index] else ():
+                reader = readers[index].get(name) or list(readers[index].values())[-1]
+                arguments[name] = reader.read(arguments[name])
+            result, reward, kind = tools[index](**arguments), None, None
+            if inspect.isawaitable(result):
+                result = asyncio.run(awaited(result))
+            if type(result).__name__ == "ToolResult":
+                result, reward, kind = result.text, result.reward, result.error
+            answer = json.dumps({**as_sent(result), "reward": None if reward is None else float(reward), "kind": kind})
+            if len(answer) > LONGEST_ANSWER:
+                raise ValueError("the result is longer than 16 MiB")
+        except BaseException as error:
+            name = type(error).__name__
+            text = str(error) if isinstance(error, Exception) else f"{name}: {error}"
+            answer = json.dumps({"error": name, "text": text})
+        answers.write(answer.encode() + b"\n")
+        answers.flush()
+
+
+# INVARIANT: these functions also run in a tool's process, which does not import this package, and use what is imported
+# here alone. The import of pydantic takes tenths of a second: a process whose tools have JSON types does without it.
+SERVING = f"""
+import asyncio, base64, collections.abc, ctypes, dataclasses, enum, functools, importlib.util, inspect, io, json, os
+import re, sys, types, typing, weakref
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+LONGEST_ANSWER, UNIONS = {LONGEST_ANSWER}, (typing.Union, types.UnionType)
+{"".join(map(inspect.getsource, (json_form, as_text, with_data, as_sent, awaited, serve)))}
+"""
+READERS = (is_json_type, hints_of, ArgumentReader, cached_by_function, readers_of)
+READING = "from pydantic import TypeAdapter\n" + "".join(map(inspect.getsource, READERS))
+
+
+class ToolProcesses:
+    """Processes for a file's synchronous tools: one per concurrent call, reused for later calls.
+
+    A process is killed when its call exceeds its time. Each imports the file itself.
+    """
+
+    START_SECONDS = 600.0  # to import the tools file; a call's time limit does not include it
+
+    def __init__(self, path: str, tools: list[Callable]):
+        own = [tool for tool in tools if not inspect.iscoroutinefunction(tool) and not hasattr(tool, "json_schema")]
+        typed = any(not reader.plain for tool in own for reader in readers_of(tool).values())
+        program = f"{SERVING}{READING if typed else ''}serve(*json.loads(sys.argv[1]))"
+        self._command = [sys.executable, "-c", program, json.dumps([path, [str(each) for each in sys.path], typed])]
+        self._idle: dict[asyncio.AbstractEventLoop, list] = collections.defaultdict(list)
+        self._path = path
+
+    async def try_one(self) -> None:
+        """Raise `RuntimeError` or `OSError` if a process cannot import the file, such as one that locks a resource."""
+        process = await self._start()
+        self._end(process)
+        await process.wait()
+
+    def isolated(self, index: int, tool: Callable) -> Callable:
+        """An async function that runs `TOOL_FUNCTIONS[index]` in a process. An async tool is returned unchanged."""
+
+        async def prepare() -> Callable:
+            return functools.partial(self._call, await self._process(), index)
+
+        @functools.wraps(tool)
+        async def prepare_and_call(**arguments):
+            return await (await prepare())(**arguments)
+
+        prepare_and_call.prepare = prepare
+        return tool if inspect.iscoroutinefunction(tool) else prepare_and_call
+
+    async def _process(self) -> asyncio.subprocess.Process:
+        """An idle process, else a new one. Raises `ToolsUnavailable` if none can be started."""
+        idle = self._idle[asyncio.get_running_loop()]
+        while idle:
+            if (process := idle.pop()).returncode is None:
+                return process
+        try:
+            return await self._start()
+        except (OSError, RuntimeError) as error:
+            raise ToolsUnavailable(
+                f"no process for the tools of {self._path!r} could be started: {error_line(error)}. See above; check "
+                "that the file still imports, and ulimit -n, -u."
+            ) from error
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        """Start a process and wait until it has imported the file."""
+        pipes = dict.fromkeys(("stdin", "stdout"), asyncio.subprocess.PIPE)
+        process = await asyncio.create_subprocess_exec(  # own session: Ctrl-C must reach only the trainer
+            *self._command, **pipes, limit=2 * LONGEST_ANSWER, start_new_session=True
+        )
+        async with asyncio.timeout(self.START_SECONDS):
+            while await self._line(process) != b"ready\n":  # a hook of the interpreter may print before
+                pass
+        return process
+
+    async def _call(self, process: asyncio.subprocess.Process, index: int, /, **arguments: Any) -> Any:
+        process.stdin.write(json.dumps([index, arguments]).encode() + b"\n")
+        answer = json.loads(await self._line(process))
+        self._idle[asyncio.get_running_loop()].append(process)
+        if "error" in answer:
+            raise type(answer["error"], (Exception,), {})(answer["text"])
+        return as_received(answer)
+
+    async def _line(self, process: asyncio.subprocess.Process) -> bytes:
+        """The next line of a process. It is killed if it has ended itself, or if the wait is cancelled."""
+        line = b""
+        try:
+            line = await process.stdout.readline()
+            if line.endswith(b"\n"):
+                return line
+            with suppress(TimeoutError):  # it has an exit code of its own
+                await asyncio.wait_for(process.wait(), 1.0)
+        finally:
+            if not line.endswith(b"\n"):
+                self._end(process)
+                with suppress(TimeoutError):  # until its pipes are closed
+                    await asyncio.wait_for(process.wait(), 5.0)
+        raise RuntimeError(f"the tool's process ended with exit code {process.returncode}")
+
+    @staticmethod
+    def _end(process: asyncio.subprocess.Process) -> None:
+        """Kill the process and all processes that it started. They are in its group even after its own end."""
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
