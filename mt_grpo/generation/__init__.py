@@ -3,13 +3,12 @@
 adapters         LoRA as an adapter: whether a server can have it beside its weights, and its files
 versions         names of pushed weights: which a server reports, which sampled a turn
 samples          requests for samples, with images or without, and what their answers must be
+engines          what training needs of an engine
 vllm_engine      vLLM, as training sees it
 sglang_engine    SGLang, as training sees it
-engines          what training needs of an engine: a short list, and the engines that have it
 connection       the connection to a server: its address and answers, retries, time limits
 server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom
 weights          iteration over the policy's parameters
-weight_file      the file of a push, written tensor by tensor
 nccl_groups      NCCL groups of the trainer and a vLLM server's workers, over which weights go
 weight_transfer  weights to servers: by disk, by NCCL
 weight_sync      push, prove, push again after a restart

@@ -32,9 +32,9 @@ from mt_grpo.base.event_loop import (
 )
 from mt_grpo.conversation.pictures import reader_of
 from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.generation.engines import engine_of
+from mt_grpo.generation.engines import Engine
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
-from mt_grpo.generation.versions import SharedQuestion
+from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.rollout import Generation
 
@@ -94,6 +94,15 @@ def server_urls(value: str | list[str] | None) -> list[str]:
     return urls
 
 
+def engine_of(name: str) -> Engine:
+    """The engine with this name (`vllm` or `sglang`). SGLang's module is imported only if it is named."""
+    if name == "sglang":
+        from mt_grpo.generation.sglang_engine import SGLang
+
+        return SGLang()
+    return {"vllm": VLLM}[name]()
+
+
 class ServerConnection:
     """Connections to one server: control calls, retries, health checks, logprobs.
 
@@ -133,7 +142,6 @@ class ServerConnection:
         credentials = f"Bearer {api_key}" if api_key else credentials
         self._headers = {"Authorization": credentials} if credentials else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
-        self.held_version = SharedQuestion(self._ask_version).answer
         allow_many_open_files()
 
     @property
@@ -192,7 +200,7 @@ class ServerConnection:
         except BadAnswer as error:
             raise ServerError(f"{method} {url}: {error}.") from None
         except (ValueError, LookupError, TypeError):
-            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.engine.NO_ANSWER}") from None
+            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.engine.no_answer}") from None
 
     async def _call(self, method: str, url: str, timeout: float, kwargs: dict[str, Any]) -> tuple[int, bytes]:
         """Status and body. `timeout` limits the whole call: a server may send a byte every second for ever."""
@@ -262,7 +270,7 @@ class ServerConnection:
 
     def weight_version(self) -> str:
         """The weight version that the last push set on the server. A restarted server has lost it."""
-        return self.request("GET", self.engine.WEIGHTS, timeout=30.0, read=self.engine.held)
+        return self.request("GET", self.engine.WEIGHTS, timeout=30.0, read=lambda answer: answer["weight_version"])
 
     def score(self, token_ids: list[int], rank: int | None = None, timeout: float = 60.0) -> list[float]:
         """The logprobs of `token_ids[1:]` at temperature 1, full vocabulary, of one engine (`rank`) or of any."""
@@ -414,14 +422,14 @@ class ServerConnection:
 
         return run_async(all_of_them())
 
-    async def _ask_version(self) -> str | None:
-        """The version of the weights that the server holds; None if it does not answer. `held_version` shares it."""
+    async def held_version(self) -> str | None:
+        """The version of the weights that the server holds; None if it does not answer."""
         try:
             timeout = aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
             async with (await self._session()).get(
                 f"{self.base_url}{self.engine.WEIGHTS}", timeout=timeout
             ) as response:
-                return self.engine.held(await response.json()) if response.status == 200 else None
+                return (await response.json())["weight_version"] if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
             return None
 

@@ -1,15 +1,14 @@
-"""The interface of a generation server that training needs, and the engines that implement it."""
+"""The interface of a generation server that training needs."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mt_grpo.generation.samples import Question
-from mt_grpo.generation.vllm_engine import VLLM
 
 
-class Engine(Protocol):
+class Engine:
     """The interface of an engine. The pool, routes, proofs, restarts and logs use nothing else of it.
 
     Each method asks one server through its client (`ServerConnection`), whose `request` raises `ServerError` and
@@ -17,20 +16,28 @@ class Engine(Protocol):
 
     Attributes:
         name: Its name in recipes (`rollout_engine`), and the package whose versions were tested.
-        title, article: Its name in messages, and the article before it.
-        CONTEXT: Its flag for the length of the context.
+        title: Its name in messages, with its article.
+        CONTEXT, IMAGE_SIZES, MOST_IMAGES: Its flags for the context's length, and for the sizes and number of images.
         WEIGHTS: The address that reports which weights it holds.
         NAMES_OF_FILES: Whether a push has the names of a checkpoint's files, and not those of the model's modules.
-        NO_ANSWER: What to do if something else answers.
     """
 
     name: str
     title: str
     article: str
     CONTEXT: str
+    IMAGE_SIZES: str
+    MOST_IMAGES: str
     WEIGHTS: str
     NAMES_OF_FILES: bool
-    NO_ANSWER: str
+
+    @property
+    def no_answer(self) -> str:
+        """What to do if something else answers."""
+        return (
+            f"This answer is not from {self.article} {self.title} server. Check vllm_server_host, vllm_server_port, "
+            "vllm_server_base_url and rollout_engine."
+        )
 
     # -- who it is --
 
@@ -52,11 +59,16 @@ class Engine(Protocol):
         All engines report `model`, `tokenizer`, `dtype` and `max_model_len`.
         """
 
+    def image_settings(self, server: Any) -> tuple[Any, int | None]:
+        """What it was started with for the sizes of images, and for their number; None: no limit."""
+
     def ranks(self, server: Any) -> list[int | None]:
         """The data-parallel ranks at the address, `[None]` if there is one. Raises `ServerError` for other setups."""
 
     def tokens(self, server: Any, text: str) -> list[int]:
         """The ids of a text without special tokens."""
+        payload = {"model": server.model_card["id"], "prompt": text, "add_special_tokens": False}
+        return server.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
 
     def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
         """Why its logprobs are not those of the sampled distribution. None if they are.
@@ -66,9 +78,22 @@ class Engine(Protocol):
 
     def why_no_images(self, server: Any, most: int) -> str | None:
         """Why it does not read `most` images of a conversation as the trainer does. None if it may."""
+        sizes, limit = self.image_settings(server)
+        if sizes:
+            return (
+                f"was started with {self.IMAGE_SIZES} {sizes}, and reads images in other sizes than the trainer. "
+                "Remove it, and write the sizes into the model's preprocessor_config.json."
+            )
+        if limit is not None and limit < most:
+            return (
+                f"reads at most {limit} images per conversation, and its context has room for {most}. Start it "
+                f"without a limit of images ({self.MOST_IMAGES})."
+            )
+        return None
 
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         """Why it cannot hold `slots` LoRA adapters of this rank next to its weights. None if it can."""
+        return f"{server.base_url} runs {self.title}, to which adapters cannot be pushed alone"
 
     def why_no_scores(self, server: Any) -> str | None:
         """Why it must not be asked for the logprobs of many texts at the same time. None if it may."""
@@ -89,9 +114,6 @@ class Engine(Protocol):
 
     # -- weights --
 
-    def held(self, answer: dict[str, Any]) -> str:
-        """The name of the weights in an answer from `WEIGHTS`."""
-
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
         """Set the name that it reports for its weights. A restarted server has lost it."""
 
@@ -102,7 +124,7 @@ class Engine(Protocol):
         """Resume sampling after `pause`."""
 
     def load(self, server: Any, folder: Path) -> None:
-        """Load `model.safetensors` of a folder, while it is paused."""
+        """Load the safetensors files of a folder, while it is paused."""
 
     def probe(self, server: Any, folder: Path) -> str | None:
         """Let it open a folder's file that has no tensor, which changes no weight.
@@ -111,19 +133,10 @@ class Engine(Protocol):
         """
 
     def forget(self, server: Any) -> None:
-        """Drop the prefix cache, which old weights computed. Raises `ServerError` if that fails."""
+        """Drop the prefix cache, which old weights computed, unless `load` does. Raises `ServerError` if it fails."""
 
     def forget_images(self, server: Any) -> None:
-        """Drop the cached image embeddings, which old weights computed."""
+        """Drop the cached image embeddings, which old weights computed, if the server has any."""
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`disk` or `nccl`, for the setting `weight_sync`. Raises `ServerError` if the server does not support it."""
-
-
-def engine_of(name: str) -> Engine:
-    """The engine with this name (`vllm` or `sglang`). SGLang's module is imported only if it is named."""
-    if name == "sglang":
-        from mt_grpo.generation.sglang_engine import SGLang
-
-        return SGLang()
-    return {"vllm": VLLM()}[name]

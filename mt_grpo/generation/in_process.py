@@ -170,15 +170,7 @@ class InProcessBackend:
 
     def _run(self, batch: list[tuple]) -> list[Generation]:
         # TRL's backends take one `max_tokens` per batch: the largest. Each sample is then truncated to its own limit.
-        try:
-            token_ids, logprobs = self._generate_batch([request[1] for request in batch], max(r[2] for r in batch))
-        except AttributeError as error:
-            if "weight_loader" not in str(error):
-                raise
-            raise ValueError(
-                "vllm_mode: colocate is not supported on a CPU, where vLLM packs its weights and cannot load new ones "
-                "from TRL. Use a vLLM server (vllm_mode: server), or use_vllm: false."
-            ) from error
+        token_ids, logprobs = self._generate_batch([request[1] for request in batch], max(r[2] for r in batch))
         generations = []
         for i, (_, prompt_ids, max_tokens, _) in enumerate(batch):
             ids = list(token_ids[i][:max_tokens])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -12,9 +11,7 @@ from typing import Any
 
 import torch
 
-from mt_grpo.base.errors import ServerError, ServerLost
-
-Metadata = list[tuple[str, str, list[int]]]  # (name, dtype, shape) of each weight
+from mt_grpo.base.errors import ServerLost
 
 
 class NCCLGroup:
@@ -53,15 +50,15 @@ class NCCLGroup:
         self._client = client
         client.init_communicator(device=self.device)
 
-    def send(self, metadata: Metadata, tensors: dict[str, torch.Tensor]) -> None:
+    def send(self, tensors: dict[str, torch.Tensor]) -> None:
         """Send weights, while the server is paused. Raises `ServerLost`, after which the group is closed.
 
         Args:
-            metadata: (name, dtype, shape) of each weight.
             tensors: Name -> tensor, the model's own or on the CPU. The latter are on the GPU only while they are sent.
         """
         if self.closed:
             raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
+        metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
         weights = ((name, tensor.detach().to(self.device)) for name, tensor in tensors.items())
         self._within_limits(lambda: self._client.update_named_params(metadata, weights), "did not take the weights")
 
@@ -107,20 +104,3 @@ class NCCLGroup:
         if client.communicator is not None:
             client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
         client.close_communicator()
-
-
-def check_group_port(server: Any, port: int) -> None:
-    """Raise `ServerError` if this process cannot listen on the port for the workers of the server.
-
-    Otherwise the first push would find it, after weights are loaded. Another program may still take the port.
-    """
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # an ended run may just have had it
-            listener.bind(("", port))
-            listener.listen()
-    except OSError as error:
-        raise ServerError(
-            f"vllm_group_port: this machine cannot listen on port {port}, through which {server.base_url} gets the "
-            f"weights: {error.strerror}. Set vllm_group_port to a free port; each further server uses the next one."
-        ) from error

@@ -7,7 +7,6 @@ what it read. There an image has one placeholder, which vLLM replaces with as ma
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,7 +36,11 @@ class HalfLoaded(BadAnswer):
 
 
 def is_logprob(value: Any) -> bool:
-    """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding."""
+    """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding.
+
+    >>> [is_logprob(value) for value in (-0.5, 0, float("nan"), float("-inf"), 1.0, None)]
+    [True, True, False, False, False, False]
+    """
     return isinstance(value, (int, float)) and -1e9 < value < 1e-3
 
 
@@ -48,34 +51,6 @@ def not_an_id(value: Any, vocab_size: int | None) -> bool:
     [False, False, True, True, True, True, True]
     """
     return type(value) is not int or not 0 <= value < (2**31 if vocab_size is None else vocab_size)
-
-
-def not_ids(values: list[Any], vocab_size: int | None) -> list[Any]:
-    """Return the values of a server's answer that are no token ids.
-
-    >>> not_ids([0, 7], 8), not_ids([0, 8, -1, True], 8)
-    ([], [8, -1, True])
-    """
-    # In C, for long answers: the wrong ones are looked for only where there are some.
-    if (
-        values
-        and set(map(type, values)) == {int}
-        and not any(not_an_id(i, vocab_size) for i in (min(values), max(values)))
-    ):
-        return []
-    return [value for value in values if not_an_id(value, vocab_size)]
-
-
-def are_logprobs(values: list[Any]) -> bool:
-    """Whether all values can be logprobs of sampled tokens (`is_logprob`).
-
-    >>> are_logprobs([-0.5, 0.0]), are_logprobs([-0.5, float("nan")]), are_logprobs([None]), are_logprobs([1.0])
-    (True, False, False, False)
-    """
-    # In C, for long answers. A NaN is neither the least nor the greatest, but the sum shows it.
-    if values and set(map(type, values)) == {float} and not math.isnan(sum(values)):
-        return is_logprob(min(values)) and is_logprob(max(values))
-    return all(map(is_logprob, values))
 
 
 def read_completion(
@@ -98,10 +73,10 @@ def read_completion(
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     if type(token_ids) is not list or type(logprobs) is not list:
         raise BadAnswer(f"token_ids and logprobs are {type(token_ids)} and {type(logprobs)}, expected lists")
-    if wrong := not_ids(token_ids, vocab_size):
+    if wrong := [value for value in token_ids if not_an_id(value, vocab_size)]:
         among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
         raise BadAnswer(f"{len(wrong)} of {counts[0]} token ids are invalid: {str(wrong[:5])[:100]}{among}")
-    if not 0 < counts[0] == counts[1] or not are_logprobs(logprobs):
+    if not 0 < counts[0] == counts[1] or not all(map(is_logprob, logprobs)):
         raise BadAnswer(f"{counts[0]} ids do not match {counts[1]} logprobs {logprobs[:5]}...")
     if seen != num_prompt_tokens:
         raise BadAnswer(f"the server read {seen} prompt tokens, expected {num_prompt_tokens}: the prompt was changed")
@@ -223,14 +198,10 @@ def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
     except (KeyError, TypeError):
         raise BadAnswer(f"the answer does not say what the server read: {str(answer)[:500]}") from None
     if found != places:
-        theirs, ours = (
-            [(place.get("offset"), place.get("length")) for place in each] if isinstance(each, list) else each
-            for each in (found, places)
-        )
         raise BadAnswer(
-            f"the server reads {len(places)} images at (place, tokens) {theirs}, and the trainer at {ours}. If the "
-            "token counts differ, so do the settings (such as max_pixels): start the server with the model's own, "
-            "without --mm-processor-kwargs. If only the places differ, the server has another tokenizer"
+            f"the server reads images at {found}, expected {places}. If the lengths differ, so do the settings "
+            "(such as max_pixels): start the server with the model's own, without --mm-processor-kwargs. If only the "
+            "offsets differ, the server has another tokenizer"
         )
     if seen != with_placeholders(prompt):
         raise BadAnswer("the server read ids that are not the prompt's")

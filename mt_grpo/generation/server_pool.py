@@ -76,7 +76,7 @@ class Route:
 
         Raises `ServerError` if no server is left.
         """
-        pool, cancelled_before, moves = self.pool, asyncio.current_task().cancelling(), False
+        pool, moves = self.pool, False
         while True:
             lineages = [server.lineage for server in pool.servers]  # before the choice: an old one proves nothing
             number = self.group.choose()
@@ -89,11 +89,10 @@ class Route:
             try:
                 generation = await request
             except asyncio.CancelledError:
-                if asyncio.current_task().cancelling() > cancelled_before or number in pool.joined:
+                if asyncio.current_task().cancelling() or number in pool.joined:
                     raise  # the conversation itself is cancelled
             except ServerError as error:
-                is_last = pool.joined in ([], [number])
-                if is_last and not (isinstance(error, ServerLost) and await pool.another_answers()):
+                if pool.joined in ([], [number]):
                     raise
                 pool.leave(number, error)
             else:
@@ -157,7 +156,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
                     confirmed[n, lineages[n]] = asked
                 elif holds is False:
                     pool.leave(n, f"it restarted and holds the weights {answer!r} instead of {version!r}.")
-                elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
+                elif misses[n] >= pool.LOST_AFTER and pool.joined != [n]:
                     pool.leave(n, f"it did not answer {misses[n]} times in a row.")
             kept = {(n, pool.servers[n].lineage) for n in pool.joined}
             for index in range(len(tasks)):
@@ -203,9 +202,7 @@ class ServerPool:
         moved: The number of requests that were moved to another server, since a reader last set it to 0.
     """
 
-    RETRY_SECONDS = 30.0  # before a server that was left out is asked again; twice as long each time in a row
-    MOST_RETRY_SECONDS = 1800.0
-    NOTICE_SECONDS = 10.0  # between two log lines during a wait for any server
+    RETRY_SECONDS = 30.0  # before a server that was left out is asked again
     LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
     WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
 
@@ -217,7 +214,6 @@ class ServerPool:
         self.requests: list[set] = [set() for _ in servers]
         self.load, self.moved = [0] * len(servers), 0
         self._not_before: dict[int, float] = {}  # of servers that were left out: when they may be asked again
-        self._losses = [0] * len(servers)  # in a row
         self._lock = threading.Lock()
         self._settings: dict[str, Any] | None = None  # of all servers at the first push
 
@@ -327,15 +323,13 @@ class ServerPool:
             if number not in (self.members if joining else self.joined):
                 return
             self._move([number])
-            wait = min(self.RETRY_SECONDS * 2 ** self._losses[number], self.MOST_RETRY_SECONDS)
-            self._not_before[number] = time.monotonic() + wait
-            self._losses[number] += 1
+            self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
             left = len(self.members)
         if len(self.servers) > 1:
             rest = f"continues with {left} of {len(self.servers)} servers" if left else "waits for a server"
             logger.warning(
                 f"The {self.title} server at {self.servers[number].base_url} is left out. The run {rest}, and tries "
-                f"this one again in {wait:g} s. Reason: {str(why)[:500]}"
+                f"this one again in {self.RETRY_SECONDS:g} s. Reason: {str(why)[:500]}"
             )
 
     def _move(self, numbers: list[int], joining: bool = False) -> None:
@@ -351,11 +345,6 @@ class ServerPool:
         with self._lock:
             self.joined, self.joining = self.members, []
             return self.joined
-
-    async def another_answers(self) -> bool:
-        """Whether a server that was left out reports which weights it holds."""
-        others = [server for number, server in enumerate(self.servers) if number not in self.joined]
-        return any(v is not None for v in await asyncio.gather(*(server.held_version() for server in others)))
 
     def ask(self, question: Callable[[Any], Any]) -> dict[int, Any]:
         """Call `question` for all members at the same time. Returns number -> answer; one that fails is left out.
@@ -405,16 +394,13 @@ class ServerPool:
     def _find_back(self) -> list[int]:
         """The servers that were left out, and answer."""
         now, members = time.monotonic(), self.members
-        for number in members:
-            self._losses[number] = 0
         away = [n for n in range(len(self.servers)) if n not in members and self._not_before.get(n, 0.0) <= now]
-        healthy = dict(zip(away, at_once(lambda n: self.servers[n].healthy(), away)))
+        back = [n for n, healthy in zip(away, at_once(lambda n: self.servers[n].healthy(), away)) if healthy]
         for number in away:
-            if healthy[number]:
-                logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")
-            else:
-                self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
-        return [number for number in away if healthy[number]]
+            self._not_before[number] = now + self.RETRY_SECONDS
+        for number in back:
+            logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")
+        return back
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
         """Wait until all servers are healthy; once all have held the first weights, until any of them is."""
@@ -422,16 +408,9 @@ class ServerPool:
             for server in self.servers:
                 server.wait_until_healthy(unless)
             return
-        began, last_notice, timeout = time.monotonic(), float("-inf"), self.servers[0].timeout
         self._not_before.clear()
-        while not unless() and not any(at_once(lambda server: server.healthy(), self.servers)):
-            now = time.monotonic()
-            if now - began > timeout:
-                raise ServerError(f"None of the {self.title} servers at {self.base_url} answered in {timeout:g} s.")
-            if now - last_notice >= self.NOTICE_SECONDS:
-                last_notice = now
-                logger.warning(f"Waiting up to {began + timeout - now:.0f} more s for one of {self.base_url}.")
-            time.sleep(1.0)
+        first, *others = self.servers
+        first.wait_until_healthy(lambda: unless() or any(at_once(lambda server: server.healthy(), others)))
 
     # -- what a push of weights needs; called on rank 0 --
 

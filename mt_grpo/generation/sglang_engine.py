@@ -24,6 +24,7 @@ from typing import Any
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.tested_versions import outside
+from mt_grpo.generation.engines import Engine
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded, Question, forbidding, not_an_id, read_completion
 from mt_grpo.images.pictures import is_picture, pictures_in, runs_of, with_placeholders
 from mt_grpo.rollout import Generation, hash_of_ids
@@ -42,11 +43,7 @@ SGLANG_NAMES: dict[str, str | None] = {
     "return_token_ids": None, "include_stop_str_in_output": None, "prompt": None, "model": None, "user": None,
 }  # fmt: skip
 OF_THE_REQUEST = {"cache_salt": "extra_key"}
-CUT_BEHIND_LOGPROBS = (
-    "top_p",
-    "top_k",
-    "min_p",
-)  # they change what is sampled, and not the logprobs
+CUT_BEHIND_LOGPROBS = "top_p", "top_k", "min_p"  # they change what is sampled, and not the logprobs
 
 
 def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
@@ -100,15 +97,10 @@ def check_what_was_read(seen: Any, prompt: list[int]) -> None:
     if not isinstance(seen, list):
         raise BadAnswer(f"the answer does not say what the server read: {str(seen)[:100]}")
     number = next((i for i, (own, other) in enumerate(zip(ids, seen)) if own != other), min(len(ids), len(seen)))
-    images = len(pictures_in(prompt))
     raise BadAnswer(
-        f"the server read {len(seen)} ids, the prompt has {len(ids)}, and they first differ at id number {number}"
-        + (
-            f". The prompt has {images} images: start the server with SGLANG_MM_AVOID_RETOKENIZE=1, and without image "
-            "settings of its own"
-            if images
-            else ""
-        )
+        f"the server read {len(seen)} ids, the prompt has {len(ids)}, and they first differ at id number {number}. "
+        f"The prompt has {len(pictures_in(prompt))} images: with images start the server with "
+        "SGLANG_MM_AVOID_RETOKENIZE=1, and without image settings of its own"
     )
 
 
@@ -135,22 +127,17 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
     return Generation(found.token_ids, found.logprobs, found.finish_reason, hash_of_ids(prompt), versions)
 
 
-class SGLang:
+class SGLang(Engine):
     """The engine SGLang. `engines.Engine` documents the methods and their arguments."""
 
     name, title, article = "sglang", "SGLang", "an"
-    CONTEXT = "--context-length"
-    WEIGHTS = "/model_info"
-    NAMES_OF_FILES = True
-    NO_ANSWER = (
-        "This answer is not from an SGLang server. Check vllm_server_host, vllm_server_port, vllm_server_base_url "
-        "and rollout_engine."
-    )
+    CONTEXT, IMAGE_SIZES, MOST_IMAGES = "--context-length", "--mm-process-config", "--limit-mm-data-per-request"
+    WEIGHTS, NAMES_OF_FILES = "/model_info", True
 
     # -- who it is --
 
     def check_health(self, server: Any, timeout: float) -> None:
-        server.request("GET", self.WEIGHTS, timeout=timeout, read=self.held)
+        server.request("GET", self.WEIGHTS, timeout=timeout, read=lambda answer: answer["weight_version"])
 
     def card(self, server: Any) -> dict[str, Any]:
         """The served model, as the server was started: a push changes the name and path in `/v1/models`."""
@@ -166,16 +153,8 @@ class SGLang:
 
     def info(self, server: Any) -> dict[str, Any]:
         def read(answer: dict[str, Any]) -> dict[str, Any]:
-            keys = (
-                "model_path",
-                "served_model_name",
-                "tokenizer_path",
-                "dtype",
-                "dp_size",
-                "version",
-                "max_req_input_len",
-            )
-            _ = [answer[key] for key in keys]
+            keys = "model_path served_model_name tokenizer_path dtype dp_size version max_req_input_len"
+            _ = [answer[key] for key in keys.split()]
             return answer
 
         return server.request("GET", "/server_info", read=read)
@@ -199,10 +178,6 @@ class SGLang:
         count = int(server.server_info()["dp_size"])
         return list(range(count)) if count > 1 else [None]
 
-    def tokens(self, server: Any, text: str) -> list[int]:
-        payload = {"prompt": text, "add_special_tokens": False}
-        return server.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
-
     def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
         if not (given := [f"{key}={cuts[key]}" for key in CUT_BEHIND_LOGPROBS if key in cuts]):
             return None
@@ -211,26 +186,9 @@ class SGLang:
             "which biases the importance-sampling correction. Remove the setting"
         )
 
-    def why_no_images(self, server: Any, most: int) -> str | None:
+    def image_settings(self, server: Any) -> tuple[Any, int | None]:
         info = server.server_info()
-        if info.get("mm_process_config"):
-            return (
-                f"was started with --mm-process-config {info['mm_process_config']}, and reads images in other sizes "
-                "than the trainer. Remove it, and write the sizes into the model's preprocessor_config.json."
-            )
-        limit = (info.get("limit_mm_data_per_request") or {}).get("image", most)
-        if limit < most:
-            return (
-                f"reads at most {limit} images per conversation, and its context has room for {most}. Start it "
-                "without a limit of images (--limit-mm-data-per-request)."
-            )
-        return None
-
-    def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
-        return f"{server.base_url} runs SGLang, to which adapters cannot be pushed alone"
-
-    def why_no_scores(self, server: Any) -> str | None:
-        return None
+        return info.get("mm_process_config"), (info.get("limit_mm_data_per_request") or {}).get("image")
 
     def advice(self, server: Any, status: int, path: str) -> str:
         if status in (401, 403):
@@ -242,7 +200,7 @@ class SGLang:
             return ""
         version = vars(server).get("engine_version")  # if it was asked
         other = outside({"sglang": version}) if version else []
-        return f". {self.NO_ANSWER}" + (f" It runs {other[0]}." if other else "")
+        return f". {self.no_answer}" + (f" It runs {other[0]}." if other else "")
 
     # -- samples --
 
@@ -320,9 +278,6 @@ class SGLang:
 
     # -- weights --
 
-    def held(self, answer: dict[str, Any]) -> str:
-        return answer["weight_version"]
-
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
         body = {"new_version": name, "abort_all_requests": False}  # by default all requests end
         server.request("POST", "/update_weight_version", timeout=timeout, json=body)
@@ -356,12 +311,6 @@ class SGLang:
                 raise BadAnswer(json.dumps(answer)[:500])
 
         server.request("POST", "/update_weights_from_disk", timeout=600.0, json=body, read=read)
-
-    def forget(self, server: Any) -> None:
-        """Do nothing: `load` flushes the cache, and fails if it cannot."""
-
-    def forget_images(self, server: Any) -> None:
-        """Do nothing: `scripts/train.sh` starts the server without this cache, and the first push proves it."""
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`disk`, also for `auto`. Raises `ServerError` for `nccl`."""

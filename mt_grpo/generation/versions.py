@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 
@@ -53,38 +51,3 @@ def versions_of(turn: Any) -> list[int] | None:
     if not turn.generations or turn.generations[0].policy_versions is None:
         return None
     return [turn.generations[0].policy_versions[0], turn.generations[-1].policy_versions[1]]
-
-
-class SharedQuestion:
-    """An async request that is sent once for all callers that wait for it. At most one is under way at a time.
-
-    >>> asked = []
-    >>> async def ask():
-    ...     asked.append(len(asked))
-    ...     await asyncio.sleep(0)
-    ...     return len(asked)
-    >>> async def three():
-    ...     question = SharedQuestion(ask)
-    ...     return await asyncio.gather(*(question.answer() for _ in range(3)))
-    >>> asyncio.run(three()), asked
-    ([1, 1, 1], [0])
-    """
-
-    def __init__(self, ask: Callable[[], Awaitable]):
-        self._ask = ask
-        self._unsent: asyncio.Task | None = None
-        self._sent: asyncio.Task | None = None
-
-    async def answer(self) -> Any:
-        """Return the answer to a request that is sent after this call."""
-        loop = asyncio.get_running_loop()
-        if self._unsent is None or self._unsent.get_loop() is not loop:
-            before = self._sent if self._sent is not None and self._sent.get_loop() is loop else None
-            self._unsent = self._sent = loop.create_task(self._ask_behind(before))
-        return await asyncio.shield(self._unsent)
-
-    async def _ask_behind(self, before: asyncio.Task | None) -> Any:
-        if before is not None:
-            await asyncio.wait({before})
-        self._unsent = None  # who comes from here on asks anew
-        return await self._ask()

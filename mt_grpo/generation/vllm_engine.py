@@ -2,49 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.tested_versions import outside
 from mt_grpo.generation.adapters import why_server_merges
+from mt_grpo.generation.engines import Engine
 from mt_grpo.generation.samples import GENERATE, Question, ask_for_prompt, ask_for_sample
 
-FAILED_CALL = re.compile(r'Call to collective_rpc method failed: ((?:[^"\\]|\\.)*)', re.S)  # inside a JSON string
-OF_SEVERAL_WORKERS = re.compile(r"Worker failed with error '(.*)', please check", re.S)
 
-
-def error_of_worker(answer: str) -> str | None:
-    """The error that a worker raised, from vLLM's answer to a failed `/collective_rpc`. None for another answer.
-
-    An engine with several workers quotes the error. An engine with one worker (one GPU) does not.
-
-    >>> error_of_worker('500 {"error":{"message":"Call to collective_rpc method failed: No \\\\"x\\\\".","code":500}}')
-    'No "x".'
-    """
-    if not (found := FAILED_CALL.search(answer)):
-        return None
-    message = found[1]
-    with suppress(ValueError):  # of an answer that was cut off
-        message = json.loads(f'"{message}"')
-    quoted = OF_SEVERAL_WORKERS.search(message)
-    return quoted[1] if quoted else message
-
-
-class VLLM:
+class VLLM(Engine):
     """The engine vLLM. `engines.Engine` documents the methods and their arguments."""
 
     name, title, article = "vllm", "vLLM", "a"
-    CONTEXT = "--max-model-len"
-    WEIGHTS = "/weight_info"
-    NAMES_OF_FILES = False
-    NO_ANSWER = (
-        "This answer is not from a vLLM server. Check vllm_server_host, vllm_server_port, vllm_server_base_url and "
-        "rollout_engine."
-    )
+    CONTEXT, IMAGE_SIZES, MOST_IMAGES = "--max-model-len", "--mm-processor-kwargs", "--limit-mm-per-prompt"
+    WEIGHTS, NAMES_OF_FILES = "/weight_info", False
 
     # -- who it is --
 
@@ -87,10 +60,6 @@ class VLLM:
         count = config.get("data_parallel_size", 1)
         return list(range(count)) if count > 1 else [None]
 
-    def tokens(self, server: Any, text: str) -> list[int]:
-        payload = {"model": server.model_card["id"], "prompt": text, "add_special_tokens": False}
-        return server.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
-
     def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
         if (mode := server.server_info()["model_config"]["logprobs_mode"]) == "processed_logprobs":
             return None
@@ -99,20 +68,11 @@ class VLLM:
             "the importance-sampling correction. Start it with --logprobs-mode processed_logprobs"
         )
 
-    def why_no_images(self, server: Any, most: int) -> str | None:
+    def image_settings(self, server: Any) -> tuple[Any, int | None]:
         config = server.server_info()["model_config"].get("multimodal_config") or {}
-        if config.get("mm_processor_kwargs"):
-            return (
-                f"was started with --mm-processor-kwargs {config['mm_processor_kwargs']}, and reads images in other "
-                "sizes than the trainer. Remove it, and write the sizes into the model's preprocessor_config.json."
-            )
-        limit = ((config.get("limit_per_prompt") or {}).get("image") or {}).get("count", most)
-        if limit < most:
-            return (
-                f"reads at most {limit} images per conversation, and its context has room for {most}. Start it "
-                "without a limit of images (--limit-mm-per-prompt)."
-            )
-        return None
+        return config.get("mm_processor_kwargs"), ((config.get("limit_per_prompt") or {}).get("image") or {}).get(
+            "count"
+        )
 
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         return why_server_merges(server, rank, slots)
@@ -133,7 +93,7 @@ class VLLM:
         if status == 404 and path == GENERATE:
             return ". Images need a vLLM server started with --enable-scale-out (0.30 or later)."
         if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
-            return f". {self.NO_ANSWER}"
+            return f". {self.no_answer}"
         if status != 404:
             return ""
         version = vars(server).get("engine_version")  # if it was asked
@@ -165,9 +125,6 @@ class VLLM:
 
     # -- weights --
 
-    def held(self, answer: dict[str, Any]) -> str:
-        return answer["weight_version"]
-
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
         server.request("POST", "/update_weight_version", timeout=timeout, json={"new_version": name})
 
@@ -193,10 +150,9 @@ class VLLM:
         try:
             server.request("POST", "/collective_rpc", timeout=60.0, json={"method": "reload_weights", "kwargs": load})
         except ServerLost as error:
-            if (worker_error := error_of_worker(str(error))) is None:
+            if "Call to collective_rpc method failed" not in str(error):
                 raise
-            # An older vLLM cannot be asked; the first push shows it.
-            return None if "unexpected keyword argument" in worker_error else worker_error
+            return str(error)  # with the error of the worker
         finally:
             if server.reads_images:
                 try:

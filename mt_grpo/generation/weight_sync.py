@@ -7,8 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from mt_grpo.generation.adapters import adapter_weights, config_of, why_model_me
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_transfer import why_not_shared
-from mt_grpo.generation.weights import GatherFailed, PolicyWeights, off_by_rounding
-from mt_grpo.images.pictures import inputs_of_rows, is_picture
+from mt_grpo.generation.weights import PolicyWeights, off_by_rounding
+from mt_grpo.images.pictures import inputs_of_rows
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,6 @@ class WeightSync:
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
     CHECK_EVERY = 10  # logprobs are compared at every n-th push, at the first one and after a restart
-    NUM_CHECKED = 24  # probe ids that a check reads from a server that was checked before, the next ones each time
     NUM_SAMPLED = 16  # tokens whose logprobs are compared if an adapter was pushed
 
     def __init__(
@@ -136,7 +134,7 @@ class WeightSync:
             raise ServerError(f"weight_sync=adapter: {reason}. Set weight_sync: auto to merge the adapter instead.")
         self.adapter = None
         for server in self.servers.servers:
-            server.transfer.adapter = server.loaded = None
+            server.transfer.adapter = None
             server.transfer.drop_adapters()
         if self.accelerator.is_main_process:
             logger.warning(f"The policy has a LoRA. Weight syncs send merged weights, since {sentence(reason)}")
@@ -155,7 +153,7 @@ class WeightSync:
     def _why_base_differs(self) -> str | None:
         """Why a server's own weights are not those that the adapter is on top of; None: they are. Collective."""
         with self.weights.model.disable_adapter():
-            gap = max(self._distances_of_samples(self._probe_ids).values())
+            gap = max(self._distances_of_samples().values())
         if gap <= self._logprob_tolerance():
             return None
         return f"the server's base weights differ from the policy's (mean difference of logprobs {gap:.2e})"
@@ -205,7 +203,7 @@ class WeightSync:
             return seconds, None
         pushed = time.perf_counter()
         try:
-            gap = self._check_logprobs(whole=new_server)
+            gap = self._check_logprobs()
         except ServerLost:
             raise
         except ServerError:
@@ -225,9 +223,8 @@ class WeightSync:
             return self.servers.update_weights(weights, version, expected, self.accelerator.device)
 
         if not self.accelerator.is_main_process and self.weights.sharded:
-            with suppress(GatherFailed):  # rank 0 has the same error, and raises it on all ranks
-                for _ in weights:  # gathering is collective
-                    pass
+            for _ in weights:  # gathering is collective
+                pass
         return on_main_process(push)
 
     def _check_that_pushes_arrive(self, version: str) -> None:
@@ -253,7 +250,7 @@ class WeightSync:
             if self.adapter is None:
                 distances = self._distances(noisy)
             else:
-                distances = self._distances_of_samples(self._probe_ids, computes)
+                distances = self._distances_of_samples(computes)
         allowed = on_main_process(lambda: allowed)
         number, missed = max(distances.items(), key=lambda item: item[1])
         if missed > allowed:
@@ -276,18 +273,13 @@ class WeightSync:
         factor = 3 if self.adapter is None else 6  # of an adapter `NUM_SAMPLED` tokens alone are compared
         return max(1e-3 if exact else 0.02, factor * (rounded - logprobs).abs().mean().item())
 
-    def _check_logprobs(self, whole: bool = False) -> float:
+    def _check_logprobs(self) -> float:
         """Mean absolute difference of the trainer's and the servers' logprobs, of the worst server that is right.
 
         A server whose difference is too large is left out. Raises its `ServerError` if no other one is left.
-
-        Args:
-            whole: Whether all probe ids are read: of a server that was not checked before.
         """
         tolerance = self._logprob_tolerance()
-        gaps = self._gaps(self._probe_ids if whole else self._window())
-        if not whole and not all(gap <= tolerance for gap in gaps.values()):
-            gaps = self._gaps(self._probe_ids)  # in bf16 a few ids may be further apart than a whole prompt is
+        gaps = self._distances(self._probe_logprobs()) if self.adapter is None else self._distances_of_samples()
         problems = {
             number: ServerError(
                 f"After the weight sync the trainer and the server at {self.servers.servers[number].base_url} "
@@ -301,33 +293,12 @@ class WeightSync:
             on_main_process(lambda: self.servers.refuse(problems))
         return max(gap for number, gap in gaps.items() if number not in problems)
 
-    def _window(self) -> list[int]:
-        """`NUM_CHECKED` of the probe ids, the next ones at each check: an expert may be of some of them alone.
+    def _distances(self, ours: torch.Tensor) -> dict[int, float]:
+        """Per server the mean absolute difference from our logprobs of the probe ids, (T-1,).
 
-        Where they begin with an image, it stands before all of them.
+        It is the largest of the server's engines, and over all ranks.
         """
-        shown = max((i + 1 for i, token in enumerate(self._probe_ids) if is_picture(token)), default=0)
-        image, text = self._probe_ids[:shown], self._probe_ids[shown:]
-        number, windows = self.num_syncs // self.CHECK_EVERY, len(text) // self.NUM_CHECKED
-        start = self.NUM_CHECKED * (number % max(1, windows))
-        return image + text[start : start + self.NUM_CHECKED]
-
-    def _gaps(self, ids: list[int]) -> dict[int, float]:
-        """Per server how far its logprobs are from the trainer's, of these ids, or of what it samples behind them."""
-        if self.adapter is not None:
-            return self._distances_of_samples(ids)
-        with ThreadPoolExecutor(1) as beside:  # the servers read the ids while this process does
-            asked = beside.submit(self.servers.scores, ids) if self.accelerator.is_main_process else None
-            return self._distances(self._probe_logprobs(ids=ids), asked and asked.result)
-
-    def _distances(self, ours: torch.Tensor, scores: Callable[[], Any] | None = None) -> dict[int, float]:
-        """Per server the mean absolute difference of logprobs: the largest of its engines, and over all ranks.
-
-        Args:
-            ours: The trainer's, (T-1,).
-            scores: Gives the servers', on rank 0. None: those of the probe ids.
-        """
-        theirs = on_main_process(scores or (lambda: self.servers.scores(self._probe_ids)))
+        theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
         return self._largest_of_ranks(
             {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
         )
@@ -340,11 +311,12 @@ class WeightSync:
                 largest[number] = max(largest.get(number, 0.0), distance if math.isfinite(distance) else math.inf)
         return largest
 
-    def _distances_of_samples(self, ids: list[int], computes: bool = True) -> dict[int, float]:
-        """Compute `_distances` of what each server samples after `ids`, on the ranks where `computes` is true.
+    def _distances_of_samples(self, computes: bool = True) -> dict[int, float]:
+        """Compute `_distances` of what each server samples after the probe ids, on ranks where `computes` is true.
 
         Conversations may be at the server. vLLM 0.31 on a CPU ends where it scores a prompt by an adapter beside them.
         """
+        ids = self._probe_ids
         room = (self.servers.max_model_len or math.inf) - len(ids)
         found = on_main_process(lambda: self.servers.samples(ids, min(self.NUM_SAMPLED, room)))
         gaps = {}
@@ -368,9 +340,9 @@ class WeightSync:
         """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded.
 
         Args:
-            ids: In place of the probe ids.
-            sampled: Whether they are compared with those of sampled ids, for which what may not be sampled is left
-                out. Those of a server's prompt are of the whole vocabulary.
+            ids: Ids instead of the probe ids.
+            sampled: Whether they are compared with those of sampled ids, which leave out what may not be sampled.
+                Those of a server's prompt are of the whole vocabulary.
         """
         with ExitStack() as stack:
             stack.callback(self.model.train, self.model.training)

@@ -5,25 +5,21 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
-from mt_grpo.base.errors import ServerError, error_line
+from mt_grpo.base.errors import ServerError
 from mt_grpo.generation.adapters import adapter_weights, is_of_adapter
 
 NOISE = 0.7  # of the first push, relative to each element (docs/speed.md says what it shows)
-
-
-class GatherFailed(RuntimeError):
-    """An iteration over the weights failed or was closed on some rank. The message is the same on all ranks."""
 
 
 def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -44,13 +40,12 @@ def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Ten
 
 
 class PolicyWeights(VLLMGeneration):
-    """The parameters of a whole model, or of one that FSDP2 or ZeRO-3 shards. Three things differ from TRL's own.
+    """The parameters of a whole model, or of one that FSDP2 or ZeRO-3 shards. Two things differ from TRL's own.
 
     1. Each adapted layer is merged in a copy. TRL merges and unmerges the whole model itself, which in bf16 changes
        the frozen weights a little at every sync, and under ZeRO-3 needs memory for the whole model on each GPU.
     2. Tied parameters are yielded under all their names. `named_parameters()` yields them once. vLLM on CPU packs
        `lm_head` at load and does not update it from the embedding, so it would sample from old weights.
-    3. An iteration that fails on one rank fails on all, and leaves no rank waiting in a gather.
     """
 
     def _init_vllm(self) -> None:
@@ -125,36 +120,19 @@ class PolicyWeights(VLLMGeneration):
         name = self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
         return self._file_names[name] if self.names_of_files else name
 
-    def _in_parts(self, named_weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights, and those that are in `_parts` as several tensors."""
-        model = self.model.get_base_model() if self._has_adapters else self.model
-        for name, tensor in named_weights:
-            if name in self._parts:
-                yield from in_files(model, name, tensor.detach()).items()
-            else:
-                yield name, tensor
-
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
 
         A `Parameter` is the model's own, and valid until the next optimizer step.
 
-        Gathering shards is collective, so every rank iterates. Before each gather the ranks tell each other whether
-        they go on: an iteration that fails on one rank, or is closed there, ends with `GatherFailed` on all ranks, and
-        no parameter stays gathered.
+        Gathering shards is collective, so every rank iterates to the end.
         """
-        try:
-            yield from self._in_parts(self._gather())
-            self._go_on()  # after the last weight, too
-        except GatherFailed:
-            raise
-        except GeneratorExit as closed:
-            with suppress(GatherFailed):
-                self._go_on(closed)
-            raise
-        except BaseException as error:
-            self._go_on(error)
-            raise
+        model = self.model.get_base_model() if self._has_adapters else self.model
+        for name, tensor in self._gather():
+            if name in self._parts:
+                yield from in_files(model, name, tensor.detach()).items()
+            else:
+                yield name, tensor
 
     @contextmanager
     def noise(self, adapter: bool) -> Iterator[None]:
@@ -216,11 +194,8 @@ class PolicyWeights(VLLMGeneration):
             while layer.endswith(".base_layer"):  # a layer in a layer, as PEFT has two parameters of one module
                 layer = layer.removesuffix(".base_layer")
             needed = list(layers[layer].parameters()) if layer in layers else [parameter]
-            self._allocate_once(needed)
-            self._go_on()
             with self._dist.gather_params(needed):  # of ZeRO-3, which changes no shard when it leaves
                 whole = {id(p): self._whole(p) for p in needed}
-                # INVARIANT: from here to the next `_go_on` nothing is collective, so that one rank may fail alone.
                 tensor = whole[id(parameter)]
                 if layer in layers:
                     tensor = self._merged_copy(layers[layer], whole).get_base_layer().get_parameter(inner).data
@@ -230,21 +205,6 @@ class PolicyWeights(VLLMGeneration):
                     if alias not in sent:
                         sent.add(alias)
                         yield alias, tensor
-
-    def _go_on(self, error: BaseException | None = None) -> None:
-        """Raise `GatherFailed` on all ranks if any rank has an error. Collective where weights are sharded."""
-        if not self.sharded:
-            return
-        failed = torch.tensor(int(error is not None), device=self.accelerator.device)
-        if self.accelerator.reduce(failed, "sum").item():
-            own = [] if error is None else [f"rank {self.accelerator.process_index}: {error_line(error)}"]
-            raise GatherFailed("; ".join(gather_object(own)))
-
-    def _allocate_once(self, parameters: list[torch.Tensor]) -> None:
-        """Fail without memory for whole parameters, before the other ranks wait in their gather."""
-        if self.sharded:
-            shapes = [(getattr(p, "ds_shape", p.shape), p.dtype) for p in parameters]
-            _ = [torch.empty(shape, dtype=dtype, device=self.accelerator.device) for shape, dtype in shapes]
 
     def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
         """The full tensor. Collective where FSDP2 shards it."""

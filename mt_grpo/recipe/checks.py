@@ -39,7 +39,6 @@ from mt_grpo.conversation.pictures import (
     with_pictures,
 )
 from mt_grpo.conversation.sampling import check_conversations, sampling_params
-from mt_grpo.generation.nccl_groups import check_group_port
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.images.pictures import MOST_PICTURES
 from mt_grpo.recipe.data import empty_prompts, with_prompts
@@ -269,8 +268,6 @@ def check_server(
                 with_pictures(tokenizer, f"the server takes no images: {error}".removesuffix("."))
     if client.transfer.resolve(args.device) == "disk":
         on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
-    else:
-        on_main_process(lambda: check_group_port(client, client.transfer.group_port))
 
 
 def check_tokenizer(client: Any, tokenizer: Any, where: str) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 import subprocess
 from pathlib import Path
 
@@ -500,18 +499,6 @@ def test_another_tokenizer_is_refused(client, setting, random_model):
         check_server(client, *setting)
 
 
-def test_a_group_port_that_is_taken_is_refused(client, setting, monkeypatch):
-    """Before weights are loaded: for `nccl` only, and not where it is free again."""
-    with monkeypatch.context() as by_nccl:
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            by_nccl.setattr(client.transfer, "group_port", taken.getsockname()[1])
-            check_server(client, *setting)  # by disk
-            by_nccl.setattr(client.transfer, "resolve", lambda device: "nccl")
-            with pytest.raises(ServerError, match=f"vllm_group_port: .*{client.transfer.group_port}.*in use"):
-                check_server(client, *setting)
-        check_server(client, *setting)
-
-
 def test_raw_logprobs_and_missing_endpoints_are_refused(served_model, setting, tmp_path):
     """One server with everything wrong: first its logprobs mode, then the development endpoints that it lacks."""
     for dev_mode, message in ((True, "logprobs-mode raw_logprobs"), (False, "VLLM_SERVER_DEV_MODE=1")):
@@ -655,29 +642,16 @@ def test_whether_the_server_sees_the_directory_is_found_out_without_harm(seen, c
     assert client.healthy() and client.score([5, 6, 7, 8]) == before and not list(tmp_path.iterdir())
 
 
-SEVERAL_WORKERS = "Worker failed with error '{}', please check the stack trace above for the root cause"
-
-
-@pytest.mark.parametrize("by_executor", ["{}", SEVERAL_WORKERS], ids=["one worker", "several workers"])
-def test_the_answer_of_an_engine_with_one_worker_is_understood_too(by_executor, tmp_path, monkeypatch):
-    """The texts of vLLM 0.31: an engine with one GPU does not quote what its worker raised. The CPU's engine does."""
+def test_what_a_worker_raised_is_said_and_a_lost_server_is_no_answer(tmp_path, monkeypatch):
     client = VLLMServerClient("127.0.0.1", 9)
+    error = {"message": "Call to collective_rpc method failed: Repo id must be in the form", "code": 500}
 
-    def answers(problem):
-        error = {"message": f"Call to collective_rpc method failed: {by_executor.format(problem)}",
-                 "type": "InternalServerError", "param": None, "code": 500}  # fmt: skip
-        body = json.dumps({"error": error}, ensure_ascii=False, separators=(",", ":")).encode()
+    async def call(*_):
+        return 500, json.dumps({"error": error}).encode()
 
-        async def call(*_):
-            return 500, body
-
-        monkeypatch.setattr(client, "_call", call)
-
-    answers("Repo id must be in the form 'repo_name': '/mnt/\"a\" b'. Use `repo_type` argument if needed.")
-    with pytest.raises(ServerError, match=f"weight_sync_dir='{tmp_path}'.* Repo id must be .*'/mnt/\"a\" b'"):
+    monkeypatch.setattr(client, "_call", call)
+    with pytest.raises(ServerError, match=f"weight_sync_dir='{tmp_path}'.* Repo id must be"):
         check_shared_directory(client, str(tmp_path))
-    answers("Worker.reload_weights() got an unexpected keyword argument 'weights_path'")  # of an older vLLM
-    check_shared_directory(client, str(tmp_path))
     monkeypatch.setattr(client, "request", lambda *_, **__: (_ for _ in ()).throw(ServerLost("503 EngineDeadError")))
     with pytest.raises(ServerLost, match="^503 EngineDeadError$"):
         check_shared_directory(client, str(tmp_path))
@@ -691,12 +665,3 @@ def test_weights_that_fsdp2_shards_reach_the_server(lora, port, tmp_path, monkey
     text = launch(FSDP2, [WORKER, "train"], "--config", sharded_recipe(tmp_path, port, **SHARDED_LORA if lora else {}))
     assert "lost after 5 weights. The run waits for the server, then pushes the weights again." in text
     assert_trained_from_what_the_server_held(tmp_path / "out", 3)
-
-
-def test_a_push_that_fails_on_the_other_rank_ends_the_run(port, tmp_path, monkeypatch):
-    """Both ranks raise what rank 1 said, and the run is saved between two steps."""
-    monkeypatch.setenv("FAULT", "no memory")
-    text = launch(FSDP2, [WORKER, "train"], "--config", sharded_recipe(tmp_path, port), fails=True)
-    assert text.count("error: Step 1: GatherFailed: rank 1: MemoryError: none left") == 2, text[-3000:]
-    assert_trained_from_what_the_server_held(tmp_path / "out", 1)
-    assert (tmp_path / "out/checkpoint-1/model.safetensors").is_file()

@@ -31,8 +31,7 @@ from warm_vllm import WarmVLLMServer
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation import weight_sync
-from mt_grpo.generation.connection import ServerConnection, server_urls
-from mt_grpo.generation.engines import engine_of
+from mt_grpo.generation.connection import ServerConnection, engine_of, server_urls
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_sync import WeightSync
@@ -316,24 +315,6 @@ def test_a_prompt_for_which_the_server_fails_is_named_with_its_row(status, says)
             client.close()
 
 
-def test_a_last_server_that_gives_up_is_left_where_others_are_back():
-    """They hold other weights by now: all get the weights again. Without another one the run ends."""
-    pool = make_pool(2, joined=[1])
-    pool.servers[1].error = ServerLost("gave up")
-    pool.servers[0].version = "default"
-    assert run(pool, [0, 1], two_turns) == [None, None] and pool.joined == []
-    pool.joined, pool.servers[0].version = [1], None
-    with pytest.raises(ServerLost, match="gave up"):
-        run(pool, [0, 1], two_turns)
-
-
-def test_a_last_server_that_is_silent_is_left_where_others_are_back():
-    pool = make_pool(2, joined=[1])
-    pool.servers[1].version, pool.servers[1].seconds = None, 60.0
-    pool.servers[0].version = "default"
-    assert run(pool, [0, 1], two_turns) == [None, None] and pool.joined == []
-
-
 def test_a_conversation_that_fails_as_it_is_given_up_ends_no_run():
     pool = make_pool(2)
 
@@ -348,39 +329,6 @@ def test_a_conversation_that_fails_as_it_is_given_up_ends_no_run():
             raise RuntimeError("its cleanup failed") from None
 
     assert run(pool, [0, 1], converse) == [[0, 0], None]
-
-
-def test_a_conversation_that_ignores_its_end_is_not_waited_for():
-    pool = make_pool(2)
-
-    async def converse(route, index):
-        await route.generate([1], 8, None, index)
-        if index == 1:
-            pool.servers[1].version = "default"
-            while not over.is_set():
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.sleep(0.1)
-        return index
-
-    over = threading.Event()
-    try:
-        assert run(pool, [0, 1], converse) == [0, None]
-    finally:
-        over.set()
-
-
-def test_an_earlier_cancel_that_was_ignored_does_not_end_a_conversation():
-    """Old versions of `async_timeout` do so: the task counts one cancel for ever."""
-    pool = make_pool(2)
-
-    async def converse(route, index):
-        asyncio.current_task().cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.sleep(0)
-        pool.servers[1].version, pool.servers[1].seconds = None, 60.0
-        return await two_turns(route, index)
-
-    assert run(pool, [0, 1], converse) == [[0, 0], [0, 0]]
 
 
 def test_a_batch_that_is_cancelled_at_once_leaves_no_load():
@@ -441,7 +389,11 @@ class Settled(Stub):
         return self.up
 
     def wait_until_healthy(self, unless):
-        assert self.up or unless()
+        deadline = time.monotonic() + self.timeout
+        while not (self.up or unless()):
+            if time.monotonic() > deadline:
+                raise ServerError(f"No vLLM server answers at {self.base_url}")
+            time.sleep(0.01)
 
     def settings(self):
         return self._if_up(dict(self.values))
@@ -460,14 +412,6 @@ def settled_pool(*servers, complete=True):
     pool = ServerPool(list(servers))
     pool.complete, pool.RETRY_SECONDS = complete, 0.0
     return pool
-
-
-@pytest.mark.parametrize(("key", "value"), [("model", "other"), ("dtype", "torch.bfloat16"), ("max_model_len", 320)])
-def test_servers_that_differ_are_refused_by_name_key_and_values(key, value):
-    servers = Settled(0), Settled(1), Settled(2, **{key: value})
-    pool = settled_pool(*servers, complete=False)
-    with pytest.raises(ServerError, match=f"{key}={value!r} at http://server2, {servers[0].values[key]!r} at"):
-        pool.check_settings()
 
 
 def test_a_server_that_comes_back_otherwise_is_left_out(caplog):
@@ -530,12 +474,6 @@ def test_a_lost_server_is_not_asked_at_every_push():
     assert not pool.find_restarted("v") and servers[1].asked > asked
 
 
-def test_every_engine_behind_an_address_is_probed():
-    servers = Settled(0), Settled(1)
-    servers[1].engines = 2
-    assert settled_pool(*servers).scores([1, 2, 3]) == {0: [[-1.0, -1.0]], 1: [[-1.0, -1.0], [-2.0, -2.0]]}
-
-
 class Pushed(Settled):
     """A server that takes pushes, and whose logprobs are the trainer's, -1, or off by `wrong`."""
 
@@ -576,37 +514,6 @@ def pushing():
     sync._probe_logprobs = lambda ids=None: torch.tensor([-1.0, -1.0])
     sync._largest_rounding = lambda logprobs, exact: 1e-3
     yield lambda version: sync.sync(version, lambda: None, lambda: None), pool, sync
-
-
-def test_a_server_that_was_checked_reads_some_ids_at_a_time(pushing):
-    """The whole prompt at its first push, and where one joins; later 24 ids of it, the next ones each time."""
-    push, pool, sync = pushing
-    sync._probe_ids, asked = list(range(100)), []
-    sync._probe_logprobs = lambda ids=range(100): torch.zeros(len(ids) - 1)
-    pool.scores = lambda ids: asked.append(ids) or {0: [[0.0] * (len(ids) - 1)]}
-    for step in range(50):
-        push(f"v-{step}")
-    windows = list(range(24, 48)), list(range(48, 72)), list(range(72, 96)), list(range(24))
-    assert asked == [list(range(100))] * 2 + list(windows)  # the first of the proof
-    pool.servers[1].version = "of another process"
-    push("v-50")
-    assert asked[6:] == [list(range(100))]
-
-
-@pytest.mark.parametrize("of_whole, refused", [(5e-4, False), (2e-3, True)])
-def test_a_few_ids_that_are_far_apart_are_no_error_where_the_prompt_is_not(pushing, of_whole, refused):
-    """Then the whole prompt is read, and its mean decides."""
-    push, pool, sync = pushing
-    sync._probe_ids, sync.CHECK_EVERY = list(range(100)), 1
-    sync._probe_logprobs = lambda ids=range(100): torch.zeros(len(ids) - 1)
-    pool.scores = lambda ids: {n: [[0.0] * (len(ids) - 1)] for n in pool.joined or (0, 1, 2)}
-    push("v-0")
-    pool.scores = lambda ids: {n: [[2e-3 if len(ids) == 24 else of_whole] * (len(ids) - 1)] for n in pool.joined}
-    if refused:
-        with pytest.raises(ServerError, match="disagree: the mean difference of logprobs is 2.00e-03"):
-            push("v-1")
-    else:
-        assert push("v-1")["sync/logprob_difference"] == pytest.approx(5e-4)
 
 
 def test_wrong_weights_are_checked_again_when_their_server_joins_again(pushing):
@@ -693,7 +600,7 @@ def test_a_push_while_no_server_answers_waits_for_one(pushing):
     sync.pushed = None
     assert push("v-0")["sync/servers"] == 1 and pool.joined == [2]
     pool.servers[2].up, pool.servers[0].timeout = False, 0.5
-    with pytest.raises(ServerError, match="None of the vLLM servers at http://server0, .* answered in 0.5 s"):
+    with pytest.raises(ServerError, match="No vLLM server answers at http://server0"):
         push("v-1")
 
 
@@ -779,20 +686,6 @@ def test_prefixes_are_shared_within_a_push_and_never_during_one(pushing):
     assert salt() == [{"cache_salt": "v-5"}] * 3
 
 
-def test_a_server_is_asked_less_often_the_more_often_it_is_lost(pushing):
-    """30 s, then 60 s; it starts anew where it was there from one push to the next."""
-    push, pool, _ = pushing
-    pool.RETRY_SECONDS = 30.0
-    push("v-0")
-    for wait, pushes in ((30.0, ["v-1"]), (60.0, ["v-2", "v-3"]), (30.0, [])):
-        began = time.monotonic()
-        pool.leave(1, "lost")
-        assert began <= pool._not_before[1] - wait <= time.monotonic()
-        pool._not_before.clear()
-        for version in pushes:
-            push(version)
-
-
 def test_wrong_weights_leave_a_server_out_and_end_the_run_with_the_last(caplog):
     pool = settled_pool(Settled(0), Settled(1))
     pool.refuse({1: ServerError("disagree by 0.5")})
@@ -857,7 +750,7 @@ def test_a_server_joins_again_while_conversations_run(in_flight):
     assert in_flight.push("v-1")["sync/servers"] == 3
     run_async(proven(*pool.servers))
     wait_until(lambda: read[0][-1] == (0, "v-1") and read[2][-1] == (2, "v-1"))
-    assert pool.joined == [0, 1, 2] and pool._losses[1] == 1
+    assert pool.joined == [0, 1, 2]
     in_flight.over.set()
     ended = [versions for versions in in_flight.running.result(20) if versions is not None]
     assert len(ended) >= 2 and {version for versions in ended for _, version in versions} == {"v-0", "v-1"}
@@ -1091,10 +984,9 @@ def test_a_server_that_is_frozen_gives_its_conversations_away(servers, tmp_path)
 
 
 @needs_vllm
-@pytest.mark.parametrize("flag", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
-def test_engines_behind_several_addresses_are_refused(servers, tmp_path, flag):
+def test_engines_behind_several_addresses_are_refused(servers, tmp_path):
     def differs(answer):
-        answer["vllm_config"]["parallel_config"][flag] = True
+        answer["vllm_config"]["parallel_config"]["data_parallel_external_lb"] = True
         return answer
 
     with FaultProxy(servers[1].url) as proxy:

@@ -1,7 +1,6 @@
 """Weights on their way to servers, over real HTTP. For NCCL: TRL's own client, and a stand-in for NCCL itself."""
 
 import http.server
-import inspect
 import json
 import threading
 import time
@@ -10,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import trl
 from peft import LoraConfig
 from safetensors.torch import load_file
 
@@ -165,7 +163,7 @@ def test_the_order_of_a_push_and_what_is_sent(nccl, servers):
 def test_only_what_the_model_does_not_hold_is_copied(nccl, servers, monkeypatch):
     """A parameter is sent from where it is. What was gathered or merged is gone when the next one is asked for."""
     sent = []
-    monkeypatch.setattr(NCCLGroup, "send", lambda self, metadata, tensors: sent.append(tensors))
+    monkeypatch.setattr(NCCLGroup, "send", lambda self, tensors: sent.append(tensors))
     own, passing = torch.nn.Parameter(torch.tensor([1.0, 2.0])), torch.zeros(1, 1, dtype=torch.bfloat16)
 
     def weights():
@@ -306,17 +304,3 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
         clients[0].update_weights(iter(WEIGHTS.items()), "v-5", SIZES, torch.device("cpu"))
     assert servers[0].paths() == ["/weight_info"]
     pool.close()
-
-
-CONTRACT = {  # methods of TRL's client for NCCL that are called -> their parameters
-    "__init__": ["self", "base_url", "host", "server_port", "group_port", "connection_timeout"],
-    "init_communicator": ["self", "device"],
-    "update_named_params": ["self", "metadata", "named_params"],
-    "close_communicator": ["self"],
-}
-
-
-@pytest.mark.parametrize("name", CONTRACT)
-def test_contract_with_trls_client(name):
-    method = getattr(vllm_client.VLLMClient, name)
-    assert list(inspect.signature(method).parameters) == CONTRACT[name], f"TRL {trl.__version__}: {name}"

@@ -17,7 +17,6 @@ from safetensors.torch import load_file
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.generation.versions import SharedQuestion
 from mt_grpo_trainer import VLLMServerClient
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -223,7 +222,7 @@ def test_a_push_is_loaded_while_the_server_is_paused_and_gets_its_name_then(prox
 
     def rule(request):
         if request.path == "/collective_rpc":
-            loaded.append(load_file(Path(request.payload["kwargs"]["weights_path"]) / "model.safetensors"))
+            loaded.append(load_file(Path(request.payload["kwargs"]["weights_path"]) / "model-00001.safetensors"))
         return Fault("done", status=200, body=json.dumps(info).encode())
 
     proxy.faults = rule
@@ -327,26 +326,3 @@ def test_the_way_of_weights_depends_on_device_server_and_key(transport, of_serve
         return
     nccl = transport == "nccl" or (transport == "auto" and of_server == "nccl" and device == "cuda" and not key)
     assert client.transfer.resolve(torch.device(device)) == ("nccl" if nccl else "disk")
-
-
-def test_an_answer_is_shared_by_who_asked_before_it_was_sent():
-    """One question is under way at a time. Who comes while it is shares the next one, which proves what was before."""
-    sent, go = [], asyncio.Event()
-
-    async def ask():
-        sent.append(len(sent))
-        await go.wait()
-        return sent[-1]
-
-    async def story():
-        question = SharedQuestion(ask)
-        early = [asyncio.ensure_future(question.answer()) for _ in range(3)]
-        await asyncio.sleep(0.01)
-        late = [asyncio.ensure_future(question.answer()) for _ in range(2)]
-        await asyncio.sleep(0.01)
-        assert sent == [0]
-        early[0].cancel()  # the others get their answer
-        go.set()
-        return await asyncio.gather(*early[1:], *late)
-
-    assert run_async(story()) == [0, 0, 1, 1] and sent == [0, 1]
