@@ -1,6 +1,7 @@
 """Against a real vLLM server on the CPU: what it samples, what weights it holds, and what a wrong one is told."""
 
 import asyncio
+import functools
 import json
 import re
 import shutil
@@ -25,6 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.generation import weight_transfer
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason, ToolCall, ToolResult, Turn
@@ -298,8 +300,13 @@ def answered(completions, answer, **kwargs):
 
 
 @pytest.mark.contract_server("vLLM server")
-def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path):
-    """20 optimizer steps in float32: the server samples from the weights that are trained, tied head included."""
+def test_logprobs_agree_at_every_step(port, client, served_model, tmp_path, monkeypatch):
+    """20 optimizer steps in float32: the server samples from the weights that are trained, tied head included.
+
+    They come in several files, as those of a large model.
+    """
+    in_shards = functools.partial(weight_transfer.write_weights, shard_bytes=2**18)
+    monkeypatch.setattr(weight_transfer, "write_weights", in_shards)
     trainer = make_trainer(port, served_model, tmp_path, max_steps=20)
     before = trainer.model.lm_head.weight.detach().clone()
     trainer.train()

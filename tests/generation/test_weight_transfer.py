@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from mt_grpo.base.errors import ServerLost
 from mt_grpo.generation.nccl_groups import NCCLGroup
 from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.weight_transfer import write_weights
 from mt_grpo_trainer import VLLMServerClient
 
 pytest.importorskip("vllm", reason="TRL's client imports vLLM")
@@ -304,3 +305,36 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
         clients[0].update_weights(iter(WEIGHTS.items()), "v-5", SIZES, torch.device("cpu"))
     assert servers[0].paths() == ["/weight_info"]
     pool.close()
+
+
+@pytest.mark.parametrize("shard_bytes, sizes", [(2**30, [7]), (64, [1, 2, 4])], ids=["one file", "shards"])
+def test_files_hold_what_was_yielded(tmp_path, shard_bytes, sizes):
+    """Bit for bit, also tied, transposed and large tensors, and memory that is filled anew for the next one."""
+    buffer, tied, large = torch.empty(5), torch.tensor([1.0, -2.0], dtype=torch.bfloat16), torch.arange(30.0)
+    views = {
+        "large": large,
+        "a": tied,
+        "b": torch.arange(12.0).reshape(3, 4).T,
+        "c": torch.tensor([7], dtype=torch.int8),
+    }
+
+    def weights():
+        yield "large", views["large"]
+        for k in range(2):
+            yield f"buffer.{k}", buffer.fill_(k)
+        buffer.fill_(-1.0)
+        yield from [("b", views["b"]), ("a", tied), ("tied", tied), ("c", views["c"])]
+
+    names, seconds = write_weights(tmp_path, weights(), shard_bytes=shard_bytes)
+    files = [load_file(path) for path in sorted(tmp_path.iterdir())]
+    assert [len(file) for file in files] == sizes and seconds.keys() == {"gather", "write"}
+    found = {name: tensor for file in files for name, tensor in file.items()}
+    expected = {**views, "tied": tied, "buffer.0": torch.zeros(5), "buffer.1": torch.ones(5)}
+    assert names == found.keys() == expected.keys()
+    assert all(found[n].dtype == t.dtype and torch.equal(found[n], t) for n, t in expected.items())
+
+
+def test_a_weight_that_comes_twice_is_refused(tmp_path):
+    """Two weights of one name: one of them would be lost."""
+    with pytest.raises(ValueError, match="the weight w was yielded twice"):
+        write_weights(tmp_path, iter([("w", torch.ones(2)), ("w", torch.ones(2))]))
