@@ -103,19 +103,19 @@ from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import WeightCounter
 from mt_grpo.images.pictures import inputs_of_rows
 from mt_grpo.recipe.checks import (
+    backend_of,
+    check_batch_arithmetic,
+    check_config,
     check_server,
     check_tied_lora,
-    prepare_data,
     prepare_env,
     prompt_ids_of,
     warn_without_state_keys,
 )
 from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.integrations import load_conversation, load_recipe_tools, with_integrations
 from mt_grpo.recipe.keys import ModelKeys, ServerAndLogKeys, check_values, make_absolute
 from mt_grpo.recipe.parse import parse_recipe
-from mt_grpo.recipe.plugins import load_rewards, load_state_key
-from mt_grpo.recipe.refusals import backend_of, check_batch_arithmetic, check_config, warnings_of
+from mt_grpo.recipe.plugins import add_integrations, load_conversation, load_recipe_tools, load_rewards, load_state_key
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
     conversation_columns,
@@ -127,8 +127,8 @@ from mt_grpo.reports.metrics import (
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
+from mt_grpo.run.checkpoints import checkpoint_of_all_ranks
 from mt_grpo.run.connect import connect_backend, pool_of
-from mt_grpo.run.nodes import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS, credit_estimator
@@ -146,7 +146,6 @@ from mt_grpo.training.passes import (
 from mt_grpo.training.policy_scores import scores_of_trainer
 from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.refill import refill
-from mt_grpo.training.reward_calls import own_copy
 from mt_grpo.training.reward_numbers import (
     check_advantages,
     count_used_rewards,
@@ -155,7 +154,7 @@ from mt_grpo.training.reward_numbers import (
     numbers_that_move,
     weighted_rewards,
 )
-from mt_grpo.training.rewards import RewardFunctions
+from mt_grpo.training.rewards import RewardFunctions, own_copy
 from mt_grpo.training.shared_prompts import logps_of_rows
 from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
@@ -707,6 +706,8 @@ def clipped_loss(
 ) -> torch.Tensor:
     """The loss, written out to be read. TRL's loss runs, which by default (`loss_type: dapo`) is this one.
 
+    tests/method/test_loss.py shows that both have the same value and the same gradient.
+
     Args:
         logps, old_logps: (M, C) of the policy now, and of the policy before the step (or as sampled).
         advantages: (M, C), one per token.
@@ -945,12 +946,18 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             batch, told, self.args.reward_timeout, self.accelerator, self._on_all_ranks, self._reads_state, fresh
         )
         batch.scores = scores if fresh is None else merge_scores(batch.scores, scores, fresh)
-        whole, per_turn, *of_turns = batch.scores
-        batch.weights = self.reward_weights.cpu()
-        outcome, rollout_turn, turn = weighted_rewards(whole, per_turn, batch.weights)
-        outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
-        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns)
-        batch.logged = logged_rewards(whole, per_turn).to(self.accelerator.device)
+        batch.weights, scores = self.reward_weights.cpu(), batch.scores
+        outcome, rollout_turn, turn = weighted_rewards(scores.whole, scores.per_turn, batch.weights)
+        batch.rewards = RewardTable(
+            outcome=outcome.masked_fill(torch.tensor(batch.failed), NAN),
+            rollout_turn=rollout_turn,
+            turn=turn,
+            has_observation=scores.has_observation,
+            sampled=scores.sampled,
+            state=scores.state,
+            num_tokens=scores.num_tokens,
+        )
+        batch.logged = logged_rewards(scores.whole, scores.per_turn).to(self.accelerator.device)
 
     def _before_credit(self, batch: Batch) -> None:
         """Between rewards and credit: may change the table `batch.rewards`, or the rollouts. Collective.
@@ -1035,9 +1042,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             turn_reward_weights or args.turn_reward_weights,
             outcome_reward_weights or args.outcome_reward_weights,
         )
-        train_dataset, eval_dataset = prepare_data(env, args, train_dataset, eval_dataset)
         funcs = self.reward_functions.functions
-        tokenizer, model_config = prepare_env(
+        train_dataset, eval_dataset, tokenizer, model_config = prepare_env(
             env, args, model, train_dataset, eval_dataset, processing_class, funcs, peft_config
         )
         self.env, self.backend = env, backend_of(args)
@@ -1052,7 +1058,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.weight_sync: WeightSync | None = None  # with a server
         if self.backend == "server":
             self.client = pool_of(args, VLLMServerClient, tokenizer, vllm_server_host, vllm_server_port)
-            check_server(self.client, env, model_config, args, train_dataset, funcs)
+            check_server(self.client, env, model_config, args, train_dataset, self.reward_functions.functions)
 
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"
@@ -1081,8 +1087,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         env.add_ends(self.eos_token_ids)
         self.eos_token_ids = env.end_of_turn_ids(tokenizer)
         self._sampling_params = {"stop_token_ids": list(self.eos_token_ids), **sampling_params(args)}
-        for text in warnings_of(args) if self.accelerator.is_main_process else ():
-            logger.warning(text)
         self.llm = connect_backend(self, lambda: prompt_ids_of(env, train_dataset[0]))
 
 
@@ -1273,7 +1277,7 @@ class MTGRPOConfig(ServerAndLogKeys, Limits, GRPOConfig):
 
 def recipe_classes() -> tuple:
     """The dataclasses of the settings: every recipe key, those of integrations too, is a field of one of them."""
-    return with_integrations(MTGRPOScriptArguments), MTGRPOConfig, ModelKeys
+    return add_integrations(MTGRPOScriptArguments), MTGRPOConfig, ModelKeys
 
 
 def parse_arguments(argv: list[str] | None = None) -> tuple[MTGRPOScriptArguments, MTGRPOConfig, ModelKeys]:

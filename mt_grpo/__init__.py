@@ -55,7 +55,7 @@ warnings.filterwarnings("ignore", "TRL currently supports vLLM versions", module
 _MODULES = {
     "ChatFormat": "mt_grpo.conversation.formats.base",
     "GymText": "mt_grpo.integrations.gym.text",
-    "Integration": "mt_grpo.recipe.integrations",
+    "Integration": "mt_grpo.recipe.plugins",
     "key": "mt_grpo.base.fields",
     "load_environment": "mt_grpo.recipe.plugins",
     "load_rewards": "mt_grpo.recipe.plugins",

@@ -58,13 +58,11 @@ from mt_grpo.conversation.pictures import FAMILIES, PictureReader, forbid, reada
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.images.pictures import inputs_of_requests
-from mt_grpo.recipe.checks import check_context, check_images, check_tokenizer
+from mt_grpo.recipe.checks import check_context, check_generation_kwargs, check_images, check_tokenizer
 from mt_grpo.recipe.data import empty_prompts, load_rows, load_splits
-from mt_grpo.recipe.integrations import load_recipe_tools
-from mt_grpo.recipe.plugins import load_rewards
-from mt_grpo.recipe.refusals import check_generation_kwargs
+from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards
 from mt_grpo.training.batch import Batch
-from mt_grpo.training.policy_scores import ModelScores, ServerScores, asked_of
+from mt_grpo.training.policy_scores import asked_of, scores_of_model, scores_of_servers
 from mt_grpo.training.rewards import RewardFunctions
 
 OF_ENVIRONMENTS = ("environment", "tool")  # rewards that replies and results may bring, whether or not they do
@@ -351,9 +349,9 @@ def asked_policy(functions: RewardFunctions, written: Any, model: Any) -> dict[s
     if "policy" not in asked:
         return {}
     if isinstance(model, mt.VLLMServerClient):
-        scores = ServerScores(model, written)
+        scores = scores_of_servers(model, written)
     else:
-        scores = ModelScores(model, written, contextlib.nullcontext, lambda: "evaluated")
+        scores = scores_of_model(model, written, contextlib.nullcontext, lambda: "evaluated")
     return {"policy": scores}
 
 

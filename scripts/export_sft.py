@@ -58,7 +58,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.conversation.prompt_examples import behind_system
 from mt_grpo.conversation.tools.signature import tool_schema
-from mt_grpo.recipe.integrations import load_recipe_tools
+from mt_grpo.recipe.plugins import load_recipe_tools
 from mt_grpo.reports.rollout_log import read_rollouts
 
 CUT_OFF = ("max_tokens", "context_length", "max_turns")  # stop reasons: the conversation has no end of its own

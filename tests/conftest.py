@@ -136,3 +136,22 @@ def files_of_at_most(size):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.fixture(scope="module")
+def shared_server():
+    """A vLLM server with the tiny calculator model, for a module."""
+    from server_run import CONTEXT, MODEL
+    from warm_vllm import WarmVLLMServer
+
+    with WarmVLLMServer(MODEL, "--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs") as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared_server):
+    """A server that answers; a test may kill it."""
+    if not shared_server.healthy():
+        shared_server.stop()
+        shared_server.start().wait()
+    return shared_server

@@ -9,7 +9,6 @@ import torch
 from datasets import Dataset
 
 from mt_grpo.base.event_loop import run_async
-from mt_grpo.conversation.tools.threads import ToolThreads
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
@@ -36,7 +35,6 @@ LOGGING = {
     "staleness_metrics",
     "versions_of",
     "_mode",
-    "_note_end",
     "tokens_read_again",
 }
 ALTERED = {
@@ -51,7 +49,7 @@ ALTERED = {
 }  # by an environment
 FAULTS_AND_STOPPING = {
     "_on_all_ranks", "raise_on_all_ranks", "_stop_if_asked", "start_in_background",
-    "gather_all", "wait", "__init__", "_sync_weights", "check_conversations",
+    "gather_all", "__init__", "_sync_weights", "check_conversations",
     "compare_ranks", "failed", "complete", "rows_of_step", "start_next",
     "_in_its_place", "is_cut_off",
 }  # fmt: skip
@@ -60,8 +58,9 @@ TOKEN_CHECKS = {
     "squeezed", "pieces", "text_of_turn", "add", "copy", "digest",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
-    "read_call", "check_others", "signature_of", "hints_of", "readers_of", "read_argument", "read", "call_tool",
-    "run_tool", "as_text", "submit", "_free_thread", "_take", "_start", "_run", "parse_call", "result_message",
+    "read_call", "mistaken_names", "parts_of_schema", "parameters_schema", "written_out", "signature_of", "type_name",
+    "hints_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "start_thread",
+    "parse_call", "result_message",
     "messages", "_state_key", "_tokenizer", "with_system_prompt", "neutralise", "neutralise_json",
     "neutralise_messages", "clean", "with_arguments", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
     "pattern_of", "message_tokens", "around_messages", "added_tokens", "digest_of",
@@ -153,7 +152,7 @@ def outcome(completions, **kwargs):
     return [float(i) for i in range(len(completions))]
 
 
-def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypatch):
+def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path):
     """At most 20 definitions of ours to TRL's loss, and 9 for rows that share prompts, in at most 520 lines.
 
     In the script the conversation stands above the step.
@@ -186,8 +185,6 @@ def test_a_rollouts_tokens_pass_few_definitions(random_model, tmp_path, monkeypa
     async def stop_noting():
         sys.setprofile(None)
 
-    # Only new threads are noted, and those of tests before this one may still wait for work.
-    monkeypatch.setattr("mt_grpo.conversation.tools.threads.TOOL_THREADS", ToolThreads())
     run_async(note_here())
     threading.setprofile(note)
     sys.setprofile(note)

@@ -141,7 +141,8 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
     give_up = None
     try:
         while True:
-            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS)
+            # At full seconds, so that all conversations that are in flight share one question (`SharedQuestion`).
+            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS - time.monotonic() % pool.WATCH_SECONDS)
             if running.done() and pool.joined:
                 running.result()
             asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)

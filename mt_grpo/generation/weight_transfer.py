@@ -332,9 +332,11 @@ class WeightTransfer:
         roots = [self.sync_dir] if self.sync_dir else ["/dev/shm", tempfile.gettempdir()]
         roots = [Path(root) for root in roots if self.sync_dir or os.access(root, os.W_OK)]
         for folder in (folder for root in roots for folder in root.glob("mt-grpo-weights-*")):
-            with suppress(OSError), open(folder / "lock", "r+") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(folder)  # which follows no link
+            with suppress(OSError):
+                if folder.lstat().st_uid == os.geteuid():
+                    with open(folder / "lock", "r+") as lock:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(folder)  # which follows no link
         free = {root: shutil.disk_usage(root).free for root in roots}
         root = next((root for root in roots if free[root] > 1.05 * size), None)
         if root is None:

@@ -9,8 +9,6 @@ from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.recipe.keys import default_of
 
-OWN = "the trainer's own conversation"
-
 
 def check_settings_of(program: str, where: str, script_args: Any, args: Any) -> None:
     """Raise `ValueError` for settings without effect if a program, such as an agent, runs the conversation."""

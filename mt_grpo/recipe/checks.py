@@ -1,16 +1,17 @@
-"""Checks that need the tools, the data, the model's configuration or the server, but no weights."""
+"""Checks before weights are loaded: of what would train something else in silence, lose work, or wait for ever."""
 
 from __future__ import annotations
 
 import heapq
 import inspect
 import logging
+import os
 import typing
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, ProcessorMixin
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
 from trl import GRPOConfig
 
 from mt_grpo.base.errors import ServerError, ServerLost, tell_once
@@ -29,7 +30,6 @@ from mt_grpo.conversation.picture_parts import (
     with_places,
 )
 from mt_grpo.conversation.pictures import (
-    FAMILIES,
     TOWER,
     PictureReader,
     drawn_ids,
@@ -43,22 +43,181 @@ from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.images.pictures import MOST_PICTURES
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.keys import default_of
-from mt_grpo.recipe.refusals import asks_for_fsdp, backend_of, check_sharding, cuts_of
 from mt_grpo.rollout import ROLES
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of
-from mt_grpo.training.reward_calls import REWARD_COLUMNS
+from mt_grpo.training.rewards import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
 
+# What changes the distribution that is sampled beside the temperature, and the value that does not.
+CUTS = {
+    "top_p": (1.0, None), "top_k": (0, -1, None), "min_p": (0.0, None), "repetition_penalty": (1.0, None),
+    "presence_penalty": (0.0, None), "frequency_penalty": (0.0, None), "min_tokens": (0, None),
+    "logit_bias": ({}, None), "bad_words": ([], None), "allowed_token_ids": (None,),
+}  # fmt: skip
+CLIPPED_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # losses with PPO's clipped ratio
 TO_INSTALL = f"If something fails, install tested versions: {INSTALL}."
+CREDIT_KEYS = ("turn_advantage_coef", "turn_discount", "outcome_in_return", "state_baseline")
 
 
-def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], where: str) -> None:
+def backend_of(args: GRPOConfig) -> str:
+    """The backend that samples the tokens: `server`, `colocate` or `transformers`."""
+    return args.vllm_mode if args.use_vllm else "transformers"
+
+
+def cuts_of(args: GRPOConfig) -> dict[str, Any]:
+    """The settings that make the distribution that is sampled from another one than the policy's."""
+    given = {key: getattr(args, key, None) for key in CUTS} | (args.generation_kwargs or {})
+    return {key: given[key] for key, same in CUTS.items() if given[key] not in same}
+
+
+def text_of_cuts(args: GRPOConfig) -> str:
+    """Sampling settings such as top_p that bias the importance ratio, as text; empty without its correction."""
+    corrects = args.use_vllm and args.vllm_importance_sampling_correction
+    return ", ".join(f"{key}={value}" for key, value in cuts_of(args).items()) if corrects else ""
+
+
+def warnings_of(args: GRPOConfig) -> list[str]:
+    """Texts for the log of a run's start: which settings bias its gradient, or clip nothing."""
+    bias = "rollouts are not sampled from the policy that is trained, uncorrected"
+    if text_of_cuts(args):
+        bias = "it biases the importance ratio (sampling/token_ratio_mean, docs/recipes.md)"
+    found = [f"{key}={value}: {bias}." for key, value in cuts_of(args).items()]
+    epsilon = max(args.epsilon, args.epsilon_high or 0.0)
+    if args.importance_sampling_level == "sequence" and args.loss_type in CLIPPED_LOSSES and epsilon > 0.01:
+        found.append(f"epsilon={epsilon:g}: ratios of sequences hardly ever move so far. GSPO uses epsilon: 3e-4.")
+    return found
+
+
+def check_config(args: GRPOConfig, estimators: dict[str, Any]) -> None:
+    """Raise `ValueError` for settings that would train something else than they say. Set `old_logps` if it is None."""
+    estimator, chosen = estimators[args.credit_assignment], f"credit_assignment={args.credit_assignment!r}"
+    for key in CREDIT_KEYS:
+        if (value := getattr(args, key)) != default_of(key, (type(args),)) and key not in estimator.reads:
+            readers = " or ".join(name for name, other in estimators.items() if key in other.reads)
+            raise ValueError(f"{key}={value} has no effect with {chosen}. Remove it, or use {readers}.")
+    if estimator.per_turn and (args.off_policy_mask_threshold is not None or args.loss_type == "vespo"):
+        raise ValueError(
+            f"off_policy_mask_threshold and loss_type: vespo have one advantage per sequence, not {chosen}."
+        )
+    cap, backend = args.epsilon if args.epsilon_high is None else args.epsilon_high, backend_of(args)
+    mode, optimizer = args.vllm_importance_sampling_mode, str(getattr(args.optim, "value", args.optim))
+    if args.loss_type == "cispo" and cap < 1:
+        raise ValueError(f"epsilon_high: loss_type: cispo multiplies gradients by a cap of {cap}, below 1. Set 5.")
+    if (args.loss_type, backend) == ("vespo", "server") and not mode.startswith("token"):
+        raise ValueError("loss_type: vespo weighs ratios of tokens. Set vllm_importance_sampling_mode: token_mask.")
+    if args.use_transformers_continuous_batching and (args.bf16 or args.fp16):
+        raise ValueError("use_transformers_continuous_batching casts the trained weights to bf16. Set bf16: false.")
+    if backend == "colocate" and args.vllm_tensor_parallel_size > 1:
+        raise ValueError("vllm_tensor_parallel_size of a colocated engine: ranks would wait for each other. Set 1.")
+    if optimizer.endswith("layerwise") or optimizer in ("lomo", "adalomo"):
+        raise ValueError(f"optim={optimizer!r} steps inside each backward pass, of which a step here has several.")
+    if optimizer.startswith("schedule_free") and args.use_vllm and args.eval_strategy != "no":
+        raise ValueError(f"optim={optimizer!r}: rollouts after an evaluation have its averages. Do not evaluate.")
+    if args.accelerator_config.split_batches:
+        raise ValueError("accelerator_config: with split_batches some prompts would never be trained. Remove it.")
+    check_generation_kwargs(args, backend)
+    if args.max_staleness:
+        check_staleness(args)
+    reason = why_not_sampled(args)
+    if args.old_logps == "sampled" and reason:
+        raise ValueError(f"old_logps: sampled: {reason}.")
+    if args.old_logps is None and args.max_staleness > 2:
+        if args.loss_type not in CLIPPED_LOSSES or args.importance_sampling_level == "sequence":
+            reason = f"loss_type: {args.loss_type}, per {args.importance_sampling_level}, clips no token"
+        args.old_logps = "policy" if reason else "sampled"
+        if reason:
+            logger.warning(f"max_staleness={args.max_staleness} is trained with old_logps: policy, since {reason}.")
+
+
+def check_staleness(args: GRPOConfig) -> None:
+    """Raise `ValueError` if the settings do not allow `max_staleness`."""
+    where, mode = f"max_staleness={args.max_staleness}", args.vllm_importance_sampling_mode
+    if backend_of(args) != "server":
+        raise ValueError(f"{where} has no effect without a server. Set use_vllm: true and vllm_mode: server.")
+    if args.refill_groups and args.late_groups != "admit":
+        raise ValueError(f"{where} with refill_groups takes prompts of later batches. Set late_groups: admit.")
+    if not args.vllm_importance_sampling_correction or mode.startswith("sequence"):
+        raise ValueError(
+            f"{where} needs importance ratios of tokens. Set vllm_importance_sampling_correction: true and "
+            "vllm_importance_sampling_mode: token_truncate or token_mask."
+        )
+    if args.steps_per_generation * args.num_iterations % args.gradient_accumulation_steps:
+        raise ValueError(f"{where} needs steps_per_generation to be a multiple of gradient_accumulation_steps.")
+
+
+def why_not_sampled(args: GRPOConfig) -> str | None:
+    """Why the loss cannot clip around the sampled logprobs (`old_logps: sampled`); None if it can.
+
+    The trainer's logprobs are of the whole vocabulary. Those of a distribution that was cut are larger: at unchanged
+    weights the ratio is the share that was kept, and what has a negative advantage may be clipped from the first step.
+    """
+    if not (args.use_vllm and args.vllm_importance_sampling_correction):
+        return "it needs use_vllm: true and vllm_importance_sampling_correction: true"
+    if text := text_of_cuts(args):
+        return f"{text} makes the sampled logprobs other than those of the policy"
+    for key in ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):
+        value, truncates = getattr(args, key), args.vllm_importance_sampling_mode.endswith("truncate")
+        if truncates and value != default_of(key, (type(args),)):
+            return f"{key}={value} has no effect then: use a _mask mode, or bound the loss by epsilon and delta"
+    return None
+
+
+def check_generation_kwargs(args: GRPOConfig, backend: str) -> None:
+    """Raise `ValueError` for keys that the backend ignores, or of which the loss does not know."""
+    for key, value in (args.generation_kwargs or {}).items():
+        if key not in {*CUTS, "temperature"} or (backend == "transformers" and not hasattr(GenerationConfig(), key)):
+            raise ValueError(
+                f"generation_kwargs: {key!r} is set by the conversation, is not known to the {backend} backend, or "
+                "would sample from another distribution than the policy's. Remove it."
+            )
+        if key == "temperature" and value != args.temperature:
+            raise ValueError(f"generation_kwargs: temperature={value!r} samples, and the loss has {args.temperature}.")
+
+
+def check_batch_arithmetic(args: GRPOConfig) -> None:
+    """Raise `ValueError` with the nearest valid values if `num_generations` does not divide the batch."""
+    world_size, group = int(os.environ.get("WORLD_SIZE", 1)), args.num_generations
+    steps = args.steps_per_generation or args.gradient_accumulation_steps
+    batch = args.generation_batch_size or args.per_device_train_batch_size * world_size * steps
+    if batch % group:
+        divisors = [each for each in range(2, batch + 1) if batch % each == 0]
+        nearest = sorted(divisors, key=lambda each: abs(each - group))[:2]
+        size = next(size for size in range(1, group + 1) if size * world_size * steps % group == 0)
+        raise ValueError(
+            f"num_generations={group} does not divide the {batch} rollouts of a batch (per_device_train_batch_size="
+            f"{args.per_device_train_batch_size} x {world_size} processes x {steps} steps). Set num_generations to "
+            f"{' or '.join(map(str, nearest)) or 'a divisor'}, or per_device_train_batch_size to a multiple of {size}."
+        )
+
+
+def check_sharding(args: GRPOConfig) -> None:
+    """Raise `ValueError` where accelerate 1.15 would train otherwise than it was launched, without a word."""
+    launched, asked = int(os.environ.get("WORLD_SIZE", 1)), os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if launched != args.world_size:  # each would take itself for the only one
+        raise ValueError(f"{launched} processes were launched, and accelerate counts {args.world_size}. Set use_cpu.")
+    if asked in ("bf16", "fp16") and not (args.bf16 or args.fp16):
+        raise ValueError(f"bf16: false, and accelerate was launched with {asked}, which it takes. Set bf16: true.")
+    if asks_for_fsdp(args) and args.device.type == "cpu":
+        raise ValueError("FSDP is asked for, but accelerate shards nothing on a CPU. Use accelerate/cpu.yaml.")
+
+
+def asks_for_fsdp(args: GRPOConfig) -> bool:
+    """Whether the settings or the launcher shard the model by FSDP."""
+    return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(args.fsdp)
+
+
+def check_isolated(args: GRPOConfig, env: Any) -> None:
+    """Raise `ValueError` if `isolate_tools` is set and all tools would run in threads, as without it."""
+    tools = getattr(env, "tools", {}).values()
+    threaded = [not hasattr(tool, "prepare") and not inspect.iscoroutinefunction(tool) for tool in tools]
+    if args.isolate_tools and tools and all(threaded):
+        raise ValueError("isolate_tools: the tools run in threads. Load them with load_tools(path, isolate=True).")
+
+
+def check_reward_columns(funcs: list[Callable], columns: list[str], where: str) -> None:
     """Raise `ValueError` if a reward function needs a column that neither the data has nor the trainer gives."""
-    columns = [column for column in columns if column != "prompt"]
-    if taken := sorted({*columns} & {*REWARD_COLUMNS}):
-        raise ValueError(f"{where} has a column {taken[0]!r}, which rewards get from the trainer. Rename it.")
-    given = [*columns, *REWARD_COLUMNS, *ASKED_COLUMNS]
+    given = [*(column for column in columns if column != "prompt"), *REWARD_COLUMNS, *ASKED_COLUMNS]
     for func in funcs:
         for name, parameter in inspect.signature(func).parameters.items():
             by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -70,6 +229,8 @@ def check_reward_columns(funcs: list[Callable], columns: typing.Iterable[str], w
 
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
     """Raise `ValueError` unless each row has messages as its prompt, or an environment that may bring them."""
+    if taken := sorted({*dataset.column_names} & {*REWARD_COLUMNS}):
+        raise ValueError(f"{name} has a column {taken[0]!r}, which rewards get from the trainer. Rename it.")
     environments = getattr(env, "environments", None)
     template = str(getattr(getattr(env, "tokenizer", None), "chat_template", ""))
     if environments is not None:
@@ -89,16 +250,17 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
 
 def check_images(dataset: Any, name: str, env: Any) -> None:
     """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
-    reader = reader_of(env.tokenizer)
-    place = getattr(env, "place_images", with_marks if env.environments is None else with_places)
-    further = "messages" if hasattr(env, "place_images") else "prompt"  # a scheduler's rows may have them instead
+    reader, of_scheduler = reader_of(env.tokenizer), hasattr(env, "place_images")
+    by_default = with_marks if env.environments is None else with_places
+    place = env.place_images if of_scheduler else by_default
     for i, row in enumerate(dataset):
         if reader is None:
             refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
         elif getattr(env, "reads_rows", True):
             if others := [key for key in OTHER_KINDS if row.get(key)]:
                 raise ValueError(f"{name}, row {i}: the column {others[0]!r} is not read: only images are. Remove it.")
-            place(row.get("prompt") or row.get(further) or [], row, env.tokenizer, f"{name}, row {i}")
+            messages = row.get("prompt") or (row.get("messages") if of_scheduler else None) or []
+            place(messages, row, env.tokenizer, f"{name}, row {i}")
 
 
 def why_text(args: GRPOConfig) -> str | None:
@@ -108,16 +270,6 @@ def why_text(args: GRPOConfig) -> str | None:
     if asks_for_fsdp(args) or args.deepspeed_plugin is not None:
         return "images are not read by a model that FSDP2 or ZeRO-3 shards. Launch with DDP"
     return None
-
-
-def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any = None) -> tuple[Any, Any]:
-    """The data sets of a trainer, with prompts. Without training rows: empty prompts for one batch, as in TRL."""
-    if train_dataset is None and (env.environments is None or args.max_steps <= 0):
-        raise ValueError("train_dataset is None. Expected rows, or an environment that brings prompts and max_steps.")
-    if train_dataset is None:
-        train_dataset = empty_prompts(args.generation_batch_size // args.num_generations)
-    named = (train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")
-    return tuple(with_prompts(data, name, env.environments is None) for data, name in named)
 
 
 def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
@@ -156,12 +308,11 @@ def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
     forbidden = forbidden_in(Origin.DATA, "user", env.tokenizer, env.format_of(env.tokenizer).ends)
     for number, row in enumerate(dataset):
         if token := next(filter(None, map(forbidden.search, texts_of(row))), None):
-            logger.warning(
+            return logger.warning(
                 f"{name}, row {number}: the prompt holds the control token {token[0]!r} as text, and it begins or "
                 f"ends a message. The model reads {neutralise(token[0], env.tokenizer)!r} instead, in other rows too. "
                 "What has to stay one belongs into system_prompt."
             )
-            return
 
 
 def share_limits(args: GRPOConfig, env: Any) -> None:
@@ -221,6 +372,81 @@ def limit_context(env: Any, context: int | None, limit: str) -> None:
         env.max_model_len, env.context_limit = context, limit
 
 
+def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
+    """Warn that without `STATE_KEY` a state is the whole conversation so far."""
+    classes = env.environments.by_name.values() if env.environments is not None else []
+    if env.state_key is None and not any(hasattr(cls, "state_key") for cls in classes):
+        logger.warning(
+            f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so "
+            "far, so turn 0 is credited as by turn_return, and a later turn by the outcome alone. Define STATE_KEY = "
+            "function_of_the_turns in tools_script, or use turn_return."
+        )
+
+
+def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: Any = None) -> tuple[Any, Any]:
+    """The data sets of a trainer, with prompts. Without training rows: empty prompts for one batch, as in TRL."""
+    if train_dataset is None and (env.environments is None or args.max_steps <= 0):
+        raise ValueError("train_dataset is None. Expected rows, or an environment that brings prompts and max_steps.")
+    if train_dataset is None:
+        train_dataset = empty_prompts(args.generation_batch_size // args.num_generations)
+    named = (train_dataset, "train_dataset"), (eval_dataset, "eval_dataset")
+    return tuple(with_prompts(data, name, env.environments is None) for data, name in named)
+
+
+def prepare_env(
+    env: Any,
+    args: GRPOConfig,
+    model: Any,
+    train: Any,
+    test: Any,
+    tokenizer: Any,
+    funcs: list[Callable],
+    peft_config: Any = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Check settings, environment, data and model against each other, and share what each of them says.
+
+    Returns the training and test rows with prompts, the tokenizer and the model's configuration.
+    """
+    check_sharding(args)
+    check_isolated(args, env)
+    if untested := outside(installed("vllm" if backend_of(args) == "colocate" else None)):
+        logger.warning(f"These versions were not tested: {'; '.join(untested)}. {TO_INSTALL}")
+    for text in warnings_of(args) if args.process_index == 0 else ():
+        logger.warning(text)
+    train, test = prepare_data(env, args, train, test)
+    if len(train) < (needed := args.generation_batch_size // args.num_generations):
+        raise ValueError(f"train_dataset has {len(train)} prompts, and a batch of rollouts needs {needed}.")
+    name = model if isinstance(model, str) else model.config._name_or_path
+    # A processor holds the tokenizer, and what reads images, which is read anew.
+    tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
+    tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
+    share_limits(args, env)
+    env.tokenizer = env.tokenizer or tokenizer
+    env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
+    revision = (args.model_init_kwargs or {}).get("revision")
+    how = {"revision": revision or "main", "trust_remote_code": args.trust_remote_code}
+    model_config = AutoConfig.from_pretrained(name, **how) if isinstance(model, str) else model.config
+    reader = why_text(args) or PictureReader.of(name, model_config, env.tokenizer, revision)
+    for each in (env.tokenizer, tokenizer):
+        with_pictures(each, reader)
+    if not isinstance(reader, str):
+        if args.freeze_vision_tower is not False and getattr(peft_config, "exclude_modules", "") is None:
+            peft_config.exclude_modules = rf".*{TOWER.pattern}.*"  # a LoRA leaves out what reads images
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = True  # a pass of one rank has a picture, and that of another has none
+    splits = test.values() if isinstance(test, dict) else [] if test is None else [test]
+    for split, where in ((train, "train_dataset"), *((each, "eval_dataset") for each in splits)):
+        check_dataset(split, where, env)
+        check_reward_columns(funcs, split.column_names, where)
+        check_images(split, where, env)
+        context = check_context(env, model_config, split, args)
+        colocated = backend_of(args) == "colocate" and args.vllm_max_model_length == context
+        longer = "the context by a model with a longer one (max_position_embeddings)"
+        limit_context(env, context, "vllm_max_model_length" if colocated else longer)
+        warn_of_control_tokens(env, split, where)
+    return train, test, tokenizer, model_config
+
+
 def check_server(
     client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any, funcs: typing.Sequence[Callable] = ()
 ) -> None:
@@ -230,7 +456,7 @@ def check_server(
             check_server(server, env, model_config, args, dataset, funcs)
         return client.check_settings()
     client.wait_until_healthy()
-    card, engine = client.model_card, client.engine
+    context, engine = client.model_card["max_model_len"], client.engine
     where = f"The {engine.title} server at {client.base_url}"
     if untested := outside({engine.name: client.engine_version} if client.engine_version else {}):
         logger.warning(f"{where} was not tested with this trainer: {untested[0]}. {TO_INSTALL}")
@@ -249,12 +475,12 @@ def check_server(
     client.vocab_size = getattr(ours, "vocab_size", None)
     check_tokenizer(client, env.tokenizer, where)
     needed = longest_prompt(env, dataset) + args.max_completion_length
-    if card["max_model_len"] < needed:
+    if context < needed:
         raise ServerError(
-            f"{where} has a context of {card['max_model_len']} tokens; the longest prompt and max_completion_length="
+            f"{where} has a context of {context} tokens; the longest prompt and max_completion_length="
             f"{args.max_completion_length} need {needed}. Start it with {engine.CONTEXT} {needed} or more."
         )
-    limit_context(env, card["max_model_len"], f"{engine.CONTEXT} of the server at {client.base_url}")
+    limit_context(env, context, f"{engine.CONTEXT} of the server at {client.base_url}")
     engine.ranks(client)  # raises if a push would not reach all engines
     client.weight_version()  # raises if the addresses for training are off
     if client.reads_images:  # by one rank: while another one probes the directory below, no image may be asked for
@@ -285,65 +511,3 @@ def check_it_reads_images(client: Any, env: Any, where: str) -> None:
     # Of ids that no tokenizer would write, too: one that reads them as text reads others.
     spelled = [token for letter in "answer" for token in env.tokenizer(letter, add_special_tokens=False)["input_ids"]]
     client.score(drawn_ids(env.tokenizer) + spelled)  # raises where images are off, or are read otherwise
-
-
-def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
-    """Warn that without `STATE_KEY` a state is the whole conversation so far."""
-    classes = env.environments.by_name.values() if env.environments is not None else []
-    if env.state_key is None and not any(hasattr(cls, "state_key") for cls in classes):
-        logger.warning(
-            f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so "
-            "far, so turn 0 is credited as by turn_return, and a later turn by the outcome alone. Define STATE_KEY = "
-            "function_of_the_turns in tools_script, or use turn_return."
-        )
-
-
-def prepare_env(
-    env: Any,
-    args: GRPOConfig,
-    model: Any,
-    train_dataset: Any,
-    eval_dataset: Any,
-    tokenizer: Any,
-    funcs: list[Callable],
-    peft_config: Any = None,
-) -> tuple[Any, Any]:
-    """Check settings, environment, data and model against each other. Returns the tokenizer and the model's config."""
-    check_sharding(args)
-    if untested := outside(installed("vllm" if backend_of(args) == "colocate" else None)):
-        logger.warning(f"These versions were not tested: {'; '.join(untested)}. {TO_INSTALL}")
-    name = model if isinstance(model, str) else model.config._name_or_path
-    # A processor holds the tokenizer, and what reads images, which is read anew.
-    tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
-    tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
-    splits = list(eval_dataset.values()) if isinstance(eval_dataset, dict) else [eval_dataset]
-    named = [(train_dataset, "train_dataset"), *((each, "eval_dataset") for each in splits if each is not None)]
-    if len(train_dataset) < (needed := args.generation_batch_size // args.num_generations):
-        raise ValueError(f"train_dataset has {len(train_dataset)} prompts, and a batch of rollouts needs {needed}.")
-    for split, where in named:
-        check_dataset(split, where, env)
-        check_reward_columns(funcs, split.column_names, where)
-    share_limits(args, env)
-    env.tokenizer = env.tokenizer or tokenizer
-    revision = (args.model_init_kwargs or {}).get("revision")
-    how = {"revision": revision or "main", "trust_remote_code": args.trust_remote_code}
-    model_config = AutoConfig.from_pretrained(name, **how) if isinstance(model, str) else model.config
-    reader = why_text(args) or PictureReader.of(name, model_config, env.tokenizer, revision)
-    for each in (env.tokenizer, tokenizer):
-        with_pictures(each, reader)
-    if isinstance(reader, str) and model_config.model_type in FAMILIES:
-        logger.warning(f"The model can read images, but this run gives it none: {reader}.")
-    if not isinstance(reader, str):
-        if args.freeze_vision_tower is not False and getattr(peft_config, "exclude_modules", "") is None:
-            peft_config.exclude_modules = rf".*{TOWER.pattern}.*"  # a LoRA leaves out what reads images
-        if args.ddp_find_unused_parameters is None:
-            args.ddp_find_unused_parameters = True  # a pass of one rank has a picture, and that of another has none
-    env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
-    for split, where in named:
-        check_images(split, where, env)
-        context = check_context(env, model_config, split, args)
-        own = getattr(args, "vllm_max_model_length", None) if backend_of(args) == "colocate" else None
-        model = "the context by a model with a longer one (max_position_embeddings)"
-        limit_context(env, context, "vllm_max_model_length" if own is not None and own == context else model)
-        warn_of_control_tokens(env, split, where)
-    return tokenizer, model_config

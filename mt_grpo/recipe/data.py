@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import re
@@ -71,25 +72,20 @@ def make_seeds(num_rows: int, seed: int, split: str = "train") -> list[dict[str,
 
 
 def to_row(row: DataRow, number: int, name: str = "", needs_prompt: bool = True) -> DataRow:
-    """The row of a number in a data set: all that the data's row has, as it is, and a `prompt` of messages.
+    """A row with a `prompt` of messages, made from the column `prompt` (text, or messages) or from `question`.
 
-    The prompt is made from the column `prompt` (text, or messages) or from `question`. No other column is changed.
-    Raises `ValueError` for a row without them, unless it needs no prompt.
+    No other column is changed. Raises `ValueError` for a row without them, unless it needs no prompt.
 
     >>> to_row({"question": "2+2?", "answer": "It is 2 and 2.\\n#### 4"}, 0)["answer"]
     'It is 2 and 2.\\n#### 4'
     """
-    if not needs_prompt and not row.get("prompt") and not {"question", "answer"} <= row.keys():
+    if not row.get("prompt") and not needs_prompt and not {"question", "answer"} <= row.keys():
         return row
-    where = f"dataset {name!r}, row {number}"
-    if "prompt" not in row and not {"question", "answer"} <= row.keys():
-        raise ValueError(f"{where} has columns {sorted(row)}, expected 'question' and 'answer', or 'prompt'.")
     key = "prompt" if "prompt" in row else "question"
-    prompt, answer = row[key], row.get("answer")
-    if answer != answer or (key == "question" and answer is None):  # NaN: a table writes it where none is
-        raise ValueError(f"{where}: answer is {answer!r}, expected one.")
-    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise ValueError(f"{where}: {key} is {prompt!r:.100}, expected text or messages.")
+    prompt, answer, where = row.get(key), row.get("answer"), f"dataset {name!r}, row {number}"
+    unanswered = answer != answer or (key == "question" and answer is None)  # NaN: a table writes it where none is
+    if unanswered or not prompt or (isinstance(prompt, str) and not prompt.strip()):
+        raise ValueError(f"{where}: {row!r:.300} needs a prompt of text or messages, or a question and its answer.")
     prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return {**row, "prompt": check_conversations([prompt], where, images=True)[0]}
 
@@ -121,28 +117,23 @@ def load_rows(
 ) -> Rows:
     """Training or test rows with `prompt` (messages), and each column as the data has it.
 
-    Args:
-        name: `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
-            file, or a folder with `<split>.jsonl`.
-        split: `train`, `test`, or another name of a split of the dataset. `test[:100]` has its first 100 rows.
-        size: How many rows to take at most, from the start. None: all (4,096 of a generated dataset).
-        config: The Hub dataset's configuration. None: the one in `HUB_DATASETS`.
-        needs_prompt: False where an environment may bring the prompts; a row may then be of any form.
+    `name` is `arithmetic`, `chain` or `seeds` (generated), `trivia_qa` or `gsm8k` (Hub), any Hub name, a `.jsonl`
+    file, or a folder with `<split>.jsonl`. The split `test[:100]` has the first 100 rows, and `size` is how many rows
+    to take at most (None: all, and 4,096 of a generated dataset). Without `needs_prompt` a row may be of any form.
     """
     path = Path(name)
     if first_rows := re.fullmatch(r"(\w+)\[:([1-9]\d*)\]", split):
         split, limit = first_rows[1], int(first_rows[2])
         size = min(limit, size or limit)
-    if name in GENERATED_DATASETS:
-        if split not in ("train", "test") or (size or 0) > MOST_GENERATED:
-            raise ValueError(
-                f"{name}: split {split!r}, size {size}. Expected train or test, {MOST_GENERATED} at most."
-            )
+    generated, in_files = name in GENERATED_DATASETS, path.is_dir() or path.suffix in (".jsonl", ".json")
+    if (generated or (in_files and not path.is_dir())) and split not in ("train", "test"):
+        raise ValueError(f"dataset_name: {name!r} has no split {split!r}, only train and test.")
+    if generated and (size or 0) > MOST_GENERATED:
+        raise ValueError(f"dataset_size={size}: {name} has {MOST_GENERATED} rows at most.")
+    if generated:
         rows = GENERATED_DATASETS[name](size or 4096, seed=0 if split == "train" else 1, split=split)
         source = JsonLines(json.dumps(row).encode() for row in rows)
-    elif path.is_dir() or path.suffix in (".jsonl", ".json"):
-        if not path.is_dir() and split not in ("train", "test"):
-            raise ValueError(f"split {split!r} has no effect with {name!r}, one file for all splits. Remove it.")
+    elif in_files:
         source = JsonLines(json_lines(path / f"{split}.jsonl" if path.is_dir() else path, size))
     else:
         hub_name, hub_config, test_split = HUB_DATASETS.get(name, (name, None, "test"))
@@ -167,14 +158,13 @@ def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) 
     bring the prompts do not need.
     """
     name, how = script_args.dataset_name, {"config": script_args.dataset_config, "needs_prompt": environments is None}
-    if not name and (environments is None or eval_strategy != "no"):
-        raise ValueError("dataset_name is not set. Add it to the recipe; hf_recipes/ has examples.")
-    if not name:
+    if not name and environments is not None and eval_strategy == "no":
         return None, None
+    if not name:
+        raise ValueError("dataset_name is not set. Add it to the recipe; hf_recipes/ has examples.")
     train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
-    if eval_strategy == "no":
-        return train_rows, None
-    return train_rows, load_rows(name, script_args.dataset_test_split, **how)
+    tests = eval_strategy != "no"
+    return train_rows, load_rows(name, script_args.dataset_test_split, **how) if tests else None
 
 
 def json_lines(path: Path, size: int | None) -> Iterator[bytes]:
@@ -182,17 +172,12 @@ def json_lines(path: Path, size: int | None) -> Iterator[bytes]:
 
     Raises `ValueError` with the line's number for a line that is none.
     """
-    found = 0
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if found == size:
-                return
+    with open(path, encoding="utf-8-sig") as file:  # with or without a byte order mark
+        lines = ((number, line.strip()) for number, line in enumerate(file, 1) if line.strip())
+        for number, line in itertools.islice(lines, size):
             try:
-                text = line.decode("utf-8-sig").strip()  # with or without a byte order mark
-                if text and not isinstance(json.loads(text), dict):
-                    raise ValueError(f"got {text:.80}")
+                if not isinstance(json.loads(line), dict):
+                    raise ValueError(f"got {line:.80}")
             except ValueError as error:
-                raise ValueError(f"{path}, line {number}: expected an object of JSON on each line: {error}.") from None
-            if text:
-                found += 1
-                yield text.encode()
+                raise ValueError(f"{path}, line {number}: expected an object of JSON: {error}.") from None
+            yield line.encode()

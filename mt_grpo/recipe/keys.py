@@ -43,7 +43,7 @@ class ServerAndLogKeys:
     )
     log_rollout_tokens: bool = key(False, "Log every token of these rollouts, too", trained=False)
     # Other defaults than TRL's, which do not fit conversations.
-    max_completion_length: int | None = key(
+    max_completion_length: int = key(
         4096, "Tokens of a conversation after its prompt, tool results included", within="[1, inf)"
     )
     lr_scheduler_type: SchedulerType | str = key("constant_with_warmup", "Schedule of the learning rate")

@@ -23,8 +23,8 @@ from mt_grpo.base.files import RecipeLoader, absolute
 from mt_grpo.base.json_types import fits_type
 from mt_grpo.conversation.tools.arguments import type_name
 from mt_grpo.recipe.data import GENERATED_DATASETS
-from mt_grpo.recipe.integrations import no_integrations
 from mt_grpo.recipe.keys import Classes, check_values, default_of, field_of, known_keys, make_absolute
+from mt_grpo.recipe.plugins import no_integrations
 
 
 class RecipeParser(TrlParser):
@@ -48,24 +48,14 @@ class RecipeParser(TrlParser):
         check_known(options, self.known, "on the command line")
         if rest:
             raise ValueError(f"Unknown arguments {rest}. Expected `--key value`, and a recipe after --config.")
-        for key, value in vars(namespace).items():
-            if value == [None]:  # null for a list
-                setattr(namespace, key, None)
+        lists_of_null = {key: None for key, value in vars(namespace).items() if value == [None]}
+        vars(namespace).update(lists_of_null)
         return namespace, rest
 
 
 def or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     """A type of argparse that also reads null, as None."""
-
-    @functools.wraps(kind)
-    def read(text: str) -> Any:
-        return None if text == "null" else kind(text)
-
-    return read
-
-
-READ_AT_IMPORT = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_DATASETS_CACHE",
-                  "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE"}  # fmt: skip
+    return functools.wraps(kind)(lambda text: None if text == "null" else kind(text))
 
 
 def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
@@ -73,29 +63,27 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
 
     Raises `ValueError` for an unknown key or a value of a wrong type.
     """
-    text, known = Path(path).read_text(encoding="utf-8"), known_keys(classes)
+    text, known = Path(path).read_text(encoding="utf-8"), known_keys(classes) | {"env": dict[str, str | int | float]}
     try:
         recipe = yaml.load(text, RecipeLoader)
     except yaml.YAMLError as error:
         raise ValueError(f"The recipe {path!r} cannot be read: {error}") from error
     if not isinstance(recipe, dict):
         raise ValueError(f"The recipe {path!r} holds {type(recipe).__name__}, expected lines of `key: value`.")
-    check_known(recipe, {*known, "env"}, f"in {path}")
+    check_known(recipe, known, f"in {path}")
+    if early := [name for name in recipe.get("env") or {} if str(name) in READ_AT_IMPORT]:
+        raise ValueError(f"env: {early[0]} in {path} is read before a recipe is. Set it in the shell.")
     for key, value in recipe.items():
-        if key != "env" and not fits_type(value, known[key], from_yaml=True):
+        if not fits_type(value, known[key], from_yaml=True):
             hint = " YAML reads no, off, yes and on as booleans: quote them." if isinstance(value, bool) else ""
             raise ValueError(
                 f"{key}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[key])}.{hint}"
             )
-    if "env" in recipe:
-        variables = recipe["env"]
-        values = variables.values() if isinstance(variables, dict) else [None]
-        if not all(isinstance(value, str | int | float) for value in values):
-            raise ValueError(f"env: {variables!r:.200} in {path}, expected lines of `NAME: text`.")
-        if early := [name for name in variables if name in READ_AT_IMPORT]:
-            raise ValueError(f"env: {early[0]} in {path} is read before a recipe is. Set it in the shell.")
-        recipe["env"] = yaml.load(text, yaml.BaseLoader)["env"]
-    return recipe
+    return recipe | {key: value for key, value in yaml.load(text, yaml.BaseLoader).items() if key == "env"}
+
+
+READ_AT_IMPORT = {"HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_DATASETS_CACHE",
+                  "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TRANSFORMERS_CACHE"}  # fmt: skip
 
 
 def check_known(keys: Iterable[Any], known: Collection[str], where: str) -> None:
@@ -186,10 +174,10 @@ def parse_recipe(argv: list[str] | None, classes: Classes) -> tuple:
     for key in () if model_args.use_peft else lora:
         if (value := getattr(model_args, key)) != default_of(key, classes):
             raise ValueError(f"{key}={value!r} has no effect without use_peft: true.")
-    if not model_args.model_name_or_path:
-        raise ValueError("model_name_or_path is not set. Add it to the recipe; hf_recipes/ has examples.")
-    if not any(getattr(script_args, key) for key in keys_that(script_args, "opens")):
-        raise ValueError("tools_script is not set. Add it to the recipe; hf_recipes/ has examples.")
+    starts = {"tools_script": any(getattr(script_args, key) for key in keys_that(script_args, "opens"))}
+    for key, found in {"model_name_or_path": model_args.model_name_or_path, **starts}.items():
+        if not found:
+            raise ValueError(f"{key} is not set. Add it to the recipe; hf_recipes/ has examples.")
     make_absolute(script_args)
     for settings, key in ((script_args, "dataset_name"), (model_args, "model_name_or_path")):  # or names on the Hub
         path = os.path.expanduser(getattr(settings, key) or "")

@@ -1,25 +1,148 @@
-"""Tools, rewards and environments from files that a recipe names by path."""
+"""What a recipe names: files of tools and rewards, environments, and integrations of other frameworks."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import importlib.metadata
 import importlib.util
 import inspect
 import os
 import sys
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
-from mt_grpo.conversation.environments import check_environment
 from mt_grpo.conversation.tools.processes import ToolProcesses
 from mt_grpo.conversation.tools.signature import named_tools
 from mt_grpo.rollout import Turn
 from mt_grpo.training.rewards import check_rewards, named_apart
+
+# FORK: an integration of your own needs no line here. Its package has an entry point of the group
+# `mt_grpo.integrations`, which names its subclass of `Integration` (docs/forking.md).
+INTEGRATIONS = {
+    "agents": "mt_grpo.integrations.agents.keys:AgentIntegration",
+    "gym": "mt_grpo.integrations.gym.keys:GymIntegration",
+    "openenv": "mt_grpo.integrations.openenv.keys:OpenEnvIntegration",
+    "ms_swift": "mt_grpo.integrations.ms_swift.keys:SwiftIntegration",
+    "verl": "mt_grpo.integrations.verl.keys:VerlIntegration",
+    "mcp": "mt_grpo.integrations.mcp.keys:McpIntegration",
+}
+
+
+OWN = "the trainer's own conversation"  # what a key may need to have an effect, if no line of an integration
+
+
+class Integration:
+    """Base class of an integration. It defines recipe keys, and the conversation or tools of a recipe with them.
+
+    `script_args` has the keys of all integrations and those of data, tools and rewards; `args` has the other settings.
+    All methods raise `ValueError`, with the key, for a recipe that cannot work.
+    """
+
+    keys: type  # the dataclass of the recipe keys
+    line = ""  # the line of a recipe with which it replaces the trainer's own conversation, if it does
+
+    def runs(self, script_args: Any) -> bool:
+        """Whether it runs the recipe's conversation, if none before it in the list does: `environment` names it."""
+        return self.line == f"environment: {script_args.environment}"
+
+    def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+        """(class of conversations, classes of environments or None), if the integration runs the conversation."""
+        raise NotImplementedError
+
+    def around(self, script_args: Any, conversation: type) -> type:
+        """Change the class of conversations, which may be that of another integration."""
+        return conversation
+
+    def tools(self, script_args: Any) -> list[Callable]:
+        """The tools of the recipe that this integration adds to those of `tools_script`."""
+        return []
+
+
+def no_integrations() -> str:
+    """A sentence for errors in a file of scripts/one_file.py, where the package is no folder. Else empty."""
+    in_one_file = not hasattr(sys.modules["mt_grpo"], "__path__")
+    return " This file has no integrations: start the clone's script for them." if in_one_file else ""
+
+
+@functools.cache
+def integrations() -> tuple[Integration, ...]:
+    """Those of the table, then those of other packages. The first one that `runs` a recipe has its rollouts."""
+    group = "mt_grpo.integrations"
+    ours = [] if no_integrations() else INTEGRATIONS.items()
+    points = [importlib.metadata.EntryPoint(name, value, group) for name, value in ours]
+    others = importlib.metadata.entry_points(group=group) if ours else []
+    return tuple(point.load()() for point in [*points, *others])
+
+
+@functools.cache
+def add_integrations(script_arguments: type) -> type:
+    """Add the keys of all integrations to a dataclass of settings. Raises `ValueError` for a key that two have."""
+    classes = *(each.keys for each in integrations()), script_arguments
+    owners: dict[str, type] = {}
+    for cls in classes:
+        for each in dataclasses.fields(cls):
+            if (owner := owners.setdefault(each.name, cls)) is not cls:
+                raise ValueError(f"{owner.__name__} and {cls.__name__} both have the recipe key {each.name}.")
+    return dataclasses.make_dataclass(script_arguments.__name__, [], bases=classes)
+
+
+def integrations_of(script_args: Any) -> list[Integration]:
+    """The integrations whose keys the settings have: none if they were not read by `parse_arguments`."""
+    given = vars(script_args).keys()
+    return [each for each in integrations() if given >= {field.name for field in dataclasses.fields(each.keys)}]
+
+
+def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
+    """(class of conversations, classes of environments or None) of a recipe, with the changes of all integrations.
+
+    Raises `ValueError` for a key that has no effect, since nothing that its metadata `needs` runs the conversation.
+    """
+    known = integrations_of(script_args)
+    runners = [each for each in known if each.runs(script_args)]
+    lines = [each.line for each in runners if each.line]
+    if len(lines) > 1:
+        raise ValueError(f"{' and '.join(lines)} both run the conversation. Remove one.")
+    for field in [field for each in known for field in dataclasses.fields(each.keys)]:
+        needed = field.metadata.get("needs")
+        if needed and (lines or [OWN])[0] not in needed and getattr(script_args, field.name) != field.default:
+            raise ValueError(f"{field.name} has no effect without {needed}. Add it, or remove {field.name}.")
+    if runners:
+        runner = next((each for each in runners if each.line), runners[0])
+        with packages_of_extras():
+            conversation, environment = runner.conversation(script_args, args, base)
+    else:
+        conversation, environment = load_environment(script_args.environment, script_args.tools_script, base)
+    for each in known:
+        conversation = each.around(script_args, conversation)
+    return conversation, environment
+
+
+def load_recipe_tools(script_args: Any, args: Any) -> list[Callable]:
+    """The tools of a recipe: those of `tools_script`, and those of integrations. Raises `ValueError`."""
+    return load_tools(script_args.tools_script, args.isolate_tools) + load_integration_tools(script_args)
+
+
+def load_integration_tools(script_args: Any) -> list[Callable]:
+    """The tools of a recipe's integrations. Raises `ValueError`."""
+    with packages_of_extras():
+        return [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]
+
+
+@contextmanager
+def packages_of_extras() -> Iterator[None]:
+    """Turn the `ImportError` of an integration into a `ValueError` that says how its packages are installed."""
+    try:
+        yield
+    except ImportError as error:
+        raise ValueError(f"{error}. Install the packages of integrations: pip install '.[agents,gym,mcp]'.") from error
 
 
 def module_name(path: str, key: str) -> str:
@@ -54,19 +177,15 @@ def load_lists(path: str, key: str, names: list[str]) -> list:
     module = import_file(path, key)
     if not any(hasattr(module, name) for name in names):
         raise ValueError(f"{key}: {path!r} defines neither {' nor '.join(names)}. Define one of them.")
-    if wrong := [name for name in names if isinstance(getattr(module, name, None), types.FunctionType)]:
-        raise ValueError(f"{key}: {wrong[0]} of {path!r} is a function. Expected a list: {wrong[0]} = [...].")
     return [getattr(module, name, []) for name in names]
 
 
 def load_named(reference: str, key: str, example: str) -> tuple[Any, str, str]:
     """(what `path.py:name` names, the name, the path). Raises `ValueError` if there is none."""
     path, _, name = reference.rpartition(":")
-    if not path:
-        raise ValueError(f"{key}: {reference!r} names no file. Expected path.py:{example}.")
-    path = absolute(path)
-    module = sys.modules.get(module_name(path, "tools_script"))  # a class in the tools file shares its globals
-    module = module or import_file(path, key)
+    path = absolute(path or reference)
+    # A class in the tools file shares its globals.
+    module = sys.modules.get(module_name(path, "tools_script")) or import_file(path, key)
     if not hasattr(module, name):
         raise ValueError(f"{key}: {path!r} has no {name!r}. Expected path.py:{example}.")
     return getattr(module, name), name, path
@@ -74,10 +193,7 @@ def load_named(reference: str, key: str, example: str) -> tuple[Any, str, str]:
 
 def load_class(reference: str, key: str) -> type:
     """The class that `path.py:Class` names. Raises `ValueError` if there is none."""
-    found, name, path = load_named(reference, key, "ClassName")
-    if not isinstance(found, type):
-        raise ValueError(f"{key}: {name!r} of {path!r} is {found!r}, expected a class.")
-    return found
+    return load_named(reference, key, "ClassName")[0]
 
 
 def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
@@ -87,9 +203,6 @@ def load_environment(reference: str | None, tools_script: str | None, base: type
     `ENVIRONMENT`, a class or a dict of classes.
     """
     declared = getattr(tools_module(tools_script), "ENVIRONMENT", None) if tools_script else None
-    classes = declared.values() if isinstance(declared, dict) else [declared] if declared is not None else []
-    for cls in classes:
-        check_environment(cls, f"tools_script: ENVIRONMENT of {tools_script!r}")
     found = load_class(reference, "environment") if reference else base
     if issubclass(found, base):
         return found, declared
@@ -140,9 +253,9 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
 
 def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callable], list[Callable]]:
     """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
+    if not path and optional:
+        return [], []
     if not path:
-        if optional:
-            return [], []
         raise ValueError("reward_fn is not set. Add it to the recipe; hf_recipes/ has examples.")
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["TURN_REWARD_FUNCS", "OUTCOME_REWARD_FUNCS"])
     check_rewards(turn_funcs, outcome_funcs)

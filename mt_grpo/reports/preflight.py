@@ -26,8 +26,7 @@ from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.conversation.pictures import readable
-from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of
-from mt_grpo.recipe.refusals import text_of_cuts
+from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of, text_of_cuts
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, join
 from mt_grpo.run.trainer import ResumableTrainer

@@ -129,14 +129,15 @@ def what_it_does(trainer: Any) -> str:
     """Describe what the run is doing, as far as rank 0 can tell."""
     if trainer.weight_sync is not None and trainer.weight_sync.pushed is None:
         return "syncing the weights"
-    batch = trainer.in_flight.current
-    if batch is None or batch.over:
+    batches = trainer.in_flight.current
+    if all(batch.over() for batch in batches):
         return "training"
-    going = [rollout for rollout in batch.rollouts if rollout.stop_reason is None]
+    rollouts = [rollout for batch in batches for rollout in batch.rollouts]
+    going = [rollout for rollout in rollouts if rollout.stop_reason is None]
     calling = sum(bool(r.turns and r.turns[-1].calls and not r.turns[-1].results) for r in going)
-    turns = [turn for rollout in batch.rollouts for turn in rollout.turns]
+    turns = [turn for rollout in rollouts for turn in rollout.turns]
     done = f"{len(turns)} turns and {sum(len(turn.token_ids) for turn in turns)} tokens done"
-    finished = f"{len(batch.rollouts) - len(going)} of {len(batch.rollouts)} rollouts finished"
+    finished = f"{len(rollouts) - len(going)} of {len(rollouts)} rollouts finished"
     return f"sampling, {done}, {finished}, {calling} waiting for tools"
 
 

@@ -5,28 +5,26 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 import random
-import re
-from collections.abc import Iterator
+import secrets
+import socket
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from accelerate.utils import gather_object
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.files import absolute, read_json
 from mt_grpo.base.json_types import image_or_str
 from mt_grpo.base.ranks import RunError
-
-logger = logging.getLogger(__name__)
 
 
 class CheckpointError(RunError, ValueError):
@@ -42,29 +40,20 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
         return None
     # Trainer writes trainer_state.json last, so a checkpoint without this file is incomplete. The newest checkpoint is
     # used, not the one of the highest step: an older run in the same folder may have made more steps.
-    whole = []
-    for path in Path(output_dir).glob(f"checkpoint-*/{TRAINER_STATE_NAME}"):
-        if read_json(path) is None:
-            logger.warning(f"{path.parent} is incomplete and is passed over: {path.name} is not whole.")
-        elif re.fullmatch(r"checkpoint-\d+", path.parent.name):
-            whole.append(path.parent)
-    newest = max(whole, key=lambda folder: (folder / TRAINER_STATE_NAME).stat().st_mtime, default=None)
-    found = newest if str(wanted).lower() in ("last", "true") else Path(absolute(str(wanted)))
-    if found is None or not (found / TRAINER_STATE_NAME).is_file():
-        raise ValueError(
-            f"resume_from_checkpoint={wanted!r} is no whole checkpoint: it has no {TRAINER_STATE_NAME}. "
-            + (f"Set it to {newest}." if newest else f"There is none in output_dir={output_dir!r}.")
-        )
-    of_deepspeed, of_others = (found / "latest").is_file(), (found / "scheduler.pt").is_file()
-    if not of_deepspeed and not (of_others and any(found.glob("optimizer*"))):
-        raise ValueError(
-            f"resume_from_checkpoint={str(found)!r} has a model only, without the state of its optimizer "
-            f"(save_only_model). To start from its weights, set model_name_or_path: {found} instead."
-        )
+    states = Path(output_dir).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
+    whole = [path for path in states if path.parent.name.partition("-")[2].isdigit() and read_json(path)]
+    newest = max(whole, key=lambda path: path.stat().st_mtime, default=None)
+    state = newest if str(wanted).lower() in ("last", "true") else Path(absolute(str(wanted)), TRAINER_STATE_NAME)
+    if state is None or not state.is_file():
+        other = f"Set it to {newest.parent}" if newest else f"There is none in output_dir={output_dir!r}"
+        what = f"is no whole checkpoint: it has no {TRAINER_STATE_NAME}"
+        raise ValueError(f"resume_from_checkpoint={wanted!r} {what}. {other}.")
+    found = state.parent
+    if not (found / "latest").is_file() and not ((found / "scheduler.pt").is_file() and any(found.glob("optimizer*"))):
+        what = "has a model only, without the state of its optimizer. To start from it, set model_name_or_path"
+        raise ValueError(f"resume_from_checkpoint={str(found)!r} {what}.")
     return str(found)
 
-
-# The settings of a run, and which of them differ from those of the checkpoint.
 
 RUN_RECORD = "mt_grpo_run.json"  # next to trainer_state.json: the settings that the checkpoint was trained with
 
@@ -73,9 +62,8 @@ NOT_TRAINED = (
     "output_dir", "resume_from_checkpoint", "logging_", "log_", "save_", "hub_", "push_", "report_to", "run_name",
     "project", "trackio_", "eval_", "per_device_eval_", "num_generations_eval", "include_", "disable_tqdm",
     "num_completions_to_print", "ddp_", "skip_memory_metrics", "debug", "vllm_server_", "vllm_group_port",
-    "vllm_gpu_memory_utilization", "load_best_model", "metric_for_best_model", "greater_is_better",
-    "restore_callback", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent",
-    "dataloader_prefetch",
+    "vllm_gpu_memory_utilization", "load_best_model", "metric_for_best_model", "greater_is_better", "restore_callback",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_persistent", "dataloader_prefetch",
 )  # fmt: skip
 LORA_KEYS = ("r", "lora_alpha", "lora_dropout", "target_modules", "modules_to_save", "use_rslora", "use_dora")
 ORDER_KEYS = (
@@ -88,17 +76,13 @@ NOTES = dict.fromkeys(
 ) | dict.fromkeys(OPTIMIZER_KEYS, " (no effect: the optimizer's saved state keeps the old value)")
 
 
-def trained_settings(args: TrainingArguments) -> dict[str, Any]:
-    """The settings that change what is trained, by their names."""
-    left_out = {each.name for each in dataclasses.fields(args) if not each.metadata.get("trained", True)}
-    return {k: v for k, v in args.to_dict().items() if k not in left_out and not k.startswith(NOT_TRAINED)}
-
-
 def run_record(trainer: Any) -> dict[str, Any]:
     """The settings and the data that determine a run's results, as JSON data."""
     args, lora = trainer.args, trainer._peft_config
     passes = args.steps_per_generation * args.num_iterations
-    record = trained_settings(args) | {
+    left_out = {each.name for each in dataclasses.fields(args) if not each.metadata.get("trained", True)}
+    settings = {k: v for k, v in args.to_dict().items() if k not in left_out and not k.startswith(NOT_TRAINED)}
+    record = settings | {
         "model_name_or_path": trainer._model_name,
         "lora": lora and {k: getattr(lora, k, None) for k in LORA_KEYS},
         "world_size": args.world_size,
@@ -113,11 +97,7 @@ def run_record(trainer: Any) -> dict[str, Any]:
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """One line of text per setting that differs from the checkpoint's record.
-
-    >>> changed_settings({"seed": 1, "beta": 0.0, "gone": 1}, {"seed": 2, "beta": 0.0, "new": 1})
-    ['seed: 1 -> 2 (the order of the prompts changes: some are trained on twice, others not at all)']
-    """
+    """One line of text per setting that differs from the checkpoint's record."""
     changed = [key for key in now if key in before and before[key] != now[key]]
     return [f"{key}: {before[key]!r} -> {now[key]!r}{NOTES.get(key, '')}" for key in changed]
 
@@ -130,9 +110,6 @@ def dataset_sha256(dataset: Any) -> str:
     return digest.hexdigest()[:12]
 
 
-# Loading a checkpoint.
-
-
 @contextmanager
 def loading(checkpoint: str | None) -> Iterator[None]:
     """A context in which any error becomes a `CheckpointError` that names the checkpoint."""
@@ -141,16 +118,14 @@ def loading(checkpoint: str | None) -> Iterator[None]:
     except RunError:
         raise
     except Exception as error:  # torch, pickle, PEFT and the states' own classes raise anything
-        raise CheckpointError(
-            f"resume_from_checkpoint={checkpoint!r} cannot be loaded: {error_line(error):.500}. Resume from another "
-            "checkpoint, or with this one's model, lora_* settings and optimizer."
-        ) from error
+        what = f"cannot be loaded: {error_line(error):.500}. Expected the model, lora_* and optim of this run"
+        raise CheckpointError(f"resume_from_checkpoint={checkpoint!r} {what}.") from error
 
 
 def load_missing(checkpoint: str, model: Any, missing: list[str]) -> None:
-    """Load the weights that `Trainer` did not find by their names in a checkpoint: it would go on with the base's.
+    """Load weights that `Trainer` did not find by name in a checkpoint, such as experts: it would keep the base's.
 
-    The experts of a layer, one tensor in memory, are many in a file. Raises `CheckpointError` if weights are missing.
+    Raises `CheckpointError` if weights are missing.
     """
     state = model.state_dict()
     loaded = {tensor.data_ptr() for name, tensor in state.items() if name not in missing}
@@ -162,17 +137,14 @@ def load_missing(checkpoint: str, model: Any, missing: list[str]) -> None:
         missing = sorted(found["missing_keys"])
         model.load_state_dict(whole.state_dict())
     if missing:
-        raise CheckpointError(
-            f"resume_from_checkpoint={checkpoint!r} lacks {len(missing)} weights of the model, such as {missing[0]}. "
-            "Resume from another checkpoint, or with the model_name_or_path and the lora_* settings of this one."
-        )
+        text = f"lacks {len(missing)} weights of the model, such as {missing[0]}. Use its model and lora_* settings."
+        raise CheckpointError(f"resume_from_checkpoint={checkpoint!r} {text}")
 
 
 def load_first_adapter(checkpoint: str, model: Any) -> None:
-    """Load the trained adapter if a checkpoint also has the reference's (`beta` above 0), in a folder inside.
+    """Load the trained adapter if a checkpoint also has the reference's, in a folder that transformers alone reads.
 
-    transformers reads those inside alone, and would train on from the adapter that the run began with. Raises
-    `ValueError` if the checkpoint's adapter has other weights than the model's: PEFT would keep the missing ones new.
+    Raises `ValueError` if the checkpoint's adapter lacks weights of the model's: PEFT would keep new ones.
     """
     path = Path(checkpoint, "adapter_model.safetensors")
     if not hasattr(model, "peft_config") or not path.is_file():
@@ -184,45 +156,13 @@ def load_first_adapter(checkpoint: str, model: Any) -> None:
         set_peft_model_state_dict(model, saved, adapter_name="default")
 
 
-def check_optimizer(optimizer: Any) -> None:
-    """Raise `ValueError` if a loaded state is of another optimizer: torch compares only the numbers of parameters."""
-    for group in optimizer.param_groups:
-        if lacking := sorted(optimizer.defaults.keys() - group.keys()):
-            raise ValueError(f"optim is another one, whose state lacks {', '.join(lacking)}. Expected the same optim")
-
-
-@contextmanager
-def whole_reference(args: Any) -> Iterator[None]:
-    """A context in which every rank reads the weights of a run that has a reference model (`beta` above 0).
-
-    With `fsdp_cpu_ram_efficient_loading` transformers reads them on rank 0 alone, and TRL 1.16 shards the reference
-    without handing them out: the other ranks' shards would be memory that nobody wrote, and the KL term noise.
-    """
-    key = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    before = os.environ.get(key)
-    if before is not None and args.beta != 0.0:
-        os.environ[key] = "false"
-    try:
-        yield
-    finally:
-        if before is not None:
-            os.environ[key] = before
-
-
-# What a checkpoint must hold.
-
-
 def weights_not_finite(model: Any) -> list[str]:
     """The names of parameters with a NaN or an infinite number. For a sharded model, in this rank's shards."""
-    names = []
-    for name, parameter in model.named_parameters():
-        shard = getattr(parameter, "ds_tensor", parameter).detach()
-        shard = shard.to_local() if hasattr(shard, "to_local") else shard
-        # Numbers of 8 bits are frozen: they are of a quantised base.
-        whole = shard.is_floating_point() and shard.element_size() > 1
-        if whole and not shard.isfinite().all():
-            names.append(name)
-    return names
+    shards = {name: getattr(each, "ds_tensor", each).detach() for name, each in model.named_parameters()}
+    shards = {name: shard.to_local() if hasattr(shard, "to_local") else shard for name, shard in shards.items()}
+    # Numbers of 8 bits are frozen: they are of a quantised base.
+    whole = {name: shard for name, shard in shards.items() if shard.is_floating_point() and shard.element_size() > 1}
+    return [name for name, shard in whole.items() if not shard.isfinite().all()]
 
 
 def get_rng_state() -> tuple:
@@ -238,3 +178,66 @@ def set_rng_state(state: tuple) -> None:
     torch.set_rng_state(state[2])
     if state[3] is not None:
         torch.cuda.set_rng_state(state[3])
+
+
+def has_several_nodes() -> bool:
+    """Whether the ranks of this run are on several nodes, according to torchrun's environment variables."""
+    local, world = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    return local < world and torch.distributed.is_initialized()
+
+
+def raise_for_all(error: str | None, kind: type[Exception] = ValueError) -> None:
+    """Raise `kind` on all ranks if any rank has an error. Collective."""
+    where = f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+    if errors := [text for text in gather_object([error and f"{where}: {error}"]) if text]:
+        raise kind(errors[0])
+
+
+def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str | None:
+    """The checkpoint to resume. Collective on several nodes: `ValueError` unless all ranks find the one of rank 0."""
+    if not wanted or not has_several_nodes():
+        return checkpoint_to_resume(wanted, output_dir)
+    error = found = name = None
+    try:
+        found = checkpoint_to_resume(wanted, output_dir)
+        # Two runs that sampled otherwise have seen another number of tokens.
+        tokens = (read_json(Path(found, TRAINER_STATE_NAME)) or {}).get("num_input_tokens_seen")
+        name = f"{Path(found).name} after {tokens} tokens"
+    except ValueError as raised:
+        error = f"{raised} Every node needs the checkpoint, in an output_dir that all share or one of its own."
+    raise_for_all(error)
+    first = gather_object([name])[0]
+    raise_for_all(None if name == first else f"resume_from_checkpoint={wanted!r} is {name}, but {first} on rank 0.")
+    return found
+
+
+def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> None:
+    """Raise `ValueError` unless nodes share `output_dir`, or each saves all in its own. None: nothing is saved."""
+    if not has_several_nodes() or save_on_each_node is None:
+        return
+    folder = Path(
+        output_dir, f".rank-{secrets.token_hex(6)}"
+    )  # a new name: no network file system knows it as missing
+    folder.mkdir(parents=True)
+    names, error = gather_object([folder.name]), None
+    seen = sum(Path(output_dir, name).exists() for name in names)
+    gather_object([seen])  # nobody removes a folder that another rank still looks for
+    folder.rmdir()
+    is_sharded = any(os.environ.get(f"ACCELERATE_USE_{key}", "").lower() == "true" for key in ("FSDP", "DEEPSPEED"))
+    if save_on_each_node and is_sharded:
+        error = "save_on_each_node is not supported with FSDP or DeepSpeed, where only rank 0 gets complete weights."
+    elif save_on_each_node and seen > int(os.environ["LOCAL_WORLD_SIZE"]):
+        error = f"save_on_each_node: true, but nodes share output_dir={output_dir!r}."
+    elif not save_on_each_node and seen < len(names):
+        what = f"output_dir={output_dir!r} is shared by {seen} of {len(names)} ranks"
+        error = f"{what}. Put it on a file system of all nodes, or set save_on_each_node: true."
+    raise_for_all(error)
+
+
+def check_same_on_nodes(record: Callable[[], dict[str, Any]]) -> None:
+    """Raise `RunError` if a rank on another node would train with other settings or data. Collective."""
+    if has_several_nodes():
+        own = record() | {"model_name_or_path": None}  # a path on each node; the weights are those of rank 0
+        changed = [line.partition(" (")[0] for line in changed_settings(gather_object([own])[0], own)]
+        text = "\n  ".join(["this node differs from the node of rank 0:", *changed])
+        raise_for_all(f"{text}\nStart all nodes with the same files and arguments." if changed else None, RunError)

@@ -46,42 +46,31 @@ def pool_of(
 
 
 def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
-    """Create the generation backend of a trainer. With servers it also sets `weight_sync`, which pushes the weights.
-
-    `first_ids` returns the ids of a prompt of the run, for the check after a push.
-    """
-    args, ends = trainer.args, trainer.eos_token_ids
-    forbid(reader_of(trainer.env.tokenizer), trainer.model, trainer.ref_model)
-    if trainer.accelerator.num_processes > 1:
+    """Create a trainer's generation backend, and `weight_sync`, which checks pushes with the ids of a first prompt."""
+    args, ends, model, accelerator = trainer.args, trainer.eos_token_ids, trainer.model, trainer.accelerator
+    forbid(reader_of(trainer.env.tokenizer), model, trainer.ref_model)
+    if accelerator.num_processes > 1:
         share_marks(on_main_process(secret_of_marks))
     if args.freeze_vision_tower:
-        freeze_tower(trainer.model)
+        freeze_tower(model)
     if trainer.backend == "server":
         client = trainer.client
         client.instance = on_main_process(lambda: client.instance)  # all ranks expect the same version
-        trainer.vllm_generation = PolicyWeights(
-            trainer.model, trainer.accelerator, trainer.processing_class, mode="none"
-        )
+        weights = trainer.vllm_generation = PolicyWeights(model, accelerator, trainer.processing_class, mode="none")
         if client.servers[0].engine.NAMES_OF_FILES:
-            trainer.vllm_generation.use_names_of_files()
-        trainer.weight_sync = WeightSync(
-            client,
-            trainer.model,
-            trainer.vllm_generation,
-            trainer.accelerator,
-            probe_ids(first_ids(), trainer.env.tokenizer),
-            slots_of(args.max_staleness),
-            "policy" in asked_of(trainer.reward_functions.functions) - set(trainer.train_dataset.column_names),
-        )
+            weights.use_names_of_files()
+        probe, num_adapters = probe_ids(first_ids(), trainer.env.tokenizer), slots_of(args.max_staleness)
+        scores = "policy" in asked_of(trainer.reward_functions.functions) - set(trainer.train_dataset.column_names)
+        trainer.weight_sync = WeightSync(client, model, weights, accelerator, probe, num_adapters, scores)
         return client
     if trainer.backend == "colocate":
         stops = {"stop": list(trainer.env.format_of(trainer.env.tokenizer).stops), "stop_token_ids": ends}
         stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
         trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
-        if is_peft_model(trainer.model) and trainer.vllm_generation._dist.fsdp_version != 1:
+        if is_peft_model(model) and trainer.vllm_generation._dist.fsdp_version != 1:
             # TRL merges the adapter into the frozen weights themselves and takes it out again. In half precision they
             # drift with each push: the reference of `beta` with them, and what the saved adapter belongs to.
-            merged = PolicyWeights(trainer.model, trainer.accelerator, trainer.processing_class, mode="none")
+            merged = PolicyWeights(model, accelerator, trainer.processing_class, mode="none")
             trainer.vllm_generation._iter_named_params = merged.named_weights
     else:
         trainer.generation_config.eos_token_id = trainer.generation_kwargs["eos_token_id"] = ends
@@ -104,17 +93,13 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
             trainer.model.train(training)  # TRL's continuous batching leaves the model in training mode
 
     def any_rank(flag: bool) -> bool:
-        """Whether the flag is set on any rank. Collective."""
-        return bool(trainer.accelerator.reduce(torch.tensor(int(flag), device=trainer.accelerator.device)).item())
+        return bool(accelerator.reduce(torch.tensor(int(flag), device=accelerator.device)).item())
 
     # TRL's generation is collective if the model is sharded.
     return InProcessBackend(generate, lambda i: i in trainer.eos_token_ids, any_rank if trainer._is_sharded else None)
 
 
 def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
-    """The ids whose logprobs prove a push: at most 256 of a prompt, without its images, after a generated image.
-
-    So the vision tower is checked, too, even if only tools return images.
-    """
+    """The ids whose logprobs prove a push: at most 256 of a prompt without images, after one that proves the tower."""
     text = [token for token in ids if not is_picture(token)][:256]
     return (drawn_ids(tokenizer) if reader_of(tokenizer) is not None else []) + text

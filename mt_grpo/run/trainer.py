@@ -6,9 +6,10 @@ import functools
 import json
 import logging
 import math
+import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from mt_grpo.run.checkpoints import (
     RUN_RECORD,
     CheckpointError,
     changed_settings,
-    check_optimizer,
+    check_output_on_nodes,
+    check_same_on_nodes,
+    checkpoint_of_all_ranks,
     dataset_sha256,
     get_rng_state,
     load_first_adapter,
@@ -38,13 +41,13 @@ from mt_grpo.run.checkpoints import (
     run_record,
     set_rng_state,
     weights_not_finite,
-    whole_reference,
 )
-from mt_grpo.run.in_flight import InFlight, RolloutBatch
-from mt_grpo.run.next_prompts import EpochOrder
-from mt_grpo.run.nodes import check_output_on_nodes, check_same_on_nodes, checkpoint_of_all_ranks
+from mt_grpo.run.in_flight import EpochOrder, InFlight, RolloutBatch
 
 logger = logging.getLogger(__name__)
+
+# A resumed run keeps the learning rate of its optimizer.
+LOWER = "Lower learning_rate or the weights of rewards, and start with the last checkpoint as model_name_or_path."
 
 
 class NotFinite(RunError):
@@ -56,18 +59,14 @@ torch.serialization.register_package(30, lambda storage: None, lambda data, wher
 
 
 class ResumableTrainer(GRPOTrainer):
-    """`GRPOTrainer` that can be stopped at any time, and trains on exactly as without the stop when it is resumed.
+    """`GRPOTrainer` that can be stopped at any time, and trains on exactly as without the stop when it is resumed."""
 
-    A subclass sets `backend`, `env`, `reward_weights`, `turn_advantage_coef`, and `llm`, the backend: if
-    `llm.collective` is true, no rank may stop while others generate.
-    """
-
-    FP16_SKIPS = 50  # steps in a row; from 65,536 a scale is 1 after 16 of them
+    FP16_SKIPS = 50  # steps in a row, which fp16's scaler skips; from 65,536 a scale is 1 after 16 of them
 
     def __init__(self, model: Any, *args, peft_config: Any = None, **kwargs):
         self.in_flight = InFlight(self)
         self._saved: dict[int, Path] = {}  # step -> checkpoint that this run wrote or was resumed from
-        self._loading: str | None = None  # the checkpoint whose weights `Trainer` loads
+        self._loading: str | None = None  # the checkpoint to resume from, while its weights are loaded
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
         self._peft_config = peft_config
         self._stop_signal, self._interruptible = None, False  # its number; whether it raises at once
@@ -76,8 +75,11 @@ class ResumableTrainer(GRPOTrainer):
         self._of_data = ""  # the name of the dataset that is evaluated, if there are several
         config = kwargs["args"]
         check_output_on_nodes(config.output_dir, config.save_on_each_node)
-        with whole_reference(config):
-            super().__init__(model, *args, peft_config=peft_config, **kwargs)
+        if config.beta != 0.0 and "FSDP_CPU_RAM_EFFICIENT_LOADING" in os.environ:
+            # transformers would read the weights on rank 0 alone, and TRL 1.16 shards the reference model without
+            # handing them out: the other ranks' shards would be memory that nobody wrote, and the KL term noise.
+            os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
+        super().__init__(model, *args, peft_config=peft_config, **kwargs)
         self.add_callback(self.in_flight)
         if config.save_on_each_node:  # transformers 5.17 writes weights on rank 0 only
             self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
@@ -85,8 +87,6 @@ class ResumableTrainer(GRPOTrainer):
     @property
     def _is_sharded(self) -> bool:
         return self._dist.is_fsdp or self.is_deepspeed_enabled
-
-    # -- resuming --
 
     @functools.cached_property
     def _dataset_sha256(self) -> str:
@@ -100,7 +100,8 @@ class ResumableTrainer(GRPOTrainer):
         self._saved[state.global_step] = path
         if self.accelerator.is_main_process:
             print(f"resumed from {path}, after step {state.global_step}", flush=True)
-            if changed := changed_settings(read_json(path / RUN_RECORD) or {}, run_record(self)):
+            before = read_json(path / RUN_RECORD) or {}
+            if changed := changed_settings(before, run_record(self)):
                 changed = "\n  ".join(changed)
                 logger.warning(f"{path} was trained with other settings. This run changes:\n  {changed}")
             if self.args.sync_ref_model:
@@ -113,57 +114,42 @@ class ResumableTrainer(GRPOTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             if not self._is_sharded:
                 load_first_adapter(resume_from_checkpoint, self.model)
-
-    def _load_best_model(self) -> None:
-        self._loading = self.state.best_model_checkpoint
-        super()._load_best_model()
+        self._loading = None
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         """`Trainer`'s method, which only warns of weights that a checkpoint lacks. Raises `CheckpointError`."""
         super()._issue_warnings_after_load(load_result)
         if not self._is_sharded:
-            load_missing(self._loading, self.model, load_result.missing_keys)
+            path = self._loading or self.state.best_model_checkpoint
+            load_missing(path, self.model, load_result.missing_keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         with loading(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             if checkpoint is not None and not self._is_sharded:
-                check_optimizer(self.optimizer)
+                for group in self.optimizer.param_groups:  # torch compares only the numbers of parameters
+                    if lacking := sorted(self.optimizer.defaults.keys() - group.keys()):
+                        raise ValueError(f"optim is another one, whose state lacks {', '.join(lacking)}")
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         with loading(checkpoint):
             super()._load_rng_state(checkpoint)
 
-    # -- numbers that are not finite --
-
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """The gradient norm, which `Trainer` reads before each optimizer step. Raises `NotFinite` on all ranks.
-
-        INVARIANT: no optimizer step is taken with a gradient that is not finite. With fp16 the scaler of the gradients
-        skips these steps, and halves its scale each time. DeepSpeed has taken its step in the backward pass: there
-        `_check_weights` keeps such weights out of checkpoints.
-        """
+        """The gradient norm before an optimizer step, or with DeepSpeed behind it. Raises `NotFinite` on all ranks."""
         grad_norm = super()._get_grad_norm(model, grad_norm)
         finite = grad_norm is None or math.isfinite(float(grad_norm))
         self._num_skipped = 0 if finite else self._num_skipped + 1
         if not finite and (not self.args.fp16 or self._num_skipped >= self.FP16_SKIPS):
-            raise NotFinite(
-                f"Step {self.state.global_step}: the norm of the gradient is {float(grad_norm)}. The step is not "
-                "taken, or with DeepSpeed its weights are not saved. Look at this step's rollouts. Lower "
-                "turn_advantage_coef, the reward weights or learning_rate, and start with the last checkpoint as "
-                "model_name_or_path, since a resumed run keeps the learning rate of its optimizer."
-            )
+            what = f"the norm of the gradient is {float(grad_norm)}. The step is not taken, or not saved"
+            raise NotFinite(f"Step {self.state.global_step}: {what}. {LOWER}")
         return grad_norm
 
     def _check_weights(self) -> None:
         """Raise `NotFinite` on all ranks if any weight is not finite. Collective."""
         if names := [name for rank in gather_object([weights_not_finite(self.model)]) for name in rank]:
-            raise NotFinite(
-                f"Step {self.state.global_step}: {len(set(names))} weights are not finite, such as {names[0]}. They "
-                "are not saved. Lower learning_rate, and start with the last checkpoint as model_name_or_path."
-            )
-
-    # -- saving --
+            what = f"{len(set(names))} weights are not finite, such as {names[0]}. They are not saved"
+            raise NotFinite(f"Step {self.state.global_step}: {what}. {LOWER}")
 
     def save_trained_model(self) -> None:
         """Save the model and `trainer_state.json` into `output_dir`. Collective."""
@@ -204,7 +190,8 @@ class ResumableTrainer(GRPOTrainer):
         if step == 0:
             return "No step was completed, so there is nothing to save."
         if step not in self._saved:
-            self.in_flight.restore(self.state)  # the resumed run samples the failed batch again, unchanged
+            rng, self.state.num_input_tokens_seen = self.in_flight.step_end
+            set_rng_state(rng)  # the resumed run samples the failed batch again, unchanged
             self.args.save_only_model = False  # of which nothing could be continued
             try:
                 self._save_checkpoint(self.model, trial=None)
@@ -218,8 +205,6 @@ class ResumableTrainer(GRPOTrainer):
         self.accelerator.wait_for_everyone()  # a launcher ends all ranks soon after the first one ends
         due = f" The evaluation of step {step} was interrupted; it is made first of all." * self._evaluation_due
         return f"The run is saved at step {step}. {self._last_saved()}{due}"
-
-    # -- stopping --
 
     @contextmanager
     def stop_on_signals(self) -> Iterator[None]:
@@ -241,14 +226,12 @@ class ResumableTrainer(GRPOTrainer):
 
     def _stop_if_asked(self) -> None:
         """Raise `RunStopped` on all ranks if any rank got a signal. Collective."""
-        if signals := [signum for signum in gather_object([self._stop_signal]) if signum]:
-            raise RunStopped(signals[0], f" at step {self.state.global_step}")
+        raise_on_all_ranks(None, "", self.state.global_step, self._stop_signal)
 
     def _on_all_ranks(self, function: Callable[[], tuple[int, ...] | None], what: str) -> list[int]:
-        """Run `function`, which may fail on any rank. Then all ranks raise the error. Collective.
+        """Run `function`, which may fail on any rank, and return the sums of its numbers over the ranks. Collective.
 
-        A signal interrupts it, unless generation is a collective call. Returns the numbers that `function` returned,
-        summed over the ranks.
+        All ranks raise an error of any rank. A signal interrupts `function`, unless generation is a collective call.
         """
         error, stopped, counts = None, None, ()
         try:
@@ -257,6 +240,8 @@ class ResumableTrainer(GRPOTrainer):
                 if self._interruptible and self._stop_signal is not None:
                     raise RunStopped(self._stop_signal)
                 counts = function() or ()
+                if self._interruptible and self._stop_signal is not None:  # a reward may have caught the exception
+                    raise RunStopped(self._stop_signal)
             finally:
                 self._interruptible = False
         except RunStopped as raised:
@@ -265,18 +250,15 @@ class ResumableTrainer(GRPOTrainer):
             error = raised
         return raise_on_all_ranks(error, what, self.state.global_step, stopped, counts)
 
-    # -- training --
-
     def train(self, resume_from_checkpoint: str | bool | None = None, *args, **kwargs) -> Any:
         """`Trainer.train` that leaves no conversation open. Raises `ValueError` for an incomplete checkpoint."""
         checkpoint = checkpoint_of_all_ranks(resume_from_checkpoint, self.args.output_dir)
         self._saved, eval_on_start = {}, self.args.eval_on_start
         check_same_on_nodes(lambda: run_record(self))
         begun = self._go_on_from(Path(checkpoint)) if checkpoint else None
-        goes_on = begun is not None and not self.args.ignore_data_skip  # which begins the epoch anew
-        self.in_flight.begin(begun.stateful_callbacks.get("in_flight") if goes_on else None)
-        due = begun is not None and begun.stateful_callbacks.get("evaluation_due", False)
-        self._evaluation_due = due and self.args.eval_strategy != "no"
+        saved = begun.stateful_callbacks if begun is not None else {}
+        self.in_flight.begin(None if self.args.ignore_data_skip else saved.get("in_flight"))
+        self._evaluation_due = saved.get("evaluation_due", False) and self.args.eval_strategy != "no"
         self.args.eval_on_start = eval_on_start or self._evaluation_due
         try:
             result = super().train(checkpoint, *args, **kwargs)
@@ -287,16 +269,12 @@ class ResumableTrainer(GRPOTrainer):
             for callback in self.callback_handler.callbacks:
                 if hasattr(callback, "end_of_run"):  # of ours, also where `on_train_end` is not reached
                     callback.end_of_run()
-        if begun is not None and begun.global_step == self.state.global_step and self.accelerator.is_main_process:
-            logger.warning(
-                f"Nothing was trained: {checkpoint} is of step {begun.global_step}, and the run ends at step "
-                f"{self.state.max_steps}. Set a larger max_steps or num_train_epochs to continue training."
-            )
-        if self.state.global_step == 0:
-            raise RunError(
-                f"No optimizer step was taken, with {len(self.train_dataset)} prompts. The model is unchanged. "
-                f"Expected at least {self.args.generation_batch_size // self.args.num_generations} prompts."
-            )
+        step = self.state.global_step
+        if begun is not None and begun.global_step == step and self.accelerator.is_main_process:
+            what = f"{checkpoint} is of step {step}, and the run ends at step {self.state.max_steps}"
+            logger.warning(f"Nothing was trained: {what}. Set a larger max_steps or num_train_epochs.")
+        if step == 0:
+            raise RunError(f"No optimizer step was taken, with {len(self.train_dataset)} prompts.")
         return result
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple:
@@ -350,8 +328,6 @@ class ResumableTrainer(GRPOTrainer):
             self._metrics["eval"].update(named)
         super().log(logs, start_time)
 
-    # -- conversations: what `in_flight` calls --
-
     @property
     def _mode(self) -> str:
         return "train" if self.model.training else "eval"
@@ -371,12 +347,10 @@ class ResumableTrainer(GRPOTrainer):
         for i, rollout in zip(indices, rollouts):
             rollout.place(self.accelerator.process_index * len(rows) + i)
             rollout.policy_version = self._weight_counter.version
-        pushed = self.weight_sync and self.weight_sync.pushed
-
-        def converse(rollout: Rollout, llm: Any) -> Coroutine:
-            return self.env.converse_whole(rollout, llm, self._sampling_params)
-
-        return RolloutBatch(rollouts, converse, self.llm, pushed, self._group_size)
+        converse = functools.partial(self.env.converse_whole, sampling_params=self._sampling_params)
+        return RolloutBatch(
+            rollouts, converse, self.llm, self.weight_sync and self.weight_sync.pushed, self._group_size
+        )
 
     def _opened(self, rows: list[dict[str, Any]]) -> list[Rollout]:
         rollouts = self.env.start(prompts_of(rows), rows=rows)
@@ -414,14 +388,13 @@ def train_or_save(trainer: ResumableTrainer) -> None:
     with trainer.stop_on_signals():
         try:
             trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
-        except CheckpointError as error:  # nothing was trained, and what is there is no state to save
-            logger.error("the run cannot be resumed", exc_info=root_cause(error))
-            sys.exit(f"error: {error}")
         except RunStopped as stopped:
             print(f"{stopped}. {trainer.save_where_it_stopped()}", file=sys.stderr, flush=True)
             sys.exit(128 + stopped.signum)
         except (RunError, ServerError) as error:
             logger.error("training stopped", exc_info=root_cause(error))
+            if isinstance(error, CheckpointError):  # nothing was trained: there is no state to save
+                sys.exit(f"error: {error}")
             sys.exit(f"error: {error}\n{trainer.save_where_it_stopped()}")
         finally:  # not as the interpreter ends: it looks up no host's name any more, and adapters would stay
             if getattr(trainer, "client", None) is not None:

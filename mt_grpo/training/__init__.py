@@ -10,7 +10,6 @@ layouts         how a run's rows are laid out, why, and the proof of it
 further_credit  estimators of credit other than MT-GRPO
 policy_scores   logprobs under the policy, for reward functions
 refill          replaces groups without signal by groups of further prompts
-reward_calls    the arguments of reward functions, and running them within their time limits
 reward_numbers  validation of their values
 rewards         the reward functions of a run
 token_checks    checks that training reads the tokens of inference

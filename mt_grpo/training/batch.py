@@ -30,7 +30,7 @@ class Batch:
         loss_masks: The loss mask of each record's completion, None once TRL has its tensors.
         failed, truncated: Whether each of the N rollouts failed by its environment, and whether it was truncated.
         facts: Statistics of each conversation, (N, 16): see `conversation_columns`.
-        scores: The values of the reward functions for all N rollouts: see `RewardFunctions.score_all_ranks`.
+        scores: The values of the reward functions for all N rollouts (`Scores`).
         rewards: The `RewardTable` of the N rollouts, made of these scores.
         weights: The weights of the F reward functions, (F,).
         logged: The logged reward of each function, (N, F), NaN for None: see `logged_rewards`.
@@ -52,7 +52,7 @@ class Batch:
     truncated: list[bool] = field(default_factory=list)
     loss_masks: list[list[int]] | None = None
     facts: torch.Tensor | None = None
-    scores: tuple[torch.Tensor, ...] | None = None
+    scores: Any = None
     rewards: Any = None
     weights: torch.Tensor | None = None
     logged: torch.Tensor | None = None

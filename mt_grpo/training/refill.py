@@ -47,14 +47,14 @@ def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.T
             trainer._metrics["train"][name][-1] += value
     still = without_signal(batch).float().mean().item()
     outcome = torch.cat([*dropped, batch.rewards.outcome])
-    num_dropped = sum(map(len, dropped)) // batch.group_size
+    num_dropped, prompts = sum(map(len, dropped)) // batch.group_size, trainer.in_flight.prompts
     trainer._log_metrics(
         {
             "refill/groups_dropped": num_dropped / (num_dropped + size),
             "refill/rounds": batch.num_rounds,
             "refill/seconds": seconds,
             "refill/outcome_of_all_sampled": outcome.nanmean().item(),
-            "refill/data_passes": trainer.in_flight.data_passes,
+            "refill/data_passes": prompts.epoch + prompts.place / len(prompts.order),
         }
     )
     if still == 1.0 and not trainer.in_flight.told_in_vain:

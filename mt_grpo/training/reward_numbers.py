@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -105,21 +105,28 @@ def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> t
     return whole, per_turn
 
 
-def merge_scores(
-    old: tuple[torch.Tensor, ...], new: tuple[torch.Tensor, ...], fresh: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """Merge the results of two calls of `RewardFunctions.score_all_ranks`: the new ones where `fresh` (N,) is true.
+class Scores(NamedTuple):
+    """What the F reward functions gave for all N rollouts, on the CPU, with K turns in the longest; NaN for None."""
 
-    K, the number of turns, becomes the larger one of both.
+    whole: torch.Tensor  # (N, F) the numbers per rollout, those of the F_turn turn functions first
+    per_turn: torch.Tensor  # (N, K, F_turn) the numbers per turn
+    has_observation: torch.Tensor  # (N, K) bool
+    sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
+    state: torch.Tensor  # (N, K) int64: the hash of the turn's state, -1 without a turn
+    num_tokens: torch.Tensor  # (N, K) int64: the turn's trained tokens
 
-    >>> x = torch.tensor([[1.0], [2.0]]), torch.tensor([[[1.0]], [[2.0]]]), *[torch.tensor([[1], [2]])] * 4
-    >>> y = torch.tensor([[5.0], [6.0]]), torch.ones(2, 2, 1), *[torch.tensor([[5, 7], [6, 8]])] * 4
-    >>> merge_scores(x, y, torch.tensor([False, True]))[4]
+
+def merge_scores(old: Scores, new: Scores, fresh: torch.Tensor) -> Scores:
+    """Merge two scores of a batch: the new ones where `fresh` (N,) is true. K becomes the larger one of both.
+
+    >>> x = Scores(torch.tensor([[1.0], [2.0]]), torch.ones(2, 1, 1), *[torch.tensor([[1], [2]])] * 4)
+    >>> y = Scores(torch.tensor([[5.0], [6.0]]), torch.ones(2, 2, 1), *[torch.tensor([[5, 7], [6, 8]])] * 4)
+    >>> merge_scores(x, y, torch.tensor([False, True])).state
     tensor([[ 1, -1],
             [ 6,  8]])
     """
-    missing = [None, NAN, False, False, -1, 0]  # numbers per turn, observed, sampled, state, tokens
-    num_turns, merged = max(old[2].shape[1], new[2].shape[1]), []
+    missing = Scores(None, NAN, False, False, -1, 0)
+    num_turns, merged = max(old.sampled.shape[1], new.sampled.shape[1]), []
     for before, after, fill in zip(old, new, missing, strict=True):
         if fill is not None:
             before, after = (
@@ -127,7 +134,7 @@ def merge_scores(
                 for x in (before, after)
             )
         merged.append(torch.where(fresh.view(-1, *[1] * (before.dim() - 1)), after, before))
-    return tuple(merged)
+    return Scores(*merged)
 
 
 def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -239,18 +246,18 @@ def numbers_that_move(rewards: Any, advantages_of: Callable[[Any], torch.Tensor]
 
 
 def count_used_rewards(
-    scores: tuple[torch.Tensor, ...], weights: torch.Tensor, moves: dict[str, torch.Tensor]
+    scores: Scores, weights: torch.Tensor, moves: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """How many numbers each reward function gave, and how many of these move an advantage, (F,) both.
 
     Functions of weight 0 give nothing here.
 
     Args:
-        scores: (N, F) numbers per rollout and (N, K, F_turn) numbers per turn, NaN for None; turn functions are first.
+        scores: Of the functions.
         weights: (F,), of the functions.
         moves: Which numbers move an advantage, from `numbers_that_move`.
     """
-    whole, per_turn = (~numbers.cpu().isnan() for numbers in scores[:2])
+    whole, per_turn = ~scores.whole.isnan(), ~scores.per_turn.isnan()
     num_turn = per_turn.shape[2]
     kinds = ["rollout_turn" if f < num_turn else "outcome" for f in range(whole.shape[1])]
     given, moved = whole.sum(0), torch.stack([whole[:, f] & moves[kind] for f, kind in enumerate(kinds)], 1).sum(0)

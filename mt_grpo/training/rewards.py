@@ -1,148 +1,59 @@
-"""The reward functions of a run: their validation, their names, and their values for a batch."""
+"""The reward functions of a run: their checks and names, their calls within a time limit, and their values.
+
+A function without `async` runs in the main thread, as in TRL. Only there may it install a signal handler: math-verify
+limits its time with SIGALRM, and in another thread it silently reads every answer as wrong.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import inspect
 import logging
+import os
 import pickle
-import typing
+import random
+import signal
+import threading
+import time
+import traceback
+import zlib
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from accelerate.utils import gather_object
 
-from mt_grpo.base.errors import tell_once
-from mt_grpo.base.rows import column_lists, number_of, prompts_of
+from mt_grpo.base.errors import error_line, tell_once
+from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
+from mt_grpo.base.json_types import is_image
+from mt_grpo.base.ranks import RunStopped
+from mt_grpo.base.rows import WrittenRow, column_lists, number_of, prompts_of, row_text
 from mt_grpo.conversation.environments import tool_methods
-from mt_grpo.rollout import Rollout, Turn, join
+from mt_grpo.conversation.pictures import readable_messages
+from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
+from mt_grpo.rollout import Rollout, ToolCall, Turn, join
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, join_rounds, turn_contexts
-from mt_grpo.training.reward_calls import RewardError, noise_apart, rollout_columns, run_rewards
-from mt_grpo.training.reward_numbers import check_reward_values, reward_tensors, state_numbers, turn_flags
+from mt_grpo.training.reward_numbers import Scores, check_reward_values, reward_tensors, state_numbers, turn_flags
 from mt_grpo.training.tensors import pad_rows
 
 logger = logging.getLogger(__name__)
-
-
-def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], optional: bool = False) -> None:
-    """Raise `ValueError` unless each reward function takes `**kwargs`, and there is one if not `optional`."""
-    if not turn_funcs + outcome_funcs and not optional:
-        raise ValueError(
-            "No reward functions. Expected at least one in TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS. Set "
-            "reward_fn to a file that defines them, or use an environment with get_reward."
-        )
-    for name, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
-        for place, func in enumerate(funcs):
-            if any(func is other for other in funcs[:place]):
-                raise ValueError(
-                    f"{name}_REWARD_FUNCS lists {reward_name(func)} twice, so it would count twice. Remove one, and "
-                    f"set its weight with {name.lower()}_reward_weights."
-                )
-    for func in turn_funcs + outcome_funcs:
-        if isinstance(func, (str, torch.nn.Module)):
-            raise ValueError(
-                f"A reward must be a function, got {func if isinstance(func, str) else type(func).__name__!r:.100}. "
-                "Reward models are not supported, by name or as modules. Write a function that runs the model, or "
-                "that asks it over HTTP, such as rewards/judge_reward.py."
-            )
-        if not callable(func):
-            raise ValueError(f"A reward must be a function, got {func!r:.100}. List functions without calling them.")
-        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
-            raise ValueError(
-                f"Reward {reward_name(func)} takes no **kwargs. Add it, since every dataset column is passed by name."
-            )
-
-
-def reward_name(func: Callable) -> str:
-    """The name of a reward, as in TRL: that of a partial's function, or of a callable object's class.
-
-    >>> reward_name(functools.partial(functools.partial(sorted), reverse=True)), reward_name(reward_name)
-    ('sorted', 'reward_name')
-    """
-    while isinstance(func, functools.partial):
-        func = func.func
-    return getattr(func, "__name__", type(func).__name__)
-
-
-def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
-    """Make the `__name__` of each function unique: the second `length` becomes `length_2`. Returns the lists.
-
-    INVARIANT: no two rewards have one name. Metrics, logs and facts are by name: one would stand for both.
-    """
-    taken: set[str] = set()
-
-    def apart(func: Callable) -> Callable:
-        name, number = reward_name(func), 2
-        while name in taken:
-            name, number = f"{reward_name(func)}_{number}", number + 1
-        taken.add(name)
-        if name != reward_name(func):
-            logger.warning(f"Two rewards are called {reward_name(func)}. The second is logged as {name}. Rename it.")
-        return func if getattr(func, "__name__", None) == name else renamed(func, name)
-
-    return [[apart(func) for func in funcs] for funcs in lists]
-
-
-def renamed(func: Callable, name: str) -> Callable:
-    """Wrap a callable, which may be a partial or an object, in a function with this name."""
-    inner = func
-    while isinstance(inner, functools.partial):
-        inner = inner.func
-    inner = inner if inspect.isroutine(inner) or isinstance(inner, type) else type(inner).__call__
-    if inspect.iscoroutinefunction(inner):
-
-        async def run(*args: Any, **kwargs: Any) -> Any:
-            return await func(*args, **kwargs)
-
-    else:
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return func(*args, **kwargs)
-
-    run.__name__, run.__doc__, run.__module__ = name, inner.__doc__, inner.__module__
-    run.__signature__, run.__wrapped__ = inspect.signature(func), inner  # its source is read from there
-    return run
-
-
-def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[list, list]:
-    """(turn, outcome) reward functions that return the rewards of environments and tools, named as they are logged.
-
-    Turn: `environment` (of replies) and `tool` (of results). Outcome: `get_reward`, under the name of each class, and
-    the class's `outcome_reward_funcs`.
-    """
-
-    def environment(rollout_turns: list, **kwargs) -> list:
-        return [[turn.reward for turn in turns] for turns in rollout_turns]
-
-    def tool(rollout_turns: list, **kwargs) -> list:
-        return [[summed(result.reward for result in turn.results) for turn in turns] for turns in rollout_turns]
-
-    tool.of_results = True
-
-    def of_class(cls: type) -> Callable:
-        def get_reward(environments: list, environment_rewards: list, **kwargs) -> list:
-            return [r if type(e) is cls else None for e, r in zip(environments, environment_rewards)]
-
-        get_reward.__name__ = cls.__name__
-        return get_reward
-
-    returned = [inspect.signature(tool).return_annotation for tool in tools.values()]
-    turn_funcs = [tool] if any("ToolResult" in str(hint) for hint in returned) else []
-    if environments is None:
-        return turn_funcs, []
-    classes = list(dict.fromkeys(environments.by_name.values()))
-    methods = [getattr(cls, name) for cls in classes for name in tool_methods(cls)]
-    returned = [inspect.signature(method).return_annotation for method in methods]
-    may_give = any(hint is inspect.Signature.empty or "ToolResult" in str(hint) for hint in returned)
-    if may_give or any(hasattr(cls, "respond") or hasattr(cls, "tools") for cls in classes):
-        turn_funcs = [environment, tool]
-    further = [func for cls in classes for func in getattr(cls, "outcome_reward_funcs", [])]
-    return turn_funcs, [*(of_class(cls) for cls in classes if hasattr(cls, "get_reward")), *further]
+AGAIN = 1.0  # seconds between two interruptions: a `with ThreadPoolExecutor()` goes on waiting after the first
+GRACE = 30.0  # seconds behind the limit, after which a function that cannot be interrupted is named
+SEARCH_SECONDS = 10.0  # for all calls with one rollout each, after an error
+# A signal of nobody's: rewards use SIGALRM, Slurm SIGUSR1, profilers SIGPROF. macOS has no real-time signals.
+WAKE = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
+REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the data
+    "prompts", "completions", "completion_ids", "rollout_turns", "environments", "environment_rewards",
+    "trainer_state", "log_extra", "log_metric",
+)  # fmt: skip
+PLAIN = {int, float, str, bool, type(None)}
 
 
 @dataclass(frozen=True)
@@ -216,11 +127,12 @@ class RewardFunctions:
         timeout: float,
         device: torch.device,
         only: list[bool] | None = None,
-        guests: Guests | None = None,
+        on_all_ranks: Callable[[Callable[[], None], str], Any] | None = None,
     ) -> list[list]:
         """Call each function for the B rollouts. Its value per rollout is a number, a list of one per turn, or None.
 
-        A rollout whose environment failed is not passed to any function, and has None.
+        A rollout whose environment failed is not passed to any function, and has None. A function with the parameter
+        `groups` sees whole groups: where they lie on several ranks, each rank calls it for those that begin there.
 
         Args:
             batch: The batch, with its rollouts.
@@ -229,34 +141,42 @@ class RewardFunctions:
             timeout: Seconds that one function may take.
             device: The trainer's device.
             only: Which of the B rollouts the functions see. None: all.
-            guests: Rollouts of other ranks, for functions that see whole groups; their values are stored in it. The
-                values that other ranks compute for this one's are None.
+            on_all_ranks: Runs a function that may fail on one rank, and raises on all (`ResumableTrainer`). The call
+                is collective then. None: there is one rank.
 
         Raises:
             RuntimeError: A function raised, or took too long. The message names the row of the data.
             ValueError: A function returned something else.
         """
-        guests, first = guests or Guests(), batch.first
-        visible = visible_places(batch, only)
+        in_place = on_all_ranks or (lambda function, what: function())
+        visible = [i for i, r in enumerate(batch.rollouts) if not r.failed and (only is None or only[i])]
+        own = {batch.first + i: (batch.rows[i], batch.rollouts[i]) for i in visible}
         if not any(hasattr(func, "of_results") for func in self.functions):
-            turns = join(batch.rollouts[i].turns for i in visible)
-            paid = [turn for turn in turns if any(result.reward is not None for result in turn.results)]
-            if paid:
-                tell_of_results(paid[0])
-        own = {first + i: (batch.rows[i], batch.rollouts[i]) for i in visible}
-        whole = {n: each for n, each in own.items() if n - first not in guests.away}
-        whole |= {n: (guests.rows[n], guests.rollouts[n]) for n in sorted(guests.rows)}
-        by_groups = [f for f, func in enumerate(self.functions) if self._sees_groups(func, batch)]
-        others = [f for f in range(len(self.functions)) if f not in by_groups]
-        if not guests.rows and not guests.away:  # all see the same: one call of all, in which async ones run together
-            by_groups, others = [], list(range(len(self.functions)))
-        found: dict[int, dict[int, Any]] = {}
-        for numbers, seen in ((others, own), (by_groups, whole)):
-            if numbers and seen:
-                found |= self._call(numbers, seen, batch, columns, timeout, device, guests)
-        guests.values = {f: {n: v for n, v in found.get(f, {}).items() if n in guests.rows} for f in by_groups}
-        numbers = range(first, first + len(batch.rollouts))
-        return [[found.get(f, {}).get(n) for n in numbers] for f in range(len(self.functions))]
+            warn_of_uncounted(join(rollout.turns for _, rollout in own.values()))
+        everything, values, extra = list(range(len(self.functions))), {}, {}
+        by_groups = [f for f in everything if self._sees_groups(self.functions[f], batch)]
+        apart = bool(by_groups) and on_all_ranks is not None and len(batch.rollouts) % batch.group_size != 0
+        calls = [(everything, own)]  # one call of all, in which async ones run together
+        if apart:  # on all ranks
+            calls = [([f for f in everything if f not in by_groups], own)]
+            calls.append((by_groups, groups_that_begin_here(batch, own, on_all_ranks)))
+
+        def run() -> None:
+            try:
+                for functions, seen in calls:
+                    if functions and seen:
+                        self._call(functions, seen, batch, columns, timeout, device, values, extra)
+            finally:
+                join_rounds(columns)
+
+        in_place(run, "Rewards")
+        if apart:
+            values, extra = values_of_all_ranks(values, extra, on_all_ranks)
+        numbers = range(batch.first, batch.first + len(batch.rollouts))
+        for name, logged in extra.items():
+            if any(n in logged for n in numbers):
+                columns["log_extra"](name, [logged.get(n) for n in numbers])
+        return [[values.get((f, n)) for n in numbers] for f in everything]
 
     @staticmethod
     def _sees_groups(function: Callable, batch: Batch) -> bool:
@@ -265,20 +185,21 @@ class RewardFunctions:
     def _call(
         self,
         numbers: list[int],
-        seen: dict[int, tuple],
+        seen: dict[int, tuple[dict, Rollout]],
         batch: Batch,
         columns: dict[str, Any],
         timeout: float,
         device: torch.device,
-        guests: Guests,
-    ) -> dict[int, dict[int, Any]]:
-        """Function number -> rollout number -> value, of the functions `numbers` for the rollouts `seen`.
+        values: dict[tuple[int, int], Any],
+        extra: dict[str, dict[int, Any]],
+    ) -> None:
+        """Fill in `values` of the functions `numbers`, by function and rollout, and what they log, by rollout.
 
         `seen`: number of the rollout in the batch -> its row and itself. The others are as in `score`.
         """
         functions, places = [self.functions[f] for f in numbers], list(seen)
         rows, rollouts = [row for row, _ in seen.values()], [rollout for _, rollout in seen.values()]
-        extra: dict[str, list] = defaultdict(list)  # as in TRL, a further call goes on with the column
+        told: dict[str, list] = defaultdict(list)  # as in TRL, a further call goes on with the column
         # Also of the rows that nobody sees: a column of theirs is a column of all.
         of_data = column_lists(rows + batch.rows, batch.data)
         asked = asked_of(self.functions) - of_data.keys()  # who takes keywords gets what another one names
@@ -288,7 +209,7 @@ class RewardFunctions:
             **{name: column[: len(rows)] for name, column in of_data.items()},
             **rollout_columns(rollouts, prompts_of(rows)),
             **{name: value for name, value in columns.items() if name not in ASKED_COLUMNS or name in asked},
-            "log_extra": lambda column, values: extra[column].extend(values),
+            "log_extra": lambda column, logged: told[column].extend(logged),
         }
         if "turn_contexts" in asked:
             given["turn_contexts"] = [turn_contexts(rollout) for rollout in rollouts]
@@ -296,27 +217,21 @@ class RewardFunctions:
             given["groups"] = [number // batch.group_size for number in places]
         try:
             with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device, batch.num_rounds):
-                values = run_rewards(functions, given, timeout, device)
+                found = run_rewards(functions, given, timeout, device)
         except RewardError as error:
             number = None if error.place is None else number_of(rows[error.place], batch.data)
             split = "training" if batch.mode == "train" else "test"
             named = "" if number is None else f" (row {number} of the {split} data, counted from 0)"
             raise RuntimeError(f"{error}{named}") from error.__cause__
-        own = range(batch.first, batch.first + len(batch.rollouts))
-        for name, logged in extra.items():
-            if places == list(own):
-                columns["log_extra"](name, logged)
-                continue
+        for f, column in zip(numbers, found):
+            check_reward_values(column, self.names[f], rollouts, per_turn=f < self.num_turn_funcs)
+            values |= {(f, place): value for place, value in zip(places, column)}
+        for name, logged in told.items():
             if len(logged) % len(places):
                 raise ValueError(
                     f"log_extra({name!r}): got {len(logged)} values, expected one for each of {len(places)} rollouts."
                 )
-            placed = dict(zip(places, logged[-len(places) :]))  # of several functions the last one's
-            columns["log_extra"](name, [placed.get(number) for number in own])
-            guests.extra[name] = {n: value for n, value in placed.items() if n not in own}
-        for f, column in zip(numbers, values):
-            check_reward_values(column, self.names[f], rollouts, per_turn=f < self.num_turn_funcs)
-        return {f: dict(zip(places, column)) for f, column in zip(numbers, values)}
+            extra.setdefault(name, {}).update(zip(places, logged[-len(places) :]))  # of several the last one's
 
     def score_all_ranks(
         self,
@@ -327,63 +242,164 @@ class RewardFunctions:
         on_all_ranks: Callable[[Callable[[], None], str], Any],
         reads_state: bool,
         fresh: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> Scores:
         """Score the rollouts of all ranks. Collective.
 
         Args:
-            batch, columns, timeout: See `score`.
+            batch, columns, timeout, on_all_ranks: See `score`.
             accelerator: The trainer's accelerator.
-            on_all_ranks: Runs a function that may fail on one rank, and raises on all (`ResumableTrainer`).
             reads_state: Whether the estimator compares turns by their states.
             fresh: (N,) bool, the rollouts that functions see. None: all.
-
-        Returns:
-            On the CPU, with K turns in the longest of all N rollouts: the numbers per rollout (N, F) and per
-            turn (N, K, F_turn), NaN for None; whether a turn has an observation, and whether it exists, (N, K)
-            bool; the hashes of the turns' states, (N, K) int64, -1 without a turn; the turns' trained tokens,
-            (N, K) int64.
         """
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
         num_turns = torch.tensor([max(len(rollout.turns) for rollout in batch.rollouts)], device=accelerator.device)
         num_turns = max(1, int(accelerator.gather(num_turns).max()))
         only = None if fresh is None else batch.own(fresh).tolist()
-        by_groups = any(self._sees_groups(function, batch) for function in self.functions)
-        guests = exchange(batch, visible_places(batch, only), on_all_ranks) if by_groups else Guests()
-        values: list[list] = []
-        local: list[torch.Tensor] = []
-
-        def run() -> None:
-            try:
-                values.extend(self.score(batch, columns, timeout, accelerator.device, only, guests))
-            finally:
-                join_rounds(columns)
-            local.extend(turn_flags(batch.rollouts, num_turns))
-            states = [state_numbers(rollout) if reads_state else [] for rollout in batch.rollouts]
-            local.append(pad_rows(states, num_turns, -1, torch.long))
-            tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each.turns] for each in batch.rollouts]
-            local.append(pad_rows(tokens, num_turns, 0, torch.long))
-
-        on_all_ranks(run, "Rewards")
-        if by_groups:
-            give_back(guests, batch, values, columns["log_extra"], on_all_ranks)
-        local = [*reward_tensors(values, num_turns, self.num_turn_funcs), *local]
-        return tuple(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local)
+        values = self.score(batch, columns, timeout, accelerator.device, only, on_all_ranks)
+        states: list[list[int]] = []
+        on_all_ranks(lambda: states.extend(state_numbers(r) if reads_state else [] for r in batch.rollouts), "Rewards")
+        tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each.turns] for each in batch.rollouts]
+        local = [
+            *reward_tensors(values, num_turns, self.num_turn_funcs),
+            *turn_flags(batch.rollouts, num_turns),
+            pad_rows(states, num_turns, -1, torch.long),
+            pad_rows(tokens, num_turns, 0, torch.long),
+        ]
+        return Scores(*(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local))
 
 
-def tell_of_results(turn: Turn) -> None:
+def groups_that_begin_here(
+    batch: Batch, own: dict[int, tuple[dict, Rollout]], on_all_ranks: Callable[[Callable[[], None], str], Any]
+) -> dict[int, tuple[dict, Rollout]]:
+    """The rows and rollouts, by number, of all groups whose first rollout is of this rank. Collective.
+
+    Rollouts of other ranks come without their environments, tools and images of the server, which cannot be sent.
+    """
+    first, end, size = batch.first, batch.first + len(batch.rollouts), batch.group_size
+    packed: list[tuple[int, bytes]] = []
+
+    def pack() -> None:
+        for number, (row, rollout) in own.items():
+            if number // size * size < first:
+                sent = copy.copy(rollout)
+                sent.environment, sent.tools, sent.rendered, sent.given_up = None, None, None, []
+                packed.append((number, pickle.dumps((row, sent))))
+
+    on_all_ranks(pack, "Sending rollouts to reward functions with the parameter groups")
+    here = {number: pickle.loads(data) for number, data in gather_object(packed) if number >= end}
+    whole = {number: each for number, each in {**own, **here}.items() if first <= number // size * size < end}
+    return dict(sorted(whole.items()))
+
+
+def values_of_all_ranks(
+    values: dict[tuple[int, int], Any],
+    extra: dict[str, dict[int, Any]],
+    on_all_ranks: Callable[[Callable[[], None], str], Any],
+) -> tuple[dict[tuple[int, int], Any], dict[str, dict[int, Any]]]:
+    """The values and logged columns that all ranks have found. Collective."""
+    packed: list[bytes] = []
+    what = "Returning the values of reward functions with the parameter groups"
+    on_all_ranks(lambda: packed.append(pickle.dumps((values, extra))), what)
+    values, extra = {}, defaultdict(dict)
+    for found, logged in map(pickle.loads, gather_object(packed)):
+        values |= found
+        for name, column in logged.items():
+            extra[name] |= column
+    return values, extra
+
+
+def warn_of_uncounted(turns: list[Turn]) -> None:
     """Warn once about the reward of a tool result that no function counts, because it was not announced."""
-    found = next((call, result) for call, result in zip(turn.calls, turn.results) if result.reward is not None)
-    tell_once(
-        f"The tool {found[0].name} returned the reward {found[1].reward:g} with a result. It is ignored, because the "
-        "tool is not annotated to return rewards. Annotate the function with -> ToolResult (for tools that `reset` "
-        "creates: give the class `tools: list = []`), or read the reward in a reward function.",
-        "rewards of results",
-    )
+    paid = ((c, r) for turn in turns for c, r in zip(turn.calls, turn.results) if r.reward is not None)
+    for call, result in paid:
+        tell_once(
+            f"The tool {call.name} returned the reward {result.reward:g} with a result. It is ignored, because the "
+            "tool is not annotated to return rewards. Annotate the function with -> ToolResult (for tools that "
+            "`reset` creates: give the class `tools: list = []`), or read the reward in a reward function.",
+            "rewards of results",
+        )
+        return
 
 
-def visible_places(batch: Batch, only: list[bool] | None) -> list[int]:
-    """The indices of this rank's rollouts that functions see, without those whose environment failed."""
-    return [i for i, rollout in enumerate(batch.rollouts) if not rollout.failed and (only is None or only[i])]
+# -- checks, names and weights --
+
+
+def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], optional: bool = False) -> None:
+    """Raise `ValueError` unless each reward function takes `**kwargs`, and there is one if not `optional`."""
+    if not turn_funcs + outcome_funcs and not optional:
+        raise ValueError(
+            "No reward functions. Expected at least one in TURN_REWARD_FUNCS or OUTCOME_REWARD_FUNCS. Set "
+            "reward_fn to a file that defines them, or use an environment with get_reward."
+        )
+    for name, funcs in (("TURN", turn_funcs), ("OUTCOME", outcome_funcs)):
+        for place, func in enumerate(funcs):
+            if any(func is other for other in funcs[:place]):
+                raise ValueError(
+                    f"{name}_REWARD_FUNCS lists {reward_name(func)} twice, so it would count twice. Remove one, and "
+                    f"set its weight with {name.lower()}_reward_weights."
+                )
+            if isinstance(func, torch.nn.Module) or not callable(func):
+                raise ValueError(
+                    f"A reward must be a function, got {func!r:.100}. For a reward model, write a function that runs "
+                    "the model, or that asks it over HTTP, such as rewards/judge_reward.py."
+                )
+            if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(func).parameters.values()):
+                raise ValueError(
+                    f"Reward {reward_name(func)} takes no **kwargs. Add it: every dataset column is passed by name."
+                )
+
+
+def reward_name(func: Callable) -> str:
+    """The name of a reward, as in TRL: that of a partial's function, or of a callable object's class.
+
+    >>> reward_name(functools.partial(functools.partial(sorted), reverse=True)), reward_name(reward_name)
+    ('sorted', 'reward_name')
+    """
+    func = without_partial(func)
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def without_partial(func: Callable) -> Callable:
+    """The function inside of a partial, which may be one of a partial."""
+    while isinstance(func, functools.partial):
+        func = func.func
+    return func
+
+
+def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
+    """Make the `__name__` of each function unique: the second `length` becomes `length_2`. Returns the lists.
+
+    INVARIANT: no two rewards have one name. Metrics, logs and facts are by name: one would stand for both.
+    """
+    taken: set[str] = set()
+
+    def apart(func: Callable) -> Callable:
+        name, number = reward_name(func), 2
+        while name in taken:
+            name, number = f"{reward_name(func)}_{number}", number + 1
+        taken.add(name)
+        if name != reward_name(func):
+            logger.warning(f"Two rewards are called {reward_name(func)}. The second is logged as {name}. Rename it.")
+        return func if getattr(func, "__name__", None) == name else renamed(func, name)
+
+    return [[apart(func) for func in funcs] for funcs in lists]
+
+
+def renamed(func: Callable, name: str) -> Callable:
+    """Wrap a callable, which may be a partial or an object, in a function with this name."""
+    inner = without_partial(func)
+    inner = inner if inspect.isroutine(inner) or isinstance(inner, type) else type(inner).__call__
+
+    async def run_async(*args: Any, **kwargs: Any) -> Any:
+        return await func(*args, **kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+    run = run_async if inspect.iscoroutinefunction(inner) else run
+    run.__name__, run.__doc__, run.__module__ = name, inner.__doc__, inner.__module__
+    run.__signature__, run.__wrapped__ = inspect.signature(func), inner  # its source is read from there
+    return run
 
 
 def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) -> list[float]:
@@ -396,85 +412,304 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
     return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
 
 
-def summed(rewards: typing.Iterable[float | None]) -> float | None:
+def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[list, list]:
+    """(turn, outcome) reward functions that return the rewards of environments and tools, named as they are logged.
+
+    Turn: `environment` (of replies) and `tool` (of results). Outcome: `get_reward`, under the name of each class, and
+    the class's `outcome_reward_funcs`.
+    """
+
+    def environment(rollout_turns: list, **kwargs) -> list:
+        return [[turn.reward for turn in turns] for turns in rollout_turns]
+
+    def tool(rollout_turns: list, **kwargs) -> list:
+        return [[summed(result.reward for result in turn.results) for turn in turns] for turns in rollout_turns]
+
+    tool.of_results = True
+
+    def of_class(cls: type) -> Callable:
+        def get_reward(environments: list, environment_rewards: list, **kwargs) -> list:
+            return [r if type(e) is cls else None for e, r in zip(environments, environment_rewards)]
+
+        get_reward.__name__ = cls.__name__
+        return get_reward
+
+    returned = [inspect.signature(tool).return_annotation for tool in tools.values()]
+    turn_funcs = [tool] if any("ToolResult" in str(hint) for hint in returned) else []
+    if environments is None:
+        return turn_funcs, []
+    classes = list(dict.fromkeys(environments.by_name.values()))
+    methods = [getattr(cls, name) for cls in classes for name in tool_methods(cls)]
+    returned = [inspect.signature(method).return_annotation for method in methods]
+    may_give = any(hint is inspect.Signature.empty or "ToolResult" in str(hint) for hint in returned)
+    if may_give or any(hasattr(cls, "respond") or hasattr(cls, "tools") for cls in classes):
+        turn_funcs = [environment, tool]
+    further = [func for cls in classes for func in getattr(cls, "outcome_reward_funcs", [])]
+    return turn_funcs, [*(of_class(cls) for cls in classes if hasattr(cls, "get_reward")), *further]
+
+
+def summed(rewards: Iterable[float | None]) -> float | None:
     """The sum of the rewards that are not None, or None if there is none."""
     given = [reward for reward in rewards if reward is not None]
     return sum(given) if given else None
 
 
-@dataclass
-class Guests:
-    """Rollouts of other ranks that this rank scores, because their groups begin here.
-
-    Attributes:
-        rows, rollouts: Number of the rollout in the batch -> row or rollout of another rank.
-        away: The indices of this rank's rollouts whose groups begin on another rank.
-        values: The values of functions for the guests: number of the function -> number of the rollout -> value.
-        extra: The columns that functions logged for them: column -> number of the rollout -> value.
-    """
-
-    rows: dict[int, dict[str, Any]] = field(default_factory=dict)
-    rollouts: dict[int, Rollout] = field(default_factory=dict)
-    away: set[int] = field(default_factory=set)
-    values: dict[int, dict[int, Any]] = field(default_factory=dict)
-    extra: dict[str, dict[int, Any]] = field(default_factory=dict)
+# -- the arguments of reward functions --
 
 
-def sendable(rollout: Rollout) -> Rollout:
-    """A copy of a rollout that can be sent to another process: without its environment and its tools."""
-    sent = copy.copy(rollout)
-    sent.environment, sent.tools, sent.rendered, sent.given_up = None, None, None, []
-    return sent
-
-
-def exchange(batch: Batch, visible: list[int], on_all_ranks: Callable[[Callable[[], None], str], Any]) -> Guests:
-    """Send rollouts to the ranks on which their groups begin. Collective if a group lies on several ranks.
+def rollout_columns(rollouts: list[Rollout], prompts: list) -> dict[str, list]:
+    """The arguments of reward functions that come from the rollouts, in addition to the columns of the data.
 
     Args:
-        batch: The batch, with its rollouts.
-        visible: The indices of the rollouts that functions see.
-        on_all_ranks: See `RewardFunctions.score_all_ranks`. A rollout that cannot be sent is an error on all ranks.
+        rollouts: The rollouts of this rank.
+        prompts: The rows' prompts, for rollouts whose environment has not replaced them.
     """
-    size, count, first, packed = batch.group_size, len(batch.rollouts), batch.first, []
-    if count % size == 0:  # on all ranks
-        return Guests()
-    away = {i for i in range(count) if (first + i) // size * size < first}
-    sent = [(first + i, batch.rows[i], sendable(batch.rollouts[i])) for i in visible if i in away]
-    what = "Sending rollouts to reward functions with the parameter groups"
-    on_all_ranks(lambda: packed.append([(each[0], pickle.dumps(each)) for each in sent]), what)
-    everyone = [each for part in gather_object(packed) for each in part]
-    here = [data for n, data in everyone if n >= first + count and first <= n // size * size < first + count]
-    loaded: list[tuple] = []
-    on_all_ranks(lambda: loaded.extend(map(pickle.loads, here)), what)
-    return Guests({n: row for n, row, _ in loaded}, {n: rollout for n, _, rollout in loaded}, away)
+    return {
+        "prompts": [readable_messages(rollout.first_messages or prompt) for rollout, prompt in zip(rollouts, prompts)],
+        "completions": [readable_messages(rollout.completion) for rollout in rollouts],
+        "completion_ids": [rollout.completion_ids for rollout in rollouts],
+        "environments": [rollout.environment for rollout in rollouts],
+        "environment_rewards": [rollout.reward for rollout in rollouts],
+        "rollout_turns": [rollout.turns for rollout in rollouts],
+    }
 
 
-def give_back(
-    guests: Guests,
-    batch: Batch,
-    values: list[list],
-    add_extra: Callable[[str, list], None],
-    on_all_ranks: Callable[[Callable[[], None], str], Any],
-) -> None:
-    """Put what other ranks found for this rank's rollouts into `values`, (F, B). Collective.
+def own_copy(value: Any) -> Any:
+    """A deep copy of lists, dicts, rows, tuples, turns, calls and images. Other objects are not copied."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind([v if type(v) in PLAIN else own_copy(v) for v in value])  # ids and logprobs: there are many
+    if kind in (dict, WrittenRow):
+        return kind((k, own_copy(v)) for k, v in value.items())
+    if kind in (Turn, ToolCall):
+        copied = copy.copy(value)
+        vars(copied).update(own_copy(vars(value)))
+        return copied
+    return value.copy() if is_image(value) else value
 
-    Args:
-        guests: Of `exchange`, with what this rank found for others.
-        batch: Of this rank.
-        values: Of this rank, None where a rollout is away.
-        add_extra: Takes a column of B values, None where nothing was logged.
-        on_all_ranks: See `exchange`.
+
+@contextmanager
+def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None]:
+    """Context manager in which functions draw random numbers of torch, `random` and numpy that are not the run's.
+
+    INVARIANT: no reward changes what a run samples or trains, or what environments draw. One that calls
+    `torch.manual_seed(0)` or `random.seed(0)` would otherwise give every step the same noise. What functions draw
+    differs from step to step and from `call` to call of a step. It is the same in a resumed run.
     """
-    if len(batch.rollouts) % batch.group_size == 0:
-        return
-    own, packed = range(batch.first, batch.first + len(batch.rollouts)), []
-    what = "Returning the values of reward functions with the parameter groups"
-    on_all_ranks(lambda: packed.append(pickle.dumps((guests.values, guests.extra))), what)
-    for found, extra in map(pickle.loads, gather_object(packed)):
-        for f, by_number in found.items():
-            for number, value in by_number.items():
-                if number in own:
-                    values[f][number - batch.first] = value
-        for column, by_number in extra.items():
-            if mine := {n: value for n, value in by_number.items() if n in own}:
-                add_extra(column, [mine.get(n) for n in own])
+    of_python, of_numpy = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        state = torch.get_rng_state().numpy().tobytes()
+        seed = zlib.crc32(state + str(step).encode() + b"+%d" % call * bool(call))
+        for set_seed in (torch.manual_seed, random.seed, numpy.random.seed):
+            set_seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(of_python)
+            numpy.random.set_state(of_numpy)
+
+
+# -- calls within a time limit --
+
+
+class RewardError(RuntimeError):
+    """A reward function raised. `place`: of the rollout for which it raises alone in the batch; None: not known."""
+
+    def __init__(self, message: str, place: int | None = None):
+        super().__init__(message)
+        self.place = place
+
+
+class OutOfTime(BaseException):
+    """Raised inside a reward at its limit. It is no `Exception`, which many rewards turn into a reward of 0."""
+
+
+def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
+    """Call all reward functions for a batch. Async functions run concurrently, the others one after another.
+
+    INVARIANT: each function gets its own copy of the columns. A function that changes them affects no other function.
+
+    If training itself does not run in the main thread, functions run in threads, in which signals do not work.
+
+    Raises:
+        RuntimeError: A function raised, or took longer than `timeout` seconds. The message names the first such one.
+    """
+
+    def call(func: Callable, given: dict[str, Any], seconds: float) -> Any:
+        if inspect.iscoroutinefunction(func):
+            return run_async(run_tool(func, own_copy(given), seconds))
+        return call_in_time(func, given, seconds, device)
+
+    def failure(func: Callable, error: Exception) -> Exception:
+        if isinstance(error, ToolTimeout):
+            return RuntimeError(
+                f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
+                "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
+            )
+        text, place = error_line(error), place_that_raises(func, error, columns, call)
+        if isinstance(error, KeyError) and error.args and error.args[0] not in columns:
+            text += f": there is no such column. Columns: {', '.join(columns)}"
+        row = "It does not raise this for any single rollout."
+        if place is not None:
+            trained = {*REWARD_COLUMNS, "turn_contexts"}
+            of_data = {k: v[place] for k, v in columns.items() if k not in trained and isinstance(v, list)}
+            row = f"It raises this for rollout {place} alone, whose row is {row_text(of_data)}"
+        return RewardError(f"Reward {func.__name__} raised {text} ({where_raised(func, error)}). {row}", place)
+
+    async def all_awaited() -> list:
+        return await gather_all([run_awaited(funcs[i]) for i in awaited])
+
+    async def run_awaited(func: Callable) -> Any:
+        try:
+            return await run_tool(func, own_copy(columns), timeout)
+        except Exception as error:
+            raised.append((func, error))
+            raise
+
+    values: list = [None] * len(funcs)
+    raised: list[tuple[Callable, Exception]] = []
+    awaited = [i for i, func in enumerate(funcs) if inspect.iscoroutinefunction(func)]
+    running = start_in_background(all_awaited())
+    try:
+        for i in sorted(set(range(len(funcs))) - set(awaited)):
+            try:
+                values[i] = call_in_time(funcs[i], columns, timeout, device)
+            except Exception as error:
+                raised.insert(0, (funcs[i], error))
+                raise
+        for i, value in zip(awaited, running.result(min(timeout + GRACE, threading.TIMEOUT_MAX))):
+            values[i] = value
+    except RunStopped:
+        raise
+    except Exception:
+        running.cancel()
+        if not raised:
+            raise RuntimeError(
+                f"Rewards took longer than {timeout + GRACE:g} s: an async function blocks the event loop. Use `await`"
+                " inside it (aiohttp, asyncio.sleep), or remove `async`, so that it runs in the main thread."
+            ) from None
+        func, error = raised[0]
+        raise failure(func, error) from (None if isinstance(error, ToolTimeout) else error)
+    finally:
+        running.cancel()
+    return values
+
+
+def call_in_time(func: Callable, columns: dict[str, Any], timeout: float, device: torch.device) -> Any:
+    """Call a function without `async` on a copy of its columns. It may return an awaitable, which is then awaited.
+
+    At the limit a signal interrupts it, and is repeated until it ends. That ends Python code, sleeps, locks, sockets
+    and subprocesses. A call that stays in C is named in the log, and waited for.
+
+    Raises `ToolTimeout`, or the error of the function. `SystemExit` and the like become `RuntimeError`.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        tell_once(
+            "Training does not run in the main thread, so rewards run in other threads, which cannot install signal "
+            "handlers. A time limit with SIGALRM raises ValueError there. Train in the main thread for such rewards.",
+            "rewards in threads",
+        )
+
+        def on_device(**kwargs: Any) -> Any:  # every thread has its own current GPU
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return func(**own_copy(kwargs))  # in the thread: a large copy would block the loop
+
+        on_device.__name__ = func.__name__
+        return run_async(run_tool(on_device, columns, timeout))
+    over, late, began = threading.Event(), threading.Event(), time.monotonic()
+
+    def interrupt(signum: int, frame: Any) -> None:
+        if late.is_set() and not over.is_set():
+            raise OutOfTime
+
+    def watch() -> None:
+        if over.wait(min(timeout, threading.TIMEOUT_MAX)):
+            return
+        late.set()
+        while not over.is_set():
+            signal.pthread_kill(threading.main_thread().ident, WAKE)
+            over.wait(AGAIN)
+            if time.monotonic() - began > timeout + GRACE and not over.is_set():
+                tell_once(
+                    f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s and cannot be interrupted. "
+                    "It runs C code, or catches all exceptions. The run waits for it.",
+                    f"hung reward {func.__name__}",
+                )
+
+    arguments = own_copy(columns)
+    loop = asyncio._get_running_loop()  # of a notebook: without it, a function may call `asyncio.run`
+    signal.signal(WAKE, interrupt)  # it stays: a late signal without a handler would end the process
+    threading.Thread(target=watch, name=f"limit-of-{func.__name__}", daemon=True).start()
+    try:
+        try:
+            asyncio._set_running_loop(None)
+            returned = func(**arguments)
+        finally:
+            over.set()
+            asyncio._set_running_loop(loop)
+        if late.is_set():  # it caught the interruption, and returns what it returns for whatever fails
+            raise OutOfTime
+    except (Exception, KeyboardInterrupt):
+        raise
+    except OutOfTime:
+        raise ToolTimeout(f"{func.__name__} took longer than {timeout:g} s") from None
+    except BaseException as error:  # such as SystemExit, which would end the run without a word
+        raise RuntimeError(error_line(error)) from error
+    if not inspect.isawaitable(returned):
+        return returned
+
+    async def rest() -> Any:
+        return await returned
+
+    rest.__name__ = func.__name__
+    return run_async(run_tool(rest, {}, timeout - (time.monotonic() - began)))
+
+
+def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any], call: Callable) -> int | None:
+    """The place of the first rollout for which a function raises alone, the same kind of error at the same line.
+
+    The function is called once more with each rollout alone, for `SEARCH_SECONDS` at most. It logs nothing meanwhile.
+    A call that takes longer ends the search.
+    """
+    end = time.monotonic() + SEARCH_SECONDS
+    silent = {name: lambda *args: None for name in ("log_extra", "log_metric") if name in columns}
+    for place in range(len(columns["prompts"])):
+        part = {key: [v[place]] if isinstance(v, list) else v for key, v in columns.items()} | silent
+        try:
+            call(func, part, max(end - time.monotonic(), 0.001))
+        except ToolTimeout:
+            return None
+        except RunStopped:
+            raise
+        except Exception as again:
+            if type(again) is type(error) and where_raised(func, again) == where_raised(func, error):
+                return place
+        if time.monotonic() >= end:
+            return None
+    return None
+
+
+def where_raised(func: Callable, error: BaseException) -> str:
+    """The file and the line of the function's own file that ran last, and of what it called, if that raised.
+
+    >>> import json
+    >>> try:
+    ...     json.loads("{")
+    ... except ValueError as error:
+    ...     where_raised(json.loads, error).rpartition("/")[2].rpartition(",")[0]
+    'decoder.py'
+    """
+    written = inspect.unwrap(without_partial(func))
+    written = written if inspect.isroutine(written) else type(written).__call__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if f.filename == getattr(getattr(written, "__code__", None), "co_filename", None)]
+    return ", which called ".join(
+        dict.fromkeys(f"{short(frame.filename)}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]])
+    )
+
+
+def short(path: str) -> str:
+    """A path as one types it, from the working directory if it lies below."""
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative

@@ -1163,7 +1163,7 @@ def test_objects_are_the_tools_of_one_conversation():
     "schema, message",
     [
         ("lookup", "Tool lookup has the schema 'lookup', expected"),
-        ({"parameters": {"properties": {"a": {"type": 5}}}}, "and parameters: got a schema of type 5"),
+        ({"parameters": {"properties": {"a": {"type": 5}}}}, "and parameters: got 5 at properties.a.type"),
     ],
 )
 def test_an_object_without_a_functions_schema_is_refused(schema, message):

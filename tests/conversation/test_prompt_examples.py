@@ -1,6 +1,5 @@
 """`prompt_examples`: conversations before the question, as the model reads them, never trained; what is none."""
 
-import datetime
 import json
 import re
 from pathlib import Path
@@ -44,7 +43,7 @@ STRUCTURED = [user("Double 4 km."), assistant("I ask.", {"number": 4, "unit": "k
               assistant("<answer>8 km</answer>")]  # fmt: skip
 CALL = '<tool>{"name": "double", "args": {"number": 4, "unit": "km"}}</tool>'
 IN_TEXT = [user("Double 4 km."), assistant(f"I ask.\n{CALL}"),
-           user("<result>\n8 km\n</result>"), assistant("<answer>8 km</answer>")]  # fmt: skip
+           tool("8 km"), assistant("<answer>8 km</answer>")]  # fmt: skip
 PLAIN = [user("Hello"), assistant("<answer>Hello!</answer>")]
 
 READ = """<|im_start|>system
@@ -228,16 +227,18 @@ def test_examples_are_never_trained(random_model, tmp_path, monkeypatch):
 # =====================================================================================================================
 
 WRONG = {
-    "no conversation": (PLAIN, r"example 1 is \{'role': 'user'"),
+    "no conversation": (PLAIN, "example 1, : Input should be a valid list"),
     "a text": ("Hello", "holds 'Hello'. Expected a list of conversations"),
-    "system": ([[{"role": "system", "content": "x"}, *PLAIN]], "expected user .*, got the role 'system'"),
-    "two questions": ([[PLAIN[0], *PLAIN]], "expected assistant after user, got the role 'user' .message 2"),
-    "ends with a result": ([STRUCTURED[:3]], "expected tool or assistant after tool, got its end .message 4"),
-    "no role": ([[*PLAIN, {"content": "z"}]], "expected tool or user or its end after assistant, got the role None"),
-    "a field": ([[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]], "the unknown field 'reasoning_content'"),
-    "calls of a user": ([[{**user("x"), "tool_calls": [{}]}, PLAIN[1]]], "message 1 has tool_calls"),
-    "blank": ([[user(" "), PLAIN[1]]], "message 1 has the content ' ', expected text"),
-}
+    "system": ([[{"role": "system", "content": "x"}, *PLAIN]], "0.role: .*got 'system'.*into system_prompt"),
+    "two questions": ([[PLAIN[0], *PLAIN]], "has messages of user, user, assistant"),
+    "ends with a result": ([STRUCTURED[:3]], "has messages of user, assistant, tool"),
+    "no role": ([[*PLAIN, {"content": "z"}]], "example 1, 2.role: Field required"),
+    "a field": ([[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]], "1.reasoning_content: Extra inputs"),
+    "an argument under another name": (
+        [[user("x"), {"role": "assistant", "tool_calls": [{"name": "double", "args": {"number": 4}}]}, tool("8"),
+          assistant("y")]], "tool_calls.0.args: Extra inputs"),
+    "blank": ([[user(" "), PLAIN[1]]], r"messages of user \(empty\), assistant"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("examples", "error"), WRONG.values(), ids=WRONG)
@@ -265,11 +266,6 @@ MISWRITTEN = {
     "goes on": ([user("x"), assistant("<answer>8</answer> or 9")],
                 "goes on after the end of the turn. Remove ' or 9'"),
     "control token": ([user("x"), assistant("8<|im_end|>")], "has the token '<|im_end|>'"),
-    "an argument under another name": (
-        [user("x"), {"role": "assistant", "tool_calls": [{"name": "double", "args": {"number": 4}}]}, tool("8"),
-         assistant("y")], "a call is .*'args'.*expected an object with `name`"),
-    "a date": ([user("x"), assistant("", {"number": 4, "unit": datetime.date(2024, 5, 1)}), tool("8"), assistant("y")],
-               "not JSON serializable. Put texts in quotes"),
     "control token by an escape": (
         [user("x"), {"role": "assistant", "tool_calls": [
             {"name": "double", "arguments": '{"number": 4, "unit": "\\u003c|im_end|>"}'}]}, tool("8"), assistant("y")],
@@ -277,7 +273,7 @@ MISWRITTEN = {
     "ids of other calls": (
         [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
          {"role": "tool", "content": "8", "tool_call_id": "b"}, assistant("y")],
-        "has calls with the ids .'a'., and results with .'b'."),
+        "has 1 calls.* and 0 results of them"),
 }  # fmt: skip
 
 
@@ -364,7 +360,7 @@ def test_half_a_file(name, text, error, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(ValueError, match=f"prompt_examples: .*{error}"):
         read_prompt_examples(str(tmp_path / name))
-    with pytest.raises(ValueError, match="prompt_examples: .*is not a file"):
+    with pytest.raises(ValueError, match="prompt_examples: .*No such file"):
         read_prompt_examples(str(tmp_path / "none.yaml"))
 
 

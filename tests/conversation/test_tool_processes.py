@@ -3,22 +3,22 @@
 import asyncio
 import itertools
 import os
-import queue
 import resource
 import subprocess
 import sys
-import threading
 import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from processes import alive, ends
-from scripted import ADD, ANSWER, call, observe, run_many
+from scripted import ADD, ANSWER, call, make_env, observe, run_many
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.tools.processes import ToolProcesses
-from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolThreads
+from mt_grpo.conversation.tools.threads import ToolsUnavailable
+from mt_grpo.recipe.checks import check_isolated
 from mt_grpo.recipe.plugins import load_tools, module_name
 
 pytestmark = pytest.mark.faults  # a group of scripts/test.sh
@@ -320,20 +320,6 @@ def open_files(more: int):
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-def test_calls_wait_for_a_process_where_no_more_can_be_started(isolated, monkeypatch):
-    """A shortage of file descriptors is the trainer's, so no call may fail by it."""
-    monkeypatch.setattr(ToolProcesses, "START_ATTEMPTS", 2)  # to start one is no way out: to wait for one is
-    before = children()
-    with open_files(14):
-        rollouts = run_many(isolated, [[ADD, call("leave", how="os._exit"), ADD, ANSWER]] * 12, max_steps=3)
-    wanted = ["5", "Error: the tool's process ended with exit code 3", "5", None]
-    assert [[turn.observation for turn in rollout.turns] for rollout in rollouts] == [wanted] * 12
-    deadline = time.monotonic() + 20
-    while len(children() - before) >= 8 and time.monotonic() < deadline:
-        time.sleep(0.02)  # one that was told to leave may still be on its way
-    assert len(children() - before) < 8  # the shortage was there
-
-
 def test_a_run_without_any_process_for_its_tools_ends(isolated):
     with open_files(0), pytest.raises(ToolsUnavailable, match="no process for the tools of '.*tools.py' could be st"):
         run_many(isolated, [[ADD, ANSWER]] * 3)
@@ -343,54 +329,14 @@ def test_a_run_without_any_process_for_its_tools_ends(isolated):
 def test_a_tools_file_that_no_longer_imports_ends_the_run(isolated, tmp_path, capfd):
     assert observe(isolated[0], ADD).observation == "5"  # this process stays, and goes on to be used
     (tmp_path / "tools.py").write_text("import nowhere\n")
-    rollouts = run_many(isolated, [[ADD, ADD, ANSWER]] * 3)
-    assert [turn.observation for rollout in rollouts for turn in rollout.turns] == ["5", "5", None] * 3
-    assert "No module named 'nowhere'" in capfd.readouterr().err
-    leave = call("leave", how="os._exit")
     with pytest.raises(ToolsUnavailable, match="the tool's process ended with exit code 1. See above"):
-        run_many(isolated, [[leave, ADD, ANSWER]])
+        run_many(isolated, [[call("leave", how="os._exit"), ADD, ANSWER]])
+    assert "No module named 'nowhere'" in capfd.readouterr().err
 
 
-@contextmanager
-def no_more_threads():
-    before = threading.stack_size(1 << 47)  # more than a process can address
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
-
-
-def test_a_call_waits_for_a_thread_where_no_more_can_be_started(monkeypatch):
-    threads, release, done = ToolThreads(), threading.Event(), threading.Event()
-
-    async def submit(work, release_after=None):
-        if release_after:
-            asyncio.get_running_loop().call_later(release_after, release.set)
-        await threads.submit(work, lambda result: result and done.set())
-
-    asyncio.run(submit(lambda: not release.wait(20)))
-    with no_more_threads():
-        with monkeypatch.context() as patch:
-            patch.setattr(ToolThreads, "WAIT_SECONDS", 0.2)
-            with pytest.raises(ToolsUnavailable, match="could be started in 0.2 s: can't start new thread. "):
-                asyncio.run(submit(lambda: True))
-        assert not done.is_set()
-        asyncio.run(submit(lambda: True, release_after=0.3))
-        assert done.wait(10)
-
-
-def test_a_shortage_of_threads_from_the_first_call_on_ends_with_a_thread_per_call():
-    """What was tried in vain while nothing could be started is not made up for."""
-    threads, done, barrier = ToolThreads(), queue.SimpleQueue(), threading.Barrier(4)
-
-    async def submit_all():
-        calls = [asyncio.create_task(threads.submit(lambda: barrier.wait(10), done.put)) for _ in range(4)]
-        with no_more_threads():
-            await asyncio.sleep(0.5)
-        await asyncio.gather(*calls)
-
-    before = set(threading.enumerate())
-    asyncio.run(submit_all())
-    assert sorted(done.get(timeout=10) for _ in range(4)) == [0, 1, 2, 3]
-    started = [t.name for t in set(threading.enumerate()) - before]
-    assert sorted(started) == ["tool-idle"] * 4 + ["tool-starter_0"]
+def test_isolate_tools_needs_tools_that_were_loaded_so(isolated):
+    """As from Python, where the key alone starts no process."""
+    args = SimpleNamespace(isolate_tools=True)
+    check_isolated(args, make_env(isolated))
+    with pytest.raises(ValueError, match="isolate_tools: the tools run in threads"):
+        check_isolated(args, make_env([isolated[0].__wrapped__]))

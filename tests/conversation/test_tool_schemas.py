@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import datetime
 import decimal
@@ -148,17 +149,10 @@ def test_the_schema_that_a_chat_template_gets(name, template):
 
 
 def test_the_schema_of_the_prompt_of_xml_is_the_same():
-    """There each type that JSON does not have has a line; classes stand in `$defs`."""
+    """There each type that JSON does not have has a line. Defaults stand in the signature."""
     lines = dict(line.split(": ", 1) for line in describe_tools({"weather": weather}).splitlines()[1:8])
     assert json.loads(lines["unit"]) == {"type": "string", "enum": ["celsius", "fahrenheit"]}
-    assert json.loads(lines["items"]) == {
-        "type": "array", "items": {"$ref": "#/$defs/Item"},
-        "$defs": {
-            "Item": {**ITEM, "properties": {**ITEM["properties"], "size": {
-                "anyOf": [{"$ref": "#/$defs/Size"}, {"type": "null"}], "default": None}}},
-            "Size": {"type": "string", "enum": ["1", "2"]},
-        },
-    }  # fmt: skip
+    assert json.loads(lines["items"]) == {"type": "array", "items": ITEM}
     assert list(lines) == ["unit", "day", "price", "size", "items", "at", "more"]
     assert str(signature_of(weather)) == (
         "(city: str, unit: Unit, day: date, price: Decimal | None = None, size: Size = \"2\", items: list[Item] = [], "
@@ -434,107 +428,62 @@ TEXTS = [
     "-",
 ]
 KEYS = ["a", "b", "x y", "1"]
+DAY, MOMENT = datetime.date(2026, 2, 28), datetime.datetime(2026, 1, 3, 12, 30, tzinfo=datetime.timezone.utc)  # noqa: UP017
+POINTS = [({"x": x, "unit": unit.value}, {"x": x, "unit": unit}) for x in (0, -7, 10**20) for unit in Unit]
+ITEMS = [({"sku": text, "count": 3}, Item(sku=text, count=3)) for text in TEXTS]
+ITEMS += [({"sku": "a", "count": 9, "size": each.value}, Item(sku="a", count=9, size=each)) for each in Size]
+ITEMS += [({"sku": "1", "count": 1, "size": None}, Item(sku="1", count=1, size=None))]
+LEAVES = [({"name": text, "parts": []}, Tree(name=text)) for text in TEXTS]
+TREES = [*LEAVES, *(({"name": "r", "parts": [w, w]}, Tree(name="r", parts=[read, read])) for w, read in LEAVES)]
+
+
+def same(*values):
+    """Values that a tool gets as they are written."""
+    return [(value, value) for value in values]
+
+
+DRAWN = [  # (a type, JSON values that it takes with the Python values that arrive)
+    (str, same(*TEXTS)),
+    (Annotated[str, "short"], same(*TEXTS)),
+    (int, same(0, 1, -7, 2**53, 10**20, 42)),
+    (Annotated[int, Field(ge=0, le=10)], same(0, 3, 10)),
+    (float, same(0.5, -1.25, 1e300, 3.0)),
+    (bool, same(True, False)),
+    (Literal["a", "1", 2], same("a", "1", 2)),
+    (Literal["1", "null"], same("1", "null")),
+    *((kind, [(member.value, member) for member in kind]) for kind in (Unit, Size, Level)),
+    (datetime.date, [(DAY.isoformat(), DAY)]),
+    (datetime.datetime, [(MOMENT.isoformat(), MOMENT)]),
+    (decimal.Decimal, [(text, decimal.Decimal(text)) for text in ("-99.99", "0", "12.5", "7")]),
+    (uuid.UUID, [(str(each), each) for each in (uuid.UUID(int=5), uuid.UUID(int=2**127 + 9))]),
+    (Item, ITEMS),
+    (Point, POINTS),
+    (Line, [({"start": w, "label": text}, Line(read, text)) for w, read in POINTS for text in TEXTS]),
+    (Tree, TREES),
+]
 
 
 def some_type(rng, depth=0):
     """(a type, a function that draws a JSON value that it takes and the Python value that arrives)."""
+    kind = rng.randrange(7) if depth <= 2 else None
+    if kind not in (0, 1, 2, 3):
+        hint, values = rng.choice(DRAWN)
+        return hint, lambda: copy.deepcopy(rng.choice(values))
+    (hint, draw), (other, draw_other) = some_type(rng, depth + 1), some_type(rng, depth + 1)
 
-    def of(hint, draw):
-        return hint, draw
-
-    def same(draw):
-        return lambda: (value := draw(), value)
-
-    def number():
-        return rng.choice([0, 1, -7, 2**53, 10**20, rng.randint(-99, 99)])
-
-    def real():
-        return rng.choice([0.5, -1.25, 1e300, 3.0, rng.random()])
-
-    def day():
-        return datetime.date(2026, rng.randint(1, 12), rng.randint(1, 28))
-
-    def member(cls):
-        return lambda: (value := rng.choice(list(cls))) and (value.value, value)
-
-    def item():
-        size = rng.choice([None, *Size])
-        written = {
-            "sku": rng.choice(TEXTS),
-            "count": rng.randint(1, 9),
-            **({"size": size and size.value} if rng.random() < 0.7 else {}),
-        }
-        return written, Item(sku=written["sku"], count=written["count"], size=size if "size" in written else None)
-
-    def point():
-        unit, x = rng.choice(list(Unit)), number()
-        return {"x": x, "unit": unit.value}, {"x": x, "unit": unit}
-
-    def line():
-        written, read = point()
-        label = rng.choice(TEXTS)
-        return {"start": written, "label": label}, Line(read, label)
-
-    def tree(depth=0):
-        parts = [tree(depth + 1) for _ in range(rng.randint(0, 2) if depth < 2 else 0)]
-        written = {"name": rng.choice(TEXTS), "parts": [each for each, _ in parts]}
-        return written, Tree(name=written["name"], parts=[each for _, each in parts])
-
-    def amount():
-        value = decimal.Decimal(rng.randint(-9999, 9999)) / 100
-        return str(value), value
-
-    def moment():
-        value = datetime.datetime(2026, 1, rng.randint(1, 28), 12, 30, tzinfo=datetime.timezone.utc)  # noqa: UP017
-        return value.isoformat(), value
-
-    def name():
-        value = uuid.UUID(int=rng.getrandbits(128))
-        return str(value), value
-
-    plain = [
-        of(str, same(lambda: rng.choice(TEXTS))), of(int, same(number)), of(float, same(real)),
-        of(bool, same(lambda: rng.random() < 0.5)), of(Literal["a", "1", 2], same(lambda: rng.choice(["a", "1", 2]))),
-        of(Literal["1", "null"], same(lambda: rng.choice(["1", "null"]))), of(Unit, member(Unit)),
-        of(Size, member(Size)),
-        of(Level, member(Level)), of(datetime.date, lambda: (value := day()) and (value.isoformat(), value)),
-        of(decimal.Decimal, amount), of(datetime.datetime, moment), of(uuid.UUID, name), of(Item, item),
-        of(Point, point), of(Line, line), of(Tree, tree),
-        of(Annotated[int, Field(ge=0, le=10)], same(lambda: rng.randint(0, 10))),
-        of(Annotated[str, "short"], same(lambda: rng.choice(TEXTS))),
-    ]  # fmt: skip
-    hint, draw = rng.choice(plain)
-    if depth > 2:
-        return hint, draw
-    kind = rng.randrange(7)
-    if kind == 0:  # a list
-        hint, draw = some_type(rng, depth + 1)
-
-        def drawn():
+    def drawn():
+        if kind == 0:
             each = [draw() for _ in range(rng.randint(0, 3))]
             return [written for written, _ in each], [read for _, read in each]
-
-        return list[hint], drawn
-    if kind == 1:  # an option
-        hint, draw = some_type(rng, depth + 1)
-        return typing.Optional[hint], lambda: (None, None) if rng.random() < 0.3 else draw()  # noqa: UP045
-    if kind == 2:
-        hint, draw = some_type(rng, depth + 1)
-
-        def mapped():
+        if kind == 1:
+            return (None, None) if rng.random() < 0.3 else draw()
+        if kind == 2:
             each = {key: draw() for key in rng.sample(KEYS, rng.randint(0, 3))}
-            return {k: written for k, (written, _) in each.items()}, {k: read for k, (_, read) in each.items()}
+            return {key: pair[0] for key, pair in each.items()}, {key: pair[1] for key, pair in each.items()}
+        each = [draw(), draw_other()]
+        return [written for written, _ in each], tuple(read for _, read in each)
 
-        return dict[str, hint], mapped
-    if kind == 3:
-        parts = [some_type(rng, depth + 1) for _ in range(2)]
-
-        def both():
-            each = [draw() for _, draw in parts]
-            return [written for written, _ in each], tuple(read for _, read in each)
-
-        return tuple[parts[0][0], parts[1][0]], both
-    return hint, draw
+    return [list[hint], typing.Optional[hint], dict[str, hint], tuple[hint, other]][kind], drawn  # noqa: UP045
 
 
 def tool_of(parameters):
@@ -625,17 +574,7 @@ def test_what_the_schema_allows_is_what_the_tool_takes(seed):
     assert judged > 100
 
 
-FAMILIES = [
-    "qwen3",
-    "qwen3_5_think",
-    "qwen3_8",
-    "nemotron_3_nano",
-    "glm4moe",
-    "gemma4",
-    "llama3_1",
-    "lfm2_v2",
-    "gptoss",
-]
+FAMILIES = ("qwen3 qwen3_5_think qwen3_8 nemotron_3_nano glm4moe gemma4 llama3_1 lfm2_v2 gptoss").split()
 QUOTELESS = ("qwen3_5_think", "qwen3_8", "nemotron_3_nano", "glm4moe")  # values stand in tags, text without quotes
 
 

@@ -67,74 +67,46 @@ calculator = load("calculator").calculator
 plain_calculator = load("agents/calculator").calculator
 
 
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("1 + 2 * 3", "7"),
-        ("(1 + 2) * 3", "9"),
-        ("  48 / 2 + 48  ", "72"),
-        ("6/3", "2"),
-        ("10/4", "2.5"),
-        ("1/3", "0.333333333333"),
-        ("0.1 + 0.2", "0.3"),
-        ("0.1 * 3 * 10", "3"),
-        ("4.35 * 100", "435"),
-        ("7 // 2", "3"),
-        ("-7 // 2", "-4"),
-        ("-7 % 3", "2"),
-        ("5 % 3.5", "1.5"),
-        ("2 ** 10", "1024"),
-        ("2 ** -1", "0.5"),
-        ("-2 ** 2", "-4"),
-        ("2 ** 3 ** 2", "512"),
-        ("(-8) ** 2.0", "64"),
-        ("2 ** 0.5", "1.41421356237"),
-        ("--3", "3"),
-        ("+-3", "-3"),
-        ("-0.0", "0"),
-        ("1_000 * 2", "2000"),
-        (".5 + 5.", "5.5"),
-        ("1e3", "1000"),
-        ("1e-7", "1e-07"),
-        ("1e16", "1e+16"),
-        ("1234567.891 * 2", "2469135.782"),
-        ("999999999999.5", "999999999999.5"),
-        ("12345678901.25 * 2", "24691357802.5"),
-        ("2 ** 100", "1267650600228229401496703205376"),
-        ("123456789123456789 * 987654321987654321", "121932631356500531347203169112635269"),
-        ("10 ** 308", "1" + "0" * 308),
-        ("10 ** 308 - 10 ** 308", "0"),
-        ("1 ** 10 ** 300", "1"),
-        ("0 ** 10 ** 300", "0"),
-        ("10 ** -400", "0"),
-        ("1" + " + 1" * 100, "101"),
-        ("(" * 50 + "1" + ")" * 50, "1"),
-    ],
-)
-def test_calculator_value(expression, value):
-    assert calculator(expression) == value
+VALUES = """
+1 + 2 * 3 = 7                  (1 + 2) * 3 = 9              48 / 2 + 48 = 72
+6/3 = 2                        10/4 = 2.5                   1/3 = 0.333333333333
+0.1 + 0.2 = 0.3                0.1 * 3 * 10 = 3             4.35 * 100 = 435
+7 // 2 = 3                     -7 // 2 = -4                 -7 % 3 = 2
+5 % 3.5 = 1.5                  2 ** 10 = 1024               2 ** -1 = 0.5
+-2 ** 2 = -4                   2 ** 3 ** 2 = 512            (-8) ** 2.0 = 64
+2 ** 0.5 = 1.41421356237       --3 = 3                      +-3 = -3
+-0.0 = 0                       1_000 * 2 = 2000             .5 + 5. = 5.5
+1e3 = 1000                     1e-7 = 1e-07                 1e16 = 1e+16
+1234567.891 * 2 = 2469135.782  999999999999.5 = 999999999999.5
+12345678901.25 * 2 = 24691357802.5
+2 ** 100 = 1267650600228229401496703205376
+123456789123456789 * 987654321987654321 = 121932631356500531347203169112635269
+10 ** 308 - 10 ** 308 = 0      1 ** 10 ** 300 = 1           0 ** 10 ** 300 = 0
+10 ** -400 = 0
+"""
+
+
+def test_calculator_value():
+    values = re.findall(r"(\S.*?) = (\S+)(?:\s|$)", VALUES)
+    assert len(values) == 36
+    values += [("10 ** 308", "1" + "0" * 308), ("1" + " + 1" * 100, "101"), ("(" * 50 + "1" + ")" * 50, "1")]
+    for expression, value in values:
+        assert calculator(f"  {expression} ") == value, expression
 
 
 @pytest.mark.parametrize(
     ("expression", "message"),
     [
         ("", "empty expression"),
-        ("2 +", "syntax error"),
         ("2 3", "syntax error at character 3"),
-        ("1\0", "null bytes|cannot be read"),
         ("\ud800", "cannot be read"),
         ("x + 1", "unknown name 'x'"),
         ("__import__('os').system('true')", "functions cannot be called"),
         ("2(3 + 4)", "write products with *"),
         ("(1).__class__", "attribute '__class__' is not allowed"),
         ("'a' * 9", "str 'a' is not a number"),
-        ("True + 1", "bool True is not a number"),
-        ("2j", "complex 2j is not a number"),
         ("1,000 + 1", "write 1000, not 1,000"),
-        ("[1]", "List is not allowed"),
         ("lambda: 1", "Lambda is not allowed"),
-        ("1 < 2", "Compare is not allowed"),
-        ("~1", "Invert is not allowed"),
         ("2 ^ 3", r"use \*\* for powers"),
         ("(-8) ** 0.5", "not a real number"),
         ("50% + 20", "write 50 / 100 for 50%"),
@@ -153,12 +125,6 @@ def test_calculator_division_by_zero(expression):
 
 def test_the_calculator_of_the_sample_agents_keeps_whole_numbers_whole():
     assert [plain_calculator(text) for text in ("99999999*99999999", "1/3")] == ["9999999800000001", "0.333333333333"]
-
-
-@pytest.mark.parametrize("expression", [None, b"1"])
-def test_calculator_not_a_string(expression):
-    with pytest.raises(TypeError, match="must be a string"):
-        calculator(expression)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +189,6 @@ def test_empty_query(wiki, query):
         wiki.wiki_search(query)
 
 
-def test_query_that_is_not_a_string(wiki):
-    with pytest.raises(TypeError, match="query must be a string, got list"):
-        wiki.wiki_search(["Normandy"])
-
-
 # --- wiki_search: local corpus ---------------------------------------------------------------------------------------
 
 
@@ -260,18 +221,20 @@ def count_builds(wiki, monkeypatch) -> list:
     return builds
 
 
-@pytest.mark.parametrize(("topk", "threshold"), [(1, 0.84), (3, 0.94)])  # measured: 0.854 and 0.958
-def test_recall_of_answers(squad, monkeypatch, topk, threshold):
-    """The share of 473 questions, asked as they stand, for which the result contains an accepted answer."""
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", str(topk))
+def test_more_passages_never_find_fewer_answers(squad, monkeypatch):
+    """The share of 473 questions whose result has an accepted answer. Measured: 0.854 with 1 passage, 0.958 with 3."""
     questions = read_jsonl(data_file("squad/qa.jsonl"))
     assert len(questions) == 473
-    found = 0
-    for row in questions:
-        result = squad.wiki_search(row["question"])
-        assert len(result) <= squad.MAX_RESULT_CHARS
-        found += any(answer.lower() in result.lower() for answer in row["answer"]["aliases"])
-    assert found / len(questions) >= threshold
+    recalls = []
+    for topk in (1, 2, 3, 4, 8, 20):
+        monkeypatch.setenv("WIKI_SEARCH_TOPK", str(topk))
+        results = [squad.wiki_search(row["question"]) for row in questions]
+        assert all(len(result) <= squad.MAX_RESULT_CHARS for result in results)
+        answers = [row["answer"]["aliases"] for row in questions]
+        found = [any(a.lower() in result.lower() for a in some) for result, some in zip(results, answers, strict=True)]
+        recalls.append(sum(found) / len(questions))
+    assert recalls == sorted(recalls)
+    assert recalls[0] >= 0.84 and recalls[2] >= 0.94 and recalls[-1] >= 0.96
 
 
 def test_result_is_the_whole_passage(squad):
@@ -354,19 +317,6 @@ def test_long_queries(squad):
     assert len(squad.wiki_search("x" * 10**6)) < 400
 
 
-def test_more_passages_never_find_fewer_answers(squad, monkeypatch):
-    """Measured: 0.854, 0.939, 0.968, 0.973 and 0.973."""
-    questions = read_jsonl(data_file("squad/qa.jsonl"))
-    recalls = []
-    for topk in (1, 2, 4, 8, 20):
-        monkeypatch.setenv("WIKI_SEARCH_TOPK", str(topk))
-        results = [squad.wiki_search(row["question"]).lower() for row in questions]
-        answers = [[answer.lower() for answer in row["answer"]["aliases"]] for row in questions]
-        recalls.append(sum(any(a in result for a in some) for result, some in zip(results, answers, strict=True)))
-    assert recalls == sorted(recalls)
-    assert recalls[-1] / len(questions) >= 0.96
-
-
 @pytest.mark.contract("wiki_search")
 def test_passages_stay_whole_while_they_fit(small, monkeypatch):
     """Of 1000 characters each: two are whole, of the third what is left of 3000, and nothing of the others."""
@@ -387,16 +337,11 @@ def test_passages_stay_whole_while_they_fit(small, monkeypatch):
     assert small.wiki_search("word") == three
 
 
-def test_no_stump_of_a_passage(small, monkeypatch):
+def test_first_passage_is_cut_where_it_is_too_long_and_no_stump_of_the_second_follows(small, monkeypatch):
     """After 2769 characters of the first passage, too few are left for the second."""
-    monkeypatch.setenv("WIKI_SEARCH_TOPK", "2")
-    small.write(("Long", "word " * 550 + "very rares"), ("Short", "word " * 100))
-    assert "cut" not in small.wiki_search("word rares")
-    assert "[2]" not in small.wiki_search("word rares")
-
-
-def test_first_passage_is_cut_where_it_is_too_long(small, monkeypatch):
     monkeypatch.setenv("WIKI_SEARCH_TOPK", "3")
+    small.write(("Long", "word " * 550 + "very rares"), ("Short", "word " * 100))
+    assert "cut" not in small.wiki_search("word rares") and "[2]" not in small.wiki_search("word rares")
     small.write(("Long", "word " * 5000))
     result = small.wiki_search("word")
     assert 2990 < len(result) <= 3000
@@ -416,6 +361,8 @@ def test_index_is_built_once_and_reused(squad, monkeypatch, tmp_path):
     assert len(builds) == 1
     assert (tmp_path / "squad.fts5").stat() == written
     assert sorted(path.name for path in tmp_path.iterdir()) == ["squad.fts5", "squad.fts5.lock"]
+    with pytest.raises(sqlite3.OperationalError, match="readonly"):
+        squad._index().execute("DELETE FROM built_from")
 
 
 def test_index_is_rebuilt_when_the_corpus_changes(small, monkeypatch):
@@ -428,12 +375,6 @@ def test_index_is_rebuilt_when_the_corpus_changes(small, monkeypatch):
     os.utime(small.corpus, ns=(0, small.corpus.stat().st_mtime_ns + 10**9))
     assert "Jacqueso" in small.wiki_search("mayor of Paris")
     assert len(builds) == 3
-
-
-def test_connections_are_read_only(squad):
-    squad.wiki_search("Rollo")
-    with pytest.raises(sqlite3.OperationalError, match="readonly"):
-        squad._index().execute("DELETE FROM built_from")
 
 
 def test_index_goes_to_the_cache_if_the_corpus_lies_on_a_read_only_disk(small, monkeypatch, tmp_path):

@@ -30,7 +30,7 @@ from mt_grpo.generation import weight_transfer
 from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason, ToolCall, ToolResult, Turn
-from mt_grpo.training.policy_scores import ModelScores, ServerScores
+from mt_grpo.training.policy_scores import scores_of_model, scores_of_servers
 from mt_grpo_trainer import (
     MTGRPOConfig,
     MTGRPOEnvTrainer,
@@ -83,7 +83,7 @@ def client(port, served_model):
 def test_a_reward_asks_the_server_for_logprobs(client, served_model):
     """As transformers has them, at temperature 1; after a push those of the new weights."""
     model = AutoModelForCausalLM.from_pretrained(served_model, dtype=torch.float32)
-    policy = ServerScores(client, None)
+    policy = scores_of_servers(client, None)
     generator = torch.Generator().manual_seed(0)
     contexts = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (40, 7, 40, 1)]
     continuations = [torch.randint(3, 60, (n,), generator=generator).tolist() for n in (3, 1, 12, 5)]
@@ -91,7 +91,7 @@ def test_a_reward_asks_the_server_for_logprobs(client, served_model):
     def check():
         found = policy.logprobs(contexts, continuations)
         assert [len(row) for row in found] == [3, 1, 12, 5]
-        expected = ModelScores(model, None, torch.no_grad, str).logprobs(contexts, continuations)
+        expected = scores_of_model(model, None, torch.no_grad, str).logprobs(contexts, continuations)
         for row, known in zip(found, expected, strict=True):
             assert row == pytest.approx(known, abs=2e-5)
         return found
@@ -124,8 +124,8 @@ def test_information_gain_by_a_server_is_that_of_transformers(client, served_mod
             read = contexts[-1][-1] + turn.observation_ids
     given = {"turn_contexts": contexts, "answer": [["42", "forty two"], ["11"]]}
     gain = load("information_gain").information_gain_reward_func
-    by_server = gain(turns, policy=ServerScores(client, written), **given)
-    expected = gain(turns, policy=ModelScores(model, written, torch.no_grad, str), **given)
+    by_server = gain(turns, policy=scores_of_servers(client, written), **given)
+    expected = gain(turns, policy=scores_of_model(model, written, torch.no_grad, str), **given)
     assert by_server == [pytest.approx(row, abs=1e-5) for row in expected]
     assert max(abs(value) for row in expected for value in row if value is not None) > 0.01
 

@@ -15,7 +15,7 @@ import torch
 import warm_python
 from bench.common import VLLMServer
 from fault_proxy import Fault, FaultProxy
-from test_faults import (
+from server_run import (
     CONTEXT,
     MODEL,
     Watched,

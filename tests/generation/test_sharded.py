@@ -17,7 +17,7 @@ from test_first_batch import recipe_file
 from transformers import AutoModelForCausalLM
 
 import mt_grpo_trainer as mt
-from mt_grpo.recipe.refusals import check_sharding
+from mt_grpo.recipe.checks import check_sharding
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 

@@ -312,7 +312,7 @@ def test_an_environment_is_played_again(games):
 
 def load(*arguments, recipe=LAKE):
     script_args, args, _ = mt.parse_arguments(["--config", recipe, *arguments])[:3]
-    from mt_grpo.recipe.integrations import load_conversation
+    from mt_grpo.recipe.plugins import load_conversation
 
     return load_conversation(script_args, args, mt.MultiTurnToolEnv)
 

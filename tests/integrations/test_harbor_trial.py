@@ -13,7 +13,7 @@ import pytest
 from scripted import QWEN3, Scripted, ids, make_tokenizer
 
 import mt_grpo_trainer as mt
-from mt_grpo.recipe import integrations as choose
+from mt_grpo.recipe import plugins as choose
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import StopReason
 

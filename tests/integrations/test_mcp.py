@@ -24,7 +24,7 @@ from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import close_servers, read_servers
-from mt_grpo.recipe.integrations import load_integration_tools
+from mt_grpo.recipe.plugins import load_integration_tools
 
 TIME = {"command": "python", "args": ["-m", "mcp_server_time", "--local-timezone=UTC"]}
 SERVER = '''
@@ -426,7 +426,7 @@ def test_a_server_ends_with_its_trainer(tmp_path):
     (tmp_path / "servers.json").write_text(json.dumps({"mcpServers": {"sums": sums(tmp_path)}}))
     code = (
         "import os, sys, time\nfrom test_verl import settings\n"
-        "from mt_grpo.recipe.integrations import load_integration_tools\n"
+        "from mt_grpo.recipe.plugins import load_integration_tools\n"
         f"load_integration_tools(settings(mcp_config_file={str(tmp_path / 'servers.json')!r}))\n"
         "print(os.getpid(), flush=True)\ntime.sleep(600)"
     )

@@ -811,7 +811,7 @@ NOBODYS = SimpleNamespace(choices=[SimpleNamespace(token_ids=ids(FIRST) + END, f
         (gives(response_token_ids=[1, 2], response_loss_mask=[1]), "response_loss_mask has 1 values"),
         (gives(response_token_ids=[1], response_loss_mask=[2]), "Expected a 0 or a 1"),
         (gives(response_token_ids=[1], response_loss_mask=[1]), "is 1 for id 1 at 0, which the policy did"),
-        (changing(lambda r: setattr(r, "tools", [BAD_TOOL])), "a schema of type 5"),
+        (changing(lambda r: setattr(r, "tools", [BAD_TOOL])), "got 5 at type"),
         (changing(lambda r: r.messages.append(3)), "cannot be read"),
         (changing(lambda r: r.messages.append(user([1, 2]))), "a text as content"),
         (changing(lambda r: setattr(r, "chat_template_kwargs", {"a": 1})), "the recipe {}"),

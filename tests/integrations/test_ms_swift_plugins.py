@@ -18,7 +18,7 @@ from mt_grpo.integrations.ms_swift.loss import LossMask, LossScale
 from mt_grpo.integrations.ms_swift.recipe import as_reward, columns_of, completions_of
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import Turn
-from mt_grpo.training.reward_calls import run_rewards
+from mt_grpo.training.rewards import run_rewards
 
 needs_plugins = pytest.mark.skipif(not PLUGINS.is_dir(), reason="ms-swift's example plug-ins are not there")
 

@@ -15,9 +15,9 @@ import pytest
 import mt_grpo_trainer as mt
 from mt_grpo.base.fields import key
 from mt_grpo.integrations.session import RolloutSession
-from mt_grpo.recipe import integrations as choose
-from mt_grpo.recipe.integrations import Integration
+from mt_grpo.recipe import plugins as choose
 from mt_grpo.recipe.keys import make_absolute
+from mt_grpo.recipe.plugins import Integration
 from mt_grpo.rollout import StopReason
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -123,8 +123,9 @@ def test_another_package_is_installed_and_trained(tmp_path):
 def test_an_entry_point_with_a_key_of_another_integration_is_named(monkeypatch):
     point = importlib.metadata.EntryPoint("mine", f"{__name__}:Twice", "mt_grpo.integrations")
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
-    with pytest.raises(ValueError, match="Twice and .*:GymIntegration both have the recipe key gym_env"):
-        choose.integrations.__wrapped__()
+    monkeypatch.setattr(choose, "integrations", choose.integrations.__wrapped__)
+    with pytest.raises(ValueError, match="GymKeys and TwiceKeys both have the recipe key gym_env"):
+        choose.add_integrations.__wrapped__(mt.MTGRPOScriptArguments)
 
 
 class Twice(Integration):

@@ -28,7 +28,7 @@ from mt_grpo.integrations.verl.builtin import Gsm8kTool, score_of
 from mt_grpo.integrations.verl.config import load_interactions
 from mt_grpo.recipe.checks import check_dataset
 from mt_grpo.recipe.data import load_rows
-from mt_grpo.recipe.integrations import load_conversation, load_integration_tools
+from mt_grpo.recipe.plugins import load_conversation, load_integration_tools
 from mt_grpo.rollout import StopReason
 
 ROOT = Path(__file__).resolve().parents[2]

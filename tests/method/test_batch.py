@@ -21,7 +21,7 @@ from mt_grpo.rollout import Generation, Record, Rollout, StopReason, ToolCall, T
 from mt_grpo.training.batch import Batch, unused_rewards
 from mt_grpo.training.pass_metrics import PassMetrics, sampling_means
 from mt_grpo.training.passes import Pass
-from mt_grpo.training.reward_calls import run_rewards
+from mt_grpo.training.rewards import run_rewards
 from mt_grpo.training.tensors import effective_share, rollout_weights
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 

@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
-from mt_grpo.training.policy_scores import ModelScores, PolicyScores, policy_of, reference_of
+from mt_grpo.training import policy_scores
+from mt_grpo.training.policy_scores import PolicyScores, policy_of, reference_of
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -267,9 +268,9 @@ def test_logprobs_of_turns():
     """Of each turn's ids behind what was read before them; a turn without ids has none."""
     asked = []
 
-    def score(context, continuation):
-        asked.append((context, continuation))
-        return [-float(i) for i in continuation]
+    def score(pairs):
+        asked.extend((list(context), list(continuation)) for context, continuation in pairs)
+        return {pair: [-float(i) for i in pair[1]] for pair in pairs}
 
     turns = [Turn(ids, None, "", "stop", observation_ids=read) for ids, read in (([3, 4], [5]), ([], [6]), ([8], []))]
     rollout = Rollout([], [1, 2], turns=turns)
@@ -317,7 +318,7 @@ def test_a_reward_may_ask_the_reference(random_model, tmp_path):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_what_begins_alike_is_computed_once(random_model, tmp_path, lora):
+def test_what_begins_alike_is_computed_once(random_model, tmp_path, lora, monkeypatch):
     """Behind the first step, which proves that the model takes such rows: the logprobs of each pair by itself."""
     config = LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0) if lora else None
     env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.")
@@ -330,7 +331,7 @@ def test_what_begins_alike_is_computed_once(random_model, tmp_path, lora):
         passes.append(kwargs["input_ids"].shape[1])
 
     policy, reference = policy_of(trainer), reference_of(trainer)
-    assert policy.budget is not None and trainer.layout.proof is None
+    assert trainer.layout.proof is None
     trainer.train()
     for each in {id(m): m for m in (model, trainer.ref_model) if m is not None}.values():
         each.register_forward_pre_hook(count, with_kwargs=True)
@@ -342,20 +343,21 @@ def test_what_begins_alike_is_computed_once(random_model, tmp_path, lora):
     for scores in (policy, reference):
         passes.clear()
         together, num_passes, computed = scores.logprobs(contexts, answers), len(passes), sum(passes)
-        alone = ModelScores(scores.model, None, scores.autocast, str).logprobs(contexts, answers)
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer.layout, "proof", None)  # as before the first step: each pair is a pass
+            alone = scores.logprobs(contexts, answers)
+        assert len(passes) == num_passes + len(answers)
         assert num_passes == 1 and computed < 0.6 * sum(map(len, contexts + answers))
         for one, other in zip(together, alone, strict=True):
             assert one == pytest.approx(other, abs=1e-5)
-        scores.AT_MOST = 6
-        passes.clear()
-        parts = scores.logprobs(contexts, answers)
-        assert len(passes) > 3
-        assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(parts, alone, strict=True))
-        scores.budget = lambda: 12
-        passes.clear()
-        parts = scores.logprobs(contexts, answers)
-        assert len(passes) > 4
-        assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(parts, alone, strict=True))
+        limits = (policy_scores, "LOGPS_PER_PASS", 6, 3), (args, "max_tokens_per_pass", 12, 4)
+        for target, name, value, least in limits:
+            passes.clear()
+            with monkeypatch.context() as patched:
+                patched.setattr(target, name, value)
+                parts = scores.logprobs(contexts, answers)
+            assert len(passes) > least
+            assert all(a == pytest.approx(b, abs=1e-5) for a, b in zip(parts, alone, strict=True))
     assert policy.logprobs(contexts[:1], answers[:1])[0] != pytest.approx(
         reference.logprobs(contexts[:1], answers[:1])[0]
     )

@@ -40,8 +40,8 @@ from mt_grpo.recipe.checks import check_tied_lora, share_limits
 from mt_grpo.recipe.keys import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.run.in_flight import GroupInFlight
-from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.reward_numbers import state_numbers
+from mt_grpo.training.rewards import run_rewards
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
@@ -657,7 +657,7 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
         release.wait(60)
         return [1.0] * len(prompts)
 
-    monkeypatch.setattr("mt_grpo.training.reward_calls.BLOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("mt_grpo.training.rewards.BLOCKED_SECONDS", 0.2)
     try:
         with pytest.raises(RuntimeError, match="An async function blocks the event loop"):
             run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))  # told while it still blocks
@@ -943,15 +943,15 @@ def test_a_stop_before_prefetched_rollouts_are_taken_cancels_them(random_model, 
 
     class Stopped(MTGRPOEnvTrainer):
         def _roll_out(self, prompts):
-            self.in_flight.groups, self._stop_signal = deque([GroupInFlight(0, (8,), [], batch)]), signal.SIGTERM
+            self.in_flight.groups, self._stop_signal = deque([GroupInFlight(0, {}, (8,), [batch])]), signal.SIGTERM
             if taken:  # and started to wait for
-                self.in_flight.current = self.in_flight.groups.popleft().batch
+                self.in_flight.current = self.in_flight.groups.popleft().batches
             return super()._roll_out(prompts)
 
     trainer = make_trainer(random_model, tmp_path, cls=Stopped)
     with pytest.raises(RunStopped):
         trainer.train()
-    assert cancelled == [True] and not trainer.in_flight.groups and trainer.in_flight.current is None
+    assert cancelled == [True] and not trainer.in_flight.groups and not trainer.in_flight.current
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,17 @@ def test_what_it_is_doing_is_said_where_nothing_else_is(tmp_path, capsys, monkey
     assert any(calls for _, _, calls in said)
 
 
-def test_what_it_does_between_rollouts_is_said_in_words():
-    trainer = SimpleNamespace(weight_sync=SimpleNamespace(pushed=None), in_flight=SimpleNamespace(current=None))
+def test_what_it_does_is_said_in_words():
+    going = SimpleNamespace(stop_reason=None, turns=[SimpleNamespace(calls=[1], results=[], token_ids=[1, 2, 3])])
+    batch = SimpleNamespace(over=lambda: False, rollouts=[going, SimpleNamespace(stop_reason="answered", turns=[])])
+    sync = SimpleNamespace(pushed=None)
+    trainer = SimpleNamespace(weight_sync=None, in_flight=SimpleNamespace(current=[batch]))
+    assert (
+        what_it_does(trainer) == "sampling, 1 turns and 3 tokens done, 1 of 2 rollouts finished, 1 waiting for tools"
+    )
+    trainer.weight_sync = sync
     assert what_it_does(trainer) == "syncing the weights"
-    trainer.weight_sync.pushed = "v1"
+    sync.pushed, batch.over = "v1", lambda: True
     assert what_it_does(trainer) == "training"
 
 

@@ -1,8 +1,7 @@
 """What goes wrong in a long run: servers that die or answer nonsense, full disks, slow or dead ranks, signals."""
 
-import asyncio
 import contextlib
-import errno
+import fcntl
 import json
 import os
 import re
@@ -11,13 +10,10 @@ import shutil
 import signal
 import statistics
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections import Counter, defaultdict
 from concurrent.futures import wait
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,11 +23,28 @@ import torch
 import warm_python
 from bench.common import VLLMServer
 from conftest import files_of_at_most
-from datasets import Dataset
 from fault_proxy import Fault, FaultProxy, first
 from killed_worker import killed_and_resumed
+from server_run import (
+    CONTEXT,
+    MODEL,
+    ROOT,
+    Watched,
+    answered,
+    assert_from_the_weights_of_its_version,
+    assert_whole,
+    calculator,
+    first_number,
+    holding,
+    logprobs_under,
+    make_trainer,
+    needs_vllm,
+    paused,
+    prompts_of,
+    replace_server,
+    slow_calculator,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-from warm_vllm import WarmVLLMServer
 
 import mt_grpo_trainer
 from mt_grpo.base.errors import ServerError, ServerLost
@@ -40,46 +53,28 @@ from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.versions import tagged, versions_of
 from mt_grpo.generation.weight_sync import WeightSync
-from mt_grpo.recipe import checks
 from mt_grpo.reports.metrics import staleness_metrics
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
-from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
+from mt_grpo_trainer import MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
 pytestmark = pytest.mark.faults  # a group of scripts/test.sh
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT / "hf_recipes/tiny/calculator-model"
-CONTEXT = 640
 COMPLETIONS = "/v1/completions"
-needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: bash scripts/setup.sh --test")
 
 
-# =====================================================================================================================
-# What the tests share
-# =====================================================================================================================
-
-
-@pytest.fixture(scope="module")
-def shared_server():
-    flags = ("--max-model-len", str(CONTEXT), "--logprobs-mode", "processed_logprobs")
-    with WarmVLLMServer(MODEL, *flags) as server:
-        yield server
+@pytest.fixture(autouse=True)
+def no_leftovers():
+    """Whatever a test does to the process, the next one starts without it."""
+    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    assert {s: signal.getsignal(s) for s in handlers} == handlers
 
 
 @pytest.fixture(scope="module")
 def shared_proxy(shared_server):
     with FaultProxy(shared_server.url) as proxy:
         yield proxy
-
-
-@pytest.fixture
-def server(shared_server):
-    """A server that answers; a test may kill it."""
-    if not shared_server.healthy():
-        shared_server.stop()
-        shared_server.start().wait()
-    return shared_server
 
 
 @pytest.fixture
@@ -102,239 +97,23 @@ def client(proxy, tokenizer):
     client.close()
 
 
-@pytest.fixture(autouse=True)
-def no_leftovers():
-    """Whatever a test does to the process, the next one starts without it."""
-    handlers = {s: signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)}
-    yield
-    assert {s: signal.getsignal(s) for s in handlers} == handlers
-
-
-def replace_server(server):
-    """Kill the server now, and have another one on its port in about half a minute; returns the thread."""
-    server.kill()
-    thread = threading.Thread(target=lambda: server.start().wait(), daemon=True)
-    thread.start()
-    return thread
-
-
-def calculator(expression: str) -> str:
-    """Evaluate a product of two integers.
-
-    Args:
-        expression: Such as `6 * 7`.
-    """
-    left, _, right = expression.partition("*")
-    return str(int(left) * int(right))
-
-
-def slow_calculator(seconds):
-    """The calculator with a delay: `seconds(expression)`."""
-
-    def calculator(expression: str) -> str:
-        """Evaluate a product of two integers.
-
-        Args:
-            expression: Such as `6 * 7`.
-        """
-        time.sleep(seconds(expression))
-        left, _, right = expression.partition("*")
-        return str(int(left) * int(right))
-
-    return calculator
-
-
-def answered(completions, answer, **kwargs):
-    return [
-        float(f"<answer>{gold}</answer>" in c[-1]["content"]) + len(c[-1]["content"]) / 100
-        for c, gold in zip(completions, answer)
-    ]
-
-
-class Watched(MTGRPOEnvTrainer):
-    """Keeps each batch's rollouts, the weights of every version, and which rollouts were set off when."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.batches, self.weights, self.set_off, self.synced_with_prefetched = [], {}, [], []
-        self.evaluated, self.begun, self.numbers, self.env.trainer = [], defaultdict(list), {}, self
-
-    def _start_rollouts(self, prompts, which):
-        flight, begun = super()._start_rollouts(prompts, which), sum(map(len, self.begun.values()))
-        number = begun // len(prompts) if self.model.training else -1
-        self.numbers |= {id(rollout): number for rollout in flight.rollouts}
-        if self.model.training:
-            self.set_off.append((self.state.global_step, list(which)))
-            self.begun[number] += flight.rollouts
-        return flight
-
-    def _sync_weights(self):
-        self.synced_with_prefetched.append((self.model.training, bool(self.in_flight.groups)))
-        if self._weight_counter.version not in self.weights:
-            state = {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
-            self.weights[self._weight_counter.version] = state
-        super()._sync_weights()
-
-    def _roll_out(self, prompts):
-        rollouts = super()._roll_out(prompts)
-        (self.batches if self.model.training else self.evaluated).append(rollouts)
-        return rollouts
-
-    def rows(self, key):
-        return [row[key] for row in self.state.log_history if key in row]
-
-    @property
-    def held_version(self):
-        """The version of the last push that has ended."""
-        return self.client.servers[0].policy_version
-
-
-def holding(is_held):
-    """Conversations wait after a turn while `is_held(trainer, rollout, number)`, whatever the policy says in them.
-
-    `number` is the place of their batch among those that were begun, and -1 in an evaluation.
-    """
-
-    class Holding(MultiTurnToolEnv):
-        async def take_turn(self, rollout, llm, sampling_params=None):
-            numbers, key = self.trainer.numbers, id(rollout)
-            while rollout.turns and (key not in numbers or is_held(self.trainer, rollout, numbers[key])):
-                await asyncio.sleep(0.02)
-            await super().take_turn(rollout, llm, sampling_params)
-
-    return Holding
-
-
-def first_number(rollout):
-    """Of its prompt, such as 12 of `What is 12 * 34?`."""
-    return int(re.search(r"\d+", rollout.row["prompt"][-1]["content"])[0])
-
-
-def make_trainer(
-    port,
-    tmp_path,
-    tool=calculator,
-    reward=answered,
-    evaluates=False,
-    trainer_class=Watched,
-    env_class=MultiTurnToolEnv,
-    prompts=30,
-    **changes,
-):
-    values = dict(
-        output_dir=str(tmp_path), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
-        per_device_train_batch_size=16, num_generations=8, max_completion_length=120, max_turn_tokens=48, max_steps=3,
-        logging_steps=1, learning_rate=1e-3, save_strategy="no", disable_tqdm=True, lr_scheduler_type="constant",
-        use_vllm=True, vllm_mode="server", vllm_importance_sampling_mode="token_truncate",
-        weight_sync_dir=str(tmp_path),
-    )  # fmt: skip
-    rows = [{"prompt": [{"role": "user", "content": f"What is {a} * {b}?"}], "answer": str(a * b)}
-            for a, b in zip(range(11, 11 + prompts), range(77, 20, -1))]  # fmt: skip
-    tmp_path.mkdir(exist_ok=True)
-    trainer = trainer_class(
-        str(MODEL), env_class([tool], "Use the calculator, then answer.", max_turn_tokens=48), [], [reward],
-        vllm_server_host=port and "127.0.0.1", vllm_server_port=port, args=MTGRPOConfig(**{**values, **changes}),
-        train_dataset=Dataset.from_list(rows), eval_dataset=Dataset.from_list(rows[:2]) if evaluates else None,
-    )  # fmt: skip
-    trainer.weight_sync.CHECK_EVERY = 1
-    return trainer
-
-
-@torch.no_grad()
-def logprobs_under(state, rollout):
-    """What a model with these weights gives the rollout's sampled tokens."""
-    if not hasattr(logprobs_under, "model"):
-        logprobs_under.model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
-    model = logprobs_under.model
-    model.load_state_dict(state)
-    ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids])
-    logprobs = model(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    return logprobs[len(rollout.prompt_ids) - 1 :][torch.tensor(rollout.loss_mask, dtype=torch.bool)]
-
-
-def assert_from_the_weights_of_its_version(trainer):
-    """Every sampled token has the logprob that the weights of its turn's version give it, and no other's.
-
-    A turn during which weights were pushed has a first part from the old ones, and the rest from the new ones. Returns
-    how many turns were sent with the weights that the rollout began with (`first`) and how many with later ones, and
-    of how many the tokens are from `two` weights: a push may come upon any turn, so that no test can say upon which.
-    """
-    kinds = Counter()
-    first_weights = {
-        n: t.detach().clone() for n, t in AutoModelForCausalLM.from_pretrained(MODEL).state_dict().items()
-    }
-    apart = 0.0
-    for rollout in (rollout for batch in trainer.batches + trainer.evaluated for rollout in batch):
-        sampled = torch.tensor([p for p, m in zip(rollout.logprobs, rollout.loss_mask) if m])
-        at = 0
-        for turn in rollout.turns:
-            here = slice(at, at + len(turn.token_ids))
-            at = here.stop
-            asked, came = versions_of(turn)
-            fits = [(sampled - logprobs_under(trainer.weights[v], rollout)).abs()[here] < 1e-3
-                    for v in range(asked, came + 1)]  # fmt: skip
-            version, used = 0, set()  # the oldest that the next token can be from, and those of the tokens before
-            for token in range(len(turn.token_ids)):
-                while version < len(fits) and not fits[version][token]:
-                    version += 1
-                used.add(version)
-            kinds["first" if asked == rollout.policy_version else "later"] += 1
-            kinds["two"] += len(used) > 1
-            assert version < len(fits), (rollout.policy_version, asked, came, token, turn)
-        if rollout in trainer.batches[-1]:
-            apart = max(apart, (sampled - logprobs_under(first_weights, rollout)).abs().max().item())
-    assert apart > 0.01  # tokens of the first weights would have shown
-    return kinds
-
-
-def assert_whole(rollouts, limit=CONTEXT):
-    """Records whose parts fit each other."""
-    for rollout in rollouts:
-        completion = rollout.completion_ids
-        assert len(completion) == len(rollout.loss_mask) == len(rollout.turn_ids) == len(rollout.logprobs)
-        assert rollout.stop_reason in set(StopReason)
-        assert all(len(turn.token_ids) == len(turn.logprobs) for turn in rollout.turns)
-        assert len(rollout.prompt_ids) + len(completion) <= limit
-
-
 def pushed_versions(proxy) -> list[str]:
     """The versions whose push was completed so far, without the one that only shows that pushes arrive."""
     versions = [r.payload["new_version"] for r in list(proxy.requests) if r.path == "/update_weight_version"]
     return [version for version in versions if not version.startswith("loading-") and not version.endswith("-probe")]
 
 
-def paused(server) -> bool:
-    return requests.get(f"{server.url}/is_paused", timeout=10).json()["is_paused"]
-
-
-# =====================================================================================================================
 # Answers that are late, wrong or missing
-# =====================================================================================================================
 
 
-def changed(**values):
-    """A fault's `change`: these keys of the answer's only choice are others."""
+def on_choice(edit):
+    """A fault's `change`, by what `edit` does to the answer's only choice."""
 
     def change(answer):
-        answer["choices"][0].update(values)
+        edit(answer["choices"][0])
         return answer
 
     return change
-
-
-def fewer_logprobs(answer):
-    answer["choices"][0]["logprobs"]["token_logprobs"].pop()
-    return answer
-
-
-def nan_logprob(answer):
-    answer["choices"][0]["logprobs"]["token_logprobs"][0] = float("nan")
-    return answer
-
-
-def without_ids(answer):
-    del answer["choices"][0]["token_ids"]
-    return answer
 
 
 def another_prompt(answer):
@@ -342,56 +121,57 @@ def another_prompt(answer):
     return answer
 
 
-def longer_than_asked(answer):
-    choice = answer["choices"][0]
-    choice["token_ids"] = choice["token_ids"] * 60
-    choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"] * 60
-    return answer
+def longer(choice):
+    choice["token_ids"] *= 60
+    choice["logprobs"]["token_logprobs"] *= 60
 
 
-PASSING = {
-    "429": Fault("429", status=429),
-    "500": Fault("500", status=500),
-    "503": Fault("503", status=503, body=b"<html>come back later</html>"),
-    "closed before the answer": Fault("closed", status=0),
-    "closed in mid-answer": Fault("cut", cut=True),
-    "no answer": Fault("silence", delay=60),
-}
-NO_SAMPLES = {
-    "malformed JSON": Fault("malformed", change=lambda answer: b'{"choices": [{"token_ids": [1, 2'),
-    "another JSON": Fault("list", change=lambda answer: [answer]),
-    "NaN": Fault("NaN", change=nan_logprob),
-    "fewer logprobs": Fault("fewer logprobs", change=fewer_logprobs),
-    "without token ids": Fault("without ids", change=without_ids),
-    "no tokens": Fault("empty", change=changed(token_ids=[], logprobs={"token_logprobs": []})),
-    "token ids of 70 bits": Fault("huge ids", change=changed(token_ids=[2**70], logprobs={"token_logprobs": [-1.0]})),
-    "another prompt": Fault("another prompt", change=another_prompt),
-    "longer than asked for": Fault("longer", change=longer_than_asked),
-    "aborted": Fault("aborted", change=changed(finish_reason="abort")),
-}
+PASSING = [
+    Fault("429", status=429),
+    Fault("503", status=503, body=b"<html>come back later</html>"),
+    Fault("closed", status=0),
+    Fault("cut", cut=True),
+]
+SILENCE = [Fault("silence", delay=60)]
+MALFORMED = Fault("malformed", change=lambda answer: b'{"choices": [{"token_ids": [1, 2')
+NAN = Fault("NaN", change=on_choice(lambda choice: choice["logprobs"]["token_logprobs"].__setitem__(0, float("nan"))))
+HUGE = {"token_ids": [2**70], "logprobs": {"token_logprobs": [-1.0]}}  # no ids of the vocabulary
+NO_SAMPLES = [
+    MALFORMED,
+    NAN,
+    Fault("list", change=lambda answer: [answer]),
+    Fault("fewer logprobs", change=on_choice(lambda choice: choice["logprobs"]["token_logprobs"].pop())),
+    Fault("without ids", change=on_choice(lambda choice: choice.pop("token_ids"))),
+    Fault("empty", change=on_choice(lambda choice: choice.update(token_ids=[], logprobs={"token_logprobs": []}))),
+    Fault("huge ids", change=on_choice(lambda choice: choice.update(HUGE))),
+    Fault("another prompt", change=another_prompt),
+    Fault("longer", change=on_choice(longer)),
+    Fault("aborted", change=on_choice(lambda choice: choice.update(finish_reason="abort"))),
+]
 
 
 @needs_vllm
-@pytest.mark.parametrize("kind", [*PASSING, *NO_SAMPLES])
-def test_a_fault_that_passes_costs_a_retry(proxy, client, kind):
+@pytest.mark.parametrize("faults", [PASSING, SILENCE, NO_SAMPLES], ids=["passing", "silence", "no samples"])
+def test_a_fault_that_passes_costs_a_retry(proxy, client, faults):
     """Requests that fail once are sent again, are counted, and leave nothing in the records."""
-    fault = {**PASSING, **NO_SAMPLES}[kind]
     env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_completion_length=120,
                            max_turn_tokens=48, max_model_len=CONTEXT)  # fmt: skip
-    if kind == "no answer":
-        client.request_timeout = 4.0
-    proxy.faults = first(3, fault, COMPLETIONS)
-    rollouts = env.generate([f"What is {a} * 37?" for a in range(20, 28)], client, {"temperature": 0.0})["rollouts"]
-    assert_whole(rollouts)
-    assert sum(r.stop_reason == StopReason.ANSWERED for r in rollouts) >= 4
-    assert client.retries == proxy.counts[fault.name] == 3
+    client.request_timeout = 4.0 if faults == SILENCE else 60.0
+    for fault in faults:
+        client.retries = 0
+        proxy.faults = first(3, fault, COMPLETIONS)
+        prompts = [f"What is {a} * 37?" for a in range(20, 28)]
+        rollouts = env.generate(prompts, client, {"temperature": 0.0})["rollouts"]
+        assert_whole(rollouts)
+        assert sum(r.stop_reason == StopReason.ANSWERED for r in rollouts) >= 4
+        assert client.retries == proxy.counts[fault.name] == 3, fault.name
 
 
 @needs_vllm
-@pytest.mark.parametrize("kind", ["malformed JSON", "NaN"])
-def test_a_server_that_only_answers_nonsense_is_broken(proxy, client, kind):
+@pytest.mark.parametrize("fault", [MALFORMED, NAN], ids=["malformed", "NaN"])
+def test_a_server_that_only_answers_nonsense_is_broken(proxy, client, fault):
     """Three answers in a row that are no sample end the wait: the error has the URL and what came."""
-    proxy.faults = first(99, NO_SAMPLES[kind], COMPLETIONS)
+    proxy.faults = first(99, fault, COMPLETIONS)
     prompt = client.tokenizer("<|im_start|>user\nWhat is 31 * 27?<|im_end|>\n<|im_start|>assistant\n")["input_ids"]
     with pytest.raises(ServerError, match=f"{COMPLETIONS}: 3 invalid answers in a row") as raised:
         run_async(client.generate(prompt, 24))
@@ -420,42 +200,7 @@ def test_a_server_that_stays_away_is_given_up_in_time(proxy, client, fault):
     assert time.monotonic() - began > 2.9
 
 
-@needs_vllm
-def test_every_request_fits_the_context(proxy, client):
-    """Prompts and tool results of all sizes: the server refuses none, and what fills the context says so."""
-    sizes = iter(range(0, 10_000, 7))
-
-    def calculator(expression: str) -> str:
-        """Evaluate a product of two integers.
-
-        Args:
-            expression: Such as `6 * 7`.
-        """
-        return "1 2 3 4 5 6 7 8 9 " * (next(sizes) // 9) + "0"
-
-    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", max_steps=20, max_completion_length=5000,
-                           max_tool_response_tokens=2000, max_model_len=CONTEXT, max_turn_tokens=100)  # fmt: skip
-    length = len(env.start(["What is 12 * 34?"], client)[0].prompt_ids)
-    longer = [f"{'5 ' * n}What is 12 * 34?" for n in range(0, CONTEXT - length, 9)]
-    near = [f"{'5 ' * n}What is 12 * 34?" for n in range((CONTEXT - length) // 2 - 24, CONTEXT - length)]
-    prompts = ["What is 12 * 34?"] * 96 + longer + near
-    prompts = [p for p in prompts if len(env.start([p], client)[0].prompt_ids) <= CONTEXT]
-    rollouts = env.generate(prompts, client, {"temperature": 1.0})["rollouts"]
-    assert_whole(rollouts)
-    statuses = proxy.statuses(COMPLETIONS)
-    assert set(statuses) == {200} and statuses[200] > len(prompts), statuses
-    by_reason = Counter(r.stop_reason for r in rollouts)
-    assert by_reason[StopReason.CONTEXT_LENGTH] > 20, by_reason
-    lengths = [len(r.prompt_ids) + len(r.completion_ids) for r in rollouts]
-    assert max(lengths) == CONTEXT  # not one token given away
-    assert {r.stop_reason for r, n in zip(rollouts, lengths) if n == CONTEXT} <= {
-        StopReason.CONTEXT_LENGTH, StopReason.ANSWERED, StopReason.NO_TOOL_CALL}  # fmt: skip
-    assert StopReason.MAX_TOKENS not in {r.stop_reason for r, n in zip(rollouts, lengths) if n == CONTEXT}
-
-
-# =====================================================================================================================
 # A server that dies
-# =====================================================================================================================
 
 
 @needs_vllm
@@ -533,8 +278,7 @@ def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
 
 
 @needs_vllm
-@pytest.mark.parametrize("when", ["during a push", "between two pushes"])
-def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path, when):
+def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path):
     """Logprobs of another kind fit their ids as well as the right ones do."""
     back = []
 
@@ -542,24 +286,19 @@ def test_a_server_that_comes_back_otherwise_ends_the_run(proxy, tmp_path, when):
         answer["vllm_config"]["model_config"]["logprobs_mode"] = "raw_logprobs"
         return answer
 
-    def rule(request):
-        if trainer.state.global_step == 1 and when == "during a push" and not back:
-            if request.path == "/collective_rpc":
-                back.append(1)
-                return Fault("500", status=500)
-        return Fault("raw", change=raw) if back and request.path.startswith("/server_info") else None
-
     class Restart(TrainerCallback):
         """As far as a client can see: another server knows no version."""
 
         def on_optimizer_step(self, args, state, control, **kwargs):
-            if when == "between two pushes" and state.global_step == 0:
+            if state.global_step == 0:
                 trainer.client.servers[0].request("POST", "/update_weight_version", json={"new_version": "default"})
                 back.append(1)
 
     trainer = make_trainer(proxy.port, tmp_path)
     trainer.add_callback(Restart())
-    proxy.faults = rule
+    proxy.faults = lambda request: (
+        Fault("raw", change=raw) if back and request.path.startswith("/server_info") else None
+    )
     with pytest.raises(ServerError, match="logprobs_mode='raw_logprobs', expected 'processed_logprobs'"):
         trainer.train()
     assert trainer.state.global_step == 1 and not paused(proxy)
@@ -605,22 +344,6 @@ def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
     assert "hunter2" not in trainer.args.to_json_string() + str(trainer.args)
 
 
-@needs_vllm
-def test_versions_that_were_not_tested_are_told_before_weights_are_loaded(proxy, tmp_path, caplog, monkeypatch):
-    proxy.faults = lambda request: (
-        Fault("old", change=lambda _: {"version": "0.1.0"}) if request.path == "/version" else None
-    )
-    monkeypatch.setattr(checks, "installed", lambda engine: {"trl": "0.9.0", "torch": torch.__version__})
-    make_trainer(proxy.port, tmp_path)
-    assert f"127.0.0.1:{proxy.port} was not tested with this trainer: vllm 0.1.0" in caplog.text
-    assert "not tested: trl 0.9.0" in caplog.text
-    proxy.forget()
-    monkeypatch.undo()
-    caplog.clear()
-    make_trainer(proxy.port, tmp_path)
-    assert "ot tested" not in caplog.text
-
-
 def further_off(answer):
     for entry in answer["choices"][0]["prompt_logprobs"][1:]:
         for value in entry.values():
@@ -656,22 +379,6 @@ def test_a_server_with_other_weights_is_noticed_before_a_rollout(proxy, tmp_path
         trainer.train()
     assert trainer.state.global_step == 0 and not paused(proxy)
     assert {"prompt_logprobs" in r.payload for r in proxy.requests if r.path == COMPLETIONS} == {True}
-
-
-@needs_vllm
-@pytest.mark.parametrize("path, fault, message", [
-    ("/reset_prefix_cache", Fault("refused", status=200, body=b'{"success": false}'), "could not reset its prefix"),
-    ("/collective_rpc", Fault("refused", status=400), "/collective_rpc: 400"),
-], ids=["cache", "load"])  # fmt: skip
-def test_a_push_that_ends_half_way_leaves_a_version_that_nobody_expects(proxy, client, tmp_path, path, fault, message):
-    client.transfer.sync_dir = str(tmp_path)
-    proxy.faults = first(1, fault, path)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    with pytest.raises(ServerError, match=message):
-        client.update_weights(iter(model.state_dict().items()), "v-half")
-    assert client.weight_version() == "loading-v-half" and not paused(proxy)
-    client.update_weights(iter(model.state_dict().items()), "v-whole")
-    assert client.weight_version() == "v-whole"
 
 
 @needs_vllm
@@ -728,22 +435,11 @@ def length_reward(completion_ids, trainer_state, **kwargs):
     if os.environ.get("SIGNAL_AT_CALL") == str(len(CALLS)):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
-    os.environ["AT_STEP"] = str(trainer_state.global_step + 1)
     return [(sum(ids) % 17) / 17 for ids in completion_ids]
-
-
-class KillsTheServer:
-    # as a conversation begins: the kill must be before the last request of a batch
-
-    def reset(self, **row):
-        if os.environ.get("AT_STEP") == os.environ.get("KILL_AT_STEP") and os.environ.get("KILL_GROUP"):
-            os.killpg(int(os.environ.pop("KILL_GROUP")), signal.SIGKILL)
 
 
 CALLS = []
 TOOL_FUNCTIONS = [calculator]
-if os.environ.get("KILL_GROUP"):
-    ENVIRONMENT = KillsTheServer
 OUTCOME_REWARD_FUNCS = [length_reward]
 """
 
@@ -765,137 +461,73 @@ def history(folder):
 
 
 @needs_vllm
-def test_a_server_that_stays_dead_ends_the_run_saved(server, tmp_path, monkeypatch, capfd):
-    """The exit code says that it failed, the message where to go on; with a new server it goes on to the end."""
-    monkeypatch.setenv("KILL_AT_STEP", "2")
-    monkeypatch.setenv("KILL_GROUP", str(server.process.pid))
-    monkeypatch.setenv("AT_STEP", "0")
-    arguments = recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port,
-                                 "--weight_sync_dir", tmp_path)  # fmt: skip
-    with pytest.raises(SystemExit) as stopped:
-        main([*arguments, "--vllm_server_timeout", "3"])
-    saved = tmp_path / "out/checkpoint-2"
-    assert f"127.0.0.1:{server.port}" in str(stopped.value) and "step 2" in str(stopped.value)
-    assert f"Continue with --resume_from_checkpoint {saved}" in str(stopped.value) and saved.is_dir()
-    server.process.wait()
-    server.start().wait()
-    main([*arguments, "--resume_from_checkpoint", str(saved)])
-    rows = history(tmp_path)
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
-
-
-@needs_vllm
-def test_a_server_that_is_away_at_a_push_ends_the_run_saved(proxy, tmp_path):
-    """The wait for it is as long as `vllm_server_timeout`, and what was trained is kept."""
-
-    def rule(request):
-        if request.path == "/pause" and len(pushed_versions(proxy)) == 2:  # the push of step 2 begins
-            proxy.reachable = False
-        return None
-
-    proxy.faults = rule
-    with pytest.raises(SystemExit, match="Step 2: No vLLM server answers .* after 3 s") as stopped:
-        main(recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", proxy.port,
-                              "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path))  # fmt: skip
-    assert (tmp_path / "out/checkpoint-2").is_dir() and "--resume_from_checkpoint" in str(stopped.value)
-
-
-@needs_vllm
-@pytest.mark.parametrize("where", ["push", "rollouts"])
-def test_a_run_that_waits_for_its_server_can_be_stopped(proxy, tmp_path, where):
-    """Where server and trainer are told to go together, the trainer does not spend its grace on the server."""
+@pytest.mark.parametrize("where, timeout", [("push", 3), ("push", 3600), ("rollouts", 3), ("rollouts", 3600)])
+def test_a_server_that_is_away_ends_the_run_saved(proxy, tmp_path, where, timeout):
+    """It is waited for as long as `vllm_server_timeout`, or until a signal. With it the run goes on to its end."""
 
     def rule(request):
         last = (2, "/pause") if where == "push" else (3, COMPLETIONS)
         if proxy.reachable and (len(pushed_versions(proxy)), request.path) == last:
             proxy.reachable = False
-            threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            if timeout > 3:
+                threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         return None
+
+    def run(*more):
+        main(recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", proxy.port,
+                              "--vllm_server_timeout", timeout, "--weight_sync_dir", tmp_path, *more))  # fmt: skip
 
     proxy.faults = rule
     with pytest.raises(SystemExit) as stopped:
-        main(recipe_arguments("calculator-vllm.yaml", tmp_path, "--vllm_server_port", proxy.port,
-                              "--vllm_server_timeout", "3600", "--weight_sync_dir", tmp_path))  # fmt: skip
-    assert stopped.value.code == 128 + signal.SIGTERM
-    assert (tmp_path / "out/checkpoint-2").is_dir()
+        run()
+    saved, said = tmp_path / "out/checkpoint-2", str(stopped.value.code)
+    assert saved.is_dir()
+    if timeout > 3:
+        assert stopped.value.code == 128 + signal.SIGTERM
+        return
+    assert "tep 2: " in said and f"127.0.0.1:{proxy.port}" in said, said
+    assert f"Continue with --resume_from_checkpoint {saved}" in said
+    if where == "rollouts":
+        proxy.forget()
+        run("--resume_from_checkpoint", saved)
+        rows = history(tmp_path)
+        assert [row["step"] for row in rows] == [1, 2, 3, 4]
+        assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
 
 
-# =====================================================================================================================
 # Rollouts that overlap with the optimisation
-# =====================================================================================================================
 
 
-@needs_vllm
-def test_overlapping_rollouts_are_one_step_behind(server, tmp_path):
-    """The last batch leaves none in the air, and an evaluation pushes its weights to those that are."""
-
-    # The third batch is in the air until the first evaluation has pushed.
-    env = holding(lambda trainer, rollout, number: number == 2 and trainer.held_version < 3)
-    trainer = make_trainer(server.port, tmp_path, env_class=env, evaluates=True, max_steps=6, max_staleness=1,
-                           eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=16)  # fmt: skip
-    trainer.train()
-    assert trainer.rows("rollout/staleness_max") == [0, 1, 1, 1, 1, 1]
-    assert trainer.rows("rollout/restarted") == [0, 0, 0, 0, 0, 0]
-    assert all(len({r.policy_version for r in batch}) == 1 for batch in trainer.batches)
-    assert not trainer.in_flight.groups and len(trainer.begun) == 6
-    assert len(trainer.rows("eval_reward")) == 3
-    assert (False, True) in trainer.synced_with_prefetched  # an evaluation's push came upon a flight
-    assert [{r.policy_version for r in batch} for batch in trainer.evaluated] == [{3}, {5}, {7}]  # steps 2, 4, 6
-    kinds = assert_from_the_weights_of_its_version(trainer)
-    assert kinds["later"] > 0  # second turns of the third batch, after the evaluation's push
-    assert all(
-        set(versions_of(t)) == {r.policy_version} for batch in trainer.evaluated for r in batch for t in r.turns
-    )
+def turn_of(*versions):
+    """A turn of some requests, each with the weights that it was asked and answered with."""
+    return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in versions])
 
 
 @pytest.mark.contract("max_staleness")
-def test_a_turn_counts_from_its_oldest_weights():
-    """Four turns at version 7: of 7, of 5, of 4 and later 6 (two requests), and one of which nothing is known."""
+def test_a_turn_counts_from_its_oldest_weights(monkeypatch):
+    """Four turns at version 7, two of them of two versions, and one of which nothing is known; then what ranks add.
 
-    def turn(*versions):
-        return Turn([1], [0.0], "", "stop", generations=[Generation([1], [0.0], "stop", None, v) for v in versions])
+    Of ten batches one has a straggler on the other rank. A log is of all turns since the last one.
+    """
+    turns = [turn_of((7, 7)), turn_of((5, 5)), turn_of((4, 5), (6, 6)), turn_of(None)]
+    metrics, stale, others = defaultdict(list), Counter(), []
+    monkeypatch.setattr("mt_grpo.reports.metrics.gather_object", lambda own: [*own, Counter(others)])
 
-    first = Rollout([], [], turns=[turn((7, 7)), turn((5, 5)), turn((4, 5), (6, 6))], policy_version=3)
-    metrics = {}
-    staleness_metrics([first, Rollout([], [], turns=[turn(None)], policy_version=6)], 7, metrics, Counter())
-    assert {name.removeprefix("rollout/staleness"): values for name, values in metrics.items()} == {
-        "": [1.5], "_p50": [1], "_p99": [3], "_max": [3],
-    }  # fmt: skip
+    def logged(rollouts, version):
+        staleness_metrics(rollouts, version, metrics, stale)
+        return {name.removeprefix("rollout/staleness"): statistics.mean(of) for name, of in metrics.items()}
 
-
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_staleness_is_of_all_turns_since_the_last_log(monkeypatch, num_ranks):
-    """Ten batches of ten turns and one turn that is 30 weight changes old, on the last rank; then a log."""
-
-    def rollouts(stale):
-        generations = [[Generation([1], [0.0], "stop", None, (40 - n, 40))] for n in stale]
-        return [Rollout([], [], turns=[Turn([1], [0.0], "", "stop", generations=g)]) for g in generations]
-
-    def logged():
-        log = {name.removeprefix("rollout/staleness"): statistics.mean(values) for name, values in metrics.items()}
-        metrics.clear()  # as TRL does
-        return log
-
-    others = []  # what the other rank has in each batch
-    monkeypatch.setattr(
-        "mt_grpo.reports.metrics.gather_object", lambda own: own + [Counter(others.pop())] * (num_ranks - 1)
-    )
-    metrics, stale = defaultdict(list), Counter()
+    first, unknown = Rollout([], [], turns=turns[:3]), Rollout([], [], turns=turns[3:], policy_version=6)
+    assert logged([first, unknown], 7) == {"": 1.5, "_p50": 1, "_p99": 3, "_max": 3}
+    metrics.clear()  # as TRL does after a log
     for batch in range(10):
-        straggler = [30] if batch == 3 else []
-        others[:] = [[0, *straggler]]
-        own = [0] * 4 + [2] * 6 + (straggler if num_ranks == 1 else [])
-        staleness_metrics(rollouts(own), 40, metrics, stale)
-        assert not others  # one gather for all of the metrics
-    # 40 turns of 0, 60 of 2 and one of 30; with the other rank 10 turns of 0 more.
-    assert logged() == {"": 150 / (101 if num_ranks == 1 else 111), "_p50": 2, "_p99": 2, "_max": 30}
-    others[:] = [[0]]
-    staleness_metrics(rollouts([1]), 40, metrics, stale)
-    assert logged() == {"": 1 / num_ranks, "_p50": 2 - num_ranks, "_p99": 1, "_max": 1}
-    others[:] = [[]]
-    staleness_metrics([], 40, metrics, stale)  # not one turn on any rank
-    assert logged() == {"": 0, "_p50": 0, "_p99": 0, "_max": 0}
+        others[:] = [0, 30] if batch == 3 else [0]
+        rows = [Rollout([], [], turns=[turn_of((40 - age, 40))]) for age in [0] * 4 + [2] * 6]
+        found = logged(rows, 40)
+    assert found == {"": 150 / 111, "_p50": 2, "_p99": 2, "_max": 30}  # 50 turns of 0, 60 of 2 and one of 30
+    metrics.clear()
+    others.clear()
+    assert logged([], 40) == {"": 0, "_p50": 0, "_p99": 0, "_max": 0}  # not one turn on any rank
 
 
 @pytest.mark.contract_server("max_staleness", "late_groups")
@@ -1093,97 +725,6 @@ def test_a_restart_just_before_a_push_is_noticed(proxy, tmp_path):
     assert_from_the_weights_of_its_version(trainer)
 
 
-@needs_vllm
-def test_flights_end_with_their_epoch(server, tmp_path):
-    """The prompts of the next epoch are asked for once it begins, and the last step leaves none in flight."""
-    trainer = make_trainer(server.port, tmp_path, max_steps=7, max_staleness=2, prompts=6)
-    trainer.train()  # two prompts to a batch: three batches to an epoch
-    assert trainer.rows("rollout/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
-    asked = [{r.prompt_messages[-1]["content"] for r in batch} for batch in trainer.batches]
-    assert len(set.union(*asked[:3])) == len(set.union(*asked[3:6])) == 6 and len(trainer.begun) == 7
-
-
-@needs_vllm
-def test_a_stopped_run_asks_again_for_what_was_in_flight(server, tmp_path):
-    """Resumed at step 3, it trains the prompts that a run without a stop does, those that were in flight first."""
-
-    def prompts(trainer):
-        return [[r.prompt_messages[-1]["content"] for r in batch] for batch in trainer.batches]
-
-    class Stopped(Watched):
-        def _roll_out(self, rows):
-            if self.state.global_step == 3:
-                assert len(self.in_flight.groups) == 2
-                self._stop_signal = signal.SIGTERM
-            return super()._roll_out(rows)
-
-    def make(folder, **kwargs):
-        return make_trainer(server.port, tmp_path / folder, max_steps=6, max_staleness=2, **kwargs)
-
-    whole = make("whole")
-    whole.train()
-    stopped = make("stopped", trainer_class=Stopped)
-    with stopped.stop_on_signals(), pytest.raises(RunStopped):
-        stopped.train()
-    assert "checkpoint-3" in stopped.save_where_it_stopped()
-    resumed = make("stopped")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "stopped/checkpoint-3"))
-    assert prompts(stopped) + prompts(resumed) == prompts(whole)
-    assert resumed.rows("rollout/staleness_max")[-3:] == [0, 1, 2]
-
-
-@needs_vllm
-def test_a_signal_does_not_wait_for_a_flight_under_evaluation(server, tmp_path):
-    trainer = None
-
-    def stop():
-        while (False, True) not in trainer.synced_with_prefetched:  # an evaluation's push
-            time.sleep(0.05)
-        time.sleep(0.5)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    tool = slow_calculator(lambda expression: 3600.0 if len(trainer.begun) > 1 else 0.0)
-    trainer = make_trainer(server.port, tmp_path, tool, evaluates=True, max_steps=3, max_staleness=1,
-                           eval_strategy="steps", eval_steps=1, per_device_eval_batch_size=16)  # fmt: skip
-    threading.Thread(target=stop, daemon=True).start()
-    with trainer.stop_on_signals(), pytest.raises(RunStopped, match="SIGTERM at step 1"):
-        trainer.train()
-    assert not trainer.in_flight.groups
-
-
-@needs_vllm
-def test_a_flight_whose_server_dies_starts_over(server, tmp_path):
-    """Killed while the next batch is in the air and this one is optimised: only that batch starts over."""
-    new = []
-
-    def reward(completions, trainer_state, **kwargs):
-        if trainer_state.global_step == 2:
-            new.append(replace_server(server))
-        return answered(completions, **kwargs)
-
-    env = holding(lambda trainer, rollout, number: number == 3 and not new)
-    trainer = make_trainer(server.port, tmp_path, reward=reward, env_class=env, max_steps=5, max_staleness=1)
-    trainer.train()
-    new[0].join()
-    assert trainer.state.global_step == 5 and not trainer.in_flight.groups
-    restarted = trainer.rows("rollout/restarted")
-    assert restarted[3] > 0 and restarted[:3] + restarted[4:] == [0, 0, 0, 0]
-    assert Counter(r.policy_version for r in trainer.batches[3])[4] == restarted[3]
-    assert_from_the_weights_of_its_version(trainer)
-
-
-def prompts_of(trainer):
-    """Each batch's prompts, one per group."""
-    groups = [[batch[i : i + 8] for i in range(0, len(batch), 8)] for batch in trainer.batches]
-    assert all(len({r.prompt_messages[-1]["content"] for r in group}) == 1 for batch in groups for group in batch)
-    return [[group[0].prompt_messages[-1]["content"] for group in batch] for batch in groups]
-
-
-def slow_for(*numbers, seconds=8.0):
-    """The calculator that is slow for prompts that begin with one of these numbers."""
-    return slow_calculator(lambda expression: seconds if int(expression.partition("*")[0]) in numbers else 0.0)
-
-
 @pytest.mark.contract_server("late_groups")
 @needs_vllm
 def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
@@ -1211,15 +752,16 @@ def test_a_step_takes_the_groups_that_are_complete(server, tmp_path):
 
 
 @needs_vllm
-def test_admitted_groups_end_with_their_epoch(server, tmp_path):
+@pytest.mark.parametrize("late_groups", ["wait", "admit"])
+def test_groups_in_flight_end_with_their_epoch(server, tmp_path, late_groups):
     """Two epochs of three batches and a step: each epoch trains each prompt once, the last step leaves none."""
-    trainer = make_trainer(server.port, tmp_path, slow_for(11, 12, seconds=3.0), max_steps=7, max_staleness=2,
-                           prompts=6, late_groups="admit")  # fmt: skip
+    trainer = make_trainer(server.port, tmp_path, max_steps=7, max_staleness=2, prompts=6, late_groups=late_groups)
     trainer.train()
     trained = prompts_of(trainer)
     assert [len({p for batch in trained[first : first + 3] for p in batch}) for first in (0, 3)] == [6, 6]
     assert len(set(trained[6])) == 2 and not trainer.in_flight.groups
     assert {r.policy_version for r in trainer.batches[3]} == {4}  # the next epoch's are asked for when it begins
+    assert late_groups == "admit" or trainer.rows("rollout/staleness_max") == [0, 1, 2, 0, 1, 2, 0]
 
 
 @needs_vllm
@@ -1236,7 +778,7 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
 
     def make(**changes):
         values = dict(max_staleness=2, late_groups="admit", num_iterations=per_batch, prompts=16)
-        tool = slow_for(*range(11, 31, 4), seconds=4.0)
+        tool = slow_calculator(lambda text: 4.0 * (int(text.partition("*")[0]) in range(11, 31, 4)))
         return make_trainer(server.port, tmp_path, tool, max_steps=8 * per_batch, **{**values, **changes})
 
     stopped = make(trainer_class=Stopped)
@@ -1297,106 +839,70 @@ def test_admitted_groups_whose_server_dies_start_over(server, tmp_path):
     assert_from_the_weights_of_its_version(trainer)
 
 
-# =====================================================================================================================
 # The folder of the weights
-# =====================================================================================================================
 
 
 @needs_vllm
-@pytest.mark.parametrize("fault", ["missing", "a file", "read-only", "no room", "full half-way", "write error"])
-def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path, monkeypatch, fault):
+def test_a_folder_that_cannot_hold_the_weights_is_named(proxy, client, tmp_path):
     """The error has the directory and what to do; the server keeps its weights, the directory none of ours."""
-    root = tmp_path / "shared"
-    if fault == "a file":
-        root.write_text("not a directory")
-    elif fault != "missing":
-        root.mkdir()
-    client.transfer.sync_dir = str(root)
-    limits = contextlib.nullcontext()
-    if fault == "read-only":
-
-        def mkdtemp(*args, **kwargs):  # root may write where others may not
-            raise PermissionError(errno.EACCES, "Permission denied", str(root))
-
-        monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
-    elif fault == "no room":
-        usage = shutil.disk_usage(root)._replace(free=1000)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    elif fault == "full half-way":
-
-        def write_weights(folder, named_weights, file):
-            next(named_weights)
-            (folder / "model-00001.safetensors").write_bytes(b"half of it")
-            raise OSError(errno.ENOSPC, "No space left on device", str(folder))
-
-        monkeypatch.setattr("mt_grpo.generation.weight_transfer.write_weights", write_weights)
-    elif fault == "write error":
-        limits = files_of_at_most(2**20)
+    client.transfer.sync_dir = str(tmp_path)
     ids = client.tokenizer("What is 3 * 4? It is 12.")["input_ids"]
     before, version = client.score(ids), client.weight_version()
-    weights = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).state_dict()
-    sizes = {name: tensor.nbytes for name, tensor in weights.items()}
-    with limits, pytest.raises(ServerError) as raised:
-        client.update_weights(((n, t * 1.1) for n, t in weights.items()), "v-failed", sizes)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    with files_of_at_most(2**20), pytest.raises(ServerError) as raised:
+        client.update_weights(((n, t * 1.1) for n, t in model.state_dict().items()), "v-failed")
     assert not isinstance(raised.value, ServerLost)
-    assert str(root) in str(raised.value) and "weight_sync_dir" in str(raised.value)
+    assert str(tmp_path) in str(raised.value) and "weight_sync_dir" in str(raised.value)
     assert client.score(ids) == pytest.approx(before, abs=1e-6) and client.weight_version() == version
     assert not [path for path in tmp_path.rglob("*") if path.suffix == ".safetensors" or "v-failed" in path.name]
     client.close()
-    assert fault in ("missing", "a file") or not list(root.iterdir())
-
-
-HOLDER = """
-import sys, time
-from mt_grpo_trainer import VLLMServerClient
-client = VLLMServerClient(port=9, sync_dir=sys.argv[1])
-folder = client.transfer._versions_folder(1000)
-(folder / "version").mkdir()
-(folder / "version" / "model.safetensors").write_bytes(b"x" * 1000)
-print(folder, flush=True)
-time.sleep(600)
-"""
+    assert not list(tmp_path.iterdir())
 
 
 @needs_vllm
-def test_only_a_dead_runs_folder_is_removed(proxy, tokenizer, tmp_path):
-    """A push clears away what a killed run left in the shared directory, and nothing of one that lives."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(tmp_path)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+def test_what_a_server_loads_is_complete(proxy, client, tmp_path):
+    """Each version has a folder, whose file is as long as its header says; older ones are removed."""
+    client.transfer.sync_dir, loaded = str(tmp_path), []
+
+    def rule(request):
+        if request.path == "/collective_rpc":
+            folder = Path(request.payload["kwargs"]["weights_path"])
+            data = (folder / "model-00001.safetensors").read_bytes()
+            size = int.from_bytes(data[:8], "little")
+            ends = [entry["data_offsets"][1] for n, entry in json.loads(data[8 : 8 + size]).items() if n[0] != "_"]
+            loaded.append((folder.name, len(data) == 8 + size + max(ends)))
+
+    proxy.faults = rule
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-
-    def push():
-        client = VLLMServerClient("127.0.0.1", proxy.port, tokenizer, sync_dir=str(tmp_path))
-        client.update_weights(iter(model.state_dict().items()), "v")
-        client.close()
-
-    try:
-        folder = Path(process.stdout.readline().strip())
-        push()
-        assert (folder / "version/model.safetensors").is_file()
-        process.kill()
-        process.wait()
-        push()
-        assert not list(tmp_path.iterdir())
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    for i in range(3):
+        client.update_weights(iter(model.state_dict().items()), f"v-{i}")
+    assert loaded == [("v-0", True), ("v-1", True), ("v-2", True)]
+    (folder,) = tmp_path.glob("mt-grpo-weights-*")
+    assert [path.name for path in folder.iterdir()] == ["lock"]
+    shutil.rmtree(folder)  # as a janitor of temporary directories does
+    client.update_weights(iter(model.state_dict().items()), "v-3")
+    assert client.weight_version() == "v-3"
 
 
 @needs_vllm
 def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_path):
-    """No link is followed, and only a folder with a lock is removed; a dead run's is."""
+    """No link is followed, and no other user's folder is removed; a dead run's own folder is."""
     open_to_all, own, victim = tmp_path / "open", tmp_path / "own", tmp_path / "victim"
     for folder in (open_to_all, own, victim):
         folder.mkdir()
     open_to_all.chmod(0o1777)  # as /dev/shm
-    for name in ("dead", "no-lock"):
-        (open_to_all / f"mt-grpo-weights-{name}").mkdir()
-    (open_to_all / "mt-grpo-weights-dead/lock").touch()
+    names = ("dead", "alive", "no-lock", *(["another-users"] if os.geteuid() == 0 else []))
+    folders = {name: open_to_all / f"mt-grpo-weights-{name}" for name in names}
+    for name, folder in folders.items():
+        folder.mkdir()
+        if name != "no-lock":
+            (folder / "lock").touch()
+    held = open(folders["alive"] / "lock")  # by a run that lives
+    fcntl.flock(held, fcntl.LOCK_EX)
     (victim / "lock").write_text("precious")
     (open_to_all / "mt-grpo-weights-link").symlink_to(victim)
+    if "another-users" in folders:
+        os.chown(folders["another-users"], 12345, 12345)
     modes = []
 
     def rule(request):
@@ -1415,27 +921,14 @@ def test_what_others_put_beside_the_weights_is_left_alone(proxy, client, tmp_pat
     pushing = threading.Thread(target=push, daemon=True)
     pushing.start()
     pushing.join(60)
+    held.close()
     assert modes == ["0o700", "0o755"]  # where everybody may write, only this user may read
     left = {path.name.removeprefix("mt-grpo-weights-") for path in open_to_all.iterdir()}
-    assert left == {"no-lock", "link"} and not list(own.iterdir())
+    assert left == {*names, "link"} - {"dead"} and not list(own.iterdir())
     assert (victim / "lock").read_text() == "precious"
 
 
-@needs_vllm
-def test_a_folder_that_was_cleaned_away_is_made_again(client, tmp_path):
-    """A run of weeks outlives the janitor of the temporary directory."""
-    client.transfer.sync_dir = str(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    client.update_weights(iter(model.state_dict().items()), "v-1")
-    for folder in tmp_path.iterdir():
-        shutil.rmtree(folder)
-    client.update_weights(iter(model.state_dict().items()), "v-2")
-    assert client.weight_version() == "v-2"
-
-
-# =====================================================================================================================
 # Stopping
-# =====================================================================================================================
 
 
 def test_closing_does_not_wait_for_a_blocked_loop():
@@ -1550,49 +1043,61 @@ def test_a_client_may_have_a_connection_for_each_conversation():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
-# =====================================================================================================================
 # Two ranks
-# =====================================================================================================================
 
 TWO_RANKS = """
-import os
+import json, os
 import mt_grpo_trainer as m
 
-original = m.MTGRPOEnvTrainer._start_rollouts
+STEPS, start, calculate = 0, m.MTGRPOEnvTrainer._start_rollouts, m.MTGRPOEnvTrainer._calculate_rewards
 
 
-def set_off(self, prompts, which):
+def start_rollouts(self, prompts, which):
     if os.environ["RANK"] == "1" and self.state.global_step == 2:
-        if os.environ["FAULT"] == "dead port":
+        if os.environ.get("FAULT") == "dead port":
             self.client.servers[0].base_url = "http://127.0.0.1:9"
-        else:
+        elif os.environ.get("FAULT") == "signal":
             os.environ["SIGNAL_IN_TOOL"] = "1"
-    return original(self, prompts, which)
+    return start(self, prompts, which)
 
 
-m.MTGRPOEnvTrainer._start_rollouts = set_off
+def note(self, inputs, *args):
+    global STEPS
+    STEPS = self.state.global_step + 1
+    rows = [[row["question"], rollout.prompt_messages[-1]["content"], rollout.index, rollout.policy_version]
+            for row, rollout in zip(inputs, self.batch.rollouts)]
+    with open(f"{os.environ['NOTES']}{os.environ['RANK']}", "a") as file:
+        file.write(json.dumps(rows) + "\\n")
+    return calculate(self, inputs, *args)
+
+
+m.MTGRPOEnvTrainer._start_rollouts, m.MTGRPOEnvTrainer._calculate_rewards = start_rollouts, note
 m.main()
 """
 
 
+def on_two_ranks(folder, *arguments, **env):
+    """(exit code, output) of a run on two ranks, which note the rows, indices and versions of each batch."""
+    (folder / "worker.py").write_text(TWO_RANKS)
+    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
+               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(folder / "worker.py"), *arguments]  # fmt: skip
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "NOTES": str(folder / "notes"), **env}
+    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
+    return result.returncode, result.stdout + result.stderr
+
+
 @needs_vllm
-@pytest.mark.parametrize("fault", ["dead port", "signal", "signal in process"])
+@pytest.mark.parametrize("fault", ["dead port", "signal"])
 def test_what_happens_to_one_rank_ends_both(server, tmp_path, fault):
-    """A slow rank is waited for; one that cannot go on, or is told to stop, stops both, saved, with one message."""
-    (tmp_path / "worker.py").write_text(TWO_RANKS)
-    in_process = fault == "signal in process"
+    """A slow rank is waited for; one that cannot go on, or (in process) is told to stop, stops both, saved."""
+    in_process = fault == "signal"
     of_server = "--vllm_server_port", server.port, "--vllm_server_timeout", "3", "--weight_sync_dir", tmp_path
     arguments = recipe_arguments("calculator.yaml" if in_process else "calculator-vllm.yaml", tmp_path,
                                  *() if in_process else of_server)  # fmt: skip
-    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
-               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
-    env = {**os.environ, "FAULT": fault, "SLOW_RANK": "1.0", "OMP_NUM_THREADS": "1",
-           "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
-    said = result.stdout + result.stderr
-    assert result.returncode != 0, said[-3000:]
+    code, said = on_two_ranks(tmp_path, *arguments, FAULT=fault, SLOW_RANK="1.0")
     saved = tmp_path / "out/checkpoint-2"
-    assert saved.is_dir(), said[-3000:]
+    assert code != 0 and saved.is_dir(), said[-3000:]
     if fault == "dead port":
         message = "error: Rollouts failed at step 2: rank 1: ServerLost: POST http://127.0.0.1:9/v1/completions"
     else:
@@ -1605,27 +1110,6 @@ def test_what_happens_to_one_rank_ends_both(server, tmp_path, fault):
     assert rows[0]["rollout/seconds"] > 0
 
 
-ADMITTING_RANKS = """
-import json, os, time
-import mt_grpo_trainer as m
-
-original = m.MTGRPOEnvTrainer._calculate_rewards
-STEPS = 0
-
-
-def note(self, inputs, *args):
-    global STEPS
-    STEPS = self.state.global_step + 1
-    rows = [[row["question"], rollout.prompt_messages[-1]["content"], rollout.index, rollout.policy_version]
-            for row, rollout in zip(inputs, self.batch.rollouts)]
-    with open(f"{os.environ['NOTES']}/{os.environ['RANK']}", "a") as file:
-        file.write(json.dumps(rows) + "\\n")
-    return original(self, inputs, *args)
-
-
-m.MTGRPOEnvTrainer._calculate_rewards = note
-m.main()
-"""
 SLOW_FOR_SOME = """
 import sys, threading, time
 
@@ -1651,82 +1135,40 @@ TOOL_FUNCTIONS = [calculator]
 
 @needs_vllm
 @pytest.mark.timeout(600)
-def test_two_ranks_take_the_same_groups(server, tmp_path):
-    """Three groups of four on two ranks of six: the second one is on both. Each prompt of an epoch is trained once."""
-    (tmp_path / "worker.py").write_text(ADMITTING_RANKS)
+@pytest.mark.parametrize("late_groups, num_steps, size", [("wait", 6, 15), ("admit", 8, 24)])
+def test_two_ranks_take_the_same_groups(server, tmp_path, late_groups, num_steps, size):
+    """Three groups of four on two ranks of six: the second one is on both. Each prompt of an epoch is trained once.
+
+    With `wait` no batch is older than two batches, though the second rank's tools are slow.
+    """
     (tmp_path / "tool.py").write_text(SLOW_FOR_SOME)
+    slow = ("--tools_script", tmp_path / "tool.py", "--tool_timeout", "500") if late_groups == "admit" else ()
     arguments = recipe_arguments(
         "calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port, "--weight_sync_dir", tmp_path,
-        "--max_steps", "8", "--dataset_size", "24", "--per_device_train_batch_size", "6", "--num_generations", "4",
-        "--max_staleness", "2", "--late_groups", "admit", "--tools_script", tmp_path / "tool.py", "--tool_timeout",
-        "500", "--credit_assignment", "gigpo", "--save_strategy", "no",
+        "--max_steps", num_steps, "--dataset_size", size, "--per_device_train_batch_size", "6", "--num_generations",
+        "4", "--max_staleness", "2", "--late_groups", late_groups, "--credit_assignment", "gigpo", "--save_strategy",
+        "no", *slow,
     )  # fmt: skip
-    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
-               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
-    (tmp_path / "notes").mkdir()
-    env = {**os.environ, "NOTES": str(tmp_path / "notes"), "OMP_NUM_THREADS": "1",
-           "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
-    ranks = [[json.loads(line) for line in (tmp_path / f"notes/{rank}").read_text().splitlines()] for rank in (0, 1)]
-    asked, late = [], 0
-    for step, (one, other) in enumerate(zip(*ranks, strict=True)):
+    code, said = on_two_ranks(tmp_path, *arguments, SLOW_RANK="0.7")
+    assert code == 0, said[-3000:]
+    ranks = [[json.loads(line) for line in (tmp_path / f"notes{rank}").read_text().splitlines()] for rank in (0, 1)]
+    asked, versions = [], []
+    for one, other in zip(*ranks, strict=True):
         rows = one + other
         assert len(one) == len(other) == 6 and [index for _, _, index, _ in rows] == list(range(12))
         assert all(question == prompt for question, prompt, _, _ in rows)
         groups = [rows[i : i + 4] for i in (0, 4, 8)]
         assert all(len({(question, version) for question, _, _, version in group}) == 1 for group in groups)
         asked += [group[0][0] for group in groups]
-        late += sum(step + 1 - group[0][3] > 2 for group in groups)
-    assert len(ranks[0]) == 8 and len(asked) == len(set(asked)) == 24
-    assert late > 0  # the bound of `wait` would not have let them
+        versions.append({version for *_, version in rows})
+    assert len(ranks[0]) == num_steps and len(set(asked[:size])) == size
+    if late_groups == "wait":  # an epoch has five batches; its first ones are asked for when it begins
+        assert versions == [{1}, {1}, {1}, {2}, {3}, {6}]
+    else:  # the bound of `wait` would not have let them
+        assert any(step + 1 - min(of_step) > 2 for step, of_step in enumerate(versions))
 
 
-@needs_vllm
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("late_groups", ["wait", "admit"])
-def test_slow_prompts_are_trained_as_often_as_others(server, tmp_path, late_groups):
-    """One prompt in ten has a tool that takes 50 times as long. After each of 206 steps all are trained alike.
-
-    An epoch has 28 steps. In the middle of one, up to four prompts are asked for and not trained: those in flight.
-    """
-
-    class Counted(Watched):
-        def _start_rollouts(self, prompts, which):
-            asked.extend({prompts[i]["prompt"][-1]["content"]: 1 for i in which})
-            return super()._start_rollouts(prompts, which)
-
-        def _roll_out(self, rows):
-            rollouts = super()._roll_out(rows)
-            trained.update(rollout.prompt_messages[-1]["content"] for rollout in rollouts[::8])
-            steps.append((Counter(asked), Counter(trained)))
-            return rollouts
-
-    asked, trained, steps = [], Counter(), []
-    tool = slow_calculator(lambda expression: 2.5 if int(expression.partition("*")[0]) % 10 == 1 else 0.05)
-    trainer = make_trainer(server.port, tmp_path, tool, max_steps=206, max_staleness=2, late_groups=late_groups,
-                           prompts=56, trainer_class=Counted)  # fmt: skip
-    trainer.train()
-    prompts = {row["prompt"][-1]["content"] for row in trainer.train_dataset}
-    slow = {prompt for prompt in prompts if int(re.search(r"\d+", prompt)[0]) % 10 == 1}
-    assert (len(prompts), len(slow), len(steps)) == (56, 6, 206)
-    # Prompts are asked for in whole epochs, whose order does not know which of them are slow.
-    epochs = [asked[first : first + 56] for first in range(0, len(asked), 56)]
-    assert all(len(set(epoch)) == len(epoch) for epoch in epochs) and len(asked) == 2 * 206
-    for step, (begun, done) in enumerate(steps, 1):
-        assert done.total() == 2 * step and done <= begun
-        in_flight = begun - done
-        assert in_flight.total() <= 4 and max(in_flight.values(), default=0) <= 1, (step, in_flight)
-        assert max(done.values()) - min(done[prompt] for prompt in prompts) <= 1, (step, done)
-    # Each epoch has trained 2 of its 56 prompts per step: of its slow ones as many, but for those in flight.
-    ends = [steps[last][1] for last in range(27, 206, 28)]
-    assert [set(done.values()) for done in ends] == [{number} for number in range(1, 8)]
-
-
-# =====================================================================================================================
 # A server of several workers
-# =====================================================================================================================
 
 
 @needs_vllm

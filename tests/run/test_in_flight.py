@@ -7,8 +7,7 @@ import torch
 
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.rollout import Rollout
-from mt_grpo.run.in_flight import GroupInFlight, Groups, InFlight
-from mt_grpo.run.next_prompts import Prompts, slot_kinds
+from mt_grpo.run.in_flight import GroupInFlight, InFlight, Prompts, slot_kinds
 
 ROWS = [{"prompt": n} for n in range(20)]
 
@@ -20,7 +19,7 @@ def rows(*prompts):
 class Over:
     """A batch whose conversations are over; those at the places `lost` were lost with their server."""
 
-    over, seconds, waited, cancelled = True, 1.0, 50.0, False
+    seconds, cancelled, is_over = 1.0, False, True
 
     def __init__(self, rows, places, first=0, lost=()):
         self.rollouts = [Rollout([], [1], first + place, row=rows[place]) for place in places]
@@ -28,6 +27,9 @@ class Over:
 
     def wait(self):
         return [None if rollout in self.lost else rollout for rollout in self.rollouts]
+
+    def over(self):
+        return self.is_over
 
     def cancel(self):
         self.cancelled = True
@@ -46,7 +48,8 @@ class Trainer(SimpleNamespace):
             accelerator=SimpleNamespace(
                 num_processes=num_ranks, process_index=rank, device="cpu", reduce=lambda flags, how: num_ranks * flags
             ),
-            state=SimpleNamespace(max_steps=9, global_step=0), _step=0, num_iterations=1, num_generations=2,
+            state=SimpleNamespace(max_steps=9, global_step=0), _step=0, _buffered_inputs=None,
+            num_iterations=1, num_generations=2,
             model=SimpleNamespace(training=True), train_dataset=ROWS, llm=SimpleNamespace(retries=0, joined=[0]),
             weight_sync=SimpleNamespace(doubted=False), _stop_signal=None, _stop_if_asked=lambda: None,
             env=SimpleNamespace(close=lambda rollouts: self.closed.extend(rollouts)),
@@ -65,19 +68,17 @@ class Trainer(SimpleNamespace):
         self.num_pushes += 1
 
     def _get_train_sampler(self, dataset):
-        class Sampler(list):
-            pass
-
-        return Sampler([n for n in range(12) for _ in range(2)])
+        return SimpleNamespace(of_epoch=lambda number: [n for n in range(12) for _ in range(2)])
 
 
 def test_what_a_lost_server_leaves_starts_over_and_is_closed():
     trainer = Trainer(num_ranks=2, rank=1, lost=[(1,)])
+    trainer.in_flight._waited = 50.0  # before it took what is complete
     rollouts, metrics = trainer.in_flight.complete(ROWS[:2])
     assert trainer.started == [[0, 1], [1]] and [rollout.index for rollout in rollouts] == [2, 3]
     assert [rollout.index for rollout in trainer.closed] == [3] and trainer.closed[0] is not rollouts[1]
     assert (metrics["rollout/restarted"], metrics["rollout/retries"], trainer.llm.retries) == (1, 4, 0)
-    assert metrics["rollout/wait_seconds"] > 100.0  # of two batches, before they were taken
+    assert 51.0 > metrics["rollout/wait_seconds"] > 50.0 and trainer.in_flight._waited == 0.0
     assert trainer.num_pushes == 2 and not trainer.weight_sync.doubted  # another server holds the weights
 
 
@@ -109,9 +110,8 @@ def test_nothing_is_begun_that_would_not_be_trained(steps_left, step, begun, lat
     """
     trainer = Trainer(late_groups=late_groups, steps_per_generation=2, gradient_accumulation_steps=2)
     trainer.state.max_steps, trainer._step = steps_left, step
-    trainer._get_train_sampler = lambda dataset: type("Sampler", (list,), {})(
-        [n for first in range(0, 12, 2) for _ in range(2) for n in (first, first, first + 1, first + 1)]
-    )
+    order = [n for first in range(0, 12, 2) for _ in range(2) for n in (first, first, first + 1, first + 1)]
+    trainer._get_train_sampler = lambda dataset: SimpleNamespace(of_epoch=lambda number: order)
     assert trainer.in_flight.rows_of_step(rows(0, 1)) == rows(0, 1)
     trainer.in_flight.complete(rows(0, 1))
     trainer.in_flight.start_next()
@@ -122,16 +122,18 @@ def test_wait_takes_the_oldest_groups_and_admit_the_complete_ones():
     for late_groups, taken in (("wait", None), ("admit", (1, 2))):
         trainer = Trainer(late_groups=late_groups)
         flight = trainer.in_flight
-        flight._prompts = Prompts(lambda number: list(range(12)), 0)
-        flight.groups.extend(GroupInFlight(n, (2,), rows(n), Over(rows(n), (0, 1))) for n in range(4))
-        flight.groups[0].batch.over = False
+        flight.prompts = Prompts(lambda number: list(range(12)), 0, 0)
+        flight.groups.extend(GroupInFlight(n, ROWS[n], (2,), [Over(rows(n), (0, 1))]) for n in range(4))
+        flight.groups[0].batches[0].is_over = False
         if taken is None:
             trainer._stop_signal = 15  # which ends the wait for the first group
             trainer._stop_if_asked = lambda: (_ for _ in ()).throw(RunStopped(15))
             with pytest.raises(RunStopped):
                 flight.rows_of_step(rows(0, 1))
         else:
-            assert flight.rows_of_step(rows(0, 1)) == rows(*taken) and flight._batch_prompts == list(taken)
+            assert flight.rows_of_step(rows(0, 1)) == rows(*taken) and list(flight._batch_prompts.values()) == list(
+                taken
+            )
             assert [group.prompt for group in flight.groups][:2] == [0, 3]
 
 
@@ -139,9 +141,9 @@ def test_what_a_checkpoint_holds():
     """The prompts that were asked for and not trained; of a batch that is trained further its own come first."""
     trainer = Trainer(late_groups="admit", steps_per_generation=2)
     flight = trainer.in_flight
-    flight._prompts = Prompts(lambda number: [3, 1, 0, 2], 0, place=3, again=[1])
-    flight.groups.append(GroupInFlight(0, (2,), [], Groups()))
-    flight._batch_prompts, state = [3, 2], SimpleNamespace(num_input_tokens_seen=5)
+    flight.prompts = Prompts(lambda number: [3, 1, 0, 2], 0, place=3, prompts=[1])
+    flight.groups.append(GroupInFlight(0, ROWS[0], (2,), []))
+    flight._batch_prompts, state = {0: 3, 1: 2}, SimpleNamespace(num_input_tokens_seen=5)
     flight.on_step_end(trainer.args, state, None)
     assert flight.state == {"epoch": 0, "place": 3, "prompts": [0, 1], "endless": False}
     trainer._step = 1
@@ -153,53 +155,48 @@ def test_what_a_checkpoint_holds():
 
 @pytest.mark.parametrize("endless", [False, True])
 def test_an_epoch_that_is_given_up_leaves_nothing(endless):
-    """Passes through the data go on."""
-    flight, batch = Trainer().in_flight, Over(rows(1), (0, 1))
-    flight._prompts = Prompts(lambda number: [3, 1, 0, 2], 0, place=2, again=[1], endless=endless)
-    flight.groups.append(GroupInFlight(1, (2,), [], batch))
+    """Passes through the data go on. The next epoch begins with a batch of its own; not a run inside one."""
+    trainer, batch = Trainer(steps_per_generation=2), Over(rows(1), (0, 1))
+    flight, trainer._step = trainer.in_flight, 3
+    flight.on_epoch_begin(None, None, None)
+    assert (trainer._step, flight.epoch) == (3, 1)  # `Trainer` has no batch yet
+    trainer._buffered_inputs, flight.epoch = [{}, {}], 0
+    flight.prompts = Prompts(lambda number: [3, 1, 0, 2], 0, place=2, prompts=[1], endless=endless)
+    flight.groups.append(GroupInFlight(1, ROWS[1], (2,), [batch]))
     flight.on_epoch_begin(None, None, None)
     assert batch.cancelled == (not endless) and bool(flight.groups) == endless and flight.epoch == 1
-    assert (flight._prompts is None) == (not endless)
+    assert (flight.prompts is None) == (not endless) and trainer._step == 0
 
 
 def of_two_ranks():
     """What is in flight on rank 0 of two, with a group of two on each."""
     flight = Trainer(num_ranks=2, late_groups="admit", max_staleness=1, refill_groups=2).in_flight
     flight.trainer.state.max_steps = 1
-    flight._prompts = Prompts(lambda number: list(range(20)), 0, endless=True)
+    flight.prompts = Prompts(lambda number: list(range(20)), 0, 0, endless=True)
     return flight
 
 
 def test_a_refill_leaves_no_step_without_a_group_for_each_slot():
     """A step that needs both kinds finds two of one kind in flight, and asks for the one that is missing."""
     flight, right = of_two_ranks(), slot_kinds(2, 2, 2)[1]
-    flight.groups.extend(GroupInFlight(n, right, [], Groups()) for n in (17, 18))
+    flight.groups.extend(GroupInFlight(n, ROWS[n], right, []) for n in (17, 18))
     batch = flight.rows_of_step([{}, {}])
-    assert batch == rows(0) and flight._batch_prompts == [0, 17]
+    assert batch == rows(0)[:1] * 2 and flight._batch_prompts == {0: 0, 1: 17}
     assert [(group.prompt, group.kind) for group in flight.groups] == [(18, right)]
     further, rollouts, _ = flight.refill(batch, [0, 1])
     assert further == rows(1) and [rollout.row for rollout in rollouts] == further
     assert [rollout.index for rollout in rollouts] == [0, 1]
-    assert flight._batch_prompts == [1, 18] and not flight.groups
-    assert flight.refill(batch, [1])[:2] == ([], []) and flight._batch_prompts == [1, 2]
+    assert flight._batch_prompts == {0: 1, 1: 18} and not flight.groups
+    assert flight.refill(batch, [1])[:2] == ([], []) and flight._batch_prompts == {0: 1, 1: 2}
 
 
 def test_a_step_waits_for_what_all_ranks_have():
     """Here both groups are complete, on the other rank the second one alone: it is the one that is taken."""
     flight, kind = of_two_ranks(), slot_kinds(2, 2, 2)[1]
-    flight.groups.extend(GroupInFlight(n, kind, [], Groups()) for n in (17, 18))
+    flight.groups.extend(GroupInFlight(n, ROWS[n], kind, []) for n in (17, 18))
     others, asked = torch.tensor([0, 1, 1], dtype=torch.int32), []
     flight.trainer.accelerator.reduce = lambda flags, how: asked.append(flags.tolist()) or flags + others
-    flight._take([1], None)
-    assert [group.prompt for group in flight._taken.groups] == [18] and asked == [[1, 1, 1]]
-
-
-def test_kinds_that_can_fill_no_slot_are_an_error():
-    flight, (_, right) = of_two_ranks(), slot_kinds(2, 2, 2)
-    flight._prompts.endless = False
-    flight.groups.extend(GroupInFlight(n, right, [], Groups()) for n in (17, 18))
-    with pytest.raises(RunError, match="2 groups left, expected"):
-        flight._take([0, 1], None)
+    assert [group.prompt for group in flight._wait_for([1], None)] == [18] and asked == [[1, 1, 1]]
 
 
 def test_ranks_meet_while_the_conversations_of_one_go_on():

@@ -68,17 +68,9 @@ class Nodes:
                 "--output_dir", str(folder / output), *map(str, arguments), *own,
             ]  # fmt: skip
             environment = {**os.environ, "OMP_NUM_THREADS": "1", "SECONDS_PER_STEP": str(seconds_per_step)}
+            options = {"cwd": ROOT, "env": environment, "stderr": subprocess.STDOUT, "start_new_session": True}
             with open(self.logs[rank], "w") as log:
-                self.launchers.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=ROOT,
-                        env=environment,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )  # fmt: skip
-                )
+                self.launchers.append(subprocess.Popen(command, stdout=log, **options))
 
     def __enter__(self):
         return self
@@ -122,12 +114,12 @@ def steps(folder):
             if "reward" in row}  # fmt: skip
 
 
-STOPS = {
-    "SIGTERM to the launcher of node 1": lambda nodes: nodes.launchers[1].send_signal(signal.SIGTERM),
-    "SIGTERM to the launcher of node 0": lambda nodes: nodes.launchers[0].send_signal(signal.SIGTERM),
-    "SIGTERM to the trainer of node 1": lambda nodes: os.kill(nodes.trainer(1), signal.SIGTERM),
-}
-AT_ONCE, OTHERS = STOPS.popitem(), STOPS  # one of them in the default suite
+def to_launcher_1(nodes):
+    nodes.launchers[1].send_signal(signal.SIGTERM)
+
+
+def to_trainer_1(nodes):
+    os.kill(nodes.trainer(1), signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -136,13 +128,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     train(folder)
     return folder / "out"
-
-
-def assert_went_on_exactly(whole, resumed):
-    """Steps, losses and weights are those of the uninterrupted run, bit for bit."""
-    assert list(steps(whole)) == [1, 2, 3, 4] and steps(resumed) == steps(whole)
-    first, second = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
-    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def stopped_by(stop, folder, *arguments, outputs=("out", "out"), **options):
@@ -162,20 +147,31 @@ def stopped_by(stop, folder, *arguments, outputs=("out", "out"), **options):
 
 
 def stop_and_go_on(whole, folder, stop, *arguments, outputs=("out", "out")):
+    """Stop and resume a run: steps, losses and weights are those of the uninterrupted one, bit for bit."""
     stopped_by(stop, folder, *arguments, outputs=outputs)
     train(folder, *arguments, "--resume_from_checkpoint", "last", outputs=outputs)
-    assert_went_on_exactly(whole, folder / outputs[0])
+    resumed = folder / outputs[0]
+    assert list(steps(whole)) == [1, 2, 3, 4] and steps(resumed) == steps(whole)
+    first, second = (load_file(each / "model.safetensors") for each in (whole, resumed))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_signal_to_one_node_stops_both_and_they_go_on_exactly(whole, tmp_path):
-    stop_and_go_on(whole, tmp_path, AT_ONCE[1])
+    stop_and_go_on(whole, tmp_path, to_trainer_1)
     assert {path.name for path in (tmp_path / "out").glob("rollouts.*")} == {f"rollouts.rank{r}.jsonl" for r in (0, 1)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", OTHERS)
-def test_whichever_node_gets_the_signal(whole, tmp_path, stop):
-    stop_and_go_on(whole, tmp_path, OTHERS[stop])
+def test_nodes_without_a_shared_disk_keep_a_checkpoint_each(whole, tmp_path):
+    """Both go on from their own; without node 1's they do not go on at all."""
+    outputs, each = ("disk0", "disk1"), ("--save_on_each_node", "true")
+    stop_and_go_on(whole, tmp_path, to_trainer_1, *each, outputs=outputs)
+    for rank in range(2):
+        assert [path.name for path in (tmp_path / outputs[rank]).glob("rollouts.*")] == [f"rollouts.rank{rank}.jsonl"]
+    (saved,) = (tmp_path / "disk1").glob("checkpoint-*")
+    saved.rename(saved.with_name("gone"))
+    message = "error: rank 1 on .*: resume_from_checkpoint='last' is no whole checkpoint"
+    refused(tmp_path, message, *each, "--resume_from_checkpoint", "last", outputs=outputs)
 
 
 def rewarded(folder):
@@ -190,7 +186,7 @@ def test_they_stop_and_go_on_by_a_server_that_was_started_apart(tmp_path):
     flags = "--max-model-len", "640", "--logprobs-mode", "processed_logprobs"
     with WarmVLLMServer(MODEL, *flags, log=tmp_path / "vllm.log") as server:
         arguments, recipe = ("--vllm_server_port", server.port), "hf_recipes/tiny/calculator-vllm.yaml"
-        first = stopped_by(OTHERS["SIGTERM to the launcher of node 1"], tmp_path, *arguments, recipe=recipe)
+        first = stopped_by(to_launcher_1, tmp_path, *arguments, recipe=recipe)
         trainers = [first.trainer(rank) for rank in range(2)]
         (saved,) = (tmp_path / "out").glob("checkpoint-*")
         before = rewarded(saved)
@@ -206,19 +202,6 @@ def test_they_stop_and_go_on_by_a_server_that_was_started_apart(tmp_path):
     assert len(set(trainers)) == 4 and all(ends(trainer, 10) for trainer in trainers)
 
 
-@pytest.mark.slow
-def test_nodes_without_a_shared_disk_keep_a_checkpoint_each(whole, tmp_path):
-    """Both go on from their own; without node 1's they do not go on at all."""
-    outputs, each = ("disk0", "disk1"), ("--save_on_each_node", "true")
-    stop_and_go_on(whole, tmp_path, AT_ONCE[1], *each, outputs=outputs)
-    for rank in range(2):
-        assert [path.name for path in (tmp_path / outputs[rank]).glob("rollouts.*")] == [f"rollouts.rank{rank}.jsonl"]
-    (saved,) = (tmp_path / "disk1").glob("checkpoint-*")
-    saved.rename(saved.with_name("gone"))
-    message = "error: rank 1 on .*: resume_from_checkpoint='last' is no whole checkpoint"
-    refused(tmp_path, message, *each, "--resume_from_checkpoint", "last", outputs=outputs)
-
-
 def refused(folder, message, *arguments, **options):
     """Both nodes end with this message, before weights are loaded."""
     with Nodes(folder, *arguments, **options) as nodes:
@@ -228,15 +211,12 @@ def refused(folder, message, *arguments, **options):
         assert "Loading weights" not in nodes.said(rank)
 
 
-def test_an_output_directory_that_one_node_does_not_see(tmp_path):
-    message = r"error: rank 0 on .*: output_dir='.*' is shared with 0 of 1 other nodes, .*save_on_each_node: true"
-    refused(tmp_path, message, outputs=("disk0", "disk1"))
-
-
-def test_nodes_that_would_write_the_same_files(tmp_path):
-    refused(
-        tmp_path, "error: .*save_on_each_node: true, but 2 of 2 nodes share output_dir", "--save_on_each_node", "true"
-    )
+@pytest.mark.parametrize("arguments, outputs, message", [
+    ((), ("disk0", "disk1"), "output_dir='.*' is shared by 1 of 2 ranks. .*save_on_each_node: true"),
+    (("--save_on_each_node", "true"), ("out", "out"), "save_on_each_node: true, but nodes share output_dir"),
+])  # fmt: skip
+def test_nodes_whose_output_does_not_fit_are_refused(tmp_path, arguments, outputs, message):
+    refused(tmp_path, f"error: rank 0 on .*: {message}", *arguments, outputs=outputs)
 
 
 def test_nodes_that_would_train_differently(tmp_path):

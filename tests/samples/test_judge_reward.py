@@ -16,8 +16,8 @@ import torch
 from aiohttp import web
 
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
-from mt_grpo.training.reward_calls import run_rewards
 from mt_grpo.training.reward_numbers import check_reward_values
+from mt_grpo.training.rewards import run_rewards
 
 PATH = Path(__file__).resolve().parents[2] / "rewards/judge_reward.py"
 KEY = "sk-secret-0123456789"

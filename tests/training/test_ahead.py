@@ -4,28 +4,18 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import threading
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import warm_python
-from test_faults import (  # noqa: F401  fixtures too
-    ADMITTING_RANKS,
-    ROOT,
+from server_run import (
     Watched,
     assert_from_the_weights_of_its_version,
     first_number,
     holding,
-    logprobs_under,
     make_trainer,
     needs_vllm,
-    no_leftovers,
-    prompts_of,
-    recipe_arguments,
-    server,
-    shared_server,
 )
 from transformers import TrainerCallback
 
@@ -82,7 +72,7 @@ def run_to_its_stop(trainer, checkpoint=None):
 
 
 @needs_vllm
-def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # noqa: F811
+def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):
     """`admit`, two passes to a batch, two epochs of four batches: each prompt of an epoch is trained in two passes.
 
     Two stops are between the passes of a batch. A kill is in between, behind a checkpoint of `save_steps`.
@@ -105,7 +95,7 @@ def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # 
     first = make(slice(0, 4, 3), lambda trainer: trainer.state.global_step >= 3)
     # A group of the batch that is trained further ends behind those that are not.
     second = make(slice(1), lambda trainer: trainer.state.global_step > 3 or
-                  sum(group.batch.over for group in list(trainer.in_flight.groups)) >= 4)  # fmt: skip
+                  sum(group.over() for group in list(trainer.in_flight.groups)) >= 4)  # fmt: skip
     third, last = make(slice(2, 6, 3), lambda trainer: trainer.state.global_step >= 11), make()
     first.signal_at, second.killed_at, third.signal_at = 3, 7, 11
     checkpoint = run_to_its_stop(first)
@@ -126,7 +116,7 @@ def test_stops_inside_batches_cost_no_prompt_of_any_epoch(server, tmp_path):  # 
 
 
 @needs_vllm
-def test_admission_refills_from_what_is_in_flight(server, tmp_path):  # noqa: F811
+def test_admission_refills_from_what_is_in_flight(server, tmp_path):
     """Groups without signal give way to complete ones. A stop costs no prompt, and none is asked for twice."""
     dead = {f"What is {a} * {b}?" for a, b in ((12, 76), (13, 75), (16, 72))}  # of eight
 
@@ -165,8 +155,8 @@ def test_admission_refills_from_what_is_in_flight(server, tmp_path):  # noqa: F8
 
 
 @needs_vllm
-@pytest.mark.parametrize("limit", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_batch_of_two_passes_counts_once_for_the_bound(server, tmp_path, limit):  # noqa: F811
+@pytest.mark.parametrize("limit", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_batch_of_two_passes_counts_once_for_the_bound(server, tmp_path, limit):
     """`wait`: batches are trained twice each, in the order in which they were begun, also behind a stop in between."""
 
     def make(**kwargs):
@@ -196,7 +186,7 @@ def test_a_batch_of_two_passes_counts_once_for_the_bound(server, tmp_path, limit
 
 @needs_vllm
 @pytest.mark.parametrize("late_groups", ["wait", "admit"])
-def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(server, tmp_path, late_groups):  # noqa: F811
+def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(server, tmp_path, late_groups):
     """The run asks for the prompts of the sampler, and would train them instead of those that it is given."""
 
     class Reordered(Watched):
@@ -216,7 +206,7 @@ def test_a_batch_that_was_changed_is_refused_at_an_epochs_beginning(server, tmp_
 
 @needs_vllm
 @pytest.mark.parametrize("late_groups", [pytest.param("wait", marks=pytest.mark.slow), "admit"])
-def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):  # noqa: F811
+def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups):
     """It is sampled from the current weights. What is in flight is trained later, and is asked for once."""
 
     def is_held(trainer, rollout, number):
@@ -245,7 +235,7 @@ def test_an_evaluation_leaves_what_is_in_flight(server, tmp_path, late_groups): 
 
 @needs_vllm
 @pytest.mark.parametrize("late_groups", ["wait", "admit"])
-def test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight(server, tmp_path, late_groups):  # noqa: F811
+def test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight(server, tmp_path, late_groups):
     """What was begun of it is given up, and the next epoch is trained as a whole. Each has four batches."""
 
     class EndsFirstEpoch(TrainerCallback):
@@ -263,7 +253,7 @@ def test_an_epoch_that_a_callback_ends_leaves_nothing_in_flight(server, tmp_path
 
 
 @needs_vllm
-def test_a_signal_does_not_wait_for_a_slow_group(server, tmp_path):  # noqa: F811
+def test_a_signal_does_not_wait_for_a_slow_group(server, tmp_path):
     """SIGTERM while a step waits for groups: the run ends at once, saved; a resumed one trains what was in flight."""
     over, begun = threading.Event(), threading.Event()
 
@@ -301,35 +291,3 @@ def test_a_signal_does_not_wait_for_a_slow_group(server, tmp_path):  # noqa: F81
     trained = [prompt for step, batch in (stopped.trained | resumed.trained).items() for prompt in batch]
     assert sorted(trained) == sorted(stopped.asked) and len(set(trained)) == 8
     assert Counter(resumed.asked) == Counter(set(trained) - {p for batch in stopped.trained.values() for p in batch})
-
-
-# =====================================================================================================================
-# Two ranks
-# =====================================================================================================================
-
-
-@needs_vllm
-def test_two_ranks_keep_the_bound(server, tmp_path):  # noqa: F811
-    """`wait`: the second rank's tools are slow. Both train the same batches, none older than two batches."""
-    (tmp_path / "worker.py").write_text(ADMITTING_RANKS)
-    arguments = recipe_arguments(
-        "calculator-vllm.yaml", tmp_path, "--vllm_server_port", server.port, "--weight_sync_dir", tmp_path,
-        "--max_steps", "6", "--dataset_size", "15", "--per_device_train_batch_size", "6", "--num_generations", "4",
-        "--max_staleness", "2", "--save_strategy", "no",
-    )  # fmt: skip
-    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file",
-               str(ROOT / "hf_recipes/accelerate/cpu.yaml"), str(tmp_path / "worker.py"), *arguments]  # fmt: skip
-    (tmp_path / "notes").mkdir()
-    env = {**os.environ, "NOTES": str(tmp_path / "notes"), "SLOW_RANK": "0.7", "OMP_NUM_THREADS": "1",
-           "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])}  # fmt: skip
-    result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
-    assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
-    ranks = [[json.loads(line) for line in (tmp_path / f"notes/{rank}").read_text().splitlines()] for rank in (0, 1)]
-    batches = [one + other for one, other in zip(*ranks, strict=True)]
-    for rows in batches:
-        assert [index for _, _, index, _ in rows] == list(range(12))
-        assert all(question == prompt for question, prompt, _, _ in rows)
-        assert all(len({question for question, _, _, _ in rows[i : i + 4]}) == 1 for i in (0, 4, 8))
-    # An epoch has five batches. Its first ones are asked for when it begins.
-    assert [{version for *_, version in rows} for rows in batches] == [{1}, {1}, {1}, {2}, {3}, {6}]
-    assert len({question for rows in batches[:5] for question, *_ in rows}) == 15

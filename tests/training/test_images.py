@@ -41,7 +41,7 @@ from mt_grpo.images.pictures import (
 )
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.rollout import Rollout
-from mt_grpo.training.policy_scores import ModelScores
+from mt_grpo.training.policy_scores import scores_of_model
 from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, take_shared_rows
 from mt_grpo_trainer import MultiTurnToolEnv
@@ -421,7 +421,7 @@ def test_rewards_may_ask_for_logprobs_behind_images(folder, tmp_path):
         logits = trainer.model(input_ids=torch.tensor(ids), **shown).logits[0, -4:-1]
     expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor(asked)].tolist()
     for budget in (None, 4096):
-        scores = ModelScores(trainer.model, None, contextlib.nullcontext, lambda: "v", lambda budget=budget: budget)
+        scores = scores_of_model(trainer.model, None, contextlib.nullcontext, str, lambda budget=budget: budget)
         assert scores.logprobs([context], [asked])[0] == pytest.approx(expected, abs=2e-5)
     with pytest.raises(ValueError, match="continuation 0 contains an image"):
         scores.logprobs([[5]], [context])

@@ -16,13 +16,14 @@ from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.versions import tagged
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
+from mt_grpo.training import policy_scores
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import (
-    ModelScores,
     PolicyScores,
-    ServerScores,
     asked_of,
     policy_of,
+    scores_of_model,
+    scores_of_servers,
     scores_of_trainer,
     turn_contexts,
 )
@@ -44,7 +45,7 @@ class TwoWords(torch.nn.Module):
 
 
 def of_model(model, written=None):
-    return ModelScores(model, written, torch.no_grad, lambda: "7")
+    return scores_of_model(model, written, torch.no_grad, lambda: "7")
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +85,15 @@ def test_the_context_is_that_of_the_model_inside_a_deepspeed_engine(tiny):
 
 
 def test_equal_pairs_are_asked_once_and_each_is_answered_in_its_place():
-    asked, lock = [], threading.Lock()
+    asked = []
 
-    def score(context, continuation):
-        with lock:
-            asked.append((*context, -1, *continuation))
-        return [float(sum(context))] * len(continuation)
+    def ask(pairs):
+        asked.extend(pairs)
+        return {pair: [float(sum(pair[0]))] * len(pair[1]) for pair in pairs}
 
-    for at_once in (1, 4):
-        asked.clear()
-        policy = PolicyScores(score, None, str, None, at_once)
-        assert policy.logprobs([[1], [2], [1], [3]], [[5], [5, 6], [5], [5]]) == [[1.0], [2.0, 2.0], [1.0], [3.0]]
-        assert sorted(asked) == [(1, -1, 5), (2, -1, 5, 6), (3, -1, 5)]
+    policy = PolicyScores(ask, None, str)
+    assert policy.logprobs([[1], [2], [1], [3]], [[5], [5, 6], [5], [5]]) == [[1.0], [2.0, 2.0], [1.0], [3.0]]
+    assert sorted(asked) == [((1,), (5,)), ((2,), (5, 6)), ((3,), (5,))]
     for context, continuation in (([], [1]), ([1], [])):
         with pytest.raises(ValueError, match="pair 1 has . and . ids"):
             policy.logprobs([[1], context], [[1], continuation])
@@ -170,7 +168,7 @@ class Server:
 def of_servers(*servers, joined=None, pushed="3"):
     pool = SimpleNamespace(servers=list(servers), joined=joined or list(range(len(servers))), max_model_len=10,
                            weight_version=lambda: "3")  # fmt: skip
-    return ServerScores(pool, None, lambda: pushed)
+    return scores_of_servers(pool, None, lambda: pushed)
 
 
 def test_servers_that_are_out_or_hold_other_weights_are_not_asked():
@@ -181,7 +179,7 @@ def test_servers_that_are_out_or_hold_other_weights_are_not_asked():
 
 
 def test_a_lost_server_leaves_the_others_and_a_restart_asks_again(monkeypatch):
-    monkeypatch.setattr(ServerScores, "PAUSE", 0.0)
+    monkeypatch.setattr(policy_scores, "PAUSE", 0.0)
     servers = [Server(0), Server(1)]
     policy = of_servers(*servers)
     servers[0].score = lambda ids, timeout: setattr(servers[0], "lost", True) or Server.score(servers[0], ids, timeout)
@@ -200,14 +198,14 @@ def test_a_lost_server_leaves_the_others_and_a_restart_asks_again(monkeypatch):
         servers[0].score = restarted
         assert policy.logprobs([[k] for k in range(1, 7)], [[7]] * 6) == [[1.0]] * 6, lost
     servers[1].lost = True
-    with pytest.raises(RunError, match="in 3 tries no vLLM server answered that holds the weights.*none of them"):
+    with pytest.raises(RunError, match="in 3 tries no vLLM server answered that holds the weights.*No server"):
         policy.logprobs([[1]], [[7]])
     assert policy.logprobs([], []) == []  # nothing is asked of anybody
     assert of_servers(Server(5), pushed=None).logprobs([[1]], [[7]]) == [[5.0]]  # an evaluation has pushed nothing
 
 
 def test_an_error_that_passes_is_asked_again_and_another_is_told(monkeypatch):
-    monkeypatch.setattr(ServerScores, "PAUSE", 0.0)
+    monkeypatch.setattr(policy_scores, "PAUSE", 0.0)
     server = Server(4)
     failures = [ServerLost("503"), ServerLost("reset")]
     server.score = lambda ids, timeout: (_ for _ in ()).throw(failures.pop()) if failures else [4.0]

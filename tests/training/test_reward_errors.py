@@ -12,7 +12,7 @@ from test_trainer import settings
 from mt_grpo.base.ranks import RunError
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.run.trainer import train_or_save
-from mt_grpo.training.reward_calls import run_rewards
+from mt_grpo.training.rewards import run_rewards
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 REWARDS = """
@@ -81,7 +81,7 @@ def error_of(func, answers, **columns):
 def test_the_line_is_of_the_rewards_own_file_and_the_row_of_the_data(rewards, tmp_path):
     said = error_of(rewards.by_key, [{"value": "x"}, {"value": "y"}, {"text": "z"}, {"text": "z"}])
     assert f"({tmp_path}/my_rewards.py, line 5)" in said
-    assert said.endswith('this for 2 of 4, first for rollout 2, whose row is {"answer": {"text": "z"}}')
+    assert said.endswith('It raises this for rollout 2 alone, whose row is {"answer": {"text": "z"}}')
 
 
 def test_an_error_without_a_text_is_named_once():
@@ -109,7 +109,7 @@ def test_an_error_without_a_text_is_named_once():
 def test_functions_of_every_kind(rewards, name, answers, place, rollout):
     func = getattr(rewards, name)
     said = error_of(func() if name == "Callable" else func, answers)
-    assert re.search(place, said) and f"first for rollout {rollout}, whose row is" in said
+    assert re.search(place, said) and f"for rollout {rollout} alone, whose row is" in said
 
 
 @pytest.mark.parametrize("name, line", [("together", 20), ("once", 26)])
@@ -125,7 +125,7 @@ def test_the_search_logs_nothing_and_has_an_end(rewards, monkeypatch):
     error_of(rewards.by_key, [{"value": "x"}, {}], log_metric=lambda name, value: metrics.append(value))
     assert rewards.calls == [2, 1, 1] and metrics == [2]
     rewards.calls.clear()
-    monkeypatch.setattr("mt_grpo.training.reward_calls.SEARCH_SECONDS", 1.0)
+    monkeypatch.setattr("mt_grpo.training.rewards.SEARCH_SECONDS", 1.0)
     assert "It does not raise this for any single rollout" in error_of(rewards.slow, ["a", "b", "c"])
     assert rewards.calls == [3, 1]
 
@@ -154,7 +154,7 @@ def test_a_run_names_the_number_of_the_row(random_model, tmp_path, rewards, eval
     )  # fmt: skip
     kind = "test" if evaluates else "training"
     row = rf"\(row 5 of the {kind} data, counted from 0\)"
-    with pytest.raises(RunError, match=rf"line 5\).*this for 2 of 12, .*row is .*five.* {row}"):
+    with pytest.raises(RunError, match=rf"line 5\).*for rollout \d+ alone, whose row is .*five.* {row}"):
         trainer.evaluate() if evaluates else trainer.train()
 
 

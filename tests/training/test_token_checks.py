@@ -13,7 +13,7 @@ from test_recipes import change_model
 import mt_grpo_trainer as mt
 from mt_grpo.generation.in_process import InProcessBackend
 from mt_grpo.generation.samples import BadAnswer, read_completion
-from mt_grpo.recipe.integrations import load_conversation
+from mt_grpo.recipe.plugins import load_conversation
 from mt_grpo.rollout import Context, TurnTokens, hash_of_ids
 from mt_grpo.training import token_checks
 from mt_grpo.training.token_checks import check_batch
@@ -251,7 +251,7 @@ END_OF_TURN = "<|im_end|>\n"
 
 def test_who_brings_its_own_messages_renders_none_anew(monkeypatch):
     agents = type("Agents", (), {"renders_all": False})
-    monkeypatch.setattr("mt_grpo.recipe.integrations.choose_conversation", lambda *args: (agents, None))
+    monkeypatch.setattr("mt_grpo.recipe.plugins.load_environment", lambda *args: (agents, None))
     with pytest.raises(ValueError, match="use_inference_chat_template has no effect if an agent"):
         rendered_conversation()
 

@@ -1,7 +1,7 @@
 """Functions as tools.
 
-signature     what the model reads of a tool; a call's arguments checked against it
-arguments     a call's arguments as the types of a tool's parameters
+signature     what the model reads of a tool; a call checked against it
+arguments     a tool's parameters as types and as a JSON schema
 results       a result or an error as text
 threads       running a tool within its time: event loop, threads
 processes     tools in processes of their own

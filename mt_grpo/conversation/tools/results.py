@@ -7,7 +7,6 @@ import collections.abc
 import dataclasses
 import enum
 import functools
-import inspect
 import io
 import json
 import re
@@ -53,10 +52,7 @@ def json_form(value: Any) -> Any:
 
 
 def as_text(result: Any) -> str:
-    """Convert a tool's result to text for the model: text unchanged, bytes as UTF-8, other values as JSON.
-
-    Raises `TypeError` for an object without data, whose text would be its address in memory.
-    """
+    """Convert a tool's result to text for the model: text unchanged, bytes as UTF-8, other values as JSON."""
     while result is not None and not isinstance(result, (str, int, float, list, tuple, dict)):
         result = json_form(result)
     return result if isinstance(result, str) else json.dumps(result, default=json_form, ensure_ascii=False)
@@ -81,10 +77,7 @@ def with_data(part: Any) -> Any:
 
 
 def as_sent(result: Any) -> dict[str, Any]:
-    """Convert a tool's result for another process: to `text`, or to `parts` if it has an image.
-
-    `drawn` says that a text-only model cannot read the parts.
-    """
+    """A tool's result as JSON: `text`, or `parts` with an image. `drawn`: a text-only model cannot read them."""
     values = result if isinstance(result, list) else [result]
     parts = [with_data(each) for each in values]
     if not any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts):
@@ -93,32 +86,21 @@ def as_sent(result: Any) -> dict[str, Any]:
     return {"parts": sent, "drawn": any(part is not each for part, each in zip(parts, values))}
 
 
-def as_received(answer: dict[str, Any]) -> ToolResult:
-    """Restore the result that `as_sent` was given, for `as_result`."""
-    parts = ResultInParts(answer["parts"]) if answer.get("drawn") else answer.get("parts")
-    return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"], error=answer["kind"])
-
-
-# INVARIANT: these functions also run in tool processes. They use only what this source imports.
-RESULT_SOURCE = f"""
-import base64, collections.abc, dataclasses, enum, functools, io, json, re
-from typing import Any
-ADDRESS = {ADDRESS!r}
-{"".join(map(inspect.getsource, (json_form, as_text, with_data, as_sent)))}
-"""
-
-
 @dataclasses.dataclass(frozen=True)
 class ResultInParts:
-    """A result with images: `parts` for a model that reads images, and `text` for a text-only model.
+    """A result with images: texts and images for a model that reads images, and a text for a text-only model.
 
-    Attributes:
-        parts: Texts and images, as a tool of this trainer returns them.
-        text: The text for a text-only model. None: it reads an error.
+    Without that text, a text-only model reads an error.
     """
 
     parts: list[Any]
     text: str | None = None
+
+
+def as_received(answer: dict[str, Any]) -> ToolResult:
+    """Restore the result that `as_sent` was given, for `as_result`."""
+    parts = ResultInParts(answer["parts"]) if answer.get("drawn") else answer.get("parts")
+    return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"], error=answer["kind"])
 
 
 def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
@@ -127,14 +109,16 @@ def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
     A PIL image, or a list of text and image parts, becomes a text with marks if the model reads images.
     """
     if isinstance(result, ToolResult):
-        return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=known_error(result))
-    if isinstance(result, ResultInParts) and reader is None:
-        if result.text is None:
-            raise ValueError("the tool returned an image, and this run's model reads text alone")
-        return ToolResult(result.text)
+        if result.error not in (None, "call", "tool"):
+            raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call' or 'tool'")
+        return dataclasses.replace(as_result(result.text, reader), reward=result.reward, error=result.error)
     if isinstance(result, ResultInParts):
         try:
-            return as_result(result.parts, reader)
+            if reader is not None:
+                return as_result(result.parts, reader)
+            if result.text is None:
+                raise ValueError("the tool returned an image, and this run's model reads text alone")
+            return ToolResult(result.text)
         except ValueError as error:
             if result.text is None:
                 raise
@@ -143,13 +127,6 @@ def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
         text, pictures = text_of_parts(parts, reader, "the tool's result")
         return ToolResult(text, pictures=tuple(pictures))
     return ToolResult(as_text(result))
-
-
-def known_error(result: ToolResult) -> str | None:
-    """Validate the `error` of a tool's result. Raises `ValueError` unless it is None, `call` or `tool`."""
-    if result.error not in (None, "call", "tool"):
-        raise ValueError(f"the tool's ToolResult has error={result.error!r:.60}, expected 'call' or 'tool'")
-    return result.error
 
 
 def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
@@ -170,12 +147,12 @@ def error_text(error: BaseException) -> str:
     >>> error_text(ValueError("no city 'Oslo'")), error_text(KeyError("Oslo")), error_text(KeyError())
     ("no city 'Oslo'", "KeyError: 'Oslo'", 'KeyError')
     """
+    name = type(error).__name__
     try:
-        if isinstance(error, KeyError) and error.args:  # its text is the key alone
-            return f"{type(error).__name__}: {error}"
-        return str(error) or type(error).__name__
+        # The text of a KeyError is the key alone.
+        return f"{name}: {error}" if isinstance(error, KeyError) and error.args else str(error) or name
     except Exception:  # an exception whose own __str__ fails
-        return type(error).__name__
+        return name
 
 
 def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -190,12 +167,10 @@ def cut_to_tokens(text: str, limit: int, tokenizer: PreTrainedTokenizerBase) -> 
     if len(ids) <= limit and shortened == text:
         return text
     marker = "... [cut]"
-    room = limit - len(tokenizer(marker, add_special_tokens=False)["input_ids"])
-    while room > 0:
+    for room in range(limit - len(tokenizer(marker, add_special_tokens=False)["input_ids"]), 0, -1):
         cut = tokenizer.decode(ids[:room]).rstrip("\ufffd") + marker  # not half a character
         if len(tokenizer(cut, add_special_tokens=False)["input_ids"]) <= limit:
             return cut
-        room -= 1
     return None
 
 
@@ -204,12 +179,9 @@ def cut_far_beyond(text: str, limit: float, tokenizer: PreTrainedTokenizerBase) 
 
     Such a text is not used, and tokenising a megabyte takes more than a second. A text that may fit is unchanged.
     """
-    if limit == float("inf"):
-        return text
-    limit = max(int(limit), 0)
-    size = 5 * limit + 1024
+    size = len(text) if limit == float("inf") else 5 * max(int(limit), 0) + 1024
     while size < len(text):
-        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > limit + 8:  # the last ones may change
+        if len(tokenizer(text[:size], add_special_tokens=False)["input_ids"]) > max(int(limit), 0) + 8:  # 8 may change
             return text[:size]
         size *= 4
     return text

@@ -1,4 +1,4 @@
-"""Functions as tools: the description that the model reads, and the check of a call against the signature."""
+"""Functions as tools: the description that the model reads, and the check of a call against it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from pydantic import BaseModel, Field, ValidationError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import parse_google_format_docstring
 
@@ -33,75 +34,12 @@ from mt_grpo.conversation.tools.arguments import (
     readers_of,
     type_name,
 )
-from mt_grpo.conversation.tools.results import ADDRESS, error_text
+from mt_grpo.conversation.tools.results import ADDRESS
 from mt_grpo.rollout import ToolCall, ToolResult
 
-
-def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
-    """The JSON schema of a tool for chat templates. Its types are those of pydantic, which validates its calls.
-
-    The note that a docstring in Google's style has about a parameter stands beside the parameter's type. A tool that
-    is an object brings its own schema.
-    """
-    if given := getattr(tool, "json_schema", None):
-        return {"type": "function", "function": {**given, "name": name}}
-    return {"type": "function", "function": {"name": name, **described(tool)}}
-
-
-@cached_by_function
-def described(tool: Callable) -> dict[str, Any]:
-    """The description and parameters of a function, and its result if the type has a schema."""
-    text = (inspect.getdoc(tool) or "").strip()
-    description, notes, returns = parse_google_format_docstring(text)
-    parameters = parameters_schema(tool)
-    if parameters["properties"].keys() <= notes.keys():
-        pairs = parameters["properties"].items()
-        parameters = {**parameters, "properties": {key: with_note(each, notes[key]) for key, each in pairs}}
-    else:  # then the model reads all of the docstring, whatever its style
-        description = text
-    result = result_schema(tool)
-    if result is not None and returns is not None:
-        result = {**result, "description": returns}
-    return {"description": description, "parameters": parameters, **({} if result is None else {"return": result})}
-
-
-def with_note(schema: dict[str, Any], note: str) -> dict[str, Any]:
-    """A parameter's schema with its description, whose end may list its choices, as transformers reads them.
-
-    >>> with_note({"type": "string"}, 'A drink (choices: ["tea", "water"])')
-    {'type': 'string', 'enum': ['tea', 'water'], 'description': 'A drink'}
-    >>> with_note({"type": "array", "items": {"type": "string"}}, 'Drinks (choices: ["tea", "water"])')
-    {'type': 'array', 'items': {'type': 'string', 'enum': ['tea', 'water']}, 'description': 'Drinks'}
-    """
-    listed = re.search(r"\(choices:\s*(\[.*\])\)\s*$", note, re.IGNORECASE | re.DOTALL)
-    choices = load_json(listed[1])[0] if listed else None
-    if not isinstance(choices, list):
-        return {**schema, "description": note}
-    described = {"description": note[: listed.start()].strip()}
-    if schema.get("type") == "array":  # each of its values is one of them
-        return {**schema, "items": {**schema.get("items", {}), "enum": choices}, **described}
-    return {**schema, "enum": choices, **described}
-
-
-def result_schema(tool: Callable) -> dict[str, Any] | None:
-    """The JSON schema of a tool's result. None if the tool has no hint for it, or if the hint has no schema."""
-    hints = typing.get_type_hints(tool, include_extras=True)
-    if "return" not in hints:
-        return None
-    if hints["return"] is ToolResult:  # the model reads its text
-        return {"type": "string"}
-    try:
-        return json.loads(json_schema(hints["return"], "serialization"))
-    except Exception:  # a class's own hooks may raise anything
-        return None
-
-
 CALL_FORMAT = '<tool>{"name": "tool name", "args": {"argument": "value"}}</tool>'
-
-TYPES_THAT_WORK = (
-    "str, int, float, bool, list[...], dict[str, ...], Literal[...], unions of these with |, Any, and what pydantic "
-    "reads from JSON: Enum, TypedDict, dataclass, BaseModel, tuple, set, datetime"
-)
+OTHERS = "others"  # in a signature: all parameters that the schema leaves open, or whose names Python does not take
+EMPTY = inspect.Parameter.empty
 
 
 class Shown(str):
@@ -110,8 +48,44 @@ class Shown(str):
     __repr__ = str.__str__
 
 
-LEFT_OUT = Shown("...")  # the default of an optional parameter whose schema has no default
-OTHERS = "others"  # in a signature: all parameters that the schema leaves open, or whose names Python does not take
+def tool_schema(name: str, tool: Callable) -> dict[str, Any]:
+    """The JSON schema of a tool for chat templates. A tool that is an object brings its own."""
+    return {"type": "function", "function": {**(getattr(tool, "json_schema", None) or described(tool)), "name": name}}
+
+
+@cached_by_function
+def described(tool: Callable) -> dict[str, Any]:
+    """What the model reads of a function, with the notes of a docstring in Google's style beside the parameters."""
+    text = (inspect.getdoc(tool) or "").strip()
+    description, notes, returns = parse_google_format_docstring(text)
+    parameters = parameters_schema(tool)
+    if parameters["properties"].keys() <= notes.keys():
+        properties = {key: with_note(each, notes[key]) for key, each in parameters["properties"].items()}
+        parameters = {**parameters, "properties": properties}
+    else:  # then the model reads all of the docstring, whatever its style
+        description = text
+    function = {"name": tool.__name__, "description": description, "parameters": parameters}
+    hint = hints_of(tool).get("return", EMPTY)
+    try:
+        result = json_schema(str if hint is ToolResult else hint, "serialization")
+    except Exception:  # no hint, or none that JSON can hold; a class's own hooks may raise anything
+        return function
+    return {**function, "return": result if returns is None else {**result, "description": returns}}
+
+
+def with_note(schema: dict[str, Any], note: str) -> dict[str, Any]:
+    """A parameter's schema with its description, whose end may list its choices, as transformers reads them.
+
+    >>> with_note({"type": "array", "items": {"type": "string"}}, 'Drinks (choices: ["tea", "water"])')
+    {'type': 'array', 'items': {'type': 'string', 'enum': ['tea', 'water']}, 'description': 'Drinks'}
+    """
+    listed = re.search(r"\(choices:\s*(\[.*\])\)\s*$", note, re.IGNORECASE | re.DOTALL)
+    choices = load_json(listed[1])[0] if listed else None
+    if not isinstance(choices, list):
+        return {**schema, "description": note}
+    is_list = schema.get("type") == "array"  # each of its values is one of them
+    added = {"items": {**schema.get("items", {}), "enum": choices}} if is_list else {"enum": choices}
+    return {**schema, **added, "description": note[: listed.start()].strip()}
 
 
 def named_tools(tools: Iterable) -> dict[str, Callable]:
@@ -128,136 +102,86 @@ def named_tools(tools: Iterable) -> dict[str, Callable]:
 def as_tool(tool: Any) -> Callable:
     """Convert a tool to a function. A function is returned unchanged.
 
-    Args:
-        tool: A function, or an object with `name`, `schema` (the JSON schema of a function, as OpenAI's API takes it)
-            and `run(**arguments)`, which may be async.
-
-    Raises:
-        ValueError: the schema describes no function.
+    An object has `name`, `schema` (of a function, as in OpenAI's API) and `run(**arguments)`, which may be async.
+    Raises `ValueError` if the schema describes no function.
     """
     if isinstance(tool, type) or not all(hasattr(tool, key) for key in ("name", "schema", "run")):
         return tool
     schema = tool.schema() if callable(tool.schema) else tool.schema
     try:
         function = dict(schema.get("function", schema))
-        described = function.get("parameters") or {}
-        check_schema(described)
-        properties, required = described.get("properties", {}), described.get("required", [])
-        parameters = [
-            inspect.Parameter(
-                name,
-                inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=inspect.Parameter.empty if name in required else schema_default(each),
-                annotation=hint_of(each),
-            )
-            for name, each in sorted(properties.items(), key=lambda item: item[0] not in required)
-            if is_name(name)
-        ]
-        others = {name: name in required for name in properties if not is_name(name)}
-        further = described.get("additionalProperties")
-        further = True if further == {} else further or False  # an empty schema allows everything
-        further = further if getattr(tool, "as_written", False) or takes_any(tool.run) else False
-        if others or further:
-            hint = hint_of(further) if further and not others else Any
-            parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=hint))
+        check_schema(function.get("parameters") or {})
+        properties, required, further = parts_of_schema(function.get("parameters"))
+        signature = signature_from(properties, required, further, returned_by(tool.run))
     except (AttributeError, TypeError, ValueError) as error:
         raise ValueError(
             f"Tool {tool.name} has the schema {schema!r:.200}, expected that of a function, with name, description "
             f"and parameters: {error}."
         ) from None
-
-    def call(**arguments: Any) -> Any:
-        return tool.run(**arguments)
-
-    async def call_async(**arguments: Any) -> Any:
-        return await tool.run(**arguments)
-
-    made = call_async if inspect.iscoroutinefunction(tool.run) else call
-    notes = {name: each.get("description") for name, each in properties.items() if isinstance(each, dict)}
-    notes = [f"    {name}: {note}" for name, note in notes.items() if note]
-    made.__name__, made.__qualname__ = tool.name, tool.name
+    described = {name: each for name, each in properties.items() if isinstance(each, dict) and each.get("description")}
+    notes = [f"    {name}: {each['description']}" for name, each in described.items()]
+    made = functools.partial(tool.run)
+    made.__name__ = made.__qualname__ = tool.name
     made.__doc__ = "\n".join([function.get("description", ""), *(["", "Args:", *notes] if notes else [])])
-    made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    made.__signature__ = inspect.Signature(parameters, return_annotation=returned_by(tool.run))
-    made.json_schema = {**function, "name": tool.name}
-    made.others, made.takes_further = others, bool(further)
+    made.__annotations__ = {name: each.annotation for name, each in signature.parameters.items()}
+    made.__signature__, made.json_schema = signature, {**function, "name": tool.name}
     return made
 
 
+def signature_from(properties: dict[str, Any], required: list[str], further: Any, returned: Any) -> inspect.Signature:
+    """The signature of a tool with a JSON schema. `**others` stand for names that Python does not take."""
+    parameters = []
+    for name, schema in sorted(properties.items(), key=lambda item: item[0] not in required):
+        default = schema.get("default", Shown("...")) if isinstance(schema, dict) else Shown("...")
+        if name.isidentifier() and not keyword.iskeyword(name) and name != OTHERS:
+            kind, default = inspect.Parameter.POSITIONAL_OR_KEYWORD, EMPTY if name in required else default
+            parameters.append(inspect.Parameter(name, kind, default=default, annotation=hint_of(schema)))
+    if (unnamed := len(parameters) < len(properties)) or further is not False:
+        hint = Any if unnamed else hint_of(further)
+        parameters.append(inspect.Parameter(OTHERS, inspect.Parameter.VAR_KEYWORD, annotation=hint))
+    return inspect.Signature(parameters, return_annotation=returned)
+
+
 def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
-    """Convert a tool to an async method of an environment, which passes a call's arguments as the model wrote them.
+    """Convert a tool with a JSON schema to an async method of an environment.
 
-    Args:
-        name: The tool's.
-        schema: The JSON schema of a function, as in `as_tool`.
-        run: Called as `await run(environment, name, arguments)`. It returns a `ToolResult`.
-
-    Raises:
-        ValueError: the schema describes no function.
+    It passes a call's arguments as the model wrote them: `await run(environment, name, arguments)`.
     """
 
     async def method(self: Any, **arguments: Any) -> ToolResult:
         return await run(self, name, arguments)
 
-    described = as_tool(types.SimpleNamespace(name=name, schema=schema, run=run, as_written=True))
+    tool = as_tool(types.SimpleNamespace(name=name, schema=schema, run=run))
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    method.__name__, method.__qualname__, method.__doc__ = name, name, described.__doc__
-    method.__annotations__ = dict(described.__annotations__)
-    method.__signature__ = inspect.signature(described).replace(
-        parameters=[own, *inspect.signature(described).parameters.values()], return_annotation=ToolResult
-    )
-    method.json_schema, method.others = described.json_schema, described.others
-    method.takes_further = described.takes_further
+    functools.update_wrapper(method, tool)
+    parameters = [own, *inspect.signature(tool).parameters.values()]
+    method.__signature__ = inspect.Signature(parameters, return_annotation=ToolResult)
     method.as_written = True  # who runs it reads the arguments itself
     return method
 
 
-def takes_any(run: Callable) -> bool:
-    """Whether a callable takes keyword arguments of any name."""
-    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(run).parameters.values())
+def parts_of_schema(schema: dict[str, Any] | None) -> tuple[dict[str, Any], list[str], Any]:
+    """(properties, required names, schema of further ones or False) of a tool's parameters."""
+    schema = schema or {}
+    return schema.get("properties") or {}, schema.get("required") or [], schema.get("additionalProperties", False)
 
 
 def returned_by(run: Callable) -> Any:
     """The type of a callable's result, or its text without quotes if the names in it are unknown."""
     try:
-        return typing.get_type_hints(run).get("return", inspect.Signature.empty)
+        return typing.get_type_hints(run).get("return", EMPTY)
     except (NameError, TypeError):  # a name for type checkers alone; a partial, or an object with `__call__`
         returned = inspect.signature(run).return_annotation
         return Shown(returned) if isinstance(returned, str) else returned
 
 
-def schema_default(schema: Any) -> Any:
-    """The default that a JSON schema gives an optional parameter."""
-    return schema.get("default", LEFT_OUT) if isinstance(schema, dict) else LEFT_OUT
-
-
-def is_name(name: str) -> bool:
-    """Whether a text can be the name of a Python parameter, unlike `from` or `user-id`."""
-    return name.isidentifier() and not keyword.iskeyword(name) and name != OTHERS
-
-
-def check_others(tool: Callable, signature: inspect.Signature, arguments: dict[str, Any]) -> None:
-    """Raise `TypeError` for unknown or missing arguments of a tool with names that Python does not take."""
-    if others := getattr(tool, "others", None):
-        unknown = [name for name in arguments if name not in signature.parameters and name not in others]
-        unknown = [] if getattr(tool, "takes_further", False) else unknown
-        missing = [name for name, required in others.items() if required and name not in arguments]
-        if unknown:
-            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
-        if missing:
-            raise TypeError(f"missing a required argument: {missing[0]!r}")
-
-
-def hint_of(schema: dict[str, Any]) -> Any:
+def hint_of(schema: Any) -> Any:
     """The Python type of a parameter that a JSON schema describes, `Any` if there is none.
 
-    >>> hint_of({"type": "array", "items": {"enum": ["a", "b"]}})
-    list[typing.Literal['a', 'b']]
-    >>> hint_of({"anyOf": [{"type": "integer"}, {"type": "null"}]}), hint_of({"$ref": "#/x"})
-    (int | None, typing.Any)
+    >>> hint_of({"anyOf": [{"type": "integer"}, {"type": "null"}]}), hint_of({"$ref": "#/x"}), hint_of(True)
+    (int | None, typing.Any, typing.Any)
     """
-    if not isinstance(schema, dict):  # `true` allows everything
-        return Any
+    schema = schema if isinstance(schema, dict) else {}  # `true` allows everything
     plain = {"string": str, "integer": int, "number": float, "boolean": bool, "null": type(None)}
     kind, options = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
     if "enum" in schema:
@@ -271,15 +195,39 @@ def hint_of(schema: dict[str, Any]) -> Any:
     return dict[str, Any] if kind == "object" else plain.get(kind, Any)
 
 
+class JsonSchema(BaseModel, strict=True):
+    """What is read of a JSON schema to parse calls."""
+
+    type: str | list[str] = ""
+    enum: list = []
+    items: Any = None
+    any_of: list[bool | JsonSchema] = Field([], alias="anyOf")
+    one_of: list[bool | JsonSchema] = Field([], alias="oneOf")
+    all_of: list[bool | JsonSchema] = Field([], alias="allOf")
+    properties: dict[str, bool | JsonSchema] | None = None
+    definitions: dict[str, bool | JsonSchema] | None = Field(None, alias="$defs")
+
+
+def check_schema(schema: Any) -> None:
+    """Raise `ValueError` unless a value is a JSON schema that calls can be parsed with.
+
+    >>> check_schema({"properties": {"a": {"anyOf": [True, {"type": ["integer", "null"]}]}}})
+    """
+    try:
+        JsonSchema.model_validate(schema)
+    except ValidationError as error:
+        wrong = max(error.errors(), key=lambda each: len(each["loc"]))
+        where = ".".join(str(key) for key in wrong["loc"] if key != "JsonSchema")
+        raise ValueError(f"got {wrong['input']!r:.100} at {where or 'the schema'}: {wrong['msg']}") from None
+
+
 def check_tool(tool: Callable) -> None:
     """Raise `ValueError` unless the tool is a function with name, type hints and docstring: the model reads them."""
     name = getattr(tool, "__name__", None)
     if isinstance(tool, type):
         raise ValueError(f"Tool {name} is a class. List its functions, or set ENVIRONMENT to it to use its methods.")
-    if not callable(tool) or not name or name == "<lambda>":
-        raise ValueError(
-            f"A tool must be a named function, got {tool!r:.100}. Write `def` with a name and a docstring."
-        )
+    if not callable(tool) or not name:
+        raise ValueError(f"A tool must be a named function, got {tool!r:.100}.")
     if not re.fullmatch(r"[\w.:/-]+", name):
         raise ValueError(f"Tool {name!r:.100} has a name of other characters than letters, digits and _ . : / -.")
     if not inspect.getdoc(tool):
@@ -291,31 +239,28 @@ def check_tool(tool: Callable) -> None:
     except Exception as error:
         raise ValueError(f"Tool {name} has type hints that cannot be read: {error_line(error)}.") from error
     for parameter in inspect.signature(tool).parameters.values():
-        check_parameter(name, parameter, hints)
+        check_parameter(f"Tool {name}", parameter, hints)
 
 
 def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, Any]) -> None:
     """Raise `ValueError` for a parameter that no call can pass, since a call is a JSON object of named arguments."""
     name = parameter.name
-    if name not in hints and name == "self":
-        raise ValueError(f"Tool {tool} is a method without its object. List it as `MyClass().{tool}`.")
-    if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
-        kind = f"*{name}" if parameter.kind is parameter.VAR_POSITIONAL else f"the positional-only {name!r}"
-        raise ValueError(f"Tool {tool} has {kind}. Calls name their arguments: write `{name}: ...` without * and /.")
     if name not in hints:
-        raise ValueError(f"Tool {tool} has no type hint for {name!r}. Write `{name}: str` or the like.")
+        raise ValueError(f"{tool} has no type hint for {name!r}. Write `{name}: str`; list methods as `MyClass().f`.")
+    if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.VAR_POSITIONAL):
+        raise ValueError(f"{tool}: no call can pass {name!r}, since it names its arguments. Write it without * and /.")
     try:
         ArgumentReader(hints[name]), json_schema(hints[name])
     except Exception as error:  # a class's own hooks may raise anything
         known = getattr(error, "code", None) in ("schema-for-unknown-type", "invalid-for-json-schema")
-        reason = "" if known else f" ({getattr(error, 'message', error_text(error)).rstrip('.')})"
         raise ValueError(
-            f"Tool {tool}: parameter {name!r} has the type {type_name(hints[name])}, which JSON cannot "
-            f"represent{reason}. Supported types: {TYPES_THAT_WORK}."
+            f"{tool}: parameter {name!r} has the type {type_name(hints[name])}, which JSON cannot "
+            f"represent{'' if known else f' ({error_line(error)})'}. Use str, int, list[...], a dataclass or another "
+            "type that pydantic reads from JSON."
         ) from None
     if re.search(ADDRESS, repr(parameter.default)):
         raise ValueError(
-            f"Tool {tool}: the default of {name!r} is {parameter.default!r}. The model would read its address, which "
+            f"{tool}: the default of {name!r} is {parameter.default!r}. The model would read its address, which "
             "differs between processes. Use None as default, and create the object inside the tool."
         )
 
@@ -323,60 +268,48 @@ def check_parameter(tool: str, parameter: inspect.Parameter, hints: dict[str, An
 def describe_tools(tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None) -> str:
     """Describe tools for the system prompt: signatures, docstrings, and JSON schemas of types that JSON lacks.
 
-    With a tokenizer the texts are made free of control tokens, and a name that holds one raises `ValueError`.
+    With a tokenizer the texts are made free of control tokens. A name that holds one raises `ValueError`.
     """
-    described = []
+    texts = []
     for name, tool in tools.items():
-        text = "\n".join([f"{name}{signature_of(tool)}", *schema_lines(tool), inspect.getdoc(tool)])
+        own = {key: reader.hint for key, reader in readers_of(tool)[0].items() if not reader.plain}
+        lines = [f"{key}: {json.dumps(json_schema(hint), ensure_ascii=False)}" for key, hint in own.items()]
+        text = "\n".join([f"{name}{signature_of(tool)}", *lines, inspect.getdoc(tool)])
         if tokenizer is not None:
             forbidden = forbidden_in(Origin.OUTSIDE, "tool", tokenizer)
-            check_names([name, *inspect.signature(tool).parameters, *getattr(tool, "others", ())], forbidden)
+            properties, *_ = parts_of_schema(tool_schema(name, tool)["function"].get("parameters"))
+            check_names([name, *inspect.signature(tool).parameters, *properties], forbidden)
             text = neutralise(text, tokenizer, forbidden)
-        described.append(text)
-    return "\n\n".join(described)
-
-
-def schema_lines(tool: Callable) -> list[str]:
-    return [f"{name}: {json_schema(reader.hint)}" for name, reader in readers_of(tool)[0].items() if not reader.plain]
+        texts.append(text)
+    return "\n\n".join(texts)
 
 
 def fill_in_tools(
     system_prompt: str, tools: dict[str, Callable], tokenizer: PreTrainedTokenizerBase | None = None
 ) -> str:
-    """Replace `{tool_descriptions}` in the system prompt. Raises `ValueError` for any other single brace.
-
-    The prompt's own text stays as it is. With a tokenizer the texts of the tools are free of control tokens.
-    """
-    described = describe_tools(tools, tokenizer)
+    """Replace `{tool_descriptions}` in the system prompt. Raises `ValueError` for any other single brace."""
+    texts = describe_tools(tools, tokenizer)
     try:
-        return system_prompt.format(tool_descriptions=described)
+        return system_prompt.format(tool_descriptions=texts)
     except (KeyError, IndexError, ValueError, AttributeError) as error:
-        raise ValueError(
-            f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r}). "
-            "Write literal braces twice: {{ and }}."
-        ) from None
+        words = f"system_prompt has a placeholder or brace that is not {{tool_descriptions}} ({error!r})"
+        raise ValueError(words + ". Write literal braces twice: {{ and }}.") from None
 
 
 @cached_by_function
 def signature_of(tool: Callable) -> inspect.Signature:
-    """A tool's signature for the model: types that JSON lacks are shown by name, and defaults as JSON."""
+    """A tool's signature for the model: types by their names, and defaults of types that JSON lacks as JSON."""
     signature, hints = inspect.signature(tool), hints_of(tool)
-
-    def shown_type(hint: Any) -> Any:
-        return None if hint is type(None) else hint if is_json_type(hint) else Shown(type_name(hint))
 
     def shown(parameter: inspect.Parameter) -> inspect.Parameter:
         hint, default = hints.get(parameter.name, Any), parameter.default
-        if not is_json_type(hint) and default is not parameter.empty and default is not None:
+        if not is_json_type(hint) and default is not EMPTY and default is not None:
             default = Shown(default_text(default))
-        return parameter.replace(annotation=shown_type(hint), default=default)
+        return parameter.replace(annotation=Shown(type_name(hint)), default=default)
 
     returned = hints.get("return", signature.return_annotation)
-    returned = str if returned is ToolResult else returned
-    return signature.replace(
-        parameters=[shown(parameter) for parameter in signature.parameters.values()],
-        return_annotation=returned if returned is signature.empty else shown_type(returned),
-    )
+    returned = returned if returned is EMPTY else Shown(type_name(str if returned is ToolResult else returned))
+    return inspect.Signature(list(map(shown, signature.parameters.values())), return_annotation=returned)
 
 
 def unreadable(call: ToolCall, call_format: str = CALL_FORMAT) -> str:
@@ -398,60 +331,28 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
         return {}, unreadable(call)
     if call.name not in tools:
         return {}, f"unknown tool {call.name!r}. Known tools: {', '.join(tools)}"
-    tool, arguments = tools[call.name], {}
-    signature = signature_of(tool)
-    try:
-        signature.bind(**call.arguments)
-        check_others(tool, signature, call.arguments)
-    except TypeError as error:
-        return {}, f"{error}. Usage: {call.name}{signature}"
+    tool, usage = tools[call.name], f"Usage: {call.name}{signature_of(tools[call.name])}"
+    if mistake := mistaken_names(tool, call.arguments):
+        return {}, f"{mistake}. {usage}"
     given = copy.deepcopy(call.arguments)  # a tool may change what it gets, and the call stays what was written
     if getattr(tool, "as_written", False):
         return given, None
+    arguments = {}
     for name, value in given.items():
         try:
             arguments[name] = read_argument(tool, name, value)
         except (Exception, SystemExit) as error:  # a validator may raise anything
-            readers, rest = readers_of(tool)
-            mistake = argument_mistake(readers.get(name) or rest, name, value, error)
-            return {}, f"{mistake}. Usage: {call.name}{signature}"
+            return {}, f"{argument_mistake(tool, name, value, error)}. {usage}"
     # A tool's process reads JSON, and makes its own objects of it.
     return (given if hasattr(tool, "prepare") else arguments), None
 
 
-MOST_LEVELS = 64  # of schemas inside schemas, which are read by functions that call themselves
-
-
-def check_schema(schema: Any) -> None:
-    """Raise `ValueError` unless a value is a JSON schema that calls can be parsed with.
-
-    >>> check_schema({"properties": {"a": {"anyOf": [True, {"type": ["integer", "null"]}]}}})
-    >>> check_schema({"properties": {"a": {"type": 5}}})
-    Traceback (most recent call last):
-    ValueError: got a schema of type 5, expected the name of a type, or names
-    """
-    waiting: list[tuple[Any, int]] = [(schema, 1)]
-    while waiting:
-        each, level = waiting.pop()
-        if isinstance(each, bool):
-            continue
-        if level > MOST_LEVELS:
-            raise ValueError(f"got schemas inside schemas on more than {MOST_LEVELS} levels, expected fewer")
-        expect(each, dict, "schemas that are objects")
-        kinds = each.get("type", [])
-        if not all(isinstance(kind, str) for kind in (kinds if isinstance(kinds, list) else [kinds])):
-            raise ValueError(f"got a schema of type {kinds!r:.100}, expected the name of a type, or names")
-        expect(each.get("enum", []), list, "an enum that is a list")
-        inner = [each[key] for key in ("items", "additionalProperties") if isinstance(each.get(key), dict)]
-        for key in ("anyOf", "oneOf", "allOf"):
-            inner += expect(each.get(key, []), list, f"{key} that is a list of schemas")
-        for key in ("properties", "$defs"):
-            inner += expect(each.get(key) or {}, dict, f"{key} that are an object").values()
-        waiting += [(one, level + 1) for one in inner]
-
-
-def expect(value: Any, kind: type, expected: str) -> Any:
-    """Return a value of this type. Raises `ValueError` for another type."""
-    if not isinstance(value, kind):
-        raise ValueError(f"got {value!r:.100}, expected {expected}")
-    return value
+def mistaken_names(tool: Callable, arguments: dict[str, Any]) -> str | None:
+    """What is wrong with the names of a call's arguments, by the schema that the model reads; None if nothing is."""
+    schema = tool.json_schema.get("parameters") if hasattr(tool, "json_schema") else parameters_schema(tool)
+    properties, required, further = parts_of_schema(schema)
+    if missing := [name for name in required if name in properties and name not in arguments]:
+        return f"missing a required argument: {missing[0]!r}"
+    if unknown := [name for name in arguments if name not in properties and further is False]:
+        return f"got an unexpected keyword argument {unknown[0]!r}"
+    return None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key
-from mt_grpo.recipe.integrations import Integration, needs_packages, refuse
+from mt_grpo.recipe.plugins import Integration
 
 AGENT = "the line environment: openai_agent"
 
@@ -28,7 +27,7 @@ class AgentKeys:
     )  # fmt: skip
     max_model_calls: int = key(
         32, "Completions that an agent or a scheduler may ask for, per rollout", within="[1, inf)",
-        needs=f"{AGENT} or a scheduler of ms-swift",
+        needs=f"{AGENT} or the key multi_turn_scheduler",
     )  # fmt: skip
 
 
@@ -38,19 +37,8 @@ class AgentIntegration(Integration):
     keys = AgentKeys
     line = "environment: openai_agent"
 
-    def runs(self, script_args: Any) -> bool:
-        """Whether the recipe's environment is an agent."""
-        return script_args.environment == "openai_agent"
-
-    def check(self, script_args: Any, runner: Integration | None) -> None:
-        """Raise for a key without effect. `max_model_calls` also counts a scheduler's model calls."""
-        if runner is not self:
-            names = (each.name for each in dataclasses.fields(self.keys))
-            counts = runner is not None and runner.counts_model_calls
-            refuse(script_args, self.keys, names=tuple(n for n in names if not (counts and n == "max_model_calls")))
-
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The conversation that the agent runs."""
-        with needs_packages(self.line, extra="agents"):
-            from mt_grpo.integrations.agents.conversation import load_agent_conversation
+        from mt_grpo.integrations.agents.conversation import load_agent_conversation
+
         return load_agent_conversation(script_args, args, base)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key
-from mt_grpo.recipe.integrations import Integration, needs_packages
+from mt_grpo.recipe.plugins import Integration
 
 GYM = "the line environment: gym"
 
@@ -35,10 +35,7 @@ class GymIntegration(Integration):
     keys = GymKeys
     line = "environment: gym"
 
-    def runs(self, script_args: Any) -> bool:
-        return script_args.environment == "gym"
-
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
-        with needs_packages(self.line, extra="gym"):
-            from mt_grpo.integrations.gym.environment import load_gym_conversation
+        from mt_grpo.integrations.gym.environment import load_gym_conversation
+
         return load_gym_conversation(script_args, args, base)

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key
-from mt_grpo.integrations.checks import OWN
-from mt_grpo.recipe.integrations import Integration, needs_packages, refuse
+from mt_grpo.recipe.plugins import OWN, Integration
 
 
 @dataclass
 class McpKeys:
     """Servers of the Model Context Protocol, whose tools the model has in addition to others."""
 
-    mcp_config_file: str | None = key(None, "JSON with mcpServers, whose tools the model has", path=True, opens=True)
+    mcp_config_file: str | None = key(
+        None, "JSON with mcpServers, whose tools the model has", path=True, opens=True, needs=OWN
+    )
 
 
 class McpIntegration(Integration):
@@ -23,15 +24,10 @@ class McpIntegration(Integration):
 
     keys = McpKeys
 
-    def check(self, script_args: Any, runner: Integration | None) -> None:
-        """Raise `ValueError` if a program runs the conversation."""
-        if runner is not None and runner.line:
-            refuse(script_args, McpKeys, OWN)
-
     def tools(self, script_args: Any) -> list[Callable]:
         """The tools of `mcp_config_file`."""
         if script_args.mcp_config_file is None:
             return []
-        with needs_packages("mcp_config_file", extra="mcp"):
-            from mt_grpo.integrations.mcp.tools import load_mcp_tools
+        from mt_grpo.integrations.mcp.tools import load_mcp_tools
+
         return load_mcp_tools(script_args.mcp_config_file)

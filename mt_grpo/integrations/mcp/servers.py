@@ -92,9 +92,8 @@ class McpServer:
                 self.check = asyncio.create_task(self.close_if_dead(client, owner))
                 raise
             except Exception as error:
-                if await self.close_if_dead(client, owner):
-                    raise McpToolError(f"the server {self.name} was lost during the call. Try again.") from error
-                raise McpToolError(str(error)) from error
+                lost = f"the server {self.name} was lost during the call. Try again."
+                raise McpToolError(lost if await self.close_if_dead(client, owner) else str(error)) from error
 
     async def close_if_dead(self, client: Client, owner: asyncio.Task) -> bool:
         """Close a connection over which the server answers no more, and return whether it does not."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key
-from mt_grpo.recipe.integrations import Integration, refuse
+from mt_grpo.recipe.plugins import Integration
 
 SCHEDULER = "the key multi_turn_scheduler"
 
@@ -37,18 +37,10 @@ class SwiftIntegration(Integration):
 
     keys = SwiftKeys
     line = "multi_turn_scheduler"
-    counts_model_calls = True
 
     def runs(self, script_args: Any) -> bool:
         """Whether the recipe names a scheduler."""
         return bool(script_args.multi_turn_scheduler)
-
-    def check(self, script_args: Any, runner: Integration | None) -> None:
-        """Raise `ValueError` if another integration runs the conversation, too."""
-        if runner is not self and self.runs(script_args):
-            raise ValueError(f"{self.line} and {runner.line} both run the conversation. Remove one.")
-        if runner is not self:
-            refuse(script_args, SwiftKeys)
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The conversation that the scheduler runs."""

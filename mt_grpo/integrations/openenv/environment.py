@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -65,8 +64,8 @@ class OpenEnvSession:
     async def _ask(self, kind: str, request: dict[str, Any]) -> dict[str, Any]:
         if self._socket is None:  # without time limits: the caller has one
             self._client = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
-            limits = {"max_msg_size": 100 * 2**20, "timeout": aiohttp.ClientWSTimeout(ws_close=1.0)}
-            self._socket = await self._client.ws_connect(f"{self.url}/ws", **limits)
+            close = aiohttp.ClientWSTimeout(ws_close=1.0)
+            self._socket = await self._client.ws_connect(f"{self.url}/ws", max_msg_size=100 * 2**20, timeout=close)
         await self._socket.send_json(request)
         data = (answer := await self._socket.receive_json())["data"]
         if answer["type"] == "error":
@@ -108,7 +107,7 @@ class OpenEnvSession:
 class OpenEnvEnvironment:
     """One episode. Tools of the server are methods of the class. Without any, the text of a turn is an action."""
 
-    servers: Iterator[str]  # each conversation takes the next one
+    servers: Any  # iterates over addresses: each conversation takes the next one
     keyword_columns = ("reset_kwargs",)
     rules: str | None = None  # of actions; None: the server has tools
     field: str | None = None  # the only text that an action needs; None: a turn writes JSON
@@ -120,21 +119,20 @@ class OpenEnvEnvironment:
     step_rewards = property(lambda self: self.session.rewards)
     episode_done = property(lambda self: self.session.done)
 
-    async def reset(self, seed=None, episode_id=None, reset_kwargs: dict | None = None, **row: Any) -> str:
+    async def reset(self, reset_kwargs: dict | None = None, **row: Any) -> str:
         """Begin an episode with the row's arguments. If a server is full, wait."""
-        own = {"seed": seed, "episode_id": episode_id}
-        arguments = (reset_kwargs or {}) | {key: each for key, each in own.items() if each is not None}
+        given = (reset_kwargs or {}) | {key: row[key] for key in ("seed", "episode_id") if row.get(key) is not None}
         while True:
             self.session = OpenEnvSession(next(self.servers))
             try:
-                self._shown = shown(await run_on_thread(self.session.ask("reset", arguments), LOOP))
+                self._shown = shown(await run_on_thread(self.session.ask("reset", given), LOOP))
                 break
             except EnvironmentFailure as error:
                 if "CAPACITY_REACHED" not in str(error):
                     raise
                 await asyncio.sleep(0.2)  # others have taken the places that were counted
         text = (self.rules or "") + self._shown
-        return "\n" + text if text and row.get("prompt") else text
+        return "\n" * bool(text and row.get("prompt")) + text
 
     async def respond(self, rollout: Rollout, turn: Turn) -> Reply:
         """Take one step, or add up the rewards of the turn's calls. A truncated turn is no step, and the last one."""
@@ -144,8 +142,7 @@ class OpenEnvEnvironment:
             if turn.finish_reason == "length":
                 return reply
             try:
-                text = said(turn)
-                action = {self.field: text} if self.field is not None else json.loads(tagged(text))
+                action = {self.field: said(turn)} if self.field is not None else json.loads(tagged(said(turn)))
                 observation = await run_on_thread(self.session.ask("step", action), LOOP)
             except (ValueError, RecursionError) as error:  # nothing moves, and the policy reads why
                 content = f"Error: {error}" + (f"\n{self.rules.strip()}" if self.rules else "")
@@ -206,8 +203,7 @@ async def ask(url: str, seconds: float) -> tuple[str, dict[str, Any], list[dict]
             return about["name"], action, (await session.ask("step", {"type": "list_tools"}))["tools"]
     except Exception as error:
         raise ValueError(
-            f"openenv_url: {url} does not answer as an OpenEnv server of 0.2 or later ({error_line(error)}). Start it "
-            "first, such as with `python tools/openenv/frozen_lake.py --port 8030`."
+            f"openenv_url: {url} does not answer as an OpenEnv server of 0.2 or later ({error_line(error)})."
         ) from error
     finally:
         await session.close()
@@ -232,9 +228,7 @@ def load_openenv_environment(script_args: Any, args: Any) -> type[OpenEnvEnviron
     places = run_async(run_on_thread(num_places(urls, args.generation_batch_size), LOOP))
     settings = {"servers": itertools.cycle(urls), "most_conversations": max(1, places // args.world_size)}
     if places < args.generation_batch_size:
-        tell_once(
-            f"OpenEnv: {places} sessions for a step, so that others wait. Raise the server's max_concurrent_envs."
-        )
+        tell_once(f"OpenEnv: {places} sessions for a step: others wait. Raise the server's max_concurrent_envs.")
     if tools is None:
         check_tool_format(args.tool_format, "environment: openenv if the server has no tools")
         if script_args.tools_script is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key
-from mt_grpo.recipe.integrations import Integration
+from mt_grpo.recipe.plugins import Integration
 
 
 @dataclass
@@ -22,10 +22,6 @@ class OpenEnvIntegration(Integration):
     """The trainer's own conversations, each with a session of a server as its environment."""
 
     keys, line = OpenEnvKeys, "environment: openenv"
-
-    def runs(self, script_args: Any) -> bool:
-        """Whether the recipe's environment is on an OpenEnv server."""
-        return script_args.environment == "openenv"
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         """The trainer's own class, and a class of environments."""

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mt_grpo.base.fields import key, keys_that
-from mt_grpo.integrations.checks import OWN
-from mt_grpo.recipe.integrations import Integration, refuse
+from mt_grpo.recipe.plugins import OWN, Integration
 
 
 @dataclass
@@ -36,10 +35,6 @@ class VerlIntegration(Integration):
 
     def runs(self, script_args: Any) -> bool:
         return any(getattr(script_args, name) for name in (*keys_that(VerlKeys, "opens"), "mcp_config_file"))
-
-    def check(self, script_args: Any, runner: Integration | None) -> None:
-        if runner is not None and runner.line:
-            refuse(script_args, VerlKeys)
 
     def conversation(self, script_args: Any, args: Any, base: type) -> tuple[type, Any]:
         from mt_grpo.integrations.verl.conversation import load_verl_conversation

@@ -9,7 +9,6 @@ from typing import Any
 from mt_grpo.base.event_loop import run_on_thread
 from mt_grpo.integrations.verl.base import BaseTool
 from mt_grpo.integrations.verl.schemas import OpenAIFunctionToolSchema, ToolResponse
-from mt_grpo.recipe.integrations import needs_packages
 
 
 class MCPBaseTool(BaseTool):
@@ -54,8 +53,8 @@ async def ask_server(tool: Any, instance_id: str, parameters: dict[str, Any]) ->
 
 def load_mcp_entry(entry: dict[str, Any], cls: type, path: str, key: str) -> list[BaseTool]:
     """The tools of an entry with `mcp: {mcp_servers_config_path, tool_selected_list}`. Raises `ValueError`."""
-    with needs_packages(f"{key}: {entry['class_name']!r} of {path!r}", extra="mcp"):
-        from mt_grpo.integrations.mcp.tools import schema_of, start_servers
+    from mt_grpo.integrations.mcp.tools import schema_of, start_servers
+
     owner = next((each for each in reversed(cls.__mro__) if "_call_tool" in vars(each)), MCPBaseTool)
     if not issubclass(owner, MCPBaseTool):  # verl's own class, which would ask its `ClientManager`
         owner._call_tool = ask_server
