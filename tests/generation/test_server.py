@@ -418,25 +418,6 @@ def test_records_are_what_the_server_saw_and_sampled(client):
         assert rollout.stop_reason in set(StopReason)
 
 
-def test_step_by_step_inside_a_running_loop(client):
-    """As in a notebook cell."""
-    env = MultiTurnToolEnv([calculator], "Use the calculator, then answer.", tokenizer=client.tokenizer,
-                           max_completion_length=120, max_turn_tokens=48)  # fmt: skip
-
-    async def cell():
-        states = env.start(["What is 12 * 12?", "What is 9 * 9?"])
-        env.step(states, client, {"temperature": 0.0})
-        first = [len(s.turns) for s in states]
-        while any(s.stop_reason is None for s in states):
-            env.step(states, client, {"temperature": 0.0})
-        return first, states
-
-    first, states = asyncio.run(cell())
-    assert first == [1, 1]
-    assert [s.stop_reason for s in states] == [StopReason.ANSWERED] * 2
-    assert "<answer>144</answer>" in states[0].messages[-1]["content"]
-
-
 @pytest.mark.contract_server("VLLMServerClient.chat")
 def test_chat_for_people(client):
     messages = [{"role": "system", "content": "Use the calculator, then answer."},
