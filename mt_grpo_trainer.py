@@ -86,10 +86,9 @@ from mt_grpo.conversation.environments import (
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.control_tokens import Origin, neutralise
 from mt_grpo.conversation.formats.xml import CLOSING_TAGS
-from mt_grpo.conversation.picture_parts import SaidPictures, read_pictures
-from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.prompt_examples import behind_system, read_prompt_examples
 from mt_grpo.conversation.sampling import (
+    check_conversations,
     check_sampling_params,
     sampling_defaults,
     sampling_params,
@@ -101,7 +100,8 @@ from mt_grpo.generation.connection import ServerConnection, hide_password
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.generation.weights import WeightCounter
-from mt_grpo.images.pictures import inputs_of_rows
+from mt_grpo.images.messages import SaidPictures, read_pictures
+from mt_grpo.images.pictures import inputs_of_rows, readable_messages
 from mt_grpo.recipe.checks import (
     backend_of,
     check_batch_arithmetic,
@@ -257,6 +257,7 @@ class MultiTurnToolEnv(Conversations):
             rows: Dataset rows, for environments, which get copies. Their prompts are rendered later, after `reset`.
         """
         tokenizer, rendered = self._tokenizer(llm), PromptCache()
+        prompts = check_conversations(prompts, "prompts", images=True)
         prompts, shown = read_pictures(prompts, rows, tokenizer, self)
         states, previous, ids = [], None, []
         for index, prompt in enumerate(prompts):
@@ -948,15 +949,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch.scores = scores if fresh is None else merge_scores(batch.scores, scores, fresh)
         batch.weights, scores = self.reward_weights.cpu(), batch.scores
         outcome, rollout_turn, turn = weighted_rewards(scores.whole, scores.per_turn, batch.weights)
-        batch.rewards = RewardTable(
-            outcome=outcome.masked_fill(torch.tensor(batch.failed), NAN),
-            rollout_turn=rollout_turn,
-            turn=turn,
-            has_observation=scores.has_observation,
-            sampled=scores.sampled,
-            state=scores.state,
-            num_tokens=scores.num_tokens,
-        )
+        outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
+        of_turns = scores.has_observation, scores.sampled, scores.state, scores.num_tokens
+        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns)
         batch.logged = logged_rewards(scores.whole, scores.per_turn).to(self.accelerator.device)
 
     def _before_credit(self, batch: Batch) -> None:

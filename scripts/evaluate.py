@@ -54,10 +54,10 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.base.rows import column_lists, prompts_of
-from mt_grpo.conversation.pictures import FAMILIES, PictureReader, forbid, readable_messages, reader_of, with_pictures
 from mt_grpo.conversation.sampling import sampling_params
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
-from mt_grpo.images.pictures import inputs_of_requests
+from mt_grpo.images.messages import FAMILIES, image_reader, reader_of, with_pictures
+from mt_grpo.images.pictures import forbid, inputs_of_requests, readable_messages
 from mt_grpo.recipe.checks import check_context, check_generation_kwargs, check_images, check_tokenizer
 from mt_grpo.recipe.data import empty_prompts, load_rows, load_splits
 from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards
@@ -212,7 +212,7 @@ def evaluate(
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(source, revision=revision_of(source, model_args))
     path = tokenizer.name_or_path
     config = AutoConfig.from_pretrained(path, revision=revision_of(path, model_args)) if served else model.config
-    with_pictures(tokenizer, PictureReader.of(source, config, tokenizer))
+    with_pictures(tokenizer, image_reader(source, config, tokenizer))
     if served:
         model.tokenizer, model.vocab_size = tokenizer, getattr(config.get_text_config(), "vocab_size", None)
     else:

@@ -44,7 +44,7 @@ from viewer.rows import as_item, question
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
-from mt_grpo.conversation.pictures import readable
+from mt_grpo.images.pictures import readable
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.recipe.parse import recipe_text
 from mt_grpo.reports.rollout_log import read_rollouts

@@ -149,6 +149,13 @@ def test_no_modules_import_each_other_in_a_circle():
     assert not below
 
 
+def test_only_a_model_that_reads_images_loads_their_processor():
+    """It is imported in functions alone."""
+    for path in CODE:
+        at_the_top = [node.module for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        assert "mt_grpo.images.processor" not in at_the_top, path
+
+
 def test_documented_imports_go_on_working():
     import mt_grpo
     import mt_grpo.rollout

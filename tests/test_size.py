@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1359,
-    "core": 19592,
-    "core modules": 84,
-    "modules that the script imports": 50,
-    "script and package": 27345,
-    "scripts": 11323,
+    "script": 1358,
+    "core": 17746,
+    "core modules": 78,
+    "modules that the script imports": 46,
+    "script and package": 25655,
+    "scripts": 11315,
     "tools and rewards": 3171,
-    "tests": 49300,
-    "docs": 5694,
+    "tests": 47389,
+    "docs": 5692,
     "recipes": 2981,
     "root": 434,
     "results, bytes": 108823,
     "data, bytes": 2181236,
     "own recipe keys": 60,
-    "fmt: skip and fmt: off": 694,
-    "public names without a docstring": 91,
+    "fmt: skip and fmt: off": 653,
+    "public names without a docstring": 83,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.

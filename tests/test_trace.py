@@ -62,12 +62,12 @@ TEXTS = {  # calls, results and control tokens as text
     "hints_of", "readers_of", "read_argument", "read", "call_tool", "run_tool", "as_text", "start_thread",
     "parse_call", "result_message",
     "messages", "_state_key", "_tokenizer", "with_system_prompt", "neutralise", "neutralise_json",
-    "neutralise_messages", "clean", "with_arguments", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
+    "neutralise_messages", "clean", "forbidden_in", "cut_to_tokens", "control_pattern", "is_control",
     "pattern_of", "message_tokens", "around_messages", "added_tokens", "digest_of",
 }  # fmt: skip
 TEXTS |= {  # where a turn ends, and what it says
     "cut", "next_stops", "stopped_early", "text", "parse", "parse_text", "parse_tags", "thinking_length", "load_json",
-    "is_nested", "prefill", "opened_in",
+    "is_nested", "prefill", "_opened_in",
     "_before", "_end_of_turn", "results", "with_turns", "has_observation", "tool_seconds",
     "is_json_type", "strict_schema", "as_result", "completion", "tool_calls", "messages_with_results",
 }  # fmt: skip
@@ -76,11 +76,9 @@ TEMPLATE = {
     "prompt",
     "with_reasoning",
     "suffix",
-    "_behind_content",
     "_render",
     "text_ids",
     "_decode",
-    "_decoded",
 }
 ENVIRONMENT = {"failures_end", "run_calls", "shares_state", "ask", "end", "close"}
 LISTS = {
@@ -96,15 +94,13 @@ LISTS = {
 }  # as completion_ids, which is on the way
 ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 PICTURES = {  # of which this run has none
-    "read_pictures", "with_marks", "images_of", "reader_of", "results_of", "readable_messages", "is_picture",
+    "read_pictures", "read_row", "images_of", "image_parts", "reader_of", "results_of", "readable_messages",
+    "is_picture",
     "pictures_in", "shown", "features", "features_of", "inputs_of_rows", "positions_of",
     "placeholders_of", "with_places", "placed", "of_columns", "own_results", "with_marks_of",
     "is_image",
 }  # fmt: skip
-MAIN_THREAD = {  # where synchronous rewards run
-    "call_in_main_thread", "in_main_thread", "no_running_loop", "own_alarm", "run_synchronous", "stops_pass", "_watch",
-    "begin",
-}  # fmt: skip
+MAIN_THREAD = {"call_in_time"}  # where synchronous rewards run
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards",
     "numbers_that_move", "count_used_rewards", "reward", "reward_metrics", "pass_inputs", "__post_init__",
@@ -112,7 +108,7 @@ NUMBERS = {  # rewards and advantages per turn
     "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
     "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
     "noise_apart", "is_finite", "asked_of", "scores_of_trainer", "_score", "_before_credit",
-    "log_rewards", "_call", "_sees_groups", "visible_places", "join_rounds",
+    "log_rewards", "_call", "_sees_groups", "warn_of_uncounted", "join_rounds",
 }  # fmt: skip
 
 

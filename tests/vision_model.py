@@ -1,6 +1,8 @@
 """A vision-language model with random weights, its tokenizer and its processor, as a folder: for tests of pictures."""
 
+import base64
 import contextlib
+import io
 import random
 import threading
 
@@ -19,7 +21,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from mt_grpo.base.event_loop import background_loop
-from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.images.messages import image_reader, with_pictures
 from mt_grpo.images.pictures import Picture
 
 SPECIAL = (
@@ -71,6 +73,43 @@ def picture(seed, size=(56, 56)):
     return image.resize(size, Image.Resampling.NEAREST)
 
 
+def read(tokenizer, *images):
+    """Images as the model reads them, each of a seed, or of (seed, size)."""
+    made = (picture(*image) if isinstance(image, tuple) else picture(image) for image in images)
+    return [tokenizer.pictures.read(image, "") for image in made]
+
+
+def as_bytes(image, kind="PNG", **options):
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def as_uri(content, kind="png"):
+    """A data URI of an image, or of the bytes of one."""
+    content = content if isinstance(content, bytes) else as_bytes(content)
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def ids_of(plain, *parts):
+    """The ids of texts and images, one after the other, by hand. `plain` is a tokenizer that reads text alone."""
+    start, end = plain.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
+    ids = []
+    for part in parts:
+        text = isinstance(part, str)
+        ids += plain(part, add_special_tokens=False)["input_ids"] if text else [start, *part.ids, end]
+    return ids
+
+
+def expected_ids(folder, text, pictures):
+    """The ids of a text, by the tokenizer as it is saved, with as many ids of each image as it has tokens."""
+    ids, following, plain = [], iter(pictures), AutoTokenizer.from_pretrained(folder)
+    for token in plain(text, add_special_tokens=False)["input_ids"]:
+        ids += next(following).ids if token == plain.convert_tokens_to_ids("<|image_pad|>") else [token]
+    assert next(following, None) is None
+    return ids
+
+
 def make_tokenizer():
     texts = [
         "Which digit is in the picture? user assistant system tool <tool> </tool> <answer> </answer> name args"
@@ -118,7 +157,7 @@ def make_model(tokenizer, family="qwen2_5_vl"):
 def reading(folder):
     """The tokenizer of a saved model, which writes pictures."""
     found = AutoTokenizer.from_pretrained(folder)
-    return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
+    return with_pictures(found, image_reader(str(folder), AutoConfig.from_pretrained(folder), found))
 
 
 @contextlib.contextmanager

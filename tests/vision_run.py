@@ -7,7 +7,7 @@ from pathlib import Path
 import vision_model
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.pictures import secret_of_marks
+from mt_grpo.images import pictures
 from mt_grpo.rollout import Generation, ToolCall
 from mt_grpo.training import passes
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -169,4 +169,4 @@ def run_by_server(folder, out, port, world):
     moved = max((p - before[n]).abs().max().item() for n, p in trainer.model.named_parameters() if n in before)
     names = "sampling/sampling_logp_difference/max", "sync/logprob_difference"
     differences = [[log[name] for name in names] for log in logs]
-    return {"differences": differences, "moved": moved, "secret": secret_of_marks()}
+    return {"differences": differences, "moved": moved, "secret": pictures.SECRET}

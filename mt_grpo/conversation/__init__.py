@@ -1,8 +1,6 @@
 """One conversation between a model, its tools and its environment. It imports only `base` and `images`, and no server.
 
 environments     one environment per conversation; validation of its replies
-pictures         images: read, marked in texts, and written as ids by the tokenizer
-picture_parts    images in messages: parts of contents, columns of rows, as texts with marks
 prompt_examples  example conversations before the question, as the model reads them
 turn_lists       validation of the lists of a rollout's turns
 sampling         the sampling parameters of a request, and its remaining token budget

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import dataclasses
 import datetime
@@ -122,18 +123,14 @@ class Conversations(Limits):
         if self.environments is None:
             yield
             return
-        room = self.environments.room(rollout)
-        if room is not None and room.locked():
-            await self.aside(llm, room.acquire())
-        elif room is not None:
-            await room.acquire()
+        room = self.environments.room(rollout) or asyncio.Semaphore()
+        await (self.aside(llm, room.acquire()) if room.locked() else room.acquire())
         try:
-            try:
-                yield
-            finally:
-                await self.environments.over(rollout)
+            yield
         finally:
-            if room is not None:
+            try:
+                await self.environments.over(rollout)
+            finally:
                 room.release()
 
     async def aside(self, llm: Any, awaitable: Awaitable) -> Any:
@@ -210,9 +207,7 @@ class Conversations(Limits):
             sampling_params: temperature, top_p, ...; unset ones have no effect on the distribution.
             rows: One dataset row per prompt, for environments.
 
-        Returns:
-            Lists with one entry per conversation: `ids` (completion), `messages` (the whole conversation), `mask` (1 =
-            sampled by the model), `prompt_ids`, `logprobs`, `turn_ids`, `stop_reasons` and the `rollouts` themselves.
+        Returns lists with one entry per conversation. `mask` is 1 for tokens that the model sampled.
         """
         sampling_params = self._with_stops(sampling_params, llm)
         states = self.start(prompts, llm, rows)
@@ -252,9 +247,7 @@ BY_CHANCE = ("random", "lipsum")  # Jinja filters with which a chat template wri
 
 
 def digest_of(value: Any) -> bytes | None:
-    """A hash of plain values that tells apart whatever a chat template may write differently; None for other values.
-
-    Python's `==` does not: 1 equals True and 1.0, and two dicts are equal whose keys stand in another order.
+    """A hash of plain values, in which 1, True and 1.0 differ, as do orders of a dict's keys; None for other values.
 
     >>> len({digest_of([v]) for v in (1, True, 1.0, "1", b"1")}), digest_of([1, "a"]) == digest_of([1, "a"])
     (5, True)

@@ -22,10 +22,10 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import is_image
 from mt_grpo.base.rows import DataRow, Rows, with_own_keys
 from mt_grpo.conversation.formats.control_tokens import Origin
-from mt_grpo.conversation.picture_parts import SaidPictures, is_image_part, of_columns, own_image, placed
-from mt_grpo.conversation.pictures import PictureReader, reader_of, with_marks_of
 from mt_grpo.conversation.tools.signature import check_tool, named_tools
 from mt_grpo.conversation.tools.threads import ToolsUnavailable, ToolTimeout, run_tool
+from mt_grpo.images.messages import SaidPictures, is_image_part, of_columns, own_image, placed, reader_of
+from mt_grpo.images.pictures import with_marks_of
 from mt_grpo.rollout import ROLES, Message, Reply, Rollout, StopReason, ToolCall, join
 
 logger = logging.getLogger(__name__)
@@ -40,62 +40,53 @@ class EnvironmentFailure(Exception):
 
 
 class PromptTooLong(Exception):
-    """The prompt after `reset` leaves no room for a turn. Its rollout ends and is not trained on.
+    """The prompt after `reset` has `length` tokens, `beyond` of them beyond the context, and no room for a turn.
 
-    Args:
-        length: The length of the prompt in tokens, or of a beginning that is too long already.
-        beyond: How many of them are beyond the context, 0 if they just fill it.
-        limit: What to raise, in words.
+    Its rollout ends and is not trained on.
     """
 
     def __init__(self, length: int, beyond: int, limit: str):
-        super().__init__(
-            f"the prompt has at least {length} tokens after reset, and the context has {length - beyond}: there "
-            f"is no room for a turn. Shorten what reset returns, or raise {limit}."
-        )
+        tokens = f"the prompt has at least {length} tokens after reset, and the context has {length - beyond}"
+        super().__init__(f"{tokens}: there is no room for a turn. Shorten what reset returns, or raise {limit}.")
 
 
 def read_reply(reply: Any, name: str, said: SaidPictures | None = None) -> Reply | None:
-    """Validate the return value of `respond`. Raises `EnvironmentFailure` if it is not a valid reply.
+    """Validate what `respond` of the class `name` returned. Raises `EnvironmentFailure` if it is not a valid reply.
 
-    Args:
-        reply: A `Reply`, a dict with its keys, or None.
-        name: The name of the environment's class.
-        said: Reads its images. None: the model is text-only.
+    It is a `Reply`, a dict with its keys, or None. `said` reads its images; None: the model is text-only.
     """
-    if isinstance(reply, dict):
-        if unknown := [key for key in reply if key not in Reply.__dataclass_fields__]:
-            known = ", ".join(Reply.__dataclass_fields__)
-            raise EnvironmentFailure(f"{name}.respond: a reply has no key {unknown[0]!r:.100}. Known keys: {known}.")
-        reply = Reply(**reply)
+    fields, where = Reply.__dataclass_fields__, f"{name}.respond"
     if reply is None:
         return None
-    if not all(hasattr(reply, key) for key in Reply.__dataclass_fields__):
-        raise EnvironmentFailure(f"{name}.respond returned {type(reply).__name__}, expected a Reply or None.")
-    given = [key for key in REPLIES if getattr(reply, key)]
-    if len(given) > 1:
-        raise EnvironmentFailure(f"{name}.respond returned a reply with {' and '.join(given)}. Set only one of them.")
+    if isinstance(reply, dict):
+        if unknown := [key for key in reply if key not in fields]:
+            raise EnvironmentFailure(f"{where}: a reply has no key {unknown[0]!r:.100}. Known: {', '.join(fields)}.")
+        reply = Reply(**reply)
+    if not all(hasattr(reply, key) for key in fields):
+        raise EnvironmentFailure(f"{where} returned {type(reply).__name__}, expected a Reply or None.")
+    values = {key: getattr(reply, key) for key in fields}
+    if len(several := [key for key in REPLIES if values[key]]) > 1:
+        raise EnvironmentFailure(f"{where} returned a reply with {' and '.join(several)}. Set only one of them.")
     for key, kind in (("continuation", str), ("info", dict)):
-        if not isinstance(getattr(reply, key) or kind(), kind):
-            got = type(getattr(reply, key)).__name__
+        if not isinstance(values[key] or kind(), kind):
+            got = type(values[key]).__name__
             hint = " To show an image, return messages." if key == "continuation" else ""
-            raise EnvironmentFailure(f"{name}.respond: {key} is {got}, expected {kind.__name__} or None.{hint}")
-    if reply.stop not in (None, True, False):  # any text is true: "no" would end the conversation
-        raise EnvironmentFailure(f"{name}.respond: stop is {reply.stop!r:.100}, expected True or False.")
-    if reply.reward is not None and not is_number(reply.reward):
-        raise EnvironmentFailure(f"{name}.respond: reward is {reply.reward!r}, expected a finite number or None.")
+            raise EnvironmentFailure(f"{where}: {key} is {got}, expected {kind.__name__} or None.{hint}")
+    if values["stop"] not in (None, True, False):  # any text is true: "no" would end the conversation
+        raise EnvironmentFailure(f"{where}: stop is {reply.stop!r:.100}, expected True or False.")
+    if values["reward"] is not None and not is_number(values["reward"]):
+        raise EnvironmentFailure(f"{where}: reward is {reply.reward!r}, expected a finite number or None.")
     try:
-        json.dumps(reply.info, default=str, skipkeys=True)
+        json.dumps(values["info"], default=str, skipkeys=True)
     except (ValueError, RecursionError):  # else a reward, which gets a copy, would be blamed
-        raise EnvironmentFailure(f"{name}.respond: info contains itself, or is nested too deeply.") from None
-    read: dict[str, Any] = {
-        key: read_messages(getattr(reply, key), f"{name}.respond: {key}", said) for key in ("messages", "history")
-    }
-    if read["history"] and read["history"][-1]["role"] == "assistant":
-        raise EnvironmentFailure(f"{name}.respond: history ends with an assistant message, expected another role.")
-    if reply.continuation:  # text only: the model's own message has no image
-        read["continuation"] = with_marks_of(reply.continuation, [])
-    return Reply(**{**{key: getattr(reply, key) for key in Reply.__dataclass_fields__}, **read})
+        raise EnvironmentFailure(f"{where}: info contains itself, or is nested too deeply.") from None
+    for key in ("messages", "history"):
+        values[key] = read_messages(values[key], f"{where}: {key}", said)
+    if values["history"] and values["history"][-1]["role"] == "assistant":
+        raise EnvironmentFailure(f"{where}: history ends with an assistant message, expected another role.")
+    if values["continuation"]:  # text only: the model's own message has no image
+        values["continuation"] = with_marks_of(values["continuation"], [])
+    return Reply(**values)
 
 
 def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -> list[Message] | None:
@@ -106,11 +97,12 @@ def read_messages(messages: Any, where: str, said: SaidPictures | None = None) -
     for message in messages or []:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
             raise EnvironmentFailure(f"{where} has {message!r:.200}, expected a dict with role and content.")
-        if not isinstance(message["role"], str) or message["role"] not in ROLES:
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or role not in ROLES:
             known = ", ".join(sorted(ROLES))
-            raise EnvironmentFailure(f"{where} has the role {message['role']!r:.100}, expected one of {known}.")
-        # As in OpenAI's API: a message that only calls says nothing.
-        content = "" if message["content"] is None and message.get("tool_calls") else message["content"]
+            raise EnvironmentFailure(f"{where} has the role {role!r:.100}, expected one of {known}.")
+        if content is None and message.get("tool_calls"):  # as in OpenAI's API: a message that only calls says nothing
+            content = ""
         read.append({**message, "content": read_content(content, where, said)})
     return None if messages is None else read
 
@@ -138,14 +130,8 @@ def joined(
 ) -> list[Message]:
     """Join a prompt and the return value of `reset`: text and parts extend the last message, messages replace all.
 
-    Args:
-        prompt: The prompt of the row.
-        observation: The return value of `reset`.
-        clean: Breaks the control tokens that messages of an origin may not contain.
-        said: Reads its images. None: the model is text-only.
-
-    Raises:
-        EnvironmentFailure: There is no prompt, or the observation is invalid.
+    `clean` breaks the control tokens that messages of an origin may not contain. `said` reads the images; None: the
+    model is text-only. Raises `EnvironmentFailure` if there is no prompt, or the observation is invalid.
 
     >>> joined([{"role": "user", "content": "Play. "}], "A board.")
     [{'role': 'user', 'content': 'Play. A board.'}]
@@ -171,7 +157,7 @@ def joined(
     return clean([*before, {**last, "content": last["content"] + ("" if meet else " ") + text}], Origin.DATA)
 
 
-def read_ahead(said: Any, reader: PictureReader | None) -> Any:
+def read_ahead(said: Any, reader: Any) -> Any:
     """Read the images in an environment's return value, as far as possible: they become parts with a `Picture`.
 
     Reading one takes up to a tenth of a second. So it is done in the environment's thread, and no event loop waits.
@@ -183,15 +169,13 @@ def read_ahead(said: Any, reader: PictureReader | None) -> Any:
     if type(said) is list:
         return [part_read(each, reader) for each in said]
     if type(said) is Reply:
-        read = {key: read_ahead(getattr(said, key), reader) for key in ("messages", "history")}
-        return dataclasses.replace(said, **read)
+        return dataclasses.replace(said, **{k: read_ahead(getattr(said, k), reader) for k in ("messages", "history")})
     if type(said) is dict:
-        keys = said.keys() & {"content", "messages", "history"}
-        return {**said, **{key: read_ahead(said[key], reader) for key in keys}}
+        return {**said, **{k: read_ahead(said[k], reader) for k in said.keys() & {"content", "messages", "history"}}}
     return said
 
 
-def part_read(part: Any, reader: PictureReader) -> Any:
+def part_read(part: Any, reader: Any) -> Any:
     """Read the image in an element of a list that an environment returned: a message, or a part of one."""
     image = part if is_image(part) else own_image(part) if is_image_part(part) else None
     if image is None:
@@ -219,10 +203,12 @@ def class_tools(cls: type) -> dict[str, Callable]:
     return {name: types.MethodType(getattr(cls, name), cls) for name in tool_methods(cls)}
 
 
-def needs_of(signature: inspect.Signature) -> list[str]:
-    """The names of a signature's keyword parameters that have no default."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [p.name for p in signature.parameters.values() if p.kind in named and p.default is p.empty]
+def takes_any_row(signature: inspect.Signature) -> bool:
+    """Whether a method takes the columns of any row, and needs none."""
+    needed = {p.kind for p in signature.parameters.values() if p.default is p.empty}
+    return (
+        {inspect.Parameter.VAR_KEYWORD} <= needed <= {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    )
 
 
 def check_environment(cls: Any, where: str) -> None:
@@ -238,10 +224,9 @@ def check_environment(cls: Any, where: str) -> None:
         try:
             inspect.signature(types.MethodType(method, cls)).bind(*[None] * count)
         except TypeError as error:
-            takes = ", ".join(("self", "rollout", "turn")[: count + 1])
             raise ValueError(
-                f"{where}: {cls.__name__}.{name}{inspect.signature(method)} clashes with the trainer's method "
-                f"{name}({takes}): {error}. Give the tool another name, such as {name}_it."
+                f"{where}: the trainer calls {cls.__name__}.{name} with {count} arguments: {error}. Give a tool "
+                f"another name, such as {name}_it."
             ) from None
     for tool in class_tools(cls).values():
         check_tool(tool)
@@ -255,14 +240,12 @@ def tools_of(environment: Any, others: dict[str, Callable]) -> dict[str, Callabl
     `tool_selection` of an instance, a list of names, says which of them this conversation has; None: all. Raises
     `ValueError` if two have the same name, and for an unknown name in the selection.
     """
-    methods = [getattr(environment, name) for name in tool_methods(type(environment))]
-    listed = getattr(environment, "tools", None) or []
+    name, listed = type(environment).__name__, getattr(environment, "tools", None) or []
     if not callable(listed) and not isinstance(listed, (list, tuple)):
-        name = type(environment).__name__
         raise EnvironmentFailure(f"{name}.tools is {listed!r:.100}, expected a list of tools.")
+    methods = [getattr(environment, each) for each in tool_methods(type(environment))]
     # Checked here, as they may be an instance's own; the others were, once: it takes milliseconds.
-    listed = named_tools([] if callable(listed) else listed).values()
-    tools = merged(type(environment).__name__, others.values(), methods, listed)
+    tools = merged(name, others.values(), methods, named_tools([] if callable(listed) else listed).values())
     selection = getattr(environment, "tool_selection", None)
     return tools if selection is None else selected(tools, selection)
 
@@ -279,22 +262,13 @@ def merged(name: str, *groups: Iterable[Callable]) -> dict[str, Callable]:
     tools: dict[str, Callable] = {}
     for tool in join(groups):
         if tool.__name__ in tools:
-            raise ValueError(
-                f"Two tools are called {tool.__name__!r}, one of them in {name}. The model could not tell them apart. "
-                "Rename one."
-            )
+            raise ValueError(f"Two tools are called {tool.__name__!r}, one of them in {name}. Rename one.")
         tools[tool.__name__] = tool
     return tools
 
 
 def shares_state(call: ToolCall, rollout: Rollout, of_all: dict[str, Callable]) -> bool:
-    """Whether a call goes to a synchronous tool of the rollout's own environment, a method or in its list `tools`.
-
-    Args:
-        call: A call of the rollout.
-        rollout: The rollout, whose conversation may have tools of its own.
-        of_all: The tools that all conversations have.
-    """
+    """Whether a call goes to a synchronous tool of the rollout's own environment, and not to one of `of_all`."""
     tool = (rollout.tools or {}).get(call.name)
     own = rollout.environment is not None and tool is not None and tool is not of_all.get(call.name)
     return own and not inspect.iscoroutinefunction(tool)
@@ -316,15 +290,12 @@ class Environments:
     """Creates, calls and closes one environment per conversation.
 
     Instances are used again for later conversations, after `reset`, as in TRL. Those with `close`, and those with an
-    abandoned call, are not.
+    abandoned call, are not. Raises `ValueError` for a class that is no environment, and for two tools of one name.
 
     Args:
         factories: A class, or a dict from the values of the column `environment` to classes.
         timeout: Seconds that one call of a method of the protocol may take.
         tools: The tools of all conversations, in addition to those of their environments.
-
-    Raises:
-        ValueError: A class is not an environment, there is no class, or two tools have the same name.
     """
 
     def __init__(self, factories: type | dict[str, type], timeout: float, tools: dict[str, Callable]):
@@ -346,17 +317,15 @@ class Environments:
         """The environment class of a row. Raises `ValueError` for an unknown name."""
         if None in self.by_name:
             return self.by_name[None]
-        if row.get("environment") not in self.by_name:
-            raise ValueError(
-                f"A row has environment={row.get('environment')!r}, expected one of {', '.join(self.by_name)}."
-            )
-        return self.by_name[row["environment"]]
+        name = row.get("environment")
+        if name not in self.by_name:
+            raise ValueError(f"A row has environment={name!r}, expected one of {', '.join(self.by_name)}.")
+        return self.by_name[name]
 
     def check_rows(self, dataset: Any) -> None:
-        """Raise `ValueError` for a row whose environment is unknown, or whose class rejects it.
+        """Raise `ValueError` for a row whose environment is unknown, or whose class or `reset` does not take it.
 
         A class method `check_row(row)` rejects rows. It returns the names of tools that the row has, or None.
-        `reset` must take the columns of each row, and must need no other.
         """
         self._check_columns(dataset)
         checks = any(hasattr(cls, "check_row") for cls in self.by_name.values())
@@ -364,8 +333,7 @@ class Environments:
         for number, row in enumerate(dataset.select_columns(columns) if columns else [{}]):
             check = getattr(self.class_of(row), "check_row", lambda row: None)
             try:
-                names = check(self.own_row(row))
-                if names is not None:
+                if (names := check(self.own_row(row))) is not None:
                     selected({**self.tools, **self.tools_of_class(row)}, names)
             except ValueError as error:
                 raise ValueError(f"Row {number}: {error}") from None
@@ -376,25 +344,21 @@ class Environments:
             cls: inspect.signature(types.MethodType(cls.reset, cls), follow_wrapped=False)
             for cls in set(self.by_name.values())
         }
-        needed = {name for each in signatures.values() for name in needs_of(each)}
-        takes_all = all(any(p.kind == p.VAR_KEYWORD for p in each.parameters.values()) for each in signatures.values())
-        if takes_all and not needed:
+        if all(takes_any_row(signature) for signature in signatures.values()):
             return
         same = len(self.by_name) == 1 and not isinstance(dataset, Rows)  # a table's rows all have its columns
         seen: set[tuple] = set()
         for number, row in enumerate(itertools.islice(dataset, 1) if same else dataset):
-            cls = self.class_of(row)
-            given = self.arguments_of(row)
-            if (cls, *given) in seen:
+            cls, columns = self.class_of(row), self.arguments_of(row)
+            if (cls, *columns) in seen:
                 continue
-            seen.add((cls, *given))
+            seen.add((cls, *columns))
             try:
-                signatures[cls].bind(**given)
+                signatures[cls].bind(**columns)
             except TypeError as error:
                 raise ValueError(
                     f"Row {number}: {cls.__name__}.reset does not accept this row: {error}. The row has: "
-                    f"{', '.join(given) or 'no column'}. Rename the argument or the column, give the argument a "
-                    "default, or add **row, which takes all other columns."
+                    f"{', '.join(columns) or 'no column'}. Rename one of them, or add **row for other columns."
                 ) from None
 
     def arguments_of(self, row: DataRow) -> dict[str, Any]:
@@ -402,11 +366,7 @@ class Environments:
         return {k: v for k, v in self.own_row(row).items() if k != "environment" or None in self.by_name}
 
     def own_row(self, row: DataRow) -> DataRow:
-        """Convert a row to the form that its environment takes (`with_own_keys`).
-
-        `keyword_columns` of a class are those whose keys are arguments of what it plays, which a key of another row
-        may break. Other classes get a table's row as it is.
-        """
+        """A row as its environment takes it: its `keyword_columns` hold arguments, without a table's padding."""
         return with_own_keys(row, getattr(self.class_of(row), "keyword_columns", ()))
 
     def tools_of_class(self, row: dict[str, Any]) -> dict[str, Callable]:
@@ -417,8 +377,6 @@ class Environments:
         """Give a rollout its environment and call `reset`. Returns the prompt, its control tokens broken by `clean`.
 
         Images of the row are placed where it or `reset` says. `tokenizer` is the model's; None: it reads no images.
-
-        Raises `EnvironmentFailure`.
         """
         cls, self.tokenizer = self.class_of(rollout.row), tokenizer
         if self._free[cls]:
@@ -428,17 +386,9 @@ class Environments:
             await self._run(rollout, cls.__name__, functools.partial(self._make, rollout, cls))
         row = self.arguments_of(rollout.row)
         of_row = of_columns(rollout.pictures, rollout.row)  # before `reset`, which may change the row
-        try:
-            observation = await self.call(rollout, "reset", **row)
-        except EnvironmentFailure as error:
-            cause = error.__cause__
-            if not isinstance(cause, KeyError) or not cause.args or cause.args[0] in row:
-                raise
-            columns = ", ".join(row) or "none"
-            raise EnvironmentFailure(f"{error}. The row has no such column. It has: {columns}") from cause
-        messages = joined(
-            rollout.prompt_messages, observation, clean, SaidPictures(tokenizer, rollout.pictures, places=True)
-        )
+        observation = await self.call(rollout, "reset", **row)
+        said = SaidPictures(tokenizer, rollout.pictures, places=True)
+        messages = joined(rollout.prompt_messages, observation, clean, said)
         try:
             return placed(messages, of_row, f"{cls.__name__}.reset") if self.places_images else messages
         except ValueError as error:
@@ -459,11 +409,8 @@ class Environments:
         running = [future for future in rollout.given_up if not future.done()]
         rollout.given_up.clear()
         if running and (await asyncio.wait(running, timeout=self.timeout))[1]:
-            raise EnvironmentFailure(
-                f"{type(rollout.environment).__name__}: a call that was abandoned at tool_timeout still runs after "
-                f"another environment_timeout={self.timeout:g} s. Its instance cannot be used meanwhile. Give the "
-                "method a time limit of its own, or raise tool_timeout."
-            )
+            name, waited = type(rollout.environment).__name__, f"environment_timeout={self.timeout:g} s"
+            raise EnvironmentFailure(f"{name}: a call abandoned at tool_timeout still runs after another {waited}.")
 
     async def call(self, rollout: Rollout, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call a method, synchronous or async. Returns None if it does not exist. Raises `EnvironmentFailure`."""
@@ -475,20 +422,12 @@ class Environments:
             await self.idle(rollout)
         return await self._run(rollout, name, functools.partial(function, *args, **kwargs))
 
-    async def _run(self, rollout: Rollout, name: str, function: Callable) -> Any:
-        if inspect.iscoroutinefunction(getattr(function, "func", function)):
-
-            async def run():
-                return await function()
-        else:
-
-            def run():
-                return function()
-
-        run.__name__ = name
+    async def _run(self, rollout: Rollout, name: str, function: functools.partial) -> Any:
+        function.__name__ = name
         try:
-            reads = functools.partial(read_ahead, reader=reader_of(self.tokenizer))
-            return await run_tool(run, {}, self.timeout, reads)
+            return await run_tool(
+                function, {}, self.timeout, functools.partial(read_ahead, reader=reader_of(self.tokenizer))
+            )
         except ToolsUnavailable:
             raise
         except ToolTimeout as error:
@@ -501,17 +440,15 @@ class Environments:
         """The result of `get_reward`, None without it. Raises `EnvironmentFailure`, also if it is not a number."""
         await self.idle(rollout)  # reward functions get the instance, too
         value = await self.call(rollout, "get_reward")
-        if value is None:
-            return None
-        if not is_number(value):
+        if value is not None and not is_number(value):
             name = type(rollout.environment).__name__
             raise EnvironmentFailure(f"{name}.get_reward returned {value!r}, expected a finite number.")
-        return float(value)
+        return None if value is None else float(value)
 
     def room(self, rollout: Rollout) -> asyncio.Semaphore | None:
-        """A semaphore that limits open conversations with a rollout's environment class. None if there is no limit.
+        """A semaphore for the limit `most_conversations` of a rollout's environment class, one per event loop.
 
-        `most_conversations` of the class is the limit. Each event loop has its own semaphore.
+        None if there is no limit.
         """
         cls = self.class_of(rollout.row)
         if (most := getattr(cls, "most_conversations", None)) is None:
@@ -520,11 +457,10 @@ class Environments:
 
     async def over(self, rollout: Rollout) -> None:
         """Notify an environment that its conversation is over. A failure of that is only logged."""
-        if rollout.environment is not None:
-            try:
-                await self.call(rollout, "conversation_over")
-            except EnvironmentFailure as error:
-                logger.warning(f"Notifying an environment of the end of its conversation failed: {error}")
+        try:
+            await self.call(rollout, "conversation_over")
+        except EnvironmentFailure as error:
+            logger.warning(f"Notifying an environment of the end of its conversation failed: {error}")
 
     async def close(self, rollouts: list[Rollout] | None = None) -> list[EnvironmentFailure]:
         """Close the environments of these rollouts, or of all if None; keep those that can be used again.
@@ -534,7 +470,7 @@ class Environments:
         rollouts = list(self._open.values()) if rollouts is None else rollouts
         rollouts = [rollout for rollout in rollouts if self._open.pop(id(rollout), None) is not None]
         results = await asyncio.gather(*map(self._close_one, rollouts), return_exceptions=True)
-        return [error for error in results if isinstance(error, BaseException)]
+        return [error for error in results if error is not None]
 
     async def _close_one(self, rollout: Rollout) -> None:
         if hasattr(rollout.environment, "close"):
@@ -547,18 +483,14 @@ class Environments:
         if self._open.pop(id(rollout), None) is not None:
             with suppress(Exception):
                 closing = getattr(rollout.environment, "close", lambda: None)()
-                if inspect.isawaitable(closing):
-                    asyncio.run(_awaited(closing))
+                if inspect.iscoroutine(closing):
+                    asyncio.run(closing)
 
     def _close_at_exit(self) -> None:
         """What an error or a signal left open, each in a thread: one that hangs leaves no other one open."""
         threads = [threading.Thread(target=self._close_now, args=(r,), daemon=True) for r in self._open.values()]
-        for thread in threads:
-            thread.start()
         end = time.monotonic() + self.timeout
         for thread in threads:
+            thread.start()
+        for thread in threads:
             thread.join(max(0.0, end - time.monotonic()))
-
-
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable

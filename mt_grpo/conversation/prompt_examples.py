@@ -45,7 +45,11 @@ class ExampleCall(BaseModel, extra="forbid"):
     @classmethod
     def flat(cls, call: Any) -> Any:
         """Take `name` and `arguments` out of `function`."""
-        if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        if (
+            isinstance(call, dict)
+            and isinstance(call.get("function"), dict)
+            and not {"name", "arguments"} & call.keys()
+        ):
             return {**{key: value for key, value in call.items() if key != "function"}, **call["function"]}
         return call
 
@@ -96,14 +100,25 @@ def check_examples(examples: Any, where: str = KEY) -> list[list[Message]]:
             place = ".".join(map(str, first["loc"]))
             got = f"{first['msg']}, got {first['input']!r:.80}"
             raise ValueError(f"{where}, example {number}, {place}: {got}. {SHAPE}") from error
-        empty = [m for m in messages if m.role != "tool" and not (m.content or "").strip() and not m.tool_calls]
-        if not re.fullmatch("ua(t+a|ua)*", "".join(message.role[0] for message in messages)) or empty:
-            got = ", ".join(f"{message.role}{' (empty)' * (message in empty)}" for message in messages)
+        wrong = [m for m in messages if not fits_role(m)]
+        if not re.fullmatch("ua(t+a|ua)*", "".join(message.role[0] for message in messages)) or wrong:
+            got = ", ".join(f"{m.role}{' (empty, or with tool_calls)' * (m in wrong)}" for m in messages)
             raise ValueError(f"{where}, example {number} has messages of {got or 'nobody'}. {SHAPE}")
         dumped = [message.model_dump(exclude_unset=True) for message in messages]
         # YAML's blocks end with a line break.
         checked.append([{**each, "content": (each.get("content") or "").strip()} for each in dumped])
     return checked
+
+
+def fits_role(message: ExampleMessage) -> bool:
+    """Whether a message has what its role needs: a result its content, an assistant text or calls, a user text."""
+    if message.role == "tool":
+        return message.content is not None and not message.tool_calls
+    return (
+        bool((message.content or "").strip())
+        and not message.tool_calls
+        or (message.role == "assistant" and bool(message.tool_calls))
+    )
 
 
 def behind_system(messages: list[Message], examples: list[Message]) -> list[Message]:
@@ -168,7 +183,8 @@ def written_examples(
             ids = [call.get("id") for call in message.get("tool_calls", [])]
             if any(ids) and any(each.get("tool_call_id") for each in results):
                 by_id = {each.get("tool_call_id"): each for each in results}
-                results = [by_id[each] for each in ids] if by_id.keys() == set(ids) else []
+                fit = by_id.keys() == set(ids) and len(by_id) == len(results) == len(ids)
+                results = [by_id[each] for each in ids] if fit else []
             if len(results) != len(calls):
                 raise ValueError(
                     f"{said} has {len(calls)} calls that this tool_format reads, and {len(results)} results of them. "

@@ -11,21 +11,17 @@ from mt_grpo.rollout import StopReason
 
 
 def plain_content(content: Any, where: str) -> Any:
-    """Join a message's list of text parts to one text. A list with an image stays (`with_marks` reads it).
+    """Join a message's list of text parts to one text. A list with an image stays (`read_row` reads it).
 
     Raises `ValueError` for other parts, such as videos.
     """
     if not isinstance(content, list):
         return content
-    has_image = False
-    for part in content:
-        is_image = isinstance(part, dict) and part.get("type") in ("image", "image_url")
-        if not is_image and (
-            not isinstance(part, dict) or not isinstance(part.get("text"), str) or part.get("type", "text") != "text"
-        ):
+    kinds = [part.get("type", "text") if isinstance(part, dict) else None for part in content]
+    for part, kind in zip(content, kinds):
+        if kind not in ("image", "image_url") and (kind != "text" or not isinstance(part.get("text"), str)):
             raise ValueError(f"{where}: a message has the part {part!r:.100}. Expected parts of text or images.")
-        has_image = has_image or is_image
-    return content if has_image else "".join(part["text"] for part in content)
+    return "".join(part["text"] for part in content) if set(kinds) <= {"text"} else content
 
 
 def content_of(message: dict[str, Any], where: str) -> Any:
@@ -60,15 +56,14 @@ CHAT_KEYS = {*SAMPLING_KEYS, "max_tokens", "max_completion_tokens", "chat_templa
 
 def check_sampling_params(sampling_params: dict[str, Any] | None, known: set[str] = SAMPLING_KEYS) -> None:
     """Raise `ValueError` for a key that the server would ignore, or that the conversation sets itself."""
-    for key in sampling_params or {}:
-        if key not in known and key in ("max_tokens", "max_completion_tokens"):
+    for key in (sampling_params or {}).keys() - known:
+        if key in ("max_tokens", "max_completion_tokens"):
             raise ValueError(f"sampling_params: {key!r} is set per turn. Set max_turn_tokens of the environment.")
-        if key not in known and key == "stop":
+        if key == "stop":
             raise ValueError("sampling_params: 'stop' is set per turn by the tool format. Remove it.")
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
-            raise ValueError(f"sampling_params: unknown key {key!r}.{hint}")
+        near = difflib.get_close_matches(str(key), known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else f" Known: {', '.join(sorted(known))}."
+        raise ValueError(f"sampling_params: unknown key {key!r}.{hint}")
 
 
 def check_conversations(prompts: Any, name: str, texts: bool = True, images: bool = False) -> list:
@@ -97,9 +92,7 @@ def check_conversations(prompts: Any, name: str, texts: bool = True, images: boo
 def message_text(message: dict[str, Any], name: str, images: bool = False) -> Any:
     """The content of a message as text. Raises `ValueError` if it is neither text nor text parts."""
     content = content_of(message, name)
-    if images and isinstance(content, list):
-        return content
-    if not isinstance(content, str):
+    if not isinstance(content, (str, list) if images else str):
         raise ValueError(f"{name} has a message with the content {content!r:.80}, expected text.")
     return content
 

@@ -41,19 +41,15 @@ def keep_whole(rollout: Rollout, vocab_size: int) -> None:
 def check_turns(rollout: Rollout, vocab_size: int) -> None:
     """Raise `EnvironmentFailure` unless every token of a rollout's turns has its mask and its logprob.
 
-    Args:
-        rollout: A rollout that is over.
-        vocab_size: Upper bound of ids that were read and not sampled (`num_ids` of the tokenizer).
+    Ids that were read and not sampled have to be below `vocab_size` (`num_ids` of the tokenizer).
     """
     for number, turn in enumerate(rollout.turns):
         if not isinstance(turn, Turn):
             raise altered(f"rollout.turns[{number}] is {turn!r:.100}, expected a Turn")
         size, where = len(turn.token_ids), f"turn {number}"
         if turn.mask is not None and (len(turn.mask) != size or not set(turn.mask) <= {0, 1}):
-            raise altered(
-                f"{where}: mask is {turn.mask!r:.100} with {len(turn.mask)} values, expected None, or a 0 or 1 for "
-                f"each of the {size} tokens"
-            )
+            got = f"{turn.mask!r:.100} with {len(turn.mask)} values"
+            raise altered(f"{where}: mask is {got}, expected None, or a 0 or 1 for each of the {size} tokens")
         if turn.logprobs is not None and len(turn.logprobs) != size:
             raise altered(f"{where} has {len(turn.logprobs)} logprobs, expected one for each of the {size} tokens")
         if turn.reward is not None and not is_number(turn.reward):
@@ -62,8 +58,7 @@ def check_turns(rollout: Rollout, vocab_size: int) -> None:
         for name, ids in (("observation_ids", turn.observation_ids), ("context", context)):
             if (wrong := first_unknown(ids, vocab_size)) is not None:
                 raise altered(
-                    f"{where}: {name} has the id {wrong!r:.100}, expected numbers from 0 to {vocab_size - 1}, the "
-                    "tokenizer's"
+                    f"{where}: {name} has the id {wrong!r:.100}, expected numbers from 0 to {vocab_size - 1}"
                 )
     try:
         found = join(record.turns for record in rollout.records)
@@ -94,6 +89,5 @@ def first_unknown(ids: list[int], vocab_size: int) -> Any:
 def altered(what: str) -> EnvironmentFailure:
     """The error for a rollout that its environment has changed."""
     return EnvironmentFailure(
-        f"The rollout cannot be trained: {what}. An environment must only read the rollout and its turns, and must "
-        "not change them. Return a reply to change what follows."
+        f"The rollout cannot be trained: {what}. An environment must not change the rollout. Return a reply instead."
     )

@@ -12,7 +12,7 @@ from packaging.version import Version
 from peft import LoraConfig, PeftModel
 
 from mt_grpo.base.errors import ServerError, ServerLost
-from mt_grpo.conversation.pictures import TOWER
+from mt_grpo.images.pictures import TOWER
 
 ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM name it
 ADAPTER = "default"  # peft's name of the only one

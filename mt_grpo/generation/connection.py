@@ -30,11 +30,11 @@ from mt_grpo.base.event_loop import (
     gather_all,
     run_async,
 )
-from mt_grpo.conversation.pictures import reader_of
 from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.generation.engines import Engine
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.vllm_engine import VLLM
+from mt_grpo.images.messages import reader_of
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.rollout import Generation
 

@@ -15,13 +15,12 @@ from accelerate.utils import gather_object
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.conversation.pictures import forbidding_nothing
 from mt_grpo.generation.adapters import adapter_weights, config_of, why_model_merges
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.versions import tagged
 from mt_grpo.generation.weight_transfer import why_not_shared
 from mt_grpo.generation.weights import PolicyWeights, off_by_rounding
-from mt_grpo.images.pictures import inputs_of_rows
+from mt_grpo.images.pictures import forbidding_nothing, inputs_of_rows
 
 logger = logging.getLogger(__name__)
 

@@ -1,10 +1,8 @@
-"""Pictures in a conversation, and the ids that stand for them.
+"""Images of conversations: the ids and the marks that stand for them, and what a model's forward pass reads instead.
 
-A chat template writes one placeholder for a picture, and a model reads as many of them as the picture has tokens. Here
-each of these is an id of the picture's own, far beyond any vocabulary, which is made from a digest of its pixels. So a
-prompt with another picture is another prompt wherever ids are compared, hashed, shared, sorted or sent to other ranks,
-and no list of pictures has to travel beside the ids. Only what leaves the house has plain placeholders
-(`with_placeholders`): requests, a model's forward pass, and text for people.
+A model reads as many placeholders as an image has tokens. Here each of them is an id of the image's own, beyond any
+vocabulary, made from a digest of its pixels. So a prompt with another image is another prompt wherever ids are
+compared, hashed, shared or sent. In a text an image is a mark, so that a message stays text wherever it is edited.
 """
 
 from __future__ import annotations
@@ -12,49 +10,48 @@ from __future__ import annotations
 import base64
 import functools
 import io
+import operator
+import re
+import secrets
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 FIRST_ID = 2**32  # no vocabulary is as large
 MOST_PICTURES = 999  # of one context: as many as vLLM reads unless it is told otherwise
 ID_DIGITS = 12  # of the digest, so that an id fits into a tensor of 64 bits
+PLACE = "\ufdd0\ufdd1"  # the place of the next image of a row, in a text that is not yet what the model reads
+SECRET = secrets.token_hex(4)  # of marks: what no tool can guess, next to two characters that no text has
+TOWER = re.compile(r"\bvisual\.")  # in the names of modules that read images
+FORBIDDEN = -1e4  # a logit whose probability is 0 in half precision, too
 
 
+@dataclass(eq=False, repr=False)
 class Picture:
-    """A picture as a model reads it. `Picture.of` makes one, once for each digest.
+    """An image as a model reads it. `Picture.of` makes one, once for each digest."""
 
-    Attributes:
-        image: Of PIL, RGB.
-        placeholder: The id that a model's forward pass reads for each of its tokens.
-        grid: (height, width) in tokens.
-        features: What the forward pass reads, as tensors of this picture alone: `pixel_values` (patches, numbers of a
-            patch) and `image_grid_thw` (1, 3).
-        digest: 64 hexadecimal digits (`digest_of_image`).
-    """
-
-    def __init__(self, image: Any, placeholder: int, grid: tuple[int, int], features: dict[str, Any], digest: str):
-        self.image, self.placeholder, self.grid = image, placeholder, grid
-        self.features, self.digest = features, digest
+    image: Any  # of PIL, RGB, in the size in which the model sees it
+    placeholder: int  # the id that the forward pass reads for each of its tokens
+    grid: tuple[int, int]  # (height, width) in tokens
+    features: dict[str, Any]  # tensors that it reads: `pixel_values` (patches, ...) and `image_grid_thw` (1, 3)
+    digest: str  # of size, pixels and the reader's settings
 
     @staticmethod
-    def of(image: Any, placeholder: int, grid: tuple[int, int], features: dict[str, Any], digest: str) -> Picture:
-        """The picture of a digest: the one that somebody holds, or a new one.
-
-        INVARIANT: there is one for an id. The table forgets an id with its picture: of two equal ones the second would
-        be lost with the first, also where it came from another rank, or where two tools read an image at a time.
-        """
+    def of(*values: Any) -> Picture:
+        """Return the picture of these fields: the one that somebody holds, or a new one."""
+        # INVARIANT: there is one for an id, also if it comes from another rank, or if two tools read it at a time. The
+        # table forgets an id with its picture: of two equal ones the second would be lost with the first.
+        picture = Picture(*values)
         with MAKES_ONE:
-            known = KNOWN.get(id_of_digest(digest))
-            if known is None:
-                known = KNOWN[id_of_digest(digest)] = Picture(image, placeholder, grid, features, digest)
-            return known
+            return KNOWN.setdefault(id_of_digest(picture.digest), picture)
 
     @property
     def name(self) -> str:
-        """How logs name it: the beginning of its digest."""
+        """The name of the image in logs and marks: the beginning of its digest."""
         return self.digest[:ID_DIGITS]
 
     @property
@@ -64,19 +61,21 @@ class Picture:
         found.picture = self
         return found
 
-    @functools.cached_property
-    def data_uri(self) -> str:
-        """The picture for a request, without loss."""
-        file = io.BytesIO()
-        self.image.save(file, "PNG", compress_level=1)
-        return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
     @property
     def num_tokens(self) -> int:
         return self.grid[0] * self.grid[1]
 
+    @property
+    def ids(self) -> list[PictureId]:
+        return self.num_tokens * [self.id]
+
+    @functools.cached_property
+    def data_uri(self) -> str:
+        """The image for a request, without loss."""
+        return png_uri(self.image, compress_level=1)
+
     def __deepcopy__(self, memo: dict) -> Picture:
-        return self  # nobody changes it
+        return self  # it never changes
 
     def __reduce__(self) -> tuple:
         return Picture.of, (self.image, self.placeholder, self.grid, self.features, self.digest)
@@ -87,30 +86,18 @@ class PictureId(int):
 
     picture: Picture
 
-    def __deepcopy__(self, memo: dict) -> PictureId:
-        return self
-
     def __reduce__(self) -> tuple:
-        return _id_of, (self.picture,)
+        return operator.attrgetter("id"), (self.picture,)
 
 
-# By id. INVARIANT: what a digest names never changes. It is of the reader, too, so that one table serves all models.
+# By id. INVARIANT: what a digest names never changes. It covers the reader's settings: one table serves all models.
 MAKES_ONE = threading.Lock()
 KNOWN: weakref.WeakValueDictionary[int, Picture] = weakref.WeakValueDictionary()
 
 
 def id_of_digest(digest: str) -> int:
-    """The id of a picture, by its digest or by the beginning of it that a mark has."""
+    """The id of an image, by its digest or by its name."""
     return FIRST_ID + int(digest[:ID_DIGITS], 16)
-
-
-def known_picture(digest: str) -> Picture | None:
-    """The picture of a digest, if somebody holds it: an image is kept once, however many rows show it."""
-    return KNOWN.get(id_of_digest(digest))
-
-
-def _id_of(picture: Picture) -> PictureId:
-    return picture.id
 
 
 def is_picture(token: int) -> bool:
@@ -118,20 +105,12 @@ def is_picture(token: int) -> bool:
 
 
 def picture_of(token: int) -> Picture:
-    """The picture of an id. Raises `KeyError` where nobody holds it any more."""
+    """The picture of an id. Raises `KeyError` if nothing holds it any more."""
     return KNOWN[int(token)]
 
 
 def runs_of(ids: Iterable[int], partial: bool = False) -> list[list[int]]:
-    """Ids in runs: those of text that follow each other, or those of one picture.
-
-    Args:
-        ids: Of a record, or of a part of one.
-        partial: Whether a part of a picture may stand at the end of its run.
-
-    Raises:
-        ValueError: a part of a picture's ids is missing. A picture stands in a record whole or not at all.
-    """
+    """Split ids into runs of text, or of one image. Raises `ValueError` for a part of an image, unless `partial`."""
     found: list[list[int]] = []
     for key, group in groupby(ids, lambda token: int(token) if is_picture(token) else None):
         run = list(group)
@@ -143,7 +122,7 @@ def runs_of(ids: Iterable[int], partial: bool = False) -> list[list[int]]:
 
 
 def pictures_in(ids: list[int]) -> list[Picture]:
-    """The pictures that stand in ids, in their order."""
+    """The images that stand in ids, in their order."""
     if not any(map(is_picture, ids)):
         return []
     return [picture_of(run[0]) for run in runs_of(ids) if is_picture(run[0])]
@@ -159,11 +138,85 @@ def with_placeholders(ids: list[int]) -> list[int]:
     return [picture_of(token).placeholder if is_picture(token) else token for token in ids]
 
 
-def features_of(pictures: list[Picture]) -> dict[str, Any]:
-    """The image inputs of a model's forward pass, for several images in order.
+def held_by(tensors: Iterable[Any]) -> list[Picture]:
+    """The images whose ids stand in tensors. Tensors do not hold them: whoever keeps the list does."""
+    found = {int(token) for tensor in tensors for token in tensor[tensor >= FIRST_ID].unique().tolist()}
+    return [picture_of(token) for token in sorted(found)]
 
-    `pixel_values` (patches of all, numbers of a patch) and `image_grid_thw` (pictures, 3).
+
+def mark_pattern() -> re.Pattern:
+    """A pattern of marks, whose group 1 is the image's name, and of parts of marks."""
+    mark, part = f"{SECRET}([0-9a-f]{{{ID_DIGITS}}})\ufdd1", f"[0-9a-f]{{0,{len(SECRET) + ID_DIGITS}}}"
+    return re.compile(f"\ufdd0(?:{mark}|{part})|\ufdd1")
+
+
+MARK = mark_pattern()
+
+
+def share_marks(on_main_process: Callable) -> None:
+    """Use the main process's secret, so that all ranks read each other's texts (rewards of groups). Collective."""
+    global SECRET, MARK
+    SECRET = on_main_process(lambda: SECRET)
+    MARK = mark_pattern()
+
+
+def mark_of(picture: Picture) -> str:
+    """The mark that stands for an image in a text."""
+    return f"\ufdd0{SECRET}{picture.name}\ufdd1"
+
+
+def pictures_of(text: str) -> list[Picture]:
+    """The images of the marks in a text, in their order."""
+    return [picture_of(id_of_digest(name)) for name in MARK.findall(text) if name]
+
+
+def marks_replaced(text: str, by: str = "") -> str:
+    """Replace each mark in a text, and remove parts of marks."""
+    return MARK.sub(lambda found: by if found[1] else "", text)
+
+
+def with_marks_of(text: str, pictures: Iterable[Picture]) -> str:
+    """Remove all marks from a text from outside, and parts of them, except those of these images."""
+    names = {picture.name for picture in pictures}
+    return MARK.sub(lambda found: found[0] if found[1] in names else "", text)
+
+
+def readable(text: str) -> str:
+    """Convert a text for display: image marks become `<image DIGEST>`.
+
+    >>> readable("no picture")
+    'no picture'
     """
+    return MARK.sub(lambda found: f"<image {found[1]}>" if found[1] else found[0], text.replace(PLACE, "<image>"))
+
+
+def readable_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Convert messages for rewards, logs and display: those with an image are copied with `readable` contents."""
+    return [{**m, "content": readable(m["content"])} if "\ufdd0" in (m.get("content") or "") else m for m in messages]
+
+
+def png_uri(image: Any, **options: Any) -> str:
+    """A PIL image as a data URI."""
+    file = io.BytesIO()
+    image.save(file, "PNG", **options)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+
+
+def uri_or_str(value: Any) -> str:
+    """JSON `default` for a row that is sent to a program: an image becomes a data URI, other values become text."""
+    try:
+        from PIL import Image, ImageOps
+
+        if isinstance(value, Image.Image):  # rotated as it is read
+            return png_uri(ImageOps.exif_transpose(value).convert("RGB"))
+        kind = Image.MIME.get(Image.open(io.BytesIO(value)).format, "image")
+    except Exception:  # no bytes, or those of no image; or Pillow is not installed
+        return str(value)
+    return f"data:{kind};base64,{base64.b64encode(value).decode()}"
+
+
+def features_of(pictures: list[Picture]) -> dict[str, Any]:
+    """The inputs of a forward pass for several images in order: `pixel_values`, and `image_grid_thw` (images, 3)."""
     import torch
 
     names = dict.fromkeys(name for picture in pictures for name in picture.features)
@@ -171,11 +224,7 @@ def features_of(pictures: list[Picture]) -> dict[str, Any]:
 
 
 def inputs_of_requests(prompts: list[list[int]]) -> tuple[list[list[int]], dict[str, Any]]:
-    """(ids with placeholders, what else `generate` reads) of prompts.
-
-    Beside `features_of` that is `mm_token_type_ids`: a list for each prompt, 1 where a picture is. It is padded later,
-    as the ids are.
-    """
+    """(ids with placeholders, further inputs of `generate`) of prompts. They are padded later."""
     if not (pictures := [picture for ids in prompts for picture in pictures_in(ids)]):
         return prompts, {}
     kinds = [[int(is_picture(token)) for token in ids] for ids in prompts]
@@ -183,47 +232,45 @@ def inputs_of_requests(prompts: list[list[int]]) -> tuple[list[list[int]], dict[
 
 
 def inputs_of_rows(input_ids: Any) -> tuple[Any, dict[str, Any]]:
-    """(ids with placeholders, what else a forward pass of these rows reads) for TRL's method.
-
-    Beside `features_of` that is `num_images`, a number for each row, and `mm_token_type_ids` (M, L), 1 where a picture
-    is.
-
-    Args:
-        input_ids: (M, L), padded.
-    """
-    import torch
-
+    """(ids with placeholders, further inputs of a forward pass) of padded rows (M, L), for TRL's method."""
     if not (shown := input_ids >= FIRST_ID).any():
         return input_ids, {}
     rows = [pictures_in(row) for row in input_ids.tolist()]
-    ids = input_ids.clone()
-    ids[shown] = torch.tensor(
-        [picture_of(token).placeholder for token in input_ids[shown].tolist()], device=ids.device
-    )
-    features = {name: values.to(ids.device) for name, values in features_of(sum(rows, [])).items()}
-    return ids, {**features, "num_images": [len(row) for row in rows], "mm_token_type_ids": shown.int()}
+    pictures = [picture for row in rows for picture in row]
+    features = {name: values.to(input_ids.device) for name, values in features_of(pictures).items()}
+    features |= {"num_images": [len(row) for row in rows], "mm_token_type_ids": shown.int()}
+    return input_ids.masked_fill(shown, pictures[0].placeholder), features
 
 
-def held_by(tensors: Iterable[Any]) -> list[Picture]:
-    """The pictures whose ids stand in tensors of ids: who keeps the list keeps them."""
-    found = {int(token) for tensor in tensors for token in tensor[tensor >= FIRST_ID].unique().tolist()}
-    return [picture_of(token) for token in sorted(found)]
+def forbid(reader: Any, *models: Any) -> None:
+    """Exclude a reader's `unsampled` ids from models' sampling, logprobs and entropy, by a bias that is not saved.
 
-
-def uri_or_str(value: Any) -> str:
-    """JSON `default` for a row that is sent to a program: an image becomes a data URI, other values become text.
-
-    A PIL image is rotated by its EXIF data first, so that the URI is read as the image is.
+    A sampled placeholder would stand for no image. INVARIANT: what is not sampled has no logprob either.
     """
-    try:
-        from PIL import Image, ImageOps
+    import torch
 
-        if isinstance(value, Image.Image):
-            file = io.BytesIO()
-            ImageOps.exif_transpose(value).convert("RGB").save(file, "PNG")
-            kind, content = "PNG", file.getvalue()
-        else:
-            kind, content = Image.open(io.BytesIO(value)).format, bytes(value)
-    except Exception:  # no bytes, or those of no image; or Pillow is not installed
-        return str(value)
-    return f"data:{Image.MIME.get(kind, 'image')};base64,{base64.b64encode(content).decode()}"
+    for model in filter(None, models if reader is not None else ()):
+        for head in model.get_output_embeddings().modules():  # several if adapters wrap it, as narrow as their rank
+            is_head = isinstance(head, torch.nn.Linear) and len(head.weight) > max(reader.unsampled)
+            if not is_head or "bias" in head._buffers:  # a second trainer may get the same model
+                continue
+            if head._parameters.pop("bias") is not None:
+                raise ValueError(f"The head of {type(model).__name__} has a bias, which is not supported with images.")
+            head.register_buffer("bias", head.weight.new_zeros(len(head.weight)), persistent=False)
+            head.bias[reader.unsampled] = FORBIDDEN
+
+
+@contextmanager
+def forbidding_nothing(model: Any) -> Iterator[None]:
+    """Context manager without the bias of `forbid`: a server's logprobs of a prompt cover the whole vocabulary."""
+    import torch
+
+    heads = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and "bias" in module._buffers]
+    biases = [head.bias for head in heads]
+    try:
+        for head in heads:
+            head.bias = torch.zeros_like(head.bias)
+        yield
+    finally:
+        for head, bias in zip(heads, biases):
+            head.bias = bias

@@ -19,28 +19,22 @@ from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
 from mt_grpo.conversation.conversations import limits_of
 from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
-from mt_grpo.conversation.picture_parts import (
+from mt_grpo.conversation.sampling import check_conversations, sampling_params
+from mt_grpo.generation.weight_transfer import check_shared_directory
+from mt_grpo.images.messages import (
+    FAMILIES,
     OTHER_KINDS,
+    image_reader,
     num_pixels,
     of_columns,
     placed,
-    read_pictures,
-    refuse_images,
-    with_marks,
-    with_places,
-)
-from mt_grpo.conversation.pictures import (
-    TOWER,
-    PictureReader,
-    drawn_ids,
-    drawn_image,
+    read_row,
     reader_of,
+    refuse_images,
     why_none,
     with_pictures,
 )
-from mt_grpo.conversation.sampling import check_conversations, sampling_params
-from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.images.pictures import MOST_PICTURES
+from mt_grpo.images.pictures import MOST_PICTURES, TOWER, pictures_in
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.keys import default_of
 from mt_grpo.rollout import ROLES
@@ -250,17 +244,15 @@ def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
 
 def check_images(dataset: Any, name: str, env: Any) -> None:
     """Raise `ValueError` for a row with an image that the model would not see, or that cannot be read."""
-    reader, of_scheduler = reader_of(env.tokenizer), hasattr(env, "place_images")
-    by_default = with_marks if env.environments is None else with_places
-    place = env.place_images if of_scheduler else by_default
+    reader = reader_of(env.tokenizer)
+    further = "messages" if hasattr(env, "place_images") else "prompt"  # a scheduler's rows may have them instead
     for i, row in enumerate(dataset):
         if reader is None:
             refuse_images(row, f"{name}, row {i}", why_none(env.tokenizer))
         elif getattr(env, "reads_rows", True):
             if others := [key for key in OTHER_KINDS if row.get(key)]:
                 raise ValueError(f"{name}, row {i}: the column {others[0]!r} is not read: only images are. Remove it.")
-            messages = row.get("prompt") or (row.get("messages") if of_scheduler else None) or []
-            place(messages, row, env.tokenizer, f"{name}, row {i}")
+            read_row(row.get("prompt") or row.get(further) or [], row, env.tokenizer, env, f"{name}, row {i}")
 
 
 def why_text(args: GRPOConfig) -> str | None:
@@ -278,12 +270,13 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
     prompt = row.get("prompt") or empty_prompts(1)[0]["prompt"]
     # `shown` keeps its pictures while the prompt is tokenised.
     further: list[int] = []
-    (prompt,), (shown,) = read_pictures([prompt], [row], env.tokenizer, env, "mark_images")
+    (prompt,) = check_conversations([prompt], "prompts", images=True)
+    prompt, shown = read_row(prompt, row, env.tokenizer, env, "prompt", "mark_images")
     if env.environments is not None and not hasattr(env, "mark_images"):
         try:
             prompt = placed(prompt, of_columns(shown, row), "the prompt")
         except ValueError:  # `reset` may bring further places
-            further = [token for each in of_columns(shown, row) for token in each.num_tokens * [each.id]]
+            further = [token for each in of_columns(shown, row) for token in each.ids]
     messages = env.format_of(env.tokenizer).clean(prompt, Origin.DATA)
     return env.prompt_ids(env.with_system_prompt(messages, tools), env.tokenizer, tools) + further
 
@@ -291,8 +284,8 @@ def prompt_ids_of(env: Any, row: dict[str, Any]) -> list[int]:
 def longest_prompt(env: Any, dataset: Any) -> int:
     """Tokens of the longest prompt. Only those with the most characters or pixels are tokenised."""
     longest = heapq.nlargest(32, dataset, key=lambda row: sum(map(len, texts_of(row))))
-    if reader_of(env.tokenizer) is not None:
-        longest += heapq.nlargest(32, dataset, key=num_pixels)
+    if (reader := reader_of(env.tokenizer)) is not None:
+        longest += heapq.nlargest(32, dataset, key=lambda row: num_pixels(row, reader))
     return max(len(prompt_ids_of(env, row)) for row in longest)
 
 
@@ -426,9 +419,11 @@ def prepare_env(
     revision = (args.model_init_kwargs or {}).get("revision")
     how = {"revision": revision or "main", "trust_remote_code": args.trust_remote_code}
     model_config = AutoConfig.from_pretrained(name, **how) if isinstance(model, str) else model.config
-    reader = why_text(args) or PictureReader.of(name, model_config, env.tokenizer, revision)
+    reader = why_text(args) or image_reader(name, model_config, env.tokenizer, revision)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
+    if isinstance(reader, str) and model_config.model_type in FAMILIES:
+        logger.warning(f"The model can read images, but this run gives it none: {reader}.")
     if not isinstance(reader, str):
         if args.freeze_vision_tower is not False and getattr(peft_config, "exclude_modules", "") is None:
             peft_config.exclude_modules = rf".*{TOWER.pattern}.*"  # a LoRA leaves out what reads images
@@ -487,7 +482,7 @@ def check_server(
         try:
             on_main_process(lambda: check_it_reads_images(client, env, where))
         except ServerError as error:  # the same on all ranks
-            if isinstance(error, ServerLost) or any(map(num_pixels, dataset)):
+            if isinstance(error, ServerLost) or any(num_pixels(row, reader_of(env.tokenizer)) for row in dataset):
                 raise
             logger.warning(f"{error} No row has an image, so the run continues with text only.")
             for tokenizer in (env.tokenizer, client.tokenizer):
@@ -505,9 +500,9 @@ def check_tokenizer(client: Any, tokenizer: Any, where: str) -> None:
 
 def check_it_reads_images(client: Any, env: Any, where: str) -> None:
     """Raise `ServerError` unless a server reads images as the trainer does, and as many as a conversation may hold."""
-    smallest = reader_of(env.tokenizer).read(drawn_image(1), where).num_tokens
+    smallest = pictures_in(env.tokenizer.drawn_ids(1))[0].num_tokens
     if reason := client.engine.why_no_images(client, min(MOST_PICTURES, client.max_model_len // smallest)):
         raise ServerError(f"{where} {reason}")
     # Of ids that no tokenizer would write, too: one that reads them as text reads others.
     spelled = [token for letter in "answer" for token in env.tokenizer(letter, add_special_tokens=False)["input_ids"]]
-    client.score(drawn_ids(env.tokenizer) + spelled)  # raises where images are off, or are read otherwise
+    client.score(env.tokenizer.drawn_ids() + spelled)  # raises where images are off, or are read otherwise

@@ -79,6 +79,8 @@ def read_recipe(path: str, classes: Classes) -> dict[str, Any]:
             raise ValueError(
                 f"{key}: {value!r:.200} in {path} is {type(value).__name__}, expected {type_name(known[key])}.{hint}"
             )
+    if not all(isinstance(value, str | int | float) for value in (recipe.get("env") or {}).values()):
+        raise ValueError(f"env: {recipe['env']!r:.200} in {path}, expected lines of `NAME: text`.")
     return recipe | {key: value for key, value in yaml.load(text, yaml.BaseLoader).items() if key == "env"}
 
 

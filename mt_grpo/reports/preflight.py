@@ -25,12 +25,13 @@ from transformers import TrainerCallback
 from mt_grpo.base.errors import ServerError, error_line
 from mt_grpo.base.ranks import RunError
 from mt_grpo.conversation.conversations import limits_of
-from mt_grpo.conversation.pictures import readable
+from mt_grpo.images.pictures import readable
 from mt_grpo.recipe.checks import longest_prompt, prompt_ids_of, text_of_cuts
 from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, join
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch, unused_rewards
+from mt_grpo.training.rewards import RewardFunctions
 from mt_grpo.training.tensors import EFFECTIVE_SHARE
 from mt_grpo.training.token_checks import squeezed
 
@@ -111,6 +112,8 @@ READINGS = (
         "No number of {rewards/unused} moves an advantage with credit_assignment={credit_assignment}. Choose another "
         "credit_assignment, move it to OUTCOME_REWARD_FUNCS, or set its weight to 0.",
         lambda f: f[NO_SIGNAL] >= 1 and f["rewards/num_varied_and_used"] == 0),
+    Reading("silent rewards", lambda f: bool(f.get("rewards/silent")) and f["rewards/num_given"] > 0,
+        "{rewards/silent} gave None to all rollouts. Check whether the columns that it reads are empty."),
     Reading("no rewards", lambda f: f["rewards/num_given"] == 0,
         "No function gave a number to any rollout. Are the columns that the functions read empty?", lambda f: True),
     Reading("constant rewards",
@@ -248,6 +251,10 @@ def facts_of_batches(trainer: ResumableTrainer, batches: list[Batch]) -> dict[st
         "outcome/scored": round(len(places) * metrics.get(f"rewards/{outcome}/frac_scored", 0.0)),
         "outcome/constant": outcome in given and outcome not in varied,
         "rewards/constant": ", ".join(f"{name} {given[name]:.3g}" for name in given) or "no weight is above 0",
+        "rewards/silent": ", ".join(
+            func.__name__ for func in functions.functions  # those of environments and tools may have nothing to say
+            if func.__name__ in means.keys() - given.keys() and func.__module__ != RewardFunctions.__module__
+        ),
         "rewards/num_given": len(given) if means else None, "rewards/num_varied": len(varied),
         "rewards/unused": ", ".join(unused), "rewards/num_varied_and_used": len(set(varied) - set(unused)),
     }  # fmt: skip

@@ -21,9 +21,8 @@ import torch
 
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
-from mt_grpo.conversation.pictures import readable
 from mt_grpo.generation.versions import versions_of
-from mt_grpo.images.pictures import Picture, pictures_in
+from mt_grpo.images.pictures import Picture, pictures_in, readable
 from mt_grpo.rollout import Message, Record, Rollout, Turn
 from mt_grpo.training.batch import Batch
 
@@ -81,7 +80,7 @@ def rollout_rows(
     tokenizer turns have their tokens.
     """
     tables = batch.reward, batch.logged, batch.rewards.turn, advantages, outcome
-    values = zip(*(batch.own(table).cpu()[places].tolist() for table in tables))
+    values = zip(*(without_nan(batch.own(table).cpu()[places].tolist()) for table in tables))
     rows = []
     for i, of_turns, (reward, per_function, per_turn, advantage, of_outcome) in zip(places, columns, values):
         rollout = batch.rollouts[i]
@@ -114,6 +113,17 @@ def rollout_rows(
         }
         rows.append(row)
     return rows
+
+
+def without_nan(numbers: Any) -> Any:
+    """A list of numbers, or of lists of them, with None in the place of NaN."""
+    return (
+        [without_nan(each) for each in numbers]
+        if isinstance(numbers, list)
+        else numbers
+        if numbers == numbers
+        else None
+    )
 
 
 # INVARIANT: NaN and infinities, which JSON does not have, are null. What else it does not have is text.

@@ -21,7 +21,7 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers.trainer import TRAINER_STATE_NAME
 
-from mt_grpo.base.errors import error_line
+from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.files import absolute, read_json
 from mt_grpo.base.json_types import image_or_str
 from mt_grpo.base.ranks import RunError
@@ -41,7 +41,8 @@ def checkpoint_to_resume(wanted: str | bool | None, output_dir: str) -> str | No
     # Trainer writes trainer_state.json last, so a checkpoint without this file is incomplete. The newest checkpoint is
     # used, not the one of the highest step: an older run in the same folder may have made more steps.
     states = Path(output_dir).glob(f"checkpoint-*/{TRAINER_STATE_NAME}")
-    whole = [path for path in states if path.parent.name.partition("-")[2].isdigit() and read_json(path)]
+    states = [path for path in states if path.parent.name.partition("-")[2].isdigit()]
+    whole = [path for path in states if read_json(path) or tell_once(f"{path.parent} is incomplete: passed over.")]
     newest = max(whole, key=lambda path: path.stat().st_mtime, default=None)
     state = newest if str(wanted).lower() in ("last", "true") else Path(absolute(str(wanted)), TRAINER_STATE_NAME)
     if state is None or not state.is_file():
@@ -215,9 +216,7 @@ def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> No
     """Raise `ValueError` unless nodes share `output_dir`, or each saves all in its own. None: nothing is saved."""
     if not has_several_nodes() or save_on_each_node is None:
         return
-    folder = Path(
-        output_dir, f".rank-{secrets.token_hex(6)}"
-    )  # a new name: no network file system knows it as missing
+    folder = Path(output_dir, f".rank-{secrets.token_hex(6)}")  # a new name, which no node has asked for
     folder.mkdir(parents=True)
     names, error = gather_object([folder.name]), None
     seen = sum(Path(output_dir, name).exists() for name in names)
@@ -226,7 +225,7 @@ def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> No
     is_sharded = any(os.environ.get(f"ACCELERATE_USE_{key}", "").lower() == "true" for key in ("FSDP", "DEEPSPEED"))
     if save_on_each_node and is_sharded:
         error = "save_on_each_node is not supported with FSDP or DeepSpeed, where only rank 0 gets complete weights."
-    elif save_on_each_node and seen > int(os.environ["LOCAL_WORLD_SIZE"]):
+    elif save_on_each_node and seen > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
         error = f"save_on_each_node: true, but nodes share output_dir={output_dir!r}."
     elif not save_on_each_node and seen < len(names):
         what = f"output_dir={output_dir!r} is shared by {seen} of {len(names)} ranks"

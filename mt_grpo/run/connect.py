@@ -9,14 +9,14 @@ import torch
 from accelerate.utils import is_peft_model
 
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.conversation.pictures import drawn_ids, forbid, freeze_tower, reader_of, secret_of_marks, share_marks
 from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
-from mt_grpo.images.pictures import inputs_of_requests, is_picture
+from mt_grpo.images.messages import reader_of
+from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, share_marks
 from mt_grpo.training.policy_scores import asked_of
 
 
@@ -50,9 +50,9 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
     args, ends, model, accelerator = trainer.args, trainer.eos_token_ids, trainer.model, trainer.accelerator
     forbid(reader_of(trainer.env.tokenizer), model, trainer.ref_model)
     if accelerator.num_processes > 1:
-        share_marks(on_main_process(secret_of_marks))
-    if args.freeze_vision_tower:
-        freeze_tower(model)
+        share_marks(on_main_process)
+    for name, parameter in model.named_parameters() if args.freeze_vision_tower else ():
+        parameter.requires_grad_(parameter.requires_grad and not TOWER.search(name))
     if trainer.backend == "server":
         client = trainer.client
         client.instance = on_main_process(lambda: client.instance)  # all ranks expect the same version
@@ -68,8 +68,7 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
         stops |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
         trainer.vllm_generation.generation_kwargs = {**(args.generation_kwargs or {}), **stops}
         if is_peft_model(model) and trainer.vllm_generation._dist.fsdp_version != 1:
-            # TRL merges the adapter into the frozen weights themselves and takes it out again. In half precision they
-            # drift with each push: the reference of `beta` with them, and what the saved adapter belongs to.
+            # TRL merges the adapter into the frozen weights and takes it out again: in half precision they drift.
             merged = PolicyWeights(model, accelerator, trainer.processing_class, mode="none")
             trainer.vllm_generation._iter_named_params = merged.named_weights
     else:
@@ -102,4 +101,4 @@ def connect_backend(trainer: Any, first_ids: Callable[[], list[int]]) -> Any:
 def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
     """The ids whose logprobs prove a push: at most 256 of a prompt without images, after one that proves the tower."""
     text = [token for token in ids if not is_picture(token)][:256]
-    return (drawn_ids(tokenizer) if reader_of(tokenizer) is not None else []) + text
+    return (tokenizer.drawn_ids() if reader_of(tokenizer) is not None else []) + text

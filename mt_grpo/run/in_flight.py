@@ -177,6 +177,8 @@ class InFlight(TrainerCallback):
         steps_per_epoch = max(math.ceil(len(train_dataloader) / args.gradient_accumulation_steps), 1)
         skipped = 0 if args.ignore_data_skip else state.global_step % steps_per_epoch
         self.trainer._step = skipped * args.gradient_accumulation_steps
+        if (passes := (self._resumed or {}).get("passes")) is not None:  # an epoch may have ended inside a batch
+            self.trainer._step += (passes - self.trainer._step) % self.num_passes
         self.trainer._buffered_inputs = None
         self.epoch = int(state.epoch or 0) - 1
 
@@ -197,6 +199,7 @@ class InFlight(TrainerCallback):
             is_over = self.trainer._step % self.num_passes == 0  # otherwise the batch is to be trained further
             own = [] if is_over else self._batch_prompts.values()
             self.state = self.prompts.state([*own, *(group.prompt for group in self.groups)])
+            self.state |= {"passes": self.trainer._step % self.num_passes} if self.prompts.endless else {}
 
     @property
     def num_passes(self) -> int:
@@ -312,7 +315,8 @@ class InFlight(TrainerCallback):
         trainer, (kinds, slot_of_row) = self.trainer, self._slots
         sampler, resumed, self._resumed = trainer._get_train_sampler(trainer.train_dataset), self._resumed, None
         trained = trainer._step // self.num_passes * len(kinds)
-        begin = resumed or {"epoch": self.epoch, "place": trained, "prompts": []}
+        begin = {"epoch": self.epoch, "place": trained, "prompts": [], **(resumed or {})}
+        begin.pop("passes", None)
         self.prompts = Prompts(lambda number: list(dict.fromkeys(sampler.of_epoch(number))), **begin)
         found = begin["epoch"], begin["place"] - len(begin["prompts"])
         if not self.prompts.endless and found != (self.epoch, trained):

@@ -46,7 +46,6 @@ from mt_grpo.run.in_flight import EpochOrder, InFlight, RolloutBatch
 
 logger = logging.getLogger(__name__)
 
-# A resumed run keeps the learning rate of its optimizer.
 LOWER = "Lower learning_rate or the weights of rewards, and start with the last checkpoint as model_name_or_path."
 
 
@@ -240,8 +239,6 @@ class ResumableTrainer(GRPOTrainer):
                 if self._interruptible and self._stop_signal is not None:
                     raise RunStopped(self._stop_signal)
                 counts = function() or ()
-                if self._interruptible and self._stop_signal is not None:  # a reward may have caught the exception
-                    raise RunStopped(self._stop_signal)
             finally:
                 self._interruptible = False
         except RunStopped as raised:
@@ -295,8 +292,9 @@ class ResumableTrainer(GRPOTrainer):
         self._metrics["eval"].clear()  # one that was broken off, or a prediction, may have left some
         try:
             return super().evaluate(*args, **kwargs)
-        except (RunError, ServerError):
-            self._evaluation_due = True
+        except BaseException as error:
+            self._evaluation_due |= isinstance(error, (RunError, ServerError))
+            self.in_flight.cancel()
             raise
         finally:
             set_rng_state(before)

@@ -140,13 +140,16 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
 
     INVARIANT: all answers are of the weights that were pushed last. A server that restarted has others, and one that
     is away does not answer: the others are asked. If a request fails, or one of those that were asked does not hold
-    these weights afterwards, everything is asked again.
+    these weights afterwards, everything is asked again, of servers that did not fail if there are any.
 
     Args:
         client: The client of the server, or of all servers.
         written: The tool format.
         pushed: Returns the version of the last push, without a server's lineage; None if nothing was pushed.
     """
+
+    failed: list[Any] = []  # servers, in this call
+    turn = itertools.count()
 
     def holds(server: Any) -> bool:
         version = pushed()
@@ -157,21 +160,28 @@ def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None
 
     def score(server: Any, pair: tuple) -> list[float]:
         timeout = min(server.request_timeout, LONGEST_REQUEST)
-        return server.score([*pair[0], *pair[1]], timeout=timeout)[-len(pair[1]) :]
+        try:
+            return server.score([*pair[0], *pair[1]], timeout=timeout)[-len(pair[1]) :]
+        except ServerError:
+            failed.append(server)
+            raise
 
     def ask(pairs: list[tuple]) -> dict[tuple, list[float]]:
         problem: Exception | str = "No server holds them."
+        failed.clear()
         for number in range(TRIES):
             time.sleep(PAUSE * bool(number))
             servers = getattr(client, "servers", [client])
             asked = [servers[n] for n in getattr(client, "joined", range(len(servers))) if holds(servers[n])]
+            asked = [server for server in asked if server not in failed] or asked
             try:
                 with ThreadPoolExecutor(AT_ONCE, "mt-grpo-policy") as pool:
-                    found = list(pool.map(score, itertools.cycle(asked), pairs)) if asked else []
+                    in_turn = [asked[next(turn) % len(asked)] for _ in pairs if asked]
+                    found = list(pool.map(score, in_turn, pairs))
             except ServerError as error:
                 problem = error
                 continue
-            if found and all(map(holds, asked)):
+            if asked and all(map(holds, asked)):
                 return dict(zip(pairs, found, strict=True))
         raise RunError(
             f"policy.logprobs: in {TRIES} tries no vLLM server answered that holds the weights of the last push. "
@@ -311,8 +321,9 @@ def join_rounds(columns: dict[str, Any]) -> None:
         columns: Columns that include those of `scores_of_trainer`.
     """
     scores = [columns[name] for name in ("policy", "reference") if isinstance(columns.get(name), PolicyScores)]
-    if scores and scores[0].rounds is not None:  # both have the same ones
-        scores[0].rounds.join()
+    rounds = [each.rounds for each in scores if each.rounds is not None]  # of both, if there are two, the same
+    if rounds:
+        rounds[0].join()
 
 
 def policy_of(trainer: Any, rounds: Rounds | None = None) -> PolicyScores:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import faulthandler
 import functools
 import inspect
 import logging
-import os
 import pickle
 import random
 import signal
@@ -35,8 +35,8 @@ from mt_grpo.base.json_types import is_image
 from mt_grpo.base.ranks import RunStopped
 from mt_grpo.base.rows import WrittenRow, column_lists, number_of, prompts_of, row_text
 from mt_grpo.conversation.environments import tool_methods
-from mt_grpo.conversation.pictures import readable_messages
 from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
+from mt_grpo.images.pictures import readable_messages
 from mt_grpo.rollout import Rollout, ToolCall, Turn, join
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, join_rounds, turn_contexts
@@ -45,7 +45,7 @@ from mt_grpo.training.tensors import pad_rows
 
 logger = logging.getLogger(__name__)
 AGAIN = 1.0  # seconds between two interruptions: a `with ThreadPoolExecutor()` goes on waiting after the first
-GRACE = 30.0  # seconds behind the limit, after which a function that cannot be interrupted is named
+GRACE = 30.0  # seconds behind the limit, after which the process of a function that cannot be interrupted ends
 SEARCH_SECONDS = 10.0  # for all calls with one rollout each, after an error
 # A signal of nobody's: rewards use SIGALRM, Slurm SIGUSR1, profilers SIGPROF. macOS has no real-time signals.
 WAKE = signal.SIGRTMIN + 9 if hasattr(signal, "SIGRTMIN") else signal.SIGUSR2
@@ -151,8 +151,6 @@ class RewardFunctions:
         in_place = on_all_ranks or (lambda function, what: function())
         visible = [i for i, r in enumerate(batch.rollouts) if not r.failed and (only is None or only[i])]
         own = {batch.first + i: (batch.rows[i], batch.rollouts[i]) for i in visible}
-        if not any(hasattr(func, "of_results") for func in self.functions):
-            warn_of_uncounted(join(rollout.turns for _, rollout in own.values()))
         everything, values, extra = list(range(len(self.functions))), {}, {}
         by_groups = [f for f in everything if self._sees_groups(self.functions[f], batch)]
         apart = bool(by_groups) and on_all_ranks is not None and len(batch.rollouts) % batch.group_size != 0
@@ -163,6 +161,8 @@ class RewardFunctions:
 
         def run() -> None:
             try:
+                if not any(hasattr(func, "of_results") for func in self.functions):
+                    warn_of_uncounted(join(rollout.turns for _, rollout in own.values()))
                 for functions, seen in calls:
                     if functions and seen:
                         self._call(functions, seen, batch, columns, timeout, device, values, extra)
@@ -227,7 +227,7 @@ class RewardFunctions:
             check_reward_values(column, self.names[f], rollouts, per_turn=f < self.num_turn_funcs)
             values |= {(f, place): value for place, value in zip(places, column)}
         for name, logged in told.items():
-            if len(logged) % len(places):
+            if len(logged) % len(places) and places != list(range(batch.first, batch.first + len(batch.rollouts))):
                 raise ValueError(
                     f"log_extra({name!r}): got {len(logged)} values, expected one for each of {len(places)} rollouts."
                 )
@@ -256,15 +256,17 @@ class RewardFunctions:
         num_turns = max(1, int(accelerator.gather(num_turns).max()))
         only = None if fresh is None else batch.own(fresh).tolist()
         values = self.score(batch, columns, timeout, accelerator.device, only, on_all_ranks)
-        states: list[list[int]] = []
-        on_all_ranks(lambda: states.extend(state_numbers(r) if reads_state else [] for r in batch.rollouts), "Rewards")
-        tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each.turns] for each in batch.rollouts]
-        local = [
-            *reward_tensors(values, num_turns, self.num_turn_funcs),
-            *turn_flags(batch.rollouts, num_turns),
-            pad_rows(states, num_turns, -1, torch.long),
-            pad_rows(tokens, num_turns, 0, torch.long),
-        ]
+        local: list[torch.Tensor] = []
+
+        def to_tensors() -> None:
+            states = [state_numbers(rollout) if reads_state else [] for rollout in batch.rollouts]
+            tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each.turns] for each in batch.rollouts]
+            local.extend(reward_tensors(values, num_turns, self.num_turn_funcs))
+            local.extend(turn_flags(batch.rollouts, num_turns))
+            local.append(pad_rows(states, num_turns, -1, torch.long))
+            local.append(pad_rows(tokens, num_turns, 0, torch.long))
+
+        on_all_ranks(to_tensors, "Rewards")
         return Scores(*(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local))
 
 
@@ -285,8 +287,10 @@ def groups_that_begin_here(
                 sent.environment, sent.tools, sent.rendered, sent.given_up = None, None, None, []
                 packed.append((number, pickle.dumps((row, sent))))
 
-    on_all_ranks(pack, "Sending rollouts to reward functions with the parameter groups")
-    here = {number: pickle.loads(data) for number, data in gather_object(packed) if number >= end}
+    what, here = "Sending rollouts to reward functions with the parameter groups", {}
+    on_all_ranks(pack, what)
+    sent = [each for each in gather_object(packed) if each[0] >= end]
+    on_all_ranks(lambda: here.update((number, pickle.loads(data)) for number, data in sent), what)
     whole = {number: each for number, each in {**own, **here}.items() if first <= number // size * size < end}
     return dict(sorted(whole.items()))
 
@@ -521,7 +525,10 @@ class RewardError(RuntimeError):
 
 
 class OutOfTime(BaseException):
-    """Raised inside a reward at its limit. It is no `Exception`, which many rewards turn into a reward of 0."""
+    """Raised inside a reward at its limit, and by a signal that stops the run.
+
+    It is no `Exception`, which many rewards turn into a reward of 0.
+    """
 
 
 def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
@@ -560,8 +567,14 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
         return await gather_all([run_awaited(funcs[i]) for i in awaited])
 
     async def run_awaited(func: Callable) -> Any:
+        began = time.monotonic()
         try:
-            return await run_tool(func, own_copy(columns), timeout)
+            value = await run_tool(func, own_copy(columns), timeout)
+            if time.monotonic() - began > timeout + 0.5:  # no limit reaches what does not await
+                raise RuntimeError(
+                    f"it, or another async reward, blocked the event loop for longer than {timeout:g} s"
+                )
+            return value
         except Exception as error:
             raised.append((func, error))
             raise
@@ -599,61 +612,71 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float, device
     """Call a function without `async` on a copy of its columns. It may return an awaitable, which is then awaited.
 
     At the limit a signal interrupts it, and is repeated until it ends. That ends Python code, sleeps, locks, sockets
-    and subprocesses. A call that stays in C is named in the log, and waited for.
+    and subprocesses. If it stays in C, `faulthandler` prints where it hangs after `GRACE` seconds more, and ends the
+    process: otherwise the run, and all of its ranks, would wait for ever.
 
     Raises `ToolTimeout`, or the error of the function. `SystemExit` and the like become `RuntimeError`.
     """
     if threading.current_thread() is not threading.main_thread():
-        tell_once(
-            "Training does not run in the main thread, so rewards run in other threads, which cannot install signal "
-            "handlers. A time limit with SIGALRM raises ValueError there. Train in the main thread for such rewards.",
-            "rewards in threads",
-        )
-
-        def on_device(**kwargs: Any) -> Any:  # every thread has its own current GPU
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
-            return func(**own_copy(kwargs))  # in the thread: a large copy would block the loop
-
-        on_device.__name__ = func.__name__
-        return run_async(run_tool(on_device, columns, timeout))
-    over, late, began = threading.Event(), threading.Event(), time.monotonic()
+        return call_in_thread(func, columns, timeout, device)
+    over, began, runs, late, stopped = threading.Event(), time.monotonic(), True, False, None
 
     def interrupt(signum: int, frame: Any) -> None:
-        if late.is_set() and not over.is_set():
+        if late and runs:
             raise OutOfTime
 
     def watch() -> None:
-        if over.wait(min(timeout, threading.TIMEOUT_MAX)):
-            return
-        late.set()
+        nonlocal late
+        late = not over.wait(min(timeout, threading.TIMEOUT_MAX))
         while not over.is_set():
             signal.pthread_kill(threading.main_thread().ident, WAKE)
             over.wait(AGAIN)
-            if time.monotonic() - began > timeout + GRACE and not over.is_set():
-                tell_once(
-                    f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s and cannot be interrupted. "
-                    "It runs C code, or catches all exceptions. The run waits for it.",
-                    f"hung reward {func.__name__}",
-                )
+
+    def passing(handler: Callable) -> Callable:
+        def handle(signum: int, frame: Any) -> None:
+            nonlocal stopped
+            try:
+                handler(signum, frame)
+            except Exception as error:  # a signal asks the run to stop
+                stopped = error
+                if runs:
+                    raise OutOfTime from error
+
+        return handle
 
     arguments = own_copy(columns)
     loop = asyncio._get_running_loop()  # of a notebook: without it, a function may call `asyncio.run`
+    stops = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    stops = {number: handler for number, handler in stops.items() if callable(handler)}
+    alarm, timer = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)
     signal.signal(WAKE, interrupt)  # it stays: a late signal without a handler would end the process
-    threading.Thread(target=watch, name=f"limit-of-{func.__name__}", daemon=True).start()
+    faulthandler.dump_traceback_later(min(timeout, 1e9) + GRACE, exit=True, file=2)
     try:
         try:
             asyncio._set_running_loop(None)
+            for number, handler in stops.items():
+                signal.signal(number, passing(handler))
+            threading.Thread(target=watch, name=f"limit-of-{func.__name__}", daemon=True).start()
             returned = func(**arguments)
         finally:
+            runs = False
             over.set()
+            faulthandler.cancel_dump_traceback_later()
             asyncio._set_running_loop(loop)
-        if late.is_set():  # it caught the interruption, and returns what it returns for whatever fails
+            for number, handler in stops.items():
+                signal.signal(number, handler)
+            left = max(timer[0] - (time.monotonic() - began), 0.001) if timer[0] else 0.0
+            signal.setitimer(signal.ITIMER_REAL, left, timer[1])  # an alarm that the function leaves ends with it
+            if alarm is not None:  # None: it was installed by C code
+                signal.signal(signal.SIGALRM, alarm)
+        if late or stopped:  # it caught the interruption, and returns what it returns for whatever fails
             raise OutOfTime
-    except (Exception, KeyboardInterrupt):
-        raise
     except OutOfTime:
-        raise ToolTimeout(f"{func.__name__} took longer than {timeout:g} s") from None
+        raise stopped or ToolTimeout(f"{func.__name__} took longer than {timeout:g} s") from None
+    except (Exception, KeyboardInterrupt):
+        if stopped:
+            raise stopped from None
+        raise
     except BaseException as error:  # such as SystemExit, which would end the run without a word
         raise RuntimeError(error_line(error)) from error
     if not inspect.isawaitable(returned):
@@ -664,6 +687,23 @@ def call_in_time(func: Callable, columns: dict[str, Any], timeout: float, device
 
     rest.__name__ = func.__name__
     return run_async(run_tool(rest, {}, timeout - (time.monotonic() - began)))
+
+
+def call_in_thread(func: Callable, columns: dict[str, Any], timeout: float, device: torch.device) -> Any:
+    """Call a function without `async` where training itself does not run in the main thread. No signal works there."""
+    tell_once(
+        "Training does not run in the main thread, so rewards run in other threads, which cannot install signal "
+        "handlers. A time limit with SIGALRM raises ValueError there. Train in the main thread for such rewards.",
+        "rewards in threads",
+    )
+
+    def on_device(**kwargs: Any) -> Any:  # every thread has its own current GPU
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return func(**own_copy(kwargs))  # in the thread: a large copy would block the loop
+
+    on_device.__name__ = func.__name__
+    return run_async(run_tool(on_device, columns, timeout))
 
 
 def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any], call: Callable) -> int | None:
@@ -705,11 +745,5 @@ def where_raised(func: Callable, error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename == getattr(getattr(written, "__code__", None), "co_filename", None)]
     return ", which called ".join(
-        dict.fromkeys(f"{short(frame.filename)}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]])
+        dict.fromkeys(f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]])
     )
-
-
-def short(path: str) -> str:
-    """A path as one types it, from the working directory if it lies below."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") else relative

@@ -37,9 +37,9 @@ from build import common
 from build.common import Example, draw, encode, opening
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.pictures import PictureReader, mark_of, with_pictures
 from mt_grpo.conversation.tools.signature import named_tools
-from mt_grpo.images.pictures import Picture
+from mt_grpo.images.messages import image_reader, with_pictures
+from mt_grpo.images.pictures import Picture, mark_of
 from mt_grpo.rollout import Message
 from tools.zoom import CORNERS, PARTS, Zoom
 
@@ -266,7 +266,7 @@ def main() -> None:
     tokenizer = build_tokenizer(rng)
     model = build_vision_model(tokenizer)
     build_processor().save_pretrained(args.output_dir)
-    with_pictures(tokenizer, PictureReader.of(str(args.output_dir), model.config, tokenizer))
+    with_pictures(tokenizer, image_reader(str(args.output_dir), model.config, tokenizer))
     tool_format = make_format("xml", tokenizer)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('top left'))}")
     rows = make_rows("warm start", 512)

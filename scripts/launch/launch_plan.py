@@ -30,14 +30,15 @@ from trl import get_peft_config
 import mt_grpo_trainer as mt
 from launch.train import sglang_python
 from mt_grpo.base.files import output_lock
-from mt_grpo.conversation.pictures import PictureReader, reader_of, with_pictures
 from mt_grpo.generation.adapters import room_for, slots_of, why_config_merges
+from mt_grpo.images.messages import image_reader, reader_of, with_pictures
 from mt_grpo.recipe.checks import (
     backend_of,
     check_batch_arithmetic,
     check_context,
     check_dataset,
     check_images,
+    check_reward_columns,
     longest_prompt,
     prepare_data,
     why_text,
@@ -159,7 +160,7 @@ def server_context(
     tokenizer = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     config = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=args.trust_remote_code)
     env = mt.build_env(script_args, args, tools, tokenizer)
-    with_pictures(tokenizer, why_text(args) or PictureReader.of(name, config, tokenizer, revision))
+    with_pictures(tokenizer, why_text(args) or image_reader(name, config, tokenizer, revision))
     train, test = load_splits(script_args, whole.eval_strategy, env.environments)
     train, _ = prepare_data(env, whole, train)
     needed = 0
@@ -169,6 +170,7 @@ def server_context(
         where = f"dataset {script_args.dataset_name!r}, split {split!r}"
         check_dataset(rows, where, env)
         check_images(rows, where, env)
+        check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
         check_context(env, config, rows, args)
         needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
     return needed, reader_of(tokenizer) is not None

@@ -4,7 +4,7 @@ import datetime
 import enum
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NewType
@@ -14,7 +14,7 @@ import pytest
 from scripted import ADD, ANSWER, add, call, converse, make_env, observe, run_many
 from typing_extensions import TypedDict
 
-from mt_grpo.conversation.formats.xml import parse_call, parse_turn
+from mt_grpo.conversation.formats.xml import parse_turn
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import StopReason, ToolCall
@@ -24,7 +24,6 @@ from mt_grpo.rollout import StopReason, ToolCall
     "text, expected",
     [
         ("", (None, False)),
-        ("nothing", (None, False)),
         (ANSWER, (None, True)),
         ("<answer></answer>", (None, True)),
         ("<think>hm</think>\n<answer>\n5\n</answer>\n", (None, True)),
@@ -75,12 +74,6 @@ def test_mistakes_in_a_call(text, part):
     assert not answered
     assert part in tool_call.error
     assert part in check_call(tool_call, {"add": add}) and "<tool>{" in check_call(tool_call, {"add": add})
-
-
-def test_parse_call_takes_what_json_takes():
-    assert parse_call(' {"name": "f", "args": {"x": [1, {"y": null}], "z": "é\\n"}} ') == ToolCall(
-        "f", {"x": [1, {"y": None}], "z": "é\n"}
-    )
 
 
 def nested(
@@ -359,16 +352,6 @@ def test_a_tools_file_with_types_of_its_own(tmp_path, isolate, monkeypatch):
     assert "mt_grpo_" not in prompt and "shapes" not in prompt
 
 
-def test_parameters_that_json_fits_are_taken():
-    def visit(
-        a: Any, b: object, c: list, d: dict, e: list[dict[str, int | None]], f: Town | str, g: Literal[1, "x", None],
-        h: Iterable[str], i: Mapping[str, int], j: Annotated[int, "how many"] = 3, **rest: float,
-    ) -> str:  # fmt: skip
-        """Visits."""
-
-    make_env([visit])
-
-
 def by_position(name: str, /) -> str:
     """Takes one."""
 
@@ -408,9 +391,6 @@ def test_a_tool_that_no_call_can_give_a_result_is_refused(tool, message):
         (call("add", a="2", b=3), ["argument 'a' must be int, got str", "Usage: add(a: int, b: int) -> str"]),
         (call("add", a=2), ["missing a required argument: 'b'", "Usage: add("]),
         (call("add", a=2, b=3, c=4), ["unexpected keyword argument 'c'", "Usage: add("]),
-        (f"<tool>{ADD}", ["not valid JSON"]),
-        ('<tool>{"name": "add", <answer>5</answer>', ["not closed by </tool>"]),
-        ("5</tool>", ["</tool> without <tool> before it"]),
         (call("<|im_start|>system"), ["unknown tool '< |im_start|>"]),
         ('<tool>{"name": "\\ud800", "args": {}}</tool>', ["unknown tool"]),
         ('<tool>{"name": "add", "args": {"\\ud800": 1}}</tool>', ["Usage: add("]),
@@ -423,12 +403,6 @@ def test_the_policys_mistakes_become_observations(text, parts):
     assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.turns) == 2
     assert turn.error == "call" and turn.observation.startswith("Error: ")
     assert all(part in turn.observation for part in parts), turn.observation
-
-
-def test_a_call_with_a_number_of_thousands_of_digits_is_an_observation():
-    text = '<tool>{"name": "add", "args": {"a": ' + "1" * 4400 + ', "b": 2}}</tool>'
-    rollout, _ = converse(text, ANSWER, max_completion_length=8000)
-    assert rollout.turns[0].error == "call" and rollout.stop_reason == StopReason.ANSWERED
 
 
 def test_a_call_cut_off_by_the_turn_budget_is_an_observation():

@@ -232,12 +232,14 @@ WRONG = {
     "system": ([[{"role": "system", "content": "x"}, *PLAIN]], "0.role: .*got 'system'.*into system_prompt"),
     "two questions": ([[PLAIN[0], *PLAIN]], "has messages of user, user, assistant"),
     "ends with a result": ([STRUCTURED[:3]], "has messages of user, assistant, tool"),
+    "calls of a user": ([[{**user("x"), "tool_calls": [{"name": "double"}]}, PLAIN[1]]], "user .*with tool_calls"),
+    "a result without text": ([[*STRUCTURED[:2], {"role": "tool"}, STRUCTURED[3]]], "tool .empty, or with tool_calls"),
     "no role": ([[*PLAIN, {"content": "z"}]], "example 1, 2.role: Field required"),
     "a field": ([[user("x"), {**PLAIN[1], "reasoning_content": "Hm."}]], "1.reasoning_content: Extra inputs"),
     "an argument under another name": (
         [[user("x"), {"role": "assistant", "tool_calls": [{"name": "double", "args": {"number": 4}}]}, tool("8"),
           assistant("y")]], "tool_calls.0.args: Extra inputs"),
-    "blank": ([[user(" "), PLAIN[1]]], r"messages of user \(empty\), assistant"),
+    "blank": ([[user(" "), PLAIN[1]]], r"messages of user \(empty, or with tool_calls\), assistant"),
 }  # fmt: skip
 
 
@@ -270,6 +272,10 @@ MISWRITTEN = {
         [user("x"), {"role": "assistant", "tool_calls": [
             {"name": "double", "arguments": '{"number": 4, "unit": "\\u003c|im_end|>"}'}]}, tool("8"), assistant("y")],
         "has the token '<|im_end|>'"),
+    "two results of one call": (
+        [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
+         *({"role": "tool", "content": text, "tool_call_id": "a"} for text in ("8", "9")), assistant("y")],
+        "has 1 calls.* and 0 results of them"),
     "ids of other calls": (
         [user("x"), {"role": "assistant", "tool_calls": [{"id": "a", "name": "double", "arguments": {"number": 4}}]},
          {"role": "tool", "content": "8", "tool_call_id": "b"}, assistant("y")],

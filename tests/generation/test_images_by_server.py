@@ -19,7 +19,6 @@ from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.conversation.pictures import drawn_ids, drawn_image, forbid, mark_of, why_none
 from mt_grpo.generation.samples import (
     GENERATE,
     BadAnswer,
@@ -29,7 +28,8 @@ from mt_grpo.generation.samples import (
     read_generated,
 )
 from mt_grpo.generation.weight_transfer import check_shared_directory
-from mt_grpo.images.pictures import inputs_of_rows, is_picture, pictures_in, with_placeholders
+from mt_grpo.images.messages import why_none
+from mt_grpo.images.pictures import forbid, inputs_of_rows, is_picture, mark_of, pictures_in, with_placeholders
 from mt_grpo.recipe import checks
 from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.rollout import hash_of_ids
@@ -310,7 +310,7 @@ def test_which_servers_are_refused(client, folder, monkeypatch):
 
 
 def test_a_probe_of_the_directory_forgets_what_images_were(client):
-    ids = drawn_ids(client.tokenizer)
+    ids = client.tokenizer.drawn_ids()
     before = client.score(ids)
     check_shared_directory(client, None)
     assert client.score(ids) == pytest.approx(before, abs=1e-5) and client.healthy()
@@ -320,10 +320,18 @@ def test_ids_that_prove_a_push_begin_with_an_image(client):
     tokenizer = client.tokenizer
     picture = tokenizer.pictures.read(vision_model.picture(0), "")
     ids = [*range(20, 200), *4 * [picture.id], *range(20, 200)]
-    shown = drawn_ids(tokenizer)
+    shown = tokenizer.drawn_ids()
     assert probe_ids(ids, tokenizer) == shown + [*range(20, 200), *range(20, 96)]
     assert len(pictures_in(shown)) == 1 and pictures_in(shown)[0].image.size == (56, 56)
-    assert len(set(drawn_image(8).getdata())) > 32
+    assert len(set(pictures_in(tokenizer.drawn_ids(8))[0].image.getdata())) > 32
+    ids = probe_ids([*range(20, 200)], tokenizer)
+    shown = 1 + max(place for place, token in enumerate(ids) if is_picture(token))
+    sync = WeightSync(None, None, None, None, ids)
+    sync.CHECK_EVERY, windows = 1, []
+    for sync.num_syncs in range(8):
+        windows.append(sync._window())
+    text = ids[shown:]  # what closes the image, and the prompt
+    assert windows == [ids[:shown] + text[24 * (k % 7) : 24 * (k % 7) + 24] for k in range(8)]
     plain = copy.copy(tokenizer)
     plain.pictures = None
     assert probe_ids([1, 2], plain) == [1, 2]
@@ -353,7 +361,7 @@ def test_an_evaluation_by_a_server_finds_what_one_in_process_does(client, folder
 
 def test_a_load_that_fails_forgets_images_too(client, monkeypatch):
     """Else the engine ends at the next known image, and hides what failed."""
-    ids = drawn_ids(client.tokenizer)
+    ids = client.tokenizer.drawn_ids()
     client.score(ids)
     request = client.request
 

@@ -699,7 +699,7 @@ BAD = [
         400,
         "tools",
     ),
-    ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": 5}}}]}, 400, "of type 5"),
+    ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": 5}}}]}, 400, "got 5 at type"),
     ({"stop": "\ud800"}, 400, "stop"),
     ({"messages": [{"role": "user", "content": "1 " * 1100}]}, 400, "context"),
 ]

@@ -14,7 +14,7 @@ import vision_model
 from test_agents import ADD, CALL, TOKENIZER, ask, ids, run
 from transformers import AutoConfig, AutoTokenizer
 
-from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.images.messages import image_reader, with_pictures
 from mt_grpo.integrations.agents import server as agent_server
 from mt_grpo.rollout import StopReason
 
@@ -315,7 +315,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def sees(folder):
     found = AutoTokenizer.from_pretrained(folder)
-    return with_pictures(found, PictureReader.of(str(folder), AutoConfig.from_pretrained(folder), found))
+    return with_pictures(found, image_reader(str(folder), AutoConfig.from_pretrained(folder), found))
 
 
 def image(seed):

@@ -1,6 +1,5 @@
 """Images that agents send: real clients against the endpoint, and the ids that the policy reads, by hand."""
 
-import base64
 import contextlib
 import gc
 import io
@@ -12,7 +11,7 @@ import pytest
 import test_agents
 import vision_model
 from PIL import Image
-from transformers import AutoTokenizer
+from vision_model import as_bytes, as_uri as uri, expected_ids
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.rows import Rows
@@ -55,17 +54,6 @@ def run(agent, tokenizer, *turns, row=None):
     return test_agents.run(agent, llm=Scripted(tokenizer, *turns), tokenizer=tokenizer, row=row)
 
 
-def as_bytes(image, kind="PNG", **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
-def uri(content, kind="png"):
-    content = content if isinstance(content, bytes) else as_bytes(content)
-    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-
-
 def shown(value, **more):
     return {"type": "image_url", "image_url": {"url": value, **more}}
 
@@ -76,17 +64,6 @@ def said(text):
 
 def user(*parts):
     return {"role": "user", "content": [said(part) if isinstance(part, str) else part for part in parts]}
-
-
-def expected_ids(folder, text, pictures):
-    """The ids of a text, by the tokenizer as it is saved, with as many ids of each picture as it has tokens."""
-    plain = AutoTokenizer.from_pretrained(folder)
-    found, following = [], iter(pictures)
-    for token in plain(text, add_special_tokens=False)["input_ids"]:
-        pad = token == plain.convert_tokens_to_ids("<|image_pad|>")
-        found += [(p := next(following)).id] * p.num_tokens if pad else [token]
-    assert next(following, None) is None
-    return found
 
 
 # -- ids --
@@ -299,3 +276,29 @@ def test_two_steps_of_an_agent_that_sends_images(shares, folder, tmp_path):
     names = {path.stem for path in (tmp_path / "images").iterdir()}
     said = "".join(message["content"] for line in text.splitlines() for message in json.loads(line)["messages"])
     assert len(names) == 8 and all(f"<image {name}>" in said for name in names) and "ufdd0" not in text
+
+
+def test_a_history_without_thoughts_is_one_record(tmp_path):
+    """The agent gets answers without them, and sends the whole history with all images again."""
+    said = "message.role + '\n' + shown(message.content)"
+    drops = "(message.content.split('</think>')[-1] if message.role == 'assistant' else shown(message.content))"
+    assert said in vision_model.HERMES_TEMPLATE
+    template = vision_model.HERMES_TEMPLATE.replace(said, said.replace("shown(message.content)", drops))
+    tokenizer = vision_model.reading(vision_model.save(tmp_path, template=template))
+
+    def agent(row, client):
+        messages = []
+        for k in (1, 2, 3):
+            messages.append(user(shown(uri(vision_model.picture(k))), "Which?"))
+            answer = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+            assert "think" not in answer.content
+            messages.append(answer)
+
+    answers = ["<think>Long, long.</think>four", "<think>So.</think>five", "six"]
+    rollout, _ = run(agent, tokenizer, *answers)
+    asked = [f"<|im_start|>user\n{PLACE}Which?<|im_end|>\n{ASKS}" for _ in answers]
+    images = [tokenizer.pictures.read(vision_model.picture(k), "") for k in (1, 2, 3)]
+    (record,) = rollout.records
+    assert record.prompt_ids == expected_ids(tmp_path, asked[0], images[:1])
+    later = f"{answers[0]}<|im_end|>\n{asked[1]}{answers[1]}<|im_end|>\n{asked[2]}six<|im_end|>"
+    assert record.completion_ids == expected_ids(tmp_path, later, images[1:])

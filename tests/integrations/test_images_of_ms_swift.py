@@ -12,10 +12,12 @@ import vision_model
 from PIL import Image
 from scripted_schedulers import answer, conversations as made, run as run_rollout, step_by, user
 from transformers import AutoTokenizer
+from vision_model import as_bytes, expected_ids
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.images.messages import with_pictures
 from mt_grpo.images.pictures import KNOWN, pictures_in
+from mt_grpo.images.processor import PictureReader
 from mt_grpo.integrations.ms_swift.conversation import ScheduledConversation
 from mt_grpo.integrations.ms_swift.loop import SchedulerFailure
 from mt_grpo.integrations.ms_swift.messages import tagged
@@ -49,26 +51,9 @@ def run(step, tokenizer, *turns, row=None, **settings):
     return run_rollout(cls, *turns, row=row or ROW, tokenizer=tokenizer, **{"max_turns": 2, **settings})
 
 
-def as_bytes(image, kind="PNG"):
-    written = io.BytesIO()
-    image.save(written, kind)
-    return written.getvalue()
-
-
 def opened(text):
     """An image of a request, as plug-ins open it."""
     return Image.open(io.BytesIO(base64.b64decode(text)))
-
-
-def expected_ids(folder, text, pictures):
-    """The ids of a text, by the tokenizer as it is saved, with as many ids of each picture as it has tokens."""
-    plain = AutoTokenizer.from_pretrained(folder)
-    found, following = [], iter(pictures)
-    for token in plain(text, add_special_tokens=False)["input_ids"]:
-        pad = token == plain.convert_tokens_to_ids("<|image_pad|>")
-        found += [(p := next(following)).id] * p.num_tokens if pad else [token]
-    assert next(following, None) is None
-    return found
 
 
 def zooms(request):

@@ -19,9 +19,8 @@ from test_environments import ANSWER
 from test_verl import build, converse, free_port, settings, write_yaml
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import tool_schema
-from mt_grpo.images.pictures import pictures_in
+from mt_grpo.images.pictures import pictures_in, readable
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import close_servers, read_servers
 from mt_grpo.recipe.plugins import load_integration_tools

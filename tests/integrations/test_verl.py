@@ -19,9 +19,8 @@ from scripted import CHATML_TOKENIZER, Scripted, call, ids
 from test_environments import ANSWER, verify_records
 
 import mt_grpo_trainer as mt
-from mt_grpo.conversation.pictures import readable
 from mt_grpo.conversation.tools.signature import describe_tools, tool_schema
-from mt_grpo.images.pictures import pictures_in
+from mt_grpo.images.pictures import pictures_in, readable
 from mt_grpo.integrations.verl import paths as verl_paths, search as verl_search
 from mt_grpo.integrations.verl.base import BaseTool
 from mt_grpo.integrations.verl.builtin import Gsm8kTool, score_of

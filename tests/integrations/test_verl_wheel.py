@@ -23,9 +23,8 @@ from test_environments import ANSWER
 from test_mcp import wait_for
 from test_verl import Ray, build, converse, free_port, fresh_verl, settings, write_yaml  # noqa: F401
 
-from mt_grpo.conversation.pictures import mark_of
 from mt_grpo.conversation.tools.signature import tool_schema
-from mt_grpo.images.pictures import pictures_in
+from mt_grpo.images.pictures import mark_of, pictures_in
 from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.verl import paths as verl_paths
 from mt_grpo.rollout import StopReason

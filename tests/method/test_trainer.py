@@ -502,7 +502,7 @@ def test_rows_with_questions_and_lists_of_rows_train(random_model, tmp_path):
     trainer.train()
     assert trainer.state.global_step == 1 and trainer.batch.rows[0]["answer"] == "4"
     assert trainer.eval_dataset["of a table"][1]["prompt"] == [{"role": "user", "content": "two?"}]
-    with pytest.raises(ValueError, match="train_dataset.*row 1 .*question"):
+    with pytest.raises(ValueError, match="train_dataset.*row 1.*question"):
         MTGRPOEnvTrainer(
             random_model, trainer.env, [turn_reward], train_dataset=[rows[0], {"text": "no prompt"}], args=trainer.args
         )
@@ -657,9 +657,9 @@ def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
         release.wait(60)
         return [1.0] * len(prompts)
 
-    monkeypatch.setattr("mt_grpo.training.rewards.BLOCKED_SECONDS", 0.2)
+    monkeypatch.setattr("mt_grpo.training.rewards.GRACE", 0.2)
     try:
-        with pytest.raises(RuntimeError, match="An async function blocks the event loop"):
+        with pytest.raises(RuntimeError, match="an async function blocks the event loop"):
             run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))  # told while it still blocks
     finally:
         release.set()

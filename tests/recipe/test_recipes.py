@@ -627,6 +627,7 @@ def build(random_model, tmp_path, no_weights):
         ({"num_train_epochs": 0}, "^num_train_epochs=0"),
         ({"top_entropy_quantile": 20.0}, "^top_entropy_quantile=20.0"),
         ({"env": ["A"]}, "^env: .* is list, expected"),
+        ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .*expected lines of"),
         ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* Set it in the shell"),
         ({"turn_reward_weights": [1.0]}, "turn_reward_weights has 1 values, expected"),
         ({"system_prompt": 'Write {"name": 1}.'}, "system_prompt has a placeholder"),
@@ -972,7 +973,7 @@ def test_a_run_without_a_step_fails(random_model, tmp_path):
     recipe = on_this_machine(read(ROOT / "hf_recipes/tiny/calculator.yaml"), random_model, tmp_path)
     trainer = mt.build_trainer(*mt.parse_arguments(["--config", write(tmp_path, recipe)]))
     trainer.train_dataset = Rows([])
-    with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts.*at least 1 prompts"):
+    with pytest.raises(RunError, match="No optimizer step was taken, with 0 prompts"):
         trainer.train()
 
 

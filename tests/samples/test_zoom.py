@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.conversation.formats.choose import make_format
-from mt_grpo.conversation.pictures import PictureReader, with_pictures
+from mt_grpo.images.messages import image_reader, with_pictures
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.recipe.plugins import load_environment, load_rewards
 from mt_grpo.rollout import ToolCall, ToolResult, Turn
@@ -36,7 +36,7 @@ def project_folder(monkeypatch):
 def tokenizer():
     """The bundled model's, which writes pictures."""
     found = AutoTokenizer.from_pretrained(MODEL)
-    return with_pictures(found, PictureReader.of(str(MODEL), AutoConfig.from_pretrained(MODEL), found))
+    return with_pictures(found, image_reader(str(MODEL), AutoConfig.from_pretrained(MODEL), found))
 
 
 def rows_of(split):

@@ -5,7 +5,6 @@ import base64
 import contextlib
 import copy
 import gc
-import io
 import json
 import pickle
 import random
@@ -17,25 +16,29 @@ import torch
 import vision_model
 from peft import LoraConfig, get_peft_model
 from PIL import Image
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForImageTextToText, AutoTokenizer
-from trl.trainer.utils import add_fused_lm_head
+from trl.trainer.utils import add_fused_lm_head, split_pixel_values_by_grid
+from vision_model import as_bytes, as_uri, expected_ids
 from vision_run import gradients_of, make_trainer, some_rows, user, write_recipe
 
 from mt_grpo.base.rows import Rows
-from mt_grpo.conversation.picture_parts import with_marks
-from mt_grpo.conversation.pictures import forbid, mark_of, readable, with_pictures
 from mt_grpo.conversation.tools.results import as_result, cut_to_tokens
 from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.images import pictures
+from mt_grpo.images.messages import read_row, with_pictures
 from mt_grpo.images.pictures import (
     FIRST_ID,
     KNOWN,
+    forbid,
     has_too_many,
     inputs_of_requests,
     inputs_of_rows,
     is_picture,
+    mark_of,
     picture_of,
     pictures_in,
+    readable,
     runs_of,
     with_placeholders,
 )
@@ -43,7 +46,7 @@ from mt_grpo.recipe.checks import check_images
 from mt_grpo.rollout import Rollout
 from mt_grpo.training.policy_scores import scores_of_model
 from mt_grpo.training.records import FURTHER_RECORDS
-from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, take_shared_rows
+from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, positions_of, take_shared_rows
 from mt_grpo_trainer import MultiTurnToolEnv
 
 
@@ -109,17 +112,11 @@ def test_a_picture_stands_in_a_record_whole_or_not_at_all(tokenizer):
 # -- what is read --
 
 
-def as_bytes(image, kind="PNG", **options):
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
-
-
 def test_where_a_picture_comes_from(tokenizer, tmp_path):
     image, read = vision_model.picture(2), tokenizer.pictures.read
     data = as_bytes(image)
     (tmp_path / "p.png").write_bytes(data)
-    uri = f"data:image/png;base64,{base64.b64encode(data).decode()}"
+    uri = as_uri(data)
     ways = image, data, uri, {"url": uri}, {"bytes": data, "path": None}, image.convert("RGBA")
     found = [read(way, "") for way in ways] + [read(way, "", paths=True) for way in (str(tmp_path / "p.png"),)]
     assert {each.digest for each in found} == {found[0].digest}
@@ -184,9 +181,10 @@ def test_the_places_of_a_rows_images(tokenizer):
     images = [vision_model.picture(k) for k in range(3)]
     names = [tokenizer.pictures.read(image, "").name for image in images]
     place, own = {"type": "image"}, {"type": "image", "image": images[2]}
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer)
 
     def shown(prompt, **row):
-        messages, found = with_marks(prompt, row, tokenizer, "row 0")
+        messages, found = read_row(prompt, row, tokenizer, env, "row 0")
         text = "|".join(readable(message["content"]) for message in messages)
         for k, name in enumerate(names):
             text = text.replace(f"<image {name}>", f"<{k}>")
@@ -206,7 +204,7 @@ def test_the_places_of_a_rows_images(tokenizer):
             shown(prompt, **row)
     plainly = with_pictures(AutoTokenizer.from_pretrained(tokenizer.name_or_path), "it is a test")
     with pytest.raises(ValueError, match="row 0: the column 'image' is"):
-        with_marks(plain, {"image": images[0]}, plainly, "row 0")
+        read_row(plain, {"image": images[0]}, plainly, env, "row 0")
 
 
 @pytest.mark.contract("images in results")
@@ -236,10 +234,7 @@ def test_what_a_tool_returns(tokenizer):
 def test_ids_are_those_of_the_chat_template_with_a_placeholder_for_each_token(folder, tokenizer):
     """Over random conversations; and the text of ids is the text that they were made from."""
     plain, rng = AutoTokenizer.from_pretrained(folder), random.Random(0)
-    shown = [
-        tokenizer.pictures.read(vision_model.picture(k, size), "")
-        for k, size in enumerate(((56, 56), (84, 28), (28, 56)))
-    ]
+    shown = vision_model.read(tokenizer, (0, (56, 56)), (1, (84, 28)), (2, (28, 56)))
     words = ["Which", " digit", "?\n", "é", "  ", "<tool>", "0"]
     for _ in range(60):
         messages, parted, used = [], [], []
@@ -251,12 +246,9 @@ def test_ids_are_those_of_the_chat_template_with_a_placeholder_for_each_token(fo
             parts = [{"type": "text", "text": p} if isinstance(p, str) else {"type": "image"} for p in parts]
             parted.append({"role": role, "content": parts})
         kwargs = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
-        expected, following = [], iter(used)
-        for token in plain.apply_chat_template(parted, **kwargs):
-            pad = token == tokenizer.pictures.placeholder
-            expected += [(p := next(following)).id] * p.num_tokens if pad else [token]
+        text = plain.apply_chat_template(parted, tokenize=False, add_generation_prompt=True)
         ids = tokenizer.apply_chat_template(messages, **kwargs)
-        assert ids == expected and pictures_in(ids) == used
+        assert ids == expected_ids(folder, text, used) and pictures_in(ids) == used
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )
@@ -334,10 +326,7 @@ def test_rows_that_share_prompts_read_their_pictures(family, tokenizer):
     model = vision_model.make_model(tokenizer, family).eval()
     add_fused_lm_head(model, 1.0)
     rng = random.Random(1)
-    shown = [
-        tokenizer.pictures.read(vision_model.picture(k, size), "")
-        for k, size in enumerate(((56, 56), (84, 56), (28, 112)))
-    ]
+    shown = vision_model.read(tokenizer, (0, (56, 56)), (1, (84, 56)), (2, (28, 112)))
     for _ in range(6):
         examples = random_examples(rng, shown, tokenizer.pictures.placeholder)
         wanted = {(n, k) for n, each in examples.items() for k, flag in enumerate(each.wanted) if flag}
@@ -362,6 +351,60 @@ def test_rows_that_share_prompts_read_their_pictures(family, tokenizer):
         assert all((together[name] - g).abs().max() < 1e-5 * largest for name, g in alone.items())
         if row.shown:
             assert any("visual" in name for name in together)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_positions_of_padded_rows_with_later_images(family, tokenizer):
+    """By hand: an image of 2 x 3 tokens takes 3 positions, and what follows begins behind them, in its own row."""
+    wide, square = vision_model.read(tokenizer, (1, (84, 56)), (2, (56, 56)))
+    row = [8, 3, *6 * [wide.id], 4, 9, 3, *4 * [square.id], 4, 9]
+    other = [8, 3, *4 * [square.id], 4]
+    time = [0, 1, 2, 2, 2, 2, 2, 2, 5, 6, 7, 8, 8, 8, 8, 10, 11]
+    height = [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8, 8, 9, 9, 10, 11]
+    width = [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8, 9, 8, 9, 10, 11]
+    expected = list(zip(time, height, width))
+    assert positions_of(row, 0, flat=False) == (expected, 12)
+    first, behind = positions_of(row[:10], 0, flat=False)  # as where a prompt ends and a completion begins
+    assert first + positions_of(row[10:], behind, flat=False)[0] == expected
+    short = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (2, 2, 3), (2, 3, 2), (2, 3, 3), (4, 4, 4)]
+    assert positions_of(other, 0, flat=False) == (short, 5)
+    model = vision_model.make_model(tokenizer, family)
+    for left in (True, False):
+        for rows in ((row, other, [8, 9]), (other, row)):
+            side = "left" if left else "right"
+            ids = pad_sequence([torch.tensor(each) for each in rows], True, padding_side=side)
+            mask = pad_sequence([torch.ones(len(each), dtype=torch.long) for each in rows], True, padding_side=side)
+            ids, shown = inputs_of_rows(ids)
+            found, _ = model.model.get_rope_index(
+                ids,
+                mm_token_type_ids=shown["mm_token_type_ids"],
+                image_grid_thw=shown["image_grid_thw"],
+                attention_mask=mask,
+            )
+            for k, each in enumerate(rows):
+                own = expected if each is row else short if each is other else [(0, 0, 0), (1, 1, 1)]
+                assert found[:, k, mask[k].bool()].T.tolist() == [list(place) for place in own]
+
+
+def test_rows_in_any_order_and_split_keep_their_pixels(tokenizer):
+    """Rows with two images, none, one and three; in passes of their own, and as TRL splits what it gets."""
+    sizes = [(56, 56), (84, 56), (28, 28), (112, 28)]
+    shown = [tokenizer.pictures.read(vision_model.picture(k, size), "") for k, size in enumerate(sizes)]
+    own = [[shown[1], shown[0]], [], [shown[2]], [shown[3], shown[3], shown[1]]]
+    texts = ["".join(["a", *(mark_of(picture) + "b" for picture in shown_in)]) for shown_in in own]
+    ids = [torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts]
+    rows = pad_sequence(ids, batch_first=True)
+    pixels = [[picture.features["pixel_values"] for picture in shown_in] for shown_in in own]
+    none = torch.empty(0, shown[0].features["pixel_values"].shape[1])
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2], [1, 3], [2], [2, 2, 1, 0]):
+        ids, found = inputs_of_rows(rows[order])
+        assert found["num_images"] == [len(own[k]) for k in order]
+        split = split_pixel_values_by_grid({"input_ids": ids, **found})
+        for k, theirs in zip(order, split["pixel_values"]):
+            assert torch.equal(theirs, torch.cat([none, *pixels[k]]))
+        grids = [[[1, 2 * picture.grid[0], 2 * picture.grid[1]] for picture in own[k]] for k in order]
+        assert [grid.tolist() for grid in split["image_grid_thw"]] == grids
+    assert inputs_of_rows(rows[[1]])[1] == {}
 
 
 @pytest.mark.contract("images in rows", "images in results")
@@ -435,18 +478,6 @@ def test_a_row_without_a_picture_among_rows_with_them(tokenizer):
     assert row.position_ids.shape == (3, 1, 3) and row.shown == [] and row.position_ids[0, 0].tolist() == [0, 1, 2]
 
 
-def test_the_log_names_its_pictures_and_keeps_them(folder, tmp_path):
-    trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1, log_rollouts=8)
-    trainer.train()
-    text = (tmp_path / "rollouts.rank0.jsonl").read_text()
-    rows = [json.loads(line) for line in text.splitlines()]
-    names = {path.stem for path in (tmp_path / "images").iterdir()}
-    read = {picture.name for r in trainer.batch.rollouts for picture in pictures_in(r.prompt_ids + r.completion_ids)}
-    assert names == read and len(names) >= 4 and "\ufdd0" not in text and "ufdd0" not in text
-    said = "".join(message["content"] for row in rows for message in row["messages"])
-    assert all(f"<image {name}>" in said for name in names)
-
-
 def test_a_placeholder_is_never_sampled(folder, tmp_path):
     """Not in process, where its logit is the largest; and logprobs, entropy and KL are of the others alone."""
     trainer = make_trainer(folder, tmp_path, some_rows(), scripted=False, beta=0.1, max_completion_length=12)
@@ -460,19 +491,24 @@ def test_a_placeholder_is_never_sampled(folder, tmp_path):
     assert len(sampled) > 3 and not sampled & set(pads)
     (log, *_) = [log for log in trainer.state.log_history if "kl" in log]
     assert log["kl"] < 1e-6 and log["entropy"] > 0.1
-    state = trainer.model.state_dict()
-    assert "lm_head.bias" not in state and "lm_head.bias" not in dict(trainer.model.named_parameters())
+    assert "lm_head.bias" not in dict(trainer.model.named_parameters())
 
 
-def test_a_head_that_an_adapter_holds(folder, tokenizer):
-    """With the head among the modules that are trained whole, as `lora_modules_to_save`, and below LoRA."""
-    for options in ({"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}):
-        config = LoraConfig(**{"target_modules": ["q_proj"], **options})
-        model = get_peft_model(AutoModelForImageTextToText.from_pretrained(folder), config)
-        forbid(tokenizer.pictures, model)
-        probabilities = model.eval()(input_ids=torch.tensor([[1, 50, 60]])).logits[0, -1].softmax(-1)
-        assert (probabilities[tokenizer.pictures.unsampled] == 0).all() and probabilities.max() < 1
-        assert not any(name.endswith("bias") and "lm_head" in name for name in model.state_dict())
+@pytest.mark.parametrize(
+    "options", [None, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}]
+)
+def test_a_models_distribution_without_what_is_forbidden(folder, tokenizer, options):
+    """By hand: the others' probabilities, scaled to 1. Also if an adapter holds the head."""
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    if options is not None:
+        model = get_peft_model(model, LoraConfig(**{"target_modules": ["q_proj"], **options})).eval()
+    ids, pads = torch.tensor([[1, 50, 60, 70]]), tokenizer.pictures.unsampled
+    before = model(input_ids=ids).logits[0, -1].softmax(-1)
+    forbid(tokenizer.pictures, model)
+    after = model(input_ids=ids).logits[0, -1].softmax(-1)
+    before[pads] = 0.0
+    assert torch.allclose(after, before / before.sum(), atol=1e-7) and (after[pads] == 0).all()
+    assert not any(name.endswith("bias") and "lm_head" in name for name in model.state_dict())
 
 
 def test_which_rows_are_refused(folder, tokenizer):
@@ -491,17 +527,6 @@ def test_which_rows_are_refused(folder, tokenizer):
     check_images(Rows([{"prompt": plain, "video": "a.mp4"}]), "train", texts)  # of a tool, or a reward
     with pytest.raises(ValueError, match="train, row 0: the column 'image' .* it is a text-only model"):
         check_images(Rows([asked]), "train", texts)
-
-
-def test_a_models_distribution_without_what_is_forbidden(folder, tokenizer):
-    """By hand: the others' probabilities, scaled to 1."""
-    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
-    ids = torch.tensor([[1, 50, 60, 70]])
-    before = model(input_ids=ids).logits[0, -1].softmax(-1)
-    forbid(tokenizer.pictures, model)
-    after = model(input_ids=ids).logits[0, -1].softmax(-1)
-    before[tokenizer.pictures.unsampled] = 0.0
-    assert torch.allclose(after, before / before.sum(), atol=1e-7) and (after[tokenizer.pictures.unsampled] == 0).all()
 
 
 def test_what_reads_images_is_trained_unless_it_is_frozen(folder, tmp_path):

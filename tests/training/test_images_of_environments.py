@@ -1,9 +1,7 @@
 """Pictures that an environment gives: in its prompt, its replies and its histories, and what reaches the loss."""
 
-import base64
-import io
+import functools
 import random
-import threading
 
 import pytest
 import torch
@@ -11,21 +9,28 @@ import vision_model
 from PIL import Image
 from scripted import Scripted
 from test_environments import verify_records
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoTokenizer
+from vision_model import as_uri
 from vision_run import Scripted as ZoomsAndAnswers, user, worth
 
 from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.environments import EnvironmentFailure, joined, read_reply
-from mt_grpo.conversation.picture_parts import SaidPictures
-from mt_grpo.conversation.pictures import PLACE, mark_of, readable, with_marks_of
-from mt_grpo.images.pictures import is_picture, pictures_in, runs_of
+from mt_grpo.images.messages import SaidPictures
+from mt_grpo.images.pictures import (
+    PLACE,
+    inputs_of_rows,
+    is_picture,
+    mark_of,
+    pictures_in,
+    readable,
+    runs_of,
+    with_marks_of,
+)
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Reply, StopReason
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
-
-ANSWER, MOVE = "<answer>4</answer>", "Left"
-ASKED = [{"role": "user", "content": "Count."}]
 
 
 @pytest.fixture(scope="module")
@@ -33,32 +38,24 @@ def folder(tmp_path_factory):
     return vision_model.save(tmp_path_factory.mktemp("vision"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer(folder):
     return vision_model.reading(folder)
 
 
-@pytest.fixture(scope="module")
+ANSWER, MOVE = "<answer>4</answer>", "Left"
+ASKED = [{"role": "user", "content": "Count."}]
+
+
+@pytest.fixture
 def plain(folder):
     """The tokenizer of the same model, which reads text alone."""
     return AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def ids_of(plain):
-    """The ids of texts and images, one behind the other, by hand: text, or (image, number of tokens, id)."""
-
-    def ids(*parts):
-        found = []
-        for part in parts:
-            if isinstance(part, str):
-                found += plain(part, add_special_tokens=False)["input_ids"]
-            else:
-                start, end = plain.convert_tokens_to_ids(["<|vision_start|>", "<|vision_end|>"])
-                found += [start, *part.num_tokens * [part.id], end]
-        return found
-
-    return ids
+    return functools.partial(vision_model.ids_of, plain)
 
 
 def turn(role, *parts):
@@ -104,12 +101,6 @@ def part(seed, size=(56, 56)):
     return {"type": "image", "image": image(seed, size)}
 
 
-def as_uri(seed):
-    file = io.BytesIO()
-    image(seed).save(file, "PNG")
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
-
-
 def text(words):
     return {"type": "text", "text": words}
 
@@ -126,7 +117,7 @@ PLACE_PART = {"type": "image"}
         (image(1), {}, ["Count.", 1]),
         ([text(" A:"), part(1), text("?")], {}, ["Count. A:", 1, "?"]),
         ([" A:", image(1)], {}, ["Count. A:", 1]),
-        ([{"type": "image_url", "image_url": {"url": as_uri(2)}}], {}, ["Count.", 2]),
+        ([{"type": "image_url", "image_url": {"url": as_uri(image(2))}}], {}, ["Count.", 2]),
         ("?", {"image": image(3)}, [3, "Count.?"]),
         (None, {"images": [image(3), image(4)]}, [3, 4, "Count."]),
         ([text(" A:"), PLACE_PART, part(1)], {"image": image(3)}, ["Count. A:", 3, 1]),
@@ -150,7 +141,7 @@ def test_what_reset_shows(said, row, expected, tokenizer, ids_of):
 
 
 def test_a_row_without_a_prompt_whose_images_reset_places(tokenizer, ids_of):
-    one, two = (tokenizer.pictures.read(image(k), "") for k in (3, 4))
+    one, two = vision_model.read(tokenizer, 3, 4)
     row = {"prompt": [], "images": [image(3), image(4)]}
     check_images(Rows([row]), "train", MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=game()))
     rollout, _ = play(tokenizer, game([text("A: "), PLACE_PART, PLACE_PART]), [ANSWER], row, prompt=[])
@@ -189,7 +180,7 @@ def test_rollouts_of_a_group_share_no_list_of_pictures(tokenizer):
 
 def test_messages_behind_a_turn(tokenizer, ids_of):
     """Their ids are put behind it: the text's, and an id for each token of a picture. Nothing is rendered again."""
-    one, two = (tokenizer.pictures.read(image(k, size), "") for k, size in ((1, (56, 56)), (2, (28, 84))))
+    one, two = vision_model.read(tokenizer, (1, (56, 56)), (2, (28, 84)))
     replies = [
         Reply(messages=[user("Now: ", part(1), "."), {"role": "user", "content": image(2, (28, 84))}]),
         {"messages": [{"role": "user", "content": [text("Last.")]}]},
@@ -207,9 +198,31 @@ def test_messages_behind_a_turn(tokenizer, ids_of):
     assert rollout.new_tokens == len(rollout.completion_ids)
 
 
+def test_an_image_after_thoughts_that_the_template_drops(folder, tokenizer, ids_of):
+    """Nothing is rendered again: thoughts stay, and the observation after them has its image whole."""
+    tokenizer.chat_template = vision_model.TEMPLATE.replace(  # as Qwen3's: an earlier turn has no thoughts
+        "{%- if message.content is string -%}{{- message.content -}}",
+        "{%- if message.role == 'assistant' -%}{{- message.content.split('</think>')[-1] -}}"
+        "{%- elif message.content is string -%}{{- message.content -}}",
+    )
+    thought, last = "<think>Which digit? It is left</think>Left", "<think>So.</think><answer>4</answer>"
+    rendered = tokenizer.apply_chat_template([*ASKED, {"role": "assistant", "content": thought}], tokenize=False)
+    assert "think" not in rendered  # otherwise the case would be none
+    replies = [Reply(messages=[user("Now: ", part(k), ".")]) for k in (2, 3)]
+    rollout, backend = play(tokenizer, game(replies=replies), [thought, thought, last])
+    begin, said = ids_of(*turn("user", "Count."), ASKS), ids_of(thought)
+    pictures = vision_model.read(tokenizer, 2, 3)
+    first, second = (ids_of("<|im_end|>\n", *turn("user", "Now: ", each, "."), ASKS) for each in pictures)
+    prompts = [begin, begin + said + first, begin + said + first + said + second]
+    assert [request.prompt for request in backend.of(0)] == prompts
+    (record,) = rollout.records
+    assert record.completion_ids == said + first + said + second + ids_of(last)
+    assert pictures_in(record.completion_ids) == pictures
+
+
 def test_an_edited_history_is_a_record_with_its_own_pictures(tokenizer, ids_of):
     """A picture of `rollout.history` stays where its message does; another one in its place is another context."""
-    one, two, three = (tokenizer.pictures.read(image(k), "") for k in (1, 2, 3))
+    one, two, three = vision_model.read(tokenizer, 1, 2, 3)
 
     def dropped(rollout):
         assert [readable(m["content"]) for m in rollout.history] == [
@@ -297,78 +310,57 @@ def test_what_looks_like_a_mark_is_none(way, tokenizer):
 
 
 def test_which_marks_stay(tokenizer):
-    one, two = (tokenizer.pictures.read(image(k), "") for k in (1, 2))
+    one, two = vision_model.read(tokenizer, 1, 2)
     said = f"a{mark_of(one)}b{mark_of(two)}\ufdd0c"
     assert with_marks_of(said, [one]) == f"a{mark_of(one)}b" and with_marks_of("plain", []) == "plain"
     assert with_marks_of(mark_of(one)[:8] + mark_of(two) + mark_of(one)[8:], [one, two]).count("\ufdd1") == 1
 
 
-def test_images_are_read_in_the_environments_thread(tokenizer, monkeypatch):
+def test_images_are_read_in_the_environments_thread(tokenizer):
     """No conversation waits for it in the event loop."""
-    threads, read = [], tokenizer.pictures.__class__.read
-
-    def noted(self, value, where, paths=False):
-        if isinstance(value, Image.Image):
-            threads.append(threading.current_thread().name)
-        return read(self, value, where, paths)
-
-    monkeypatch.setattr(tokenizer.pictures.__class__, "read", noted)
     replies = [
         Reply(messages=[user("Now: ", part(11)), {"role": "user", "content": image(12)}]),
-        {"history": [user(part(13), PLACE_PART["type"])]},
+        {"history": [user(part(13), "image")]},
     ]
-    rollout, _ = play(tokenizer, game([image(10), "."], replies), [MOVE, MOVE, ANSWER])
+    with vision_model.read_off_the_loop(tokenizer, at_least=4):
+        rollout, _ = play(tokenizer, game([image(10), "."], replies), [MOVE, MOVE, ANSWER])
     assert rollout.stop_reason == StopReason.ANSWERED and len(rollout.pictures) == 4
-    assert len(threads) == 4 and all(name.startswith("tool-Game.") for name in threads)
 
 
 # -- bad inputs, and models of text --
 
 
-WRONG = {
-    "a path": ("/etc/hostname", "got '/etc/hostname'"),
-    "broken": (b"\x89PNG", "cannot identify"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("way", ["reset", "messages", "history"])
-def test_an_image_that_cannot_be_read_ends_its_rollout_alone(name, way, tokenizer):
-    value, message = WRONG[name]
-    said = [{"role": "user", "content": [text("See "), {"type": "image", "image": value}]}]
+def test_an_image_that_is_not_read_ends_its_rollout_alone(way, tokenizer, plain):
+    """A path, a broken one, and any image if the model reads text alone."""
 
-    class Broken:
-        def reset(self, bad, **row):
-            self.bad = bad
-            return said if bad and way == "reset" else None
+    class Shows:
+        def reset(self, value, **row):
+            self.said = value and [{"role": "user", "content": [text("See "), {"type": "image", "image": value}]}]
+            return self.said if way == "reset" else None
 
         def respond(self, rollout, turn):
-            return {way: said} if self.bad and way != "reset" else None
+            return {way: self.said} if self.said and way != "reset" else None
 
-    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=Broken)
-    script = [tokenizer(ANSWER, add_special_tokens=False)["input_ids"]]
-    rows = [{"bad": True}, {"bad": False}]
-    broken, well = env.generate([ASKED, ASKED], Scripted([script, script]), rows=rows)["rollouts"]
-    assert broken.stop_reason == StopReason.ENVIRONMENT_ERROR and well.stop_reason == StopReason.ANSWERED
-    where = "reset" if way == "reset" else f"Broken.respond: {way}"
-    with pytest.raises(EnvironmentFailure, match=f"^{where}: the image cannot be read: .*{message}"):
-        raise broken.error
-
-
-@pytest.mark.parametrize("way", ["reset", "messages", "history"])
-def test_a_model_of_text_is_shown_no_image(way, plain):
-    said = [{"role": "user", "content": [text("See "), part(1)]}]
-    rollout, _ = play(plain, game(said if way == "reset" else None, [{way: said}]), [] if way == "reset" else [ANSWER])
-    where = "reset" if way == "reset" else f"Game.respond: {way}"
-    assert rollout.stop_reason == StopReason.ENVIRONMENT_ERROR
-    assert str(rollout.error).startswith(f"{where} has an image")
+    where = "reset" if way == "reset" else f"Shows.respond: {way}"
+    for reader, value, message in (
+        (tokenizer, "/etc/hostname", ": the image cannot be read: .*got '/etc/hostname'"),
+        (tokenizer, b"\x89PNG", ": the image cannot be read: .*cannot identify"),
+        (plain, image(1), " has an image"),
+    ):
+        env = MultiTurnToolEnv([], None, tokenizer=reader, environment=Shows)
+        script = [reader(ANSWER, add_special_tokens=False)["input_ids"]]
+        rows = [{"value": value}, {"value": None}]
+        broken, well = env.generate([ASKED, ASKED], Scripted([script, script]), rows=rows)["rollouts"]
+        assert broken.stop_reason == StopReason.ENVIRONMENT_ERROR and well.stop_reason == StopReason.ANSWERED
+        with pytest.raises(EnvironmentFailure, match=f"^{where}{message}"):
+            raise broken.error
 
 
 def test_a_place_in_a_reply_is_refused(tokenizer):
-    with pytest.raises(EnvironmentFailure, match="messages has the part {'type': 'image'}"):
-        read_reply(Reply(messages=[user("a", PLACE_PART)]), "E", SaidPictures(tokenizer, []))
-    with pytest.raises(EnvironmentFailure, match="has the part {'type': 'video'}"):
-        read_reply(Reply(messages=[user(part(1), {"type": "video"})]), "E", SaidPictures(tokenizer, []))
+    for content in (user("a", PLACE_PART), user(part(1), {"type": "video"})):
+        with pytest.raises(EnvironmentFailure, match="messages has the content {'type'"):
+            read_reply(Reply(messages=[content]), "E", SaidPictures(tokenizer, []))
     with pytest.raises(EnvironmentFailure, match="reset has an image"):
         joined(ASKED, image(1))
 
@@ -391,6 +383,28 @@ def test_a_prompt_of_images_beyond_the_context(tokenizer):
     rollout, _ = play(tokenizer, game([part(k, (112, 112)) for k in range(8)]), [], max_model_len=100)
     assert rollout.stop_reason == StopReason.CONTEXT_LENGTH and rollout.failed
     assert "tokens after reset, and the context has 100" in str(rollout.error)
+
+
+def test_an_image_that_does_not_fit_takes_no_other_with_it(tokenizer, ids_of):
+    """Of two rollouts, one ends before an image of 16 tokens. The other's image of 4 tokens reaches the model."""
+
+    class Shows:
+        def reset(self, size, **row):
+            self.size = size
+
+        def respond(self, rollout, turn):
+            return {"messages": [user(part(1, self.size))]} if len(rollout.turns) == 1 else None
+
+    needed = len(ids_of(MOVE, "<|im_end|>\n", *turn("user"), ASKS)) + 2 + 4 + MultiTurnToolEnv.MIN_ANSWER_TOKENS
+    env = MultiTurnToolEnv([], None, tokenizer=tokenizer, environment=Shows, max_completion_length=needed)
+    script, rows = [ids_of(each) for each in (MOVE, ANSWER)], [{"size": (112, 112)}, {"size": (56, 56)}]
+    large, small = env.generate([ASKED] * 2, Scripted([script, script]), rows=rows)["rollouts"]
+    assert (large.stop_reason, small.stop_reason) == (StopReason.MAX_TOKENS, StopReason.ANSWERED)
+    ids = [torch.tensor(rollout.prompt_ids + rollout.completion_ids) for rollout in (large, small)]
+    _, shown = inputs_of_rows(pad_sequence(ids, batch_first=True))
+    assert shown["num_images"] == [0, 1] and shown["image_grid_thw"].tolist() == [[1, 4, 4]]
+    pixels = tokenizer.pictures.read(image(1), "").features["pixel_values"]
+    assert torch.equal(shown["pixel_values"], pixels)
 
 
 # -- tools in processes --

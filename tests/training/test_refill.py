@@ -196,7 +196,7 @@ def test_a_run_goes_on_without_it_where_it_stopped(random_model, tmp_path):
     first = make(random_model, tmp_path, save_strategy="steps", save_steps=1, max_steps=1)
     first.train()
     state = json.loads((tmp_path / "checkpoint-1/trainer_state.json").read_text())["stateful_callbacks"]["in_flight"]
-    assert state == {"epoch": 0, "place": 5, "prompts": [], "endless": True}
+    assert state == {"epoch": 0, "place": 5, "prompts": [], "endless": True, "passes": 0}
     without = make(random_model, tmp_path, refill_groups=0, max_steps=6)
     without.train(str(tmp_path / "checkpoint-1"))
     assert without.trained == {1: [5, 6], 2: [7, 8], 3: [9, 10], 4: [11, 0], 5: [1, 2]}

@@ -199,9 +199,9 @@ def test_what_a_reward_returns_behind_its_limit_is_no_reward():
 HARD = """
 import collections, itertools, sqlite3, sys
 import torch
-from mt_grpo.training import reward_calls
+from mt_grpo.training import rewards
 from mt_grpo.training.rewards import run_rewards
-reward_calls.GRACE = 1.0
+rewards.GRACE = 1.0
 
 def stays_in_c(**kwargs):  # SQLite lets other threads run, and asks for no signal
     sqlite3.connect(":memory:").execute("with recursive n(i) as (select 1 union all select i from n) select max(i) from n")
@@ -227,13 +227,67 @@ except BaseException:
 ENDS = """
 import time
 import torch
-from mt_grpo.training import reward_calls
+from mt_grpo.training import rewards
 from mt_grpo.training.rewards import run_rewards
-reward_calls.GRACE = 0.2
+rewards.GRACE = 0.2
 run_rewards([lambda **kwargs: [1.0]], {"prompts": [[]]}, 0.2, torch.device("cpu"))
 time.sleep(1.0)
 print("goes on")
 """
+
+
+def test_an_alarm_that_a_reward_leaves_behind_ends_with_it():
+    """Its default action would end the process, steps later."""
+    before, (left, _) = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)  # pytest's own limit
+
+    def reward(**kwargs):
+        signal.signal(signal.SIGALRM, lambda *_: None)
+        signal.alarm(1_000_000)
+        return [0.0, 0.0]
+
+    scored(reward)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] <= left and signal.getsignal(signal.SIGALRM) is before
+
+
+def test_an_alarm_of_somebody_else_goes_on_behind_a_reward_that_sets_one():
+    rang = threading.Event()
+    before = signal.signal(signal.SIGALRM, lambda *_: rang.set())
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+    def reward(**kwargs):
+        signal.alarm(0)  # as math-verify ends its own
+        return [0.0, 0.0]
+
+    try:
+        scored(reward)
+        assert rang.wait(60)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("name", ["stays_in_c", "keeps_the_interpreter", "catches_all"])
+def test_what_nothing_interrupts_ends_the_process_by_its_name(name):
+    """The other ranks would wait for it for ever. Where it hangs is told by the traceback."""
+    command = [warm_python.executable(), "-c", HARD, name]
+    result = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
+                            capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert result.returncode == 1 and f" in {name}\n" in result.stderr, result.stderr[-2000:]
+
+
+def test_a_limit_ends_with_its_reward():
+    result = subprocess.run([warm_python.executable(), "-c", ENDS], cwd=ROOT, timeout=120, capture_output=True,
+                            env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True)  # fmt: skip
+    assert (result.returncode, result.stdout) == (0, "goes on\n"), result.stderr[-2000:]
+
+
+def test_an_async_reward_that_blocks_its_limit_is_told_when_it_ends():
+    async def blocks(**kwargs):
+        time.sleep(0.7)
+        return [1.0, 1.0]
+
+    with pytest.raises(RuntimeError, match="Reward blocks raised .*blocked the event loop for longer than 0.1 s"):
+        scored(blocks, timeout=0.1)
 
 
 @contextmanager
@@ -256,6 +310,23 @@ def test_a_stop_during_a_reward_stops_the_run_whatever_the_reward_catches(catche
 
     with stoppable() as trainer, pytest.raises(RunStopped, match="SIGTERM at step 3"):
         ResumableTrainer._on_all_ranks(trainer, lambda: scored(reward) and None, "Rewards")
+
+
+def test_a_stop_ends_a_reward_that_catches_exceptions_at_once():
+    caught = []
+
+    def reward(**kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            FOREVER.wait(60)
+        except Exception as error:
+            caught.append(error)
+        return [0.0, 0.0]
+
+    with stoppable() as trainer, pytest.raises(RunStopped):
+        trainer._interruptible = True
+        scored(reward)
+    assert not caught
 
 
 def test_the_first_error_is_raised_also_of_async_ones_and_system_exit_ends_no_run():

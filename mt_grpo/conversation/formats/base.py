@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -28,9 +29,8 @@ THINKING_TAGS = {  # what opens and closes it, by family of models
 }
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # where chat templates read a message's thinking
 SEVERAL_CALLS = "several calls in one turn; write one call, read its result, then the next"
-
-
 TOO_DEEP = "the call holds a number that is too long, or is nested too deeply"
+ASK = {"role": "user", "content": "."}  # the first message of a conversation that is rendered to see the template
 
 
 def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]:
@@ -49,34 +49,26 @@ def load_json(text: str, several: str = SEVERAL_CALLS) -> tuple[Any, str | None]
 def parse_call(body: str, key: str = "args", several: str = SEVERAL_CALLS, others: tuple[str, ...] = ()) -> ToolCall:
     """Parse the JSON of one call. The policy reads the error texts, which are short and say how to fix the call.
 
-    Args:
-        body: The text between the tags of a call.
-        key: The key of the arguments.
-        several: The error if there is more than one call.
-        others: Further keys that are ignored.
+    `key` is that of the arguments, `several` the error for more than one call, and the keys `others` are ignored.
     """
     call, error = load_json(body, several)
-    if error:
-        return ToolCall(None, {}, error)
-    if isinstance(call, list):
-        return ToolCall(None, {}, several)
+    if error or isinstance(call, list):
+        return ToolCall(None, {}, error or several)
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall(None, {}, f'the call must be a JSON object with "name" (a string) and "{key}" (an object)')
-    arguments = call.get(key, {})
+    name, arguments = call["name"], call.get(key, {})
     if not isinstance(arguments, dict):
-        return ToolCall(call["name"], {}, f'"{key}" must be a JSON object, got {type(arguments).__name__}')
-    if unknown := set(call) - {"name", key, *others}:
-        return ToolCall(call["name"], {}, f'unknown key "{sorted(unknown)[0]}" in the call; use "name" and "{key}"')
-    return ToolCall(call["name"], arguments)
+        return ToolCall(name, {}, f'"{key}" must be a JSON object, got {type(arguments).__name__}')
+    if unknown := sorted(set(call) - {"name", key, *others}):
+        return ToolCall(name, {}, f'unknown key "{unknown[0]}" in the call; use "name" and "{key}"')
+    return ToolCall(name, arguments)
 
 
 def thinking_length(text: str, before: str, opening: str = "<think>", closing: str = "</think>") -> int | None:
     """The number of characters of a turn's text that are thinking. None if the thinking is still open at its end.
 
-    Args:
-        text: The text of the turn.
-        before: The part of the same assistant message that is in the prompt: what the generation prompt writes for the
-            model, or the text that this turn continues.
+    `before` is the part of the same message that is in the prompt: what the generation prompt writes for the model, or
+    the text that this turn continues.
 
     >>> thinking_length("<think>a</think>b", ""), thinking_length("a</think>b", "<think>\\n")
     (16, 9)
@@ -100,33 +92,11 @@ def behind_thinking(text: str) -> str:
     >>> [behind_thinking(text) for text in ("a</think> b", "<|channel>thought\\na<channel|> b", "so <|end|> b")]
     [' b', ' b', 'so <|end|> b']
     """
-    for family in (*(family for family in THINKING_TAGS if family != "most"), "most"):
-        opening, closing = THINKING_TAGS[family]
-        if family == "most" or opening.strip() in text.partition(closing)[0]:
+    most, *others = THINKING_TAGS.values()
+    for opening, closing in (*others, most):
+        if opening == most[0] or opening.strip() in text.partition(closing)[0]:
             text = text.rpartition(closing)[2]
     return text
-
-
-def opened_in(text: str, openings: str, closings: str) -> str:
-    """The end of a text that opens a call or an answer and does not close it; empty if there is none.
-
-    >>> [opened_in(text, "<answer>", "</answer>") for text in ("So: <answer>It is <b>2</b>", "<answer>1</answer>")]
-    ['<answer>It is <b>2</b>', '']
-    """
-    last = max((found.start() for found in re.finditer(openings, text, re.DOTALL)), default=len(text))
-    # Where only a turn's end closes a call, the pattern has nothing to match.
-    return "" if any(found[0] for found in re.finditer(closings, text[last:], re.DOTALL)) else text[last:]
-
-
-def opens_first(text: str, openings: str, closings: str) -> bool:
-    """Whether a text opens a call or an answer before it closes one.
-
-    >>> [opens_first(text, "<answer>", "</answer>") for text in ("So <answer>4</answer>", "4</answer> <answer>", "4")]
-    [True, False, False]
-    """
-    opened = re.search(openings, text, re.DOTALL)
-    closed = next((found for found in re.finditer(closings, text, re.DOTALL) if found[0]), None)
-    return opened is not None and (closed is None or opened.start() < closed.start())
 
 
 def result_message(observation: str) -> str:
@@ -137,13 +107,8 @@ def result_message(observation: str) -> str:
 class ChatFormat:
     """Base class of tool formats. A subclass defines how calls and answers are written: `call_format`, `parse_text`.
 
-    Args:
-        tokenizer: The tokenizer, whose chat template renders conversations.
-        chat_template_kwargs: Arguments of every rendering, such as `{"enable_thinking": False}`.
-        extra_ends: Further ids that end a turn, such as those of the model's generation config.
-
-    Raises:
-        ValueError: The chat template leaves out a result, or does not append it.
+    The chat template of the tokenizer renders conversations with `chat_template_kwargs`. `extra_ends` are further ids
+    that end a turn. Raises `ValueError` if the template leaves out a result, or does not append it.
     """
 
     call_format: str  # an example of a call, for a policy that wrote it wrong
@@ -151,6 +116,7 @@ class ChatFormat:
     begins, closes = "<answer>", "</answer>"  # patterns that open and close a call or an answer
     thinking: tuple[str, str] = THINKING_TAGS["most"]
     headers: tuple[str, ...] = ()  # texts after which the model writes, in addition to the generation prompt
+    probes: tuple[ToolCall, ...] = (ToolCall("add", {"a": 2}),)  # calls of a turn whose results are rendered at once
 
     def __init__(
         self,
@@ -161,8 +127,8 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self.chat_template_kwargs = chat_template_kwargs or {}
         self._sentinel = f"assistant-{secrets.token_hex(8)}"  # unguessable, so that no tool can echo it
-        # A turn's text is read several times in a row. The longest texts of that time are kept, not those of a run.
-        self._text_of = functools.lru_cache(maxsize=32)(self._decoded)
+        # A turn's text is read several times in a row. The length is a key: a tokenizer may get further tokens.
+        self._text_of = functools.lru_cache(maxsize=32)(lambda ids, length: tokenizer.decode(list(ids)))
         self.setup()
         try:
             closings = self.closings()
@@ -175,11 +141,10 @@ class ChatFormat:
         # INVARIANT: one of these that opens the next message stands there, whatever token ended the turn. Where the
         # first does, as in GLM 4, the template has no other end of turn.
         first = bool(ends[0]) and self._opens_a_message(ends[0][-1])
-        self._opening = frozenset(
-            end[-1]
-            for end, text in zip(ends, closings)
-            if end and (first or (end != ends[0] and not self._follows_end(text, end)))
-        )
+        # An added token, such as that of a role, follows those that only end a turn.
+        follows = [bool(self._end_of_turn(self.text_ids(text)[len(end) :])) for end, text in zip(ends, closings)]
+        opening = [end for end, other in zip(ends, follows) if end and (first or (end != ends[0] and not other))]
+        self._opening = frozenset(end[-1] for end in opening)
         inside = {i for i in self._closing if self._decode([i]) == self.thinking[1]}
         self.ends = frozenset({*extra_ends, tokenizer.eos_token_id, *(self._closing - inside)} - {None})
         behind = asked.rpartition(self._sentinel)[2]
@@ -189,7 +154,7 @@ class ChatFormat:
         start = behind.rfind(self.thinking[0])
         self._lead = behind[start:] if start >= 0 else ""  # the thinking that the generation prompt opens
         self._warn_of_unread_kwargs()
-        self.check()
+        self._check_results()
 
     def _warn_of_unread_kwargs(self) -> None:
         """Warn of `chat_template_kwargs` that the chat template never names, which rendering ignores."""
@@ -209,7 +174,7 @@ class ChatFormat:
 
     def closings(self) -> list[str]:
         """The texts that the template writes after an assistant's message of each kind. The first has no calls."""
-        return [self.suffix([], [{"role": "user", "content": "."}])]
+        return [self.suffix([], [ASK])]
 
     def _opens_a_message(self, token: int) -> bool:
         """Whether a token opens a user's message, also where no turn of the model stands before it, as in GLM 4."""
@@ -221,11 +186,6 @@ class ChatFormat:
         behind = [text.rpartition(self._sentinel)[2] for text in texts]
         own_end = len(os.path.commonprefix(behind))
         return self._decode([token]) in behind[1][own_end:].partition(following["content"])[0]
-
-    def _follows_end(self, suffix: str, end: list[int]) -> bool:
-        """Whether an added token, such as that of a role, follows the end of turn with which a suffix begins."""
-        ids = self.text_ids(suffix)[len(end) :]
-        return next((i for i in ids if not self._decode([i]).isspace()), None) in self.tokenizer.added_tokens_decoder
 
     # -- what the model reads --
 
@@ -244,16 +204,13 @@ class ChatFormat:
         """Whether the chat template writes thinking that a message has apart from its text, once and in its tags."""
         opening, closing = (tag.strip() for tag in self.thinking)
         message = {"role": "assistant", "content": "A turn.", **dict.fromkeys(REASONING_KEYS, "so")}
-        call = ToolCall("add", {"a": 2})
-        called = [{**message, **self.turn_message([call])}, *self.results([call], [ToolResult("4")])]
-        for turns in ([message], called):
-            try:
-                text = self._render([{"role": "user", "content": "."}, *turns], add_generation_prompt=False)
-            except Exception:  # whatever a template raises
-                continue
-            block = rf"{re.escape(opening)}\s*so\s*{re.escape(closing)}"
-            if len(re.findall(block, text)) == text.count(opening) == 1:
-                return True
+        block = rf"{re.escape(opening)}\s*so\s*{re.escape(closing)}"
+        call = [ToolCall("add", {"a": 2})]
+        for turns in ([message], [{**message, **self.turn_message(call)}, *self.results(call, [ToolResult("4")])]):
+            with contextlib.suppress(Exception):  # whatever a template raises
+                text = self._render([ASK, *turns], add_generation_prompt=False)
+                if len(re.findall(block, text)) == text.count(opening) == 1:
+                    return True
         return False
 
     def with_reasoning(self, message: Message) -> Message:
@@ -261,42 +218,36 @@ class ChatFormat:
 
         A template that takes it from there would write it as loose text otherwise, or without its opening tag.
         """
-        text, moved = message.get("content"), any(message.get(key) for key in REASONING_KEYS)
-        if moved or not isinstance(text, str):
+        text, (opening, closing) = message.get("content"), self.thinking
+        if any(message.get(key) for key in REASONING_KEYS) or not isinstance(text, str):
             return message
-        length = thinking_length(text, self._lead, *self.thinking)
+        length = thinking_length(text, self._lead, opening, closing)
         if not length:
             return message
         if not self._reads_reasoning:
-            opened = text.lstrip().startswith(self.thinking[0]) or self.thinking[1] in self._lead
+            opened = text.lstrip().startswith(opening) or closing in self._lead
             return message if opened else {**message, "content": self._lead + text}
-        thought = text[:length].removesuffix(self.thinking[1]).strip().removeprefix(self.thinking[0].strip()).strip()
+        thought = text[:length].removesuffix(closing).strip().removeprefix(opening.strip()).strip()
         return {**message, "content": text[length:].lstrip("\n"), **dict.fromkeys(REASONING_KEYS, thought)}
 
     @functools.cached_property
     def arguments(self) -> Callable[[dict], Any]:
         """Converts a call's arguments for the chat template: `dict`, or `json.dumps` if it takes them as text."""
         call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            self._render([{"role": "user", "content": "."}, calls])
+            self._render([ASK, {"role": "assistant", "content": "", "tool_calls": [call]}])
         except Exception:  # whatever a template raises
             return json.dumps
         return dict
 
-    def with_arguments(self, message: Message) -> Message:
-        """Convert the arguments of a message's calls to the form of the chat template. In OpenAI's API they are text.
+    def _with_arguments(self, call: Any) -> Any:
+        """Convert a call's arguments to the form of the chat template. In OpenAI's API they are text.
 
         A template that writes arguments as JSON would otherwise encode such a text twice.
         """
-        if not message.get("tool_calls"):
-            return message
-        return {**message, "tool_calls": [self._taken(call) for call in message["tool_calls"]]}
-
-    def _taken(self, call: Any) -> Any:
         function = call.get("function", call) if isinstance(call, dict) else None
-        given = function.get("arguments") if isinstance(function, dict) else None
-        read = load_json(given)[0] if isinstance(given, str) else given
+        arguments = function.get("arguments") if isinstance(function, dict) else None
+        read = load_json(arguments)[0] if isinstance(arguments, str) else arguments
         if not isinstance(read, dict):
             return call
         function = {**function, "arguments": self.arguments(read)}
@@ -304,8 +255,11 @@ class ChatFormat:
 
     def clean(self, messages: list[Message], origin: Origin) -> list[Message]:
         """Break control tokens in messages, also inside arguments, that messages of this origin may not contain."""
-        messages = [self.with_arguments(message) for message in messages]  # JSON text can hide a token by an escape
-        return neutralise_messages(messages, self.tokenizer, origin, self.ends)
+        read = [  # before that, as JSON text can hide a token by an escape
+            {**m, "tool_calls": list(map(self._with_arguments, m["tool_calls"]))} if m.get("tool_calls") else m
+            for m in messages
+        ]
+        return neutralise_messages(read, self.tokenizer, origin, self.ends)
 
     def results(self, calls: list[ToolCall], results: list[ToolResult]) -> list[Message]:
         """Convert the results of a turn's calls to messages for the chat template."""
@@ -353,23 +307,23 @@ class ChatFormat:
 
     def suffix(self, calls: list[ToolCall], messages: list[Message]) -> str:
         """The text from the end of a turn, over the messages after it, to the next generation prompt."""
-        return self._behind_content(messages)
+        rendered = self._render([ASK, {"role": "assistant", "content": self._sentinel}, *messages])
+        if self._sentinel not in rendered:
+            raise ValueError(f"the assistant's message is not in {rendered!r}")
+        return rendered.rpartition(self._sentinel)[2]
 
-    def check(self) -> None:
-        """Raise `ValueError` unless results reach the model as the chat template writes them."""
-        self.check_results([ToolCall("add", {"a": 2})])
-
-    def check_results(self, calls: list[ToolCall]) -> None:
-        """Raise `ValueError` unless the results of these calls reach the model as the chat template writes them."""
-        texts = [f"result-{secrets.token_hex(4)}" for _ in calls]
-        messages = self.results(calls, [ToolResult(text) for text in texts])
+    def _check_results(self) -> None:
+        """Raise `ValueError` unless results of `probes` reach the model as the chat template writes them."""
+        texts = [f"result-{secrets.token_hex(4)}" for _ in self.probes]
+        messages = self.results(self.probes, [ToolResult(text) for text in texts])
+        after = f"a turn with {len(texts)} results"
         try:
-            suffix = self.suffix(calls, messages)
-            whole = self._render([{"role": "user", "content": "."}, self.turn_message(calls), *messages])
+            suffix = self.suffix(self.probes, messages)
+            whole = self._render([ASK, self.turn_message(self.probes), *messages])
         except Exception as error:
-            raise self.refusal(f"cannot render a turn with {len(calls)} results: {error}") from error
+            raise self.refusal(f"cannot render {after}: {error}") from error
         if not all(text in suffix for text in texts):
-            raise self.refusal(f"leaves out a result: it writes {suffix!r} after a turn with {len(calls)} results")
+            raise self.refusal(f"leaves out a result: it writes {suffix!r} after {after}")
         if not whole.endswith(suffix):
             raise self.refusal(
                 f"writes results differently after different turns: {suffix!r} is not the end of {whole!r}"
@@ -429,33 +383,35 @@ class ChatFormat:
         return 1 + bisect.bisect_left(range(1, length + 1), True, key=closed), True
 
     def parse(
-        self,
-        ids: list[int],
-        prompt_ids: list[int],
-        tools: dict[str, Callable] | None = None,
-        lead: str = "",
+        self, ids: list[int], prompt_ids: list[int], tools: dict[str, Callable] | None = None, lead: str = ""
     ) -> Parsed:
         """Parse a whole turn: its text, calls and answer. Never raises, whatever the model wrote.
 
-        Args:
-            ids: The ids of the turn.
-            prompt_ids: The ids that the model read before.
-            tools: The tools, which distinguish numbers from text in formats that write both in the same way.
-            lead: The text that the turn continues, such as `So: <answer>`; empty if it begins a new message. A call
-                or an answer that it opens belongs to the turn.
+        `tools` distinguish numbers from text in formats that write both in the same way. `lead` is the text that the
+        turn continues, such as `So: <answer>`: a call or an answer that it opens belongs to the turn.
         """
-        text = self.text(ids)
+        text, tools = self.text(ids), tools or {}
         start = thinking_length(text, self._before(prompt_ids), *self.thinking)
         if start is None:
             return Parsed(text, [], None, open_thinking=True)
-        opened = "" if start else opened_in(lead.rpartition(self.thinking[1])[2], self.begins, self.closes)
-        if opened.startswith("<answer>") and opens_first(text[start:], self.begins, self.closes):
-            opened = ""  # that one was only mentioned
-        if re.match(r"<tool>\s*[^\s{]", opened):  # as in "I use <tool> tags"
+        opened = "" if start else self._opened_in(lead.rpartition(self.thinking[1])[2], text)
+        if opened and any(not call.error for call in self.parse_text(opened, tools)[0]):  # it is whole
             opened = ""
-        if opened and any(not call.error for call in self.parse_text(opened, tools or {})[0]):  # it is whole
-            opened = ""
-        return Parsed(text, *self.parse_text(opened + text[start:], tools or {}))
+        return Parsed(text, *self.parse_text(opened + text[start:], tools))
+
+    def _opened_in(self, lead: str, text: str) -> str:
+        """The end of a lead that opens a call or an answer which the text after it closes; empty if there is none."""
+
+        def places(pattern: str, text: str) -> list[int]:  # where only a turn's end closes a call, it matches nothing
+            return [found.start() for found in re.finditer(pattern, text, re.DOTALL) if found[0] or pattern == begins]
+
+        begins, closes = self.begins, self.closes
+        opened = lead[max(places(begins, lead), default=len(lead)) :]
+        if places(closes, opened) or re.match(r"<tool>\s*[^\s{]", opened):  # as in "I use <tool> tags"
+            return ""
+        first, closed = places(begins, text)[:1], places(closes, text)[:1]
+        mentioned = opened.startswith("<answer>") and bool(first) and first < (closed or [len(text)])
+        return "" if mentioned else opened
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
         """Parse the calls and the answer in a turn's text after its thinking. Implemented by subclasses."""
@@ -468,6 +424,7 @@ class ChatFormat:
         return self._decode(ids[:-1] if ended and self._decode([last]) not in self.stops else ids)
 
     def length_of_thinking(self, ids: list[int], prompt_ids: list[int]) -> int | None:
+        """The number of characters of sampled ids that are thinking. None if it is still open at their end."""
         return thinking_length(self._decode(ids), self._before(prompt_ids), *self.thinking)
 
     def _before(self, prompt_ids: list[int]) -> str:
@@ -483,35 +440,20 @@ class ChatFormat:
         arguments = {"add_generation_prompt": True, **self.chat_template_kwargs, **kwargs, "tokenize": False}
         return self.tokenizer.apply_chat_template(messages, **arguments)
 
-    def _behind_content(self, messages: list[Message]) -> str:
-        """What the template writes behind an assistant's message that these messages follow."""
-        stand_in = {"role": "assistant", "content": self._sentinel}
-        rendered = self._render([{"role": "user", "content": "."}, stand_in, *messages])
-        if self._sentinel not in rendered:
-            raise ValueError(f"the assistant's message is not in {rendered!r}")
-        return rendered.rpartition(self._sentinel)[2]
-
     def _end_of_turn(self, ids: list[int]) -> list[int]:
         """The ids of a suffix up to its end of turn, blanks before it included. Not all templates have one."""
-        added = self.tokenizer.added_tokens_decoder
-        end = next((k for k, i in enumerate(ids) if not self._decode([i]).isspace()), len(ids))
-        return ids[: end + 1] if end < len(ids) and ids[end] in added else []
+        end = next((k for k, i in enumerate(ids) if not self._decode([i]).isspace()), None)
+        return [] if end is None or ids[end] not in self.tokenizer.added_tokens_decoder else ids[: end + 1]
 
     def text_ids(self, suffix: str) -> list[int]:
         """Token ids of a text that follows other text: some tokenizers begin a text with a blank of their own."""
         before = "x"  # the same in every process, and tokenizers keep a letter apart from what follows
-        text = before + suffix
         if self.tokenizer.is_fast:
-            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            encoded = self.tokenizer(before + suffix, add_special_tokens=False, return_offsets_mapping=True)
             starts = [start for start, _ in encoded["offset_mapping"]]
-            first = bisect.bisect_left(starts, len(before))
-            if first < len(starts) and starts[first] == len(before):
-                return encoded["input_ids"][first:]
+            if len(before) in starts:
+                return encoded["input_ids"][starts.index(len(before)) :]
         return self.tokenizer(suffix, add_special_tokens=False)["input_ids"]
 
     def _decode(self, ids: list[int]) -> str:
         return self._text_of(tuple(ids), len(self.tokenizer))
-
-    def _decoded(self, ids: tuple[int, ...], size: int) -> str:
-        """The text of ids. `size` is a cache key: a tokenizer may get further tokens."""
-        return self.tokenizer.decode(list(ids), skip_special_tokens=False)

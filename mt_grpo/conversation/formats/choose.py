@@ -12,11 +12,8 @@ from mt_grpo.conversation.formats.hermes import HermesFormat
 from mt_grpo.conversation.formats.native import NativeFormat
 from mt_grpo.conversation.formats.xml import XmlFormat
 
-TOOL_FORMATS: dict[str, type[ChatFormat]] = {
-    "xml": XmlFormat,
-    "hermes": HermesFormat,
-    "native": NativeFormat,
-}  # the choices of `tool_format`: a fork adds its own
+# The choices of `tool_format`: a fork adds its own.
+TOOL_FORMATS: dict[str, type[ChatFormat]] = {"xml": XmlFormat, "hermes": HermesFormat, "native": NativeFormat}
 
 
 def make_format(
@@ -25,17 +22,7 @@ def make_format(
     chat_template_kwargs: dict[str, Any] | None = None,
     extra_ends: Iterable[int] = (),
 ) -> ChatFormat:
-    """Create the tool format with this name for a tokenizer.
-
-    Args:
-        name: A key of `TOOL_FORMATS`.
-        tokenizer: Whose chat template renders conversations.
-        chat_template_kwargs: For every rendering, such as `{"enable_thinking": False}`.
-        extra_ends: Further ids that end a turn, such as those of the model's generation config.
-
-    Raises:
-        ValueError: an unknown name, or a chat template that this format cannot use.
-    """
+    """Create the tool format with this name for a tokenizer (see `ChatFormat`). Raises `ValueError` if it cannot."""
     if name not in TOOL_FORMATS:
         raise ValueError(f"tool_format={name!r}, expected one of {', '.join(TOOL_FORMATS)}.")
     return TOOL_FORMATS[name](tokenizer, chat_template_kwargs, extra_ends)

@@ -1,19 +1,7 @@
 """Control tokens: text from outside never becomes structure (docs/tokenization.md).
 
-Whose a text is decides which control tokens it may hold. Those that it may not hold get a space inside.
-
-| whose text | no token that begins or ends a message | no other control token |
-|---|---|---|
-| tools' results, names and descriptions; what environments say | broken | broken |
-| system, developer and assistant messages of environments | broken | kept |
-| the prompt of a data set, all roles | broken | kept |
-| user and tool messages of an agent | broken | kept |
-| system, developer and assistant messages of an agent | kept | kept |
-| `prompt_examples` of the recipe, but for results, which are a tool's | refused | kept |
-| `system_prompt` of the recipe, what the policy wrote | kept | kept |
-
-A model that reads images has tokens that stand for them. In what an agent or a scheduler sends they are broken
-everywhere (`placeholders_of`).
+Whose a text is decides which control tokens it may hold: `forbidden_in` is the table there. Those that it may not hold
+get a space inside.
 """
 
 from __future__ import annotations
@@ -39,10 +27,9 @@ class Origin(StrEnum):
 
 
 def is_control(token: str, special: bool, template: str) -> bool:
-    """Whether an added token of a tokenizer opens or closes a part of a conversation.
+    """Whether an added token opens or closes a part of a conversation: a special one, or a tag of the template.
 
-    A token does so if the tokenizer calls it special, or if it is a tag of `TURN_TAGS` or of the chat template. Other
-    added tokens are text: some tokenizers have runs of blanks, rulers or HTML as tokens.
+    Other added tokens are text: some tokenizers have runs of blanks, rulers or HTML as tokens.
 
     >>> [is_control(t, False, "{{ '<call>' }}") for t in ("<|sep|>", "</call>", "<think>", "<table>", "    ")]
     [True, True, True, False, False]
@@ -55,10 +42,11 @@ def is_control(token: str, special: bool, template: str) -> bool:
     )
 
 
-def pattern_of(tokens: set[str]) -> re.Pattern:
-    """A pattern that matches any of these texts, and nothing if there are none."""
-    # Sorted (longest first, then alphabetically), so that the result is the same in every process.
-    return re.compile("|".join(re.escape(t) for t in sorted(tokens, key=lambda t: (-len(t), t))) or r"(?!)")
+def pattern_of(tokens: Iterable[str]) -> re.Pattern:
+    """A pattern that matches any of these texts, blank ones excepted, and nothing if there are none."""
+    # The longest first, then by alphabet, so that the result is the same in every process.
+    texts = sorted({t for t in tokens if not t.isspace()}, key=lambda t: (-len(t), t))
+    return re.compile("|".join(map(re.escape, texts)) or r"(?!)")
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
@@ -70,8 +58,7 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, bool]:
 @functools.lru_cache(maxsize=8)
 def control_pattern(tokenizer: PreTrainedTokenizerBase, size: int, template: str) -> re.Pattern:
     """A pattern that matches all control tokens. `size` and `template` are cache keys: a tokenizer may change."""
-    tokens = added_tokens(tokenizer).items()
-    control = {t for t, special in tokens if is_control(t, special, template)}
+    control = {t for t, special in added_tokens(tokenizer).items() if is_control(t, special, template)}
     return pattern_of({"</result>", *control, *message_tokens(tokenizer)})
 
 
@@ -80,22 +67,20 @@ def message_pattern(
     tokenizer: PreTrainedTokenizerBase, size: int, template: str, ends: frozenset[int] = frozenset()
 ) -> re.Pattern:
     """A pattern that matches the tokens that begin or end a message, and the ids `ends`."""
-    further = map(str, tokenizer.convert_ids_to_tokens(sorted(ends)))
-    return pattern_of({*message_tokens(tokenizer), *(t for t in further if not t.isspace())})
+    return pattern_of({*message_tokens(tokenizer), *map(str, tokenizer.convert_ids_to_tokens(sorted(ends)))})
 
 
 def message_tokens(tokenizer: PreTrainedTokenizerBase) -> set[str]:
     """The tokens that begin or end a message: those that the chat template writes around messages."""
-    known = pattern_of({token for token in added_tokens(tokenizer) if not token.isspace()})
-    found = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token} - {None}
+    known = pattern_of(added_tokens(tokenizer))
+    around = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token} - {None}
     for text, has_result in around_messages(tokenizer):
         for token in known.findall(text):
             tag = re.fullmatch(r"</?(\w+)>", token)
             # The tags around thinking and around a result stand inside a message, where the template writes them.
             if tag is None or not (has_result or tag[1] in TURN_TAGS):
-                found.add(token)
-    found |= placeholders_of(tokenizer)  # in a text it has no picture
-    return {token for token in found if not token.isspace()}
+                around.add(token)
+    return around | placeholders_of(tokenizer)  # in a text such a token has no picture
 
 
 def around_messages(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
@@ -103,15 +88,10 @@ def around_messages(tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, b
     texts = [f"text-{k}-of-a-message" for k in range(3)]
     system, user, assistant = ({"role": r, "content": t} for r, t in zip(("system", "user", "assistant"), texts))
     result = {"role": "tool", "name": "add", "tool_call_id": "call00000", "content": texts[0]}
-    conversations = (
-        [system, user, assistant, user],
-        [user, assistant, user],
-        [user, assistant],
-        [user, assistant, result],
-    )
+    conversations = ([system, user, assistant, user], [user, assistant, user], [user, assistant])
     templates = tokenizer.chat_template
-    for template in templates.values() if isinstance(templates, dict) else [templates] if templates else []:
-        for messages in conversations:
+    for template in templates.values() if isinstance(templates, dict) else filter(None, [templates]):
+        for messages in (*conversations, [user, assistant, result]):
             asked = {"chat_template": template, "add_generation_prompt": messages[-1] != assistant, "tokenize": False}
             try:
                 rendered = tokenizer.apply_chat_template(messages, **asked)
@@ -130,7 +110,8 @@ def forbidden_in(
     if origin == Origin.AGENT and role in AUTHORS:
         found = placeholders_of(tokenizer)
         return pattern_of(found) if found else None
-    return message_pattern(*key, frozenset(ends))
+    # What a message may not contain is more once the tokenizer has an image reader.
+    return message_pattern(*key, frozenset(ends).union(getattr(getattr(tokenizer, "pictures", None), "unsampled", ())))
 
 
 def placeholders_of(tokenizer: PreTrainedTokenizerBase) -> set[str]:
@@ -146,11 +127,7 @@ def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Patt
     """Insert a space into every control token of a text, so that it cannot open or close a turn or end its result.
 
     INVARIANT: the tokenizer finds no control token in the returned text. A text without control tokens is unchanged.
-
-    Args:
-        text: Any text.
-        tokenizer: Whose control tokens.
-        forbidden: The tokens that are broken, as `forbidden_in` gives them. None: all control tokens.
+    `forbidden` matches the tokens that are broken, as `forbidden_in` gives them; None: all control tokens.
     """
 
     def broken(match: re.Match) -> str:
@@ -166,57 +143,42 @@ def neutralise(text: str, tokenizer: PreTrainedTokenizerBase, forbidden: re.Patt
 
 def neutralise_json(value: Any, tokenizer: PreTrainedTokenizerBase, forbidden: re.Pattern | None = None) -> Any:
     """Break the control tokens in all texts of a JSON value, including keys (see `neutralise`)."""
-    if isinstance(value, str):
-        return neutralise(value, tokenizer, forbidden)
-    if isinstance(value, dict):
-        return {
-            neutralise_json(k, tokenizer, forbidden): neutralise_json(v, tokenizer, forbidden)
-            for k, v in value.items()
-        }
-    return [neutralise_json(v, tokenizer, forbidden) for v in value] if isinstance(value, (list, tuple)) else value
+
+    def read(value: Any) -> Any:
+        if isinstance(value, str):
+            return neutralise(value, tokenizer, forbidden)
+        if isinstance(value, dict):
+            return {read(k): read(v) for k, v in value.items()}
+        return [read(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    return read(value)
 
 
 def clean_schema(schema: dict[str, Any], tokenizer: PreTrainedTokenizerBase, origin: Origin) -> dict[str, Any]:
-    """Break the control tokens in a tool's JSON schema that its origin may not contain.
-
-    Raises:
-        ValueError: the name of the tool or of a parameter holds one: the model could not write it in a call.
-    """
-    forbidden = forbidden_in(origin, "tool", tokenizer)
-    function = schema["function"]
-    parameters = function.get("parameters") or {}
-    check_names([function["name"], *(parameters.get("properties") or {})], forbidden)
+    """Break the control tokens in a tool's JSON schema. Raises `ValueError` for one in a name (`check_names`)."""
+    forbidden, function = forbidden_in(origin, "tool", tokenizer), schema["function"]
+    properties = (function.get("parameters") or {}).get("properties") or {}
+    check_names([function["name"], *properties], forbidden)
     return neutralise_json(schema, tokenizer, forbidden)
 
 
 def check_names(names: Iterable[str], forbidden: re.Pattern) -> None:
     """Raise `ValueError` if the name of a tool (the first name) or of its parameters contains a control token."""
-    names = list(names)
-    for name in names:
+    tool, *parameters = names
+    for name in (tool, *parameters):
         if found := forbidden.search(name):
-            what = f"Tool {name!r}" if name is names[0] else f"Tool {names[0]!r}: the parameter {name!r}"
             raise ValueError(
-                f"{what} holds the control token {found[0]!r} of the model in its name. The model would read it as "
-                "one, and a call cannot hold it. Expected another name."
+                f"Tool {tool!r}: the name {name!r} holds the control token {found[0]!r} of the model, which would "
+                "read it as one, and a call cannot hold it. Expected another name."
             )
 
 
 def neutralise_messages(
-    messages: list[dict[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    origin: Origin,
-    ends: frozenset[int] = frozenset(),
+    messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, origin: Origin, ends: frozenset = frozenset()
 ) -> list[dict[str, Any]]:
     """Break the tokens in all texts of messages that their origin and their roles may not contain.
 
-    Args:
-        messages: Of the chat template. Content may be text or parts; roles, names and calls are texts as well.
-        tokenizer: Whose control tokens.
-        origin: Whose the messages are.
-        ends: Further ids that end a turn.
+    Content may be text or parts; roles, names and calls are texts as well. `ends` are further ids that end a turn.
     """
-    read = []
-    for message in messages:
-        forbidden = forbidden_in(origin, message["role"], tokenizer, ends)
-        read.append(message if forbidden is None else neutralise_json(message, tokenizer, forbidden))
-    return read
+    patterns = [forbidden_in(origin, message["role"], tokenizer, ends) for message in messages]
+    return [m if p is None else neutralise_json(m, tokenizer, p) for m, p in zip(messages, patterns)]

@@ -5,25 +5,27 @@ Hermes is the syntax of many models: `<tool_call>{"name": ..., "arguments": {...
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from mt_grpo.conversation.formats.base import SEVERAL_CALLS, THINKING_TAGS, ChatFormat, parse_call, thinking_length
+from mt_grpo.conversation.formats.base import (
+    ASK,
+    SEVERAL_CALLS,
+    THINKING_TAGS,
+    ChatFormat,
+    parse_call,
+    thinking_length,
+)
 from mt_grpo.conversation.formats.control_tokens import Origin, clean_schema
 from mt_grpo.conversation.tools.signature import tool_schema
 from mt_grpo.rollout import Message, ToolCall, ToolResult
 
-
-class CallText(NamedTuple):
-    """One call as it is written in a text."""
-
-    text: str  # with what opens and closes it
-    body: str  # what stands between
-    name: str | None  # of the tool, where what opens a call says it
+# From (the text between the tags of a call, the tool's name if the opening tag has it, the tools) to the calls in it.
+Reader = Callable[[str, str | None, dict[str, Callable]], list[ToolCall]]
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,17 @@ class CallSyntax:
     name: str
     opening: str
     closing: str
-    read: Callable[[CallText, dict[str, Callable]], list[ToolCall]]
+    read: Reader
     tail: str = ""  # what the template writes behind the last argument of the last call; empty: `closing`
     answer: str = ""  # where a turn's answer stands; empty: the text beside thinking and calls
     thinking: tuple[str, str] = THINKING_TAGS["most"]
     headers: tuple[str, ...] = ()  # as in `ChatFormat`
 
-    def split(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str]:
-        """Parse the calls of a text. Returns (calls, remaining text). A broken call does not affect the others."""
+    def split(self, text: str, tools: dict[str, Callable], broken: bool = True) -> tuple[list[ToolCall], str]:
+        """Parse the calls of a text. Returns (calls, remaining text). A broken call does not affect the others.
+
+        If not `broken`, broken calls are left out, and their text remains.
+        """
         calls, beside, start, tried = [], [], 0, None
         opening, closing = re.compile(self.opening, re.DOTALL), re.compile(self.closing, re.DOTALL)
         closed = closing.search(text)
@@ -54,13 +59,15 @@ class CallSyntax:
             nested = closed and following and following.start() < closed.start()
             read, start = [], following.start() if following else len(text)
             if closed and not (nested and tried == closed.start()):
-                whole = CallText(text[opened.start() : closed.end()], text[opened.end() : closed.start()], name)
-                read, tried = self.read(whole, tools), closed.start()
+                read, tried = self.read(text[opened.end() : closed.start()], name, tools), closed.start()
                 if nested and any(call.error for call in read):
                     read = []  # this call was never closed
                 else:
                     start = max(closed.end(), opened.start() + 1)
-            calls += read or [ToolCall(name, {}, "the call is not closed")]
+            read = read or [ToolCall(name, {}, "the call is not closed")]
+            if not broken and any(call.error for call in read):
+                beside.append(text[opened.start() : start])
+            calls += [call for call in read if broken or not call.error]
         return calls, "".join([*beside, text[start:]])
 
     def example(self, text: str) -> str:
@@ -70,13 +77,10 @@ class CallSyntax:
         return text[opened.start() : closed.end()].strip()
 
 
+SEVERAL_IN_TAGS = "several calls in one <tool_call>; write one <tool_call> for each"
+TOOL_CALL = "<tool_call>", "</tool_call>"
 HERMES = CallSyntax(
-    "hermes (Qwen 2.5, Qwen 3)",
-    opening="<tool_call>",
-    closing="</tool_call>",
-    read=lambda call, tools: [
-        parse_call(call.body, "arguments", "several calls in one <tool_call>; write one <tool_call> for each")
-    ],
+    "hermes (Qwen 2.5, Qwen 3)", *TOOL_CALL, lambda body, name, tools: [parse_call(body, "arguments", SEVERAL_IN_TAGS)]
 )
 
 
@@ -91,57 +95,47 @@ class HermesFormat(ChatFormat):
 
     def setup(self) -> None:
         """Choose the first syntax that reads the calls which the template writes correctly."""
-        written = self._write_calls()
-        self.call_format = self.syntax.example(written)
+        self.call_format = self.syntax_example()
         self.thinking, self.headers = self.syntax.thinking, self.syntax.headers
         self.begins, self.closes = f"{self.syntax.opening}|<answer>", f"{self.syntax.closing}|</answer>"
         try:
-            prompt = self._render([{"role": "user", "content": "."}], tools=[tool_schema("get_total", get_total)])
+            self.describes_tools = "get_total" in self._render([ASK], tools=[tool_schema("get_total", get_total)])
         except Exception as error:
             raise self.refusal(f"cannot render tools: {error}") from error
-        self.describes_tools = "get_total" in prompt
-        self.keeps_results = self._keeps_results(self.syntax.example(written))
+        turn, results = {"role": "assistant", "content": self.call_format}, [ToolResult("result-1")]
+        try:  # whether results reach the model after a turn whose call is only in its text
+            self.keeps_results = "result-1" in self._render([ASK, turn, *self.results(self.probes, results)])
+        except Exception:  # whatever a template raises
+            self.keeps_results = False
 
     def _render(self, messages: list[Message], **kwargs: Any) -> str:
         # Some tokenizers have a template of their own for conversations with tools.
         template = self.tokenizer.get_chat_template(self.chat_template_kwargs.get("chat_template"), tools=[])
         return super()._render(messages, **{**kwargs, "chat_template": template})
 
-    def _write_calls(self) -> str:
-        """Render a conversation with calls, and set `syntax`, `several` (calls per turn) and `arguments` to match."""
+    def syntax_example(self) -> str:
+        """A call as the template writes it. Sets `syntax`, `several` (calls per turn), `probes` and `arguments`."""
         written, problem = "", None
         # Some templates take one call per turn, and some take arguments as text.
         for number, self.arguments in ((2, dict), (2, json.dumps), (1, dict), (1, json.dumps)):
-            probes = list(self.probes[:number])
+            probes = list(type(self).probes[:number])
             try:
-                written = self._render([{"role": "user", "content": "."}, self.turn_message(probes)])
+                written = self._render([ASK, self.turn_message(probes)])
             except Exception as error:  # whatever a template raises
                 problem = error
                 continue
-            fits = [syntax for syntax in self.syntaxes if syntax.split(written, {})[0] == probes]
-            if fits:
-                self.syntax, self.several = fits[0], number > 1
-                return written
+            self.syntax = next((each for each in self.syntaxes if each.split(written, {})[0] == probes), None)
+            if self.syntax is not None:
+                self.several, self.probes = number > 1, probes
+                return self.syntax.example(written)
         if not written:
             raise self.refusal(f"cannot render a turn with calls: {problem}") from problem
         if "get_total" not in written:
             raise self.refusal("has no tool support: it leaves calls out")
         raise self.refusal(f"writes calls in another syntax than this tool_format reads: ...{written[-300:]!r}")
 
-    def _keeps_results(self, call: str) -> bool:
-        """Whether results reach the model after a turn whose call is only in its text."""
-        turn, results = {"role": "assistant", "content": call}, self.results(self.probes[:1], [ToolResult("result-1")])
-        try:
-            return "result-1" in self._render([{"role": "user", "content": "."}, turn, *results])
-        except Exception:  # whatever a template raises
-            return False
-
     def closings(self) -> list[str]:
-        results = self.results(self.probes[:1], [ToolResult("0")])
-        return [*super().closings(), self.suffix(self.probes[:1], results)]
-
-    def check(self) -> None:
-        self.check_results(list(self.probes[: 1 + self.several]))
+        return [*super().closings(), self.suffix(self.probes, self.results(self.probes, [ToolResult("0")]))]
 
     def prompt(self, messages: list[Message], tools: dict[str, Callable]) -> dict[str, Any]:
         shown = "" if self.describes_tools else str([message["content"] for message in messages])
@@ -150,24 +144,26 @@ class HermesFormat(ChatFormat):
                 f"The chat template of {self.tokenizer.name_or_path or 'this tokenizer'} leaves tools out of the "
                 f"prompt, and the messages do not name {missing[0]!r}. Write {{tool_descriptions}} in system_prompt."
             )
-        schemas = [self.clean_schema(name, tool) for name, tool in tools.items()]
+        schemas = [
+            clean_schema(tool_schema(name, tool), self.tokenizer, getattr(tool, "origin", Origin.OUTSIDE))
+            for name, tool in tools.items()
+        ]
         messages = messages if self.keeps_results else self.with_calls(messages, tools)
         return {**super().prompt(messages, tools), **({"tools": schemas} if schemas else {})}
-
-    def clean_schema(self, name: str, tool: Callable) -> dict[str, Any]:
-        """A tool's schema for the model, without control tokens. Raises `ValueError` for one in a name."""
-        return clean_schema(tool_schema(name, tool), self.tokenizer, getattr(tool, "origin", Origin.OUTSIDE))
 
     def with_calls(self, messages: list[Message], tools: dict[str, Callable]) -> list[Message]:
         """Move calls from texts into `tool_calls`, for a template that leaves out results after calls in a text.
 
         Such are the turns of a history that an environment has edited. A call for each result, so that none is lost.
         """
-        messages, written = list(messages), []
+        written = []
         for k, message in enumerate(messages):
-            count = next((n for n, m in enumerate(messages[k + 1 :]) if m["role"] != "tool"), len(messages) - k - 1)
-            text = message.get("content")
-            if message["role"] == "assistant" and "tool_calls" not in message and isinstance(text, str):
+            if (
+                message["role"] == "assistant"
+                and "tool_calls" not in message
+                and isinstance(message.get("content"), str)
+            ):
+                count = len([*itertools.takewhile(lambda m: m["role"] == "tool", messages[k + 1 :])])
                 message = self.with_reasoning(message)
                 text = message["content"]
                 start = thinking_length(text, "", *self.thinking)
@@ -205,7 +201,7 @@ class HermesFormat(ChatFormat):
             return super().suffix(calls, messages)
         names = [result.get("name", "unknown") for result in results]  # an environment's own may say none
         stand_in = self.turn_message([ToolCall(name, {"key": self._sentinel}) for name in names])
-        rendered = self._render([{"role": "user", "content": "."}, stand_in, *messages])
+        rendered = self._render([ASK, stand_in, *messages])
         behind = rendered.rpartition(self._sentinel)[2]
         closed = re.search(self.syntax.tail or self.syntax.closing, behind, re.DOTALL)
         if rendered.count(self._sentinel) != len(results) or closed is None:
@@ -220,20 +216,9 @@ class HermesFormat(ChatFormat):
 
     def good_calls(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str]:
         """The calls that can be read, and the text without them: for programs that take a broken call as text."""
-        good = []
-
-        def read(call: CallText, tools: dict[str, Callable]) -> list[ToolCall]:
-            found = self.syntax.read(call, tools)
-            if not any(each.error for each in found):
-                good.append(call.text)
-            return found
-
-        calls, _ = dataclasses.replace(self.syntax, read=read).split(text, tools)
-        if len(calls) > 1 and not self.several:
+        if len(self.syntax.split(text, tools)[0]) > 1 and not self.several:
             return [], text
-        for written in good:
-            text = text.replace(written, "", 1)
-        return [call for call in calls if not call.error], text
+        return self.syntax.split(text, tools, broken=False)
 
     def content(self, text: str) -> str:
         """The text of a turn without its thinking and its calls."""

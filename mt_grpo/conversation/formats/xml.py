@@ -18,10 +18,6 @@ def parse_turn(text: str) -> tuple[ToolCall | None, bool]:
 
     >>> parse_turn('<tool>{"name": "calculator", "args": {"expression": "6*7"}}</tool>')
     (ToolCall(name='calculator', arguments={'expression': '6*7'}, error=None), False)
-    >>> parse_turn("<reasoning>easy</reasoning><answer>42</answer>")
-    (None, True)
-    >>> parse_turn('<tool>{"name": "calculator", <answer>42</answer>')[0].error  # an answer inside a call is no answer
-    'the call is not closed by </tool>'
     >>> parse_turn("<think>The format is <answer>x</answer>")  # tags inside thinking mean nothing
     (None, False)
     """
@@ -51,11 +47,11 @@ def parse_tags(text: str) -> tuple[ToolCall | None, str | None]:
     opened, answer = body.find("<tool>"), body.find("<answer>")
     if closing.startswith("</answer>") and answer >= 0 and not 0 <= opened < answer:
         return None, body[answer + len("<answer>") :].strip()
-    if closing.startswith("</tool>"):
-        if opened < 0:
-            return ToolCall(None, {}, "</tool> without <tool> before it"), None
-        return parse_call(body[opened + len("<tool>") :]), None
-    return (ToolCall(None, {}, "the call is not closed by </tool>") if opened >= 0 else None), None
+    if not closing.startswith("</tool>"):
+        return (ToolCall(None, {}, "the call is not closed by </tool>") if opened >= 0 else None), None
+    if opened < 0:
+        return ToolCall(None, {}, "</tool> without <tool> before it"), None
+    return parse_call(body[opened + len("<tool>") :]), None
 
 
 class XmlFormat(ChatFormat):
@@ -67,11 +63,9 @@ class XmlFormat(ChatFormat):
 
     def written_turn(self, text: str, calls: list[ToolCall]) -> Message:
         bodies = [json.dumps({"name": call.name, "args": call.arguments}, ensure_ascii=False) for call in calls]
-        return {
-            "role": "assistant",
-            "content": "\n".join([*filter(None, [text]), *(f"<tool>{b}</tool>" for b in bodies)]),
-        }
+        content = "\n".join([*filter(None, [text]), *(f"<tool>{body}</tool>" for body in bodies)])
+        return {"role": "assistant", "content": content}
 
     def parse_text(self, text: str, tools: dict[str, Callable]) -> tuple[list[ToolCall], str | None]:
         call, answer = parse_tags(text)
-        return [call] if call is not None else [], answer
+        return [] if call is None else [call], answer

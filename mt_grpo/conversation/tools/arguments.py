@@ -32,6 +32,8 @@ def strict_schema(schema: Any) -> Any:
         return schema
     kind = schema.get("type")
     schema = {key: part if (kind, key) == ("default",) * 2 else strict_schema(part) for key, part in schema.items()}
+    if kind == "model" and "'type': 'generator'" in str(schema):  # pydantic has compiled it already
+        raise TypeError("a field is Iterable, whose items would be checked too late. Write list[...]")
     if kind == "generator":
         return {**schema, "type": "list"}
     if kind not in ("literal", "enum"):

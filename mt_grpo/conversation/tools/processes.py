@@ -157,7 +157,8 @@ class ToolProcesses:
             *self._command, **pipes, limit=2 * LONGEST_ANSWER, start_new_session=True
         )
         async with asyncio.timeout(self.START_SECONDS):
-            await self._line(process)
+            while await self._line(process) != b"ready\n":  # a hook of the interpreter may print before
+                pass
         return process
 
     async def _call(self, process: asyncio.subprocess.Process, index: int, /, **arguments: Any) -> Any:

@@ -15,8 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from mt_grpo.conversation.picture_parts import parts_of, text_of_parts
-from mt_grpo.conversation.pictures import PictureReader, reader_of, with_marks_of
+from mt_grpo.images.messages import read_result, reader_of
+from mt_grpo.images.pictures import with_marks_of
 from mt_grpo.rollout import Message, Rollout, ToolResult
 
 ADDRESS = r" at 0x[0-9a-fA-F]+"
@@ -103,7 +103,7 @@ def as_received(answer: dict[str, Any]) -> ToolResult:
     return ToolResult(answer["text"] if parts is None else parts, reward=answer["reward"], error=answer["kind"])
 
 
-def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
+def as_result(result: Any, reader: Any = None) -> ToolResult:
     """Convert a tool's return value to a `ToolResult`. If it is one already, its reward and error are kept.
 
     A PIL image, or a list of text and image parts, becomes a text with marks if the model reads images.
@@ -123,9 +123,8 @@ def as_result(result: Any, reader: PictureReader | None = None) -> ToolResult:
             if result.text is None:
                 raise
             return ToolResult(f"{result.text}\n{error}")
-    if reader is not None and (parts := parts_of(result)) is not None:
-        text, pictures = text_of_parts(parts, reader, "the tool's result")
-        return ToolResult(text, pictures=tuple(pictures))
+    if reader is not None and (read := read_result(result, reader)) is not None:
+        return ToolResult(read[0], pictures=tuple(read[1]))
     return ToolResult(as_text(result))
 
 

@@ -112,8 +112,10 @@ def as_tool(tool: Any) -> Callable:
         function = dict(schema.get("function", schema))
         check_schema(function.get("parameters") or {})
         properties, required, further = parts_of_schema(function.get("parameters"))
+        if not getattr(tool, "as_written", False) and not takes_any(tool.run):
+            further = False
         signature = signature_from(properties, required, further, returned_by(tool.run))
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"Tool {tool.name} has the schema {schema!r:.200}, expected that of a function, with name, description "
             f"and parameters: {error}."
@@ -151,7 +153,7 @@ def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
     async def method(self: Any, **arguments: Any) -> ToolResult:
         return await run(self, name, arguments)
 
-    tool = as_tool(types.SimpleNamespace(name=name, schema=schema, run=run))
+    tool = as_tool(types.SimpleNamespace(name=name, schema=schema, run=run, as_written=True))
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     functools.update_wrapper(method, tool)
     parameters = [own, *inspect.signature(tool).parameters.values()]
@@ -163,7 +165,13 @@ def as_method(name: str, schema: dict[str, Any], run: Callable) -> Callable:
 def parts_of_schema(schema: dict[str, Any] | None) -> tuple[dict[str, Any], list[str], Any]:
     """(properties, required names, schema of further ones or False) of a tool's parameters."""
     schema = schema or {}
-    return schema.get("properties") or {}, schema.get("required") or [], schema.get("additionalProperties", False)
+    further = schema.get("additionalProperties")
+    return schema.get("properties") or {}, schema.get("required") or [], False if further is None else further
+
+
+def takes_any(run: Callable) -> bool:
+    """Whether a callable takes keyword arguments of any name."""
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(run).parameters.values())
 
 
 def returned_by(run: Callable) -> Any:
@@ -200,7 +208,9 @@ class JsonSchema(BaseModel, strict=True):
 
     type: str | list[str] = ""
     enum: list = []
-    items: Any = None
+    items: bool | JsonSchema | list | None = None
+    additional_properties: bool | JsonSchema | None = Field(None, alias="additionalProperties")
+    required: list[str] | None = None
     any_of: list[bool | JsonSchema] = Field([], alias="anyOf")
     one_of: list[bool | JsonSchema] = Field([], alias="oneOf")
     all_of: list[bool | JsonSchema] = Field([], alias="allOf")

@@ -9,9 +9,8 @@ from typing import Any
 
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import is_nested
-from mt_grpo.conversation.pictures import PictureReader, mark_of, marks_replaced
 from mt_grpo.conversation.tools.signature import check_schema
-from mt_grpo.images.pictures import Picture
+from mt_grpo.images.pictures import Picture, mark_of, marks_replaced
 from mt_grpo.rollout import Message
 
 POLICY, FROZEN = "policy", "policy-frozen"  # names of the model: turns that are trained on, and that are not
@@ -135,7 +134,7 @@ class Contents:
             kept as long as this is.
     """
 
-    def __init__(self, joint: str = "\n", reader: PictureReader | None = None, why: str = "it reads text alone"):
+    def __init__(self, joint: str = "\n", reader: Any = None, why: str = "it reads text alone"):
         self.joint, self.reader, self.why = joint, reader, why
         self.pictures: dict[bytes, Picture] = {}
 

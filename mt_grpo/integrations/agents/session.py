@@ -15,8 +15,8 @@ from typing import Any
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.json_types import json_text
 from mt_grpo.conversation.environments import is_number
-from mt_grpo.conversation.pictures import reader_of, why_none
 from mt_grpo.conversation.tools.results import error_text
+from mt_grpo.images.messages import reader_of, why_none
 from mt_grpo.images.pictures import MOST_PICTURES
 from mt_grpo.integrations.agents.chains import Asked, Chains, Completion
 from mt_grpo.integrations.agents.messages import (

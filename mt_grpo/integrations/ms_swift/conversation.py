@@ -17,8 +17,8 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import background_loop
 from mt_grpo.base.rows import with_own_keys
 from mt_grpo.conversation.environments import failures_end
-from mt_grpo.conversation.picture_parts import images_of
 from mt_grpo.conversation.tools.threads import ToolsUnavailable
+from mt_grpo.images.messages import images_of
 from mt_grpo.integrations.ms_swift.loop import RolloutOver, SchedulerFailure, drive
 from mt_grpo.integrations.ms_swift.loss import LossMask
 from mt_grpo.integrations.ms_swift.messages import mark_tags, place_tags, tagged

@@ -11,7 +11,7 @@ from typing import Any
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.json_types import image_or_str
-from mt_grpo.conversation.picture_parts import images_of
+from mt_grpo.images.messages import images_of
 from mt_grpo.integrations.checks import check_settings_of
 from mt_grpo.integrations.ms_swift.conversation import (
     ScheduledConversation,
