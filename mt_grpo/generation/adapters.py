@@ -11,7 +11,6 @@ import torch
 from packaging.version import Version
 from peft import LoraConfig, PeftModel
 
-from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.images.pictures import TOWER
 
 ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM name it
@@ -54,8 +53,6 @@ def why_config_merges(config: Any) -> str | None:
     (None, 'its configuration has use_dora=True')
     >>> why_config_merges(LoraConfig(init_lora_weights="pissa"))
     "init_lora_weights='pissa' changes the model's own weights"
-    >>> why_config_merges(LoraConfig(r=1024))
-    'its rank is 1024, and vLLM accepts at most 512'
     >>> why_config_merges(LoraConfig(target_parameters={"experts.up", "experts.down"}))
     "its configuration has target_parameters=['experts.down', 'experts.up']"
     """
@@ -74,12 +71,7 @@ def why_config_merges(config: Any) -> str | None:
 
 
 def why_model_merges(model: Any, sharded: bool) -> str | None:
-    """Why the LoRA of a model has to be merged before a push. None if a server can load it as an adapter.
-
-    Args:
-        model: The policy, with its adapter.
-        sharded: Whether its parameters are divided among ranks.
-    """
+    """Why the LoRA of a model, which may be sharded, has to be merged before a push. None if a server can load it."""
     if list(model.peft_config) != [ADAPTER]:
         return f"it has the adapters {', '.join(model.peft_config)}"
     if reason := why_config_merges(model.peft_config[ADAPTER]):
@@ -98,13 +90,7 @@ def why_model_merges(model: Any, sharded: bool) -> str | None:
 
 
 def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
-    """Why a server cannot load adapters of this rank. None if it can.
-
-    Args:
-        server: Its client.
-        rank: The rank of the adapter.
-        slots: How many adapters it has to hold at the same time (`slots_of`).
-    """
+    """Why a server cannot load adapters of this rank, `slots` of them at the same time. None if it can."""
     flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
     version = server.engine_version or ""
     if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
@@ -120,13 +106,6 @@ def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
         return f"{where} has room for {most} adapters at a time, and {slots} may be in flight: start it with {flags}"
     if (held := server.weight_version()) != "default":
         return f"{where} holds the weights {held!r} of another run: restart it"
-    try:  # without a name nothing is loaded
-        server.request("POST", "/v1/load_lora_adapter", json={"lora_name": "", "lora_path": ""})
-    except ServerLost:
-        raise
-    except ServerError as error:
-        if ": 404 " in str(error):
-            return f"{where} does not load adapters at runtime: start it with {flags}"
     return None
 
 

@@ -31,7 +31,6 @@ from mt_grpo.base.event_loop import (
     run_async,
 )
 from mt_grpo.conversation.sampling import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.generation.engines import Engine
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.images.messages import reader_of
@@ -61,40 +60,34 @@ def split_server_url(url: str) -> tuple[str, str | None]:
     try:
         parts = urllib.parse.urlsplit(url)
         fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        fits = fits and not re.search(r"[\s?#]", url)
     except ValueError:  # a port that is no number or above 65535, brackets that do not match
         fits = False
-    if not fits:
+    if not fits or re.search(r"[\s?#]", url):
         raise ServerError(
             f"{hide_password(url)!r} is not a server address. Expected http://HOST:PORT or https://HOST:PORT, with a "
             "port from 1 to 65535. Correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
         )
-    user, found, host = parts.netloc.rpartition("@")
-    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if found else None
+    user, separator, host = parts.netloc.rpartition("@")
+    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if separator else None
     return parts._replace(netloc=host).geturl().rstrip("/"), header
 
 
 def server_urls(value: str | list[str] | None) -> list[str]:
     """The addresses in `vllm_server_base_url`: a list, or text with commas between them.
 
-    Raises `ValueError` for another type, and `ServerError` for an invalid address or one that is listed twice.
+    Raises `ServerError` for an invalid address or one that is listed twice.
 
     >>> server_urls("http://a:1, http://b:2"), server_urls(["http://a:1"]), server_urls(None)
     (['http://a:1', 'http://b:2'], ['http://a:1'], [])
     """
-    if not value:
-        return []
-    urls = value.split(",") if isinstance(value, str) else list(value)
-    if not all(isinstance(url, str) for url in urls):
-        raise ValueError(f"vllm_server_base_url={value!r}, expected an address or a list of addresses.")
-    urls = [url.strip() for url in urls]
-    plain = [split_server_url(url)[0] for url in urls]  # raises for text that is no address
+    urls = [url.strip() for url in (value.split(",") if isinstance(value, str) else value or []) if value]
+    plain = [split_server_url(url)[0] for url in urls]
     if twice := [url for url in plain if plain.count(url) > 1]:
         raise ServerError(f"vllm_server_base_url lists {twice[0]} twice. List each server once.")
     return urls
 
 
-def engine_of(name: str) -> Engine:
+def engine_of(name: str) -> VLLM:
     """The engine with this name (`vllm` or `sglang`). SGLang's module is imported only if it is named."""
     if name == "sglang":
         from mt_grpo.generation.sglang_engine import SGLang
@@ -133,13 +126,8 @@ class ServerConnection:
         self.pushed: str | None = None  # the name of the last whole push, the same on all ranks; None before the first
         self.adapter: str | None = None  # the adapter that requests name, the same on all ranks; None: the model
         self.loaded: str | None = None  # the adapter of the last push, before it is proven; of rank 0's client
-        self._open: dict[int, dict[str, Any]] = {}  # the requests of conversations in flight
-        self._reached = False  # whether the server has ever answered
-        api_key = api_key or os.environ.get("VLLM_API_KEY")
-        if api_key and credentials:
-            got = "got both a password in vllm_server_base_url and VLLM_API_KEY"
-            raise ServerError(f"{self.base_url}: {got}. A request can carry only one of them. Remove the other.")
-        credentials = f"Bearer {api_key}" if api_key else credentials
+        if api_key := api_key or os.environ.get("VLLM_API_KEY"):
+            credentials = f"Bearer {api_key}"
         self._headers = {"Authorization": credentials} if credentials else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         allow_many_open_files()
@@ -181,14 +169,10 @@ class ServerConnection:
             status, body = future.result()
         except (aiohttp.ClientError, TimeoutError) as error:
             problem = error_line(error) if str(error) else f"no complete answer within {timeout:g} s"
-            never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
-            if isinstance(error, never) and not self._reached:  # DNS may also fail in the middle of a run
-                raise ServerError(f"{method} {url}: {problem}. No server can be reached at this address.") from error
             raise ServerLost(f"{method} {url}: {problem}. Is the {self.engine.title} server running?") from error
         except BaseException:
             future.cancel()
             raise
-        self._reached = True
         text = body.decode("utf-8", "replace")
         if not 200 <= status < 300:
             kind = ServerLost if status == 429 or status >= 500 else ServerError
@@ -219,14 +203,13 @@ class ServerConnection:
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
         """Wait for a healthy server, up to `self.timeout` seconds or until `unless` returns true, and log the wait.
 
-        Raises `ServerError` after this time, or at once if another service answers or the address cannot work.
+        Raises `ServerError` after this time, or at once if another service answers.
         """
         began, last_notice = time.monotonic(), float("-inf")
         while not unless():
             left = began + self.timeout - time.monotonic()
             try:
-                self.engine.check_health(self, min(10.0, max(left, 1.0)))
-                return
+                return self.engine.check_health(self, min(10.0, max(left, 1.0)))
             except ServerLost as error:
                 if left <= 0:
                     raise ServerError(
@@ -280,18 +263,11 @@ class ServerConnection:
 
     def sample_behind(self, token_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
         """Sample after these ids at temperature 1, with the adapter of the last push. Returns (ids, logprobs)."""
-        payload = {
-            **sampling_defaults(),
-            "model": self.loaded or self.model_card["id"],
-            "prompt": token_ids,
-            "logprobs": 0,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+        payload = {**sampling_defaults(), "model": self.loaded or self.model_card["id"], "prompt": token_ids}
+        payload |= {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True, "return_token_ids": True}
         path, body, read, _ = self.engine.ask_for_sample(payload, self.vocab_size, self.unsampled)
-        found = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
-        return found.token_ids, found.logprobs
+        generation = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
+        return generation.token_ids, generation.logprobs
 
     # -- requests of conversations (async) --
 
@@ -300,33 +276,20 @@ class ServerConnection:
         """The model name that requests carry: the last adapter, or the served model."""
         return self.adapter or self.model_card["id"]
 
-    @property
-    def named_adapters(self) -> set[str]:
-        """The model names of requests in flight. The event loop may add one meanwhile, which names the newest."""
-        return {body["model"] for body in list(self._open.values()) if "model" in body}
-
     async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
-        """Sample for a payload of `/v1/completions`, with or without images, and report the versions of the weights.
-
-        The adapter that a request names, which `_post` may change, stays on the server meanwhile.
-        """
-
+        """Sample for a payload of `/v1/completions`, and report which versions of the weights may have sampled."""
         for picture in pictures_in(payload["prompt"]):
             if "data_uri" not in vars(picture):  # a large one takes long: other conversations go on meanwhile
                 await asyncio.to_thread(lambda picture=picture: picture.data_uri)
         path, body, read, _ = self.engine.ask_for_sample(payload, vocab_size, self.unsampled)
         asked = self.policy_version
-        self._open[id(body)] = body
-        try:
-            generation = await self._post(path, body, read)
-        finally:
-            del self._open[id(body)]
+        generation = await self._post(path, body, read)
         if generation.policy_versions is not None:  # the engine says of each token which weights sampled it
             return generation
-        if self.adapter is None or body["model"] == self.model_card["id"]:
-            return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
-        version = int(body["model"].partition("+")[0].rpartition("-")[2])
-        return dataclasses.replace(generation, policy_versions=(version, version))
+        versions = asked, self.newest_version
+        if self.adapter is not None and body["model"] != self.model_card["id"]:
+            versions = (int(body["model"].partition("+")[0].rpartition("-")[2]),) * 2
+        return dataclasses.replace(generation, policy_versions=versions)
 
     def salt(self) -> dict[str, str]:
         """The cache salt of a request: the name of the last push, and a random one while a push is under way.
@@ -343,7 +306,7 @@ class ServerConnection:
         """The session of the running event loop. Sessions of closed loops are closed."""
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
-            ended = [self._sessions.pop(known) for known in list(self._sessions) if known.is_closed()]
+            ended = [self._sessions.pop(other) for other in list(self._sessions) if other.is_closed()]
             self._sessions[loop] = aiohttp.ClientSession(
                 # vLLM closes connections that were idle for 5 s. A request that is sent at that moment would be lost.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
@@ -412,35 +375,33 @@ class ServerConnection:
         messages_list = check_conversations(messages_list, "messages_list", texts=False)
         check_sampling_params(sampling_params, CHAT_KEYS)
 
-        async def one(messages):
+        async def answer(messages: list[dict[str, str]]) -> dict[str, Any]:
             payload = {**sampling_defaults(), **(sampling_params or {}), "model": self.asked_model}
-            question = self.engine.ask_for_chat(self, {**payload, "messages": messages})
-            return await self._post(question.path, question.body, question.read)
+            path, body, read, _ = self.engine.ask_for_chat(self, {**payload, "messages": messages})
+            return await self._post(path, body, read)
 
-        async def all_of_them():
-            return await gather_all([one(messages) for messages in messages_list])
+        async def answer_all() -> list[dict[str, Any]]:
+            return await gather_all([answer(messages) for messages in messages_list])
 
-        return run_async(all_of_them())
+        return run_async(answer_all())
 
     async def held_version(self) -> str | None:
         """The version of the weights that the server holds; None if it does not answer."""
+        url, timeout = f"{self.base_url}{self.engine.WEIGHTS}", aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
         try:
-            timeout = aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
-            async with (await self._session()).get(
-                f"{self.base_url}{self.engine.WEIGHTS}", timeout=timeout
-            ) as response:
+            async with (await self._session()).get(url, timeout=timeout) as response:
                 return (await response.json())["weight_version"] if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
             return None
 
-    async def _close_session(self) -> None:
-        if session := self._sessions.pop(asyncio.get_running_loop(), None):
-            await session.close()
-
     def close(self) -> None:
         """Close the connections. A later request opens new ones."""
+
+        async def close_session() -> None:
+            if session := self._sessions.pop(asyncio.get_running_loop(), None):
+                await session.close()
+
         with suppress(concurrent.futures.TimeoutError):  # a tool or reward may block the loop for ever
-            run_async(self._close_session(), timeout=5.0)
+            run_async(close_session(), timeout=5.0)
         for loop in list(self._sessions):  # of the caller's own loops, which may be closed
-            session = self._sessions.pop(loop)
-            close_on(loop, session.close())
+            close_on(loop, self._sessions.pop(loop).close())

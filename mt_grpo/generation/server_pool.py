@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -15,7 +16,7 @@ import torch
 
 from mt_grpo.base.errors import NoServerLeft, ServerError, ServerLost
 from mt_grpo.base.event_loop import at_once, gather_all, start_in_background
-from mt_grpo.generation.versions import continues, tagged
+from mt_grpo.generation.samples import continues, tagged
 from mt_grpo.rollout import Generation
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,7 @@ class Group:
             if not joined:
                 raise NoServerLeft(f"None of the {pool.title} servers at {pool.base_url} is left in the run.")
             # Equal loads are dealt out by the group's number, so that ranks do not all begin at the first server.
-            place = {n: (n - self.number) % len(pool.servers) for n in joined}
-            chosen = min(joined, key=lambda n: (pool.load[n], place[n]))
+            chosen = min(joined, key=lambda n: (pool.load[n], (n - self.number) % len(pool.servers)))
             if self.server is not None:
                 pool.load[self.server] -= self.size
             pool.load[chosen] += self.size
@@ -55,10 +55,6 @@ class Group:
 
 class Route:
     """The backend of one conversation: its group's server, or another one if that is lost.
-
-    Args:
-        pool: The servers.
-        group: The conversation's group.
 
     Attributes:
         sampled: (server, its lineage when it was asked) -> when its last answer came. All of them must be proven.
@@ -76,18 +72,17 @@ class Route:
 
         Raises `ServerError` if no server is left.
         """
-        pool, moves = self.pool, False
+        pool = self.pool
         while True:
             lineages = [server.lineage for server in pool.servers]  # before the choice: an old one proves nothing
             number = self.group.choose()
-            pool.moved += moves
-            asked = number, lineages[number]
-            request = asyncio.ensure_future(
-                pool.servers[number].generate(prompt_ids, max_tokens, sampling_params, index)
-            )
+            server = pool.servers[number]
+            request = asyncio.ensure_future(server.generate(prompt_ids, max_tokens, sampling_params, index))
             pool.requests[number].add(request)
             try:
                 generation = await request
+                self.sampled[number, lineages[number]] = time.monotonic()
+                return generation
             except asyncio.CancelledError:
                 if asyncio.current_task().cancelling() or number in pool.joined:
                     raise  # the conversation itself is cancelled
@@ -95,12 +90,9 @@ class Route:
                 if pool.joined in ([], [number]):
                     raise
                 pool.leave(number, error)
-            else:
-                self.sampled[asked] = time.monotonic()
-                return generation
             finally:
                 pool.requests[number].discard(request)
-            moves = True
+            server.retries += bool(pool.joined)
 
 
 async def gather_proven(pool: ServerPool, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
@@ -141,14 +133,13 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
     give_up = None
     try:
         while True:
-            # At full seconds, so that all conversations that are in flight share one question (`SharedQuestion`).
-            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS - time.monotonic() % pool.WATCH_SECONDS)
+            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS)
             if running.done() and pool.joined:
                 running.result()
             asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)
             numbers, lineages = list(pool.joined), [server.lineage for server in pool.servers]
-            held = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
-            for n, answer in zip(numbers, held):
+            answers = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
+            for n, answer in zip(numbers, answers):
                 misses[n] = 0 if answer is not None or pool.pushing else misses[n] + 1
                 holds = continues(answer, version, lineages[n])
                 if lineages[n] != pool.servers[n].lineage:  # a push found out meanwhile
@@ -164,15 +155,12 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
                 if index not in results and index not in given_up and unproven(index) - kept:
                     given_up.add(index)
                     tasks[index].cancel()
-            if not pool.joined:
+            if not pool.joined or done and not any(unproven(index) & kept for index in results):
                 break
             if done:
-                if not any(unproven(index) & kept for index in results):
-                    break
                 give_up = None if pool.pushing else give_up or asked + pool.servers[0].timeout
                 if give_up is not None and asked > give_up:
-                    who = pool.base_url if len(pool.servers) == 1 else f"{pool.base_url}: a server"
-                    raise ServerLost(f"{who} does not say which weights it holds. See its log.")
+                    raise ServerLost(f"A server of {pool.base_url} does not say which weights it holds. See its log.")
                 await asyncio.sleep(pool.WATCH_SECONDS)
     finally:
         running.cancel()
@@ -200,7 +188,7 @@ class ServerPool:
         complete: Whether all servers held the first weights. Before that no server may be missing.
         requests: The requests in flight of each server, as tasks.
         load: The number of this process's open conversations at each server.
-        moved: The number of requests that were moved to another server, since a reader last set it to 0.
+        instance: The name that distinguishes this run's pushes from those of other runs.
     """
 
     RETRY_SECONDS = 30.0  # before a server that was left out is asked again
@@ -208,27 +196,19 @@ class ServerPool:
     WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
 
     def __init__(self, servers: list[Any]):
-        self.servers = list(servers)
+        self.servers, self.instance = list(servers), secrets.token_hex(4)
+        self.base_url = ", ".join(server.base_url for server in servers)  # for messages, as is the title
+        self.title = servers[0].engine.title
         self.joined = list(range(len(servers)))
         self.joining: list[int] = []
         self.complete = False
         self.requests: list[set] = [set() for _ in servers]
-        self.load, self.moved = [0] * len(servers), 0
+        self.load = [0] * len(servers)
         self._not_before: dict[int, float] = {}  # of servers that were left out: when they may be asked again
         self._lock = threading.Lock()
         self._settings: dict[str, Any] | None = None  # of all servers at the first push
 
     # -- the interface of a client --
-
-    @property
-    def base_url(self) -> str:
-        """The addresses of all servers in one text, for messages."""
-        return ", ".join(server.base_url for server in self.servers)
-
-    @property
-    def title(self) -> str:
-        """The engine's name for messages, such as vLLM."""
-        return self.servers[0].engine.title
 
     @property
     def tokenizer(self) -> Any:
@@ -245,23 +225,12 @@ class ServerPool:
         return self.servers[0].transfer
 
     @property
-    def instance(self) -> str:
-        """The name that distinguishes this run's pushes from those of other runs."""
-        return self.servers[0].instance
-
-    @instance.setter
-    def instance(self, value: str) -> None:
-        for server in self.servers:
-            server.instance = value
-
-    @property
     def retries(self) -> int:
         """The number of requests that were sent again or moved, since a reader last set it to 0."""
-        return self.moved + sum(server.retries for server in self.servers)
+        return sum(server.retries for server in self.servers)
 
     @retries.setter
     def retries(self, value: int) -> None:
-        self.moved = value
         for server in self.servers:
             server.retries = value
 
@@ -269,11 +238,6 @@ class ServerPool:
     def pushing(self) -> bool:
         """Whether a push is under way. A server that loads weights does not report which ones it holds."""
         return any(server.pushing for server in self.servers)
-
-    @pushing.setter
-    def pushing(self, value: bool) -> None:
-        for server in self.servers:
-            server.pushing = value
 
     def close(self) -> None:
         for server in self.servers:
@@ -388,7 +352,7 @@ class ServerPool:
         with self._lock:  # the lineage is new before a conversation may go there, and after none does
             self._move(new, joining=True)
             for number in new:
-                self.servers[number].transfer.held = None
+                self.servers[number].transfer.forget_restarted()
                 self.servers[number].lineage += int(self.complete)  # before that nothing was sampled
         return bool(new)
 
@@ -397,21 +361,19 @@ class ServerPool:
         now, members = time.monotonic(), self.members
         away = [n for n in range(len(self.servers)) if n not in members and self._not_before.get(n, 0.0) <= now]
         back = [n for n, healthy in zip(away, at_once(lambda n: self.servers[n].healthy(), away)) if healthy]
-        for number in away:
-            self._not_before[number] = now + self.RETRY_SECONDS
+        self._not_before.update(dict.fromkeys(away, now + self.RETRY_SECONDS))
         for number in back:
             logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")
         return back
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
         """Wait until all servers are healthy; once all have held the first weights, until any of them is."""
-        if not self.complete or len(self.servers) == 1:
-            for server in self.servers:
-                server.wait_until_healthy(unless)
-            return
         self._not_before.clear()
         first, *others = self.servers
-        first.wait_until_healthy(lambda: unless() or any(at_once(lambda server: server.healthy(), others)))
+        if self.complete:
+            return first.wait_until_healthy(lambda: unless() or any(at_once(lambda s: s.healthy(), others)))
+        for server in self.servers:
+            server.wait_until_healthy(unless)
 
     # -- what a push of weights needs; called on rank 0 --
 
@@ -430,35 +392,22 @@ class ServerPool:
 
         Raises `ServerError` if a setting differs; if other servers remain, that server is left out instead.
         """
-        found = self.ask(lambda server: server.settings())
-        before = self._settings
-        expected = before or next(iter(found.values()))
-        problems, first = {}, self.servers[0].base_url
-        for number, settings in found.items():
-            url, others = self.servers[number].base_url, [k for k in settings if settings[k] != expected[k]]
-            if others and before:
-                changed = "; ".join(f"{k}={settings[k]!r}, expected {expected[k]!r}" for k in others)
-                problems[number] = ServerError(
-                    f"The {self.title} server at {url} restarted with {changed}. Start it with its old settings."
+        answers = self.ask(lambda server: server.settings())
+        how = "restarted with" if self._settings else "has"
+        self._settings = self._settings or next(iter(answers.values()))
+        for number, settings in answers.items():
+            if other := [
+                f"{k}={settings[k]!r}, expected {v!r}" for k, v in self._settings.items() if settings[k] != v
+            ]:
+                answers[number] = ServerError(
+                    f"The {self.title} server at {self.servers[number].base_url} {how} {'; '.join(other)}. Start all "
+                    "servers with the same settings, which stay the same in a run."
                 )
-            elif others:
-                key = others[0]
-                problems[number] = ServerError(
-                    f"The {self.title} servers differ: {key}={settings[key]!r} at {url}, {expected[key]!r} at "
-                    f"{first}. Start them with the same --model, --dtype, --max-model-len, --logprobs-mode, "
-                    "--weight-transfer-config, --max-lora-rank."
-                )
-        self.without_errors({**found, **problems})
-        self._settings = expected
+        self.without_errors(answers)
 
     def dtype(self) -> str:
         """The dtype in which the servers compute, such as `torch.bfloat16`."""
         return next(iter(self.ask(lambda server: server.settings()["dtype"]).values()))
-
-    def leave_nccl_groups(self) -> None:
-        """Close the NCCL groups of joining servers: a restarted one is in none. The push creates new ones."""
-        for number in self.joining:
-            self.servers[number].transfer.leave_nccl()
 
     def update_weights(
         self,
@@ -472,9 +421,9 @@ class ServerPool:
         A server that is lost meanwhile is left out. Raises the error of one if none is left.
         """
         numbers = self.members  # once: the background loop may leave one meanwhile
-        errors = dict.fromkeys(self.servers[number] for number in numbers)
-        seconds = self.servers[0].update_weights(named_weights, version, expected, device, errors)
-        self.without_errors(dict(zip(numbers, errors.values())))
+        transfers = [self.servers[number].transfer for number in numbers]
+        seconds, errors = self.transfer.push(named_weights, version, expected, torch.device(device), transfers)
+        self.without_errors(dict(zip(numbers, errors)))
         return seconds
 
     def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:

@@ -22,11 +22,18 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.base.errors import ServerError, ServerLost, sentence
-from mt_grpo.base.tested_versions import outside
-from mt_grpo.generation.engines import Engine
-from mt_grpo.generation.samples import BadAnswer, HalfLoaded, Question, forbidding, not_an_id, read_completion
-from mt_grpo.images.pictures import is_picture, pictures_in, runs_of, with_placeholders
+from mt_grpo.base.errors import ServerError
+from mt_grpo.generation.samples import (
+    BadAnswer,
+    HalfLoaded,
+    Question,
+    forbidding,
+    not_an_id,
+    once_per_image,
+    read_completion,
+)
+from mt_grpo.generation.vllm_engine import VLLM
+from mt_grpo.images.pictures import is_picture, pictures_in, with_placeholders
 from mt_grpo.rollout import Generation, hash_of_ids
 
 # SGLang's names of vLLM's sampling parameters. None: SGLang needs no such parameter.
@@ -127,12 +134,11 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
     return Generation(found.token_ids, found.logprobs, found.finish_reason, hash_of_ids(prompt), versions)
 
 
-class SGLang(Engine):
-    """The engine SGLang. `engines.Engine` documents the methods and their arguments."""
+class SGLang(VLLM):
+    """The requests to an SGLang server that training needs. `VLLM` documents the methods and their arguments."""
 
     name, title, article = "sglang", "SGLang", "an"
-    CONTEXT, IMAGE_SIZES, MOST_IMAGES = "--context-length", "--mm-process-config", "--limit-mm-data-per-request"
-    WEIGHTS, NAMES_OF_FILES = "/model_info", True
+    CONTEXT, WEIGHTS, NAMES_OF_FILES = "--context-length", "/model_info", True
 
     # -- who it is --
 
@@ -186,21 +192,13 @@ class SGLang(Engine):
             "which biases the importance-sampling correction. Remove the setting"
         )
 
-    def image_settings(self, server: Any) -> tuple[Any, int | None]:
-        info = server.server_info()
-        return info.get("mm_process_config"), (info.get("limit_mm_data_per_request") or {}).get("image")
+    def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
+        return f"{server.base_url} runs SGLang, to which adapters cannot be pushed alone"
 
     def advice(self, server: Any, status: int, path: str) -> str:
         if status in (401, 403):
-            return (
-                ". Set VLLM_API_KEY to the key that the server was started with (--api-key, or --admin-api-key if "
-                "it has one)."
-            )
-        if status != 404:
-            return ""
-        version = vars(server).get("engine_version")  # if it was asked
-        other = outside({"sglang": version}) if version else []
-        return f". {self.no_answer}" + (f" It runs {other[0]}." if other else "")
+            return f"{super().advice(server, status, path)} It may be its --admin-api-key."
+        return f". {self.no_answer}{self.untested(server)}" if status == 404 else ""
 
     # -- samples --
 
@@ -273,8 +271,7 @@ class SGLang(Engine):
         body = {own: payload[key] for key, own in OF_THE_REQUEST.items() if key in payload}
         if images := [picture.data_uri for picture in pictures_in(prompt)]:
             body["image_data"] = images
-            prompt = [token for run in runs_of(prompt) for token in (run[:1] if is_picture(run[0]) else run)]
-        return {**body, "input_ids": with_placeholders(prompt), "sampling_params": sampling_of(payload)}
+        return {**body, "input_ids": once_per_image(prompt), "sampling_params": sampling_of(payload)}
 
     # -- weights --
 
@@ -290,27 +287,18 @@ class SGLang(Engine):
         server.request("POST", "/continue_generation", json={})
 
     def load(self, server: Any, folder: Path) -> None:
-        self._load(server, {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False})
-
-    def probe(self, server: Any, folder: Path) -> str | None:
-        """Pause for the load, and keep the keys and values. Without a pause the load waits for all requests."""
-        server.request("POST", "/pause_generation", json={"mode": "in_place"})
-        try:
-            self._load(server, {"model_path": str(folder), "flush_cache": False, "abort_all_requests": False})
-        except ServerLost:
-            raise
-        except ServerError as error:
-            return sentence(str(error).partition(": 400 ")[2] or error)
-        finally:
-            self.go_on(server)
-        return None
-
-    def _load(self, server: Any, body: dict[str, Any]) -> None:
         def read(answer: dict[str, Any]) -> None:
             if answer["success"] is not True:
                 raise BadAnswer(json.dumps(answer)[:500])
 
+        body = {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False}
         server.request("POST", "/update_weights_from_disk", timeout=600.0, json=body, read=read)
+
+    def forget(self, server: Any) -> None:
+        """The load drops the prefix cache."""
+
+    def forget_images(self, server: Any) -> None:
+        """A server of images is started without a cache of their embeddings (SGLANG_VLM_CACHE_SIZE_MB=0)."""
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`disk`, also for `auto`. Raises `ServerError` for `nccl`."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import fcntl
-import logging
+import functools
 import os
 import shutil
 import stat
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -22,55 +24,9 @@ from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.event_loop import at_once
 from mt_grpo.generation.adapters import ADAPTER_FILE
 from mt_grpo.generation.connection import ServerConnection
-from mt_grpo.generation.nccl_groups import NCCLGroup
-from mt_grpo.generation.versions import tagged
-
-logger = logging.getLogger(__name__)
+from mt_grpo.generation.samples import tagged
 
 SHARD_BYTES = 2**30  # of one file, and of the weights that are in memory a second time; or one tensor, if it is larger
-Pushed = tuple[dict[str, float], list[ServerError | None]]  # seconds by phase, and per server its error or None
-
-
-def check_shared_directory(client: Any, directory: str | None) -> None:
-    """Raise `ServerError` unless the server reads what this process writes into the directory of the disk transport.
-
-    The server is asked to open a file without any tensor, which changes none of its weights.
-
-    Args:
-        client: The client of the server (`ServerConnection`).
-        directory: The setting `weight_sync_dir`. None: /dev/shm, else the temporary directory.
-    """
-    default = "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-    root, folder = Path(directory or default), None
-    setting = f"weight_sync_dir={str(root)!r}" + ("" if directory else " (the default)")
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-probe-", dir=root))  # its name is new: nobody has cached it
-        folder.chmod(0o755)
-        save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "model.safetensors").chmod(0o644)
-        problem = client.engine.probe(client, folder)
-    except OSError as error:
-        raise ServerError(f"{setting}: {error}. Expected a writable directory that the server sees too.") from error
-    finally:
-        if folder:
-            shutil.rmtree(folder, ignore_errors=True)
-    if problem:
-        raise ServerError(
-            f"The {client.engine.title} server at {client.base_url} cannot read what the trainer writes. {setting}: "
-            f"the trainer wrote {folder / 'model.safetensors'}, and the server cannot open it: {problem} Set "
-            "weight_sync_dir to a directory that both see under the same path, such as one of a shared file system."
-        )
-
-
-def why_not_shared(client: Any, directory: str | None) -> str | None:
-    """The problem that `check_shared_directory` finds with a server. None if it sees the directory."""
-    try:
-        check_shared_directory(client, directory)
-    except ServerLost:
-        raise
-    except ServerError as error:
-        return str(error)
-    return None
 
 
 def write_weights(
@@ -89,16 +45,17 @@ def write_weights(
     """
     names: set[str] = set()
     shard: dict[str, torch.Tensor] = {}
-    seconds, count, began = dict.fromkeys(("gather", "write"), 0.0), 0, time.perf_counter()
+    seconds, began = {"gather": 0.0, "write": 0.0}, time.perf_counter()
 
     def write() -> None:
-        nonlocal count, began
-        got, count = time.perf_counter(), count + 1
-        save_file(shard, folder / (file or f"model-{count:05d}.safetensors"), metadata={"format": "pt"})
+        nonlocal began
+        gathered = time.perf_counter()
+        path = folder / (file or f"model-{len(list(folder.iterdir())) + 1:05d}.safetensors")
+        save_file(shard, path, metadata={"format": "pt"})
         shard.clear()
-        seconds["gather"] += got - began
+        seconds["gather"] += gathered - began
         began = time.perf_counter()
-        seconds["write"] += began - got
+        seconds["write"] += began - gathered
 
     for name, tensor in named_weights:
         if name in names:
@@ -112,11 +69,108 @@ def write_weights(
     return names, seconds
 
 
+def check_whole(names: Iterable[str], expected: dict[str, int] | None) -> None:
+    """Raise `ServerError` if a weight is missing from a push."""
+    if missing := sorted(set(expected or ()) - set(names)):
+        raise ServerError(f"{len(missing)} weights are missing from the push, such as {missing[0]}: nothing sent.")
+
+
+class NCCLGroup:
+    """An NCCL group with one server, whose calls have a time limit.
+
+    NCCL has no time limit: a worker that is gone leaves the sender waiting in a call that no signal interrupts. So
+    a group's calls run in a thread of their own. It is abandoned, and the group aborted, if the server is no longer
+    healthy, or after the server's `request_timeout`.
+
+    Args:
+        server: The client of the server.
+        port: Where this process listens for the workers.
+        device: This process's GPU.
+
+    Raises:
+        ServerLost: The group cannot be made.
+    """
+
+    LOST_AFTER = 3  # health checks without an answer, in a row
+    WATCH_SECONDS = 5.0  # between two health checks
+    CONNECT_SECONDS = 10.0  # for the connection of a request of TRL's client
+
+    def __init__(self, server: Any, port: int, device: torch.device):
+        self.server, self.port, self.device = server, port, device
+        self.closed = False
+        self._client: Any = None  # TRL's, which holds the communicator
+        self._within_limits(self._join, f"did not join the NCCL group on port {port} (vllm_group_port)")
+
+    def _join(self) -> None:
+        from trl.generation.vllm_client import VLLMClient  # this import needs vLLM, the disk transport does not
+
+        client = VLLMClient(self.server.base_url, group_port=self.port, connection_timeout=self.server.timeout)
+        # TRL's client waits for answers without an end, and sends a request again that the server failed at.
+        limits = self.CONNECT_SECONDS, self.server.request_timeout
+        client.session.request = functools.partial(client.session.request, timeout=limits)
+        self._client = client
+        client.init_communicator(device=self.device)
+
+    def send(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Send weights, while the server is paused. Raises `ServerLost`, after which the group is closed.
+
+        Args:
+            tensors: Name -> tensor, the model's own or on the CPU. The latter are on the GPU only while they are sent.
+        """
+        if self.closed:
+            raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
+        metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
+        weights = ((name, tensor.detach().to(self.device)) for name, tensor in tensors.items())
+        self._within_limits(lambda: self._client.update_named_params(metadata, weights), "did not take the weights")
+
+    def _within_limits(self, function: Callable[[], None], what: str) -> None:
+        """Run `function` in a thread. Raises `ServerLost`, and closes the group, if it fails or does not end."""
+        ended, errors = threading.Event(), []
+
+        def run() -> None:
+            try:
+                if self.device.index is not None:  # which device is the current one is a thread's own
+                    torch.cuda.set_device(self.device)
+                function()
+            except Exception as error:  # TRL's client raises whatever its requests do
+                errors.append(error)
+            ended.set()
+
+        threading.Thread(target=run, name="mt-grpo-nccl", daemon=True).start()
+        began, misses, whole = time.monotonic(), 0, False
+        try:
+            while not ended.wait(self.WATCH_SECONDS):
+                misses = 0 if self.server.healthy() else misses + 1
+                if misses == self.LOST_AFTER:
+                    errors.append(ServerLost(f"it did not answer {misses} health checks in a row"))
+                elif time.monotonic() - began > self.server.request_timeout:
+                    errors.append(ServerLost(f"more than vllm_request_timeout={self.server.request_timeout:g} s"))
+                if errors:
+                    break
+            if errors:
+                raise ServerLost(f"{self.server.base_url} {what}: {errors[0]}") from errors[0]
+            whole = True
+        finally:
+            if not whole:
+                self.close()
+
+    def close(self) -> None:
+        """Abort the group: what waits in it ends, on both sides."""
+        self.closed = True
+        client, self._client = self._client, None
+        if client is None:
+            return
+        atexit.unregister(client.close_communicator)  # else it keeps the group and its port
+        if client.communicator is not None:
+            client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
+        client.close_communicator()
+
+
 class WeightTransfer:
     """Pushes one copy of the weights to one or several servers. A server samples nothing while it loads.
 
     Args:
-        server: The client of the server. Its `instance` distinguishes its pushes from those of other runs.
+        server: The client of the server.
         transport: `disk`, `nccl` or `auto`: `nccl` if this process has CUDA and the server was started for NCCL.
             `adapter`, or `auto` if `adapter` is set: the adapter alone, through files in the shared directory.
         sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
@@ -124,14 +178,12 @@ class WeightTransfer:
     """
 
     SEVERAL_PAUSE_SECONDS = 60.0  # for the pause of one of several servers, of which none may hold up the others
-    KEPT_ADAPTERS = 2  # a request that was sent just before a push names the adapter before it
 
     def __init__(self, server: ServerConnection, transport: str, sync_dir: str | None, group_port: int):
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
-        self.pause_timeout = server.request_timeout  # seconds that a pause may take
         self.held: str | None = None  # the version that the last complete push set; None: not known
         self.adapter: Any = None  # the configuration of the policy's LoRA, where it is pushed as an adapter
-        self.in_use: set[str] = set()  # adapters that requests of any rank named as this push began
+        self.num_adapters = 2  # kept there, the newest: a request that was sent before a push names an older one
         self._loaded: dict[str, Path] = {}  # adapters that this client has loaded there, the oldest first
         self._nccl: NCCLGroup | None = None
         self._folder: Path | None = None  # this client's own folder in `sync_dir`
@@ -147,7 +199,7 @@ class WeightTransfer:
         expected: dict[str, int] | None,
         device: torch.device,
         transfers: list[WeightTransfer],
-    ) -> Pushed:
+    ) -> tuple[dict[str, float], list[ServerError | None]]:
         """Push one copy of the weights to the servers of `transfers`. Other arguments as in `update_weights`.
 
         Returns seconds by phase, and per server its error or None. Raises what concerns all of them.
@@ -155,75 +207,88 @@ class WeightTransfer:
         try:
             if not transfers:
                 raise ServerLost(f"No {self.server.engine.title} server is left to push weights to.")
-            for transfer in transfers:
-                alone = len(transfers) == 1
-                transfer.pause_timeout = transfer.server.request_timeout if alone else self.SEVERAL_PAUSE_SECONDS
-            if self.adapter is None and transfers[0].resolve(device) == "nccl":  # all have the same settings
-                return self._push_nccl(named_weights, version, expected, device, transfers)
-            return self._push_files(named_weights, version, expected, transfers)
+            # All have the same settings.
+            if self.adapter is None and transfers[0].resolve(device) == "nccl":
+                weights, seconds = self._collect(named_weights, expected, device)
+            else:
+                weights, seconds = self._write(named_weights, version, expected)
+            began = time.perf_counter()
+            limit = self.server.request_timeout if len(transfers) == 1 else self.SEVERAL_PAUSE_SECONDS
+
+            def load(transfer: WeightTransfer) -> ServerError | None:
+                return transfer._load(version, weights, device, limit)
+
+            errors = at_once(load, transfers) if isinstance(weights, Path) else list(map(load, transfers))
+            return {**seconds, "load": time.perf_counter() - began}, errors
         finally:
+            # INVARIANT: an engine may read an adapter's files again while a request names it.
+            kept = set().union(*(transfer._loaded.values() for transfer in transfers))
+            for folder in self._folder.glob("*") if self._folder else ():
+                if folder.is_dir() and folder not in kept:
+                    shutil.rmtree(folder, ignore_errors=True)
             for _ in named_weights:  # where weights are sharded the other ranks walk to the end too
                 pass
 
-    def _push_files(
-        self,
-        named_weights: Iterator[tuple[str, torch.Tensor]],
-        version: str,
-        expected: dict[str, int] | None,
-        transfers: list[WeightTransfer],
-    ) -> Pushed:
-        """Write all weights, or the adapter, once, and let all servers load them at the same time.
+    # -- what all servers load --
 
-        The seconds are `gather` (to the CPU), `write` (the files), `load` (of the slowest server). Raises
-        `ServerError` if a weight is missing, or if a file cannot be written.
+    def _write(
+        self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None
+    ) -> tuple[Path, dict[str, float]]:
+        """Write all weights, or the adapter, into a folder. Returns it, and seconds: `gather` (to the CPU), `write`.
+
+        Raises `ServerError` if a weight is missing, or if a file cannot be written.
         """
         folder = None
         try:
-            folder = self._versions_folder(sum((expected or {}).values())) / version
+            folder = self._own_folder(sum((expected or {}).values())) / version
             shutil.rmtree(folder, ignore_errors=True)  # of a push of the same version that was lost
             folder.mkdir()
-            file = "" if self.adapter is None else ADAPTER_FILE
-            names, seconds = write_weights(folder, named_weights, file)
+            names, seconds = write_weights(folder, named_weights, "" if self.adapter is None else ADAPTER_FILE)
             check_whole(names, expected)
             if self.adapter is not None:
                 self.adapter.save_pretrained(str(folder))
             for path in folder.iterdir():
                 path.chmod(0o644)  # others than this user may read it where the folder lets them
-        except BaseException as error:
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-            if not isinstance(error, (OSError, SafetensorError)):
-                raise
+        except (OSError, SafetensorError) as error:
             raise ServerError(
-                f"The weight push to {self.server.base_url} through {folder or self.sync_dir or 'no folder'} failed: "
-                f"{error}. Set weight_sync_dir to a writable directory with enough space that the server sees too."
+                f"The weight push to {self.server.base_url} through {folder or self.sync_dir} failed: {error}. Set "
+                "weight_sync_dir to a writable directory with enough space that the server sees too."
             ) from error
-        began = time.perf_counter()
-        try:
-            errors = at_once(lambda transfer: transfer._load(version, folder, self.adapter is not None), transfers)
-        finally:
-            # INVARIANT: an engine may read an adapter's files again while a request names it.
-            kept = set().union(*(transfer._loaded.values() for transfer in transfers))
-            for old in folder.parent.iterdir():
-                if old.is_dir() and old not in kept:
-                    shutil.rmtree(old, ignore_errors=True)
-        return {**seconds, "load": time.perf_counter() - began}, errors
+        return folder, seconds
 
-    def _push_nccl(
-        self,
-        named_weights: Iterator[tuple[str, torch.Tensor]],
-        version: str,
-        expected: dict[str, int] | None,
-        device: torch.device,
-        transfers: list[WeightTransfer],
-    ) -> Pushed:
-        """Send all weights over NCCL, to one server after the other. The first push creates a group with each server.
+    def _own_folder(self, size: int) -> Path:
+        """This client's own folder, on a disk with room for a version of `size` bytes if there is one.
 
-        The seconds are `gather` (to the CPU, except what the model holds itself) and `load` (of all servers).
+        Folders of killed runs are removed. A folder whose lock is free belongs to no running client.
         """
-        start = time.perf_counter()
-        # All weights are collected first: NCCL needs their names and shapes before the first is sent. What the model
-        # does not hold itself is collected on the CPU: a GPU has no room for a second copy.
+        if self._folder is not None and (self._folder / "lock").exists():
+            return self._folder  # otherwise the system has cleaned its temporary directory
+        roots = [Path(self.sync_dir)] if self.sync_dir else [Path("/dev/shm"), Path(tempfile.gettempdir())]
+        roots = [root for root in roots if self.sync_dir or os.access(root, os.W_OK)]
+        for folder in (folder for root in roots for folder in root.glob("mt-grpo-weights-*")):
+            with suppress(OSError):
+                if folder.lstat().st_uid == os.geteuid():
+                    with open(folder / "lock", "r+") as lock:
+                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        shutil.rmtree(folder)  # which follows no link
+        root = next((root for root in roots if shutil.disk_usage(root).free > 1.05 * size), roots[-1])
+        folder = Path(tempfile.mkdtemp(prefix="mt-grpo-weights-", dir=root))
+        self._folder_lock = open(folder / "lock", "w")
+        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not root.stat().st_mode & stat.S_ISVTX:  # in a directory such as /tmp other users must not read it
+            folder.chmod(0o755)
+        self._folder = folder
+        return folder
+
+    @staticmethod
+    def _collect(
+        named_weights: Iterator[tuple[str, torch.Tensor]], expected: dict[str, int] | None, device: torch.device
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+        """Collect all weights for NCCL, which needs their names and shapes before the first is sent.
+
+        What the model does not hold itself is collected on the CPU: a GPU has no room for a second copy.
+        """
+        began = time.perf_counter()
         tensors = {
             name: t if isinstance(t, torch.nn.Parameter) else t.detach().to("cpu", copy=True)
             for name, t in named_weights
@@ -231,38 +296,35 @@ class WeightTransfer:
         check_whole(tensors.keys(), expected)
         if device.type == "cuda":  # vLLM packs on streams of its own, which do not wait for the last optimizer step
             torch.cuda.current_stream(device).synchronize()
-        gathered = time.perf_counter()
-        errors = [transfer._send(tensors, version, device) for transfer in transfers]
-        return {"gather": gathered - start, "load": time.perf_counter() - gathered}, errors
+        return tensors, {"gather": time.perf_counter() - began}
 
     # -- one server's part of a push --
 
-    def _load(self, version: str, folder: Path, adapter: bool) -> ServerError | None:
-        """Let the server load a version's files. Returns its error, if it has one."""
+    def _load(
+        self, version: str, weights: Path | dict[str, torch.Tensor], device: torch.device, pause_timeout: float
+    ) -> ServerError | None:
+        """Let the server load a folder, or send it tensors over NCCL. Returns its error, if it has one."""
+        server, through = self.server, f" through {weights}" if isinstance(weights, Path) else ""
+        version = tagged(version, server.lineage)
         try:
-            if adapter:
-                self._load_adapter(tagged(version, self.server.lineage), folder)
-            else:
-                self._while_paused(version, lambda: self.server.engine.load(self.server, folder))
+            if self.adapter is not None:
+                self._load_adapter(version, weights)
+            elif isinstance(weights, Path):
+                self._while_paused(version, pause_timeout, lambda: server.engine.load(server, weights))
+            else:  # a group is created at the first push, and after a restart
+                self._nccl = self._nccl or NCCLGroup(server, self.group_port, device)
+                self._while_paused(version, pause_timeout, lambda: self._nccl.send(weights))
         except ServerError as error:
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
-            return kind(f"The weight push to {self.server.base_url} through {folder} failed: {sentence(error)}")
+            hint = " Does the server see this folder? Else set weight_sync_dir to one that both see." * bool(through)
+            return kind(f"The weight push to {server.base_url}{through} failed: {sentence(error)}{hint}")
         return None
 
-    def _send(self, tensors: dict[str, torch.Tensor], version: str, device: torch.device) -> ServerError | None:
-        """Send weights to the server over NCCL. Returns its error, if it has one."""
-        try:
-            self._nccl = self._nccl or NCCLGroup(self.server, self.group_port, device)
-            self._while_paused(version, lambda: self._nccl.send(tensors))
-        except ServerError as error:
-            return error
-        return None
-
-    def _while_paused(self, version: str, load: Callable[[], Any]) -> None:
-        version, held, self.held = tagged(version, self.server.lineage), self.held, None
+    def _while_paused(self, version: str, pause_timeout: float, load: Callable[[], Any]) -> None:
+        held, self.held = self.held, None
         server, engine = self.server, self.server.engine
         try:
-            engine.pause(server, self.pause_timeout)
+            engine.pause(server, pause_timeout)
             # INVARIANT: from here on nothing is sampled, so that what was sampled until now is proven.
             self._check_it_holds(held)
             # A load that fails half-way leaves a version that nobody expects, so that nobody samples from it.
@@ -286,9 +348,8 @@ class WeightTransfer:
         load = {"lora_name": name, "lora_path": str(folder)}
         self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load, read=None)
         self.server.engine.name_weights(self.server, name)
-        for old in list(self._loaded)[: -self.KEPT_ADAPTERS]:
-            if old not in self.in_use:
-                self._unload(old)
+        for old in list(self._loaded)[: -self.num_adapters]:
+            self._unload(old)
         self.held = self.server.loaded = name
 
     def _check_it_holds(self, held: str | None) -> None:
@@ -305,7 +366,7 @@ class WeightTransfer:
             except ServerLost:
                 raise
             except ServerError:
-                logger.debug("%s has no adapter %s to unload", self.server.base_url, name)
+                pass
 
     def drop_adapters(self, timeout: float = 60.0) -> None:
         """Unload all adapters that the server was sent, such as before all weights are pushed instead."""
@@ -314,43 +375,12 @@ class WeightTransfer:
             with suppress(ServerError):
                 self._unload(name, timeout)
 
-    def leave_nccl(self) -> None:
-        """Close the NCCL group, which a restarted server cannot rejoin. The next push creates a new group."""
+    def forget_restarted(self) -> None:
+        """Forget what a new process does not have: the version of the last push, and its place in the NCCL group."""
+        self.held = None
         if self._nccl is not None:
             self._nccl.close()
             self._nccl = None
-
-    # -- the folder --
-
-    def _versions_folder(self, size: int) -> Path:
-        """This client's own folder, which has room for a version of `size` bytes. Raises `OSError` without room.
-
-        Folders of killed runs are removed. A folder whose lock is free belongs to no running client.
-        """
-        if self._folder is not None and (self._folder / "lock").exists():
-            return self._folder  # otherwise the system has cleaned its temporary directory
-        roots = [self.sync_dir] if self.sync_dir else ["/dev/shm", tempfile.gettempdir()]
-        roots = [Path(root) for root in roots if self.sync_dir or os.access(root, os.W_OK)]
-        for folder in (folder for root in roots for folder in root.glob("mt-grpo-weights-*")):
-            with suppress(OSError):
-                if folder.lstat().st_uid == os.geteuid():
-                    with open(folder / "lock", "r+") as lock:
-                        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(folder)  # which follows no link
-        free = {root: shutil.disk_usage(root).free for root in roots}
-        root = next((root for root in roots if free[root] > 1.05 * size), None)
-        if root is None:
-            raise OSError(
-                f"the weights need {size / 2**30:.2f} GiB of disk space, and there are free: "
-                + ", ".join(f"{room / 2**30:.2f} GiB in {root}" for root, room in free.items())
-            )
-        folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-", dir=root))
-        self._folder_lock = open(folder / "lock", "w")
-        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before other runs can find the folder
-        if not root.stat().st_mode & stat.S_ISVTX:  # in a directory such as /tmp other users must not read it
-            folder.chmod(0o755)
-        self._folder = folder.rename(root / f"mt-grpo-weights-{self.server.instance}")
-        return self._folder
 
     def close(self) -> None:
         """Let the server report its own weights again and forget this client's adapters, and remove the folder."""
@@ -365,9 +395,3 @@ class WeightTransfer:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder_lock.close()
                 self._folder = None
-
-
-def check_whole(names: Iterable[str], expected: dict[str, int] | None) -> None:
-    """Raise `ServerError` if a weight is missing from a push."""
-    if missing := sorted(set(expected or ()) - set(names)):
-        raise ServerError(f"{len(missing)} weights are missing from the push, such as {missing[0]}: nothing sent.")

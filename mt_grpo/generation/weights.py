@@ -12,7 +12,6 @@ import torch
 from accelerate.utils import is_peft_model
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
 from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -48,6 +47,8 @@ class PolicyWeights(VLLMGeneration):
        `lm_head` at load and does not update it from the embedding, so it would sample from old weights.
     """
 
+    names_of_files = False
+
     def _init_vllm(self) -> None:
         """Collect the names of the weights. No vLLM client is made: `VLLMServerClient` sends the weights."""
         model = self.model
@@ -73,25 +74,15 @@ class PolicyWeights(VLLMGeneration):
         sizes = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not self._is_adapter(name):
-                count = getattr(parameter, "ds_numel", None) or parameter.numel()
-                sizes[self._server_name(name)] = count * parameter.element_size()
-        found = {}
-        for name in self.names:
-            parts = self._parts.get(name, {name: 1})  # number of elements
-            each = sizes.get(name, 0) // sum(parts.values())
-            found |= {part: count * each for part, count in parts.items()}
-        return found
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                stand_in = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                sizes |= {n: t.nbytes for n, t in self._as_sent(self._server_name(name), stand_in).items()}
+        return sizes
 
     @property
     def of_adapter(self) -> dict[str, int]:
         """Name -> bytes of the weights of the LoRA adapter."""
         return {name: tensor.nbytes for name, tensor in adapter_weights(self.model)}
-
-    def _is_adapter(self, name: str) -> bool:
-        return self._has_adapters and (self.model.prefix in name or "original_module" in name)
-
-    names_of_files = False  # set by `use_names_of_files`
-    _parts: dict[str, dict[str, int]] = {}  # weights that files hold in several tensors: their names and elements
 
     def use_names_of_files(self) -> None:
         """Send weights under the names, and split into the tensors, of a checkpoint's files from now on.
@@ -99,26 +90,20 @@ class PolicyWeights(VLLMGeneration):
         transformers renames what it loads, such as the modules of models that read images, and merges experts. vLLM
         knows both forms, SGLang only that of files. Raises `ServerError` for a weight that files hold with others.
         """
-        self.names_of_files, self._file_names, self._parts = False, {}, {}
-        model = self.model.get_base_model() if self._has_adapters else self.model
-        for path, parameter in self.model.named_parameters(remove_duplicate=False):
-            if self._is_adapter(path):
-                continue
-            name, shape = self._server_name(path), getattr(parameter, "ds_shape", parameter.shape)
-            stand_in = torch.empty(shape, device="meta")
-            found = in_files(model, name, stand_in)
-            if next(iter(found.values())) is stand_in:
-                (self._file_names[name],) = found
-            else:  # files hold it in another form
-                self._file_names[name] = name
-                self._parts[name] = {part: tensor.numel() for part, tensor in found.items()}
         self.names_of_files = True
-        self._init_vllm()
+        self.names = set(self.expected)
+
+    def _is_adapter(self, name: str) -> bool:
+        return self._has_adapters and (self.model.prefix in name or "original_module" in name)
 
     def _server_name(self, name: str) -> str:
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        name = self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
-        return self._file_names[name] if self.names_of_files else name
+        return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
+
+    def _as_sent(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not self.names_of_files:
+            return {name: tensor}
+        return in_files(self.model.get_base_model() if self._has_adapters else self.model, name, tensor.detach())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
@@ -127,12 +112,8 @@ class PolicyWeights(VLLMGeneration):
 
         Gathering shards is collective, so every rank iterates to the end.
         """
-        model = self.model.get_base_model() if self._has_adapters else self.model
         for name, tensor in self._gather():
-            if name in self._parts:
-                yield from in_files(model, name, tensor.detach()).items()
-            else:
-                yield name, tensor
+            yield from self._as_sent(name, tensor).items()
 
     @contextmanager
     def noise(self, adapter: bool) -> Iterator[None]:
@@ -226,25 +207,6 @@ class PolicyWeights(VLLMGeneration):
             inner.merge()
             inner = inner.base_layer
         return merged
-
-
-class WeightCounter(TrainerCallback):
-    """Counts weight changes. `global_step` cannot: loading a checkpoint changes the weights at the same step."""
-
-    def __init__(self):
-        self.version = 0
-        self.loads = 0
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.version += 1
-
-    def on_train_begin(self, args, state, control, **kwargs):  # after resume_from_checkpoint has loaded
-        self.version += 1
-        self.loads += 1
-
-    def on_train_end(self, args, state, control, **kwargs):  # after load_best_model_at_end has loaded
-        self.version += 1
-        self.loads += 1
 
 
 @contextmanager

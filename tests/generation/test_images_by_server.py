@@ -14,7 +14,7 @@ from peft import LoraConfig
 from PIL import Image
 from test_distributed import run as distributed
 from transformers import AutoModelForImageTextToText
-from vision_run import Calling, make_served_run, write_recipe, zoom
+from vision_run import make_served_run, write_recipe
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
@@ -27,11 +27,9 @@ from mt_grpo.generation.samples import (
     generate_body,
     read_generated,
 )
-from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.images.messages import why_none
 from mt_grpo.images.pictures import forbid, inputs_of_rows, is_picture, mark_of, pictures_in, with_placeholders
 from mt_grpo.recipe import checks
-from mt_grpo.recipe.checks import check_it_reads_images
 from mt_grpo.rollout import hash_of_ids
 from mt_grpo.run.connect import probe_ids
 from mt_grpo_trainer import VLLMServerClient
@@ -295,27 +293,6 @@ def test_a_push_that_leaves_out_what_reads_images_is_noticed(client, server, fol
     assert passed == [None] and len(old) > 10
 
 
-def test_which_servers_are_refused(client, folder, monkeypatch):
-    env = Calling([zoom], None, tokenizer=client.tokenizer)
-    check_it_reads_images(client, env, "It")
-    info = client.server_info()
-    for config, message in (
-        ({"limit_per_prompt": {"image": {"count": 2}}}, "It reads at most 2 images per conversation, and"),
-        ({"mm_processor_kwargs": {"max_pixels": 784}}, "--mm-processor-kwargs .'max_pixels': 784"),
-    ):
-        changed = {**info, "model_config": {**info["model_config"], "multimodal_config": config}}
-        monkeypatch.setattr(client, "server_info", lambda changed=changed: changed)
-        with pytest.raises(ServerError, match=message):
-            check_it_reads_images(client, env, "It")
-
-
-def test_a_probe_of_the_directory_forgets_what_images_were(client):
-    ids = client.tokenizer.drawn_ids()
-    before = client.score(ids)
-    check_shared_directory(client, None)
-    assert client.score(ids) == pytest.approx(before, abs=1e-5) and client.healthy()
-
-
 def test_ids_that_prove_a_push_begin_with_an_image(client):
     tokenizer = client.tokenizer
     picture = tokenizer.pictures.read(vision_model.picture(0), "")
@@ -324,14 +301,6 @@ def test_ids_that_prove_a_push_begin_with_an_image(client):
     assert probe_ids(ids, tokenizer) == shown + [*range(20, 200), *range(20, 96)]
     assert len(pictures_in(shown)) == 1 and pictures_in(shown)[0].image.size == (56, 56)
     assert len(set(pictures_in(tokenizer.drawn_ids(8))[0].image.getdata())) > 32
-    ids = probe_ids([*range(20, 200)], tokenizer)
-    shown = 1 + max(place for place, token in enumerate(ids) if is_picture(token))
-    sync = WeightSync(None, None, None, None, ids)
-    sync.CHECK_EVERY, windows = 1, []
-    for sync.num_syncs in range(8):
-        windows.append(sync._window())
-    text = ids[shown:]  # what closes the image, and the prompt
-    assert windows == [ids[:shown] + text[24 * (k % 7) : 24 * (k % 7) + 24] for k in range(8)]
     plain = copy.copy(tokenizer)
     plain.pictures = None
     assert probe_ids([1, 2], plain) == [1, 2]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.generation.adapters import adapter_weights, is_of_adapter, why_model_merges
-from mt_grpo.generation.versions import continues
+from mt_grpo.generation.samples import continues
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.generation.weights import PolicyWeights
 

@@ -25,9 +25,8 @@ from test_sharded import FSDP2, WORKER, launch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from warm_vllm import WarmVLLMServer
 
-from mt_grpo.base.errors import ServerError, ServerLost
+from mt_grpo.base.errors import ServerError
 from mt_grpo.generation import weight_transfer
-from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.recipe.checks import check_server
 from mt_grpo.rollout import Generation, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.policy_scores import scores_of_model, scores_of_servers
@@ -603,47 +602,6 @@ def assert_trained_from_what_the_server_held(out, steps):
     trained = [row for row in rows if "reward" in row]
     assert len(trained) == steps and all(row["sampling/sampling_logp_difference/max"] < 1e-4 for row in trained)
     assert all(row["sync/logprob_difference"] < 1e-4 for row in trained)
-
-
-@pytest.mark.parametrize("seen", [True, False], ids=["seen", "not seen"])
-def test_whether_the_server_sees_the_directory_is_found_out_without_harm(seen, client, tmp_path, monkeypatch):
-    """A real answer: of a server that gets another path, as one on another node. Its weights stay what they were."""
-    before, send = client.score([5, 6, 7, 8]), client.request
-
-    def on_another_node(method, path, **kwargs):
-        if path == "/collective_rpc":
-            kwargs["json"]["kwargs"]["weights_path"] = f"/not/mounted{kwargs['json']['kwargs']['weights_path']}"
-        return send(method, path, **kwargs)
-
-    if seen:
-        check_shared_directory(client, str(tmp_path))
-        check_shared_directory(client, None)
-    else:
-        monkeypatch.setattr(client, "request", on_another_node)
-        with pytest.raises(ServerError, match=f"weight_sync_dir='{tmp_path}'.*/not/mounted<path>"):
-            check_shared_directory(client, str(tmp_path))
-        with pytest.raises(ServerError, match=r"weight_sync_dir='/\S+' \(the default\)"):
-            check_shared_directory(client, None)
-        monkeypatch.undo()
-    with pytest.raises(ServerError, match="weight_sync_dir='/no/such': .*No such file.*Expected a writable directory"):
-        check_shared_directory(client, "/no/such")
-    assert client.healthy() and client.score([5, 6, 7, 8]) == before and not list(tmp_path.iterdir())
-
-
-def test_what_a_worker_raised_is_said_and_a_lost_server_is_no_answer(tmp_path, monkeypatch):
-    client = VLLMServerClient("127.0.0.1", 9)
-    error = {"message": "Call to collective_rpc method failed: Repo id must be in the form", "code": 500}
-
-    async def call(*_):
-        return 500, json.dumps({"error": error}).encode()
-
-    monkeypatch.setattr(client, "_call", call)
-    with pytest.raises(ServerError, match=f"weight_sync_dir='{tmp_path}'.* Repo id must be"):
-        check_shared_directory(client, str(tmp_path))
-    monkeypatch.setattr(client, "request", lambda *_, **__: (_ for _ in ()).throw(ServerLost("503 EngineDeadError")))
-    with pytest.raises(ServerLost, match="^503 EngineDeadError$"):
-        check_shared_directory(client, str(tmp_path))
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("lora", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["all weights", "LoRA"])

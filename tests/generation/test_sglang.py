@@ -2,11 +2,9 @@
 
 import asyncio
 import copy
-import inspect
 import json
 import os
 import random
-import re
 import signal
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -28,11 +26,8 @@ from vision_run import make_served_run
 
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
-from mt_grpo.generation.connection import engine_of
-from mt_grpo.generation.engines import Engine
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
-from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.generation.weights import PolicyWeights, in_files
 from mt_grpo.images.pictures import pictures_in
 from mt_grpo.recipe.checks import check_server
@@ -56,17 +51,6 @@ PYTHON = os.environ.get("SGLANG_PYTHON") or str(ROOT / ".venv-sglang/bin/python"
 # =====================================================================================================================
 # Requests and answers
 # =====================================================================================================================
-
-
-@pytest.mark.parametrize("engine", [engine_of("vllm"), engine_of("sglang")], ids=["vllm", "sglang"])
-def test_an_engine_has_all_of_the_list_and_nothing_beside_it(engine):
-    wanted = {name: each for name, each in vars(Engine).items() if inspect.isfunction(each) and name[0] != "_"}
-    for name, each in wanted.items():
-        assert inspect.signature(getattr(type(engine), name)) == inspect.signature(each), name
-    public = {name for name, each in vars(type(engine)).items() if inspect.isfunction(each) and name[0] != "_"}
-    optional = {"tokens", "why_no_images", "why_merges", "why_no_scores", "forget", "forget_images"}
-    assert wanted.keys() - optional <= public <= wanted.keys()
-    assert all(isinstance(getattr(engine, name), str | bool) for name in Engine.__annotations__)
 
 
 def ask(prompt, **payload):
@@ -295,8 +279,7 @@ def check(server, setting, engine="sglang", **changes):
 
 def test_a_server_as_recorded_fits(recorded, setting):
     check(recorded, setting)
-    assert "/update_weights_from_disk" in recorded.asked  # the directory was probed, and the engine goes on
-    assert recorded.asked.count("/pause_generation") == recorded.asked.count("/continue_generation") == 1
+    assert "/update_weights_from_disk" not in recorded.asked
 
 
 @pytest.mark.contract("SGLang by disk")
@@ -348,7 +331,6 @@ def test_naming_weights_ends_no_request(recorded):
         ("/model_info", (404, {}), "/model_info: 404 .*not from an SGLang server.*rollout_engine"),
         ("/server_info", (401, {"error": "Unauthorized"}), "401 .*Set VLLM_API_KEY to the key .*--admin-api-key"),
         ("/tokenize", (200, {"tokens": [1, 2]}), "SGLang server .* tokenises .* differently"),
-        ("/update_weights_from_disk", (400, ANSWERS["load of no folder"]["body"]), "cannot read .*weight_sync_dir"),
     ],
 )
 def test_a_server_that_does_not_fit_is_refused_before_a_model_is_loaded(recorded, setting, path, answer, message):
@@ -372,19 +354,6 @@ def test_what_it_cannot_do_for_a_recipe_is_said_at_the_start(recorded, setting, 
     recorded.changed["/server_info"] = 200, version
     check(recorded, setting)
     assert "was not tested with this trainer: sglang 0.4.1" in caplog.text
-
-
-def test_images_that_it_would_read_otherwise_are_refused(recorded):
-    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
-    info = recorded.bodies["/server_info"][1]
-    for changes, message in (
-        ({"mm_process_config": {"image": {"max_pixels": 9}}}, "--mm-process-config .*reads images in other sizes"),
-        ({"limit_mm_data_per_request": {"image": 2}}, "reads at most 2 images per conversation"),
-        ({}, None),
-    ):
-        recorded.changed["/server_info"] = 200, {**info, **changes}
-        reason = client.engine.why_no_images(client, 30)
-        assert reason is None if message is None else re.search(message, reason)
 
 
 def test_all_requests_have_a_seed_of_their_own():
@@ -533,15 +502,6 @@ def started(client):
     """Whether the engine works on a request."""
     states = client.server_info()["internal_states"]
     return any(state.get("last_gen_throughput", 0) or state.get("#running-req", 1) for state in states)
-
-
-@each_real
-def test_the_directory_is_probed_without_a_change(client, tmp_path):
-    before = client.score([5, 6, 7, 8])
-    check_shared_directory(client, None)
-    assert client.score([5, 6, 7, 8]) == pytest.approx(before, abs=1e-6)
-    assert "Failed to get weights iterator" in client.engine.probe(client, tmp_path / "not there")
-    assert client.healthy() and client.score([5, 6, 7, 8]) == pytest.approx(before, abs=1e-6)
 
 
 def train(server_url, folder, recipe=RECIPE, *options):

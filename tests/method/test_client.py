@@ -120,18 +120,6 @@ def test_a_host_becomes_a_url(host, url):
     assert VLLMServerClient(host).base_url == url
 
 
-def test_a_name_that_nobody_knows_is_not_waited_for(proxy, client):
-    """At the start. In the middle of a run it is the name server that fails, and may come back."""
-    with pytest.raises(ServerError, match="no-such-host.invalid.*No server can be reached") as raised:
-        VLLMServerClient("no-such-host.invalid", timeout=3.0).wait_until_healthy()
-    assert not isinstance(raised.value, ServerLost)
-    proxy.faults = lambda request: Fault("up", status=200, body=b"")
-    client.wait_until_healthy()
-    client.base_url = "http://no-such-host.invalid:8000"
-    with pytest.raises(ServerLost, match="no-such-host.invalid"):
-        client.request("GET", "/health")
-
-
 OLLAMA = b'{"object": "list", "data": [{"id": "llama3", "object": "model", "owned_by": "library"}]}'
 NO_VLLM = "This answer is not from a vLLM server. Check vllm_server_host, vllm_server_port, vllm_server_base_url"
 
@@ -175,9 +163,6 @@ def test_a_password_is_sent_and_not_shown(proxy, monkeypatch):
             ask()
     # python3 -c 'import base64; print(base64.b64encode(b"ann:s t"))'
     assert [request.headers.get("Authorization") for request in proxy.requests] == ["Basic YW5uOnMgdA=="] * 2
-    with pytest.raises(ServerError, match="VLLM_API_KEY. A request can carry only one") as raised:
-        VLLMServerClient(base_url="http://ann:hunter2@gpu1", api_key="key")
-    assert "hunter2" not in str(raised.value)
     VLLMServerClient("127.0.0.1", proxy.port, api_key="key").healthy()
     assert proxy.requests[-1].headers["Authorization"] == "Bearer key"
 

@@ -51,7 +51,7 @@ from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import background_loop, run_async, start_in_background
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.generation.versions import tagged, versions_of
+from mt_grpo.generation.samples import tagged, versions_of
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.reports.metrics import staleness_metrics
 from mt_grpo.reports.rollout_log import read_rollouts
