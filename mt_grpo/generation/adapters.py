@@ -29,20 +29,12 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for -
 
 
 def room_for(rank: int) -> int:
-    """The smallest `--max-lora-rank` that has room for an adapter of this rank.
-
-    >>> room_for(4), room_for(16), room_for(48)
-    (8, 16, 64)
-    """
-    return min(each for each in RANKS if each >= rank)
+    """The smallest `--max-lora-rank` that has room for an adapter of this rank."""
+    return min(room for room in RANKS if room >= rank)
 
 
 def slots_of(max_staleness: int) -> int:
-    """How many adapters conversations in flight may name: one for each older version, and the newest.
-
-    >>> slots_of(0), slots_of(2)
-    (2, 4)
-    """
+    """How many adapters conversations in flight may name: one for each older version, and the newest."""
     return max_staleness + 2
 
 
@@ -92,9 +84,9 @@ def why_model_merges(model: Any, sharded: bool) -> str | None:
 def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
     """Why a server cannot load adapters of this rank, `slots` of them at the same time. None if it can."""
     flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
-    version = server.engine_version or ""
+    version = server.engine.version(server)
     if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
-        return f"{where} runs vLLM {version or '(unknown version)'}, and loading adapters needs {LEAST_VLLM} or later"
+        return f"{where} runs vLLM {version}, and loading adapters needs {LEAST_VLLM} or later"
     info = server.server_info()
     if (info.get("parallel_config") or {}).get("data_parallel_size", 1) > 1:
         return f"{where} runs several engines (data parallel)"
@@ -110,11 +102,7 @@ def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of a model with LoRA is one of an adapter's two matrices.
-
-    >>> is_of_adapter("layers.0.q_proj.lora_A.default.weight"), is_of_adapter("layers.0.q_proj.base_layer.weight")
-    (True, False)
-    """
+    """Whether a parameter of a model with LoRA is one of an adapter's two matrices."""
     return ".lora_A." in name or ".lora_B." in name
 
 

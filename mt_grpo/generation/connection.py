@@ -41,18 +41,12 @@ logger = logging.getLogger(__name__)
 
 
 def hide_password(url: str) -> str:
-    """`url` with user and password replaced, for messages.
-
-    >>> hide_password("http://ann:secret@gpu1:8000"), hide_password("http://gpu1:8000")
-    ('http://...@gpu1:8000', 'http://gpu1:8000')
-    """
+    """`url` with user and password replaced, for messages."""
     return re.sub(r"//.*@", "//...@", url)
 
 
 def split_server_url(url: str) -> tuple[str, str | None]:
     """(`url` without user and password, the header `Authorization` made from them or None).
-
-    Raises `ServerError` for an address that can never work.
 
     >>> split_server_url("http://ann:secret@gpu1:8000/")
     ('http://gpu1:8000', 'Basic YW5uOnNlY3JldA==')
@@ -75,8 +69,6 @@ def split_server_url(url: str) -> tuple[str, str | None]:
 def server_urls(value: str | list[str] | None) -> list[str]:
     """The addresses in `vllm_server_base_url`: a list, or text with commas between them.
 
-    Raises `ServerError` for an invalid address or one that is listed twice.
-
     >>> server_urls("http://a:1, http://b:2"), server_urls(["http://a:1"]), server_urls(None)
     (['http://a:1', 'http://b:2'], ['http://a:1'], [])
     """
@@ -97,15 +89,7 @@ def engine_of(name: str) -> VLLM:
 
 
 class ServerConnection:
-    """Connections to one server: control calls, retries, health checks, logprobs.
-
-    Args:
-        base_url: The address, such as `http://127.0.0.1:8000`. A user and password in it are sent, but never shown.
-        api_key: The server's `--api-key`, if it has one. None: the environment variable VLLM_API_KEY.
-        timeout: Seconds to wait until the server starts, or comes back, before `ServerError`.
-        request_timeout: Seconds that one request may take. Then it is sent again, if `timeout` is not over.
-        engine: The engine that the server runs, a name that `engine_of` takes.
-    """
+    """Connections to one server: control calls, retries, logprobs. `VLLMServerClient` documents the arguments."""
 
     tokenizer: Any = None  # of the model, which says what reads its images
     vocab_size: int | None = None  # of the model that is trained; ids beyond it are no answer
@@ -128,6 +112,7 @@ class ServerConnection:
         self.loaded: str | None = None  # the adapter of the last push, before it is proven; of rank 0's client
         if api_key := api_key or os.environ.get("VLLM_API_KEY"):
             credentials = f"Bearer {api_key}"
+        self.sends_credentials = bool(credentials)
         self._headers = {"Authorization": credentials} if credentials else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         allow_many_open_files()
@@ -142,11 +127,6 @@ class ServerConnection:
         """The token ids that every request forbids; empty for a text-only model."""
         return reader_of(self.tokenizer).unsampled if self.reads_images else []
 
-    @property
-    def sends_credentials(self) -> bool:
-        """Whether requests carry an API key or a password."""
-        return bool(self._headers)
-
     # -- control calls (synchronous) --
 
     def request(
@@ -159,8 +139,8 @@ class ServerConnection:
     ) -> Any:
         """Send one control request. Returns `read` of the JSON answer, or its text if `read` is None.
 
-        Raises `ServerError` with URL, status and body.
-        It is `ServerLost` if the server may come back: no connection, no answer within `timeout` seconds, 429, 5xx.
+        Raises `ServerError`, or `ServerLost` if the server may come back: no connection, no answer within `timeout`
+        seconds, 429, 5xx.
         """
         url = f"{self.base_url}{path}"
         loop = background_loop(CONTROL_THREAD)
@@ -176,7 +156,7 @@ class ServerConnection:
         text = body.decode("utf-8", "replace")
         if not 200 <= status < 300:
             kind = ServerLost if status == 429 or status >= 500 else ServerError
-            raise kind(f"{method} {url}: {status} {text[:2000]}{self.engine.advice(self, status, path)}")
+            raise kind(f"{method} {url}: {status} {text[:2000]}{self.engine.advice(status, path)}")
         if read is None:
             return text
         try:
@@ -201,10 +181,7 @@ class ServerConnection:
         return False
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
-        """Wait for a healthy server, up to `self.timeout` seconds or until `unless` returns true, and log the wait.
-
-        Raises `ServerError` after this time, or at once if another service answers.
-        """
+        """Wait for a healthy server, up to `self.timeout` seconds or until `unless` returns true, and log the wait."""
         began, last_notice = time.monotonic(), float("-inf")
         while not unless():
             left = began + self.timeout - time.monotonic()
@@ -225,30 +202,16 @@ class ServerConnection:
 
     @functools.cached_property
     def model_card(self) -> dict[str, Any]:
-        """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
         return self.engine.card(self)
 
     @property
-    def max_model_len(self) -> int | None:
-        """The served model's context in tokens; None if the server does not report it."""
-        return self.model_card.get("max_model_len")
-
-    @functools.cached_property
-    def engine_version(self) -> str | None:
-        """The engine's version; None if the server does not say it."""
-        try:
-            return self.engine.version(self)
-        except ServerLost:
-            raise
-        except ServerError:
-            return None
+    def max_model_len(self) -> int:
+        return self.model_card["max_model_len"]
 
     def server_info(self) -> dict[str, Any]:
-        """Return the arguments that the server was started with, by its engine's names."""
         return self.engine.info(self)
 
     def settings(self) -> dict[str, Any]:
-        """The server settings that determine its samples, their length, and how weights reach it."""
         return self.engine.settings(self)
 
     def weight_version(self) -> str:
@@ -273,7 +236,7 @@ class ServerConnection:
 
     @property
     def asked_model(self) -> str:
-        """The model name that requests carry: the last adapter, or the served model."""
+        """The model name that requests carry."""
         return self.adapter or self.model_card["id"]
 
     async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
@@ -295,8 +258,7 @@ class ServerConnection:
         """The cache salt of a request: the name of the last push, and a random one while a push is under way.
 
         A push drops the server's prefix cache. If that failed silently, a prefix that old weights computed would be
-        reused with new ones, and no logprob would show it. The salt keeps them apart. vLLM itself keeps the prefixes
-        of different adapters apart.
+        reused with new ones, and no logprob would show it. vLLM keeps the prefixes of adapters apart.
         """
         if self.pushed is None or self.adapter is not None:
             return {}
@@ -324,7 +286,7 @@ class ServerConnection:
 
         The request is sent again, with backoff, after a connection error, 429, 5xx or a timeout, until
         `self.timeout` seconds after its first failure. It is also sent again after an answer that is not JSON, or that
-        `read` rejects with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row. Raises `ServerError`.
+        `read` rejects with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row.
         """
         url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
@@ -337,7 +299,7 @@ class ServerConnection:
                         # The server restarted, which `gather_proven` finds out; or a newer adapter took its place.
                         payload["model"] = self.adapter
                     elif response.status not in (429, 500, 502, 503, 504):
-                        raise ServerError(f"POST {url}: {problem}{self.engine.advice(self, response.status, path)}")
+                        raise ServerError(f"POST {url}: {problem}{self.engine.advice(response.status, path)}")
             except aiohttp.ClientError as error:
                 problem = error_line(error)
             except TimeoutError:
@@ -360,17 +322,15 @@ class ServerConnection:
                     f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s.{alone}"
                 )
             self.retries += 1
-            logger.debug("POST %s: %s; sending it again", url, problem)
             await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit
             wait = min(2 * wait, 10.0)
 
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer conversations, all at the same time, for interactive use. The server or the tokenizer renders them.
+        """Answer conversations, all at the same time, for interactive use. The server renders them.
 
-        Returns:
-            Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
+        Returns per conversation `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
         """
         messages_list = check_conversations(messages_list, "messages_list", texts=False)
         check_sampling_params(sampling_params, CHAT_KEYS)

@@ -53,22 +53,10 @@ def not_an_id(value: Any, vocab_size: int | None) -> bool:
     return type(value) is not int or not 0 <= value < (2**31 if vocab_size is None else vocab_size)
 
 
-def is_logprob(value: Any) -> bool:
-    """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding."""
-    return isinstance(value, (int, float)) and -1e9 < value < 1e-3
-
-
 def read_completion(
     answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int, vocab_size: int | None = None
 ) -> Generation:
-    """Read the sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on.
-
-    Args:
-        answer: The server's answer.
-        num_prompt_tokens: The number of prompt tokens that were sent.
-        max_tokens: The limit that was requested.
-        vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
-    """
+    """Read the sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on."""
     try:
         choice = answer["choices"][0]
         token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
@@ -80,7 +68,8 @@ def read_completion(
     if wrong := [value for value in token_ids if not_an_id(value, vocab_size)]:
         among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
         raise BadAnswer(f"{len(wrong)} of {len(token_ids)} token ids are invalid: {str(wrong[:5])[:100]}{among}")
-    if not 0 < len(token_ids) == len(logprobs) or not all(map(is_logprob, logprobs)):
+    finite = all(isinstance(value, int | float) and -1e9 < value < 1e-3 for value in logprobs)  # 0 up to rounding
+    if not 0 < len(token_ids) == len(logprobs) or not finite:
         raise BadAnswer(f"{len(token_ids)} ids do not match {len(logprobs)} logprobs {logprobs[:5]}...")
     if num_read != num_prompt_tokens:
         raise BadAnswer(
@@ -99,16 +88,10 @@ def read_completion(
 
 
 def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
-    """Build the request to `/v1/completions`, or to `GENERATE` with images. Its answer is read as a `Generation`.
+    """Build the request for a payload of `/v1/completions`, whose prompt may have image ids.
 
-    Args:
-        payload: The body for `/v1/completions`; its `prompt` may have image ids.
-        vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
-        unsampled: Ids that no policy may write. INVARIANT: every request of a model that reads images forbids them, as
-            `forbid` does when logprobs are computed.
-
-    Raises:
-        ValueError: A sampling parameter is not supported with images.
+    Its answer is read as a `Generation` with ids below `vocab_size`. INVARIANT: every request of a model that reads
+    images forbids the ids `unsampled`, as `forbid` does when logprobs are computed.
     """
     prompt, limit = payload["prompt"], payload["max_tokens"]
     if unsampled:
@@ -171,10 +154,7 @@ def generate_body(payload: dict[str, Any]) -> dict[str, Any]:
 def read_generated(
     answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None = None
 ) -> Generation:
-    """Read the sample in an answer of `GENERATE`. Arguments and errors are those of `read_completion`.
-
-    Raises `BadAnswer` also if the server has read other tokens than the prompt's, or images at other places.
-    """
+    """Read the sample in an answer of `GENERATE`. Arguments and errors are those of `read_completion`."""
     check_what_it_read(answer, prompt)
     try:
         choice = answer["choices"][0]
@@ -215,12 +195,9 @@ def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
 
 
 def tagged(version: str, lineage: int) -> str:
-    """The name of a weight version on one server, with the number of times that this server restarted before.
+    """The name of a weight version on one server, such as `3f2a-7+2`, with how often this server restarted before.
 
     Without it, a server that restarts and gets its weights between two questions would pass for one that never did.
-
-    >>> tagged("3f2a-7", 0), tagged("3f2a-7", 2)
-    ('3f2a-7', '3f2a-7+2')
     """
     return f"{version}+{lineage}" if lineage else version
 
@@ -250,10 +227,7 @@ def continues(held: str | None, version: str, lineage: int) -> bool | None:
 
 
 def versions_of(turn: Any) -> list[int] | None:
-    """The oldest and the newest weight version that may have sampled a turn, as numbers of weight changes.
-
-    None if the backend does not report them: nothing is pushed while it generates.
-    """
+    """The oldest and the newest weight version that may have sampled a turn. None if nothing is pushed meanwhile."""
     if not turn.generations or turn.generations[0].policy_versions is None:
         return None
     return [turn.generations[0].policy_versions[0], turn.generations[-1].policy_versions[1]]

@@ -30,10 +30,7 @@ class Group:
         self.server: int | None = None
 
     def choose(self) -> int:
-        """The number of the group's server. If it is lost, the one with the fewest open conversations replaces it.
-
-        Raises `NoServerLeft` if no server holds the weights.
-        """
+        """The number of the group's server. If it is lost, the one with the fewest open conversations replaces it."""
         pool, joined = self.pool, self.pool.joined
         if self.server not in joined:
             if not joined:
@@ -47,31 +44,24 @@ class Group:
         return self.server
 
     def end_conversation(self) -> None:
-        """Record that one of the group's conversations has ended, and reduce the load of its server."""
         self.size -= 1
         if self.server is not None:
             self.pool.load[self.server] -= 1
 
 
 class Route:
-    """The backend of one conversation: its group's server, or another one if that is lost.
-
-    Attributes:
-        sampled: (server, its lineage when it was asked) -> when its last answer came. All of them must be proven.
-    """
+    """The backend of one conversation: its group's server, or another one if that is lost."""
 
     def __init__(self, pool: ServerPool, group: Group):
         self.pool, self.group = pool, group
+        # (server, its lineage when it was asked) -> when its last answer came. All of them must be proven.
         self.sampled: dict[tuple[int, int], float] = {}
         self.tokenizer, self.max_model_len = pool.tokenizer, pool.max_model_len
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
     ) -> Generation:
-        """Sample one continuation (see `VLLMServerClient.generate`). If the server is lost, another one is asked.
-
-        Raises `ServerError` if no server is left.
-        """
+        """Sample one continuation (see `VLLMServerClient.generate`). If the server is lost, another one is asked."""
         pool = self.pool
         while True:
             lineages = [server.lineage for server in pool.servers]  # before the choice: an old one proves nothing
@@ -105,8 +95,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
     no server is left, all open conversations are. While weights are pushed no answer is waited for: a server that
     loads gives none.
 
-    Raises the first error of a conversation, and `ServerLost` if the last server does not report a version within its
-    `timeout` after the last result.
+    Raises the first error of a conversation, and `ServerLost` if no version comes within `timeout` after all results.
     """
     results: dict[int, Any] = {}
     confirmed: dict[tuple[int, int], float] = {}  # (server, lineage) -> when it was asked, and held right weights
@@ -125,8 +114,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
             if index not in given_up:
                 raise
 
-    def unproven(index: int) -> set[tuple[int, int]]:
-        """The servers whose last answer to this conversation is not proven yet, each with its lineage."""
+    def unproven(index: int) -> set[tuple[int, int]]:  # servers with their lineages
         return {n for n, when in routes[index].sampled.items() if confirmed.get(n, float("-inf")) < when}
 
     running = asyncio.ensure_future(gather_all([finish(i) for i in range(len(tasks))]))
@@ -172,23 +160,8 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
 class ServerPool:
     """One or several servers with the same model as one backend. Conversations go to servers that hold the weights.
 
-    A lost server is left out, and joins again with the next push of weights.
-
-    The background loop reads `joined` and leaves servers while the main thread pushes. So the two lists are replaced
-    under a lock, and never changed in place: what was read stays as it was.
-
-    Args:
-        servers: One `VLLMServerClient` per server.
-
-    Attributes:
-        joined: The numbers of the servers that hold the weights. The same on all ranks after a push; a rank that
-            loses one meanwhile leaves it out. Conversations go to these alone.
-        joining: The numbers of the servers that get the weights with the push that is under way, on rank 0.
-            INVARIANT: no conversation is routed to them: until the push is over they hold a new process's weights.
-        complete: Whether all servers held the first weights. Before that no server may be missing.
-        requests: The requests in flight of each server, as tasks.
-        load: The number of this process's open conversations at each server.
-        instance: The name that distinguishes this run's pushes from those of other runs.
+    A lost server is left out, and joins again with the next push of weights. The background loop reads `joined` and
+    leaves servers while the main thread pushes. So the lists are replaced under a lock, and never changed in place.
     """
 
     RETRY_SECONDS = 30.0  # before a server that was left out is asked again
@@ -196,14 +169,17 @@ class ServerPool:
     WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
 
     def __init__(self, servers: list[Any]):
-        self.servers, self.instance = list(servers), secrets.token_hex(4)
+        self.servers, self.instance = list(servers), secrets.token_hex(4)  # the latter is in the names of pushes
         self.base_url = ", ".join(server.base_url for server in servers)  # for messages, as is the title
         self.title = servers[0].engine.title
+        # The servers that hold the weights, the same on all ranks after a push. Conversations go to these alone.
         self.joined = list(range(len(servers)))
+        # Those that get the weights with the push that is under way, on rank 0. INVARIANT: no conversation is routed
+        # to them: until the push is over they hold a new process's weights.
         self.joining: list[int] = []
-        self.complete = False
-        self.requests: list[set] = [set() for _ in servers]
-        self.load = [0] * len(servers)
+        self.complete = False  # whether all servers held the first weights; before that no server may be missing
+        self.requests: list[set] = [set() for _ in servers]  # in flight, as tasks
+        self.load = [0] * len(servers)  # this process's open conversations
         self._not_before: dict[int, float] = {}  # of servers that were left out: when they may be asked again
         self._lock = threading.Lock()
         self._settings: dict[str, Any] | None = None  # of all servers at the first push
@@ -215,13 +191,12 @@ class ServerPool:
         return self.servers[0].tokenizer
 
     @property
-    def max_model_len(self) -> int | None:
+    def max_model_len(self) -> int:
         """The shortest context of all servers, in tokens."""
-        return min((s.max_model_len for s in self.servers if s.max_model_len is not None), default=None)
+        return min(server.max_model_len for server in self.servers)
 
     @property
-    def transfer(self) -> Any:
-        """The `WeightTransfer` of the first server, which writes the weights once for all servers."""
+    def transfer(self) -> Any:  # of the first server, which writes the weights once for all servers
         return self.servers[0].transfer
 
     @property
@@ -256,7 +231,7 @@ class ServerPool:
             route.group.end_conversation()
 
     def routes(self, numbers: list[int]) -> list[Route]:
-        """Create one backend per conversation, given the number of its group. A group shares a server."""
+        """One backend per conversation, given the number of its group. A group shares a server."""
         groups = {number: Group(self, number, numbers.count(number)) for number in dict.fromkeys(numbers)}
         for group in groups.values():
             with suppress(NoServerLeft):  # in this order, so that ranks that share a group mostly choose alike
@@ -277,12 +252,9 @@ class ServerPool:
         return [0] if len(self.servers) == 1 else sorted({*self.joined, *self.joining})
 
     def leave(self, number: int, why: Any, joining: bool = False) -> None:
-        """Leave a server out. Its open requests are cancelled, and then sent to another one.
+        """Leave a server out, for the reason `why`. Its open requests are cancelled, and then sent to another one.
 
-        Args:
-            number: The number of the server.
-            why: The reason, for the log.
-            joining: Whether to do so for a joining server, too. A conversation's watch must not: it knows the old one.
+        A joining one is left only if `joining` is set. A conversation's watch does not: it knows the old process.
         """
         with self._lock:
             if number not in (self.members if joining else self.joined):
@@ -312,10 +284,7 @@ class ServerPool:
             return self.joined
 
     def ask(self, question: Callable[[Any], Any]) -> dict[int, Any]:
-        """Call `question` for all members at the same time. Returns number -> answer; one that fails is left out.
-
-        Raises the error of a server if none answers, or before all of them have held the first weights.
-        """
+        """Call `question` for all members at the same time. Returns number -> answer (`without_errors`)."""
 
         def answer(number: int) -> Any:
             try:
@@ -329,7 +298,10 @@ class ServerPool:
         return self.without_errors(dict(zip(numbers, at_once(answer, numbers))))
 
     def without_errors(self, answers: dict[int, Any]) -> dict[int, Any]:
-        """The answers that are not errors. Servers with an error are left out; if none remains, it is raised."""
+        """The answers that are not errors. Servers with an error are left out.
+
+        Raises the error if no server remains, or before all of them have held the first weights.
+        """
         errors = {number: answer for number, answer in answers.items() if isinstance(answer, ServerError)}
         if errors and (len(errors) == len(answers) or not self.complete):
             raise next(iter(errors.values()))
@@ -340,8 +312,7 @@ class ServerPool:
     def find_restarted(self, held: str | None) -> bool:
         """Whether any server holds other weights than `held`: it restarted, or is back.
 
-        Such servers join with this push, and begin a new lineage: their unproven samples are lost. Call it on rank 0.
-        Raises `ServerLost` if no server answers.
+        Such servers join with this push, and begin a new lineage: their unproven samples are lost. For rank 0.
         """
         new = self._find_back()
         with self._lock:
@@ -378,20 +349,12 @@ class ServerPool:
     # -- what a push of weights needs; called on rank 0 --
 
     def weight_version(self) -> str:
-        """The weight version if all servers that answer hold the same; otherwise a text with all versions.
-
-        Each is without its server's lineage. Raises `ServerLost` if none answers.
-        """
-        versions = self.ask(lambda s: s.weight_version().removesuffix(tagged("", s.lineage)))
-        if len(set(versions.values())) == 1:
-            return next(iter(versions.values()))
-        return "; ".join(f"{self.servers[n].base_url}: {version}" for n, version in versions.items())
+        """The versions that all servers hold, each without its server's lineage: one, if they hold the same."""
+        versions = self.ask(lambda server: server.weight_version().removesuffix(tagged("", server.lineage)))
+        return "; ".join(sorted(set(versions.values())))
 
     def check_settings(self) -> None:
-        """Compare the servers' settings with each other and with those from before a restart.
-
-        Raises `ServerError` if a setting differs; if other servers remain, that server is left out instead.
-        """
+        """Compare the servers' settings with each other and with those from before a restart."""
         answers = self.ask(lambda server: server.settings())
         how = "restarted with" if self._settings else "has"
         self._settings = self._settings or next(iter(answers.values()))
@@ -416,10 +379,7 @@ class ServerPool:
         expected: dict[str, int] | None = None,
         device: torch.device | str = "cpu",
     ) -> dict[str, float]:
-        """Push the weights to all members; they are written once (see `VLLMServerClient.update_weights`).
-
-        A server that is lost meanwhile is left out. Raises the error of one if none is left.
-        """
+        """Push the weights to all members; they are written once (see `VLLMServerClient.update_weights`)."""
         numbers = self.members  # once: the background loop may leave one meanwhile
         transfers = [self.servers[number].transfer for number in numbers]
         seconds, errors = self.transfer.push(named_weights, version, expected, torch.device(device), transfers)

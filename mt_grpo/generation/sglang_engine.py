@@ -54,9 +54,7 @@ CUT_BEHIND_LOGPROBS = "top_p", "top_k", "min_p"  # they change what is sampled, 
 
 
 def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`.
-
-    Raises `ValueError` for one that it does not have, or does not honour: a `seed` gives other samples each time.
+    """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`. A `seed` is not honoured there.
 
     >>> sampling_of({"top_k": 0, "max_tokens": 4, "logit_bias": {7: -100.0}})["top_k"]
     -1
@@ -81,9 +79,7 @@ def check_sent_ids(ids: list[int], vocab_size: int | None) -> None:
 
 
 def versions_of_answer(meta: dict[str, Any]) -> tuple[int, int] | None:
-    """The oldest and the newest weight version that sampled a token of an answer, as numbers of weight changes.
-
-    None if weights have a name that no push gave them: those of a new process, or of another trainer.
+    """The oldest and the newest weight version that sampled a token of an answer. None: no push named them.
 
     >>> spans = [{"version": "3f2a-7", "start": 0, "end": 5}, {"version": "3f2a-8+1", "start": 5, "end": 9}]
     >>> versions_of_answer({"weight_versions": spans})
@@ -158,12 +154,7 @@ class SGLang(VLLM):
         return str(server.server_info()["version"])
 
     def info(self, server: Any) -> dict[str, Any]:
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            keys = "model_path served_model_name tokenizer_path dtype dp_size version max_req_input_len"
-            _ = [answer[key] for key in keys.split()]
-            return answer
-
-        return server.request("GET", "/server_info", read=read)
+        return server.request("GET", "/server_info")
 
     def settings(self, server: Any) -> dict[str, Any]:
         info = server.server_info()
@@ -195,10 +186,10 @@ class SGLang(VLLM):
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         return f"{server.base_url} runs SGLang, to which adapters cannot be pushed alone"
 
-    def advice(self, server: Any, status: int, path: str) -> str:
+    def advice(self, status: int, path: str) -> str:
         if status in (401, 403):
-            return f"{super().advice(server, status, path)} It may be its --admin-api-key."
-        return f". {self.no_answer}{self.untested(server)}" if status == 404 else ""
+            return f"{super().advice(status, path)} It may be its --admin-api-key."
+        return f". {self.no_answer}" if status == 404 else ""
 
     # -- samples --
 
@@ -242,28 +233,7 @@ class SGLang(VLLM):
         return Question("/generate", body, read)
 
     def ask_for_chat(self, server: Any, payload: dict[str, Any]) -> Question:
-        """Build a chat request on rendered ids: SGLang's own chat address returns no ids."""
-        if (tokenizer := server.tokenizer) is None:
-            raise ServerError("chat: the client has no tokenizer to render the messages with. Pass one to it.")
-        payload = dict(payload)
-        rendered = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        kwargs = payload.pop("chat_template_kwargs", None) or {}
-        prompt = tokenizer.apply_chat_template(payload.pop("messages"), **rendered, **kwargs)
-        room = server.max_model_len - len(prompt)
-        limit = payload.pop("max_completion_tokens", None) or payload.get("max_tokens") or room
-        question = self.ask_for_sample({**payload, "prompt": prompt, "max_tokens": limit}, len(tokenizer))
-
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            found = question.read(answer)
-            return {
-                "text": tokenizer.decode(found.token_ids, skip_special_tokens=True),
-                "token_ids": found.token_ids,
-                "logprobs": found.logprobs,
-                "prompt_ids": prompt,
-                "finish_reason": found.finish_reason,
-            }
-
-        return question._replace(read=read)
+        raise ServerError("chat needs a vLLM server: SGLang's chat address returns no ids. Render them and generate.")
 
     def _body(self, payload: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         prompt = payload["prompt"]

@@ -10,24 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.base.tested_versions import outside
 from mt_grpo.generation.adapters import why_server_merges
 from mt_grpo.generation.samples import GENERATE, Question, ask_for_prompt, ask_for_sample
 
 
 class VLLM:
-    """The requests to a vLLM server that training needs.
+    """The requests to a vLLM server that training needs."""
 
-    Attributes:
-        name: Its name in recipes (`rollout_engine`), and the package whose versions were tested.
-        title: Its name in messages, with its article.
-        CONTEXT: Its flag for the length of the context.
-        WEIGHTS: The address that reports which weights it holds.
-        NAMES_OF_FILES: Whether a push has the names of a checkpoint's files, and not those of the model's modules.
-    """
-
-    name, title, article = "vllm", "vLLM", "a"
-    CONTEXT, WEIGHTS, NAMES_OF_FILES = "--max-model-len", "/weight_info", False
+    name, title, article = "vllm", "vLLM", "a"  # in recipes (`rollout_engine`), and in messages
+    CONTEXT = "--max-model-len"  # its flag
+    WEIGHTS = "/weight_info"  # the address that reports which weights it holds
+    NAMES_OF_FILES = False  # whether a push has the names of a checkpoint's files, and not those of the modules
 
     @property
     def no_answer(self) -> str:
@@ -59,27 +52,18 @@ class VLLM:
     def info(self, server: Any) -> dict[str, Any]:
         """Return the arguments that the server was started with, by the engine's names."""
 
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            _ = [answer["vllm_config"]["model_config"][key] for key in ("model", "dtype", "logprobs_mode")]
-            return answer["vllm_config"]
-
-        return server.request("GET", "/server_info", params={"config_format": "json"}, read=read)
+        params = {"config_format": "json"}
+        return server.request("GET", "/server_info", params=params, read=lambda answer: answer["vllm_config"])
 
     def settings(self, server: Any) -> dict[str, Any]:
-        """The settings that determine samples, their length and weight syncs, the same for all servers of a run.
-
-        All engines report `model`, `tokenizer`, `dtype` and `max_model_len`.
-        """
+        """The settings that determine samples, their length and weight syncs, the same for all servers of a run."""
         info, keys = server.server_info(), ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")
         backend = (info.get("weight_transfer_config") or {}).get("backend")
         lora = (info.get("lora_config") or {}).get("max_lora_rank")
         return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend, "lora_rank": lora}
 
     def ranks(self, server: Any) -> list[int | None]:
-        """The data-parallel ranks at the address, `[None]` if there is one.
-
-        Raises `ServerError` if engines have addresses of their own: a push would miss some.
-        """
+        """The data-parallel ranks, `[None]` if there is one. Raises `ServerError` if a push would miss some."""
         config = server.server_info().get("parallel_config") or {}
         if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
             raise ServerError(
@@ -95,10 +79,7 @@ class VLLM:
         return server.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
 
     def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
-        """Why its logprobs are not those of the sampled distribution. None if they are.
-
-        `cuts` are the sampling settings that make that distribution another one than the policy's.
-        """
+        """Why its logprobs are not of the sampled distribution, with `cuts` such as top_p. None if they are."""
         if (mode := server.server_info()["model_config"]["logprobs_mode"]) == "processed_logprobs":
             return None
         return (
@@ -110,7 +91,7 @@ class VLLM:
         """Why it cannot hold `slots` LoRA adapters of this rank next to its weights. None if it can."""
         return why_server_merges(server, rank, slots)
 
-    def advice(self, server: Any, status: int, path: str) -> str:
+    def advice(self, status: int, path: str) -> str:
         """What to do after an answer of this status, for the end of an error message."""
         if status in (401, 403):
             return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
@@ -122,12 +103,7 @@ class VLLM:
             return ". Start the vLLM server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
         if path.startswith(("/v1/", "/health", "/tokenize")):
             return f". {self.no_answer}"
-        return f". Start the vLLM server with VLLM_SERVER_DEV_MODE=1{self.untested(server)}."
-
-    def untested(self, server: Any) -> str:
-        """The server's version for messages, if it was asked and is outside the tested ones."""
-        version = vars(server).get("engine_version")
-        return f"; it runs {outside({self.name: version})[0]}" if version and outside({self.name: version}) else ""
+        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1."
 
     # -- samples --
 
@@ -191,10 +167,7 @@ class VLLM:
             server.request("POST", "/reset_encoder_cache", read=None)
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
-        """`nccl` if the server was started for it and this process has a GPU, otherwise `disk`.
-
-        Raises `ServerError` if the server does not support the setting.
-        """
+        """`nccl` if the server was started for it and this process has a GPU, otherwise `disk`."""
         config = (server.server_info().get("weight_transfer_config") or {}).get("backend")
         if setting == "nccl" and config != "nccl":
             raise ServerError(

@@ -50,8 +50,7 @@ class WeightSync:
     Args:
         servers: The server, or several.
         model: The policy as the trainer trains it (wrapped, sharded or with adapters).
-        weights: The iterator over the policy's parameters.
-        accelerator: The trainer's accelerator.
+        weights, accelerator: The iterator over the policy's parameters; the trainer's accelerator.
         probe_ids: Token ids whose logprobs are compared, (T,).
         num_adapters: How many adapters conversations in flight may name, if the policy's LoRA is pushed alone.
         scores: Whether reward functions ask the servers. These score with their own weights, without an adapter.
@@ -89,16 +88,8 @@ class WeightSync:
         Only rank 0 calls the servers. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
         no rank samples before the push is over, and all ranks then know which servers hold the weights.
 
-        Args:
-            version: The name of the current weights.
-            stop_requested: Returns whether this rank got a signal.
-            stop_if_requested: Raises on all ranks if any rank got a signal.
-
-        Returns:
-            Metrics: seconds by phase, and the difference of logprobs if it was compared.
-
-        Raises:
-            ServerError: The push failed, the weights did not arrive, or the server came back with other settings.
+        While servers are away, `stop_requested` says whether this rank got a signal, and `stop_if_requested` raises if
+        any rank did. Returns metrics. Raises `ServerError` if the push failed or the weights did not arrive.
         """
         started, number, clients = time.perf_counter(), int(version.rpartition("-")[2]), self.servers.servers
         for client in clients:  # before ranks meet: from here on an answer may be of the new weights
@@ -123,10 +114,7 @@ class WeightSync:
     # -- what is pushed: all weights, or an adapter --
 
     def _choose_what_is_pushed(self) -> None:
-        """Push the adapter alone if the policy is a model with one and all servers can have it; else all weights.
-
-        Raises `ServerError` for `weight_sync: adapter` if it cannot be.
-        """
+        """Push the adapter alone if the policy is a model with one and all servers can have it; else all weights."""
         if (config := config_of(self.weights.model)) is None:
             return
         setting = self.servers.transfer.transport
@@ -158,7 +146,6 @@ class WeightSync:
             logger.warning(f"The policy has a LoRA. Weight syncs send merged weights, since {sentence(reason)}")
 
     def _why_servers_merge(self, config: Any) -> str | None:
-        """Why the servers cannot have adapters of this kind. None if they can."""
         reasons = self.servers.ask(lambda server: server.engine.why_merges(server, config.r, self.num_adapters))
         return next(filter(None, reasons.values()), None)
 
@@ -175,7 +162,7 @@ class WeightSync:
     def _push_until_it_arrives(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
     ) -> tuple[dict[str, float], float | None]:
-        """Run `_push_and_check`, again if the servers are lost meanwhile. Arguments and errors are those of `sync`."""
+        """Run `_push_and_check`, again if the servers are lost meanwhile."""
         held, self.pushed = self.pushed, None
         joined = [set(numbers) for numbers in gather_object([list(self.servers.joined)])]
         for lost in set.union(*joined) - set.intersection(*joined):
@@ -195,7 +182,7 @@ class WeightSync:
                 stop_if_requested()
 
     def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
-        """(seconds by phase, the difference of logprobs). The difference is None if this push is not checked."""
+        """Returns seconds by phase, and the difference of logprobs, or None if this push is not checked."""
         if new_server:
             on_main_process(self.servers.check_settings)
         if self.num_syncs == 0:
@@ -226,7 +213,6 @@ class WeightSync:
             raise ServerLost(f"{self.servers.base_url} restarted between the push and its check")
 
     def _push(self, version: str) -> dict[str, float]:
-        """Push the weights under the name `version`. Returns seconds by phase."""
         if self.adapter is None:
             weights, expected = self.weights.named_weights(), self.weights.expected
         else:
@@ -282,10 +268,7 @@ class WeightSync:
         return max(1e-3 if exact else 0.02, factor * (rounded - logprobs).abs().mean().item())
 
     def _check_logprobs(self) -> float:
-        """Mean absolute difference of the trainer's and the servers' logprobs, of the worst server that is right.
-
-        A server whose difference is too large is left out. Raises its `ServerError` if no other one is left.
-        """
+        """The largest mean difference of logprobs that is right. Servers with a larger one are left out."""
         tolerance = self._logprob_tolerance()
         gaps = self._distances(self._probe_logprobs()) if self.adapter is None else self._distances_of_samples()
         problems = {
@@ -302,17 +285,14 @@ class WeightSync:
         return max(gap for number, gap in gaps.items() if number not in problems)
 
     def _distances(self, ours: torch.Tensor) -> dict[int, float]:
-        """Per server the mean absolute difference from our logprobs of the probe ids, (T-1,).
-
-        It is the largest of the server's engines, and over all ranks.
-        """
+        """Per server the mean difference from our logprobs of the probe ids, (T-1,): the largest of its engines."""
         theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
         return self._largest_of_ranks(
             {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
         )
 
     def _largest_of_ranks(self, distances: dict[int, float]) -> dict[int, float]:
-        """Per server the largest distance of all ranks, infinite if one is not a number. Collective."""
+        """Per server the largest distance of all ranks, infinite if one is not a number."""
         largest: dict[int, float] = {}
         for rank in gather_object([distances]):
             for number, distance in rank.items():
@@ -322,7 +302,7 @@ class WeightSync:
     def _distances_of_samples(self, computes: bool = True) -> dict[int, float]:
         """Compute `_distances` of what each server samples after the probe ids, on ranks where `computes` is true.
 
-        Conversations may be at the server. vLLM 0.31 on a CPU ends where it scores a prompt by an adapter beside them.
+        vLLM 0.31 on a CPU ends if it scores a prompt with an adapter while conversations run.
         """
         ids = self._probe_ids
         room = (self.servers.max_model_len or math.inf) - len(ids)
@@ -344,12 +324,9 @@ class WeightSync:
 
     @torch.no_grad()
     def _probe_logprobs(self, ids: list[int] | None = None, sampled: bool = False) -> torch.Tensor:
-        """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded.
+        """The trainer's logprobs of the probe ids or others, (T-1,), at temperature 1. Collective if sharded.
 
-        Args:
-            ids: Ids instead of the probe ids.
-            sampled: Whether they are compared with those of sampled ids, which leave out what may not be sampled.
-                Those of a server's prompt are of the whole vocabulary.
+        Those of `sampled` ids leave out what may not be sampled, as the server's do. A prompt's have all ids.
         """
         with ExitStack() as stack:
             stack.callback(self.model.train, self.model.training)

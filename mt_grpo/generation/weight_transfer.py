@@ -32,16 +32,10 @@ SHARD_BYTES = 2**30  # of one file, and of the weights that are in memory a seco
 def write_weights(
     folder: Path, named_weights: Iterable[tuple[str, torch.Tensor]], file: str = "", shard_bytes: float = SHARD_BYTES
 ) -> tuple[set[str], dict[str, float]]:
-    """Write weights as safetensors files into a folder. A tensor may change once the next one is requested.
+    """Write weights into a folder, as one safetensors `file` or, without its name, one per `shard_bytes`.
 
-    Args:
-        folder: An existing folder.
-        named_weights: (name, tensor on any device).
-        file: The name of the only file. Empty: one file per `shard_bytes`.
-        shard_bytes: The size of a file, which is in memory until it is written.
-
-    Returns:
-        The names that were written, and seconds: `gather` (the iterator, and to the CPU) and `write`.
+    A tensor may change once the next one is requested. Returns the names that were written, and seconds: `gather` (the
+    iterator, and to the CPU) and `write`.
     """
     names: set[str] = set()
     shard: dict[str, torch.Tensor] = {}
@@ -76,19 +70,11 @@ def check_whole(names: Iterable[str], expected: dict[str, int] | None) -> None:
 
 
 class NCCLGroup:
-    """An NCCL group with one server, whose calls have a time limit.
+    """An NCCL group with one server, whose workers join at `port` of this process. Its calls have a time limit.
 
-    NCCL has no time limit: a worker that is gone leaves the sender waiting in a call that no signal interrupts. So
-    a group's calls run in a thread of their own. It is abandoned, and the group aborted, if the server is no longer
-    healthy, or after the server's `request_timeout`.
-
-    Args:
-        server: The client of the server.
-        port: Where this process listens for the workers.
-        device: This process's GPU.
-
-    Raises:
-        ServerLost: The group cannot be made.
+    NCCL has none: a worker that is gone leaves the sender waiting in a call that no signal interrupts. So calls run in
+    a thread of their own. It is abandoned, and the group aborted, if the server is no longer healthy, or after the
+    server's `request_timeout`: `ServerLost`.
     """
 
     LOST_AFTER = 3  # health checks without an answer, in a row
@@ -97,7 +83,6 @@ class NCCLGroup:
 
     def __init__(self, server: Any, port: int, device: torch.device):
         self.server, self.port, self.device = server, port, device
-        self.closed = False
         self._client: Any = None  # TRL's, which holds the communicator
         self._within_limits(self._join, f"did not join the NCCL group on port {port} (vllm_group_port)")
 
@@ -112,13 +97,7 @@ class NCCLGroup:
         client.init_communicator(device=self.device)
 
     def send(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Send weights, while the server is paused. Raises `ServerLost`, after which the group is closed.
-
-        Args:
-            tensors: Name -> tensor, the model's own or on the CPU. The latter are on the GPU only while they are sent.
-        """
-        if self.closed:
-            raise ServerLost(f"{self.server.base_url}: its NCCL group is closed.")
+        """Send weights, while the server is paused. Those on the CPU are on the GPU only while they are sent."""
         metadata = [(name, str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()]
         weights = ((name, tensor.detach().to(self.device)) for name, tensor in tensors.items())
         self._within_limits(lambda: self._client.update_named_params(metadata, weights), "did not take the weights")
@@ -137,44 +116,34 @@ class NCCLGroup:
             ended.set()
 
         threading.Thread(target=run, name="mt-grpo-nccl", daemon=True).start()
-        began, misses, whole = time.monotonic(), 0, False
+        limit, misses = time.monotonic() + self.server.request_timeout, 0
         try:
-            while not ended.wait(self.WATCH_SECONDS):
+            while not ended.wait(self.WATCH_SECONDS) and not errors:
                 misses = 0 if self.server.healthy() else misses + 1
                 if misses == self.LOST_AFTER:
-                    errors.append(ServerLost(f"it did not answer {misses} health checks in a row"))
-                elif time.monotonic() - began > self.server.request_timeout:
-                    errors.append(ServerLost(f"more than vllm_request_timeout={self.server.request_timeout:g} s"))
-                if errors:
-                    break
+                    errors.append(f"it did not answer {misses} health checks in a row")
+                elif time.monotonic() > limit:
+                    errors.append(f"more than vllm_request_timeout={self.server.request_timeout:g} s")
             if errors:
-                raise ServerLost(f"{self.server.base_url} {what}: {errors[0]}") from errors[0]
-            whole = True
-        finally:
-            if not whole:
-                self.close()
+                raise ServerLost(f"{self.server.base_url} {what}: {errors[0]}")
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Abort the group: what waits in it ends, on both sides."""
-        self.closed = True
         client, self._client = self._client, None
-        if client is None:
-            return
-        atexit.unregister(client.close_communicator)  # else it keeps the group and its port
-        if client.communicator is not None:
-            client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
-        client.close_communicator()
+        if client is not None:
+            atexit.unregister(client.close_communicator)  # else it keeps the group and its port
+            if client.communicator is not None:
+                client.communicator.destroy()  # ncclCommAbort; TRL's own close frees the port only
+            client.close_communicator()
 
 
 class WeightTransfer:
     """Pushes one copy of the weights to one or several servers. A server samples nothing while it loads.
 
-    Args:
-        server: The client of the server.
-        transport: `disk`, `nccl` or `auto`: `nccl` if this process has CUDA and the server was started for NCCL.
-            `adapter`, or `auto` if `adapter` is set: the adapter alone, through files in the shared directory.
-        sync_dir: Shared directory of the disk transport. None: /dev/shm, else the temporary directory.
-        group_port: Port of the NCCL group.
+    `VLLMServerClient` documents the arguments. If `adapter` is set, it alone is pushed, through files.
     """
 
     SEVERAL_PAUSE_SECONDS = 60.0  # for the pause of one of several servers, of which none may hold up the others
@@ -234,10 +203,7 @@ class WeightTransfer:
     def _write(
         self, named_weights: Iterator[tuple[str, torch.Tensor]], version: str, expected: dict[str, int] | None
     ) -> tuple[Path, dict[str, float]]:
-        """Write all weights, or the adapter, into a folder. Returns it, and seconds: `gather` (to the CPU), `write`.
-
-        Raises `ServerError` if a weight is missing, or if a file cannot be written.
-        """
+        """Write all weights, or the adapter, into a folder. Returns it, and seconds by phase."""
         folder = None
         try:
             folder = self._own_folder(sum((expected or {}).values())) / version
@@ -284,12 +250,9 @@ class WeightTransfer:
     def _collect(
         named_weights: Iterator[tuple[str, torch.Tensor]], expected: dict[str, int] | None, device: torch.device
     ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-        """Collect all weights for NCCL, which needs their names and shapes before the first is sent.
-
-        What the model does not hold itself is collected on the CPU: a GPU has no room for a second copy.
-        """
+        """Collect all weights for NCCL, which needs their names and shapes before the first is sent."""
         began = time.perf_counter()
-        tensors = {
+        tensors = {  # what the model does not hold itself is on the CPU: a GPU has no room for a second copy
             name: t if isinstance(t, torch.nn.Parameter) else t.detach().to("cpu", copy=True)
             for name, t in named_weights
         }
@@ -311,10 +274,11 @@ class WeightTransfer:
                 self._load_adapter(version, weights)
             elif isinstance(weights, Path):
                 self._while_paused(version, pause_timeout, lambda: server.engine.load(server, weights))
-            else:  # a group is created at the first push, and after a restart
+            else:  # a group is created at the first push, and after one that failed
                 self._nccl = self._nccl or NCCLGroup(server, self.group_port, device)
                 self._while_paused(version, pause_timeout, lambda: self._nccl.send(weights))
         except ServerError as error:
+            self.forget_restarted()
             kind = ServerLost if isinstance(error, ServerLost) else ServerError
             hint = " Does the server see this folder? Else set weight_sync_dir to one that both see." * bool(through)
             return kind(f"The weight push to {server.base_url}{through} failed: {sentence(error)}{hint}")
@@ -360,20 +324,15 @@ class WeightTransfer:
     def _unload(self, name: str, timeout: float = 60.0) -> None:
         """Let the server forget an adapter, if it has it: a restarted one has none."""
         if self._loaded.pop(name, None) is not None:
-            try:
+            with suppress(ServerError):  # a server that is lost fails at the next request, too
                 body = {"lora_name": name}
                 self.server.request("POST", "/v1/unload_lora_adapter", timeout=timeout, json=body, read=None)
-            except ServerLost:
-                raise
-            except ServerError:
-                pass
 
     def drop_adapters(self, timeout: float = 60.0) -> None:
         """Unload all adapters that the server was sent, such as before all weights are pushed instead."""
         self.server.loaded = None
         for name in list(self._loaded):
-            with suppress(ServerError):
-                self._unload(name, timeout)
+            self._unload(name, timeout)
 
     def forget_restarted(self) -> None:
         """Forget what a new process does not have: the version of the last push, and its place in the NCCL group."""

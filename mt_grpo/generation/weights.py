@@ -22,20 +22,17 @@ NOISE = 0.7  # of the first push, relative to each element (docs/speed.md says w
 
 
 def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Convert a weight to the form in a checkpoint's files: name -> tensor, several for experts.
-
-    Raises `ServerError` if the files hold it together with others.
-    """
+    """Convert a weight to the form in a checkpoint's files: name -> tensor, several for experts."""
     try:
-        found = revert_weight_conversion(model, {name: tensor})
+        parts = revert_weight_conversion(model, {name: tensor})
     except (ValueError, LookupError, RuntimeError, TypeError):  # of what is not the whole of what it converts
-        found = {}
-    if sum(part.numel() for part in found.values()) != tensor.numel():
+        parts = {}
+    if sum(part.numel() for part in parts.values()) != tensor.numel():
         raise ServerError(
             f"A checkpoint's files hold the weight {name} together with others. Pushing it to SGLang is not supported "
             "yet. Set rollout_engine: vllm."
         )
-    return found
+    return parts
 
 
 class PolicyWeights(VLLMGeneration):
@@ -108,9 +105,7 @@ class PolicyWeights(VLLMGeneration):
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
 
-        A `Parameter` is the model's own, and valid until the next optimizer step.
-
-        Gathering shards is collective, so every rank iterates to the end.
+        A `Parameter` is the model's own. Gathering shards is collective, so every rank iterates to the end.
         """
         for name, tensor in self._gather():
             yield from self._as_sent(name, tensor).items()
@@ -121,11 +116,7 @@ class PolicyWeights(VLLMGeneration):
 
         Each element gets `NOISE` * z times its own size, with z drawn from a generator that the tensor's name seeds.
         Of a vector that size is at least 0.1, and a matrix of zeros, such as a new adapter's lora_B, gets noise of the
-        size of usual weights. The originals are kept on the CPU. Collective where weights are sharded: each rank
-        changes its own part.
-
-        Args:
-            adapter: Whether the adapter alone is pushed.
+        size of usual weights. The originals are kept on the CPU. Each rank changes its own shards.
         """
         originals: dict[str, torch.Tensor] = {}
         try:
@@ -214,12 +205,8 @@ def off_by_rounding(model: Any, size: float) -> Iterator[None]:
     """Context manager in which a model's embeddings are off by `size`, relatively, so that all else rounds anew.
 
     Right computations of the same logprobs in another order were 0.7 to 1.8 times as far apart on average as those
-    with and without it (random models of 4 and 28 layers, and the bundled ones, in bf16). It draws from a generator
-    of its own.
-
-    Args:
-        model: A transformers model without a wrapper.
-        size: 2^-8 for bf16, which rounds by at most 2^-9; 2^-20 for float32.
+    with and without it (random models of 4 and 28 layers, and the bundled ones, in bf16). `size` is 2^-8 for bf16,
+    which rounds by at most 2^-9, and 2^-20 for float32.
     """
 
     def change(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

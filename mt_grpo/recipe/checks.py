@@ -449,7 +449,7 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
     client.wait_until_healthy()
     context, engine = client.model_card["max_model_len"], client.engine
     where = f"The {engine.title} server at {client.base_url}"
-    if untested := outside({engine.name: client.engine_version} if client.engine_version else {}):
+    if untested := outside({engine.name: engine.version(client)}):
         logger.warning(f"{where} was not tested with this trainer: {untested[0]}. {TO_INSTALL}")
     if args.vllm_importance_sampling_correction and (reason := engine.why_biased(client, cuts_of(args))):
         raise ServerError(f"{where} {reason}, or set vllm_importance_sampling_correction: false.")

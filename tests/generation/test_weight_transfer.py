@@ -231,11 +231,8 @@ def test_a_push_has_a_time_limit(nccl, servers):
     servers[0].update_ends.clear()
     with pytest.raises(ServerLost, match="did not take the weights: .*more than vllm_request_timeout=1 s"):
         push(client, "v-2")
-    assert nccl[0].destroyed.is_set() and client.transfer._nccl.closed
+    assert nccl[0].destroyed.is_set()
     servers[0].update_ends.set()
-    with pytest.raises(ServerLost, match="its NCCL group is closed"):
-        push(client, "v-3")
-    client.transfer.forget_restarted()  # as a pool does before it pushes again
     push(client, "v-3")
     assert len(nccl) == 2 and servers[0].version == "v-3"
 

@@ -132,7 +132,7 @@ NO_VLLM = "This answer is not from a vLLM server. Check vllm_server_host, vllm_s
     ("models", 401, b'{"error": "Unauthorized"}', "401 .*VLLM_API_KEY"),
     ("sample", 401, b'{"error": "Unauthorized"}', "401 .*VLLM_API_KEY"),
     ("info", 404, b'{"detail": "Not Found"}', "404 .*VLLM_SERVER_DEV_MODE"),
-    ("info", 200, b'{"vllm_config": {}}', f"GET .*/server_info: 200 .*. {NO_VLLM}"),
+    ("info", 200, b"{}", f"GET .*/server_info: 200 .*. {NO_VLLM}"),
     ("version", 200, b'{"version": 1}', f"GET .*/weight_info: 200 .*. {NO_VLLM}"),
     ("score", 200, b'{"choices": []}', f"POST .*/v1/completions: 200 .*. {NO_VLLM}"),
 ])  # fmt: skip
