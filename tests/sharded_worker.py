@@ -145,15 +145,15 @@ def fail_once(name: str, rank: int) -> None:
     """Make the third push fail: the first ones are the check that pushes arrive, and step 1."""
     pushes = itertools.count(1)
     if name == "server lost" and rank == 0:
-        own_push = WeightTransfer._push_files
+        write = WeightTransfer._write
 
-        def push_files(self, named_weights, *args):
+        def write_or_fail(self, named_weights, *args):
             lost = next(pushes) == 3
-            return own_push(
+            return write(
                 self, Failing(named_weights, ServerLost("lost after 5 weights")) if lost else named_weights, *args
             )
 
-        WeightTransfer._push_files = push_files
+        WeightTransfer._write = write_or_fail
 
 
 def another_reference() -> None:

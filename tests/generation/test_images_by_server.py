@@ -4,6 +4,7 @@ import base64
 import copy
 import io
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import evaluate
@@ -223,11 +224,18 @@ def test_pushes_between_and_beside_requests_with_images(client, folder):
 
     torch.manual_seed(0)
     before = logprobs_of(model, prompts[0])
+    asked, post = threading.Event(), client._post
+
+    async def noted(*args):
+        asked.set()
+        return await post(*args)
+
+    client._post = noted
     with ThreadPoolExecutor(1) as pool:
         for version in range(3):
+            asked.clear()
             running = pool.submit(lambda: run_async(ask(400, ignore_eos=True, stop=[])))
-            while not client._open:
-                assert not running.done()
+            assert asked.wait(60)
             change(0.1)
             client.update_weights(iter(model.state_dict().items()), f"weights-{version}")
             assert [len(found.token_ids) for found in running.result()] == 3 * [400]

@@ -418,6 +418,20 @@ def settled_pool(*servers, complete=True):
     return pool
 
 
+def test_servers_that_differ_are_refused_at_the_start():
+    pool = settled_pool(Settled(0), Settled(1, dtype="torch.bfloat16"), complete=False)
+    with pytest.raises(ServerError, match="http://server1 has dtype='torch.bfloat16', expected 'torch.float32'"):
+        pool.check_settings()
+
+
+@pytest.mark.parametrize("key", ["data_parallel_external_lb", "data_parallel_hybrid_lb"])
+def test_engines_behind_several_addresses_are_refused(key):
+    server = Settled(0)
+    server.server_info = lambda: {"parallel_config": {key: True}}
+    with pytest.raises(ServerError, match="http://server0: --data-parallel-external-lb and .* are not supported"):
+        server.engine.ranks(server)
+
+
 def test_a_server_that_comes_back_otherwise_is_left_out(caplog):
     servers = Settled(0), Settled(1)
     pool = settled_pool(*servers)
@@ -617,6 +631,13 @@ def test_what_another_rank_lost_is_left_out(pushing, monkeypatch):
     gather = weight_sync.gather_object
     monkeypatch.setattr(weight_sync, "gather_object", lambda rows: gather(rows) + [[0, 2]] * (rows == [[0, 1, 2]]))
     assert push("v-1")["sync/servers"] == 2 and pool.joined == [0, 2]
+
+
+def test_an_adapter_that_is_asked_for_and_cannot_be_had_is_an_error(pushing):
+    _, pool, sync = pushing
+    pool.transfer.transport = "adapter"
+    with pytest.raises(ServerError, match="weight_sync=adapter: the server is old. Set weight_sync: auto"):
+        sync._merge("the server is old")
 
 
 def test_all_ranks_name_the_new_adapter(pushing):
@@ -977,18 +998,6 @@ def test_a_server_that_is_frozen_gives_its_conversations_away(servers, tmp_path)
 
 
 @needs_vllm
-def test_engines_behind_several_addresses_are_refused(servers, tmp_path):
-    def differs(answer):
-        answer["vllm_config"]["parallel_config"]["data_parallel_external_lb"] = True
-        return answer
-
-    with FaultProxy(servers[1].url) as proxy:
-        proxy.faults = lambda request: Fault("differs", change=differs) if request.path == "/server_info" else None
-        with pytest.raises(ServerError, match=f"{proxy.url}: --data-parallel-external-lb and .* are not supported"):
-            make_trainer(proxy.port, tmp_path)
-
-
-@needs_vllm
 @pytest.mark.slow
 def test_two_engines_behind_one_address(tmp_path):
     """vLLM's own data parallelism: both engines get every push, and both are probed."""
@@ -1015,22 +1024,3 @@ def test_two_engines_behind_one_address(tmp_path):
         )
         with pytest.raises(ServerError, match="disagree"):
             make_trainer(proxy.port, tmp_path / "again", max_steps=1).train()
-
-
-@needs_vllm
-def test_a_server_that_is_not_there_at_the_start_is_named(servers, tmp_path):
-    with pytest.raises(ServerError, match="No vLLM server answers at http://127.0.0.1:9 after 1 s"):
-        make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, "http://127.0.0.1:9"],
-                     vllm_server_timeout=1.0)  # fmt: skip
-
-
-@needs_vllm
-def test_servers_that_differ_are_refused_before_weights_load(servers, tmp_path):
-    def differs(answer):
-        answer["vllm_config"]["model_config"]["dtype"] = "torch.bfloat16"
-        return answer
-
-    with FaultProxy(servers[1].url) as proxy:
-        proxy.faults = lambda request: Fault("differs", change=differs) if request.path == "/server_info" else None
-        with pytest.raises(ServerError, match=f"at {proxy.url} has dtype='torch.bfloat16', expected"):
-            make_trainer(None, tmp_path, vllm_server_base_url=[servers[0].url, proxy.url])
