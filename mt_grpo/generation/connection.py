@@ -265,18 +265,14 @@ class ServerConnection:
         return {"cache_salt": secrets.token_hex(8) if self.pushing else self.pushed}
 
     async def _session(self) -> aiohttp.ClientSession:
-        """The session of the running event loop. Sessions of closed loops are closed."""
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
-            ended = [self._sessions.pop(other) for other in list(self._sessions) if other.is_closed()]
             self._sessions[loop] = aiohttp.ClientSession(
                 # vLLM closes connections that were idle for 5 s. A request that is sent at that moment would be lost.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             )
-            for session in ended:
-                await session.close()
         return self._sessions[loop]
 
     async def _post(
@@ -328,17 +324,28 @@ class ServerConnection:
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer conversations, all at the same time, for interactive use. The server renders them.
+        """Answer conversations, all at the same time, for interactive use. The client's tokenizer renders them.
 
         Returns per conversation `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
         """
         messages_list = check_conversations(messages_list, "messages_list", texts=False)
         check_sampling_params(sampling_params, CHAT_KEYS)
+        params = {"stop": [], **(sampling_params or {})}
+        limits = [params.pop(key, None) for key in ("max_completion_tokens", "max_tokens")]
+        rendering = {"add_generation_prompt": True, "return_dict": False, **params.pop("chat_template_kwargs", {})}
+        rendering |= {key: params.pop(key) for key in ("reasoning_effort",) if key in params}
 
         async def answer(messages: list[dict[str, str]]) -> dict[str, Any]:
-            payload = {**sampling_defaults(), **(sampling_params or {}), "model": self.asked_model}
-            path, body, read, _ = self.engine.ask_for_chat(self, {**payload, "messages": messages})
-            return await self._post(path, body, read)
+            prompt_ids = self.tokenizer.apply_chat_template(messages, **rendering)
+            limit = next(filter(None, limits), self.max_model_len - len(prompt_ids))
+            generation = await self.generate(prompt_ids, limit, params)
+            return {
+                "text": self.tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+                "token_ids": generation.token_ids,
+                "logprobs": generation.logprobs,
+                "prompt_ids": prompt_ids,
+                "finish_reason": generation.finish_reason,
+            }
 
         async def answer_all() -> list[dict[str, Any]]:
             return await gather_all([answer(messages) for messages in messages_list])

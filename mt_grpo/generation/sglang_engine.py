@@ -232,9 +232,6 @@ class SGLang(VLLM):
 
         return Question("/generate", body, read)
 
-    def ask_for_chat(self, server: Any, payload: dict[str, Any]) -> Question:
-        raise ServerError("chat needs a vLLM server: SGLang's chat address returns no ids. Render them and generate.")
-
     def _body(self, payload: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         prompt = payload["prompt"]
         check_sent_ids(prompt, vocab_size)

@@ -116,22 +116,6 @@ class VLLM:
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         return ask_for_prompt(payload)._replace(headers=headers)
 
-    def ask_for_chat(self, server: Any, payload: dict[str, Any]) -> Question:
-        """Build the request for an answer to `messages`, which is read as `ServerConnection.chat` returns it."""
-
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            choice = answer["choices"][0]
-            return {
-                "text": choice["message"]["content"],
-                "token_ids": choice["token_ids"],
-                "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
-                "prompt_ids": answer["prompt_token_ids"],
-                "finish_reason": choice["finish_reason"],
-            }
-
-        further = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False}
-        return Question("/v1/chat/completions", {**payload, **further}, read)
-
     # -- weights --
 
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import is_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
@@ -156,7 +157,7 @@ class PolicyWeights(VLLMGeneration):
 
     def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
         self._reshard()
-        layers = self._adapted_layers() if self._has_adapters else {}
+        layers = {n: module for n, module in self.model.named_modules() if isinstance(module, BaseTunerLayer)}
         sent: set[str] = set()
         for path, parameter in self.model.named_parameters():
             if self._is_adapter(path):
@@ -183,11 +184,6 @@ class PolicyWeights(VLLMGeneration):
         if not isinstance(parameter, DTensor):
             return parameter.data
         return parameter.detach().to(self.accelerator.device).full_tensor()  # it may be offloaded to the CPU
-
-    def _adapted_layers(self) -> dict[str, Any]:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        return {name: module for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer)}
 
     @staticmethod
     def _merged_copy(layer: Any, whole: dict[int, torch.Tensor]) -> Any:

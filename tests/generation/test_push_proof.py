@@ -31,7 +31,7 @@ class Receiver:
         if not hasattr(model, "peft_config"):  # as vLLM on a CPU, it keeps the two names of a tied weight apart
             self.model.lm_head.weight = torch.nn.Parameter(self.model.lm_head.weight.detach().clone())
         self.own = copy.deepcopy(self.model.state_dict())
-        self.servers, self.max_model_len = [SimpleNamespace(base_url="http://receiver")], None
+        self.servers, self.max_model_len = [SimpleNamespace(base_url="http://receiver")], 1024
 
     def start_anew(self, left_out):
         self.model.load_state_dict(self.own)

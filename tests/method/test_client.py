@@ -13,6 +13,7 @@ import warm_python
 from bench.common import free_port
 from fault_proxy import Fault, FaultProxy
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async
@@ -181,22 +182,26 @@ SAMPLE = {
 @pytest.mark.contract("VLLMServerClient.chat", "VLLMServerClient.generate")
 def test_ids_are_continued_and_messages_are_answered(proxy, client):
     client.__dict__["model_card"] = {"id": "model", "max_model_len": 64}
-    said = {"message": {"content": "Hi"}, "token_ids": [8, 9], "finish_reason": "length"}
-    said["logprobs"] = {"content": [{"logprob": -2.0}, {"logprob": -3.0}]}
-    answers = {
-        "/v1/completions": {**SAMPLE, "usage": {"prompt_tokens": 2}},
-        "/v1/chat/completions": {"choices": [said], "prompt_token_ids": [3, 4]},
-    }
-    proxy.faults = lambda request: Fault("answer", status=200, body=json.dumps(answers[request.path]).encode())
+    client.tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-model")
+
+    def rule(request):
+        usage = {"prompt_tokens": len(request.payload["prompt"])}
+        return Fault("answer", status=200, body=json.dumps({**SAMPLE, "usage": usage}).encode())
+
+    proxy.faults = rule
     sample = run_async(client.generate([5, 6], 11, {"temperature": 0.5}))
     assert (sample.token_ids, sample.logprobs, sample.finish_reason) == ([7], [-1.0], "stop")
     conversations = [[{"role": "user", "content": text}] for text in ("hello", "goodbye")]
-    answer = {"text": "Hi", "token_ids": [8, 9], "logprobs": [-2.0, -3.0], "prompt_ids": [3, 4]}
-    assert client.chat(conversations, {"max_tokens": 12}) == [{**answer, "finish_reason": "length"}] * 2
+    prompts = [
+        client.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in conversations
+    ]
+    answer = {"text": client.tokenizer.decode([7]), "token_ids": [7], "logprobs": [-1.0], "finish_reason": "stop"}
+    answers = client.chat(conversations, {"max_tokens": 12, "top_p": 0.5})
+    assert answers == [{**answer, "prompt_ids": ids} for ids in prompts]
     ids, *chats = (request.payload for request in proxy.requests)
     assert (ids["prompt"], ids["max_tokens"], ids["temperature"]) == ([5, 6], 11, 0.5)
-    assert sorted(chat["messages"][0]["content"] for chat in chats) == ["goodbye", "hello"]
-    assert [chat["max_tokens"] for chat in chats] == [12, 12]
+    assert sorted(chat["prompt"] for chat in chats) == sorted(prompts)
+    assert [(chat["max_tokens"], chat["top_p"], chat["stop"]) for chat in chats] == [(12, 0.5, [])] * 2
 
 
 @pytest.mark.contract("VLLMServerClient.update_weights")
