@@ -323,8 +323,9 @@ class ServerPool:
         with self._lock:  # the lineage is new before a conversation may go there, and after none does
             self._move(new, joining=True)
             for number in new:
-                self.servers[number].transfer.forget_restarted()
                 self.servers[number].lineage += int(self.complete)  # before that nothing was sampled
+        for number in new:
+            self.servers[number].transfer.forget_restarted()
         return bool(new)
 
     def _find_back(self) -> list[int]:

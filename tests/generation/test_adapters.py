@@ -16,7 +16,7 @@ import requests
 import torch
 from peft import LoraConfig, get_peft_model
 from test_server import TINY, make_trainer as make_any_trainer
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM
 from warm_python import executable
 from warm_vllm import WarmVLLMServer
 
@@ -187,25 +187,6 @@ def test_turns_in_flight_end_with_the_adapter_that_they_began_with(adapters, tmp
     assert client.asked_model == client.model_card["id"]
 
 
-def test_what_a_restarted_server_lost_is_sampled_again(adapters, tmp_path):
-    """It has no adapter, and no version. What names one waits until the restart is found, and then starts anew."""
-    trainer = make_trainer(adapters.port, TINY, tmp_path, max_steps=2, peft_config=LoraConfig(**LORA))
-    original, attempts = trainer._start_rollouts, []
-
-    def set_off(prompts, which):
-        attempts.append(len(which))
-        if len(attempts) == 2:
-            forget_as_a_restart_does(adapters, trainer, 0)
-        return original(prompts, which)
-
-    trainer._start_rollouts = set_off
-    trainer.train()
-    assert attempts == [16, 16, 16] and trainer.state.global_step == 2
-    rows = [row for row in trainer.state.log_history if "rollout/restarted" in row]
-    assert [row["rollout/restarted"] for row in rows] == [0, 16]
-    assert trainer.weight_sync.num_syncs == 3
-
-
 def test_two_servers_have_the_adapter_and_one_that_lost_it_gets_it_again(adapters, tmp_path):
     """What one lost is sampled by the other one; it joins at the next push, with the adapter of that push."""
     with serving() as other:
@@ -310,29 +291,6 @@ def test_adapters_in_bf16(tmp_path, caplog):
         assert len(rows) == 4 and all(row["sync/logprob_difference"] < 0.1 for row in rows)
         assert all(row["sampling/sampling_logp_difference/mean"] < 0.05 for row in rows)
         trainer.client.close()
-
-
-@pytest.mark.slow
-def test_experts_that_vllm_on_a_cpu_loads_wrongly_are_found_at_the_first_push(tmp_path, caplog):
-    """After its `reload_weights` vLLM 0.32 computes experts wrongly, also by the files that it began with."""
-    sizes = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=32)  # no smaller on a CPU
-    config = Qwen3MoeConfig(
-        vocab_size=400, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=1024, norm_topk_prob=True, bos_token_id=None, eos_token_id=2,
-        pad_token_id=0, **sizes,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model, folder = Qwen3MoeForCausalLM(config).float(), tmp_path / "experts"
-    model.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
-    both = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=both)
-    with WarmVLLMServer(folder, *FLAGS) as server:
-        trainer = make_trainer(server.port, folder, tmp_path, max_steps=3, peft_config=lora, learning_rate=1e-2)
-        with pytest.raises(ServerError, match="A changed weight did not arrive at "):
-            trainer.train()
-        CLIENTS.pop().close()
-    assert f"merged weights, since its configuration has target_parameters={sorted(both)}" in caplog.text
 
 
 def test_a_server_that_ignores_an_adapter_is_found_at_the_first_push(adapters, tmp_path, monkeypatch):
