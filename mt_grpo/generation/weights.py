@@ -1,4 +1,4 @@
-"""The policy's parameters under their checkpoint names, and a count of the weight changes."""
+"""The policy's parameters under their checkpoint names."""
 
 from __future__ import annotations
 
@@ -63,7 +63,6 @@ class PolicyWeights(VLLMGeneration):
                 "LoraConfig's trainable_token_indices are not pushed to a server, which would sample without them. "
                 "Remove them, or train the whole embedding by modules_to_save."
             )
-        self.names = {name for names in by_parameter.values() for name in names}
         self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
 
     @property
@@ -89,7 +88,7 @@ class PolicyWeights(VLLMGeneration):
         knows both forms, SGLang only that of files. Raises `ServerError` for a weight that files hold with others.
         """
         self.names_of_files = True
-        self.names = set(self.expected)
+        _ = self.expected  # raises
 
     def _is_adapter(self, name: str) -> bool:
         return self._has_adapters and (self.model.prefix in name or "original_module" in name)
@@ -102,14 +101,6 @@ class PolicyWeights(VLLMGeneration):
         if not self.names_of_files:
             return {name: tensor}
         return in_files(self.model.get_base_model() if self._has_adapters else self.model, name, tensor.detach())
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
-
-        A `Parameter` is the model's own. Gathering shards is collective, so every rank iterates to the end.
-        """
-        for name, tensor in self._gather():
-            yield from self._as_sent(name, tensor).items()
 
     @contextmanager
     def noise(self, adapter: bool) -> Iterator[None]:
@@ -155,7 +146,11 @@ class PolicyWeights(VLLMGeneration):
             if isinstance(module, FSDPModule):  # a forward pass leaves the root's weights whole
                 module.reshard()
 
-    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
+
+        A `Parameter` is the model's own. Gathering shards is collective, so every rank iterates to the end.
+        """
         self._reshard()
         layers = {n: module for n, module in self.model.named_modules() if isinstance(module, BaseTunerLayer)}
         sent: set[str] = set()
@@ -177,7 +172,7 @@ class PolicyWeights(VLLMGeneration):
                 for alias in (name, *sorted(self._tied.get(name, ()))):
                     if alias not in sent:
                         sent.add(alias)
-                        yield alias, tensor
+                        yield from self._as_sent(alias, tensor).items()
 
     def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
         """The full tensor. Collective where FSDP2 shards it."""
