@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import http.server
 import json
 import threading
 import time
@@ -250,39 +249,17 @@ def test_a_server_that_refuses_is_left_unless_all_refuse():
 
 @contextlib.contextmanager
 def answering(token_ids, status=200):
-    """A real HTTP server that speaks the protocol, and whose every sample has these ids, or whose answer this status.
+    """The address of a server whose every sample has these ids, or whose answer this status. It says its version."""
+    choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+    sample = {"choices": [choice], "usage": {"prompt_tokens": 2}}
+    card = {"data": [{"id": "m", "max_model_len": 64}], "weight_version": "v"}
 
-    It says its version in any case.
-    """
+    def rule(request):
+        status_of_path, answer = (status, sample) if request.method == "POST" else (200, card)
+        return Fault("answer", status=status_of_path, body=json.dumps(answer).encode())
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            self.answer({"data": [{"id": "m", "max_model_len": 64}], "weight_version": "v"})
-
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            choice = {"token_ids": token_ids, "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
-            self.answer({"choices": [choice], "usage": {"prompt_tokens": 2}}, status)
-
-        def answer(self, value, status=200):
-            text = json.dumps(value).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with FaultProxy("http://127.0.0.1:9", rule) as proxy:
+        yield proxy.url
 
 
 @pytest.mark.parametrize("wrong", [[400], [2**70], ["a"]], ids=str)

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ import torch
 import vision_model
 from accelerate import Accelerator
 from datasets import Dataset
+from fault_proxy import Fault, FaultProxy
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from sglang_server import SGLangServer
@@ -191,50 +191,26 @@ def test_images_are_sent_once_and_what_their_tokens_score_is_looked_up(tmp_path)
 # =====================================================================================================================
 
 
-class Recorded(ThreadingHTTPServer):
+class Recorded(FaultProxy):
     """Answers as SGLang did. `changed` maps a path to another (status, body)."""
 
     def __init__(self, model):
         text = json.dumps({name: each["body"] for name, each in ANSWERS.items()}).replace("/models/tiny", str(model))
-        bodies, self.changed, self.asked, self.sent = json.loads(text), {}, [], []
+        bodies, self.changed = json.loads(text), {}
         self.bodies = {name.removeprefix("GET "): (200, body) for name, body in bodies.items() if name[:3] == "GET"}
         self.bodies["/tokenize"] = 200, bodies["tokenize"]
         for name in ("pause", "name", "go on"):
             self.bodies[ANSWERS[name]["path"]] = 200, bodies[name]
         self.bodies["/update_weights_from_disk"] = 200, {"success": True, "message": "", "num_paused_requests": 0}
-        super().__init__(("127.0.0.1", 0), RecordedHandler)
+        super().__init__("http://127.0.0.1:9", self.answer)
 
-    def __enter__(self):
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-        return self
+    def answer(self, request):
+        status, body = {**self.bodies, **self.changed}.get(request.path, (404, {"detail": "Not Found"}))
+        return Fault("recorded", status=status, body=json.dumps(body).encode())
 
-    def __exit__(self, *error):
-        self.shutdown()
-        self.server_close()
-
-
-def answer_json(handler, status, body):
-    data = json.dumps(body).encode()
-    handler.send_response(status)
-    handler.send_header("Content-Length", str(len(data)))
-    handler.end_headers()
-    handler.wfile.write(data)
-
-
-class RecordedHandler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        path = self.path.partition("?")[0]
-        status, body = {**self.server.bodies, **self.server.changed}.get(path, (404, {"detail": "Not Found"}))
-        sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.server.asked.append(path)
-        if sent:
-            self.server.sent.append((path, json.loads(sent)))
-        answer_json(self, status, body)
-
-    do_POST = do_GET
-
-    def log_message(self, *args):
-        pass
+    @property
+    def sent(self):
+        return [(request.path, request.payload) for request in self.requests if request.payload]
 
 
 @pytest.fixture(scope="module")
@@ -262,21 +238,19 @@ def check(server, setting, engine="sglang", **changes):
     args = copy.copy(args)
     for key, value in changes.items():
         setattr(args, key, value)
-    url = f"http://127.0.0.1:{server.server_address[1]}"
-    check_server(
-        VLLMServerClient(base_url=url, tokenizer=env.tokenizer, timeout=1.0, engine=engine), env, config, args, rows
-    )
+    client = VLLMServerClient(base_url=server.url, tokenizer=env.tokenizer, timeout=1.0, engine=engine)
+    check_server(client, env, config, args, rows)
 
 
 def test_a_server_as_recorded_fits(recorded, setting):
     check(recorded, setting)
-    assert "/update_weights_from_disk" not in recorded.asked
+    assert "/update_weights_from_disk" not in dict(recorded.sent)
 
 
 @pytest.mark.contract("SGLang by disk")
 def test_a_load_drops_what_old_weights_computed(recorded, tmp_path):
     """And one that failed is none: its status may be 200."""
-    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
+    client = VLLMServerClient(base_url=recorded.url, engine="sglang")
     client.engine.load(client, tmp_path)
     (sent,) = [body for path, body in recorded.sent if path == "/update_weights_from_disk"]
     assert sent == {"model_path": str(tmp_path), "flush_cache": True, "abort_all_requests": False}
@@ -295,7 +269,7 @@ def test_a_server_with_a_draft_model_is_refused(recorded, setting):
 
 def test_half_loaded_weights_are_waited_for(recorded):
     """A push that failed goes on by another try: its requests are no bad answers of the server."""
-    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
+    client = VLLMServerClient(base_url=recorded.url, engine="sglang")
     recorded.changed["/generate"] = 200, {}
     errors = [HalfLoaded("not yet")] * 5 + [BadAnswer("no sample")] * 2
 
@@ -311,7 +285,7 @@ def test_half_loaded_weights_are_waited_for(recorded):
 
 
 def test_naming_weights_ends_no_request(recorded):
-    client = VLLMServerClient(base_url=f"http://127.0.0.1:{recorded.server_address[1]}", engine="sglang")
+    client = VLLMServerClient(base_url=recorded.url, engine="sglang")
     client.engine.name_weights(client, "3f2a-7")
     assert recorded.sent == [("/update_weight_version", {"new_version": "3f2a-7", "abort_all_requests": False})]
 
