@@ -39,15 +39,7 @@ def slots_of(max_staleness: int) -> int:
 
 
 def why_config_merges(config: Any) -> str | None:
-    """Why a LoRA of this configuration has to be merged before a push. None if a server can load it.
-
-    >>> why_config_merges(LoraConfig(r=8)), why_config_merges(LoraConfig(use_dora=True))
-    (None, 'its configuration has use_dora=True')
-    >>> why_config_merges(LoraConfig(init_lora_weights="pissa"))
-    "init_lora_weights='pissa' changes the model's own weights"
-    >>> why_config_merges(LoraConfig(target_parameters={"experts.up", "experts.down"}))
-    "its configuration has target_parameters=['experts.down', 'experts.up']"
-    """
+    """Why a LoRA of this configuration has to be merged before a push. None if a server can load it."""
     if type(config) is not LoraConfig:
         return f"it is a {type(config).__name__}"
     if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):

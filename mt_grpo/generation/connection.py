@@ -46,11 +46,7 @@ def hide_password(url: str) -> str:
 
 
 def split_server_url(url: str) -> tuple[str, str | None]:
-    """(`url` without user and password, the header `Authorization` made from them or None).
-
-    >>> split_server_url("http://ann:secret@gpu1:8000/")
-    ('http://gpu1:8000', 'Basic YW5uOnNlY3JldA==')
-    """
+    """(`url` without user and password, the header `Authorization` made from them or None)."""
     try:
         parts = urllib.parse.urlsplit(url)
         fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
@@ -67,11 +63,7 @@ def split_server_url(url: str) -> tuple[str, str | None]:
 
 
 def server_urls(value: str | list[str] | None) -> list[str]:
-    """The addresses in `vllm_server_base_url`: a list, or text with commas between them.
-
-    >>> server_urls("http://a:1, http://b:2"), server_urls(["http://a:1"]), server_urls(None)
-    (['http://a:1', 'http://b:2'], ['http://a:1'], [])
-    """
+    """The addresses in `vllm_server_base_url`: a list, or text with commas between them."""
     urls = [url.strip() for url in (value.split(",") if isinstance(value, str) else value or []) if value]
     plain = [split_server_url(url)[0] for url in urls]
     if twice := [url for url in plain if plain.count(url) > 1]:

@@ -127,8 +127,9 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
             asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)
             numbers, lineages = list(pool.joined), [server.lineage for server in pool.servers]
             answers = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
+            pushing = pool.servers[0].pushing  # a server that loads weights does not report which ones it holds
             for n, answer in zip(numbers, answers):
-                misses[n] = 0 if answer is not None or pool.pushing else misses[n] + 1
+                misses[n] = 0 if answer is not None or pushing else misses[n] + 1
                 holds = continues(answer, version, lineages[n])
                 if lineages[n] != pool.servers[n].lineage:  # a push found out meanwhile
                     continue
@@ -146,7 +147,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
             if not pool.joined or done and not any(unproven(index) & kept for index in results):
                 break
             if done:
-                give_up = None if pool.pushing else give_up or asked + pool.servers[0].timeout
+                give_up = None if pushing else give_up or asked + pool.servers[0].timeout
                 if give_up is not None and asked > give_up:
                     raise ServerLost(f"A server of {pool.base_url} does not say which weights it holds. See its log.")
                 await asyncio.sleep(pool.WATCH_SECONDS)
@@ -208,11 +209,6 @@ class ServerPool:
     def retries(self, value: int) -> None:
         for server in self.servers:
             server.retries = value
-
-    @property
-    def pushing(self) -> bool:
-        """Whether a push is under way. A server that loads weights does not report which ones it holds."""
-        return any(server.pushing for server in self.servers)
 
     def close(self) -> None:
         for server in self.servers:

@@ -54,11 +54,7 @@ CUT_BEHIND_LOGPROBS = "top_p", "top_k", "min_p"  # they change what is sampled, 
 
 
 def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`. A `seed` is not honoured there.
-
-    >>> sampling_of({"top_k": 0, "max_tokens": 4, "logit_bias": {7: -100.0}})["top_k"]
-    -1
-    """
+    """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`. A `seed` is not honoured there."""
     if unknown := sorted(payload.keys() - SGLANG_NAMES.keys() - OF_THE_REQUEST.keys()):
         raise ValueError(f"generation_kwargs: an SGLang server does not support {unknown[0]!r}. Remove it.")
     params = {SGLANG_NAMES[key]: value for key, value in payload.items() if SGLANG_NAMES.get(key)}
@@ -79,13 +75,7 @@ def check_sent_ids(ids: list[int], vocab_size: int | None) -> None:
 
 
 def versions_of_answer(meta: dict[str, Any]) -> tuple[int, int] | None:
-    """The oldest and the newest weight version that sampled a token of an answer. None: no push named them.
-
-    >>> spans = [{"version": "3f2a-7", "start": 0, "end": 5}, {"version": "3f2a-8+1", "start": 5, "end": 9}]
-    >>> versions_of_answer({"weight_versions": spans})
-    (7, 8)
-    >>> versions_of_answer({"weight_versions": [{"version": "default", "start": 0, "end": 5}]})
-    """
+    """The oldest and the newest weight version that sampled a token of an answer. None: no push named them."""
     names = [span["version"] for span in meta["weight_versions"] if span["end"] > span["start"]]
     numbers = [name.partition("+")[0].rpartition("-")[2] for name in names if "-" in name]
     if not names or len(numbers) < len(names) or not all(number.isdecimal() for number in numbers):

@@ -398,6 +398,16 @@ def test_an_older_engine_gets_merged_weights(version, fits):
         )
 
 
+@pytest.mark.parametrize("config, reason", [
+    (LoraConfig(r=8), None),
+    (LoraConfig(init_lora_weights="pissa"), "init_lora_weights='pissa' changes the model's own weights"),
+    (LoraConfig(target_parameters={"up", "down"}), "its configuration has target_parameters=['down', 'up']"),
+    (LoraConfig(r=1024), "its rank is 1024, and vLLM accepts at most 512"),
+])  # fmt: skip
+def test_which_configurations_are_merged(config, reason):
+    assert adapters_module.why_config_merges(config) == reason
+
+
 def test_further_trained_parameters_and_a_second_adapter_are_seen(random_model):
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(random_model), LoraConfig(**LORA))
     assert why_model_merges(model, False) is None
