@@ -110,10 +110,15 @@ from mt_grpo.recipe.checks import (
     prompt_ids_of,
     warn_without_state_keys,
 )
-from mt_grpo.recipe.data import load_splits
-from mt_grpo.recipe.keys import ModelKeys, ServerAndLogKeys, check_values, make_absolute
-from mt_grpo.recipe.parse import parse_recipe
-from mt_grpo.recipe.plugins import add_integrations, load_conversation, load_recipe_tools, load_rewards, load_state_key
+from mt_grpo.recipe.parse import ModelKeys, ServerAndLogKeys, check_values, make_absolute, parse_recipe
+from mt_grpo.recipe.plugins import (
+    add_integrations,
+    load_conversation,
+    load_recipe_tools,
+    load_rewards,
+    load_splits,
+    load_state_key,
+)
 from mt_grpo.reports.metrics import (
     EvaluationMetrics,
     conversation_columns,
@@ -126,8 +131,7 @@ from mt_grpo.reports.metrics import (
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
 from mt_grpo.run.checkpoints import checkpoint_of_all_ranks
-from mt_grpo.run.connect import connect_backend, pool_of
-from mt_grpo.run.trainer import ResumableTrainer, train_or_save
+from mt_grpo.run.trainer import ResumableTrainer, connect_backend, pool_of, train_or_save
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS, credit_estimator
 from mt_grpo.training.layouts import Layout, memory_errors
@@ -1035,9 +1039,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             turn_reward_weights or args.turn_reward_weights,
             outcome_reward_weights or args.outcome_reward_weights,
         )
-        funcs = self.reward_functions.functions
         train_dataset, eval_dataset, tokenizer, model_config = prepare_env(
-            env, args, model, train_dataset, eval_dataset, processing_class, funcs, peft_config
+            env, args, model, train_dataset, eval_dataset, processing_class, peft_config
         )
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef

@@ -59,8 +59,8 @@ from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.images.messages import FAMILIES, image_reader, reader_of, with_pictures
 from mt_grpo.images.pictures import forbid, inputs_of_requests, readable_messages
 from mt_grpo.recipe.checks import check_context, check_generation_kwargs, check_images, check_tokenizer
-from mt_grpo.recipe.data import empty_prompts, load_rows, load_splits
-from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards
+from mt_grpo.recipe.data import empty_prompts, load_rows
+from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards, load_splits
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import asked_of, scores_of_model, scores_of_servers
 from mt_grpo.training.rewards import RewardFunctions

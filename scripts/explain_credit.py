@@ -35,7 +35,6 @@ PARSER.add_argument("--row", type=int, default=0, help="row of the training set,
 if __name__ == "__main__":  # --help is answered before what takes seconds to import
     PARSER.parse_known_args()
 
-import torch
 import view_rollouts
 from evaluate import number, without_unused
 from recipes import Recipe, accepted_answers, load_recipe, option
@@ -44,9 +43,7 @@ from viewer.rows import as_item, question
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import ServerError
-from mt_grpo.images.pictures import readable
-from mt_grpo.recipe.keys import default_of
-from mt_grpo.recipe.parse import recipe_text
+from mt_grpo.recipe.parse import default_of, recipe_text
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo.training.batch import unused_rewards
 
@@ -59,47 +56,15 @@ FIXED = {
 SIZES = ("per_device_train_batch_size", "generation_batch_size", "steps_per_generation")
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# What is shown
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TurnCredit:
-    """One model turn and what it got."""
-
-    text: str
-    num_tokens: int
-    reward: float | None  # r_k, weighted; None: no turn function gave this turn a number of its own
-    advantage: float | None  # mean over its trained tokens; None: it has none
-    observation: str | None = None
-    error: str | None = None
-    outcome_part: float | None = None  # what the outcome alone gives of the advantage; the rest is the turn's
-
-
-@dataclass(frozen=True)
-class RolloutCredit:
-    """One conversation."""
-
-    stop_reason: str
-    outcome: float | None  # R^O, weighted; None: every outcome function gave None, and nothing is trained
-    turn_reward: float | None  # weighted sum of the turn rewards that were given for the whole rollout
-    outcome_rewards: list[tuple[str, float | None]]  # per function, not weighted
-    turn_rewards: list[tuple[str, float | None]]  # the same; those given per turn summed over turns
-    turns: list[TurnCredit]
-
-
 @dataclass(frozen=True)
 class GroupCredit:
     """All rollouts of one prompt."""
 
     question: str
-    answer: str
-    credit: dict[str, str]  # settings that turn rewards into advantages
-    sampling: dict[str, str]  # where the rollouts come from
-    rollouts: list[RolloutCredit]
-    notes: list[str]  # what a reader could otherwise misread
+    settings: list[tuple[str, str]]  # (label, text): what is to be known before the rollouts
+    weights: dict[str, float]  # of the reward functions, outcome functions first
     rows: list[dict[str, Any]]  # of the log of rollouts, with tokens
+    notes: list[str]  # what a reader could otherwise misread
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -155,7 +120,7 @@ def group_inputs(trainer: mt.MTGRPOEnvTrainer, row: int) -> list[dict[str, Any]]
 
 
 def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]], number_of_row: int) -> GroupCredit:
-    """What the trainer holds after a step, as plain values. Advantages and masks are those that it logged."""
+    """The group as the trainer logged it in a step, and how it came about."""
     args = trainer.args
     credit = {
         "credit_assignment": args.credit_assignment,
@@ -172,47 +137,14 @@ def collect(trainer: mt.MTGRPOEnvTrainer, row: dict, logged: list[dict[str, Any]
         "temperature": f"{args.temperature:g}",
         "seed": str(args.seed),
     }
-    rollouts = [collect_rollout(trainer, logged[i], i) for i in range(len(logged))]
-    table = trainer.batch.rewards
-    numbers = torch.cat([table.outcome[:, None], table.rollout_turn[:, None], table.turn], 1)  # (G, 2 + K)
-    differ = not torch.allclose(numbers, numbers[:1].expand_as(numbers), equal_nan=True)
+    settings = [("gold answer", " | ".join(accepted_answers(row.get("answer"))))]
+    for label, values in (("credit", credit), ("rollouts from", sampling)):
+        settings.append((label, ", ".join(f"{name} {value}" for name, value in values.items())))
+    weights = list(zip(trainer.reward_func_names, trainer.reward_weights.tolist(), strict=True))
+    turn_funcs = trainer.reward_functions.num_turn_funcs
     unused = unused_rewards(trainer.reward_func_names, [trainer.batch])
-    answer = " | ".join(accepted_answers(row.get("answer")))
-    asked = question(logged[0])
-    return GroupCredit(asked, answer, credit, sampling, rollouts, notes(logged, credit, unused, differ), logged)
-
-
-def collect_rollout(trainer: mt.MTGRPOEnvTrainer, row: dict[str, Any], i: int) -> RolloutCredit:
-    """Rollout `i` of the batch, which is this row of the log."""
-    rollout, rewards = trainer.batch.rollouts[i], trainer.batch.rewards
-    turns = []
-    for k, (turn, logged) in enumerate(zip(rollout.turns, row["turns"], strict=True)):
-        trained = trained_advantages(logged)
-        turns.append(
-            TurnCredit(
-                text=turn.text,
-                num_tokens=len(turn.token_ids),
-                reward=value(rewards.turn[i, k]),
-                advantage=sum(trained) / len(trained) if trained else None,
-                outcome_part=row.get("outcome_advantage") if trained else None,
-                observation=None if turn.observation is None else readable(turn.observation),
-                error=turn.error,
-            )
-        )
-    functions = [
-        (name if weight == 1 else f"{name} (weight {weight:g})", value(reward))
-        for name, weight, reward in zip(
-            trainer.reward_func_names, trainer.reward_weights.tolist(), trainer.batch.logged[i], strict=True
-        )
-    ]
-    return RolloutCredit(
-        stop_reason=str(rollout.stop_reason),
-        outcome=value(rewards.outcome[i]),
-        turn_reward=value(rewards.rollout_turn[i]),
-        outcome_rewards=functions[trainer.reward_functions.num_turn_funcs :],
-        turn_rewards=functions[: trainer.reward_functions.num_turn_funcs],
-        turns=turns,
-    )
+    found = notes(logged, credit, unused)
+    return GroupCredit(question(logged[0]), settings, dict(weights[turn_funcs:] + weights[:turn_funcs]), logged, found)
 
 
 def trained_advantages(turn: dict[str, Any]) -> list[float]:
@@ -224,28 +156,23 @@ def trained_advantages(turn: dict[str, Any]) -> list[float]:
     return [advantage for advantage, mask in zip(turn["advantages"], turn["loss_mask"], strict=True) if mask]
 
 
-def value(number: torch.Tensor) -> float | None:
-    """An entry of the reward table; None where a reward did not apply."""
-    return None if number.isnan() else number.item()
-
-
-def notes(rows: list[dict[str, Any]], credit: dict[str, str], unused: list[str], differ: bool) -> list[str]:
+def notes(rows: list[dict[str, Any]], credit: dict[str, str], unused: list[str]) -> list[str]:
     """Sentences about a group whose numbers would otherwise be misread.
 
     Args:
         rows: Of the log of rollouts.
         credit: What the advantages were computed with.
         unused: The reward functions whose numbers move no advantage.
-        differ: Whether the rewards of the rollouts differ.
     """
     found, turns = [], [turn for row in rows for turn in row["turns"]]
     trained = [advantage for turn in turns for advantage in trained_advantages(turn)]
     if unused:
         found.append(f"Nothing that {', '.join(unused)} gave moves an advantage with {credit['credit_assignment']}.")
+    rewards = [(row["rewards"], [number for number in row["turn_rewards"] if number is not None]) for row in rows]
     if trained and not any(trained):
         why = (
             "though the rewards differ: what is compared with each other is the same"
-            if differ
+            if any(each != rewards[0] for each in rewards)
             else ("since the rewards are the same for all rollouts")
         )
         found.append(f"Every advantage is 0, {why}. Nothing is learned.")
@@ -299,30 +226,6 @@ def signed(advantage: float | None, digits: int = 2) -> str:
     return f"{rounded:+.{digits}f}" if rounded else f"{0:.{digits}f}"
 
 
-def settings(group: GroupCredit) -> list[tuple[str, str]]:
-    """What is to be known before the rollouts, as (label, text)."""
-    credit, sampling = (", ".join(f"{k} {v}" for k, v in e.items()) for e in (group.credit, group.sampling))
-    return [("gold answer", group.answer), ("credit", credit), ("rollouts from", sampling)]
-
-
-def reward_lines(rollout: RolloutCredit) -> list[tuple[str, str]]:
-    """A rollout's rewards: the outcome's weighted sum, the functions, and to what the turn functions gave theirs.
-
-    >>> turns = [TurnCredit("", 1, 0.4, 0.0), TurnCredit("", 1, None, 0.0)]
-    >>> reward_lines(RolloutCredit("answered", 1.1, 0.2, [("exact", 1.1)], [("ran", 0.2), ("step", 0.4)], turns))
-    [('outcome', '1.10 = exact 1.10'), ('turn rewards', 'ran 0.20, step 0.40; 0.20 to the rollout, 0.40 to its turns')]
-    """
-    outcome, turn = (
-        ", ".join(f"{name} {number(reward, 2)}" for name, reward in functions)
-        for functions in (rollout.outcome_rewards, without_unused(dict(rollout.turn_rewards)).items())
-    )
-    lines = [("outcome", f"{number(rollout.outcome, 2)} = {outcome}" if outcome else number(rollout.outcome, 2))]
-    per_turn = [turn.reward for turn in rollout.turns if turn.reward is not None]
-    shares = [f"{rollout.turn_reward:.2f} to the rollout"] if rollout.turn_reward is not None else []
-    shares += [f"{sum(per_turn):.2f} to its turns"] if per_turn else []
-    return lines + ([("turn rewards", f"{turn}; {', '.join(shares) or 'none applies'}")] if turn else [])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Terminal
 # ---------------------------------------------------------------------------------------------------------------------
@@ -333,32 +236,39 @@ INK = {"positive": "1;38;5;32", "negative": "1;38;5;166", "dim": "2", "bold": "1
 
 def render_text(group: GroupCredit, width: int = 119, colour: bool = False) -> str:
     """The group for a terminal of `width` columns."""
-    head = [("question", group.question), *settings(group), *(("note", note) for note in group.notes)]
+    head = [("question", group.question), *group.settings, *(("note", note) for note in group.notes)]
     lines = [f"{label:<15}" + hanging(one_line(text), width, 15) for label, text in head]
     titles = "turn  reward  advantage  outcome    turn  text, and what the environment said"
     lines += ["", ink(titles, "dim", colour)]
-    for index, rollout in enumerate(group.rollouts):
-        lines += ["", *rollout_lines(index, rollout, width, colour)]
+    for index, row in enumerate(group.rows):
+        lines += ["", *rollout_lines(index, row, group.weights, width, colour)]
     return "\n".join(lines)
 
 
-def rollout_lines(index: int, rollout: RolloutCredit, width: int, colour: bool) -> list[str]:
+def rollout_lines(index: int, row: dict[str, Any], weights: dict[str, float], width: int, colour: bool) -> list[str]:
     """A rollout's own lines, then one or two per turn."""
-    lines = [ink(f"rollout {index}", "bold", colour) + f"  {one_line(rollout.stop_reason)}"]
-    for label, text in reward_lines(rollout):
-        lines.append(f"      {label:<13}" + hanging(one_line(text), width, 19))
-    for k, turn in enumerate(rollout.turns):
-        kind = "dim" if not turn.advantage else "positive" if turn.advantage > 0 else "negative"
-        advantage = ink(f"{signed(turn.advantage):>9}", kind, colour)
-        rest = None if None in (turn.advantage, turn.outcome_part) else turn.advantage - turn.outcome_part
-        parts = f"{signed(turn.outcome_part):>7}  {signed(rest):>6}"
-        lines.append(
-            f"{k:>4}  {number(turn.reward, 2):>6}  {advantage}  {parts}  {one_line(turn.text, width - BEFORE)}"
-        )
-        if turn.observation is not None or turn.error is not None:
-            label = f"{turn.error} error: " if turn.error else ""
-            answered = one_line(f"-> {label}{turn.observation or 'no room for the observation'}", width - BEFORE)
-            lines.append(" " * BEFORE + ink(answered, "dim", colour))
+    given = without_unused({name: row["rewards"].get(name) for name in weights})
+    functions = ", ".join(
+        name + (f" (weight {weights[name]:g})" if weights[name] != 1 else "") + f" {number(value, 2)}"
+        for name, value in given.items()
+    )
+    rewards = f"{number(row['reward'], 2)} = {functions}"
+    lines = [ink(f"rollout {index}", "bold", colour) + f"  {one_line(row['stop_reason'])}"]
+    lines.append("      reward  " + hanging(one_line(rewards), width, 14))
+    for k, (turn, reward) in enumerate(zip(row["turns"], row["turn_rewards"], strict=True)):
+        trained = trained_advantages(turn)
+        whole = sum(trained) / len(trained) if trained else None
+        kind = "dim" if not whole else "positive" if whole > 0 else "negative"
+        outcome = row.get("outcome_advantage") if trained else None
+        rest = None if None in (whole, outcome) else whole - outcome
+        parts = f"{signed(outcome):>7}  {signed(rest):>6}"
+        advantage = ink(f"{signed(whole):>9}", kind, colour)
+        lines.append(f"{k:>4}  {number(reward, 2):>6}  {advantage}  {parts}  {one_line(turn['text'], width - BEFORE)}")
+        said = [(result["error"], result["text"]) for result in turn["results"]] + [(None, turn["observation"])]
+        for error, text in said:
+            if text is not None:
+                answered = one_line(f"-> {f'{error} error: ' if error else ''}{text}", width - BEFORE)
+                lines.append(" " * BEFORE + ink(answered, "dim", colour))
     return lines
 
 
@@ -385,7 +295,7 @@ def render_html(group: GroupCredit) -> str:
     }  # fmt: skip
     data = {
         "served": False, "only": True, "start": "group/0/0", "title": group.question,
-        "about": settings(group), "notes": group.notes, "runs": [run], "panels": {"panels": [], "note": None},
+        "about": group.settings, "notes": group.notes, "runs": [run], "panels": {"panels": [], "note": None},
         "rollouts": [{**as_item(row, number), "run": 0} for number, row in enumerate(group.rows)],
     }  # fmt: skip
     return view_rollouts.page(data, f"Credit of {len(group.rows)} rollouts")

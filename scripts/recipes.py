@@ -16,8 +16,7 @@ if os.environ.get("TRAINER"):  # a copy of mt_grpo_trainer.py, which knows other
     sys.path.insert(0, str(Path(os.environ["TRAINER"]).resolve().parent))
     sys.modules["mt_grpo_trainer"] = importlib.import_module(Path(os.environ["TRAINER"]).stem)
 import mt_grpo_trainer as mt  # noqa: E402
-from mt_grpo.recipe.keys import default_of
-from mt_grpo.recipe.parse import read_recipe
+from mt_grpo.recipe.parse import default_of, read_recipe
 
 Recipe = tuple[mt.MTGRPOScriptArguments, mt.MTGRPOConfig, mt.ModelKeys]
 

@@ -28,12 +28,12 @@ from string import Template
 from typing import Any
 
 from aiohttp import web
-from plot_run import PANELS, lines_of
 from viewer.log import LogReader
+from viewer.metrics import read_metrics
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.images.pictures import ID_DIGITS
-from mt_grpo.reports.progress import METRICS_FILE, read_metrics
+from mt_grpo.reports.progress import METRICS_FILE
 from mt_grpo.reports.rollout_log import IMAGE_FOLDER
 from mt_grpo.run.checkpoints import RUN_RECORD
 
@@ -41,6 +41,19 @@ PARTS = Path(__file__).resolve().parent / "viewer"
 MOST_ROLLOUTS = 2000  # of a page in one file
 MOST_IMAGE_BYTES = 20 * 2**20  # of the images in one file
 MOST_POINTS = 400  # of a curve
+SMALLEST, ALWAYS_DRAWN = 0.01, "(eval_)?reward|sampling"  # other lines that never exceed SMALLEST are not drawn
+# Panels: title, then metrics with labels. Names with * stand for all that match.
+PANELS = (
+    ("Rewards", (("reward", "total reward"), ("rewards/*/mean", "{}"))),
+    ("Stop reasons", (("stop/*", "{}"),)),
+    ("Tools", (("tools/failure_frequency", "failed calls"), ("tools/malformed_frequency", "invalid calls"),
+               ("tools/timeout_frequency", "calls that timed out"), ("tools/call_frequency", "calls per rollout"))),
+    ("Tokens per rollout", (("completions/mean_length", "sampled"),
+                            ("completions/mean_total_length", "sampled and read"))),
+    ("Training signal", (("credit/frac_groups_without_signal", "groups without signal"), ("entropy", "entropy"),
+                         ("completions/clipped_ratio", "truncated"))),
+    ("Seconds", (("step_time", "step"), ("rollout/wait_seconds", "rollouts"), ("sync/seconds", "weight sync"))),
+)  # fmt: skip
 TURNS = ("Turns per rollout", (("turns/mean", "mean"), ("turns/max", "maximum")))
 EVALUATION = ("Evaluation", (("eval_reward", "total reward"), ("eval_rewards/*/mean", "{}")))
 WEIGHTS = ("Weights and logprobs", (("rollout/staleness", "staleness"), ("sampling/sampling_logp_difference/mean",
@@ -91,6 +104,28 @@ def as_data(value: Any) -> str:
 
 
 # -- curves --
+
+
+def lines_of(logs: list[dict[str, Any]], metrics: tuple[tuple[str, str], ...]) -> dict[str, tuple[list, list]]:
+    """Label -> (steps, values) of a panel, without lines that have no value and shares that stay near 0.
+
+    >>> logs = [{"step": 1, "stop/answered": 0.5, "stop/max_turns": 0.0}, {"step": 2, "stop/answered": 0.9}]
+    >>> lines_of(logs, (("stop/*", "{}"),))
+    {'answered': ([1, 2], [0.5, 0.9])}
+    """
+    lines: dict[str, tuple[list, list]] = {}
+    for name, label in metrics:
+        pattern = re.compile(re.escape(name).replace(r"\*", "(.+)"))
+        for key in dict.fromkeys(key for row in logs for key in row):
+            found = pattern.fullmatch(key)
+            if not found:
+                continue
+            points = [(row["step"], row[key]) for row in logs if isinstance(row.get(key), (int, float))]
+            points = [(step, value) for step, value in points if value == value]
+            if points and (re.match(ALWAYS_DRAWN, name) or max(abs(value) for _, value in points) > SMALLEST):
+                text = label.format(*found.groups()).removesuffix("_reward_func")
+                lines[text] = ([step for step, _ in points], [value for _, value in points])
+    return lines
 
 
 def panels_of(logs: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:

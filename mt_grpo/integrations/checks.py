@@ -7,7 +7,7 @@ from typing import Any
 from mt_grpo.base.fields import keys_that
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.formats.hermes import HermesFormat
-from mt_grpo.recipe.keys import default_of
+from mt_grpo.recipe.parse import default_of
 
 
 def check_settings_of(program: str, where: str, script_args: Any, args: Any) -> None:

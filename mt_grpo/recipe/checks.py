@@ -6,21 +6,18 @@ import heapq
 import inspect
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
 from trl import GRPOConfig
 
-from mt_grpo.base.errors import ServerError, ServerLost, tell_once
+from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
 from mt_grpo.conversation.conversations import limits_of
-from mt_grpo.conversation.formats.control_tokens import Origin, forbidden_in, neutralise
-from mt_grpo.conversation.sampling import check_conversations, sampling_params
+from mt_grpo.conversation.formats.control_tokens import Origin
+from mt_grpo.conversation.sampling import check_conversations
 from mt_grpo.images.messages import (
-    FAMILIES,
     OTHER_KINDS,
     image_reader,
     num_pixels,
@@ -34,9 +31,8 @@ from mt_grpo.images.messages import (
 )
 from mt_grpo.images.pictures import TOWER
 from mt_grpo.recipe.data import empty_prompts, with_prompts
-from mt_grpo.recipe.keys import default_of
+from mt_grpo.recipe.parse import default_of
 from mt_grpo.rollout import ROLES
-from mt_grpo.training.policy_scores import ASKED_COLUMNS
 from mt_grpo.training.rewards import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -139,13 +135,10 @@ def check_staleness(args: GRPOConfig) -> None:
 
 
 def why_not_sampled(args: GRPOConfig) -> str | None:
-    """Why the loss cannot clip around the sampled logprobs (`old_logps: sampled`); None if it can.
-
-    The trainer's logprobs are of the whole vocabulary. Those of a distribution that was cut are larger: at unchanged
-    weights the ratio is the share that was kept, and what has a negative advantage may be clipped from the first step.
-    """
+    """Why the loss cannot clip around the sampled logprobs (`old_logps: sampled`); None if it can."""
     if not (args.use_vllm and args.vllm_importance_sampling_correction):
         return "it needs use_vllm: true and vllm_importance_sampling_correction: true"
+    # The trainer's logprobs are of the whole vocabulary, and those of a distribution that was cut are larger.
     if text := text_of_cuts(args):
         return f"{text} makes the sampled logprobs other than those of the policy"
     for key in ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"):
@@ -197,26 +190,6 @@ def check_sharding(args: GRPOConfig) -> None:
 def asks_for_fsdp(args: GRPOConfig) -> bool:
     """Whether the settings or the launcher shard the model by FSDP."""
     return os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" or bool(args.fsdp)
-
-
-def check_isolated(args: GRPOConfig, env: Any) -> None:
-    """Raise `ValueError` if `isolate_tools` is set and all tools would run in threads, as without it."""
-    tools = getattr(env, "tools", {}).values()
-    threaded = [not hasattr(tool, "prepare") and not inspect.iscoroutinefunction(tool) for tool in tools]
-    if args.isolate_tools and tools and all(threaded):
-        raise ValueError("isolate_tools: the tools run in threads. Load them with load_tools(path, isolate=True).")
-
-
-def check_reward_columns(funcs: list[Callable], columns: list[str], where: str) -> None:
-    """Raise `ValueError` if a reward function needs a column that neither the data has nor the trainer gives."""
-    given = [*(column for column in columns if column != "prompt"), *REWARD_COLUMNS, *ASKED_COLUMNS]
-    for func in funcs:
-        for name, parameter in inspect.signature(func).parameters.items():
-            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-            if by_name and parameter.default is parameter.empty and name not in given:
-                raise ValueError(
-                    f"Reward {func.__name__} needs {name!r}, but {where} has no such column: {', '.join(given)}."
-                )
 
 
 def check_dataset(dataset: Any, name: str, env: Any = None) -> None:
@@ -294,18 +267,6 @@ def texts_of(row: dict[str, Any]) -> list[str]:
     return [part.get("text") or "" for each in parts for part in each]
 
 
-def warn_of_control_tokens(env: Any, dataset: Any, name: str) -> None:
-    """Warn once of prompts that hold tokens of the chat template as text. The model reads them with a space inside."""
-    forbidden = forbidden_in(Origin.DATA, "user", env.tokenizer, env.format_of(env.tokenizer).ends)
-    for number, row in enumerate(dataset):
-        if token := next(filter(None, map(forbidden.search, texts_of(row))), None):
-            return logger.warning(
-                f"{name}, row {number}: the prompt holds the control token {token[0]!r} as text, and it begins or "
-                f"ends a message. The model reads {neutralise(token[0], env.tokenizer)!r} instead, in other rows too. "
-                "What has to stay one belongs into system_prompt."
-            )
-
-
 def share_limits(args: GRPOConfig, env: Any) -> None:
     """Give each limit that only the configuration or only the environment was given to the other one."""
     for key in (*limits_of(args), "max_completion_length", "tool_format"):
@@ -317,14 +278,16 @@ def share_limits(args: GRPOConfig, env: Any) -> None:
             setattr(env, key, value)
         elif value != of_env:
             raise ValueError(f"{key}: {value} in the configuration, and {of_env} in the environment. Give it to one.")
-    if (limit := args.max_tool_response_tokens) is not None and limit > env.result_limit:
-        args.max_tool_response_tokens = env.result_limit
-        tell_once(
-            f"max_tool_response_tokens={limit}: a result would take more than half of max_completion_length="
-            f"{args.max_completion_length}. It is lowered to {env.result_limit}."
-        )
     if env.environments is not None:
         env.environments.timeout = env.environment_timeout
+
+
+def check_isolated(args: GRPOConfig, env: Any) -> None:
+    """Raise `ValueError` if `isolate_tools` is set and all tools would run in threads, as without it."""
+    tools = getattr(env, "tools", {}).values()
+    threaded = [not hasattr(tool, "prepare") and not inspect.iscoroutinefunction(tool) for tool in tools]
+    if args.isolate_tools and tools and all(threaded):
+        raise ValueError("isolate_tools: the tools run in threads. Load them with load_tools(path, isolate=True).")
 
 
 def check_tied_lora(model: Any) -> None:
@@ -350,9 +313,8 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
     prompt = longest_prompt(env, dataset)
     if context is not None and prompt + args.max_completion_length > context:
         raise ValueError(
-            f"The longest prompt has {prompt} tokens; with max_completion_length={args.max_completion_length} that is "
-            f"{prompt + args.max_completion_length}, more than the model's context of {context}. Shorten the prompts, "
-            f"in which tools and examples are, or set max_completion_length to at most {context - prompt}."
+            f"The longest prompt has {prompt} tokens, which with max_completion_length={args.max_completion_length} "
+            f"is more than the context of {context}. Set max_completion_length to at most {context - prompt}."
         )
     return context
 
@@ -368,9 +330,8 @@ def warn_without_state_keys(credit_assignment: str, env: Any) -> None:
     classes = env.environments.by_name.values() if env.environments is not None else []
     if env.state_key is None and not any(hasattr(cls, "state_key") for cls in classes):
         logger.warning(
-            f"credit_assignment: {credit_assignment} without state keys: a state is then the whole conversation so "
-            "far, so turn 0 is credited as by turn_return, and a later turn by the outcome alone. Define STATE_KEY = "
-            "function_of_the_turns in tools_script, or use turn_return."
+            f"credit_assignment: {credit_assignment} without state keys credits turn 0 as turn_return does, and a "
+            "later turn by the outcome alone. Define STATE_KEY = function_of_the_turns in tools_script."
         )
 
 
@@ -385,21 +346,13 @@ def prepare_data(env: Any, args: GRPOConfig, train_dataset: Any, eval_dataset: A
 
 
 def prepare_env(
-    env: Any,
-    args: GRPOConfig,
-    model: Any,
-    train: Any,
-    test: Any,
-    tokenizer: Any,
-    funcs: list[Callable],
-    peft_config: Any = None,
+    env: Any, args: GRPOConfig, model: Any, train: Any, test: Any, tokenizer: Any, peft_config: Any = None
 ) -> tuple[Any, Any, Any, Any]:
     """Check settings, environment, data and model against each other, and share what each of them says.
 
     Returns the training and test rows with prompts, the tokenizer and the model's configuration.
     """
     check_sharding(args)
-    check_isolated(args, env)
     if untested := outside(installed("vllm" if backend_of(args) == "colocate" else None)):
         logger.warning(f"These versions were not tested: {'; '.join(untested)}. {TO_INSTALL}")
     for text in warnings_of(args) if args.process_index == 0 else ():
@@ -411,6 +364,7 @@ def prepare_env(
     # A processor holds the tokenizer, and what reads images, which is read anew.
     tokenizer = tokenizer.tokenizer if isinstance(tokenizer, ProcessorMixin) else tokenizer
     tokenizer = tokenizer or AutoTokenizer.from_pretrained(name)
+    check_isolated(args, env)
     share_limits(args, env)
     env.tokenizer = env.tokenizer or tokenizer
     env.chat_template_kwargs = env.chat_template_kwargs or args.chat_template_kwargs or {}
@@ -420,8 +374,6 @@ def prepare_env(
     reader = why_text(args) or image_reader(name, model_config, env.tokenizer, revision)
     for each in (env.tokenizer, tokenizer):
         with_pictures(each, reader)
-    if isinstance(reader, str) and model_config.model_type in FAMILIES:
-        logger.warning(f"The model can read images, but this run gives it none: {reader}.")
     if not isinstance(reader, str):
         if args.freeze_vision_tower is not False and getattr(peft_config, "exclude_modules", "") is None:
             peft_config.exclude_modules = rf".*{TOWER.pattern}.*"  # a LoRA leaves out what reads images
@@ -430,13 +382,11 @@ def prepare_env(
     splits = test.values() if isinstance(test, dict) else [] if test is None else [test]
     for split, where in ((train, "train_dataset"), *((each, "eval_dataset") for each in splits)):
         check_dataset(split, where, env)
-        check_reward_columns(funcs, split.column_names, where)
         check_images(split, where, env)
         context = check_context(env, model_config, split, args)
         colocated = backend_of(args) == "colocate" and args.vllm_max_model_length == context
         longer = "the context by a model with a longer one (max_position_embeddings)"
         limit_context(env, context, "vllm_max_model_length" if colocated else longer)
-        warn_of_control_tokens(env, split, where)
     return train, test, tokenizer, model_config
 
 
@@ -453,25 +403,15 @@ def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dat
         logger.warning(f"{where} was not tested with this trainer: {untested[0]}. {TO_INSTALL}")
     if args.vllm_importance_sampling_correction and (reason := engine.why_biased(client, cuts_of(args))):
         raise ServerError(f"{where} {reason}, or set vllm_importance_sampling_correction: false.")
-    engine.ask_for_sample({**sampling_params(args), "prompt": [0], "max_tokens": 1}, None)  # raises for a setting
-    ours = model_config.get_text_config()
-    with suppress(OSError, ValueError):  # of a path on the server's machine
-        theirs = AutoConfig.from_pretrained(engine.settings(client)["model"]).get_text_config()
-        for key in ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-            served, own = getattr(theirs, key, None), getattr(ours, key, None)
-            if served != own:
-                raise ServerError(f"{where} serves a model with {key}={served}, but the model to train has {own}.")
-    client.vocab_size = getattr(ours, "vocab_size", None)
+    client.vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     check_tokenizer(client, env.tokenizer, where)
     needed = longest_prompt(env, dataset) + args.max_completion_length
     if context < needed:
         raise ServerError(
-            f"{where} has a context of {context} tokens; the longest prompt and max_completion_length="
-            f"{args.max_completion_length} need {needed}. Start it with {engine.CONTEXT} {needed} or more."
+            f"{where} has a context of {context} tokens; the longest prompt and max_completion_length need {needed}. "
+            f"Start it with {engine.CONTEXT} {needed} or more."
         )
     limit_context(env, context, f"{engine.CONTEXT} of the server at {client.base_url}")
-    engine.ranks(client)  # raises if a push would not reach all engines
-    client.weight_version()  # raises if the addresses for training are off
     if client.reads_images:
         try:
             on_main_process(lambda: check_it_reads_images(client, env))

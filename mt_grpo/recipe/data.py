@@ -151,22 +151,6 @@ def empty_prompts(num_rows: int) -> Dataset:
     return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * num_rows})
 
 
-def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) -> tuple[Rows | None, Rows | None]:
-    """(training rows, test rows) of a recipe.
-
-    Test rows are None if `eval_strategy` is `no`, and training rows without `dataset_name`, which `environments` that
-    bring the prompts do not need.
-    """
-    name, how = script_args.dataset_name, {"config": script_args.dataset_config, "needs_prompt": environments is None}
-    if not name and environments is not None and eval_strategy == "no":
-        return None, None
-    if not name:
-        raise ValueError("dataset_name is not set. Add it to the recipe; hf_recipes/ has examples.")
-    train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
-    tests = eval_strategy != "no"
-    return train_rows, load_rows(name, script_args.dataset_test_split, **how) if tests else None
-
-
 def json_lines(path: Path, size: int | None) -> Iterator[bytes]:
     """The first `size` lines of a file that hold an object of JSON (None: all), each as its bytes.
 

@@ -1,4 +1,4 @@
-"""What a recipe names: files of tools and rewards, environments, and integrations of other frameworks."""
+"""What a recipe names: data, files of tools and rewards, environments, integrations of other frameworks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ import os
 import sys
 import types
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mt_grpo.base.errors import error_line
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.base.files import absolute
+from mt_grpo.base.rows import Rows
 from mt_grpo.conversation.tools.processes import ToolProcesses
 from mt_grpo.conversation.tools.signature import named_tools
+from mt_grpo.recipe.data import load_rows
 from mt_grpo.rollout import Turn
 from mt_grpo.training.rewards import check_rewards, named_apart
 
@@ -103,7 +104,7 @@ def integrations_of(script_args: Any) -> list[Integration]:
 def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, Any]:
     """(class of conversations, classes of environments or None) of a recipe, with the changes of all integrations.
 
-    Raises `ValueError` for a key that has no effect, since nothing that its metadata `needs` runs the conversation.
+    Raises `ValueError` for a key without effect, because nothing that it `needs` runs the conversation.
     """
     known = integrations_of(script_args)
     runners = [each for each in known if each.runs(script_args)]
@@ -116,13 +117,28 @@ def load_conversation(script_args: Any, args: Any, base: type) -> tuple[type, An
             raise ValueError(f"{field.name} has no effect without {needed}. Add it, or remove {field.name}.")
     if runners:
         runner = next((each for each in runners if each.line), runners[0])
-        with packages_of_extras():
-            conversation, environment = runner.conversation(script_args, args, base)
+        conversation, environment = runner.conversation(script_args, args, base)
     else:
         conversation, environment = load_environment(script_args.environment, script_args.tools_script, base)
     for each in known:
         conversation = each.around(script_args, conversation)
     return conversation, environment
+
+
+def load_splits(script_args: Any, eval_strategy: str, environments: Any = None) -> tuple[Rows | None, Rows | None]:
+    """(training rows, test rows) of a recipe.
+
+    Test rows are None if `eval_strategy` is `no`, and training rows without `dataset_name`, which `environments` that
+    bring the prompts do not need.
+    """
+    name, how = script_args.dataset_name, {"config": script_args.dataset_config, "needs_prompt": environments is None}
+    tests = eval_strategy != "no"
+    if not name and environments is not None and not tests:
+        return None, None
+    if not name:
+        raise ValueError("dataset_name is not set. Add it to the recipe; hf_recipes/ has examples.")
+    train_rows = load_rows(name, script_args.dataset_train_split, script_args.dataset_size, **how)
+    return train_rows, load_rows(name, script_args.dataset_test_split, **how) if tests else None
 
 
 def load_recipe_tools(script_args: Any, args: Any) -> list[Callable]:
@@ -132,17 +148,7 @@ def load_recipe_tools(script_args: Any, args: Any) -> list[Callable]:
 
 def load_integration_tools(script_args: Any) -> list[Callable]:
     """The tools of a recipe's integrations. Raises `ValueError`."""
-    with packages_of_extras():
-        return [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]
-
-
-@contextmanager
-def packages_of_extras() -> Iterator[None]:
-    """Turn the `ImportError` of an integration into a `ValueError` that says how its packages are installed."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(f"{error}. Install the packages of integrations: pip install '.[agents,gym,mcp]'.") from error
+    return [tool for each in integrations_of(script_args) for tool in each.tools(script_args)]
 
 
 def module_name(path: str, key: str) -> str:
@@ -197,10 +203,9 @@ def load_class(reference: str, key: str) -> type:
 
 
 def load_environment(reference: str | None, tools_script: str | None, base: type) -> tuple[type, Any]:
-    """Load the class of a recipe's conversation, and the classes of its environments, if there are any.
+    """(class of conversations, its environments or None): of a `path.py:Class`, and of a tools file's `ENVIRONMENT`.
 
-    `reference` is `path.py:Class`, a subclass of `base` or the class of an environment. `tools_script` may define
-    `ENVIRONMENT`, a class or a dict of classes.
+    The class is a subclass of `base` or an environment. `ENVIRONMENT` is a class or a dict of classes.
     """
     declared = getattr(tools_module(tools_script), "ENVIRONMENT", None) if tools_script else None
     found = load_class(reference, "environment") if reference else base
@@ -236,11 +241,7 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         return []
     path = absolute(path)  # tool processes import the file later
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
-    if not tools and not hasattr(tools_module(path), "ENVIRONMENT"):
-        raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
-    if inspect.iscoroutinefunction(check := getattr(tools_module(path), "CHECK_TOOLS", lambda: None)):
-        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
-    check()
+    getattr(tools_module(path), "CHECK_TOOLS", lambda: None)()
     if not isolate:
         return tools
     processes = ToolProcesses(path, tools)
@@ -253,10 +254,10 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
 
 def load_rewards(path: str | None, optional: bool = False) -> tuple[list[Callable], list[Callable]]:
     """(`TURN_REWARD_FUNCS`, `OUTCOME_REWARD_FUNCS`) of a file. Raises `ValueError`."""
-    if not path and optional:
-        return [], []
-    if not path:
+    if not path and not optional:
         raise ValueError("reward_fn is not set. Add it to the recipe; hf_recipes/ has examples.")
+    if not path:
+        return [], []
     turn_funcs, outcome_funcs = load_lists(path, "reward_fn", ["TURN_REWARD_FUNCS", "OUTCOME_REWARD_FUNCS"])
     check_rewards(turn_funcs, outcome_funcs)
     return tuple(named_apart(turn_funcs, outcome_funcs))

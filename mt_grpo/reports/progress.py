@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import shlex
 import sys
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,32 +36,6 @@ class MetricsLog(TrainerCallback):
                 write_rows(Path(args.output_dir) / METRICS_FILE, [{"step": state.global_step, **logs}])
             except OSError as error:
                 logger.warning(f"The metrics could not be written: {error}. Training continues.")
-
-
-def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The logs of a run in an output directory, by step. Steps that a resumed run trained again count once, the later.
-
-    Without `metrics.jsonl` the rows are those of `trainer_state.json`. A line that is not JSON is left out.
-    """
-
-    def read(text: str) -> Any:
-        return json.loads(text, parse_constant=lambda name: None)  # NaN and infinities
-
-    logs: list[Any] = []
-    with suppress(OSError), open(folder / METRICS_FILE, encoding="utf-8", errors="replace") as file:
-        for line in file:
-            with suppress(ValueError):
-                logs.append(read(line))
-    if not logs:
-        with suppress(OSError, ValueError):
-            logs = read((folder / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    rows: dict[tuple, dict[str, Any]] = {}
-    for row in logs:
-        if isinstance(row, dict) and "step" in row:
-            if "reward" in row:  # of a resumed run: the steps after this one were given up
-                rows = {key: each for key, each in rows.items() if key[0] <= row["step"]}
-            rows[row["step"], evaluation_prefix(row) or ("reward" if "reward" in row else "")] = row
-    return [rows[key] for key in sorted(rows)]
 
 
 def evaluation_prefix(logs: dict[str, Any]) -> str:

@@ -1,12 +1,11 @@
-"""The log of rollouts: a row of JSON per rollout, in segments of which all but the open one are compressed.
+"""The log of rollouts: a row of JSON per rollout, in segments.
 
-`rollouts.rank0.jsonl` is the open segment, to which rows are added, and `rollouts.rank0.00001.jsonl.gz` is the first
-one that was closed. docs/rollouts.md has the columns of a row.
+`rollouts.rank0.jsonl` is the open segment, to which rows are added, and `rollouts.rank0.00001.jsonl` is the first one
+that was closed. docs/rollouts.md has the columns of a row.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
 import math
@@ -33,7 +32,7 @@ TOKEN_COLUMNS = {"loss_mask": "tool_mask", "advantages": "advantages", "trainer_
 SEGMENT_BYTES = 64 * 2**20  # at which a segment is closed
 MOST_BYTES = 4 * 2**30  # of a rank's closed segments; the oldest are deleted first
 IMAGE_FOLDER, MOST_IMAGES = "images", 1000  # the folder next to the log, and how many images are written into it
-SEGMENT = re.compile(r"rollouts\.rank(\d+)(?:\.(\d{5}))?\.jsonl(\.gz)?")  # rank, number unless it is the open one
+SEGMENT = re.compile(r"rollouts\.rank(\d+)(?:\.(\d{5}))?\.jsonl")  # rank, number unless it is the open one
 
 
 def turn_columns(
@@ -117,13 +116,9 @@ def rollout_rows(
 
 def without_nan(numbers: Any) -> Any:
     """A list of numbers, or of lists of them, with None in the place of NaN."""
-    return (
-        [without_nan(each) for each in numbers]
-        if isinstance(numbers, list)
-        else numbers
-        if numbers == numbers
-        else None
-    )
+    if isinstance(numbers, list):
+        return [without_nan(each) for each in numbers]
+    return numbers if numbers == numbers else None
 
 
 # INVARIANT: NaN and infinities, which JSON does not have, are null. What else it does not have is text.
@@ -270,12 +265,9 @@ def save_images(folder: Path, pictures: Iterable[Picture]) -> None:
 
 
 def segments(folder: Path) -> dict[int, dict[int, Path]]:
-    """The segments of each rank in an output directory by their numbers, oldest first. The last one is the open one.
-
-    Of a segment that a killed run has left both plain and compressed the plain one is left out.
-    """
+    """The segments of each rank in an output directory by their numbers, oldest first. The last one is open."""
     of_rank: dict[int, dict[int, Path]] = {}
-    for path in sorted(folder.glob("rollouts.rank*")):  # plain before compressed, numbers before the open segment
+    for path in sorted(folder.glob("rollouts.rank*")):  # numbers before the open segment
         if match := SEGMENT.fullmatch(path.name):
             files = of_rank.setdefault(int(match[1]), {})
             files[int(match[2] or max(files, default=0) + 1)] = path
@@ -283,31 +275,20 @@ def segments(folder: Path) -> dict[int, dict[int, Path]]:
 
 
 def close_segment(path: Path) -> None:
-    """Compress the open segment, and delete the oldest ones while all of them together are too large.
-
-    INVARIANT: a kill at any time loses no row and gives none twice. It may leave a plain segment.
-    """
+    """Give the open segment its number, and delete the oldest ones while all of them together are too large."""
     rank = int(SEGMENT.fullmatch(path.name)[1])
-    plain = path.with_name(f"{path.stem}.{max(segments(path.parent)[rank]):05d}.jsonl")
-    part = path.with_name(f".{plain.name}.part")  # no reader takes it for a segment
-    path.rename(plain)
-    part.write_bytes(gzip.compress(plain.read_bytes(), 6))
-    part.rename(f"{plain}.gz")
-    plain.unlink()
-    while (
-        len(closed := list(segments(path.parent)[rank].values())) > 1
-        and sum(map(os.path.getsize, closed)) > MOST_BYTES
-    ):
+    path.rename(path.with_name(f"{path.stem}.{max(segments(path.parent)[rank]):05d}.jsonl"))
+    closed = list(segments(path.parent)[rank].values())
+    while len(closed) > 1 and sum(map(os.path.getsize, closed)) > MOST_BYTES:
         logger.warning(f"{closed[0]} is deleted: the log of rollouts may have {MOST_BYTES / 2**30:g} GiB at most.")
-        closed[0].unlink(missing_ok=True)
+        closed.pop(0).unlink()
 
 
 def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The rows of an output directory, rank by rank, oldest first. A warning counts the lines that are not JSON."""
     lost = 0
     for segment in [path for files in segments(Path(folder)).values() for path in files.values()]:
-        opened = gzip.open if segment.suffix == ".gz" else open
-        with opened(segment, "rt", encoding="utf-8", errors="replace") as file:
+        with open(segment, encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     yield json.loads(line)

@@ -2,6 +2,5 @@
 
 in_flight     the conversations of a step, the queue of groups for later ones, which prompts are asked for next
 checkpoints   which checkpoint a run resumes from, the settings it changes, what `Trainer` does not load, several nodes
-connect       the generation backend of a trainer: servers, an engine, or the model itself
-trainer       TRL's trainer that saves, resumes and stops
+trainer       TRL's trainer that saves, resumes and stops, and its generation backend
 """

@@ -18,26 +18,26 @@ many groups: compare these by their tokens.
 
 Fair: all methods of a task have the same model, rewards, seeds, optimizer steps and, except for those ways, number
 of rollouts, and c = 1 (the shift of `zero_sum` is a raw reward, the other own terms are z-scores). The learning rate
-of a method is the best of LEARNING_RATES on task (b) by the area under the training curve, on one seed that is not
-reported: a noisy choice. (d) and (e) have their recipe's for all.
+of a method was the best of 3e-4, 6e-4 and 1.2e-3 on task (b) by the area under the training curve, on one seed that is
+not reported: a noisy choice. (d) to (g) have their recipe's for all.
 
-Resumable: a finished run is a file in runs/credit/ and is not run again, also after a change of the code: delete its
-file for that. Each has a digest of the code that made it, and the report says so if there are several. The report puts
-what the runs of a method on a task come to into docs/results/credit.json; what has no new runs stays there.
+Resumable: a finished run is a file in runs/credit/ with the commit that made it, and is not run again: delete its file
+for that. The report puts what the runs of a method on a task come to into docs/results/credit.json; what has no new
+runs stays there.
 """
 
 import argparse
-import fcntl
-import hashlib
 import json
 import math
 import multiprocessing
 import os
-import queue
 import signal
 import statistics
+import subprocess
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +72,8 @@ HOPS = {  # of task (g); the last two are also paid what each search gained
 # In the order of the tables. `tree`, `tree_refill`, `tree_nine` and `echo` were measured by commit 342dc01, the last
 # one with trees of rollouts and a loss of observations: their figures stay in the results.
 NAMES = [*METHODS, *list(WAYS)[1:], "tree", "tree_refill", "outcome_ten", "tree_nine", "echo", *list(HOPS)[-2:]]
-LEARNING_RATES = (3e-4, 6e-4, 1.2e-3)
-SEARCH_SEED = 100
+LEARNING_RATES = {"turn_return": 3e-4, "gigpo": 1.2e-3}  # of (a) to (c); of the others
+LEARNING_RATE = 6e-4
 NUM_SEEDS = 5  # fewer are not quoted, but where a task says another number
 SMOOTHED_OVER = 5  # steps
 SEEDS_SHOWN = [("sparse", "outcome"), ("sparse", "merged"), ("sparse", "mt_grpo")]  # each seed a line
@@ -99,22 +99,22 @@ TASKS: dict[str, dict[str, Any]] = {
         "arguments": ["--config", "hf_recipes/tiny/chain.yaml", "--scale_rewards", "none"],
     },
     "encyclopedia": {
-        "steps": 40, "title": "(d) search in an encyclopedia, one and two hops", "learning_rate": 6e-4,
+        "steps": 40, "title": "(d) search in an encyclopedia, one and two hops", "learning_rate": LEARNING_RATE,
         "arguments": ["--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant"],
         "scale_rewards": {method: "none" if method == "turn_return" else "group" for method in METHODS},
     },
     "frozen_lake": {
-        "steps": 30, "title": "(e) FrozenLake, 4x4", "outcome": "FrozenLake-v1", "learning_rate": 6e-4,
+        "steps": 30, "title": "(e) FrozenLake, 4x4", "outcome": "FrozenLake-v1", "learning_rate": LEARNING_RATE,
         "arguments": ["--config", "hf_recipes/tiny/frozen_lake.yaml"],
         "scale_rewards": {"outcome": "group", "mt_grpo": "group", "turn_return": "none", "gigpo": "group"},
     },
     "alone": {
-        "steps": 40, "title": "(f) the chain of (c), nobody pays turns", "learning_rate": 6e-4, "ways": WAYS,
+        "steps": 40, "title": "(f) the chain of (c), nobody pays turns", "learning_rate": LEARNING_RATE, "ways": WAYS,
         "arguments": ["--config", "hf_recipes/tiny/chain-sparse.yaml", "--turn_reward_weights", "0", "0"],
     },
     "hops": {
-        "steps": 40, "title": "(g) the searches of (d), nobody pays turns", "learning_rate": 6e-4, "ways": HOPS,
-        "seeds": 3,
+        "steps": 40, "title": "(g) the searches of (d), nobody pays turns", "ways": HOPS, "seeds": 3,
+        "learning_rate": LEARNING_RATE,
         "arguments": [
             "--config", "hf_recipes/tiny/encyclopedia.yaml", "--lr_scheduler_type", "constant",
             "--reward_fn", "rewards/information_gain.py",
@@ -149,7 +149,6 @@ def run(job: Job) -> dict[str, Any]:
     import mt_grpo_trainer as mt
 
     disable_progress_bar()
-    code = code_digest(job["task"])  # before a long run in which a file may be edited
     started = time.perf_counter()
     task = TASKS[job["task"]]
     outcome = task.get("outcome", "exact_match_reward_func")
@@ -167,7 +166,7 @@ def run(job: Job) -> dict[str, Any]:
     steps = [log for log in trainer.state.log_history if "reward" in log]
     row = {
         **job,
-        "code": code,
+        "commit": commit(),
         # Of all that was sampled: what a refill trains is near the middle, whatever the policy does.
         "train_exact_match": [
             log.get("refill/outcome_of_all_sampled", log[f"rewards/{outcome}/mean"]) for log in steps
@@ -231,25 +230,10 @@ def name_of(job: Job) -> str:
     return f"{job['task']}-{job['method']}-lr{job['learning_rate']:g}-steps{job['steps']}-seed{job['seed']}"
 
 
-def code_digest(task: str) -> str:
-    """Of everything that a run of the task depends on, the libraries' versions apart."""
-    import recipes
-
-    script_args, _, model_args = recipes.load_recipe(TASKS[task]["arguments"][1], TASKS[task]["arguments"][2:])
-    package = [path for path in sorted(Path("mt_grpo").rglob("*.py")) if "integrations" not in path.parts]
-    files = [
-        "mt_grpo_trainer.py",
-        *package,
-        TASKS[task]["arguments"][1],
-        script_args.tools_script,
-        script_args.reward_fn,
-        *sorted(Path(model_args.model_name_or_path).glob("*.*")),
-    ]
-    if Path(script_args.dataset_name or "absent").is_dir():
-        files += sorted(Path(script_args.dataset_name).glob("*.jsonl"))
-    if script_args.environment == "gym":
-        files += [*sorted(Path("mt_grpo/integrations/gym").glob("*.py")), *sorted(Path("tools/gym").glob("*.py"))]
-    return hashlib.sha256(b"".join(Path(path).read_bytes() for path in files if path)).hexdigest()[:12]
+def commit() -> str:
+    """The commit of this clone, with a mark if files differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip()
 
 
 def finished() -> dict[str, dict[str, Any]]:
@@ -258,37 +242,12 @@ def finished() -> dict[str, dict[str, Any]]:
     return {name_of(row): row for row in rows}
 
 
-def search_jobs(methods: list[str]) -> list[Job]:
-    task = "chain"
-    return [
-        {"task": task, "method": m, "learning_rate": lr, "seed": SEARCH_SEED, "steps": TASKS[task]["steps"]}
-        for lr in LEARNING_RATES
-        for m in methods
-    ]
-
-
-def best_learning_rates(rows: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Per method the rate with the largest area on the search seed, of methods that have all three.
-
-    >>> job = {"task": "chain", "method": "outcome", "seed": SEARCH_SEED, "steps": TASKS["chain"]["steps"]}
-    >>> rows = [{**job, "learning_rate": lr, "area": a} for lr, a in zip(LEARNING_RATES, (0.1, 0.3, 0.2))]
-    >>> best_learning_rates({name_of(row): row for row in rows})
-    {'outcome': 0.0006}
-    """
-    best = {}
-    for method in METHODS:
-        found = [rows[name_of(job)] for job in search_jobs([method]) if name_of(job) in rows]
-        if len(found) == len(LEARNING_RATES):
-            best[method] = max(found, key=lambda row: row["area"])["learning_rate"]
-    return best
-
-
 def num_seeds(task: str) -> int:
     """The seeds of a task, of which fewer are not quoted."""
     return TASKS[task].get("seeds", NUM_SEEDS)
 
 
-def main_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None, rates: dict[str, float]) -> list[Job]:
+def make_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None) -> list[Job]:
     """Seed by seed, so that a benchmark that is stopped has compared all methods on the same seeds.
 
     `seeds` None: the first ones, as many as each task has.
@@ -298,84 +257,49 @@ def main_jobs(tasks: list[str], methods: list[str], seeds: list[int] | None, rat
         for task in tasks
         for seed in (range(num_seeds(task)) if seeds is None else seeds)
         for m in TASKS[task].get("ways", methods)
-        if (rate := rate_of(task, m, rates))
+        if (rate := rate_of(task, m))
     ]
 
 
-def rate_of(task: str, method: str, rates: dict[str, float]) -> float | None:
-    """The learning rate of a method on a task. None: none was chosen, or the task is without the method."""
+def rate_of(task: str, method: str) -> float | None:
+    """The learning rate of a method on a task. None: the task is without the method."""
     if method not in TASKS[task].get("ways", TASKS[task].get("scale_rewards", METHODS)):
         return None
-    return TASKS[task].get("learning_rate", rates.get(method))
+    return TASKS[task].get("learning_rate", LEARNING_RATES.get(method, LEARNING_RATE))
 
 
-def work(jobs: Any, done: Any) -> None:
-    """A process of one thread that takes runs until none is left."""
+def begin() -> None:
+    """Of a process that trains."""
     end_with_parent(signal.SIGKILL)
-    if os.getppid() == 1:  # it has ended already
-        return
     import torch
 
     torch.set_num_threads(1)
-    while (job := jobs.get()) is not None:
-        try:
-            done.put((job, run(job), None))
-        except Exception as error:  # told to the parent, which ends the benchmark
-            done.put((job, None, f"{type(error).__name__}: {error}"))
 
 
 def run_all(jobs: list[Job], num_workers: int) -> None:
-    """Run what is not finished; each result goes into its own file at once. Raises `RuntimeError` if a run fails."""
+    """Run what is not finished; each result goes into its own file at once. Raises what a run raises."""
     RUNS.mkdir(parents=True, exist_ok=True)
-    with open(RUNS / "lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            sys.exit(f"error: another benchmark is writing into {RUNS}. Wait for it, or raise its --jobs.")
-        _run_all(jobs, num_workers)
-
-
-def _run_all(jobs: list[Job], num_workers: int) -> None:
     there = finished()
     jobs = [job for job in jobs if name_of(job) not in there]
-    if not jobs:
-        return
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    context = multiprocessing.get_context("spawn")
-    todo, done = context.Queue(), context.Queue()
-    for job in [*jobs, *[None] * num_workers]:
-        todo.put(job)
-    workers = [context.Process(target=work, args=(todo, done), daemon=True) for _ in range(num_workers)]
-    for worker in workers:
-        worker.start()
     started = time.perf_counter()
-    try:
-        for number in range(1, len(jobs) + 1):
-            job, row, error = wait_for(done, workers)
-            if error:
-                raise RuntimeError(f"{name_of(job)} failed: {error}")
-            path = RUNS / f"{name_of(job)}.json"
-            path.with_suffix(".tmp").write_text(json.dumps(row) + "\n", encoding="utf-8")
-            path.with_suffix(".tmp").replace(path)
-            left = (time.perf_counter() - started) / number * (len(jobs) - number)
-            print(
-                f"{number:>3}/{len(jobs)}  {name_of(job):<52} exact match {row['exact_match']:.2f}  area "
-                f"{row['area']:.2f}  {row['seconds']:.0f} s  ({left / 60:.0f} min left)",
-                flush=True,
-            )
-    finally:
-        for worker in workers:
-            worker.terminate()
-
-
-def wait_for(done: Any, workers: list) -> tuple:
-    while True:
+    with ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn"), begin) as pool:
+        runs = {pool.submit(run, job): job for job in jobs}
         try:
-            return done.get(timeout=5)
-        except queue.Empty:
-            dead = [worker for worker in workers if worker.exitcode not in (None, 0)]
-            if dead:
-                raise RuntimeError(f"A worker ended with exit code {dead[0].exitcode}; out of memory?") from None
+            for number, done in enumerate(as_completed(runs), 1):
+                job, row = runs[done], done.result()
+                path = RUNS / f"{name_of(job)}.json"
+                path.with_suffix(".tmp").write_text(json.dumps(row) + "\n", encoding="utf-8")
+                path.with_suffix(".tmp").replace(path)
+                left = (time.perf_counter() - started) / number * (len(jobs) - number)
+                print(
+                    f"{number:>3}/{len(jobs)}  {name_of(job):<52} exact match {row['exact_match']:.2f}  area "
+                    f"{row['area']:.2f}  {row['seconds']:.0f} s  ({left / 60:.0f} min left)",
+                    flush=True,
+                )
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -416,40 +340,33 @@ def median_steps(values: list[int | None], steps: int) -> str:
     return f"> {steps}" if middle == math.inf else f"{middle:g}"
 
 
-def reported(rows: list[dict[str, Any]], rates: dict[str, float]) -> dict[tuple[str, str], list[dict[str, Any]]]:
-    """The runs that may be quoted: task and method to runs with the chosen learning rate, on at least `num_seeds` of
-    the task, the same for all its methods.
+def reported(rows: list[dict[str, Any]]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """The runs that may be quoted: task and method to runs, on at least `num_seeds` of the task, the same for all its
+    methods.
     """
-    groups = {
-        (task, method): [
-            row
-            for row in rows
-            if (row["task"], row["method"], row["steps"]) == (task, method, TASKS[task]["steps"])
-            and row["seed"] != SEARCH_SEED
-            and row["learning_rate"] == rate_of(task, method, rates)
-        ]
-        for task in TASKS
-        for method in NAMES
-    }
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        if (row["steps"], row["learning_rate"]) == (TASKS[row["task"]]["steps"], rate_of(row["task"], row["method"])):
+            groups.setdefault((row["task"], row["method"]), []).append(row)
     groups = {key: found for key, found in groups.items() if len(found) >= num_seeds(key[0])}
-    common = {
+    seeds = {
         task: set.intersection(*({row["seed"] for row in found} for key, found in groups.items() if key[0] == task))
         for task in {key[0] for key in groups}
     }
     return {
-        key: [row for row in found if row["seed"] in common[key[0]]]
+        key: [row for row in found if row["seed"] in seeds[key[0]]]
         for key, found in groups.items()
-        if len(common[key[0]]) >= num_seeds(key[0])
+        if len(seeds[key[0]]) >= num_seeds(key[0])
     }
 
 
-def aggregated(rows: list[dict[str, Any]], rates: dict[str, float]) -> list[dict[str, Any]]:
+def aggregated(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The results of each task and method: its figures by seed, and `curve`, (mean, half width) by step.
 
     Those of SEEDS_SHOWN also have `curves`, the smoothed exact match of each seed by step.
     """
     found = []
-    for (task, method), runs in reported(rows, rates).items():
+    for (task, method), runs in reported(rows).items():
         runs = sorted(runs, key=lambda row: row["seed"])
         curves = [smoothed(row["train_exact_match"]) for row in runs]
         found.append(
@@ -466,63 +383,50 @@ def aggregated(rows: list[dict[str, Any]], rates: dict[str, float]) -> list[dict
     return found
 
 
+def columns(task: str) -> dict[str, Callable[[dict[str, Any]], str]]:
+    """The columns of a task's table: title -> the text of a result. A game's outcome is that a goal is reached."""
+    settings = TASKS[task]
+
+    def mean_of(key: str) -> Callable[[dict[str, Any]], str]:
+        return lambda row: spread(row[key])
+
+    found: dict[str, Callable[[dict[str, Any]], str]] = {}
+    if "scale_rewards" in settings:
+        found["scaled by"] = lambda row: f"`{settings['scale_rewards'][row['method']]}`"
+    found["goal reached" if "outcome" in settings else "exact match"] = mean_of("exact_match")
+    if "outcome" in settings or "ways" in settings:
+        found["each seed"] = lambda row: " ".join(f"{value:.2f}" for value in row["exact_match"])
+    if "ways" in settings:  # prompts, and what was sampled
+        found["tokens"] = lambda row: f"{mean(row['tokens']) / 1e3:.0f}k" if row["tokens"] else "-"
+    found["area"] = mean_of("area")
+    found["steps to 0.8"] = lambda row: median_steps(row["steps_to_threshold"], settings["steps"])
+    if "outcome" in settings:
+        return {**found, "turns": mean_of("mean_turns"), "no signal": mean_of("without_signal")}
+    further = {"right result": "result_found", "tool executed": "tool_executed", "turns": "mean_turns"}
+    found |= {title: mean_of(key) for title, key in {**further, "no signal": "without_signal"}.items()}
+    return {**found, "learning rate": lambda row: f"{row['learning_rate']:g}"}
+
+
 def markdown(results: list[dict[str, Any]]) -> str:
     """One table per task that has results to quote."""
     groups, lines = {(row["task"], row["method"]): row for row in results}, []
     for task, settings in TASKS.items():
-        methods = [m for m in NAMES if (task, m) in groups]
-        if not methods:
+        rows = [groups[task, method] for method in NAMES if (task, method) in groups]
+        if not rows:
             continue
-        seeds, scaled = {len(groups[task, m]["seed"]) for m in methods}, "scale_rewards" in settings
-        ways = "ways" in settings
-        if "outcome" in settings:
-            lines += game_table(task, {m: groups[task, m] for m in methods})
-            continue
+        game, texts = "outcome" in settings, columns(task)
+        rate = f"learning rate {settings['learning_rate']:g}, " if game else ""
         lines += [
-            f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {NUM_PROBLEMS} held-out problems, "
-            f"{min(seeds)} seeds, mean ± 95% interval",
+            f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, {rate}{NUM_PROBLEMS} "
+            f"{'further episodes' if game else 'held-out problems'}, {min(len(row['seed']) for row in rows)} seeds, "
+            "mean ± 95% interval",
             "",
-            f"| `credit_assignment` |{' scaled by |' * scaled} exact match |{' each seed | tokens |' * ways} area | "
-            "steps to 0.8 | right result | tool executed | turns | no signal | learning rate |",
-            f"|---|{'---|' * scaled}---|{'---|---|' * ways}---|---|---|---|---|---|---|",
+            f"| `credit_assignment` | {' | '.join(texts)} |",
+            "|" + "---|" * (1 + len(texts)),
+            *(f"| `{row['method']}` | {' | '.join(text(row) for text in texts.values())} |" for row in rows),
+            "",
         ]
-        for method in methods:
-            row = groups[task, method]
-            cells = {key: spread(row[key]) for key in FIGURES if key != "steps_to_threshold"}
-            passed = median_steps(row["steps_to_threshold"], settings["steps"])
-            scale = f" `{settings['scale_rewards'][method]}` |" if scaled else ""
-            each = " ".join(f"{value:.2f}" for value in row["exact_match"])
-            sampled = f"{mean(row['tokens']) / 1e3:.0f}k" if row["tokens"] else "-"  # prompts, and what was sampled
-            more = f" {each} | {sampled} |" if ways else ""
-            lines.append(
-                f"| `{method}` |{scale} {cells['exact_match']} |{more} {cells['area']} | {passed} | "
-                f"{cells['result_found']} | {cells['tool_executed']} | {cells['mean_turns']} | "
-                f"{cells['without_signal']} | {row['learning_rate']:g} |"
-            )
-        lines.append("")
     return "\n".join(lines).rstrip("\n")
-
-
-def game_table(task: str, groups: dict[str, dict[str, Any]]) -> list[str]:
-    """The table of a task whose outcome is a game's return; of each method its results."""
-    settings, (some, *_) = TASKS[task], groups.values()
-    lines = [
-        f"**{settings['title']}**: {settings['steps']} steps of 64 rollouts, learning rate "
-        f"{settings['learning_rate']:g}, {NUM_PROBLEMS} further episodes, {len(some['seed'])} seeds, "
-        "mean ± 95% interval",
-        "",
-        "| `credit_assignment` | scaled by | goal reached | each seed | area | steps to 0.8 | turns | no signal |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for method, row in groups.items():
-        cells = {key: spread(row[key]) for key in ("exact_match", "area", "mean_turns", "without_signal")}
-        cells["each"] = " ".join(f"{value:.2f}" for value in row["exact_match"])
-        passed = median_steps(row["steps_to_threshold"], settings["steps"])
-        lines.append(
-            f"| `{method}` | `{settings['scale_rewards'][method]}` | {cells['exact_match']} | {cells['each']} | "
-            f"{cells['area']} | {passed} | {cells['mean_turns']} | {cells['without_signal']} |"
-        )
-    return [*lines, ""]
 
 
 def plot(results: list[dict[str, Any]], path: Path) -> None:
@@ -571,30 +475,19 @@ def plot_seeds(results: list[dict[str, Any]], path: Path) -> None:
 
 
 def report() -> None:
-    """Write the results file, the plot and the page's tables from all finished runs."""
-    old = (
-        json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {"learning_rates": {}, "results": []}
-    )
+    """Write the results file, the plots and the page's tables from all finished runs."""
+    old = json.loads(RESULTS.read_text(encoding="utf-8"))["results"] if RESULTS.is_file() else []
     runs = finished()
-    rates = {**old["learning_rates"], **best_learning_rates(runs)}
-    results = {(row["task"], row["method"]): row for row in [*old["results"], *aggregated(list(runs.values()), rates)]}
+    results = {(row["task"], row["method"]): row for row in [*old, *aggregated(list(runs.values()))]}
     rows = sorted(results.values(), key=lambda row: (list(TASKS).index(row["task"]), NAMES.index(row["method"])))
-    if not runs and not rows:
-        sys.exit("error: no finished runs in runs/credit, and no results of any. Run without --report first.")
-    write_json(RESULTS, {"learning_rates": rates, "results": rows})
-    print(f"{RESULTS}: {len(runs)} runs, {len(rows)} results")
-    for task in TASKS:
-        digests = {row.get("code") for row in runs.values() if row["task"] == task}
-        if len(digests) > 1:
-            print(f"note: the runs of {task} were made by {len(digests)} versions of the code")
     if not rows:
-        print("nothing to quote yet: no method has the seeds of its task")
-        return
+        sys.exit(f"error: {len(runs)} finished runs in {RUNS}, and no method has the seeds of its task.")
+    write_json(RESULTS, {"results": rows})
     table = markdown(rows)
     plot(rows, PICTURE)
     plot_seeds(rows, PICTURE.with_name("credit_seeds.png"))
     write_section("credit", table, PAGE)
-    print(f"{PICTURE} and the tables in {PAGE}\n\n{table}")
+    print(f"{RESULTS}: {len(runs)} runs, {len(rows)} results; {PICTURE} and the tables in {PAGE}\n\n{table}")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -605,14 +498,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, one thread each")
     parser.add_argument("--report", action="store_true", help="only write the results file, the plot and the table")
     options = parser.parse_args(argv)
-    if options.jobs < 1 or SEARCH_SEED in (options.seeds or []):
-        sys.exit(f"error: expected --jobs of at least 1, and seeds other than {SEARCH_SEED}, which is the search's.")
+    if options.jobs < 1:
+        sys.exit(f"error: --jobs {options.jobs}, expected 1 or more.")
     if not options.report:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM; finished runs are kept"))
-        run_all(search_jobs(options.methods), options.jobs)
-        rates = best_learning_rates(finished())
-        print(f"learning rates: {rates}", flush=True)
-        run_all(main_jobs(options.tasks, options.methods, options.seeds, rates), options.jobs)
+        run_all(make_jobs(options.tasks, options.methods, options.seeds), options.jobs)
     report()
 
 

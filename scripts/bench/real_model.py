@@ -13,13 +13,12 @@ answered before it and after it, sampled as in training and greedily. A seed is 
 the server's samples. A method is a credit assignment, and what else
 differs from the recipe: `mt_grpo,beta=0.04,learning_rate=1e-5`.
 
-Resumable: a finished run is a file in runs/real_model/; one that was stopped goes on from its last checkpoint. A file
-of another recipe, reward or model is refused. The report has these runs, and those of the last written report that are
-not in the folder; docs/results/real_model.json has of each what the page's tables and picture show.
+Resumable: a finished run is a file in runs/real_model/ with the commit that made it, and is not run again. One that
+was stopped goes on from its last checkpoint. Move both away after a change of recipe, rewards or data. The report
+has these runs, and those of the last written report that are not in the folder; docs/results/real_model.json has of
+each what the page's tables and picture show.
 """
 
-import ast
-import hashlib
 import json
 import math
 import re
@@ -29,8 +28,6 @@ import time
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any
-
-import yaml
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -47,14 +44,11 @@ from bench.common import (
     save_picture,
     train,
 )
-from bench.credit import interval, smoothed
+from bench.credit import commit, interval, smoothed
 
 RECIPE = "hf_recipes/SmolLM2/squad-search.yaml"
 MODEL = "runs/SmolLM2-135M-Instruct"
 DATA = "runs/squad"
-READ = (RECIPE, "hf_recipes/SmolLM2/examples/search.yaml", "rewards/squad_reward.py", "tools/wiki_search.py",
-        f"{DATA}/train.jsonl", f"{DATA}/test.jsonl", f"{DATA}/corpus.jsonl",
-        f"{DATA}/passages.jsonl")  # fmt: skip
 METHODS, SEEDS = ("outcome", "mt_grpo"), (1, 2, 3)  # the recipe's settings were chosen by runs of seed 0
 RUNS = Path("runs/real_model")
 NUM_PROBLEMS, SAMPLES = 100, 1  # held out; samples of each
@@ -69,34 +63,6 @@ SERVER_ENV = {**IN_THE_ENGINE_ENV, "OMP_NUM_THREADS": "2"}
 FIXED = ("seed", "max_steps", "output_dir", "use_vllm", "vllm_mode", "vllm_server_base_url", "log_rollouts",
          "log_rollout_tokens", "credit_assignment", "vllm_importance_sampling_mode",
          "vllm_importance_sampling_correction")  # fmt: skip
-
-
-def inputs() -> str:
-    """A digest of what a run and its evaluation are made of, the project's code apart.
-
-    Comments do not count, nor do docstrings of the rewards: nobody reads them in a run. Ends where a file is missing.
-    """
-    digest = hashlib.sha256(repr((NUM_PROBLEMS, SAMPLES, NUM_PASSAGES, SERVER)).encode())
-    for path in [*map(Path, READ), Path(MODEL) / "model.safetensors", *sorted(Path(MODEL).glob("*.json*"))]:
-        if not path.is_file():
-            sys.exit(f"error: {path} is missing. Make the model and the data first: the first lines of {__file__}.")
-        digest.update(meaning(path))
-    digest.update("".join(elsewhere()).encode())  # it is that of the installed Python
-    return digest.hexdigest()[:12]
-
-
-def meaning(path: Path) -> bytes:
-    """A file without what only people read."""
-    if path.suffix == ".yaml":
-        return json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))).encode()
-    if path.suffix != ".py":
-        return path.read_bytes()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node in ast.walk(tree):
-        described = isinstance(node, (ast.Module, ast.FunctionDef)) and ast.get_docstring(node) is not None
-        if described and path.parent.name != "tools":  # a tool's docstring may reach the model
-            node.body[0] = ast.Pass()
-    return ast.unparse(tree).encode()
 
 
 def options_of(method: str) -> list[str]:
@@ -238,39 +204,19 @@ def name_of(method: str, seed: int, steps: int) -> str:
     return f"{method}-steps{steps}-seed{seed}"
 
 
-def result_in(path: Path, read: str | None = None) -> dict[str, Any] | None:
-    """The result in a file of this study; None where there is none. Ends where another recipe made it.
-
-    Args:
-        path: The file.
-        read: What `inputs` says. None: it is asked.
-    """
-    if not path.is_file():
-        return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if found.get("inputs") != (read := read or inputs()):
-        sys.exit(
-            f"error: {path} was made with another recipe, reward, model or data (digest {found.get('inputs')}, "
-            f"expected {read}). Move it, and the folder of its run, out of {RUNS}, or restore the files that it was "
-            "made with."
-        )
-    return found
+def result_in(path: Path) -> dict[str, Any] | None:
+    """The result in a file of this study; None where there is none."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
 def run(method: str, seed: int, steps: int) -> dict[str, Any]:
     """Train, or go on where a run was stopped, and evaluate. Returns the result, and leaves it in RUNS."""
     name = name_of(method, seed, steps)
-    output, path, read = RUNS / name, RUNS / f"{name}.json", inputs()
-    if (found := result_in(path, read)) is not None:
+    output, path = RUNS / name, RUNS / f"{name}.json"
+    if (found := result_in(path)) is not None:
         return found
     began, options = time.perf_counter(), options_of(method)
-    begun = output / "inputs.json"  # what its checkpoints are made of
     resume = ("--resume_from_checkpoint", "true") if list(output.glob("checkpoint-*/trainer_state.json")) else ()
-    if resume and not begun.is_file():
-        sys.exit(f"error: {output} has checkpoints, and no {begun.name} that says of what. Move the folder away.")
-    if result_in(begun, read) is None:
-        output.mkdir(parents=True, exist_ok=True)
-        write(begun, {"inputs": read})
     # Without a seed of its own each run's server would sample from the same state.
     with VLLMServer(MODEL, *SERVER, "--seed", str(seed), env=SERVER_ENV) as server:
         words = {
@@ -282,7 +228,7 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
         rows = train(RECIPE, output, *options, *pairs, *resume)
     trained = time.perf_counter() - began
     found = {
-        "method": method, "seed": seed, "steps": steps, "inputs": read, "after": evaluated(merged(output)),
+        "method": method, "seed": seed, "steps": steps, "commit": commit(), "after": evaluated(merged(output)),
         "seconds": trained, "resumed": bool(resume),
         "curve": [{key: row[key] for key in ("step", "num_tokens", *METRICS) if key in row} for row in rows],
         "machine": machine(),
@@ -293,10 +239,10 @@ def run(method: str, seed: int, steps: int) -> dict[str, Any]:
 
 def before() -> dict[str, Any]:
     """Of the model as it comes, once."""
-    path, read = RUNS / "before.json", inputs()
-    if (found := result_in(path, read)) is None:
+    path = RUNS / "before.json"
+    if (found := result_in(path)) is None:
         RUNS.mkdir(parents=True, exist_ok=True)
-        found = {"inputs": read, **evaluated(MODEL)}
+        found = evaluated(MODEL)
         write(path, found)
     return found
 
@@ -337,7 +283,7 @@ def aggregated(evaluation: dict[str, Any]) -> dict[str, Any]:
     found = {
         how: {label: figure(evaluation[how]) for label, figure in FIGURES.items()} for how in ("sampled", "greedy")
     }
-    found |= {key: evaluation[key] for key in ("perplexity", "perplexity_elsewhere", "inputs") if key in evaluation}
+    found |= {key: evaluation[key] for key in ("perplexity", "perplexity_elsewhere") if key in evaluation}
     found["num_problems"] = evaluation["sampled"]["num_problems"]
     return found | {"conversations": excerpts(evaluation["sampled"]["conversations"])}
 
@@ -513,7 +459,6 @@ def main(argv: list[str] | None = None) -> None:
     prepare()
     for method in options.methods:
         options_of(method)
-    collected(reported=not options.only_print)
     before()
     for seed in options.seeds:
         for method in options.methods:
@@ -563,21 +508,10 @@ def beginning(text: str) -> str:
 
 
 def collected(reported: bool) -> list[dict[str, Any]]:
-    """The runs in RUNS and, with `reported`, those of the last report that are not there; the study's methods first.
-
-    Ends where the report has runs of another recipe.
-    """
-    read = inputs()
-    found = [one_of(result_in(path, read)) for path in sorted(RUNS.glob("*-steps*-seed*.json"))]
-    old = (
-        json.loads(FRAME.results.read_text(encoding="utf-8")) if reported and FRAME.results.is_file() else {"runs": []}
-    )
-    if others := {run["inputs"] for run in old["runs"]} - {read}:
-        sys.exit(
-            f"error: {FRAME.results} has runs with digest {min(others)}, which a report of digest {read} would lose. "
-            "Take --only_print, or move that file away."
-        )
-    runs = {name_of(run["method"], run["seed"], run["steps"]): run for run in [*old["runs"], *found]}
+    """The runs in RUNS and, with `reported`, those of the last report that are not there."""
+    found = [one_of(result_in(path)) for path in sorted(RUNS.glob("*-steps*-seed*.json"))]
+    old = result_in(FRAME.results) if reported else None
+    runs = {name_of(run["method"], run["seed"], run["steps"]): run for run in [*(old or {"runs": []})["runs"], *found]}
     order = {method: number for number, method in enumerate(METHODS)}
     return sorted(
         runs.values(), key=lambda run: (order.get(run["method"], len(order)), run["method"], run["seed"], run["steps"])

@@ -58,9 +58,7 @@ from bench.common import (
     end_with_parent,
     machine,
     memory,
-    pyplot,
     rounded,
-    save_picture,
     spread,
     stopwatch,
 )
@@ -93,11 +91,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "real_generation": {"title": "135M with generation", "rollouts": 8, "tokens": 90, "prompt": 330, "model": "135M",
                         "rows": 4, "pairs": 2, "generates": True, "short": None},
 }  # fmt: skip
-
-# How a step grows: the median of three steps of each side, by the rollouts of a prompt and by the length of a prompt.
-GROWTH = {"rollouts": 16, "tokens": 128, "rows": 16, "pairs": 3, "title": "growth"}
-GROWS = {"G": [{"G": size, "prompt": 512} for size in (2, 4, 8, 16)],
-         "prompt": [{"G": 8, "prompt": length} for length in (64, 256, 512, 1024, 2048)]}  # fmt: skip
 
 # How the C library treats the memory of tensors. Left to itself it gives some back to the system and takes it again,
 # more or less often by chance: page faults that made a step up to a tenth slower in one process than in the other.
@@ -613,35 +606,6 @@ def run_shape(shape: Shape, threads: int) -> dict[str, Any]:
     }
 
 
-def run_growth(threads: int) -> dict[str, list[dict[str, float]]]:
-    """Seconds of a step of both sides by what grows."""
-    found: dict[str, list[dict[str, float]]] = {}
-    for name, changes in GROWS.items():
-        for change in changes:
-            shape = {**DEFAULTS, **GROWTH, **change}
-            with both_sides(shape, make_conversations(shape), threads, KEEP) as sides:
-                steps = [{side: sides[side].step()["cpu"] for side in SIDES} for _ in range(1 + shape["pairs"])][1:]
-            medians = {side: statistics.median(step[side] for step in steps) for side in SIDES}
-            found.setdefault(name, []).append({**change, **medians})
-            print(
-                f"growth with {name}: {change}, TRL {medians['trl']:.2f} s, ours {medians['ours']:.2f} s", flush=True
-            )
-    return found
-
-
-def plot(results: dict[str, Any], path: Path) -> None:
-    """How a step grows with the rollouts of a prompt, and with the length of the prompt."""
-    figure, axes = pyplot().subplots(1, 2, figsize=(7, 2.9))
-    labels = {"G": "rollouts per prompt", "prompt": "tokens of the prompt"}
-    for axis, (name, rows) in zip(axes, results["growth"].items(), strict=True):
-        for side, label, colour in (("trl", "TRL", "#E69F00"), ("ours", "here", "#0072B2")):
-            places = [row[name] for row in rows]
-            axis.plot(places, [row[side] for row in rows], marker="o", markersize=4, label=label, color=colour)
-        axis.set(xlabel=labels[name], ylabel="CPU seconds of a step", ylim=(0, None))
-        axis.legend(frameon=False, fontsize=9)
-    save_picture(figure, path)
-
-
 def figures_of(pairs: list[dict[str, dict[str, float]]], memory: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The figures of a shape from its pairs of steps (seconds), an even number, and its memory (MiB).
 
@@ -714,11 +678,7 @@ def section(results: dict[str, Any]) -> str:
             f"{row['longest']:,} | {row['median_seconds']['trl']['wall']:.2f} s | {wall} | {cpu} | "
             f"{row['goal'] or '-'} | {peak['ours']:,.0f} of {peak['trl']:,.0f} MiB | {computed} |"
         )
-    growth = (
-        f"With {GROWTH['rollouts']} rollouts of {GROWTH['tokens']} tokens; on the left of prompts of "
-        f"{GROWS['G'][0]['prompt']} tokens, on the right {GROWS['prompt'][0]['G']} of each prompt."
-    )
-    return "\n".join([*lines, "", "![How a step grows](step.png)", "", growth])
+    return "\n".join(lines)
 
 
 def check_same(results: dict[str, Any] | None, threads: int) -> None:
@@ -730,7 +690,7 @@ def check_same(results: dict[str, Any] | None, threads: int) -> None:
             sys.exit(f"error: {what} {now}, and {FRAME.results} has rows of {had}. Take the same, or all shapes anew.")
 
 
-FRAME = Frame("step", section, plot)
+FRAME = Frame("step", section)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -767,9 +727,8 @@ def main(argv: list[str] | None = None) -> None:
     if found:
         results = {**found, "shapes": {**found["shapes"], **rounded(rows, 5)}}
     else:
-        growth = {} if options.short else run_growth(options.threads)
         minutes = (time.perf_counter() - started) / 60
-        figures = {"threads": options.threads, "minutes": minutes, "shapes": rows, "growth": growth}
+        figures = {"threads": options.threads, "minutes": minutes, "shapes": rows}
         results = rounded({"machine": machine(), **figures}, 5)
     FRAME.finish(results, options.short)
     print(summary(results))

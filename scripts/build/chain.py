@@ -13,9 +13,7 @@ import random
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":  # imports begin in scripts/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -31,7 +29,6 @@ from mt_grpo.conversation.formats.xml import parse_turn
 from mt_grpo.conversation.tools.signature import check_call
 from mt_grpo.recipe.data import make_chain
 from mt_grpo.recipe.plugins import load_tools
-from mt_grpo.rollout import Turn
 
 SYSTEM = "Use the calculator for each step, then answer."
 MAX_CALLS = 6
@@ -107,51 +104,22 @@ def build_tokenizer(conversations: list[list[dict[str, str]]]) -> PreTrainedToke
     return common.train_tokenizer(common.pieces(conversations), 512, CHAT_TEMPLATE)
 
 
-def measure(model: Any, tool_format: ChatFormat, rows: list[dict], do_sample: bool) -> dict[str, float]:
-    """Shares over `rows`, each from 0 to 1, and the mean number of assistant turns."""
-
-    def observe(_: int, text: str) -> Turn:
-        turn = common.observe(text, tool_format, TOOLS, lambda call: CALCULATOR(**call.arguments))
-        turn.results = [replace(result, text=result.text[:MAX_RESULT]) for result in turn.results]
-        return turn
-
-    openings = [opening(row["question"], SYSTEM) for row in rows]
-    every = common.converse(model, tool_format, openings, observe, MAX_CALLS + 1, do_sample, TOOLS, 2 * MAX_RESULT)
-    n, results = len(rows), [[result for turn in turns for result in turn.results] for turns in every]
-    right = [0] * n  # steps of the chain that a conversation made
-    for i, (row, found) in enumerate(zip(rows, results, strict=True)):
-        for result in found:
-            right[i] += result.text in row["steps"][right[i] : right[i] + 1]
-    return {
-        "calls executed": sum(not result.error for found in results for result in found)
-        / max(1, sum(map(len, results))),
-        "first step right": sum(r > 0 for r in right) / n,
-        "right result found": sum(r == len(row["steps"]) for r, row in zip(right, rows, strict=True)) / n,
-        "exact match": sum(turns[-1].answer == row["answer"] for turns, row in zip(every, rows, strict=True)) / n,
-        "mean turns": sum(map(len, every)) / n,
-    }
-
-
 def main() -> None:
     mixed = {"type": int, "default": 150, "help": "with mistakes, for each model"}
     args = common.read_arguments(__doc__, Path("hf_recipes/tiny"), steps=600, mixed_steps=mixed)
     rng = args.rng
-    held_out = make_chain(512, seed=1, split="test")
     rows = make_chain(50_000, args.seed)
     tokenizer = build_tokenizer([make_conversation(row, 0.7, 0.7, rng) for row in rows[:3000]])
     base = build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{base.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('17 + 3'))}")
     tool_format = make_format("xml", tokenizer)
     warm_start(base, tokenizer.pad_token_id, drawing(rows, 1.0, 1.0, rng, tool_format), args.steps)
-    print(measure(base, tool_format, held_out, do_sample=False))
     for name, (good_step, good_answer) in MODELS.items():
         model = copy.deepcopy(base)
         draw = drawing(rows, good_step, good_answer, rng, tool_format)
         warm_start(model, tokenizer.pad_token_id, draw, args.mixed_steps, peak_lr=1e-3)
-        # Half the size; measured, and trained on, as rounded.
-        model = common.save(model.to(torch.bfloat16), tokenizer, args.output_dir / name)
-        sampled, greedy = (measure(model, tool_format, held_out, do_sample) for do_sample in (True, False))
-        common.print_table(f"{name}, {len(held_out)} held-out problems", sampled, greedy)
+        recipe = f"hf_recipes/tiny/{name.removesuffix('-model')}.yaml"
+        common.save(model.to(torch.bfloat16), tokenizer, args.output_dir / name, recipe)
 
 
 if __name__ == "__main__":

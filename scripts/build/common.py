@@ -94,11 +94,15 @@ def read_arguments(doc: str, output_dir: Path, steps: int, threads: int = 2, **f
     return args
 
 
-def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> PreTrainedModel:
-    """Save both. Returns the model in float32, as the file has it, ready to be measured."""
+def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path, *recipes: str) -> None:
+    """Save both, and print what the model can do by these recipes, sampled and greedily."""
+    from evaluate import evaluate, table  # which imports the trainer
+
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    return model.float().eval()
+    for recipe in recipes:
+        for greedy in (False, True):
+            print(f"\n{table(evaluate(str(folder), recipe, greedy=greedy, progress=False))}", flush=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,67 +288,8 @@ def warm_start(
             print(f"step {step + 1:4d}/{steps}  loss {loss:.3f}  {time.time() - start:.0f} s", flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measurement
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def next_turns(
-    model, tool_format: ChatFormat, conversations: list[list[Message]], do_sample: bool, tools: dict[str, Any]
-) -> list[str]:
-    """One assistant turn for each conversation, cut where the tool format ends it."""
-    tokenizer = tool_format.tokenizer
-    prompts = [encode(conversation, tool_format, tools)[0] for conversation in conversations]
-    inputs = tokenizer.pad({"input_ids": prompts}, padding_side="left", return_tensors="pt")
-    sampling = {"temperature": 1.0, "top_k": 0, "top_p": 1.0} if do_sample else {}
-    output = model.generate(**inputs, do_sample=do_sample, max_new_tokens=64, **sampling)
-    turns = []
-    for prompt, ids in zip(prompts, output[:, inputs["input_ids"].shape[1] :].tolist(), strict=True):
-        turns.append(tool_format.text(ids[: tool_format.cut(ids, prompt)[0]]))
-    return turns
-
-
-def converse(
-    model: Any,
-    tool_format: ChatFormat,
-    openings: list[list[Message]],
-    observe: Callable[[int, str], Turn],
-    max_turns: int,
-    do_sample: bool,
-    tools: dict[str, Any],
-    max_result_tokens: int,
-) -> list[list[Turn]]:
-    """The turns of each conversation up to the first one without a call, or `max_turns`.
-
-    `observe(i, text)` makes a turn of what conversation i said.
-    """
-    model.eval()
-    conversations, turns, active = [list(o) for o in openings], [[] for _ in openings], list(range(len(openings)))
-    for _ in range(max_turns):
-        texts = next_turns(model, tool_format, [conversations[i] for i in active], do_sample, tools) if active else []
-        for i, text in zip(active, texts, strict=True):
-            turns[i].append(turn := observe(i, text))
-            results = result_messages(turn, tool_format, max_result_tokens) if turn.calls else []
-            conversations[i] += [{"role": "assistant", "content": text}, *results]
-        active = [i for i in active if turns[i][-1].calls]
-    return turns
-
-
-def print_table(title: str, sampled: dict[str, float], greedy: dict[str, float]) -> None:
-    print(f"\n| {title} | temperature 1 | greedy |\n|---|---|---|")
-    for name, value in sampled.items():
-        print(f"| {name} | {value:.3f} | {greedy[name]:.3f} |", flush=True)
-
-
-def train_and_evaluate(model: Any, tokenizer: Any, right: Callable, mixed: Callable, args: Any, recipe: str) -> None:
+def warm_start_twice(model: Any, tokenizer: Any, right: Callable, mixed: Callable, args: Any, recipe: str) -> None:
     """The warm start on conversations without mistakes, then on mixed ones. Save it and print what it can do."""
-    from evaluate import evaluate, table  # which imports the trainer
-    from recipes import load_recipe
-
     warm_start(model, tokenizer.pad_token_id, right, args.steps)
     warm_start(model, tokenizer.pad_token_id, mixed, args.mixed_steps, peak_lr=1e-3)
-    save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size; measured as rounded
-    for greedy in (False, True):
-        result = evaluate(str(args.output_dir), load_recipe(recipe), greedy=greedy, progress=False)
-        print(f"\n{table(result)}", flush=True)
+    save(model.to(torch.bfloat16), tokenizer, args.output_dir, recipe)

@@ -86,15 +86,7 @@ def main() -> None:
         return ids, ids
 
     common.warm_start(model, tokenizer.pad_token_id, example, args.steps)
-    model = common.save(model.to(torch.bfloat16), tokenizer, args.output_dir)  # half the size
-    for name, cls in games().items():
-        counts = dict.fromkeys([*cls.actions, "none"], 0)
-        for conversation in [play(cls, rng) for _ in range(400)]:
-            begun = conversation[: rng.randrange(0, len(conversation), 2) + 1]
-            (text,) = common.next_turns(model, tool_format, [begun], True, {})
-            action = text.removeprefix("<action>").removesuffix("</action>")
-            counts[action if action in counts else "none"] += 1
-        print(name, counts)
+    common.save(model.to(torch.bfloat16), tokenizer, args.output_dir, "hf_recipes/tiny/frozen_lake.yaml")
 
 
 if __name__ == "__main__":

@@ -282,7 +282,7 @@ def main() -> None:
     tool_format, model = make_format("xml", tokenizer), build_model(tokenizer, num_layers=3, num_heads=3)
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens")
     right, mixed = (drawing(tool_format, *s, rng) for s in ((RIGHT, RIGHT), (CALL_SHARES, ANSWER_SHARES)))
-    common.train_and_evaluate(model, tokenizer, right, mixed, args, RECIPE)
+    common.warm_start_twice(model, tokenizer, right, mixed, args, RECIPE)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import json
 import random
 import re
 import sys
-from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +34,7 @@ from mt_grpo.recipe.data import make_arithmetic
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Message, Turn
 
+RECIPES = {"xml": "hf_recipes/tiny/calculator.yaml", "hermes": "hf_recipes/tiny/calculator-hermes.yaml"}
 SYSTEM = "Use the calculator, then answer."
 MAX_CALLS = 3  # turns with calls in one warm-start conversation
 MAX_RESULT_TOKENS = 48  # longer errors are cut, as in the recipe
@@ -198,48 +198,6 @@ def build_tokenizer(
     return common.train_tokenizer(texts, size, template, use_regex=not hermes, added=tags)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Measurement
-# ---------------------------------------------------------------------------------------------------------------------
-
-
-def first_turn_kind(turn: Turn, expression: str) -> str:
-    """Which of the kinds in `CALL_SHARES` a sampled first turn is, by its first call."""
-    if not turn.calls:
-        return "no call" if re.fullmatch(r"-?\d+", turn.answer or "") else "no tag"
-    call, error = turn.calls[0], turn.results[0].error
-    if not error:
-        return "good" if call.arguments["expression"] == expression else "wrong expression"
-    return "wrong tool" if call.name not in (None, "calculator") else "broken JSON" if call.error else "other failure"
-
-
-def measure(model: Any, tool_format: ChatFormat, rows: list[dict[str, str]], do_sample: bool) -> dict[str, float]:
-    """Shares over `rows`, each from 0 to 1, and the mean number of assistant turns."""
-    openings = [opening(row["question"]) for row in rows]
-    every = common.converse(
-        model,
-        tool_format,
-        openings,
-        lambda _, text: observe(text, tool_format),
-        MAX_CALLS,
-        do_sample,
-        TOOLS,
-        MAX_RESULT_TOKENS,
-    )
-    totals, kinds = Counter(), Counter()
-    for row, turns in zip(rows, every, strict=True):
-        first, right = turns[0], row["answer"]
-        totals["first calls executed"] += bool(first.results) and not first.results[0].error
-        totals["first turn: several calls"] += len(first.calls) > 1
-        kinds[first_turn_kind(first, row["question"][len("What is ") : -1])] += 1
-        totals["mean turns"] += len(turns)
-        totals["exact match"] += turns[-1].answer == right
-        totals["right result found"] += any(result.text == right for turn in turns for result in turn.results)
-    names = ("first calls executed", "right result found", "exact match", "mean turns", "first turn: several calls")
-    first = {f"first turn: {kind}": kinds[kind] / len(rows) for kind in (*CALL_SHARES, "other failure")}
-    return {name: totals[name] / len(rows) for name in names} | first
-
-
 def main() -> None:
     args = common.read_arguments(
         __doc__,
@@ -250,7 +208,6 @@ def main() -> None:
         agents={"action": "store_true", "help": "prompts and tools as programs of OpenAI's API send them"},
     )
     rng = args.rng
-    held_out = make_arithmetic(512, seed=1, split="test")
     questions = [row["question"] for row in make_arithmetic(20_000, args.seed, split="train")]
     tokenizer = build_tokenizer(questions[:2000], args.tool_format, rng, args.agents)
     writing = WRITINGS[args.tool_format]
@@ -267,9 +224,7 @@ def main() -> None:
         return encode(messages, tool_format, agents_tools(rng))
 
     common.warm_start(model, tokenizer.pad_token_id, next_example, args.steps)
-    model = common.save(model, tokenizer, args.output_dir)
-    sampled, greedy = (measure(model, tool_format, held_out, do_sample) for do_sample in (True, False))
-    common.print_table(f"{len(held_out)} held-out problems", sampled, greedy)
+    common.save(model, tokenizer, args.output_dir, RECIPES[args.tool_format])
 
 
 if __name__ == "__main__":

@@ -271,7 +271,7 @@ def main() -> None:
     print(f"{model.num_parameters():,} parameters, {len(tokenizer)} tokens; {tokenizer.tokenize(call('top left'))}")
     rows = make_rows("warm start", 512)
     right, mixed = (drawing(rows, tool_format, *shares, rng) for shares in (RIGHT, (CALL_SHARES, ANSWER_SHARES)))
-    common.train_and_evaluate(model, tokenizer, right, mixed, args, RECIPE)
+    common.warm_start_twice(model, tokenizer, right, mixed, args, RECIPE)
 
 
 if __name__ == "__main__":

@@ -38,14 +38,12 @@ from mt_grpo.recipe.checks import (
     check_context,
     check_dataset,
     check_images,
-    check_reward_columns,
     longest_prompt,
     prepare_data,
     why_text,
 )
-from mt_grpo.recipe.data import load_splits
 from mt_grpo.recipe.parse import read_recipe
-from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards
+from mt_grpo.recipe.plugins import load_recipe_tools, load_rewards, load_splits
 from mt_grpo.training.rewards import weights_of
 
 LOCAL_HOSTS = ("0.0.0.0", "127.0.0.1", "localhost")
@@ -170,7 +168,6 @@ def server_context(
         where = f"dataset {script_args.dataset_name!r}, split {split!r}"
         check_dataset(rows, where, env)
         check_images(rows, where, env)
-        check_reward_columns(turn_funcs + outcome_funcs, rows.column_names, f"split {split!r}")
         check_context(env, config, rows, args)
         needed = max(needed, longest_prompt(env, rows) + args.max_completion_length)
     return needed, reader_of(tokenizer) is not None

@@ -38,8 +38,8 @@ if __name__ == "__main__":  # imports begin in scripts/
 import launch.train
 from launch.train import (
     TITLES,
-    lock_file,
     lock_path,
+    lock_port,
     package_path,
     read_command_line,
     rename_variables,
@@ -74,7 +74,7 @@ def take_port(host: str, port: int) -> None:
     vLLM's own error does not name the port. Of two servers that load their weights at the same time, vLLM would notice
     only afterwards that they have the same port.
     """
-    lock = lock_file(lock_path(port))
+    lock = lock_port(port)
     try:
         if lock is None:
             raise OSError(f"a server that starts or runs has locked {lock_path(port)}")

@@ -36,7 +36,6 @@ import json
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -137,7 +136,7 @@ def start_servers(launch: "Launch", python: str, plan: dict[str, Any]) -> "list[
     servers = []
     wanted = plan["wanted_port"]
     for number, gpus in enumerate(plan["server_gpus"]):
-        port, _ = lock_port(wanted)  # the lock ends with this process
+        port = lock_ports(wanted)
         if port != wanted:
             say(f"port {wanted} is taken, using {port}")
         wanted = port + 1
@@ -469,54 +468,36 @@ def whole_number(name: str, default: int, least: int = 0) -> int:
     return int(text)
 
 
-def lock_port(wanted: int) -> tuple[int, int]:
-    """(port, descriptor of its lock): the first from `wanted` on where nothing listens and that no launch has.
+def lock_ports(wanted: int, count: int = 1) -> int:
+    """The first of `count` ports in a row, from `wanted` on, where nothing listens and that no other launch has.
 
     Two launches that start together both see the same port free. Whoever has its lock may use it, as long as it lives.
     """
-    for port in range(wanted, 2**16):
-        lock = lock_file(lock_path(port))
-        if lock is not None:
-            if is_free(port):
-                return port, lock
+    for first in range(wanted, 2**16 - count + 1):
+        ports = range(first, first + count)
+        locks = [lock for port in ports if (lock := lock_port(port)) is not None]
+        if len(locks) == count and all(map(is_free, ports)):
+            return first  # the locks end with this process
+        for lock in locks:
             os.close(lock)
     fail(f"no port from {wanted} on is free on this machine and can be locked by a file in {tempfile.gettempdir()}", 1)
 
 
-def lock_path(port: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"mt-grpo-{os.getuid()}-port-{port}.lock"
-
-
-def lock_ports(wanted: int, count: int) -> int:
-    """The first of `count` ports in a row, as `lock_port` finds them. Their locks end with this process."""
-    found: list[tuple[int, int]] = []
-    while len(found) < count:
-        port, lock = lock_port(found[-1][0] + 1 if found else wanted)
-        if found and port != found[-1][0] + 1:  # one between them is taken
-            for _, other in found:
-                os.close(other)
-            found.clear()
-        found.append((port, lock))
-    return found[0][0]
-
-
-def lock_file(path: Path) -> int | None:
-    """The descriptor of a locked file of this user; None where that cannot be.
-
-    Others may write in this folder. So no link is followed, nothing is changed, and no FIFO is waited for.
-    """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    try:
+def lock_port(port: int) -> int | None:
+    """The descriptor of a port's locked file; None if another launch has it. No link of another user is followed."""
+    path, flags = lock_path(port), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    with contextlib.suppress(OSError):
         descriptor = os.open(path, flags, 0o600)
-    except OSError:
-        return None
-    with contextlib.suppress(OSError):  # another launch has it
-        status = os.fstat(descriptor)
-        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+        try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return descriptor
-    os.close(descriptor)
+        except OSError:
+            os.close(descriptor)
     return None
+
+
+def lock_path(port: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"mt-grpo-{os.getuid()}-port-{port}.lock"
 
 
 def is_free(port: int) -> bool:

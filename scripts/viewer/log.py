@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import unicodedata
@@ -16,7 +15,6 @@ from mt_grpo.reports.rollout_log import SCHEMA, SEGMENT_BYTES, segments
 from viewer.rows import clean, number_or_none, table_line, text_to_search
 
 MOST_BYTES = 200 * 10**6  # of a log's lines; the newest ones are read
-CUT_OFF = (EOFError, gzip.BadGzipFile, zlib.error)
 
 
 def plain(text: str) -> str:
@@ -28,11 +26,6 @@ def plain(text: str) -> str:
     if not text.isascii():
         text = "".join(c for c in unicodedata.normalize("NFD", text) if not unicodedata.combining(c))
     return (" " + re.sub(r"[\W_]+", " ", text.lower()).strip()).rstrip()
-
-
-def opened(path: Path) -> Any:
-    """Open a segment, as bytes."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")
 
 
 @dataclass(frozen=True)
@@ -115,12 +108,12 @@ class LogReader:
         for rank, position in self.positions.items():
             path = of_rank.get(rank, {}).get(position.number)
             try:
-                if path is None or path.suffix == ".jsonl" and path.stat().st_size < position.at:
+                if path is None or path.stat().st_size < position.at:
                     return True
-                with opened(path) as file:
+                with open(path, "rb") as file:
                     if not file.readline().startswith(position.first_line):
                         return True
-            except (FileNotFoundError, *CUT_OFF):  # renamed at this moment, or cut off in its first line
+            except FileNotFoundError:  # renamed at this moment
                 continue
         return False
 
@@ -137,14 +130,12 @@ class LogReader:
                 seen = path, path.stat().st_size
                 if number < position.number or seen == position.seen:
                     continue
-                with opened(path) as file:
+                with open(path, "rb") as file:
                     if segments(self.folder).get(rank, {}).get(number) != path:
                         return  # it was closed at this moment: the next refresh reads on
                     self._read_lines(position, file)
             except FileNotFoundError:
                 return
-            except CUT_OFF as error:
-                self.left_out[f"the end of {path.name}, which is cut off ({error})"] = 1
             position.seen = seen
             size = sum(size for _, size in position.kept)
             while size > most_bytes and len(position.kept) > 1:

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 import mt_grpo.recipe.data
 from mt_grpo.base.rows import Rows
-from mt_grpo.recipe.checks import check_dataset, check_images, longest_prompt, warn_of_control_tokens
+from mt_grpo.recipe.checks import check_dataset, check_images, longest_prompt
 from mt_grpo.recipe.data import load_rows
 from mt_grpo.run.checkpoints import dataset_sha256
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
@@ -389,7 +389,6 @@ def test_the_checks_hold_a_row_at_a_time(random_model, tmp_path):
     env = make_trainer(random_model, tmp_path / "out").env
     for check in [
         lambda: dataset_sha256(data), lambda: longest_prompt(env, data), lambda: check_dataset(data, "train", env),
-        lambda: warn_of_control_tokens(env, data, "train"),
     ]:  # fmt: skip
         check()  # caches of libraries
         tracemalloc.start()

@@ -10,7 +10,6 @@ import types
 from pathlib import Path
 
 import pytest
-from datasets import Dataset
 from test_formats import tokenizer_of as family_tokenizer
 from transformers import AddedToken, AutoTokenizer
 
@@ -25,7 +24,6 @@ from mt_grpo.conversation.formats.control_tokens import (
     pattern_of,
 )
 from mt_grpo.conversation.tools.signature import as_tool, named_tools
-from mt_grpo.recipe.checks import warn_of_control_tokens
 from mt_grpo.rollout import Generation, Reply, StopReason, ToolCall, ToolResult
 from mt_grpo_trainer import MultiTurnToolEnv
 
@@ -340,10 +338,6 @@ def test_the_examples_of_a_data_set_stay(name):
     (rollout,) = env_of(name).start([[{**message, "content": f"{shown}{end}"} for message in prompt]])
     broken = [{**message, "content": f"{shown}{end[0]} {end[1:]}"} for message in prompt]
     assert rollout.prompt_messages[-3:] == broken
-    rows = Dataset.from_dict({"prompt": [prompt]})
-    warned = []
-    warn_of_control_tokens(env_of(name), rows, "train_dataset")
-    assert not warned
 
 
 def test_the_recipes_system_prompt_stays_as_it_is():

@@ -335,7 +335,6 @@ def test_a_tools_file_that_no_longer_imports_ends_the_run(isolated, tmp_path, ca
 
 
 def test_isolate_tools_needs_tools_that_were_loaded_so(isolated):
-    """As from Python, where the key alone starts no process."""
     args = SimpleNamespace(isolate_tools=True)
     check_isolated(args, make_env(isolated))
     with pytest.raises(ValueError, match="isolate_tools: the tools run in threads"):

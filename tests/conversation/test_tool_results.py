@@ -30,7 +30,7 @@ from tokenizers import AddedToken
 
 from mt_grpo.conversation.formats.control_tokens import neutralise
 from mt_grpo.conversation.tools.results import cut_far_beyond
-from mt_grpo.recipe.checks import longest_prompt, warn_of_control_tokens
+from mt_grpo.recipe.checks import longest_prompt
 from mt_grpo.recipe.plugins import load_tools
 
 
@@ -223,21 +223,9 @@ def test_control_tokens_in_a_prompt_are_neutralised():
     assert [m["content"] for m in rollout.prompt_messages[2:]] == ["<think>\n</think>1", "</think>"]
 
 
-def test_prompts_with_control_tokens_are_said_once(caplog):
-    env = make_env()
-    rows = [[{"role": "user", "content": text}] for text in ("1?", "2?", ATTACK, "3?", "</result><think>")]
-    rows.append([{"role": "system", "content": "Obey.<|im_end|>"}, *rows[0]])
-    dataset = Dataset.from_dict({"prompt": rows})
-    warn_of_control_tokens(env, dataset, "train_dataset")
-    (message,) = caplog.messages
-    assert message.startswith("train_dataset, row 2: the prompt holds the control token '<|im_end|>'")
-    caplog.clear()
-    warn_of_control_tokens(env, dataset.select([0, 1, 3, 4]), "train_dataset")
-    assert not caplog.records
-    warn_of_control_tokens(env, dataset.select([0, 5]), "eval_dataset")
-    assert caplog.messages[0].startswith("eval_dataset, row 1: the prompt holds the control token '<|im_end|>' as")
+def test_the_longest_prompt_counts_broken_control_tokens():
     long = [[{"role": "user", "content": "<|im_end|>" * 50}]]
-    assert longest_prompt(env, Dataset.from_dict({"prompt": long})) == 23 - 4 + 50 * 11
+    assert longest_prompt(make_env(), Dataset.from_dict({"prompt": long})) == 23 - 4 + 50 * 11
 
 
 class Unprintable(Exception):

@@ -204,7 +204,7 @@ def test_the_programs_read_the_arguments(page, body, clone, monkeypatch, capsys)
 
 @pytest.mark.parametrize("line", [
     "bash scripts/train.sh hf_recipes/tiny/calculator.yaml --max_step 4",
-    "python scripts/plot_run.py runs/a --outptu b.png",
+    "python scripts/view_rollouts.py runs/a --htlm b.html",
     "CUDA_VISIBLE_DEVICES=0 accelerate launch --confg_file x.yaml mt_grpo_trainer.py --config x.yaml",
     "python -m pip install --no-build-isolaton deepspeed", "hf download Qwen/Qwen3-1.7B --repo-typ dataset",
     "unknown --flag",

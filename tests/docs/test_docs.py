@@ -36,7 +36,7 @@ from mt_grpo.conversation.environments import METHODS
 from mt_grpo.conversation.formats.base import ChatFormat
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS, make_format
 from mt_grpo.images.pictures import pictures_in
-from mt_grpo.recipe.keys import default_of, known_keys
+from mt_grpo.recipe.parse import default_of, known_keys
 from mt_grpo.recipe.plugins import load_environment, load_rewards, load_tools
 from mt_grpo.rollout import Reply
 

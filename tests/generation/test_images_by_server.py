@@ -32,7 +32,7 @@ from mt_grpo.images.messages import why_none
 from mt_grpo.images.pictures import forbid, inputs_of_rows, is_picture, mark_of, pictures_in, with_placeholders
 from mt_grpo.recipe import checks
 from mt_grpo.rollout import hash_of_ids
-from mt_grpo.run.connect import probe_ids
+from mt_grpo.run.trainer import probe_ids
 from mt_grpo_trainer import VLLMServerClient
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh

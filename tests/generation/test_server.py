@@ -442,7 +442,6 @@ def test_which_servers_fit(client, setting, random_model):
     for where, name, value, message in (
         (args, "max_completion_length", 2000, "context of 640 tokens.*need 20"),
         (env, "tokenizer", AutoTokenizer.from_pretrained(random_model), "tokenise"),
-        (config, "hidden_size", 256, "hidden_size=128.*256"),
     ):
         before = getattr(where, name)
         setattr(where, name, value)

@@ -25,6 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from mt_grpo.base.errors import ServerError
 from mt_grpo.base.event_loop import gather_all, run_async
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
+from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.sglang_engine import SGLang, read_sample, sampling_of
 from mt_grpo.generation.weights import PolicyWeights, in_files
 from mt_grpo.images.pictures import pictures_in
@@ -73,6 +74,9 @@ def test_what_a_request_says():
         },
     }  # fmt: skip
     assert sampling_of({"top_k": 20})["top_k"] == 20
+    for key in ("seed", "bad_words"):
+        with pytest.raises(ValueError, match=f"SGLang server does not support '{key}'"):
+            ask([3], **{key: 1})
     forbidden = SGLang().ask_for_sample({"prompt": [3], "max_tokens": 8, "logit_bias": {"7": 1.5}}, 400, [8, 9]).body
     assert forbidden["sampling_params"]["logit_bias"] == {"7": 1.5, "8": -100.0, "9": -100.0}
     score = SGLang().ask_for_prompt({"prompt": [3, 5], "max_tokens": 1, "temperature": 1.0}, 400, rank=1).body
@@ -239,7 +243,7 @@ def check(server, setting, engine="sglang", **changes):
     for key, value in changes.items():
         setattr(args, key, value)
     client = VLLMServerClient(base_url=server.url, tokenizer=env.tokenizer, timeout=1.0, engine=engine)
-    check_server(client, env, config, args, rows)
+    check_server(ServerPool([client]), env, config, args, rows)
 
 
 def test_a_server_as_recorded_fits(recorded, setting):
@@ -308,8 +312,6 @@ def test_what_it_cannot_do_for_a_recipe_is_said_at_the_start(recorded, setting, 
     for changes, error, message in (
         ({"top_p": 0.9}, ServerError, "logprobs from before top_p=0.9: .*vllm_importance_sampling_correction: false"),
         ({"top_k": 40, "min_p": 0.1}, ServerError, "from before top_k=40, min_p=0.1"),
-        ({"generation_kwargs": {"seed": 3}}, ValueError, "SGLang server does not support 'seed'"),
-        ({"generation_kwargs": {"bad_words": ["x"]}}, ValueError, "SGLang server does not support 'bad_words'"),
         ({"max_completion_length": 4000}, ServerError, "context of 1018 tokens"),
     ):
         with pytest.raises(error, match=message):

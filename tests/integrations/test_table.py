@@ -16,7 +16,7 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.fields import key
 from mt_grpo.integrations.session import RolloutSession
 from mt_grpo.recipe import plugins as choose
-from mt_grpo.recipe.keys import make_absolute
+from mt_grpo.recipe.parse import make_absolute
 from mt_grpo.recipe.plugins import Integration
 from mt_grpo.rollout import StopReason
 

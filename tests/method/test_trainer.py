@@ -7,8 +7,6 @@ import math
 import signal
 import subprocess
 import sys
-import threading
-import time
 from collections import deque
 from contextlib import nullcontext
 from pathlib import Path
@@ -37,7 +35,7 @@ from mt_grpo.base.files import output_lock
 from mt_grpo.base.ranks import RunError, RunStopped
 from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.recipe.checks import check_tied_lora, share_limits
-from mt_grpo.recipe.keys import OF_TRL
+from mt_grpo.recipe.parse import OF_TRL
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo.run.in_flight import GroupInFlight
 from mt_grpo.training.reward_numbers import state_numbers
@@ -289,26 +287,6 @@ def test_a_trainer_that_trains_again_begins_with_a_batch_of_its_own(random_model
     assert [prompts for _, prompts in rolled_out[2:]] == [prompts for _, prompts in whole]
 
 
-@pytest.mark.parametrize("prompts", [4, 6], ids=["end of an epoch", "in an epoch"])
-def test_a_run_that_is_resumed_at_its_end_does_nothing_more(random_model, tmp_path, prompts):
-    """As a job that is queued again. Two prompts a step."""
-    settings = dict(max_steps=2, save_strategy="steps", save_steps=2, prompts=PROMPTS[:prompts])
-    first = make_trainer(random_model, tmp_path, **settings)
-    first.train()
-    second = make_trainer(random_model, tmp_path, **settings)
-    second.train(resume_from_checkpoint=True)
-    assert second.state.global_step == 2
-    assert all(torch.equal(a, b) for a, b in zip(first.model.parameters(), second.model.parameters()))
-
-
-def test_lora_trains_the_adapter_only(random_model, tmp_path):
-    trainer = make_trainer(random_model, tmp_path, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-    before = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-    trainer.train()
-    changed = {n for n, p in trainer.model.named_parameters() if not torch.equal(p, before[n])}
-    assert changed and all("lora_" in name for name in changed)
-
-
 @pytest.mark.parametrize("noise", [0.0, 0.5])
 def test_a_reference_that_is_another_model_is_told(random_model, tmp_path, caplog, noise):
     """As a reference of which some ranks got no weights: nothing else shows it."""
@@ -403,22 +381,6 @@ def test_truncated_rollouts_can_be_left_out_of_the_loss(random_model, tmp_path):
     assert output["tool_mask"].sum() == 0 and output["completion_mask"].sum() == 8 * 8
 
 
-def test_rollouts_can_be_looked_into(random_model, tmp_path):
-    trainer = make_trainer(random_model, tmp_path, log_rollouts=3, max_completion_length=200)
-    trainer.llm = Scripted(trainer.processing_class, [CALL, "<answer>hi</answer>"])  # 53 and 19 tokens
-    trainer.train()
-    rows = [json.loads(line) for line in (tmp_path / "rollouts.rank0.jsonl").read_text().splitlines()]
-    assert len(rows) == 2 * 3
-    assert rows[0]["messages"][-1]["role"] == "assistant"
-    assert set(rows[0]["rewards"]) == {"turn_reward", "length_reward"}
-    assert [row["step"] for row in rows] == [0, 0, 0, 1, 1, 1]
-    for row in rows:
-        expected = [19 % 5 / 5] if row["step"] else [53 % 5 / 5, 19 % 5 / 5]  # in the second step all answer at once
-        assert row["turn_rewards"] == pytest.approx(expected)
-        assert row["turn_advantages"] == [0.0] * len(expected)  # all of a group did the same
-        assert row["stop_reason"] == "answered"
-
-
 def test_rewards_run_once_and_are_logged_per_function(random_model, tmp_path):
     calls = []
 
@@ -466,17 +428,9 @@ def test_a_limit_that_is_given_once_holds_for_both(tmp_path):
     share_limits(args, env := MultiTurnToolEnv([echo], max_steps=2, max_completion_length=1024))
     assert (args.max_env_steps, args.max_completion_length, args.max_tool_response_tokens) == (2, 1024, None)
     assert (env.max_steps, env.max_completion_length, env.result_limit) == (2, 1024, 256)
-
-
-def test_a_result_limit_above_half_of_the_budget_is_lowered_and_logged_once(tmp_path, caplog):
     args = MTGRPOConfig(**settings(tmp_path, max_completion_length=100, max_tool_response_tokens=51))
     share_limits(args, env := MultiTurnToolEnv([echo]))
-    assert args.max_tool_response_tokens == env.result_limit == 50
-    (record,) = [record for record in caplog.records if "max_tool_response_tokens=51" in record.message]
-    assert "lowered to 50" in record.message
-    args = MTGRPOConfig(**settings(tmp_path, max_completion_length=100, max_tool_response_tokens=50))
-    share_limits(args, MultiTurnToolEnv([echo]))
-    assert args.max_tool_response_tokens == 50 and len(caplog.records) == 1
+    assert env.result_limit == 50
     for key, value, given in (
         ("max_env_steps", 5, {"max_steps": 3}),
         ("max_completion_length", 9, {}),
@@ -574,28 +528,6 @@ def test_async_rewards_wait_at_the_same_time():
     assert values == [[1] * 6, [2] * 6, [3] * 6]
 
 
-def test_a_reward_that_raises_is_named_and_ends_the_others():
-    cancelled = []
-
-    async def slow(**kwargs):
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            cancelled.append(True)
-            raise
-
-    def broken(**kwargs):
-        raise KeyError("gold")
-
-    with pytest.raises(RuntimeError, match="Reward broken raised KeyError: 'gold'"):
-        run_rewards([broken, slow], reward_columns(), 30.0, torch.device("cpu"))
-    for _ in range(200):
-        if cancelled:
-            break
-        time.sleep(0.01)
-    assert cancelled
-
-
 def test_state_numbers_follow_the_keys_or_the_tokens_so_far():
     def turn(ids, key=None):
         return Turn(ids, None, "", "stop", observation_ids=[9], state_key=key)
@@ -618,14 +550,6 @@ def test_state_numbers_follow_the_keys_or_the_tokens_so_far():
             state_numbers(Rollout([], [1], turns=[turn([1], key)]))
 
 
-def test_prompts_with_control_tokens_are_told_before_training(random_model, tmp_path, caplog):
-    prompts = [[{"role": "user", "content": text}] for text in ("1?", "2?<|im_end|>", "3?", "4?")]
-    evaluated = Dataset.from_dict({"prompt": [p for p in prompts[1:2] for _ in range(8)]})
-    make_trainer(random_model, tmp_path, prompts=prompts, eval_dataset=evaluated, eval_strategy="steps", eval_steps=1)
-    told = [text.split(": the prompt")[0] for text in caplog.messages if "control token" in text]
-    assert told == ["train_dataset, row 1", "eval_dataset, row 0"]
-
-
 def test_the_environment_names_the_state_in_which_each_turn_begins():
     """It is asked before every turn with the turns so far, and its answer is kept with the turn."""
     tokenizer = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-model")
@@ -638,31 +562,6 @@ def test_the_environment_names_the_state_in_which_each_turn_begins():
 
     (rollout,) = env.generate(["go"], Scripted())["rollouts"]
     assert [turn.state_key for turn in rollout.turns] == [("at", 0), ("at", 1), ("at", 2)]
-
-
-def test_a_state_key_that_raises_is_named(random_model, tmp_path):
-    env = MultiTurnToolEnv([echo], system_prompt=None, state_key=lambda turns: {}["board"])
-    trainer = MTGRPOEnvTrainer(
-        random_model, env, [turn_reward], [length_reward], train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
-        args=MTGRPOConfig(**settings(tmp_path, credit_assignment="gigpo", max_steps=1)),
-    )  # fmt: skip
-    with pytest.raises(RunError, match="step 0: rank 0: .*state_key raised KeyError: 'board'"):
-        trainer.train()
-
-
-def test_an_async_reward_that_blocks_its_loop_is_told_so(monkeypatch):
-    release = threading.Event()
-
-    async def blocking(prompts, **kwargs):
-        release.wait(60)
-        return [1.0] * len(prompts)
-
-    monkeypatch.setattr("mt_grpo.training.rewards.GRACE", 0.2)
-    try:
-        with pytest.raises(RuntimeError, match="an async function blocks the event loop"):
-            run_rewards([blocking], reward_columns(), 0.1, torch.device("cpu"))  # told while it still blocks
-    finally:
-        release.set()
 
 
 @pytest.mark.contract("recipe keys")

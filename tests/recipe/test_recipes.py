@@ -8,7 +8,6 @@ import operator
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,8 +40,7 @@ from mt_grpo.integrations.mcp import servers as mcp_servers
 from mt_grpo.integrations.mcp.servers import read_servers
 from mt_grpo.recipe.checks import backend_of, check_dataset, longest_prompt, text_of_cuts, warnings_of
 from mt_grpo.recipe.data import load_rows, make_arithmetic
-from mt_grpo.recipe.keys import OF_TRL, known_keys
-from mt_grpo.recipe.parse import read_recipe
+from mt_grpo.recipe.parse import OF_TRL, known_keys, read_recipe
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.reports.preflight import facts_of_settings, troubles
 from mt_grpo.rollout import ToolCall
@@ -392,7 +390,7 @@ def test_recipe_trains_a_step_and_every_key_is_read(path, random_model, tmp_path
         assert len(re.findall(r"^\[\d+\] ", result.text, re.MULTILINE)) == int(recipe["env"]["WIKI_SEARCH_TOPK"])
 
 
-@pytest.mark.parametrize("name", ["blackjack", "agent", "scheduler"])
+@pytest.mark.parametrize("name", ["agent", "scheduler"])
 def test_settings_may_be_used_twice(name, tmp_path):
     """As by a program that trains and then evaluates: no default has become a setting meanwhile."""
     recipe = mt.parse_arguments(["--config", f"hf_recipes/tiny/{name}.yaml", "--output_dir", str(tmp_path)])
@@ -449,25 +447,6 @@ def test_accelerate_files_are_what_their_names_say():
     # accelerate refuses unknown keys, but not inside these two.
     known = {action.dest for action in accelerate.commands.launch.launch_command_parser()._actions}
     assert not [name for name, file in files.items() if {*file.deepspeed_config, *file.fsdp_config} - known]
-
-
-def test_accelerate_starts_two_cpu_processes(tmp_path):
-    """MULTI_CPU, the name that one would expect in cpu.yaml, starts one."""
-    script = tmp_path / "who.py"
-    script.write_text(
-        "from pathlib import Path\n"
-        "from transformers import TrainingArguments\n"
-        f"args = TrainingArguments(use_cpu=True, output_dir={str(tmp_path)!r})\n"
-        "text = f'{args.process_index} of {args.world_size}, {args.distributed_state.backend}'\n"
-        "Path(args.output_dir, f'process{args.process_index}.txt').write_text(text)\n"
-    )
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", "hf_recipes/accelerate/cpu.yaml"]
-    done = subprocess.run(
-        [*launch, "--num_processes", "2", str(script)], cwd=ROOT, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-    seen = sorted(path.read_text() for path in tmp_path.glob("process*.txt"))
-    assert seen == ["0 of 2, gloo", "1 of 2, gloo"]
 
 
 # --- keys without an effect, and pairs that would train something else -----------------------------------------------
@@ -618,14 +597,10 @@ def build(random_model, tmp_path, no_weights):
         ({"qqqq": 2, "rlhf_type": "grpo"}, "'qqqq', 'rlhf_type'.*docs/moving.md"),
         ({"num_generations": 7.5}, "num_generations: 7.5 .*expected int"),
         ({"save_strategy": False}, "save_strategy: False .*quote them"),
-        ({"turn_reward_weights": [1, "x"]}, r"turn_reward_weights: .*expected"),
         ({"loss_type": "nonsense"}, "loss_type='nonsense' .*dapo"),
-        ({"late_groups": "pip"}, "late_groups='pip' .*wait, admit"),
         ({"output_dir": ""}, "output_dir is empty"),
         ({"max_completion_length": None}, "^max_completion_length: None .*expected int"),
         ({"save_steps": 0}, "^save_steps=0, expected"),
-        ({"num_train_epochs": 0}, "^num_train_epochs=0"),
-        ({"top_entropy_quantile": 20.0}, "^top_entropy_quantile=20.0"),
         ({"env": ["A"]}, "^env: .* is list, expected"),
         ({"env": {"CUDA_VISIBLE_DEVICES": None}}, "^env: .*expected lines of"),
         ({"env": {"HF_HUB_OFFLINE": 1}}, "^env: HF_HUB_OFFLINE in .* Set it in the shell"),
@@ -805,24 +780,12 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
     [
         ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
-        ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a named function, got 3"),
-        ("tools_script", "def f(x):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]", "Tool f has no type hint for 'x'"),
         ("tools_script", TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
-        ("tools_script", TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
         ("tools_script", "import sys\nsys.exit()", "tools_script: .*cannot be imported .SystemExit"),
         ("tools_script", "import not_there_x", "tools_script: .*cannot be imported .ModuleNotFoundError"),
-        (
-            "reward_fn",
-            "def right(completions, **kwargs): pass",
-            "defines neither TURN_REWARD_FUNCS nor OUTCOME_REWARD",
-        ),
+        ("reward_fn", "def right(completions, **kwargs): pass", "defines neither TURN_REWARD_FUNCS nor OUTCOME_"),
         ("reward_fn", "OUTCOME_REWARD_FUNCS = []", "No reward functions"),
-        (
-            "reward_fn",
-            "def right(completions, gold, **kwargs): pass\nTURN_REWARD_FUNCS = [right]",
-            "Reward right needs 'gold'",
-        ),
         ("reward_fn", "def right(completions): pass\nTURN_REWARD_FUNCS = [right]", r"right takes no \*\*kwargs"),
     ],
 )
@@ -999,14 +962,6 @@ def test_weights_given_in_python_are_finite_too():
         weights_of([len], [math.nan], "turn")
 
 
-@pytest.mark.parametrize("output", ["file", "/proc/absent"])
-def test_output_that_cannot_be_written(output, tmp_path):
-    (tmp_path / "file").touch()
-    argv = ["--config", str(ROOT / "hf_recipes/tiny/calculator.yaml"), "--output_dir", str(tmp_path / output)]
-    with pytest.raises(SystemExit, match=f"^error: output_dir='.*{output}' cannot be written to: .*Expected a folder"):
-        mt.main(argv)
-
-
 SERVED = {"use_cpu": True, "bf16": False, "report_to": "none", "use_vllm": True, "vllm_mode": "server"}
 
 
@@ -1124,18 +1079,6 @@ def test_help_shows_the_first_keys_and_all_keys_if_asked(capsys):
         assert not ended.value.code and text.count("\n") <= most and not re.search(r"\d\.\d{6}", text)
         assert {"credit_assignment", "learning_rate"} <= shown <= set(known_keys(mt.recipe_classes()))
     assert shown == set(known_keys(mt.recipe_classes()))
-
-
-@pytest.mark.parametrize("arguments, said", [
-    (["--config", "nope.yaml"], "No such file or directory: 'nope.yaml'"),
-    (["--config", "hf_recipes/tiny/calculator.yaml", "--model_name_or_path", "./nope"],
-     "model_name_or_path: './nope'"),
-])  # fmt: skip
-def test_a_path_that_is_not_there_is_one_line(arguments, said, tmp_path, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(SystemExit, match=f"^error: .*{re.escape(said)}"):
-        mt.main([*arguments, "--output_dir", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("role", ["human", None, "system"])

@@ -1,6 +1,5 @@
 """What a run prints: a line per log, what it is doing meanwhile, or everything."""
 
-import json
 import re
 import threading
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ import pytest
 from test_first_batch import recipe_file
 
 import mt_grpo_trainer as mt
-from mt_grpo.reports.progress import METRICS_FILE, ProgressLine, log_line, read_metrics, what_it_does
+from mt_grpo.reports.progress import ProgressLine, log_line, what_it_does
 
 SLOW = '''
 import time
@@ -79,13 +78,3 @@ def test_what_it_does_is_said_in_words():
 def test_what_is_no_number_is_left_out(value):
     logs = {"reward": value, "turns/mean": 2.0, "tools/failure_frequency": value}
     assert log_line(logs, 1, 2, None, None) == "1/2  turns 2.0"
-
-
-def test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve(tmp_path):
-    """To step 4, again from 2, and at 3 now. The evaluation at 4 is of the attempt that is gone, too."""
-    rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4))]
-    rows += [{"step": 2, "eval_reward": 2.0}, {"step": 4, "eval_reward": 4.0}, {"step": 3, "reward": 3.0}]
-    (tmp_path / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [(row["step"], row.get("reward"), row.get("eval_reward")) for row in read_metrics(tmp_path)] == [
-        (1, 0.1, None), (2, None, 2.0), (2, 0.2, None), (3, 3.0, None)
-    ]  # fmt: skip

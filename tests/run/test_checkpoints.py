@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import warm_python
-from conftest import files_of_at_most
 from datasets import Dataset
 from killed_worker import killed_and_resumed
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
@@ -27,7 +26,6 @@ from transformers import (
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.recipe.plugins import load_rewards, load_tools
-from mt_grpo.reports.rollout_log import write_rows
 from mt_grpo.run.checkpoints import (
     CheckpointError,
     changed_settings,
@@ -318,16 +316,6 @@ def test_a_killed_run_loses_what_follows_its_last_checkpoint(unkilled, tmp_path,
     for epoch in (0, 4):
         trained = [prompt for step in range(epoch, epoch + 4) for prompt in prompts[step]]
         assert len(trained) == len(set(trained)) == 8
-
-
-def test_half_of_a_line_does_not_stay(tmp_path):
-    """What is appended after there is room again must be readable."""
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, [{"a": 1}])
-    with files_of_at_most(1000), pytest.raises(OSError):
-        write_rows(path, [{"b": "x" * 5000}])
-    write_rows(path, [{"c": 3}])
-    assert path.read_text() == '{"a": 1}\n{"c": 3}\n'
 
 
 TWO_RANK_WORKER = """

@@ -7,19 +7,15 @@ import re
 import signal
 import subprocess
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 import warm_python
 from bench.common import free_port
-from processes import ends
 from safetensors.torch import load_file
-from warm_vllm import WarmVLLMServer
 
 from mt_grpo.run.checkpoints import checkpoint_to_resume
-from mt_grpo_trainer import VLLMServerClient
 
 pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 
@@ -114,10 +110,6 @@ def steps(folder):
             if "reward" in row}  # fmt: skip
 
 
-def to_launcher_1(nodes):
-    nodes.launchers[1].send_signal(signal.SIGTERM)
-
-
 def to_trainer_1(nodes):
     os.kill(nodes.trainer(1), signal.SIGTERM)
 
@@ -172,34 +164,6 @@ def test_nodes_without_a_shared_disk_keep_a_checkpoint_each(whole, tmp_path):
     saved.rename(saved.with_name("gone"))
     message = "error: rank 1 on .*: resume_from_checkpoint='last' is no whole checkpoint"
     refused(tmp_path, message, *each, "--resume_from_checkpoint", "last", outputs=outputs)
-
-
-def rewarded(folder):
-    """The rows of the steps in a folder's history."""
-    history = json.loads((folder / "trainer_state.json").read_text())["log_history"]
-    return [row for row in history if "reward" in row]
-
-
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: bash scripts/setup.sh --test")
-def test_they_stop_and_go_on_by_a_server_that_was_started_apart(tmp_path):
-    """Between the two runs it gets weights of somebody else, and so has to get those of the checkpoint."""
-    flags = "--max-model-len", "640", "--logprobs-mode", "processed_logprobs"
-    with WarmVLLMServer(MODEL, *flags, log=tmp_path / "vllm.log") as server:
-        arguments, recipe = ("--vllm_server_port", server.port), "hf_recipes/tiny/calculator-vllm.yaml"
-        first = stopped_by(to_launcher_1, tmp_path, *arguments, recipe=recipe)
-        trainers = [first.trainer(rank) for rank in range(2)]
-        (saved,) = (tmp_path / "out").glob("checkpoint-*")
-        before = rewarded(saved)
-        client, weights = VLLMServerClient(base_url=server.url), load_file(MODEL / "model.safetensors")
-        client.update_weights(iter((name, 1.1 * tensor) for name, tensor in weights.items()), "of somebody else")
-        client.close()
-        second = train(tmp_path, *arguments, "--resume_from_checkpoint", "last", recipe=recipe)
-        trainers += [second.trainer(rank) for rank in range(2)]
-    rows = rewarded(tmp_path / "out")
-    assert saved.name == f"checkpoint-{len(before)}" and 2 <= len(before) < 4 and rows[: len(before)] == before
-    assert [row["step"] for row in rows] == list(steps(tmp_path / "out")) == [1, 2, 3, 4]
-    assert max(row["sampling/sampling_logp_difference/mean"] for row in rows) < 1e-4
-    assert len(set(trainers)) == 4 and all(ends(trainer, 10) for trainer in trainers)
 
 
 def refused(folder, message, *arguments, **options):

@@ -81,7 +81,7 @@ def test_the_limit_to_raise_is_the_one_that_binds(random_model, tmp_path, args, 
     env = MultiTurnToolEnv([], None, environment=Long, max_model_len=given)
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": "go"}]}] * 2)
     args = MTGRPOConfig(**settings(tmp_path, max_completion_length=8, **args))
-    prepare_env(env, args, random_model, data, None, None, [])
+    prepare_env(env, args, random_model, data, None, None)
     assert re.search(f"{limit}$", env.context_limit)
     limit_context(env, 50, "--max-model-len of the server at http://here")
     assert (env.max_model_len, env.context_limit) == (50, "--max-model-len of the server at http://here")

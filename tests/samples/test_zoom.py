@@ -208,7 +208,7 @@ def test_two_steps_of_the_recipe(tmp_path, project_folder):
 
 def test_the_explanation_of_its_credit_names_pictures(project_folder):
     shown = explain_credit.explain(RECIPE, 0, [])
-    read = [turn.observation for rollout in shown.rollouts for turn in rollout.turns if turn.observation]
+    read = [result["text"] for row in shown.rows for turn in row["turns"] for result in turn["results"]]
     assert sum(text.startswith("<image ") for text in read) > 4 and "\ufdd0" not in "".join(read)
 
 

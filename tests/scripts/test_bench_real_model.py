@@ -40,7 +40,7 @@ def raw(method, seed, exact, **changes):
     after = {"sampled": found(exact), "greedy": found(exact + 0.1), "perplexity": 12.0 + seed,
              "perplexity_elsewhere": 6.0 + seed}  # fmt: skip
     return {"method": method, "seed": seed, "steps": 3, "after": after, "seconds": 600.0 + 60 * seed,
-            "inputs": "made up", "resumed": False, "curve": curve,
+            "resumed": False, "curve": curve,
             "machine": {"cpu": "a processor", "cores": 2}, **changes}  # fmt: skip
 
 
@@ -49,8 +49,7 @@ def run(*args, **changes):
     return bench.one_of(raw(*args, **changes))
 
 
-BEFORE = {"sampled": found(0.0), "greedy": found(0.1), "perplexity": 11.0, "perplexity_elsewhere": 5.0,
-          "inputs": "made up"}  # fmt: skip
+BEFORE = {"sampled": found(0.0), "greedy": found(0.1), "perplexity": 11.0, "perplexity_elsewhere": 5.0}  # fmt: skip
 RUNS = [raw(method, seed, 0.2 + 0.1 * (method == "mt_grpo") + 0.2 * seed)
         for method in ("outcome", "mt_grpo") for seed in range(3)]  # fmt: skip
 
@@ -97,7 +96,6 @@ def study(tmp_path, monkeypatch):
     """The folder of a study whose runs are finished."""
     monkeypatch.setattr(bench, "RUNS", tmp_path)
     monkeypatch.setattr(bench, "prepare", lambda: None)
-    monkeypatch.setattr(bench, "inputs", lambda: "made up")
     for name in ("results", "picture", "page"):
         monkeypatch.setattr(
             bench.FRAME, name, tmp_path / {"results": "r.json", "picture": "p.png", "page": "p.md"}[name]
@@ -128,7 +126,6 @@ def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
     if stopped:
         (study / name / "checkpoint-2").mkdir(parents=True)
         (study / name / "checkpoint-2/trainer_state.json").write_text("{}")
-        (study / name / "inputs.json").write_text('{"inputs": "made up"}')
     asked = []
 
     class Server:
@@ -159,7 +156,7 @@ def test_a_run_trains_with_what_its_name_says(stopped, study, monkeypatch):
     assert "--vllm_server_base_url http://there" in words
     assert words.endswith("--resume_from_checkpoint true") == stopped == result["resumed"]
     assert result["curve"] == [{"step": 1, "num_tokens": 9, "rewards/f1_reward_func/mean": 0.25}]
-    assert (result["after"], result["inputs"]) == ({"of": str(study / name)}, "made up")
+    assert result["after"] == {"of": str(study / name)}
     assert json.loads((study / f"{name}.json").read_text())["method"] == "mt_grpo,beta=0.04"
     assert bench.run("mt_grpo,beta=0.04", 7, 3)["seed"] == 7 and len(asked) == 3  # not again
 

@@ -19,9 +19,6 @@ def row(title, wall, cpu, memory):
     return {"title": title, **facts, "per_trained": {"trl": 4.0, "ours": 1.5}, **figures}
 
 
-GROWTH = {name: [{name: 1, "trl": 2.0, "ours": 1.0}] for name in bench.GROWS}
-
-
 @pytest.fixture
 def folders(tmp_path, monkeypatch):
     """Results and page in a folder of their own."""
@@ -29,7 +26,6 @@ def folders(tmp_path, monkeypatch):
     monkeypatch.setattr(bench.FRAME, "results", tmp_path / "docs/results/step.json")
     monkeypatch.setattr(bench.FRAME, "short_results", tmp_path / "runs/short.json")
     monkeypatch.setattr(bench.FRAME, "page", tmp_path / "page.md")
-    monkeypatch.setattr(bench.FRAME, "picture", tmp_path / "step.png")
     (tmp_path / "page.md").write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     (tmp_path / "docs/results").mkdir(parents=True)
     return tmp_path
@@ -37,7 +33,7 @@ def folders(tmp_path, monkeypatch):
 
 def test_the_report_quotes_the_results_file(folders, capsys):
     shapes = {"recipe": row("tiny recipe", 0.5, 0.4, 0.8), "spread": row("long completions", 0.2, 0.25, 0.7)}
-    results = {"machine": MACHINE, "threads": 2, "shapes": shapes, "growth": GROWTH}
+    results = {"machine": MACHINE, "threads": 2, "shapes": shapes}
     bench.FRAME.results.write_text(json.dumps(results))
     bench.main(["--report"])
     text = bench.FRAME.page.read_text()
@@ -48,13 +44,11 @@ def test_the_report_quotes_the_results_file(folders, capsys):
     assert bench.summary({"shapes": shapes}).splitlines()[1] == (
         "long completions: 5.00 times as fast as TRL (CPU seconds 4.00 times), 0.70 of its memory; goal 2.5"
     )
-    assert bench.FRAME.picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     taken = []
     monkeypatch.setattr(bench, "run_shape", lambda shape, threads: taken.append(shape) or row("x", 1.0, 1.0, 1.0))
-    monkeypatch.setattr(bench, "run_growth", lambda threads: GROWTH)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     before = bench.FRAME.page.read_text()
     bench.main(["--short"])
@@ -74,10 +68,10 @@ def test_the_short_form_leaves_the_page_alone(folders, monkeypatch, capsys):
     )
     whole = json.loads(bench.FRAME.results.read_text())
     monkeypatch.setattr(bench, "run_shape", lambda shape, threads: row("again", 2.0, 2.0, 1.0))
-    bench.main(["--shapes", "prompt"])  # one shape leaves the others, and how a step grows, as they were
+    bench.main(["--shapes", "prompt"])  # one shape leaves the others as they were
     found = json.loads(bench.FRAME.results.read_text())
     assert found["shapes"].pop("prompt")["title"] == "again" and whole["shapes"].pop("prompt")["title"] == "x"
-    assert found == whole and found["growth"] == GROWTH
+    assert found == whole
     with pytest.raises(SystemExit, match=f"--threads {whole['threads'] + 1}, and .* {whole['threads']}"):
         bench.main(["--shapes", "prompt", "--threads", str(whole["threads"] + 1)])
     monkeypatch.setattr(bench, "machine", lambda: {"cpu": "another"})
@@ -149,4 +143,4 @@ def test_a_pair_of_steps(warm_processes, monkeypatch):
         assert 0 < seconds["wall"] < 60 and 0 < seconds["cpu"] < 60
         assert memory["peak_mib"][side] > 100
     assert 1 < result["per_trained"]["ours"] < result["per_trained"]["trl"] < 4
-    assert bench.section({"machine": MACHINE, "threads": 1, "shapes": {"smoke": result}}).count("\n") == 8
+    assert bench.section({"machine": MACHINE, "threads": 1, "shapes": {"smoke": result}}).count("\n") == 4

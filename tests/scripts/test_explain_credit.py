@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import explain_credit as ex
 import pytest
-from explain_credit import GroupCredit, RolloutCredit, TurnCredit
+from explain_credit import GroupCredit
 from transformers import AutoTokenizer
 
 import mt_grpo_trainer as mt
@@ -38,41 +38,45 @@ def tokens_of(row):
     ]  # fmt: skip
 
 
-def logged(text, tokens=(), advantage=0.0, read=(), trained=True):
-    """A row of the log of one turn."""
-    turn = {"text": text, "num_tokens": len(tokens), "num_trained": len(tokens) * trained, "calls": [], "results": [],
+def turn(text, tokens=(), advantage=0.0, read=(), trained=True, results=()):
+    """A turn of a row of the log."""
+    return {"text": text, "num_tokens": len(tokens), "num_trained": len(tokens) * trained, "calls": [],
+            "results": [{"error": error, "text": said} for error, said in results], "observation": None,
             "seconds": 0.0, "token_ids": list(range(len(tokens))), "token_texts": list(tokens), "logprobs": None,
             "loss_mask": [int(trained)] * len(tokens), "advantages": [advantage] * len(tokens),
             "trainer_logprobs": None, "read_ids": list(range(len(read))), "read_texts": list(read)}  # fmt: skip
+
+
+def logged(*turns, **more):
+    """A row of the log."""
     return {"schema": 1, "messages": [{"role": "user", "content": "What is 2 + 2?"},
-                                      {"role": "assistant", "content": text}],
-            "turns": [turn], "group": 0, "stop_reason": "answered", "reward": 1.0, "rewards": {},
-            "turn_advantages": [advantage], "num_tokens": len(tokens), "policy_version": 0}  # fmt: skip
+                                      {"role": "assistant", "content": turns[0]["text"]}],
+            "turns": [*turns], "group": 0, "stop_reason": "answered", "reward": 1.0, "rewards": {},
+            "turn_rewards": [None] * len(turns), "turn_advantages": [each["advantages"][0] for each in turns],
+            "num_tokens": 3, "policy_version": 0, **more}  # fmt: skip
 
 
 def group(**changes):
     """Two rollouts: one called a tool, one did not."""
-    called = RolloutCredit(
-        stop_reason="answered",
-        outcome=1.1,
-        turn_reward=0.2,
-        outcome_rewards=[("exact_match", 1.0), ("style", None)],
-        turn_rewards=[("ran", 0.2), ("step (weight 2)", 0.25)],
-        turns=[
-            TurnCredit("<tool>{}\nthen</tool>", 3, 0.5, 2.0, "Error: no\nsuch tool", "call", outcome_part=0.75),
-            TurnCredit("<answer>4</answer>", 2, None, -0.5),
-        ],
+    failed = [("call", "no\nsuch tool")]
+    called = logged(
+        turn("<tool>{}\nthen</tool>", ["<tool>", "\n"], 2.0, ["<|im_end|>"], results=failed),
+        turn("<answer>4</answer>", ["4"], 0.5),
+        reward=1.7,
+        rewards={"exact_match": 1.0, "style": None, "step": 0.25},
+        turn_rewards=[0.5, None],
+        outcome_advantage=0.75,
     )
-    silent = RolloutCredit("no_tool_call", 0.0, None, [("exact_match", 0.0)], [], [TurnCredit("4", 1, None, 0.0)])
-    whole = GroupCredit(
-        "What is 2 + 2?",
-        "4",
-        {"credit_assignment": "mt_grpo"},
-        {"training row": "0"},
-        [called, silent],
-        [],
-        [logged("<tool>", ["<tool>", "\n"], 2.0, ["<|im_end|>"]), logged("4", ["4"], -0.5)],
+    silent = logged(
+        turn("4", ["4"], -0.5),
+        turn("5", ["5"], -0.5, trained=False),
+        stop_reason="no_tool_call",
+        reward=None,
+        rewards={"exact_match": 0.0, "style": None, "step": None},
     )
+    settings = [("gold answer", "4"), ("credit", "credit_assignment mt_grpo"), ("rollouts from", "training row 0")]
+    weights = {"exact_match": 1.0, "style": 1.0, "step": 2.0}
+    whole = GroupCredit("What is 2 + 2?", settings, weights, [called, silent], [])
     return dataclasses.replace(whole, **changes)
 
 
@@ -151,8 +155,8 @@ def test_the_text_has_every_turn_with_its_advantage(run):
             advantage = run.output["advantages"][i, rollout.turn_ids.index(k)].item()
             expected.append((k, "-", pytest.approx(advantage, abs=6e-3)))
     assert turns == expected
-    observations = [turn.observation for rollout in run.trainer.batch.rollouts for turn in rollout.turns]
-    assert run.printed.count("-> ") == sum(text is not None for text in observations) > 0
+    results = [result for row in run.rows for turn in row["turns"] for result in turn["results"]]
+    assert run.printed.count("-> ") == len(results) > 0
     assert "exact_match_reward_func 1.00" in run.printed
 
 
@@ -160,17 +164,15 @@ def test_rows_and_settings_can_be_chosen(monkeypatch):
     monkeypatch.chdir(ROOT)
     shown = ex.explain(RECIPE, 3, ["--credit_assignment", "outcome", "--num_generations=4", "--outcome_reward_weights",
                                    "1", "2"])  # fmt: skip
-    row = make_arithmetic(4, seed=0)[3]
-    assert (shown.question, shown.answer) == (row["question"], row["answer"])
-    assert shown.sampling["training row"] == "3"
-    assert shown.credit["credit_assignment"] == "outcome" and len(shown.rollouts) == 4
-    for rollout in shown.rollouts:
-        assert len({turn.advantage for turn in rollout.turns}) == 1  # outcome only: turns are not told apart
-        (_, exact), (name, given) = rollout.outcome_rewards
-        assert name == "answer_given_reward_func (weight 2)"
-        assert rollout.outcome == pytest.approx(exact + 2 * given)
-        assert rollout.turn_reward == pytest.approx(sum(reward for _, reward in rollout.turn_rewards))
-    assert max(rollout.turn_reward for rollout in shown.rollouts) > 0
+    row, settings = make_arithmetic(4, seed=0)[3], dict(shown.settings)
+    assert (shown.question, settings["gold answer"]) == (row["question"], row["answer"])
+    assert "training row 3" in settings["rollouts from"] and "credit_assignment outcome" in settings["credit"]
+    assert len(shown.rows) == 4 and list(shown.weights.items())[1] == ("answer_given_reward_func", 2)
+    for row in shown.rows:
+        assert len(set(row["turn_advantages"])) == 1  # outcome only: turns are not told apart
+        weighted = [weight * (row["rewards"][name] or 0.0) for name, weight in shown.weights.items()]
+        assert row["reward"] == pytest.approx(sum(weighted))
+    assert "answer_given_reward_func (weight 2) " in ex.render_text(shown, 500)
 
 
 def test_turn_rewards_that_are_given_per_turn_are_shown_with_their_turn(monkeypatch, tmp_path):
@@ -181,22 +183,19 @@ def test_turn_rewards_that_are_given_per_turn_are_shown_with_their_turn(monkeypa
         "TURN_REWARD_FUNCS = [odd]\n"
     )
     shown = ex.explain(RECIPE, 0, ["--reward_fn", str(tmp_path / "rewards.py"), "--turn_reward_weights", "2"])
-    assert max(len(rollout.turns) for rollout in shown.rollouts) > 1
-    for i, rollout in enumerate(shown.rollouts):
-        assert [turn.reward for turn in rollout.turns] == [
-            None if k % 2 else 0.5 + 2 * i for k in range(len(rollout.turns))
-        ]
-        assert rollout.turn_reward is None
-        assert "to its turns" in dict(ex.reward_lines(rollout))["turn rewards"]
+    assert max(len(row["turns"]) for row in shown.rows) > 1
+    for i, row in enumerate(shown.rows):
+        assert row["turn_rewards"] == [None if k % 2 else 0.5 + 2 * i for k in range(len(row["turns"]))]
+    assert "   0    2.50  " in ex.render_text(shown)  # of the second rollout
 
 
 def test_masked_rollouts_are_shown_as_out_of_the_loss(monkeypatch):
     monkeypatch.chdir(ROOT)
     shown = ex.explain(RECIPE, 0, ["--mask_truncated_completions", "true", "--max_completion_length", "3"])
-    assert {rollout.stop_reason for rollout in shown.rollouts} == {"max_tokens"}
+    assert {row["stop_reason"] for row in shown.rows} == {"max_tokens"}
     tokens = [token for row in shown.rows for token in tokens_of(row)]
     assert len(tokens) == 3 * 8 and not any(trained for _, trained, _ in tokens)
-    assert [turn.advantage for rollout in shown.rollouts for turn in rollout.turns] == [None] * 8
+    assert ex.render_text(shown).count("   0       -          -        -       -  ") == 8
     assert [note for note in shown.notes if "mask_truncated_completions" in note] and len(shown.notes) == 1
 
 
@@ -290,23 +289,23 @@ def test_the_text_of_a_group():
         "turn  reward  advantage  outcome    turn  text, and what the environment said",
         "",
         "rollout 0  answered",
-        "      outcome      1.10 = exact_match 1.00, style -",
-        "      turn rewards ran 0.20, step (weight 2) 0.25; 0.20 to",
-        "                   the rollout, 0.50 to its turns",
+        "      reward  1.70 = exact_match 1.00, style -, step (weight",
+        "              2) 0.25",
         "   0    0.50      +2.00    +0.75   +1.25  <tool>{}↵then</to…",
-        "                                          -> call error: Er…",
-        "   1       -      -0.50        -       -  <answer>4</answer>",
+        "                                          -> call error: no…",
+        "   1       -      +0.50    +0.75   -0.25  <answer>4</answer>",
         "",
         "rollout 1  no_tool_call",
-        "      outcome      0.00 = exact_match 0.00",
-        "   0       -       0.00        -       -  4",
+        "      reward  - = exact_match 0.00, style -, step (weight 2)",
+        "              -",
+        "   0       -      -0.50        -       -  4",
+        "   1       -          -        -       -  5",
     ]
 
 
 def test_colour_is_asked_for_and_model_text_cannot_bring_its_own():
-    first, second = group().rollouts
-    evil = dataclasses.replace(first, turns=[TurnCredit(EVIL, 1, None, 1.0, EVIL), TurnCredit("", 1, None, -1.0)])
-    shown = group(question=EVIL, answer=EVIL, rollouts=[evil, second])
+    evil = logged(turn(EVIL, ["x"], 1.0, results=[(None, EVIL)]), turn("", ["x"], -1.0))
+    shown = group(question=EVIL, settings=[("gold answer", EVIL)], rows=[evil, group().rows[1]])
     plain, coloured = ex.render_text(shown, 300), ex.render_text(shown, 300, colour=True)
     assert not set("\x1b\x00\u202e\ud800") & set(plain) and "␛[31m␀⟨U+202E⟩⟨U+D800⟩" in plain
     assert re.sub(r"\x1b\[[\d;]*m", "", coloured) == plain
@@ -329,16 +328,17 @@ def test_the_page_is_the_view_of_a_group(open_page, tmp_path):
     )
     # A quarter of the way to the other colour.
     assert spans == [["<tool>", "t", "rgba(0, 110, 230, 0.65)"], ["↵\n", "t", "rgba(0, 110, 230, 0.65)"],
-                     ["<|im_end|>", "t out", ""], ["4", "t", "rgba(235, 125, 0, 0.165)"]]  # fmt: skip
+                     ["<|im_end|>", "t out", ""], ["4", "t", "rgba(0, 110, 230, 0.165)"],
+                     ["4", "t", "rgba(235, 125, 0, 0.165)"], ["5", "t out", ""]]  # fmt: skip
     assert page.locator("nav").count() == 0 and page.locator("a").count() == 0
     for key in ("1", "2", "/"):
         page.keyboard.press(key)
-    assert page.evaluate("location.hash") == "" and page.locator(".t").count() == 4
+    assert page.evaluate("location.hash") == "" and page.locator(".t").count() == 6
 
 
 def test_model_text_stays_text(open_page, tmp_path):
-    shown = group(question=EVIL, answer=EVIL, credit={EVIL: EVIL}, notes=[EVIL],
-                  rows=[logged(EVIL, [EVIL, "<script>"], 1.0, [EVIL])])  # fmt: skip
+    shown = group(question=EVIL, settings=[("gold answer", EVIL), ("credit", f"{EVIL} {EVIL}")], notes=[EVIL],
+                  rows=[logged(turn(EVIL, [EVIL, "<script>"], 1.0, [EVIL]))])  # fmt: skip
     text = ex.render_html(shown)
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
     assert text.count("<script") == 2 and text.count("</script>") == 2 and "<img" not in text

@@ -1015,8 +1015,7 @@ def test_the_group_ports_of_several_servers_lie_side_by_side(tmp_path, monkeypat
             if others[-1] < 2**16 and all(map(train.is_free, others)):
                 assert train.lock_ports(middle - 1, 2) == middle + 1
                 break
-    released, lock = train.lock_port(middle - 1)  # it was no use
-    assert released == middle - 1
+    lock = train.lock_port(middle - 1)  # it was no use, and is free again
     assert train.lock_ports(middle - 1, 1) == middle  # the next one's turn: nobody listens there any more
     assert train.lock_ports(middle + 1, 2) == middle + 3
     os.close(lock)
@@ -1179,22 +1178,20 @@ def test_two_servers_that_load_at_the_same_time_do_not_share_a_port(tmp_path, re
     finally:
         server.kill()
         server.communicate()
-    os.close(train.lock_file(path))
+    os.close(train.lock_port(port))
 
 
 def test_a_lock_is_its_owners_alone_and_lasts(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    first, lock = train.lock_port(free_port())
-    second, other = train.lock_port(first)
-    assert second > first
-    path = tmp_path / f"mt-grpo-{os.getuid()}-port-{first}.lock"
+    port = free_port()
+    lock = train.lock_port(port)
+    assert train.lock_port(port) is None and train.lock_ports(port) > port
+    path = train.lock_path(port)
     assert path.stat().st_mode & 0o777 == 0o600 and not os.get_inheritable(lock)
     os.close(lock)
     path.write_text("a note of its owner")
-    again, lock = train.lock_port(first)
-    assert again == first and path.read_text() == "a note of its owner"
-    os.close(lock)
-    os.close(other)
+    assert (again := train.lock_port(port)) is not None and path.read_text() == "a note of its owner"
+    os.close(again)
 
 
 @pytest.mark.contract("SmolLM2")

@@ -1,12 +1,12 @@
-"""scripts/plot_run.py: the curves of runs that are over, that go on, and of none; the log of metrics."""
+"""The log of metrics, and the curves that the viewer draws of it."""
 
 import json
 import math
 from types import SimpleNamespace
 
-import plot_run
-from plot_run import PANELS, lines_of, read_run
 from test_first_batch import recipe_file
+from view_rollouts import PANELS, lines_of
+from viewer.metrics import read_metrics
 
 import mt_grpo_trainer as mt
 from mt_grpo.reports.progress import MetricsLog
@@ -28,7 +28,18 @@ def test_a_run_that_is_not_over_is_drawn_from_its_log(tmp_path):
     rows = [{"step": 2, "reward": 0.1}, {"step": 3, "reward": 0.2}, {"step": 3, "eval_reward": 0.9},
             {"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]  # fmt: skip
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 4, "rew')
-    assert read_run(tmp_path) == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]
+    trained = [row for row in read_metrics(tmp_path) if "reward" in row]
+    assert trained == [{"step": 2, "reward": 0.3}, {"step": 3, "reward": 0.4}]
+
+
+def test_steps_that_a_resumed_run_gave_up_are_not_on_the_curve(tmp_path):
+    """To step 4, again from 2, and at 3 now. The evaluation at 4 is of the attempt that is gone, too."""
+    rows = [{"step": step, "reward": value} for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (4, 0.4))]
+    rows += [{"step": 2, "eval_reward": 2.0}, {"step": 4, "eval_reward": 4.0}, {"step": 3, "reward": 3.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [(row["step"], row.get("reward"), row.get("eval_reward")) for row in read_metrics(tmp_path)] == [
+        (1, 0.1, None), (2, None, 2.0), (2, 0.2, None), (3, 3.0, None)
+    ]  # fmt: skip
 
 
 def test_a_run_logs_its_metrics(tmp_path, caplog):
@@ -60,17 +71,8 @@ def test_metrics_that_cannot_be_written_end_no_run(tmp_path, caplog):
 def test_what_a_panel_shows(tmp_path):
     """Numbers alone, by their short names; shares that stay near 0 are left out."""
     stops = {"stop/answered": 0.9, "stop/max_turns": 0.001, "rewards/calls/mean": 0.5, "rewards/calls/std": 0.1}
-    logs = read_run(write_run(tmp_path, [1, 2], **stops))
+    logs = [row for row in read_metrics(write_run(tmp_path, [1, 2], **stops)) if "reward" in row]
     panels = {title: lines_of(logs, metrics) for title, metrics in PANELS}
     assert panels["Rewards"] == {"total reward": ([1, 2], [0.1, 0.2]), "calls": ([1, 2], [0.5, 0.5])}
     assert panels["Stop reasons"] == {"answered": ([1, 2], [0.9, 0.9])}
     assert panels["Seconds"] == {}
-
-
-def test_pictures_are_written(tmp_path, capsys):
-    first, second = (write_run(tmp_path / name, range(1, 4), **{"stop/answered": 0.5}) for name in ("a", "b"))
-    plot_run.main([str(first)])
-    plot_run.main([str(first), str(second), "--output", str(tmp_path / "both.png")])
-    assert capsys.readouterr().out.split() == [f"{first}/curves.png", f"{tmp_path}/both.png"]
-    for path in (first / "curves.png", tmp_path / "both.png"):
-        assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and path.stat().st_size > 20_000
