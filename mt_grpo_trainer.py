@@ -132,33 +132,17 @@ from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_rep
 from mt_grpo.reports.rollout_log import RolloutLog
 from mt_grpo.run.checkpoints import checkpoint_of_all_ranks
 from mt_grpo.run.trainer import ResumableTrainer, connect_backend, pool_of, train_or_save
-from mt_grpo.training.batch import Batch
-from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS, credit_estimator
-from mt_grpo.training.layouts import Layout, memory_errors
-from mt_grpo.training.passes import (
-    PASSES,
-    Pass,
-    into_passes,
-    loss_in_passes,
-    rows_of_ids,
-    shared_rows,
-    skips_first_pass,
-    whole_pass,
-)
-from mt_grpo.training.policy_scores import scores_of_trainer
-from mt_grpo.training.records import FURTHER_RECORDS
-from mt_grpo.training.refill import refill
-from mt_grpo.training.reward_numbers import (
+from mt_grpo.training.batch import FURTHER_RECORDS, NAN, Batch, nanstd, pad_turn_ids
+from mt_grpo.training.further_credit import (
+    CREDIT_ASSIGNMENTS,
     check_advantages,
-    count_used_rewards,
-    logged_rewards,
-    merge_scores,
+    credit_estimator,
     numbers_that_move,
-    weighted_rewards,
+    refill,
 )
+from mt_grpo.training.layouts import Layout, logps_of_rows, memory_errors
+from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, skips_first_pass, whole_pass
 from mt_grpo.training.rewards import RewardFunctions, own_copy
-from mt_grpo.training.shared_prompts import logps_of_rows
-from mt_grpo.training.tensors import NAN, nanstd, pad_turn_ids, ratio_to_sampled
 from mt_grpo.training.token_checks import check_rollouts
 
 logger = logging.getLogger(__name__)
@@ -784,7 +768,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             batch.rollouts = self._roll_out(batch.rows)
             self._score(batch)
             self._before_credit(batch)
-            # For it TRL reads the policy before the step; where it need not, `PassMetrics.compare` does in the loss.
+            # For it TRL reads the policy before the step; where it need not, the loss's own pass does.
             self.vllm_importance_sampling_correction = correction and not skips
             output = super()._generate_and_score_completions(rows_for_trl(batch.rows))
         finally:
@@ -797,8 +781,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         output["advantages"] = token_level.to(output["completion_ids"].device)  # (M, C)
         output |= batch.pass_inputs(self.loss_type == "sapo", self.accelerator)
         self._log_step(output, advantages)
-        if self.args.old_logps == "sampled" and not skips:
-            output |= ratio_to_sampled(output, self.vllm_importance_sampling_mode)
+        if "importance_sampling_ratio" in output:
+            self.layout.metrics.set_ratio(output, output["old_per_token_logps"], self)
         return batch.per_rollout(output)
 
     def _advantages(self, rewards: RewardTable, scale_rewards: str) -> torch.Tensor:
@@ -894,27 +878,22 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             input_ids, attention_mask: (M, P + C), as TRL pads them.
             logits_to_keep: C.
         """
-        current, rows = self.layout.current, []
         unread = {key for key, value in kwargs.items() if value is not None} - {"compute_aux_loss"}  # False there
         if self.layout.kind == "shared" and unread:  # of a later TRL, which may give more than images
             raise TypeError(
                 f"Rows that share prompts do not read {unread}, which TRL gives. Set share_prompts: false."
             )
-        if self.layout.kind == "shared" and (current is None or current.shared is None):  # not of a pass of ours
-            rows = rows_of_ids(self, input_ids, attention_mask, logits_to_keep)
-            self.layout.prove(rows)
-        if self.layout.kind != "shared":
+        if rows := self.layout.shared_rows(input_ids, attention_mask, logits_to_keep, batch_size):
+            found = logps_of_rows(model, rows, compute_entropy, self.accelerator)
+        else:
             input_ids, features = inputs_of_rows(input_ids)
             kwargs = {**kwargs, **features}
             found = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
-        else:
-            device = input_ids.device
-            shared = [current.shared] if rows == [] else shared_rows(self, rows, logits_to_keep, device, batch_size)
-            found = logps_of_rows(model, shared, compute_entropy, self.accelerator)
+        current = self.layout.current
         if current is not None and current.is_first:
-            self.layout.metrics.compare(current, found[0].detach(), self)
+            self.layout.metrics.set_ratio(current, found[0].detach(), self)
         if current is not None and current.is_weighted:
             self.layout.metrics.count_tokens(current, found[0].detach(), found[1].detach(), self)
         return found
@@ -943,18 +922,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             fresh: (N,) bool, the rollouts to score where the others were. None: all.
         """
         batch.choose_records(self.args, self.state.global_step)
-        told = {"trainer_state": self.state, "log_extra": batch.add_extra, "log_metric": self._log_metric}
-        told |= scores_of_trainer(self)
-        scores = self.reward_functions.score_all_ranks(
-            batch, told, self.args.reward_timeout, self.accelerator, self._on_all_ranks, self._reads_state, fresh
+        batch.scores, batch.weights = (
+            self.reward_functions.score_all_ranks(self, batch, fresh),
+            self.reward_weights.cpu(),
         )
-        batch.scores = scores if fresh is None else merge_scores(batch.scores, scores, fresh)
-        batch.weights, scores = self.reward_weights.cpu(), batch.scores
-        outcome, rollout_turn, turn = weighted_rewards(scores.whole, scores.per_turn, batch.weights)
-        outcome = outcome.masked_fill(torch.tensor(batch.failed), NAN)
-        of_turns = scores.has_observation, scores.sampled, scores.state, scores.num_tokens
-        batch.rewards = RewardTable(outcome, rollout_turn, turn, *of_turns)
-        batch.logged = logged_rewards(scores.whole, scores.per_turn).to(self.accelerator.device)
+        batch.rewards = RewardTable(**batch.scores.weighted(batch.weights))
+        batch.rewards.outcome = batch.rewards.outcome.masked_fill(torch.tensor(batch.failed), NAN)
+        batch.logged = batch.scores.logged().to(self.accelerator.device)
 
     def _before_credit(self, batch: Batch) -> None:
         """Between rewards and credit: may change the table `batch.rewards`, or the rollouts. Collective.
@@ -978,7 +952,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             self._log_completion_extra(column, values)
         if self.model.training:
             moves = numbers_that_move(batch.rewards, lambda table: self._advantages(table, "none"))
-            batch.used = count_used_rewards(batch.scores, batch.weights, moves)
+            batch.used = batch.scores.count_used(batch.weights, moves)
             given, moved = (counts.sum().item() for counts in batch.used)
             self._log_metrics({"credit/frac_rewards_unused": 1 - moved / given if given else 0.0})
         return batch.logged.masked_fill(batch.reward.isnan()[:, None].to(batch.logged.device), NAN)
@@ -990,8 +964,6 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         batch, metrics = self.batch, self._metrics[self._mode]
         self._log_metrics(credit_metrics(output, batch, self.accelerator))
         log_rewards(metrics, batch, self.reward_func_names)
-        if "importance_sampling_ratio" in output:
-            self.layout.metrics.replace(self, output)
         if not self.model.training:
             loader = self.accelerator.gradient_state.active_dataloader  # None where this is called by itself
             total = len(loader.dataset) * batch.group_size if loader is not None else None

@@ -14,7 +14,7 @@ from pathlib import Path
 COPY = Path("runs/mutation")
 MUTMUT = Path(".venv/bin/mutmut").absolute()
 FILES = ["mt_grpo_trainer.py", "mt_grpo/rollout.py"]
-FILES += [f"mt_grpo/training/{name}.py" for name in ("further_credit", "records", "batch", "passes")]
+FILES += [f"mt_grpo/training/{name}.py" for name in ("further_credit", "batch", "passes")]
 # The tests that are to notice faults: no other processes, and of those that train once for each setting only some
 # settings, since all of them try a fault that nothing notices. Each mutant of a function has a copy of its doctest.
 TESTS = [f"tests/method/test_{name}.py" for name in ("credit", "loss", "rollouts", "batch")]

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from mt_grpo.training.records import FURTHER_RECORDS
+from mt_grpo.training.batch import FURTHER_RECORDS
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 GROUP_SIZE = 4

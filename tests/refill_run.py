@@ -55,7 +55,7 @@ class Noted(MTGRPOEnvTrainer):
         return loss
 
 
-def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, too_few=False, whole=False,
+def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, too_few=False,
          huge=None, **changes):  # fmt: skip
     seen = []
 
@@ -73,16 +73,6 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
         log_metric("calls", 1.0)
         return [1e25 if n == huge else 0.25 if n in dead else float(text[-10]) for n, text in zip(number, said)]
 
-    def beside_the_others(completions, number, groups, log_extra, rollout_turns, **kwargs):
-        """Its group's other rollout is always there."""
-        assert all(groups.count(group) == 2 and len({n for g, n in zip(groups, number) if g == group}) == 1
-                   for group in groups), (groups, number)  # fmt: skip
-        said = [completion[-1]["content"] for completion in completions]
-        texts = {group: sorted(text for g, text in zip(groups, said) if g == group) for group in groups}
-        places = [texts[group].index(text) for group, text in zip(groups, said)]
-        log_extra("place", [f"{n} {place}" for n, place in zip(number, places)])
-        return [0.0 if n in dead else 0.5 * place for n, place in zip(number, places)]
-
     args = dict(
         output_dir=str(out), use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none",
         per_device_train_batch_size=4, num_generations=2, max_completion_length=64, max_steps=5, logging_steps=1,
@@ -92,8 +82,7 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
     rows = [{"prompt": [{"role": "user", "content": f"What is {n}?"}], "number": n} for n in range(prompts)]
     trainer = Noted(
         model, MultiTurnToolEnv([], system_prompt=None, environment=environment), [],
-        [outcome, beside_the_others] if whole else [outcome],
-        args=MTGRPOConfig(**{**args, **changes}), train_dataset=Dataset.from_list(rows),
+        [outcome], args=MTGRPOConfig(**{**args, **changes}), train_dataset=Dataset.from_list(rows),
     )  # fmt: skip
     trainer.seen = seen
     return trainer
@@ -101,7 +90,7 @@ def make(model, out, dead=DEAD, prompts=12, environment=None, one_by_one=False, 
 
 def run_on_ranks(model, out, world):
     """Three groups of two on each step, of which the second is on both ranks where there are two."""
-    settings = dict(per_device_train_batch_size=6 // world, max_steps=4, logging_steps=1, whole=True)
+    settings = dict(per_device_train_batch_size=6 // world, max_steps=4, logging_steps=1)
     settings |= dict(save_strategy="steps", save_steps=2)
     trainer = make(model, out, **settings)
     steps = []
@@ -121,6 +110,6 @@ def run_on_ranks(model, out, world):
     resumed = make(model, out, **settings)
     resumed.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     return {
-        "steps": steps, "logs": logs, "seen": trainer.seen, "places": list(trainer._logs["extra"]["place"]),
+        "steps": steps, "logs": logs, "seen": trainer.seen, "said": list(trainer._logs["extra"]["said"]),
         "trained": resumed.trained, "weights": weights(trainer), "resumed": weights(resumed),
     }  # fmt: skip

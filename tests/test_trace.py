@@ -20,7 +20,7 @@ LIMITS = {"_room", "result_limit", "_context", "cut_messages", "cut_far_beyond",
 LIMITS |= {"longest_turn"}
 LAYOUT = {  # which rows go together, what a segment reads, and the proof of it before the first pass
     "cost", "fill", "units_of", "skips_first_pass", "_tensor", "sizes", "num_before", "mask", "kernel_of", "__len__",
-    "common_length", "path", "forget_masks", "num_trained", "prove", "prove_layout", "pass_of_two",
+    "common_length", "path", "forget_masks", "num_trained", "prove", "pass_of_two",
     "to_pass", "fit", "without_autocast",
 }  # fmt: skip
 LOGGING = {
@@ -54,8 +54,8 @@ FAULTS_AND_STOPPING = {
     "_in_its_place", "is_cut_off",
 }  # fmt: skip
 TOKEN_CHECKS = {
-    "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
-    "squeezed", "pieces", "text_of_turn", "add", "copy", "digest",
+    "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "forms_of",
+    "squeezed", "end_of", "add", "copy", "digest",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "mistaken_names", "parts_of_schema", "parameters_schema", "written_out", "signature_of", "type_name",
@@ -103,12 +103,12 @@ PICTURES = {  # of which this run has none
 MAIN_THREAD = {"call_in_time"}  # where synchronous rewards run
 NUMBERS = {  # rewards and advantages per turn
     "run_rewards", "own_copy", "reward_tensors", "check_reward_values", "turn_flags", "_calculate_rewards",
-    "numbers_that_move", "count_used_rewards", "reward", "reward_metrics", "pass_inputs", "__post_init__",
+    "numbers_that_move", "count_used", "reward", "reward_metrics", "pass_inputs", "__post_init__",
     "nansum", "check_advantages", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
-    "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "names", "choose_records",
-    "own", "_advantages", "_group_size", "rollout_columns", "weighted_rewards", "logged_rewards",
+    "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "choose_records",
+    "own", "_advantages", "_group_size", "rollout_columns", "weighted", "logged",
     "noise_apart", "is_finite", "asked_of", "scores_of_trainer", "_score", "_before_credit",
-    "log_rewards", "_call", "_sees_groups", "warn_of_uncounted", "join_rounds",
+    "log_rewards", "warn_of_uncounted",
 }  # fmt: skip
 
 

@@ -13,9 +13,7 @@ from accelerate.utils import gather_object
 from mt_grpo.conversation.tools.threads import HUNG
 from mt_grpo.generation.samples import versions_of
 from mt_grpo.rollout import FAILURES, Rollout, StopReason
-from mt_grpo.training.batch import Batch
-from mt_grpo.training.records import is_cut_off, tokens_read_again, trained_records
-from mt_grpo.training.tensors import nanstd
+from mt_grpo.training.batch import Batch, is_cut_off, nanstd, tokens_read_again, trained_records
 
 
 def conversation_columns(rollouts: list[Rollout]) -> torch.Tensor:

@@ -31,8 +31,8 @@ from mt_grpo.reports.progress import MetricsLog, ProgressLine, is_shown
 from mt_grpo.rollout import FAILURES, Rollout, StopReason, join
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch, unused_rewards
+from mt_grpo.training.pass_metrics import EFFECTIVE_SHARE
 from mt_grpo.training.rewards import RewardFunctions
-from mt_grpo.training.tensors import EFFECTIVE_SHARE
 from mt_grpo.training.token_checks import squeezed
 
 logger = logging.getLogger(__name__)

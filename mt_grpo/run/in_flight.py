@@ -151,7 +151,6 @@ class InFlight(TrainerCallback):
         self.current: list[RolloutBatch] = []  # the conversations of this step, which progress reads
         self.groups: deque[GroupInFlight] = deque()  # the queue, INVARIANT: the same on all ranks, in the same order
         self.epoch = 0  # orders prompts. In `state.epoch` one that a callback ends early is a part
-        self.told_in_vain = False  # whether it was said that no group of a batch has a signal
         self.state: dict[str, Any] | None = None  # `Prompts.state` at the end of the last step, for checkpoints
         self._resumed: dict[str, Any] | None = None  # `state` of the checkpoint, until the first batch
         self.prompts: Prompts | None = None  # of the epoch, once its first batch is asked for

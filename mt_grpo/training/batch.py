@@ -1,15 +1,22 @@
-"""The batch of rollouts that one step samples, scores, credits, trains and logs."""
+"""The batch of rollouts that one step samples, scores, credits and trains, and the records that its loss reads."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from accelerate.utils import gather_object
 
-from mt_grpo.rollout import Record, Rollout
-from mt_grpo.training.records import FURTHER_RECORDS, compare_ranks, row_of, trained_records
-from mt_grpo.training.tensors import pad_rows
+from mt_grpo.base.ranks import RunError
+from mt_grpo.conversation.environments import PromptTooLong
+from mt_grpo.rollout import Record, Rollout, StopReason
+
+NAN = float("nan")  # has no value: left out of every statistic
+# The key of TRL's batch under which each rollout has a list of rows. TRL's shuffle and split keep it with the rollout.
+FURTHER_RECORDS = "further_records"
+Row = dict[str, torch.Tensor]  # of TRL's batch, without the batch's dimension
 
 
 @dataclass
@@ -17,49 +24,29 @@ class Batch:
     """The rollouts of a step, with their rewards and records. The step fills the fields in this order.
 
     This rank has B rollouts and M records; all ranks have N rollouts, G of each prompt.
-
-    Attributes:
-        rows: The B rows of the data. Over all ranks each one is repeated G times in a row.
-        group_size: G, the number of rollouts per prompt.
-        first: The number of this rank's first rollout among the N.
-        mode: `train` or `eval`.
-        data: The dataset that the rows are from, None if it is not known.
-        rollouts: The B conversations.
-        records: The M records that the loss reads: a first one per rollout, then the further ones.
-        owners: The rollout of each of the M records.
-        loss_masks: The loss mask of each record's completion, None once TRL has its tensors.
-        failed, truncated: Whether each of the N rollouts failed by its environment, and whether it was truncated.
-        facts: Statistics of each conversation, (N, 16): see `conversation_columns`.
-        scores: The values of the reward functions for all N rollouts (`Scores`).
-        rewards: The `RewardTable` of the N rollouts, made of these scores.
-        weights: The weights of the F reward functions, (F,).
-        logged: The logged reward of each function, (N, F), NaN for None: see `logged_rewards`.
-        used: In training, how many numbers each function returned, and how many of them move an advantage, (F,) both.
-        extra: Further columns of TRL's table of completions, (B,) each, from reward functions.
-        dropped: This rank's rollouts that were replaced.
-        num_rounds: How often the batch was refilled.
     """
 
-    rows: list[dict[str, Any]]
-    group_size: int
-    first: int = 0
-    mode: str = "train"
-    data: Any = None
-    rollouts: list[Rollout] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)
-    failed: list[bool] = field(default_factory=list)
-    truncated: list[bool] = field(default_factory=list)
-    loss_masks: list[list[int]] | None = None
-    facts: torch.Tensor | None = None
-    scores: Any = None
-    rewards: Any = None
-    weights: torch.Tensor | None = None
-    logged: torch.Tensor | None = None
-    used: tuple[torch.Tensor, torch.Tensor] | None = None
-    extra: dict[str, list] = field(default_factory=dict)
-    dropped: list[Rollout] = field(default_factory=list)
-    num_rounds: int = 0
+    rows: list[dict[str, Any]]  # B rows of the data. Over all ranks each one is repeated G times in a row
+    group_size: int  # G
+    first: int = 0  # the number of this rank's first rollout among the N
+    mode: str = "train"  # or `eval`
+    data: Any = None  # the dataset that the rows are from, None if it is not known
+    rollouts: list[Rollout] = field(default_factory=list)  # B
+    records: list[Record] = field(default_factory=list)  # M: a first one per rollout, then the further ones
+    owners: list[int] = field(default_factory=list)  # the rollout of each record
+    failed: list[bool] = field(default_factory=list)  # whether the environment failed, of each of the N rollouts
+    truncated: list[bool] = field(default_factory=list)  # (N,)
+    loss_masks: list[list[int]] | None = None  # of each record's completion, None once TRL has its tensors
+    facts: torch.Tensor | None = None  # (N, 16), see `conversation_columns`
+    values: list[list] | None = None  # what the F reward functions returned, (F, B)
+    scores: Any = None  # the same for all N rollouts, as tensors (`Scores`)
+    rewards: Any = None  # the `RewardTable` of the N rollouts
+    weights: torch.Tensor | None = None  # (F,)
+    logged: torch.Tensor | None = None  # (N, F), the reward of each function for logs, NaN for None
+    used: tuple[torch.Tensor, torch.Tensor] | None = None  # in training, see `Scores.count_used`
+    extra: dict[str, list] = field(default_factory=dict)  # columns of TRL's table of completions, from rewards
+    dropped: list[Rollout] = field(default_factory=list)  # this rank's rollouts that were replaced
+    num_rounds: int = 0  # how often the batch was refilled
 
     def own(self, x: torch.Tensor) -> torch.Tensor:
         """Select the rows of this rank's rollouts, (B, ...), from a tensor of all rollouts, (N, ...)."""
@@ -88,36 +75,28 @@ class Batch:
                     column[i] = None
 
     def of_all_ranks(self, rows: list[list[float]], accelerator: Any) -> torch.Tensor:
-        """Gather a number per turn from all ranks, (N, K), like `rewards.turn`; 0 if there is no turn. Collective.
-
-        Args:
-            rows: B lists with a number per turn.
-            accelerator: The trainer's accelerator.
-        """
+        """Gather a number per turn of each of the B rollouts, (N, K), like `rewards.turn`; else 0. Collective."""
         own = pad_rows(rows, self.rewards.turn.shape[1], 0.0)
         return accelerator.gather(own.to(accelerator.device).contiguous()).cpu()
 
     def choose_records(self, args: Any, step: int) -> None:
-        """Set `records`, `owners`, `failed` and `truncated` of all N rollouts. Collective.
+        """Set `records`, `owners`, `failed` and `truncated`. Collective. Raises `RunError` as `compare_ranks` says.
 
-        The records are the B first ones, then further ones, then empty ones.
-
-        INVARIANT: row i is of rollout i for i < B. All ranks have as many rows: B if no rank has a further record.
-
-        Raises `RunError` on all ranks, as `compare_ranks` says.
+        INVARIANT: row i is of rollout i for i < B. All ranks have as many rows, the last ones of which may be empty
+        records: B if no rank has a further record.
         """
-        num_further, self.failed, self.truncated = compare_ranks(self.rollouts, args, step, self.mode == "train")
+        agreed = compare_ranks(self.rollouts, args, step, self.mode == "train")
+        self.failed, self.truncated = agreed.failed, agreed.truncated
         records = [trained_records(rollout) for rollout in self.rollouts]
         further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
-        further += [(Record([], []), 0)] * (num_further - len(further))
+        further += [(Record([], []), 0)] * (agreed.num_further - len(further))
         rows = [(own[0], i) for i, own in enumerate(records)] + further
         self.records, self.owners = [record for record, _ in rows], [owner for _, owner in rows]
 
     def loss_lists(self, pad_id: int) -> tuple[list, list, list, list | None]:
         """The inputs of the loss: (prompt ids, completion ids, loss masks, logprobs), each a list of M rows.
 
-        Args:
-            pad_id: The single token of an empty record. It has no loss.
+        An empty record has the single token `pad_id`, without a loss.
 
         >>> Batch([], 1, records=[Record([], [])]).loss_lists(9)
         ([[9]], [[9]], [[0]], [[0.0]])
@@ -166,10 +145,7 @@ class Batch:
         return {"rollouts": rollouts, "num_rows_in_batch": accelerator.reduce(number, reduction="sum")}
 
     def per_rollout(self, output: dict[str, Any]) -> dict[str, Any]:
-        """Convert TRL's batch of M rows to one of B rollouts, which its shuffle and split take apart.
-
-        The rows of further records become a list per rollout, under `FURTHER_RECORDS`.
-        """
+        """TRL's batch of M rows as one of B rollouts. The rows of further records become lists (`FURTHER_RECORDS`)."""
         count = len(self.rows)
         if len(self.records) == count:
             return output
@@ -181,8 +157,161 @@ class Batch:
         return batch
 
 
+def row_of(batch: dict[str, Any], index: int) -> Row:
+    return {key: value[index] for key, value in batch.items() if torch.is_tensor(value) and value.ndim}
+
+
 def unused_rewards(names: list[str], batches: list[Batch]) -> list[str]:
     """The names of reward functions that returned numbers, none of which moved an advantage in these batches."""
     used = [batch.used for batch in batches if batch.used is not None]  # none of an evaluation's
     given, moved = (sum(counts, torch.zeros(len(names))).tolist() for counts in zip(*used)) if used else ([], [])
     return [name for name, n, m in zip(names, given, moved) if n and not m]
+
+
+# -- the records of rollouts that the loss reads, one row each --
+
+
+def trained_records(rollout: Rollout) -> list[Record]:
+    """The records of a rollout that are trained, or one empty record if there is none or the environment failed.
+
+    >>> trained_records(Rollout([], [1, 2, 3]))  # a prompt may be longer than what the model can read
+    [Record(prompt_ids=[], turns=[], numbers=None)]
+    """
+    records = [] if rollout.failed else [r for r in rollout.records if any(turn.trained for turn in r.turns)]
+    return records or [Record([], [])]
+
+
+def tokens_read_again(rollout: Rollout) -> tuple[int, int]:
+    """(tokens of further records that repeat the beginning of an earlier one, tokens of all records of a rollout).
+
+    A server computes these once if its prefix cache has them; a training pass computes them once more.
+
+    >>> from mt_grpo.rollout import Context, Turn
+    >>> r = Rollout([], [1, 2, 3], turns=[Turn([10, 11], None, "", "stop"), Turn([30], None, "", "stop")])
+    >>> r.turns[1].context = Context([], [1, 2, 3, 10, 7])  # an edit behind the fourth token
+    >>> tokens_read_again(r)
+    (4, 11)
+    """
+    records = rollout.records
+    if len(records) == 1:
+        return 0, len(records[0].prompt_ids) + len(records[0].completion_ids)
+    read = [np.array([*record.prompt_ids, *record.completion_ids], dtype=np.int64) for record in records]
+    prompts = [ids[: len(record.prompt_ids)] for ids, record in zip(read, records)]
+    again = [max(common_prefix(prompts[k], before) for before in read[:k]) for k in range(1, len(records))]
+    return sum(again), sum(map(len, read))
+
+
+def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
+    """The length of the common prefix of two lists of ids."""
+    size = min(len(one), len(other))
+    differ = np.flatnonzero(one[:size] != other[:size])
+    return int(differ[0]) if len(differ) else size
+
+
+def is_cut_off(rollout: Rollout) -> bool:
+    """Whether a limit of tokens, or `agent_timeout`, truncated a rollout or its last turn.
+
+    An environment may set another stop reason. An agent sets limits of its own, such as one token for a yes or no, and
+    decides what a truncated turn means.
+    """
+    if rollout.stop_reason in (StopReason.MAX_TOKENS, StopReason.CONTEXT_LENGTH, StopReason.AGENT_TIMEOUT):
+        return True
+    cut = rollout.turns and rollout.turns[-1].finish_reason == "length"
+    return bool(cut) and rollout.stop_reason != StopReason.AGENT_DONE
+
+
+class Agreed(NamedTuple):
+    """What all ranks agree on before a step."""
+
+    num_further: int  # further records on the rank with the most
+    failed: list[bool]  # for each of N rollouts, whether its environment failed
+    truncated: list[bool]  # and whether it was truncated
+
+
+def compare_ranks(rollouts: list[Rollout], args: Any, step: int, training: bool = True) -> Agreed:
+    """Exchange among ranks what they must agree on. Collective.
+
+    Raises `RunError` on all ranks if every environment failed in training, or a setting does not support further
+    records: one that compares the tokens of a whole batch, which passes over its records split.
+    """
+    errors = [rollout.error for rollout in rollouts if rollout.error is not None]
+    text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
+    too_long = all(isinstance(error, PromptTooLong) for error in errors)
+    own = (
+        sum(len(trained_records(r)) - 1 for r in rollouts),
+        [r.failed for r in rollouts],
+        list(map(is_cut_off, rollouts)),
+    )
+    reports = gather_object([(*own, text, too_long)])
+    num_further = max(report[0] for report in reports)
+    failed, truncated = ([flag for report in reports for flag in report[k]] for k in (1, 2))
+    if training and all(failed):  # a batch of test rows may be a single one
+        text = reports[0][3]
+        if all(report[4] for report in reports):
+            raise RunError(f"The prompts of all {len(failed)} rollouts of step {step} fill the context. {text}")
+        raise RunError(
+            f"The environment failed in all {len(failed)} rollouts of step {step}. The first error: "
+            f"{text.rstrip('.')}. Expected at least one rollout without an error. "
+            "Fix the environment, and start the run again."
+        )
+    for key in compares_tokens(args) if num_further else ():
+        raise RunError(
+            f"{key}={getattr(args, key)} compares the tokens of a whole batch. The environment edited a history, so "
+            f"the batch is trained in several passes. Remove {key}, or use an environment that edits no history."
+        )
+    return Agreed(num_further, failed, truncated)
+
+
+def compares_tokens(args: Any) -> list[str]:
+    """The settings by which TRL compares a micro-batch's tokens, which makes it one pass, whatever its size."""
+    neutral = {"top_entropy_quantile": 1.0, "entropy_coef": 0.0, "use_adaptive_entropy": False}
+    return [key for key, value in neutral.items() if getattr(args, key) != value]
+
+
+# -- rows of unequal length as tensors, and statistics without NaN --
+
+
+def pad_rows(rows: list[list], width: int, filler: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Rows of unequal length as one tensor, (B, width).
+
+    >>> pad_rows([[1, 2], [3]], 3, -1, torch.long)
+    tensor([[ 1,  2, -1],
+            [ 3, -1, -1]])
+    """
+    return torch.tensor([row + [filler] * (width - len(row)) for row in rows], dtype=dtype)
+
+
+def pad_turn_ids(records: list[Record], width: int) -> torch.Tensor:
+    """The `turn_ids` of all records, (M, width), -1 where there is padding.
+
+    >>> from mt_grpo.rollout import Turn
+    >>> turns = [Turn([5, 6], None, "", "stop", observation_ids=[7]), Turn([8], None, "", "stop")]
+    >>> pad_turn_ids([Record([], turns), Record([], turns[1:], [1])], 6)
+    tensor([[ 0,  0, -1,  1, -1, -1],
+            [ 1, -1, -1, -1, -1, -1]])
+    """
+    owners, lengths = [], []
+    for record in records:
+        start = len(lengths)
+        for k, turn in zip(record.owners, record.turns):
+            owners += (k, -1)
+            lengths += (len(turn.token_ids), len(turn.observation_ids))
+        owners.append(-1)
+        lengths.append(width - sum(lengths[start:]))
+    return torch.tensor(owners).repeat_interleave(torch.tensor(lengths)).view(len(records), width)
+
+
+def nanstd(x: torch.Tensor, dim: int | tuple[int, ...]) -> torch.Tensor:
+    """Unbiased standard deviation over `dim` (kept) without NaN entries; NaN if fewer than two values are left."""
+    count = (~x.isnan()).sum(dim, keepdim=True)
+    deviation = x - x.nanmean(dim, keepdim=True)
+    return (deviation.square().nansum(dim, keepdim=True) / (count - 1).clamp(min=0)).sqrt()
+
+
+def nansum(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum over `dim` without NaN entries; NaN if all entries are NaN.
+
+    >>> nansum(torch.tensor([[1., NAN], [NAN, NAN]]), 1)
+    tensor([1., nan])
+    """
+    return torch.where(x.isnan().all(dim), NAN, x.nansum(dim))

@@ -1,13 +1,23 @@
-"""Estimators of credit beside MT-GRPO, the script's own: each is one function of its `RewardTable`, read by itself."""
+"""Estimators of credit besides MT-GRPO, which is the script's own, and what is made of their advantages.
+
+Each estimator is one function of the script's `RewardTable`. The checks of advantages, the share of rewards that move
+one, and the groups without a signal (`refill_groups`) come after them.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from mt_grpo.base.errors import tell_once
+from mt_grpo.base.ranks import RunError
+from mt_grpo.training.batch import NAN, Batch
+
+MOST = 1e18  # that float32 can square and add up
 CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, coef, discount), which gives (N, K)
 
 
@@ -108,7 +118,7 @@ def norm_by_state(rewards: Any, x: torch.Tensor) -> torch.Tensor:
     flat, keys = x.reshape(-1, size), rewards.state.reshape(-1, size)  # (N/G, GK)
     # For every turn, the index of the group's first turn in the same state. Each such first turn has its own column.
     first = (keys[:, :, None] == keys[:, None, :]).int().argmax(2, keepdim=True)  # (N/G, GK, 1)
-    sets = torch.where(first == torch.arange(size, device=x.device), flat[:, :, None], float("nan"))
+    sets = torch.where(first == torch.arange(size, device=x.device), flat[:, :, None], NAN)
     compared = dataclasses.replace(rewards, group_size=size).norm(sets.view(-1, size))
     own = compared.view(sets.shape).gather(2, first)
     if rewards.state_baseline == "leave_one_out":
@@ -151,7 +161,7 @@ def progress_credit_advantages(rewards: Any, coef: float, discount: float) -> to
             [-0.5000, -0.5000, -0.5000]])
     """
     credit = torch.zeros_like(rewards.turn)
-    last = torch.full_like(rewards.outcome, float("nan"))
+    last = torch.full_like(rewards.outcome, NAN)
     weights = torch.zeros_like(rewards.turn)  # discount^(k - j) of turn j, once k is reached
     for k in range(credit.shape[1]):
         score = rewards.turn[:, k]
@@ -176,3 +186,98 @@ credit_estimator(
 )
 credit_estimator("zero_sum", zero_sum_advantages, reads=("turn_advantage_coef",))
 credit_estimator("progress_credit", progress_credit_advantages, reads=("turn_advantage_coef", "turn_discount"))
+
+
+# -- the advantages of a batch --
+
+
+def check_advantages(rewards: Any, advantages: torch.Tensor, step: int, coef: float) -> None:
+    """Raise `RunError` where float32 cannot compare the rewards: what overflows can vanish, or poison every weight.
+
+    The square of a value beyond `MOST` is infinite in float32. All ranks have the same table `rewards`, and raise.
+    """
+    of_turns = rewards.turn.double().abs().nansum(1) + rewards.rollout_turn.double().abs().nan_to_num(0.0)
+    sums = rewards.outcome.double().abs().nan_to_num(0.0) + max(abs(coef), 1.0) * of_turns  # (N,)
+    if (sums > MOST).any() or not advantages.isfinite().all():
+        raise RunError(
+            f"Step {step}: the weighted rewards of a rollout add up to {sums.max():.3g} and an advantage to "
+            f"{advantages.abs().max():.3g}, with turn_advantage_coef={coef:g}. At most {MOST:g} can be compared in "
+            "float32. This batch is not trained on. Lower turn_reward_weights, outcome_reward_weights or "
+            "turn_advantage_coef, or the values of the reward functions."
+        )
+
+
+def numbers_that_move(rewards: Any, advantages_of: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which numbers of a table move an advantage: bool masks of `outcome` (N,), `rollout_turn` (N,), `turn` (N, K).
+
+    A number moves one if the advantages have a gradient with respect to it. The gradient is taken at random numbers in
+    the places of the given ones, so that two that happen to be equal still count. Only gradients are seen: a number of
+    which an estimator uses the sign or the rank seems to move nothing. One without any gradient uses all numbers.
+    `advantages_of` gives a table's advantages, (N, K), without scaling.
+    """
+    generator = torch.Generator().manual_seed(0)  # its own: training's random numbers stay as they are
+    drawn = {name: getattr(rewards, name).cpu() for name in ("outcome", "rollout_turn", "turn")}
+    for name, numbers in drawn.items():
+        random = torch.rand(numbers.shape, generator=generator, dtype=torch.float64)
+        drawn[name] = random.where(~numbers.isnan(), NAN).requires_grad_()
+    moves = {name: ~numbers.isnan() for name, numbers in drawn.items()}
+    with torch.enable_grad(), suppress(Exception):  # a fork's estimator may take no float64, or no gradients
+        advantages = advantages_of(dataclasses.replace(rewards, **drawn)).where(rewards.sampled.cpu(), 0.0)
+        probe = torch.rand(advantages.shape, generator=generator, dtype=torch.float64)  # in whose sum nothing cancels
+        gradients = torch.autograd.grad((advantages * probe).sum(), list(drawn.values()), allow_unused=True)
+        for name, gradient in zip(drawn, gradients):
+            moves[name] = torch.zeros_like(moves[name]) if gradient is None else gradient.abs() > 1e-12
+    return moves
+
+
+def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.Tensor]) -> None:
+    """Replace groups of a batch without signal, and score the new ones, until all have signal. Collective.
+
+    At most `refill_groups` batches' worth of groups are sampled in addition; a group that has no signal then is
+    trained as it is. Dropped conversations are in the log of rollouts, with the mode `dropped`, in the metrics of
+    conversations and in the count of tokens. What a reward function logs with `log_metric` is a mean over its calls,
+    of which each round is one. `without_signal` returns which groups of the scored batch are to be replaced, (N/G,)
+    bool, the same on all ranks.
+    """
+
+    def check() -> None:  # rewards that cannot be compared must not pass for groups without signal
+        advantages = trainer._advantages(batch.rewards, trainer.args.scale_rewards)
+        check_advantages(batch.rewards, advantages, trainer.state.global_step, trainer.turn_advantage_coef)
+
+    check()
+    size = len(batch.rewards.outcome) // batch.group_size
+    left, dropped, seconds = trainer.args.refill_groups * size, [], 0.0
+    while left and (slots := without_signal(batch).nonzero().flatten().tolist()[:left]):
+        chosen = torch.zeros(size, dtype=torch.bool)
+        chosen[slots] = True
+        fresh = chosen.repeat_interleave(batch.group_size)  # (N,)
+        own = batch.own(fresh).nonzero().flatten().tolist()
+        dropped.append(batch.rewards.outcome[fresh])
+        trainer._rollout_log.add_dropped(batch, own, trainer.state.global_step)
+        trainer.env.close([batch.rollouts[i] for i in own])
+        rows, rollouts, metrics = trainer.in_flight.refill(batch.rows, slots)
+        batch.replace(own, rows, rollouts)
+        trainer._score(batch, fresh)
+        check()
+        left, seconds = left - len(slots), seconds + metrics["rollout/wait_seconds"]
+        for name, value in metrics.items():  # `rollout/*` are of all that the step waited for
+            trainer._metrics["train"][name][-1] += value
+    outcome = torch.cat([*dropped, batch.rewards.outcome])
+    num_dropped, prompts = sum(map(len, dropped)) // batch.group_size, trainer.in_flight.prompts
+    trainer._log_metrics(
+        {
+            "refill/groups_dropped": num_dropped / (num_dropped + size),
+            "refill/rounds": batch.num_rounds,
+            "refill/seconds": seconds,
+            "refill/outcome_of_all_sampled": outcome.nanmean().item(),
+            "refill/data_passes": prompts.epoch + prompts.place / len(prompts.order),
+        }
+    )
+    if without_signal(batch).all() and trainer.accelerator.is_main_process:
+        tell_once(
+            f"Step {trainer.state.global_step}: refill_groups: none of {num_dropped + size} groups has a signal (mean "
+            f"weighted outcome {outcome.nanmean().item():.3g}). Training on this batch changes nothing, and later "
+            "batches may be the same. Look at the rollouts: are all rewards equal, or all tasks too hard or already "
+            "solved? This is logged once.",
+            "refill in vain",
+        )

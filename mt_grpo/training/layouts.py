@@ -17,26 +17,32 @@ from mt_grpo.base.errors import error_line
 from mt_grpo.base.ranks import RunError
 from mt_grpo.generation.weights import off_by_rounding
 from mt_grpo.images.pictures import Picture, held_by
+from mt_grpo.training.batch import FURTHER_RECORDS, compares_tokens
 from mt_grpo.training.pass_metrics import PassMetrics
-from mt_grpo.training.passes import Pass, TrainedRow, compares_tokens, into_passes, pass_of_two, rows_of, window_of
-from mt_grpo.training.records import FURTHER_RECORDS
-from mt_grpo.training.shared_prompts import NAME, take_shared_rows
+from mt_grpo.training.passes import (
+    Pass,
+    TrainedRow,
+    into_passes,
+    pass_of_two,
+    rows_of,
+    rows_of_ids,
+    rows_that_share,
+    window_of,
+)
+from mt_grpo.training.shared_prompts import NAME, SharedRow, forward_inputs, take_shared_rows
 
 logger = logging.getLogger(__name__)
 
 # Methods that a subclass may replace. A copy of the script that edits `compute_loss` sees the passes there.
 LOSS_METHODS = ("compute_loss", "_prepare_inputs", "_get_per_token_logps_and_entropies")
+LARGEST_DIFFERENCE = 1e-3  # of a logprob in float32; in half precision it may be 4 times that of rounding alone
 
 
 def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
     """Why a model would compute other hidden states in a shared row. None if it computes the same.
 
     A shared row contains many conversations. So information may pass from token to token only through an attention
-    function that knows them, and nothing may be drawn or counted per row.
-
-    Args:
-        model: A causal language model, maybe with adapters.
-        asked: The run's `attn_implementation`.
+    function that knows them, and nothing may be drawn or counted per row. `asked` is the run's `attn_implementation`.
     """
     if isinstance(model, PeftModel):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
@@ -50,10 +56,10 @@ def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
         reads = getattr(model.base_model, "language_model", None)
         if reads is None or not hasattr(model.base_model, "get_rope_index"):
             return "it reads images, and its position ids are not those of Qwen's models"
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"]) - {"full_attention"}
-    if kinds:
+    layer_types = getattr(config, "layer_types", None)
+    if kinds := set(layer_types or ["full_attention"]) - {"full_attention"}:
         return f"it has layers of type {min(kinds)}"
-    if getattr(config, "layer_types", None) is None and getattr(config, "sliding_window", None):
+    if layer_types is None and getattr(config, "sliding_window", None):
         return f"it has a sliding window of {config.sliding_window} tokens"
     for name, module in reads.named_modules():
         kind = type(module).__name__
@@ -77,59 +83,53 @@ def dropout_of(model: torch.nn.Module) -> tuple[str, float, str] | None:
         if isinstance(module, torch.nn.modules.dropout._DropoutNd):
             share = module.p
         if not share:  # which TRL's disable_dropout does not reach
-            share, remedy = (
-                getattr(module, "attention_dropout", 0.0),
-                "attention_dropout: 0.0 in the model's config.json",
-            )
+            share = getattr(module, "attention_dropout", 0.0)
+            remedy = "attention_dropout: 0.0 in the model's config.json"
         if isinstance(share, float) and share > 0:
             return ("lora_dropout", share, "lora_dropout: 0.0") if "lora" in name else (name, share, remedy)
     return None
 
 
-def why_trls(trainer: Any, own_methods: type) -> str | None:
-    """Why a run keeps TRL's micro-batches. None if its rows can be rearranged.
-
-    Args:
-        trainer: The trainer, with its model loaded.
-        own_methods: The class whose loss reads passes.
-    """
-    if not trainer.args.share_prompts:
-        return "share_prompts: false"
-    if type(trainer)._compute_loss is not GRPOTrainer._compute_loss:
-        return f"{type(trainer).__name__} has a _compute_loss of its own"
-    for name in LOSS_METHODS:
-        if getattr(type(trainer), name) is not getattr(own_methods, name):
-            return f"{type(trainer).__name__} has a {name} of its own"
-    if trainer.aux_loss_enabled:
-        return "router_aux_loss_coef is set, whose loss compares the tokens of a micro-batch"
-    if trainer.args.torch_compile:
-        return "torch_compile is set, and passes have different shapes"
-    return None
-
-
-def why_padded(trainer: Any) -> str | None:
-    """Why a run's rows cannot share prompts. None if they can."""
-    if trainer.pad_to_multiple_of:
-        return "pad_to_multiple_of is set"
-    asked = (trainer.args.model_init_kwargs or {}).get("attn_implementation")
+def kind_of(trainer: Any, own_methods: type) -> tuple[str, str]:
+    """The kind of a run's layout, and why it is not `shared`. `own_methods` is the class whose loss reads passes."""
+    cls, args = type(trainer), trainer.args
+    replaced = [name for name in LOSS_METHODS if getattr(cls, name) is not getattr(own_methods, name)]
+    replaced += ["_compute_loss"] if cls._compute_loss is not GRPOTrainer._compute_loss else []
     model, reference = models_of(trainer)
-    reason = why_not_in_model(model, asked)
-    return reason or (why_not_in_model(reference) if reference is not None else None)
-
-
-def leave_faulty_kernel() -> None:
-    """Disable cuDNN's attention, which PyTorch prefers on Hopper cards since 2.11. Other kernels replace it.
-
-    With a mask and a number of tokens that is 64 above a multiple of 128, its gradient may be NaN if a query reads
-    nothing, such as padding on the left. A step with a pass of 704 tokens failed so on an H100.
-    """
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    if not args.share_prompts:
+        return "trl", "share_prompts: false"
+    if replaced:
+        return "trl", f"{cls.__name__} has a {replaced[-1]} of its own"
+    if trainer.aux_loss_enabled:
+        return "trl", "router_aux_loss_coef is set, whose loss compares the tokens of a micro-batch"
+    if args.torch_compile:
+        return "trl", "torch_compile is set, and passes have different shapes"
+    if trainer.pad_to_multiple_of:
+        return "padded", "pad_to_multiple_of is set"
+    reason = why_not_in_model(model, (args.model_init_kwargs or {}).get("attn_implementation"))
+    reason = reason or (reference is not None and why_not_in_model(reference))
+    return ("padded", reason) if reason else ("shared", "")
 
 
 def models_of(trainer: Any) -> list[Any]:
     """The policy and the reference model (or None), without DeepSpeed's wrappers."""
     unwrap = trainer.accelerator.unwrap_model
     return [model if model is None else unwrap(model) for model in (trainer.model, trainer.ref_model)]
+
+
+def logps_of_rows(
+    model: Any, rows: list[SharedRow], compute_entropy: bool, accelerator: Any
+) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+    """Logprobs and entropies (B, C) of the batch that these rows are of, and no router loss: as TRL's method."""
+    logps, entropies = 0, 0
+    for row in rows:
+        with accelerator.autocast():
+            output = model(**forward_inputs(row))
+        logps = logps + row.spread(output.log_probs)
+        entropies = entropies + row.spread(output.entropy) if compute_entropy else None
+        if not torch.is_grad_enabled():
+            row.forget_masks()
+    return logps, entropies, None
 
 
 class Layout:
@@ -153,13 +153,11 @@ class Layout:
 
     def __init__(self, trainer: Any, own_methods: type):
         self.trainer = trainer
-        leave_faulty_kernel()
-        self.kind, self.reason = "shared", ""
-        if reason := why_trls(trainer, own_methods):
-            self.kind, self.reason = "trl", reason
-        elif reason := why_padded(trainer):
-            self.kind, self.reason = "padded", reason
-        else:
+        # PyTorch prefers cuDNN's attention on Hopper cards since 2.11. With a mask and a number of tokens that is 64
+        # above a multiple of 128, its gradient may be NaN if a query reads nothing, such as padding on the left.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        self.kind, self.reason = kind_of(trainer, own_methods)
+        if self.kind == "shared":
             take_shared_rows(*models_of(trainer))
         if (found := dropout_of(models_of(trainer)[0])) and trainer.accelerator.is_main_process:
             name, rate, remedy = found
@@ -182,7 +180,8 @@ class Layout:
 
     def in_passes(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """TRL's micro-batches of one batch of rollouts, as many of ours. Collective."""
-        if self.trainer.model.training:  # an evaluation between two steps has a batch of its own
+        training = self.trainer.model.training
+        if training:  # an evaluation between two steps has a batch of its own
             of_further = [row for each in micro_batches for rows in each.get(FURTHER_RECORDS, ()) for row in rows]
             held = [*micro_batches, *of_further]
             self.pictures = held_by(each[name] for each in held for name in ("prompt_ids", "completion_ids"))
@@ -190,33 +189,30 @@ class Layout:
             return micro_batches
         if self.proof is None:
             self.prove([row for each in micro_batches for rows in rows_of(each) for row in rows])
-        window = window_of(self.trainer.args, self.trainer.loss_type) if self.trainer.model.training else 1
+        window = window_of(self.trainer.args, self.trainer.loss_type) if training else 1
         steps = [micro_batches[k : k + window] for k in range(0, len(micro_batches), window)]
         return [each for step in steps for each in into_passes(self.trainer, step)]
+
+    def shared_rows(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int, size: int | None
+    ) -> list[SharedRow]:
+        """The rows of TRL's forward pass as rows that share prompts; none if they are padded. Collective.
+
+        Args:
+            input_ids, attention_mask: (M, P + C), prompts padded on the left, of which C = `width`.
+            size: TRL's number of rows per pass; None: one pass.
+        """
+        if self.kind == "shared" and self.current is not None and self.current.shared is not None:
+            return [self.current.shared]
+        if self.kind == "shared":  # not of a pass of ours
+            rows = rows_of_ids(self.trainer, input_ids, attention_mask, width)
+            self.prove(rows)
+        return rows_that_share(self.trainer, rows, width, input_ids.device, size) if self.kind == "shared" else []
 
     def forget_masks(self) -> None:
         """Free the masks after the backward pass: they are as large as the row's attention."""
         if self.begun is not None and self.begun.shared is not None:
             self.begun.shared.forget_masks()
-
-    def prove(self, rows: list[TrainedRow]) -> None:
-        """`prove_layout`, before the first pass that reads shared rows. Collective.
-
-        A row that is alone is the same in both layouts. If no rank has two rows of one prompt, nothing is proven, and
-        each row has its prompt until the next batch.
-        """
-        if self.proof is not None or not (self.kind == "shared" or self.waits):
-            return
-        compared = pass_of_two(rows, self.trainer.args, self.trainer.pad_to_multiple_of or 1)
-        accelerator = self.trainer.accelerator
-        found = torch.tensor([len(compared["prompt_ids"])], device=accelerator.device)
-        waits = int(accelerator.gather(found).max()) < 2
-        if waits and not self.waits:
-            self.reason = "no prompt has two rows yet that prove shared rows"
-            logger.warning("Each row is computed with its prompt until a batch has two rows of one prompt.")
-        self.kind, self.waits = "padded" if waits else "shared", waits
-        if not waits:
-            prove_layout(self.trainer, compared)
 
     @contextmanager
     def of(self, inputs: Pass) -> Iterator[None]:
@@ -249,72 +245,79 @@ class Layout:
             return f"{text}; a pass has at most {args.max_tokens_per_pass} tokens"
         return f"{text}; a pass has at most the tokens of {args.per_device_train_batch_size} longest conversations"
 
+    # -- the proof of it --
 
-LARGEST_DIFFERENCE = 1e-3  # of a logprob in float32; in half precision it may be 4 times that of rounding alone
+    def prove(self, rows: list[TrainedRow]) -> None:
+        """`compare` two rows of one prompt, before the first pass that reads shared rows. Collective.
 
+        A row that is alone is the same in both layouts. If no rank has two rows of one prompt, nothing is proven, and
+        each row has its prompt until the next batch.
+        """
+        if self.proof is not None or not (self.kind == "shared" or self.waits):
+            return
+        compared = pass_of_two(rows, self.trainer.args, self.trainer.pad_to_multiple_of or 1)
+        accelerator = self.trainer.accelerator
+        found = torch.tensor([len(compared["prompt_ids"])], device=accelerator.device)
+        waits = int(accelerator.gather(found).max()) < 2
+        if waits and not self.waits:
+            self.reason = "no prompt has two rows yet that prove shared rows"
+            logger.warning("Each row is computed with its prompt until a batch has two rows of one prompt.")
+        self.kind, self.waits = "padded" if waits else "shared", waits
+        if not waits and (problem := self.compare(compared)):
+            self.kind, self.reason = "padded", f"{type(self.trainer.model).__name__} {problem}"
+            logger.warning(f"{self.reason}. From now on each row is computed with its own prompt.")
 
-def prove_layout(trainer: Any, compared: Pass) -> None:
-    """Compare shared rows with TRL's before the first pass; where they differ, each row has its prompt. Collective.
+    def compare(self, compared: Pass) -> str:
+        """Compare shared rows with TRL's, and say how they differ; empty if they do not. Collective.
 
-    A model's own code can do what its configuration does not say. Float32 weights are compared without autocast, in
-    whose rounding a small difference would not show, and then with it, as they are trained.
+        A model's own code can do what its configuration does not say. Float32 weights are compared without autocast,
+        in whose rounding a small difference would not show, and then with it, as they are trained.
+        """
+        trainer, accelerator, model = self.trainer, self.trainer.accelerator, self.trainer.model
+        ids, masks = (torch.cat([compared[f"prompt_{k}"], compared[f"completion_{k}"]], 1) for k in ("ids", "mask"))
+        trained = compared["completion_mask"] * compared["tool_mask"] > 0
 
-    Args:
-        trainer: Of the layout.
-        compared: Rows of one prompt, which are read in both ways.
-    """
-    layout, accelerator, model = trainer.layout, trainer.accelerator, trainer.model
-    ids, masks = (torch.cat([compared[f"prompt_{k}"], compared[f"completion_{k}"]], 1) for k in ("ids", "mask"))
-    trained = compared["completion_mask"] * compared["tool_mask"] > 0
+        def logprobs(kind: str) -> torch.Tensor:
+            self.kind = kind  # which the call reads from the layout
+            with torch.no_grad(), disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs):
+                return trainer._get_per_token_logps_and_entropies(model, ids, masks, trained.shape[1])[0].float()
 
-    def logprobs(kind: str) -> torch.Tensor:
-        layout.kind = kind  # which the call reads from the layout
-        with torch.no_grad(), disable_gradient_checkpointing(model, trainer.args.gradient_checkpointing_kwargs):
-            width = trained.shape[1]
-            return trainer._get_per_token_logps_and_entropies(model, ids, masks, width)[0].float()
+        def largest(difference: torch.Tensor) -> float:
+            found = difference.abs()[trained].amax()[None] if trained.any() else difference.new_zeros(1)
+            return accelerator.gather(found).max().item()
 
-    def largest(difference: torch.Tensor) -> float:
-        found = difference.abs()[trained].amax()[None] if trained.any() else difference.new_zeros(1)
-        return accelerator.gather(found).max().item()
+        def problem(exact: bool) -> str:
+            ordinary, allowed, failed = logprobs("padded"), LARGEST_DIFFERENCE, ""
+            if not exact:
+                with off_by_rounding(accelerator.unwrap_model(model), 2**-8):
+                    allowed = 4 * largest(logprobs("padded") - ordinary)
+            try:
+                difference = logprobs("shared") - ordinary
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of a model's code that takes the layout for something else
+                failed, difference = error_line(error), torch.full_like(ordinary, torch.inf)
+            self.proof = max(largest(difference), self.proof)  # in this order NaN stays
+            if self.proof <= allowed:
+                return ""
+            if failed:
+                return f"failed with a shared row ({failed})"
+            return f"computed a different logprob in a shared row, by {self.proof:.2g}"
 
-    def differs(exact: bool) -> bool:
-        nonlocal failed
-        ordinary, allowed = logprobs("padded"), LARGEST_DIFFERENCE
-        if not exact:
-            with off_by_rounding(accelerator.unwrap_model(model), 2**-8):
-                allowed = 4 * largest(logprobs("padded") - ordinary)
+        half = accelerator.mixed_precision != "no"  # sharded weights are then gathered in half precision, too
+        exact = next(model.parameters()).dtype in (torch.float32, torch.float64) and not (half and trainer._is_sharded)
+        exact = exact and not torch.backends.cuda.matmul.allow_tf32
+        self.proof, self.current = 0.0, compared  # a proof is there: the calls below ask for none
         try:
-            difference = logprobs("shared") - ordinary
-        except torch.OutOfMemoryError:
+            with without_autocast(trainer) if exact else nullcontext():
+                found = problem(exact)
+            return found or (problem(False) if exact and half else "")
+        except BaseException:
+            self.proof = None
             raise
-        except Exception as error:  # of a model's code that takes the layout for something else
-            failed, difference = error_line(error), torch.full_like(ordinary, torch.inf)
-        layout.proof = max(largest(difference), layout.proof)  # in this order NaN stays
-        return not layout.proof <= allowed
-
-    half = accelerator.mixed_precision != "no"  # sharded weights are then gathered in half precision, too
-    exact = next(model.parameters()).dtype in (torch.float32, torch.float64) and not (half and trainer._is_sharded)
-    exact = exact and not torch.backends.cuda.matmul.allow_tf32
-    failed, layout.proof, layout.current = "", 0.0, compared  # a proof is there: the calls below ask for none
-    try:
-        with without_autocast(trainer) if exact else nullcontext():
-            refused = differs(exact)
-        if exact and not refused and half:
-            refused = differs(exact=False)
-    except BaseException:
-        layout.proof = None
-        raise
-    finally:
-        layout.kind, layout.current = "shared", None
-        compared.shared.forget_masks()
-    if refused:
-        what = (
-            f"failed with a shared row ({failed})"
-            if failed
-            else f"computed a different logprob in a shared row, by {layout.proof:.2g}"
-        )
-        layout.kind, layout.reason = "padded", f"{type(model).__name__} {what}"
-        logger.warning(f"{layout.reason}. From now on each row is computed with its own prompt.")
+        finally:
+            self.kind, self.current = "shared", None
+            compared.shared.forget_masks()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Metrics of the loss, pooled over the passes of all steps since the last log, however passes are cut."""
+"""The importance ratio of the loss, and its metrics, pooled over the passes of all steps since the last log."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-from mt_grpo.training.passes import Pass
-from mt_grpo.training.tensors import EFFECTIVE_SHARE, effective_share, rollout_weights
+from mt_grpo.training.batch import NAN
+from mt_grpo.training.passes import BATCHES, Pass
 
+EFFECTIVE_SHARE = "sampling/effective_share"  # the metric
+TRLS = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")  # which TRL logs, too
 Means = dict[str, tuple[float, float]]  # name -> (mean, minimum or maximum, the number of tokens that it is of)
 
 
@@ -22,21 +24,20 @@ class PassMetrics:
     def __init__(self):
         self._pooled: dict[tuple[str, str], tuple[float, float]] = {}  # (mode, name) -> as in `Means`
         self._own: Means = {}  # of the current pass, in place of TRL's
-        self._logged: dict[str, list[float]] = {}  # where the current pass's metrics go
+        self._logged: dict[str, list[float]] | None = None  # during a pass: where its metrics go
         self._weights: dict[tuple, list[torch.Tensor]] = {}  # (mode, batch) -> `rollout_weights` of its passes
 
     @contextmanager
     def of(self, trainer: Any, each: Pass) -> Iterator[None]:
         """Within it TRL's metrics are those of one pass. A pass without a trained token has none."""
         mode = trainer._mode
-        logged, trainer._metrics[mode], self._own = trainer._metrics[mode], defaultdict(list), {}
-        self._logged = logged
+        self._logged, trainer._metrics[mode], self._own = trainer._metrics[mode], defaultdict(list), {}
         try:
             yield
             trls = {name: (values[-1], each.weight) for name, values in trainer._metrics[mode].items()}
-            self.pool(logged, mode, trls | self._own)
+            self.pool(self._logged, mode, trls | self._own)
         finally:
-            trainer._metrics[mode] = logged
+            trainer._metrics[mode], self._logged = self._logged, None
 
     def pool(self, metrics: dict[str, list[float]], mode: str, means: Means) -> None:
         """Log one value per name, of all since the last log, which empties `metrics`; NaN if no token was trained.
@@ -48,7 +49,7 @@ class PassMetrics:
         {'entropy': [2.0], 'clip_ratio/low_min': [1.0], 'kl': [nan]}
         """
         for name, (value, weight) in means.items():
-            before, so_far = self._pooled[mode, name] if metrics.get(name) else (math.nan, 0)
+            before, so_far = self._pooled[mode, name] if metrics.get(name) else (NAN, 0)
             if not weight or math.isnan(value):
                 value, weight = before, so_far
             elif so_far and name.endswith(("min", "max")):
@@ -57,57 +58,49 @@ class PassMetrics:
                 value, weight = (before * so_far + value * weight) / (so_far + weight), so_far + weight
             self._pooled[mode, name], metrics[name] = (value, weight), [value]
 
-    def replace(self, trainer: Any, output: dict[str, torch.Tensor]) -> None:
-        """Pool what TRL has just logged of its batch `output` as means of the ranks' means. Collective."""
-        metrics = trainer._metrics[trainer._mode]
-        trained = output["completion_mask"] * output["tool_mask"] > 0
-        names = ("old_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio")
-        means = sampling_means(*(output[name] for name in names), trained, ratio_limits(trainer), trainer.accelerator)
-        for name in means:
-            if name.startswith(TRLS):
-                metrics[name].pop()
-        self.pool(metrics, trainer._mode, means)
-        ratio = output["importance_sampling_ratio"]
-        metrics[EFFECTIVE_SHARE].append(
-            effective_share(rollout_weights(ratio, trained, output["rollouts"], trainer.accelerator))
-        )
+    def set_ratio(self, each: dict[str, Any], logps: torch.Tensor, trainer: Any) -> None:
+        """Set the importance ratio of a batch and what the loss clips around, and log the ratio's metrics. Collective.
 
-    def compare(self, each: Pass, logps: torch.Tensor, trainer: Any) -> None:
-        """Do with the loss's own logprobs what TRL does with those of a pass before the step. Collective.
-
-        They are the policy's before the step, since this is the first step of its rollouts. They become what the loss
-        clips around (with `old_logps: sampled` only where a sampled one is not known), and the importance ratio and
-        its metrics are made from them.
+        With `old_logps: policy` the loss clips around the policy before the step, and the importance ratio is that
+        policy's probability over the sampled one. With `sampled` it clips around the logprobs as sampled (PPO, arXiv
+        1707.06347, equation 7), where they are known, and no importance ratio is left: 1, or 0 where a `_mask` mode
+        masks a token. The metrics are those of the ratio in both cases.
 
         Args:
-            each: The pass.
-            logps: (B, C), without gradient.
+            each: TRL's whole batch, whose metrics of it are replaced, or a pass, of the first step of its rollouts.
+            logps: (B, C), of the policy before the step, without gradient.
             trainer: Says which ratio: `old_logps`, `vllm_importance_sampling_mode`, and where it is cut.
         """
-        sampled = each["sampling_per_token_logps"]  # (B, C)
-        trained = each["completion_mask"] * each["tool_mask"] > 0
+        sampled, mode = each["sampling_per_token_logps"], trainer.vllm_importance_sampling_mode
+        trained, log_mode = each["completion_mask"] * each["tool_mask"] > 0, trainer._mode
+        limits = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
         difference = torch.where(trained & ~sampled.isnan(), logps - sampled, 0.0)
-        ratio = importance_ratio(difference, trainer.vllm_importance_sampling_mode, *ratio_limits(trainer))
-        if trainer.args.old_logps == "sampled":
-            each["old_per_token_logps"] = torch.where(sampled.isnan(), logps, sampled)
-            each["importance_sampling_ratio"] = torch.ones_like(ratio)
+        ratio = importance_ratio(difference, mode, *limits)
+        means = sampling_means(logps, sampled, ratio, trained, limits, trainer.accelerator)
+        if (logged := self._logged) is None:
+            logged, number = trainer._metrics[log_mode], next(BATCHES)
+            for name in means:
+                if name.startswith(TRLS):
+                    logged[name].pop()
         else:
-            each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
-        self._own |= sampling_means(logps, sampled, ratio, trained, ratio_limits(trainer), trainer.accelerator)
-        mode, counts = trainer._mode, bool(self._logged.get(EFFECTIVE_SHARE))  # else all was logged
-        self._weights = {key: passes for key, passes in self._weights.items() if counts or key[0] != mode}
+            number = each.batch
+        self.pool(logged, log_mode, means)
+        if not logged.get(EFFECTIVE_SHARE):  # all was logged
+            self._weights = {key: passes for key, passes in self._weights.items() if key[0] != log_mode}
         weights = rollout_weights(ratio, trained, each["rollouts"], trainer.accelerator)
-        self._weights.setdefault((mode, each.batch), []).append(weights)
-        shares = [effective_share(torch.cat(passes)) for key, passes in self._weights.items() if key[0] == mode]
-        self._logged[EFFECTIVE_SHARE] = [sum(shares) / len(shares)]
+        self._weights.setdefault((log_mode, number), []).append(weights)
+        shares = [effective_share(torch.cat(passes)) for key, passes in self._weights.items() if key[0] == log_mode]
+        logged[EFFECTIVE_SHARE] = [sum(shares) / len(shares)]
+        if trainer.args.old_logps == "sampled":
+            logps = torch.where(sampled.isnan(), logps, sampled)
+            # In a `_truncate` mode a ratio of 0 is one that is too small for float32.
+            ratio = (ratio != 0).to(ratio) if mode.endswith("mask") else torch.ones_like(ratio)
+        each["old_per_token_logps"], each["importance_sampling_ratio"] = logps, ratio
 
     def count_tokens(self, each: Pass, logps: torch.Tensor, entropies: torch.Tensor, trainer: Any) -> None:
         """TRL's metrics of a pass with weights in its mask, for which TRL would weigh them too. Collective.
 
-        Args:
-            each: The pass.
-            logps, entropies: (B, C), without gradient.
-            trainer: Says where ratios are clipped.
+        `logps` and `entropies` are (B, C), without gradient.
         """
         trained = each["completion_mask"] * each["tool_mask"] > 0
         ratio = logps - each.get("old_per_token_logps", logps)
@@ -126,12 +119,26 @@ class PassMetrics:
         self._own |= {name: (total / max(each.weight, 1), each.weight) for name, total in zip(values, sums)}
 
 
-def ratio_limits(trainer: Any) -> tuple[float | None, float | None]:
-    """Where the importance ratio is cut, from below and from above; None: nowhere."""
-    return trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+def importance_ratio(difference: torch.Tensor, mode: str, least: float | None, most: float | None) -> torch.Tensor:
+    """TRL's ratio of the policy before the step to the one that sampled: (B, C) of tokens, (B, 1) of sequences.
 
+    Args:
+        difference: (B, C), the policy's logprob minus the sampled one; 0 where it does not count.
+        mode: `token_truncate`, `token_mask`, `sequence_truncate`, `sequence_mask`.
+        least, most: Where a ratio is cut, or from where it is 0.
 
-TRLS = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")
+    >>> difference = torch.tensor([[0.0, 2.0], [-1.0, 0.5]])
+    >>> importance_ratio(difference, "token_truncate", 0.5, 3.0)
+    tensor([[1.0000, 3.0000],
+            [0.5000, 1.6487]])
+    >>> importance_ratio(difference, "sequence_mask", None, 3.0)
+    tensor([[0.0000],
+            [0.6065]])
+    """
+    ratio = (difference.sum(1, keepdim=True) if mode.startswith("sequence") else difference).exp()
+    least, most = -math.inf if least is None else least, math.inf if most is None else most
+    cut = ratio.clamp(min=least, max=most)
+    return cut if mode.endswith("truncate") else ratio.masked_fill(cut != ratio, 0.0)
 
 
 def sampling_means(
@@ -145,11 +152,10 @@ def sampling_means(
     """The metrics of importance sampling over the trained tokens of all ranks. Collective.
 
     Args:
-        logps: (B, C), of the policy before the step.
-        sampled: (B, C), as sampled, NaN where they are not known.
-        ratio: (B, C), or (B, 1) of sequences, as the loss uses it.
+        logps, sampled: (B, C), of the policy before the step and as sampled, NaN where they are not known.
+        ratio: (B, C), or (B, 1) of sequences.
         trained: (B, C) bool.
-        limits: See `ratio_limits`.
+        limits: Where the ratio is cut, from below and from above; None: nowhere.
     """
     least, most = limits
     known = trained & ~sampled.isnan()
@@ -180,28 +186,20 @@ def sampling_means(
     }
 
 
-def importance_ratio(difference: torch.Tensor, mode: str, least: float | None, most: float | None) -> torch.Tensor:
-    """TRL's ratio of the policy before the step to the one that sampled: (B, C) of tokens, (B, 1) of sequences.
+def rollout_weights(ratio: torch.Tensor, loss_mask: torch.Tensor, rollouts: torch.Tensor, accelerator: Any) -> Any:
+    """Of each row of all ranks, (rows, 3): its rollout, the sum of its tokens' ratios, their number. Collective."""
+    trained = loss_mask > 0
+    columns = rollouts, torch.where(trained, ratio, 0.0).sum(1), trained.sum(1)
+    return accelerator.gather(torch.stack([column.float() for column in columns], 1)).cpu()
 
-    Args:
-        difference: (B, C), the policy's logprob minus the sampled one; 0 where it does not count.
-        mode: `token_truncate`, `token_mask`, `sequence_truncate`, `sequence_mask`.
-        least, most: Where a ratio is cut, or from where it is 0.
 
-    >>> difference = torch.tensor([[0.0, 2.0], [-1.0, 0.5]])
-    >>> importance_ratio(difference, "token_truncate", 0.5, 3.0)
-    tensor([[1.0000, 3.0000],
-            [0.5000, 1.6487]])
-    >>> importance_ratio(difference, "sequence_mask", None, 3.0)
-    tensor([[0.0000],
-            [0.6065]])
+def effective_share(weights: torch.Tensor) -> float:
+    """The effective share of samples, `(sum w)^2 / (n sum w^2)` over n rollouts, each with its tokens' mean ratio w.
+
+    >>> effective_share(torch.tensor([[0.0, 2.0, 2.0], [1.0, 1.0, 4.0], [1.0, 5.0, 2.0], [2.0, 0.0, 3.0]]))  # 1, 1, 0
+    0.6666666865348816
     """
-    ratio = (difference.sum(1, keepdim=True) if mode.startswith("sequence") else difference).exp()
-    if mode.endswith("truncate"):
-        return ratio if least is None and most is None else ratio.clamp(min=least, max=most)
-    outside = torch.zeros_like(ratio, dtype=torch.bool)
-    if least is not None:
-        outside |= ratio < least
-    if most is not None:
-        outside |= ratio > most
-    return ratio.masked_fill(outside, 0.0)
+    rollouts, of_rollout = weights[:, 0].long().unique(return_inverse=True)
+    total, number = torch.zeros(len(rollouts), 2).index_add(0, of_rollout, weights[:, 1:]).T
+    w = (total / number)[number > 0]
+    return (w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-30)).item() if len(w) else NAN

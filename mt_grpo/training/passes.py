@@ -2,7 +2,7 @@
 
 TRL shuffles a rank's rows and cuts them into micro-batches of equally many, padded to the longest of all. Here the
 rows of the micro-batches of one optimizer step are put together anew: groups stay whole where they fit, so that a
-prompt is computed once (`shared_prompts`), and a pass has a number of tokens in place of a number of rows. The step's
+prompt is computed once (`shared_prompts`), and a pass has a number of tokens instead of a number of rows. The step's
 gradient is the same sum.
 """
 
@@ -22,60 +22,39 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 
 from mt_grpo.images.pictures import Picture, is_picture, pictures_in
-from mt_grpo.training.records import FURTHER_RECORDS, Row, row_of
+from mt_grpo.rollout import join
+from mt_grpo.training.batch import FURTHER_RECORDS, Row, compares_tokens, row_of
 from mt_grpo.training.shared_prompts import Example, SharedRow
 
 PASSES = "passes"  # the key of a micro-batch that has been cut into passes
 UNEVEN = 1.05  # the fullest rank's tokens over the mean, from which rows change ranks
 FILLERS = {"importance_sampling_ratio": 1}  # of padding, where it is not 0: `vespo` sums its logarithm over a row
 MEAN_OF_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")  # losses that TRL divides by a micro-batch's number of rows
-
-
 BATCHES = itertools.count()
 
 
 class Pass(dict):
-    """The input of one forward pass: some rows, as a batch for TRL's loss.
+    """The input of one forward pass: some rows, as a batch for TRL's loss."""
 
-    Attributes:
-        loss_type: TRL's, for this call.
-        scale: What its policy loss and its KL count in the micro-batch's.
-        shared: The same rows as one that shares prompts; None: they are computed as they are.
-        num_tokens: How many it computes.
-        weight: Its trained tokens on all ranks.
-        is_weighted: Whether its loss mask has other numbers than 0 and 1 (`weigh_tokens`).
-        is_first: Whether no pass of the policy came before it: its own logprobs are those before the step.
-        batch: The number of the micro-batches that were split together, whose rollouts have numbers of their own.
-        pictures: Those of rows of other ranks: its tensors keep none.
-    """
-
-    loss_type, scale = "", 1.0
-    shared: SharedRow | None = None
-    num_tokens, weight, batch = 0, 0.0, 0
-    is_weighted = is_first = False
-    pictures: tuple[Picture, ...] = ()
+    loss_type, scale = "", 1.0  # TRL's, for this call, and what its policy loss and its KL count in the micro-batch's
+    shared: SharedRow | None = None  # the same rows as one that shares prompts; None: they are computed as they are
+    num_tokens, weight = 0, 0.0  # how many it computes; its trained tokens on all ranks
+    is_weighted = is_first = False  # its loss mask has weights (`weighed`); no pass of the policy came before it
+    batch = 0  # the number of the micro-batches that were split together, whose rollouts have numbers of their own
+    pictures: tuple[Picture, ...] = ()  # those of rows of other ranks: its tensors keep none
 
 
 @dataclass
 class TrainedRow:
-    """A record of a rollout as the loss reads it.
+    """A record of a rollout as the loss reads it."""
 
-    Attributes:
-        values: TRL's tensors, without the columns that are padding.
-        prompt_ids, completion_ids: As lists.
-        trained: Whether the policy sampled a token, of each of the completion's.
-        number: Of its row in the batch that it is of.
-        group: Tells apart what should go together: the prompt of its rollout's first record; None: its own.
-        pictures: Those that its ids stand for, while another rank computes it.
-    """
-
-    values: Row
+    values: Row  # TRL's tensors, without the columns that are padding
     prompt_ids: list[int]
     completion_ids: list[int]
-    trained: list[bool]
-    number: int = 0
-    group: int | None = None
-    pictures: tuple[Picture, ...] = ()
+    trained: list[bool]  # of each of the completion's tokens
+    number: int = 0  # of its row in its batch
+    group: int | None = None  # what should go together: the prompt of its rollout's first record; None: its own
+    pictures: tuple[Picture, ...] = ()  # those that its ids stand for, while another rank computes it
 
     @cached_property
     def prompt(self) -> int:
@@ -95,8 +74,8 @@ class TrainedRow:
     def shown(self) -> list[Picture]:
         return pictures_in(self.prompt_ids + self.completion_ids)
 
-    def without_trained(self) -> TrainedRow:
-        return replace(self, trained=[])
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.completion_ids)
 
     def to(self, device: Any) -> TrainedRow:
         # Copied: a view would be sent with all of the tensor that it is of.
@@ -124,39 +103,50 @@ def trained_row(row: Row) -> TrainedRow:
     return TrainedRow(values, values["prompt_ids"].tolist(), values["completion_ids"].tolist(), trained)
 
 
-def weigh_tokens(
-    rollouts: list[list[TrainedRow]], num_rollouts: float, loss_type: str, max_completion_length: int
-) -> tuple[list[TrainedRow], float | None]:
-    """Rows of rollouts with several records, and what the sum of their tokens' losses is divided by; None: as TRL.
+def rows_of_ids(trainer: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[TrainedRow]:
+    """The rows of a batch from its ids (M, P + C), prompts padded on the left, of which C = `width`.
 
-    TRL's means are over rows, and here several rows can be one rollout. With this divisor the call is that of `dapo`,
-    which divides by a given number. With R scored rollouts, T_i trained tokens of rollout i, L =
-    `max_completion_length`:
+    If the trainer's batch has `loss_masks`, they say whose logprobs are wanted: those of trained tokens.
+    """
+    masks = trainer.batch.loss_masks if trainer.batch is not None else None
+    rows = []
+    for i, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
+        start = len(ids) - width
+        prompt = [token for token, real in zip(ids[:start], mask) if real]
+        completion = ids[start : start + sum(mask[start:])]
+        trained = [True] * len(completion) if masks is None else [value > 0 for value in masks[i][: len(completion)]]
+        values = {}
+        if trainer.layout.proof is None:  # the proof of the layout reads them as a pass
+            for side, own in (("prompt", prompt), ("completion", completion)):
+                values[f"{side}_ids"] = torch.tensor(own, dtype=torch.long, device=input_ids.device)
+                values[f"{side}_mask"] = torch.ones_like(values[f"{side}_ids"])
+            values["tool_mask"] = torch.tensor(trained, dtype=torch.long, device=input_ids.device)
+        rows.append(TrainedRow(values, prompt, completion, trained, number=i))
+    return rows
 
-        grpo     1/R sum_i 1/T_i sum_t loss_it: each token weighs L / T_i, and the sum is divided by R L
-        dr_grpo  1/(R L) sum_i sum_t loss_it
-        luspo    1/R sum_i sum_t loss_it
-        bnpo     1/(sum_i T_i) sum_i sum_t loss_it
+
+def dummy_row(row: TrainedRow) -> TrainedRow:
+    """A row with one real token, the prompt's last, and no loss. Other values are zero, like TRL's padding."""
+    values = {
+        key: value[-1:]
+        if key.startswith("prompt_")
+        else torch.full_like(value[:1] if value.ndim else value, FILLERS.get(key, 0))
+        for key, value in row.values.items()
+    }
+    return TrainedRow(values, row.prompt_ids[-1:], [], [])
+
+
+def weighed(rows: list[TrainedRow], max_completion_length: int) -> list[TrainedRow]:
+    """The rows of one rollout, whose tokens weigh L / T: its T trained tokens together as much as a completion.
+
+    TRL's `grpo` is a mean over rows of means over tokens, and here several rows can be one rollout. With R scored
+    rollouts and L = `max_completion_length` the sum of these tokens' losses over R L, as `dapo` has it, is
+    1/R sum_i 1/T_i sum_t loss_it.
 
     INVARIANT: a rollout's weights are at least 1, and equal: TRL's means over a row's tokens read the same mask.
-
-    Args:
-        rollouts: The rows of each.
-        num_rollouts: Of one micro-batch, on average (`rows_in_mean`).
     """
-    divisor = {
-        "grpo": num_rollouts * max_completion_length,  # times each token's weight: the mean of the rollouts' means
-        "dr_grpo": num_rollouts * max_completion_length,
-        "luspo": num_rollouts,
-        "bnpo": max(1, sum(row.num_trained for rows in rollouts for row in rows)),
-    }.get(loss_type)
-    if loss_type == "grpo":
-        for i, rows in enumerate(rollouts):
-            weight = max_completion_length / max(1, sum(row.num_trained for row in rows))
-            rollouts[i] = [
-                replace(row, values={**row.values, "tool_mask": row.values["tool_mask"] * weight}) for row in rows
-            ]
-    return [row for rows in rollouts for row in rows], divisor
+    weight = max_completion_length / max(1, sum(row.num_trained for row in rows))
+    return [replace(row, values={**row.values, "tool_mask": row.values["tool_mask"] * weight}) for row in rows]
 
 
 # -- which rows go together --
@@ -193,8 +183,7 @@ def units_of(rows: list[TrainedRow], limit: float, shares: bool) -> list[list[Tr
 def fill(rows: list[TrainedRow], budget: int, shares: bool) -> list[list[TrainedRow]]:
     """Rows in passes of at most `budget` tokens, longest first. A row that is longer is a pass of its own."""
     bins: list[list[TrainedRow]] = []
-    units = units_of(rows, budget, shares)
-    for unit in sorted(units, key=lambda unit: -cost(unit, shares)):
+    for unit in sorted(units_of(rows, budget, shares), key=lambda unit: -cost(unit, shares)):
         # Padded rows go behind those of their length; a group goes wherever it fits.
         for into in bins if shares else bins[-1:]:
             if cost(into + unit, shares) <= budget:
@@ -234,18 +223,16 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
     if max(loads) <= UNEVEN * sum(loads) / len(loads):
         return rows
     gathered = gather_object([[row.to("cpu") for row in rows]])
-    everyones = [row for theirs in gathered for row in theirs]
-    limit = min(budget, sum(loads) / len(loads))
+    limit, sums = min(budget, sum(loads) / len(loads)), [0] * len(loads)
     ranks: list[list[TrainedRow]] = [[] for _ in loads]
-    sums = [0] * len(loads)
-    for unit in sorted(units_of(everyones, limit, shares), key=lambda unit: -cost(unit, shares)):
+    for unit in sorted(units_of(join(gathered), limit, shares), key=lambda unit: -cost(unit, shares)):
         least = sums.index(min(sums))
         ranks[least] += unit
         sums[least] += cost(unit, shares)
     if max(sums) >= max(loads):
         return rows
     own = accelerator.process_index
-    if any(is_picture(max(row.prompt_ids + row.completion_ids)) for row in everyones):
+    if any(is_picture(max(row.prompt_ids + row.completion_ids)) for row in join(gathered)):
         theirs = {id(row) for row in gathered[own]}
         leaving = [row for rank, rows in enumerate(ranks) if rank != own for row in rows if id(row) in theirs]
         # Held until the rows hold theirs: pixels of what moves, and of nothing else.
@@ -257,16 +244,11 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
 # -- a step's micro-batches in passes --
 
 
-def compares_tokens(args: Any) -> bool:
-    """Whether TRL compares a micro-batch's tokens with each other, which makes it one pass, whatever its size."""
-    return args.top_entropy_quantile < 1.0 or args.entropy_coef != 0.0 or args.use_adaptive_entropy
-
-
 def skips_first_pass(trainer: Any) -> bool:
     """Whether rollouts of a server need no forward pass before their step, because the loss computes the same.
 
-    The pass stays with several optimizer steps of a batch, of which only the first has that policy; for a log that
-    shows its logprobs; and where a `_mask` mode goes with `old_logps: sampled`.
+    The pass stays with several optimizer steps of a batch, of which only the first has that policy, and for a log that
+    shows its logprobs.
     """
     args = trainer.args
     return (
@@ -274,7 +256,6 @@ def skips_first_pass(trainer: Any) -> bool:
         and trainer.use_vllm
         and trainer.vllm_importance_sampling_correction
         and not args.log_rollout_tokens
-        and (args.old_logps != "sampled" or trainer.vllm_importance_sampling_mode.endswith("truncate"))
         and args.gradient_accumulation_steps % (args.steps_per_generation * trainer.num_iterations) == 0
     )
 
@@ -290,38 +271,33 @@ def window_of(args: Any, loss_type: str) -> int:
 
 
 def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split micro-batches into passes. Each returned micro-batch has a list of passes under `PASSES`. Collective.
+    """Split micro-batches of one optimizer step and the same rollouts into passes. Collective.
+
+    Each returned micro-batch has a list of passes under `PASSES`.
 
     INVARIANT: all ranks have as many passes in each micro-batch: a sharded model's forward is collective.
-
-    Args:
-        trainer: Says how passes are laid out (`layout`), and which loss they are for.
-        micro_batches: Of one optimizer step, from the same rollouts: TRL's, each of B rollouts.
     """
     accelerator, args, shares = trainer.accelerator, trainer.args, trainer.layout.kind == "shared"
     training, count, batch = trainer.model.training, len(micro_batches), next(BATCHES)
     size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
     rollouts = [rows for each in micro_batches for rows in rows_of(each)]
-    has_further = FURTHER_RECORDS in micro_batches[0]  # on all ranks or on none
-    per_micro_batch = rows_in_mean(trainer, micro_batches[0])
-    rows, divisor = [row for found in rollouts for row in found], None
-    if has_further:
-        rows, divisor = weigh_tokens(rollouts, per_micro_batch, trainer.loss_type, trainer.max_completion_length)
+    loss_type, num_items = trainer.loss_type, micro_batches[0]["num_items_in_batch"]  # of all ranks and micro-batches
+    mean_of = rows_in_mean(trainer, micro_batches[0])
+    # INVARIANT: on all ranks or on none a rollout has further records.
+    if is_weighted := loss_type == "grpo" and FURTHER_RECORDS in micro_batches[0]:
+        rollouts = [weighed(rows, trainer.max_completion_length) for rows in rollouts]
+        num_items = mean_of * trainer.max_completion_length * accelerator.num_processes
+        num_items = torch.tensor(num_items * (args.steps_per_generation if training else 1), device=accelerator.device)
+        loss_type = "dapo"
+    rows = join(rollouts)
     is_first = skips_first_pass(trainer) and "old_per_token_logps" not in micro_batches[0]
-    num_items = micro_batches[0]["num_items_in_batch"]  # of all ranks, and of all micro-batches from these rollouts
-    if divisor is not None:
-        divisor *= accelerator.num_processes * (args.steps_per_generation if training else 1)
-        num_items = torch.tensor(float(divisor), device=accelerator.device)
-    longest = max(len(row.prompt_ids) + len(row.completion_ids) for row in rows)
-    longest = accelerator.gather(torch.tensor([longest], device=accelerator.device)).tolist()
-    if trainer.loss_type == "bnpo":  # as TRL has it: the tokens of this rank's micro-batch
-        per_micro_batch = max(1, sum(row.num_trained for row in rows))
-    dummy = dummy_row(rows[0])
+    num_trained, dummy = max(1, sum(row.num_trained for row in rows)), dummy_row(rows[0])
+    longest = int(accelerator.gather(torch.tensor([max(map(len, rows))], device=accelerator.device)).max())
     if compares_tokens(args):
         bins = [rows]
     else:
-        budget = args.max_tokens_per_pass or size * max(longest)
-        if training and trainer.loss_type != "bnpo":  # transformers weighs an evaluation's losses by rank
+        budget = args.max_tokens_per_pass or size * longest
+        if training and loss_type != "bnpo":  # transformers weighs an evaluation's losses by rank
             rows = balance(rows, budget, shares, accelerator)
         together = accelerator.num_processes > 1 and not shares
         bins = fill_together(rows, budget, accelerator) if together else fill(rows, budget, shares)
@@ -334,14 +310,12 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
     for rows, num_rows, weight in zip(bins, most_rows.int().tolist(), weights.tolist(), strict=True):
         # INVARIANT: all ranks have as many rows in a pass. TRL gathers one number per row for its metrics.
         each = to_pass([*rows, *[dummy] * (num_rows - len(rows))], trainer.pad_to_multiple_of or 1, shares)
-        each["num_items_in_batch"] = num_items
-        each.loss_type = trainer.loss_type if divisor is None else "dapo"
-        if divisor is None and trainer.loss_type in MEAN_OF_ROWS:
-            each.scale = num_rows / per_micro_batch
-        elif divisor is None and trainer.loss_type == "bnpo":
-            each.scale = sum(row.num_trained for row in rows) / per_micro_batch
+        each["num_items_in_batch"], each.loss_type, each.is_weighted = num_items, loss_type, is_weighted
+        if loss_type in MEAN_OF_ROWS:
+            each.scale = num_rows / mean_of
+        elif loss_type == "bnpo":  # as TRL has it: of the tokens of this rank's micro-batch
+            each.scale = sum(row.num_trained for row in rows) / num_trained
         each.weight, each.is_first, each.batch = weight, is_first, batch
-        each.is_weighted = divisor is not None and trainer.loss_type == "grpo"
         passes.append(each)
     cuts = [len(passes) * k // count for k in range(count + 1)]
     return [{PASSES: passes[first:last]} for first, last in zip(cuts, cuts[1:])]
@@ -367,17 +341,6 @@ def whole_pass(trainer: Any, micro_batch: dict[str, Any]) -> Pass:
     return whole
 
 
-def dummy_row(row: TrainedRow) -> TrainedRow:
-    """A row with one real token, the prompt's last, and no loss. Other values are zero, like TRL's padding."""
-    values = {
-        key: value[-1:]
-        if key.startswith("prompt_")
-        else torch.full_like(value[:1] if value.ndim else value, FILLERS.get(key, 0))
-        for key, value in row.values.items()
-    }
-    return TrainedRow(values, row.prompt_ids[-1:], [], [])
-
-
 def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
     """Rows as one batch, padded to the longest of them: prompts on the left, the others on the right."""
     batch = Pass()
@@ -395,18 +358,30 @@ def to_pass(rows: list[TrainedRow], multiple: int, shares: bool) -> Pass:
             padded[i, width - len(each) if side == "prompt" else 0 :][: len(each)] = each
         batch[key] = padded
     if shares:
-        numbered = [replace(row, number=i) for i, row in enumerate(rows)]
-        batch.shared = shared_row(numbered, tuple(batch["completion_ids"].shape), batch["completion_ids"].device)
-    sides = ("prompt_ids", "completion_ids")
+        examples = {i: Example(row.prompt_ids, row.completion_ids, row.trained) for i, row in enumerate(rows)}
+        batch.shared = SharedRow(examples, tuple(batch["completion_ids"].shape), batch["completion_ids"].device)
     batch.pictures = tuple(picture for row in rows for picture in row.pictures)
-    batch.num_tokens = len(batch.shared) if shares else sum(batch[side].numel() for side in sides)
+    batch.num_tokens = len(batch.shared) if shares else batch["prompt_ids"].numel() + batch["completion_ids"].numel()
     return batch
 
 
-def shared_row(rows: list[TrainedRow], shape: tuple[int, int], device: Any) -> SharedRow:
-    """These of the (B, C) rows of a batch, by their numbers."""
-    examples = {row.number: Example(row.prompt_ids, row.completion_ids, row.trained) for row in rows}
-    return SharedRow(examples, shape, device)
+def rows_that_share(
+    trainer: Any, rows: list[TrainedRow], width: int, device: torch.device, size: int | None
+) -> list[SharedRow]:
+    """All rows of a batch, numbered from 0, as rows that share prompts, each of which is a forward pass. Collective.
+
+    `width` is that of the batch's completions, and `size` TRL's number of rows per pass, None for one pass.
+    """
+    accelerator = trainer.accelerator
+    longest = int(accelerator.gather(torch.tensor(max(map(len, rows)), device=accelerator.device)).max())
+    budget = (trainer.args.max_tokens_per_pass or size * longest) if size else len(rows) * longest
+    bins = fill(rows, budget, shares=True)
+    most = accelerator.gather(torch.tensor(len(bins), device=accelerator.device)).max()
+    bins += [[replace(rows[0], trained=[])] for _ in range(int(most) - len(bins))]
+    examples = [
+        {row.number: Example(row.prompt_ids, row.completion_ids, row.trained) for row in each} for each in bins
+    ]
+    return [SharedRow(each, (len(rows), width), device) for each in examples]
 
 
 def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
@@ -426,53 +401,6 @@ def pass_of_two(rows: list[TrainedRow], args: Any, multiple: int) -> Pass:
         key=lambda pair: (not any(row.shown for row in pair), -len(pair), longest * sum(row.own for row in pair)),
     )
     return to_pass(pair, multiple, shares=True)
-
-
-def rows_of_ids(trainer: Any, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int) -> list[TrainedRow]:
-    """The rows of a batch from their ids.
-
-    Args:
-        trainer: If its batch has `loss_masks`, they say whose logprobs are wanted: those of trained tokens.
-        input_ids, attention_mask: (M, P + C), prompts padded on the left.
-        width: C.
-    """
-    masks = trainer.batch.loss_masks if trainer.batch is not None else None
-    rows = []
-    for i, (ids, mask) in enumerate(zip(input_ids.tolist(), attention_mask.tolist(), strict=True)):
-        start = len(ids) - width
-        prompt = [token for token, real in zip(ids[:start], mask) if real]
-        completion = ids[start : start + sum(mask[start:])]
-        trained = [True] * len(completion) if masks is None else [value > 0 for value in masks[i][: len(completion)]]
-        sides = {"prompt": prompt, "completion": completion} if trainer.layout.proof is None else {}
-        long, device = torch.long, input_ids.device
-        values = {f"{side}_ids": torch.tensor(own, dtype=long, device=device) for side, own in sides.items()}
-        values |= {f"{side}_mask": torch.ones_like(values[f"{side}_ids"]) for side in sides}
-        if sides:  # the proof of the layout reads them as a pass
-            values["tool_mask"] = torch.tensor(trained, dtype=long, device=device)
-        rows.append(TrainedRow(values, prompt, completion, trained, number=i))
-    return rows
-
-
-def shared_rows(
-    trainer: Any, rows: list[TrainedRow], width: int, device: torch.device, size: int | None
-) -> list[SharedRow]:
-    """All rows of a batch as rows that share prompts, of which a forward pass reads one. Collective.
-
-    Args:
-        trainer: Says how many tokens a pass has.
-        rows: Numbered from 0.
-        width: C, of the batch's completions.
-        device: Where the model is.
-        size: TRL's number of rows per pass; None: one pass.
-    """
-    accelerator = trainer.accelerator
-    found = torch.tensor(max(len(row.prompt_ids) + len(row.completion_ids) for row in rows), device=accelerator.device)
-    longest = int(accelerator.gather(found).max())
-    budget = (trainer.args.max_tokens_per_pass or size * longest) if size else len(rows) * longest
-    bins = fill(rows, budget, shares=True)
-    most = accelerator.gather(torch.tensor(len(bins), device=accelerator.device)).max()
-    bins += [[rows[0].without_trained()] for _ in range(int(most) - len(bins))]
-    return [shared_row(each, (len(rows), width), device) for each in bins]
 
 
 # -- the loss of a micro-batch --

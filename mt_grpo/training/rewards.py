@@ -12,7 +12,6 @@ import faulthandler
 import functools
 import inspect
 import logging
-import pickle
 import random
 import signal
 import threading
@@ -20,14 +19,12 @@ import time
 import traceback
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy
 import torch
-from accelerate.utils import gather_object
 
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.base.event_loop import gather_all, run_async, start_in_background
@@ -38,10 +35,16 @@ from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.conversation.tools.threads import ToolTimeout, run_tool
 from mt_grpo.images.pictures import readable_messages
 from mt_grpo.rollout import Rollout, ToolCall, Turn, join
-from mt_grpo.training.batch import Batch
-from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, join_rounds, turn_contexts
-from mt_grpo.training.reward_numbers import Scores, check_reward_values, reward_tensors, state_numbers, turn_flags
-from mt_grpo.training.tensors import pad_rows
+from mt_grpo.training.batch import Batch, pad_rows
+from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, scores_of_trainer, turn_contexts
+from mt_grpo.training.reward_numbers import (
+    Scores,
+    check_reward_values,
+    is_finite,
+    reward_tensors,
+    state_numbers,
+    turn_flags,
+)
 
 logger = logging.getLogger(__name__)
 AGAIN = 1.0  # seconds between two interruptions: a `with ThreadPoolExecutor()` goes on waiting after the first
@@ -56,21 +59,21 @@ REWARD_COLUMNS = (  # arguments of a reward function besides the columns of the 
 PLAIN = {int, float, str, bool, type(None)}
 
 
-@dataclass(frozen=True)
 class RewardFunctions:
     """The F reward functions of a run: F_turn turn functions, then the outcome functions.
 
     Of each kind, the user's functions come first, followed by those of the environment and the tools.
 
-    Attributes:
+    Args:
         functions: (F,), each with a unique name.
         weights: (F,), one finite number per function.
         num_turn_funcs: F_turn, the number of turn functions.
     """
 
-    functions: list[Callable]
-    weights: list[float]
-    num_turn_funcs: int
+    def __init__(self, functions: list[Callable], weights: list[float], num_turn_funcs: int):
+        self.functions, self.weights, self.num_turn_funcs = functions, weights, num_turn_funcs
+        self.names = [func.__name__ for func in functions]
+        self.turn_names, self.outcome_names = self.names[:num_turn_funcs], self.names[num_turn_funcs:]
 
     @classmethod
     def of(
@@ -82,16 +85,9 @@ class RewardFunctions:
         outcome_weights: list[float] | None = None,
         optional: bool = False,
     ) -> RewardFunctions:
-        """Combine the user's functions with those of an environment and its tools, which keep their names.
+        """Combine the user's functions and weights (None: 1 each) with those of the class of conversations `env`.
 
-        An environment's and its tools' rewards have weight 1.
-
-        Args:
-            turn_funcs, outcome_funcs: The user's functions, as `MTGRPOEnvTrainer` takes them.
-            env: The class of conversations (`MultiTurnToolEnv`).
-            turn_weights, outcome_weights: One weight per user function; None: 1 each.
-            optional: Whether there may be no function.
-
+        The functions of an environment and its tools have weight 1. If `optional` is true there may be none at all.
         Raises `ValueError` for invalid functions (`check_rewards`) and weights (`weights_of`).
         """
         turn, outcome = list(turn_funcs or []), list(outcome_funcs or [])
@@ -101,18 +97,6 @@ class RewardFunctions:
         weights = weights_of(turn, turn_weights, "turn") + [1.0] * len(own_turn)
         weights += weights_of(outcome, outcome_weights, "outcome") + [1.0] * len(own_outcome)
         return cls([*turn, *own_turn, *outcome, *own_outcome], weights, len(turn + own_turn))
-
-    @property
-    def names(self) -> list[str]:
-        return [func.__name__ for func in self.functions]
-
-    @property
-    def turn_names(self) -> list[str]:
-        return self.names[: self.num_turn_funcs]
-
-    @property
-    def outcome_names(self) -> list[str]:
-        return self.names[self.num_turn_funcs :]
 
     @property
     def main_outcome(self) -> str | None:
@@ -127,12 +111,10 @@ class RewardFunctions:
         timeout: float,
         device: torch.device,
         only: list[bool] | None = None,
-        on_all_ranks: Callable[[Callable[[], None], str], Any] | None = None,
     ) -> list[list]:
         """Call each function for the B rollouts. Its value per rollout is a number, a list of one per turn, or None.
 
-        A rollout whose environment failed is not passed to any function, and has None. A function with the parameter
-        `groups` sees whole groups: where they lie on several ranks, each rank calls it for those that begin there.
+        A rollout whose environment failed is not passed to any function, and has None.
 
         Args:
             batch: The batch, with its rollouts.
@@ -141,188 +123,98 @@ class RewardFunctions:
             timeout: Seconds that one function may take.
             device: The trainer's device.
             only: Which of the B rollouts the functions see. None: all.
-            on_all_ranks: Runs a function that may fail on one rank, and raises on all (`ResumableTrainer`). The call
-                is collective then. None: there is one rank.
 
-        Raises:
-            RuntimeError: A function raised, or took too long. The message names the row of the data.
-            ValueError: A function returned something else.
+        Raises `RuntimeError` for a function that raised or took too long, with the row of the data, and `ValueError`
+        for other values, and for a function with the parameter `groups` where a group is incomplete.
         """
-        in_place = on_all_ranks or (lambda function, what: function())
-        visible = [i for i, r in enumerate(batch.rollouts) if not r.failed and (only is None or only[i])]
-        own = {batch.first + i: (batch.rows[i], batch.rollouts[i]) for i in visible}
-        everything, values, extra = list(range(len(self.functions))), {}, {}
-        by_groups = [f for f in everything if self._sees_groups(self.functions[f], batch)]
-        apart = bool(by_groups) and on_all_ranks is not None and len(batch.rollouts) % batch.group_size != 0
-        calls = [(everything, own)]  # one call of all, in which async ones run together
-        if apart:  # on all ranks
-            calls = [([f for f in everything if f not in by_groups], own)]
-            calls.append((by_groups, groups_that_begin_here(batch, own, on_all_ranks)))
-
-        def run() -> None:
-            try:
-                if not any(hasattr(func, "of_results") for func in self.functions):
-                    warn_of_uncounted(join(rollout.turns for _, rollout in own.values()))
-                for functions, seen in calls:
-                    if functions and seen:
-                        self._call(functions, seen, batch, columns, timeout, device, values, extra)
-            finally:
-                join_rounds(columns)
-
-        in_place(run, "Rewards")
-        if apart:
-            values, extra = values_of_all_ranks(values, extra, on_all_ranks)
-        numbers = range(batch.first, batch.first + len(batch.rollouts))
-        for name, logged in extra.items():
-            if any(n in logged for n in numbers):
-                columns["log_extra"](name, [logged.get(n) for n in numbers])
-        return [[values.get((f, n)) for n in numbers] for f in everything]
-
-    @staticmethod
-    def _sees_groups(function: Callable, batch: Batch) -> bool:
-        return "groups" in asked_of([function]) and "groups" not in column_lists(batch.rows, batch.data)
-
-    def _call(
-        self,
-        numbers: list[int],
-        seen: dict[int, tuple[dict, Rollout]],
-        batch: Batch,
-        columns: dict[str, Any],
-        timeout: float,
-        device: torch.device,
-        values: dict[tuple[int, int], Any],
-        extra: dict[str, dict[int, Any]],
-    ) -> None:
-        """Fill in `values` of the functions `numbers`, by function and rollout, and what they log, by rollout.
-
-        `seen`: number of the rollout in the batch -> its row and itself. The others are as in `score`.
-        """
-        functions, places = [self.functions[f] for f in numbers], list(seen)
-        rows, rollouts = [row for row, _ in seen.values()], [rollout for _, rollout in seen.values()]
-        told: dict[str, list] = defaultdict(list)  # as in TRL, a further call goes on with the column
+        places = [i for i, r in enumerate(batch.rollouts) if not r.failed and (only is None or only[i])]
+        values: list[list] = [[None] * len(batch.rollouts) for _ in self.functions]
+        if not places:
+            return values
+        rollouts, rows = [batch.rollouts[i] for i in places], [batch.rows[i] for i in places]
+        if not any(hasattr(func, "of_results") for func in self.functions):
+            warn_of_uncounted(join(rollout.turns for rollout in rollouts))
+        logged: dict[str, list] = defaultdict(list)  # as in TRL, a further call goes on with the column
         # Also of the rows that nobody sees: a column of theirs is a column of all.
         of_data = column_lists(rows + batch.rows, batch.data)
         asked = asked_of(self.functions) - of_data.keys()  # who takes keywords gets what another one names
-        if not any(self._sees_groups(function, batch) for function in functions):
-            asked -= {"groups"}
         given = {
             **{name: column[: len(rows)] for name, column in of_data.items()},
             **rollout_columns(rollouts, prompts_of(rows)),
             **{name: value for name, value in columns.items() if name not in ASKED_COLUMNS or name in asked},
-            "log_extra": lambda column, logged: told[column].extend(logged),
+            "log_extra": lambda column, values: logged[column].extend(values),
         }
         if "turn_contexts" in asked:
             given["turn_contexts"] = [turn_contexts(rollout) for rollout in rollouts]
         if "groups" in asked:
-            given["groups"] = [number // batch.group_size for number in places]
-        try:
-            with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device, batch.num_rounds):
-                found = run_rewards(functions, given, timeout, device)
-        except RewardError as error:
-            number = None if error.place is None else number_of(rows[error.place], batch.data)
-            split = "training" if batch.mode == "train" else "test"
-            named = "" if number is None else f" (row {number} of the {split} data, counted from 0)"
-            raise RuntimeError(f"{error}{named}") from error.__cause__
-        for f, column in zip(numbers, found):
-            check_reward_values(column, self.names[f], rollouts, per_turn=f < self.num_turn_funcs)
-            values |= {(f, place): value for place, value in zip(places, column)}
-        for name, logged in told.items():
-            if len(logged) % len(places) and places != list(range(batch.first, batch.first + len(batch.rollouts))):
+            if len(batch.rollouts) % batch.group_size:
                 raise ValueError(
-                    f"log_extra({name!r}): got {len(logged)} values, expected one for each of {len(places)} rollouts."
+                    f"A reward function has the parameter groups, and this rank has {len(batch.rollouts)} rollouts, "
+                    f"which are no whole groups of {batch.group_size}. Set per_device_train_batch_size times "
+                    "steps_per_generation, or per_device_eval_batch_size, to a multiple of it."
                 )
-            extra.setdefault(name, {}).update(zip(places, logged[-len(places) :]))  # of several the last one's
+            given["groups"] = [(batch.first + i) // batch.group_size for i in places]
 
-    def score_all_ranks(
-        self,
-        batch: Batch,
-        columns: dict[str, Any],
-        timeout: float,
-        accelerator: Any,
-        on_all_ranks: Callable[[Callable[[], None], str], Any],
-        reads_state: bool,
-        fresh: torch.Tensor | None = None,
-    ) -> Scores:
-        """Score the rollouts of all ranks. Collective.
+        def of_row(place: int) -> str:
+            number, split = number_of(rows[place], batch.data), "training" if batch.mode == "train" else "test"
+            return "" if number is None else f" (row {number} of the {split} data, counted from 0)"
 
-        Args:
-            batch, columns, timeout, on_all_ranks: See `score`.
-            accelerator: The trainer's accelerator.
-            reads_state: Whether the estimator compares turns by their states.
-            fresh: (N,) bool, the rollouts that functions see. None: all.
+        with noise_apart(getattr(columns.get("trainer_state"), "global_step", 0), device, batch.num_rounds):
+            found = run_rewards(self.functions, given, timeout, device, of_row)
+        for f, column in enumerate(found):
+            check_reward_values(column, self.names[f], rollouts, per_turn=f < self.num_turn_funcs)
+            for place, value in zip(places, column):
+                values[f][place] = value
+        for name, column in logged.items():
+            if len(column) % len(places) and len(places) < len(batch.rollouts):
+                raise ValueError(
+                    f"log_extra({name!r}): got {len(column)} values, expected one for each of {len(places)} rollouts."
+                )
+            last = dict(zip(places, column[-len(places) :]))  # of several calls the last one's
+            columns["log_extra"](name, [last.get(i) for i in range(len(batch.rollouts))])
+        return values
+
+    def score_all_ranks(self, trainer: Any, batch: Batch, fresh: torch.Tensor | None = None) -> Scores:
+        """Score the rollouts of all ranks, and set the batch's `values`. Collective.
+
+        `fresh` are the rollouts that functions see, (N,) bool; the others keep their values. None: all.
         """
+        accelerator, local = trainer.accelerator, []
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
         num_turns = torch.tensor([max(len(rollout.turns) for rollout in batch.rollouts)], device=accelerator.device)
         num_turns = max(1, int(accelerator.gather(num_turns).max()))
-        only = None if fresh is None else batch.own(fresh).tolist()
-        values = self.score(batch, columns, timeout, accelerator.device, only, on_all_ranks)
-        local: list[torch.Tensor] = []
+        only = [True] * len(batch.rollouts) if fresh is None else batch.own(fresh).tolist()
+        columns = {"trainer_state": trainer.state, "log_extra": batch.add_extra, "log_metric": trainer._log_metric}
+        columns |= scores_of_trainer(trainer)
 
-        def to_tensors() -> None:
-            states = [state_numbers(rollout) if reads_state else [] for rollout in batch.rollouts]
-            tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each.turns] for each in batch.rollouts]
-            local.extend(reward_tensors(values, num_turns, self.num_turn_funcs))
+        def run() -> None:
+            values = self.score(batch, columns, trainer.args.reward_timeout, accelerator.device, only)
+            old = batch.values or values
+            batch.values = [
+                [a if new else b for a, b, new in zip(*lists, only)] for lists in zip(values, old, strict=True)
+            ]
+            turns = [rollout.turns for rollout in batch.rollouts]
+            states = [state_numbers(rollout) if trainer._reads_state else [] for rollout in batch.rollouts]
+            tokens = [[sum(turn.per_token(int(turn.trained), 0)) for turn in each] for each in turns]
+            local.extend(reward_tensors(batch.values, num_turns, self.num_turn_funcs))
             local.extend(turn_flags(batch.rollouts, num_turns))
             local.append(pad_rows(states, num_turns, -1, torch.long))
             local.append(pad_rows(tokens, num_turns, 0, torch.long))
 
-        on_all_ranks(to_tensors, "Rewards")
+        trainer._on_all_ranks(run, "Rewards")
         return Scores(*(accelerator.gather(each.to(accelerator.device).contiguous()).cpu() for each in local))
-
-
-def groups_that_begin_here(
-    batch: Batch, own: dict[int, tuple[dict, Rollout]], on_all_ranks: Callable[[Callable[[], None], str], Any]
-) -> dict[int, tuple[dict, Rollout]]:
-    """The rows and rollouts, by number, of all groups whose first rollout is of this rank. Collective.
-
-    Rollouts of other ranks come without their environments, tools and images of the server, which cannot be sent.
-    """
-    first, end, size = batch.first, batch.first + len(batch.rollouts), batch.group_size
-    packed: list[tuple[int, bytes]] = []
-
-    def pack() -> None:
-        for number, (row, rollout) in own.items():
-            if number // size * size < first:
-                sent = copy.copy(rollout)
-                sent.environment, sent.tools, sent.rendered, sent.given_up = None, None, None, []
-                packed.append((number, pickle.dumps((row, sent))))
-
-    what, here = "Sending rollouts to reward functions with the parameter groups", {}
-    on_all_ranks(pack, what)
-    sent = [each for each in gather_object(packed) if each[0] >= end]
-    on_all_ranks(lambda: here.update((number, pickle.loads(data)) for number, data in sent), what)
-    whole = {number: each for number, each in {**own, **here}.items() if first <= number // size * size < end}
-    return dict(sorted(whole.items()))
-
-
-def values_of_all_ranks(
-    values: dict[tuple[int, int], Any],
-    extra: dict[str, dict[int, Any]],
-    on_all_ranks: Callable[[Callable[[], None], str], Any],
-) -> tuple[dict[tuple[int, int], Any], dict[str, dict[int, Any]]]:
-    """The values and logged columns that all ranks have found. Collective."""
-    packed: list[bytes] = []
-    what = "Returning the values of reward functions with the parameter groups"
-    on_all_ranks(lambda: packed.append(pickle.dumps((values, extra))), what)
-    values, extra = {}, defaultdict(dict)
-    for found, logged in map(pickle.loads, gather_object(packed)):
-        values |= found
-        for name, column in logged.items():
-            extra[name] |= column
-    return values, extra
 
 
 def warn_of_uncounted(turns: list[Turn]) -> None:
     """Warn once about the reward of a tool result that no function counts, because it was not announced."""
-    paid = ((c, r) for turn in turns for c, r in zip(turn.calls, turn.results) if r.reward is not None)
-    for call, result in paid:
-        tell_once(
-            f"The tool {call.name} returned the reward {result.reward:g} with a result. It is ignored, because the "
-            "tool is not annotated to return rewards. Annotate the function with -> ToolResult (for tools that "
-            "`reset` creates: give the class `tools: list = []`), or read the reward in a reward function.",
-            "rewards of results",
-        )
-        return
+    for call, result in join([list(zip(turn.calls, turn.results)) for turn in turns]):
+        if result.reward is not None:
+            return tell_once(
+                f"The tool {call.name} returned the reward {result.reward:g} with a result. It is ignored, because "
+                "the tool is not annotated to return rewards. Annotate the function with -> ToolResult (for tools "
+                "that `reset` creates: give the class `tools: list = []`), or read it in a reward function.",
+                "rewards of results",
+            )
 
 
 # -- checks, names and weights --
@@ -353,6 +245,11 @@ def check_rewards(turn_funcs: list[Callable], outcome_funcs: list[Callable], opt
                 )
 
 
+def without_partial(func: Callable) -> Callable:
+    """The function inside of a partial, which may be one of a partial."""
+    return without_partial(func.func) if isinstance(func, functools.partial) else func
+
+
 def reward_name(func: Callable) -> str:
     """The name of a reward, as in TRL: that of a partial's function, or of a callable object's class.
 
@@ -363,11 +260,10 @@ def reward_name(func: Callable) -> str:
     return getattr(func, "__name__", type(func).__name__)
 
 
-def without_partial(func: Callable) -> Callable:
-    """The function inside of a partial, which may be one of a partial."""
-    while isinstance(func, functools.partial):
-        func = func.func
-    return func
+def code_of(func: Callable) -> Callable:
+    """The function that is called with a reward: that inside of a partial, or the `__call__` of an object."""
+    func = without_partial(func)
+    return func if inspect.isroutine(func) or isinstance(func, type) else type(func).__call__
 
 
 def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
@@ -391,8 +287,7 @@ def named_apart(*lists: list[Callable]) -> list[list[Callable]]:
 
 def renamed(func: Callable, name: str) -> Callable:
     """Wrap a callable, which may be a partial or an object, in a function with this name."""
-    inner = without_partial(func)
-    inner = inner if inspect.isroutine(inner) or isinstance(inner, type) else type(inner).__call__
+    inner = code_of(func)
 
     async def run_async(*args: Any, **kwargs: Any) -> Any:
         return await func(*args, **kwargs)
@@ -411,7 +306,7 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
     if weights is not None and len(weights) != len(funcs):
         names = ", ".join(f.__name__ for f in funcs)
         raise ValueError(f"{kind}_reward_weights has {len(weights)} values, expected {len(funcs)}: {names or 'none'}.")
-    if not all(abs(float(weight)) <= torch.finfo(torch.float32).max for weight in weights or []):  # NaN is refused too
+    if not all(map(is_finite, weights or [])):
         raise ValueError(f"{kind}_reward_weights={weights!r}, expected finite numbers.")
     return [1.0] * len(funcs) if weights is None else [float(w) for w in weights]
 
@@ -427,7 +322,8 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
         return [[turn.reward for turn in turns] for turns in rollout_turns]
 
     def tool(rollout_turns: list, **kwargs) -> list:
-        return [[summed(result.reward for result in turn.results) for turn in turns] for turns in rollout_turns]
+        rewards = [[[r.reward for r in turn.results if r.reward is not None] for turn in t] for t in rollout_turns]
+        return [[sum(given) if given else None for given in turns] for turns in rewards]
 
     tool.of_results = True
 
@@ -438,36 +334,28 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
         get_reward.__name__ = cls.__name__
         return get_reward
 
-    returned = [inspect.signature(tool).return_annotation for tool in tools.values()]
-    turn_funcs = [tool] if any("ToolResult" in str(hint) for hint in returned) else []
+    def may_reward(func: Callable, unsaid: bool) -> bool:
+        hint = inspect.signature(func).return_annotation
+        return "ToolResult" in str(hint) or (unsaid and hint is inspect.Signature.empty)
+
+    turn_funcs = [tool] if any(may_reward(func, False) for func in tools.values()) else []
     if environments is None:
         return turn_funcs, []
     classes = list(dict.fromkeys(environments.by_name.values()))
     methods = [getattr(cls, name) for cls in classes for name in tool_methods(cls)]
-    returned = [inspect.signature(method).return_annotation for method in methods]
-    may_give = any(hint is inspect.Signature.empty or "ToolResult" in str(hint) for hint in returned)
-    if may_give or any(hasattr(cls, "respond") or hasattr(cls, "tools") for cls in classes):
+    if any(may_reward(method, True) for method in methods) or any(
+        hasattr(cls, "respond") or hasattr(cls, "tools") for cls in classes
+    ):
         turn_funcs = [environment, tool]
     further = [func for cls in classes for func in getattr(cls, "outcome_reward_funcs", [])]
     return turn_funcs, [*(of_class(cls) for cls in classes if hasattr(cls, "get_reward")), *further]
-
-
-def summed(rewards: Iterable[float | None]) -> float | None:
-    """The sum of the rewards that are not None, or None if there is none."""
-    given = [reward for reward in rewards if reward is not None]
-    return sum(given) if given else None
 
 
 # -- the arguments of reward functions --
 
 
 def rollout_columns(rollouts: list[Rollout], prompts: list) -> dict[str, list]:
-    """The arguments of reward functions that come from the rollouts, in addition to the columns of the data.
-
-    Args:
-        rollouts: The rollouts of this rank.
-        prompts: The rows' prompts, for rollouts whose environment has not replaced them.
-    """
+    """The arguments of reward functions that come from the rollouts. `prompts` are those of the rows of the data."""
     return {
         "prompts": [readable_messages(rollout.first_messages or prompt) for rollout, prompt in zip(rollouts, prompts)],
         "completions": [readable_messages(rollout.completion) for rollout in rollouts],
@@ -516,30 +404,23 @@ def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None
 # -- calls within a time limit --
 
 
-class RewardError(RuntimeError):
-    """A reward function raised. `place`: of the rollout for which it raises alone in the batch; None: not known."""
-
-    def __init__(self, message: str, place: int | None = None):
-        super().__init__(message)
-        self.place = place
-
-
 class OutOfTime(BaseException):
-    """Raised inside a reward at its limit, and by a signal that stops the run.
-
-    It is no `Exception`, which many rewards turn into a reward of 0.
-    """
+    """Raised inside a reward at its limit, and by a signal that stops the run. Many rewards catch any `Exception`."""
 
 
-def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, device: torch.device) -> list:
+def run_rewards(
+    funcs: list[Callable],
+    columns: dict[str, Any],
+    timeout: float,
+    device: torch.device,
+    of_row: Callable[[int], str] = lambda place: "",
+) -> list:
     """Call all reward functions for a batch. Async functions run concurrently, the others one after another.
 
     INVARIANT: each function gets its own copy of the columns. A function that changes them affects no other function.
 
-    If training itself does not run in the main thread, functions run in threads, in which signals do not work.
-
-    Raises:
-        RuntimeError: A function raised, or took longer than `timeout` seconds. The message names the first such one.
+    Raises `RuntimeError` for the first function that raised, or took longer than `timeout` seconds. The message names
+    the rollout for which it raises, with its row (`of_row`).
     """
 
     def call(func: Callable, given: dict[str, Any], seconds: float) -> Any:
@@ -547,9 +428,9 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
             return run_async(run_tool(func, own_copy(given), seconds))
         return call_in_time(func, given, seconds, device)
 
-    def failure(func: Callable, error: Exception) -> Exception:
+    def message(func: Callable, error: Exception) -> str:
         if isinstance(error, ToolTimeout):
-            return RuntimeError(
+            return (
                 f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
                 "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
             )
@@ -560,13 +441,10 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
         if place is not None:
             trained = {*REWARD_COLUMNS, "turn_contexts"}
             of_data = {k: v[place] for k, v in columns.items() if k not in trained and isinstance(v, list)}
-            row = f"It raises this for rollout {place} alone, whose row is {row_text(of_data)}"
-        return RewardError(f"Reward {func.__name__} raised {text} ({where_raised(func, error)}). {row}", place)
+            row = f"It raises this for rollout {place} alone, whose row is {row_text(of_data)}{of_row(place)}"
+        return f"Reward {func.__name__} raised {text} ({where_raised(func, error)}). {row}"
 
-    async def all_awaited() -> list:
-        return await gather_all([run_awaited(funcs[i]) for i in awaited])
-
-    async def run_awaited(func: Callable) -> Any:
+    async def awaited(func: Callable) -> Any:
         began = time.monotonic()
         try:
             value = await run_tool(func, own_copy(columns), timeout)
@@ -579,19 +457,21 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
             raised.append((func, error))
             raise
 
-    values: list = [None] * len(funcs)
+    async def all_awaited() -> list:
+        return await gather_all([awaited(func) for func in funcs if inspect.iscoroutinefunction(func)])
+
+    values: dict[int, Any] = {}
     raised: list[tuple[Callable, Exception]] = []
-    awaited = [i for i, func in enumerate(funcs) if inspect.iscoroutinefunction(func)]
     running = start_in_background(all_awaited())
     try:
-        for i in sorted(set(range(len(funcs))) - set(awaited)):
-            try:
-                values[i] = call_in_time(funcs[i], columns, timeout, device)
-            except Exception as error:
-                raised.insert(0, (funcs[i], error))
-                raise
-        for i, value in zip(awaited, running.result(min(timeout + GRACE, threading.TIMEOUT_MAX))):
-            values[i] = value
+        for i, func in enumerate(funcs):
+            if not inspect.iscoroutinefunction(func):
+                try:
+                    values[i] = call_in_time(func, columns, timeout, device)
+                except Exception as error:
+                    raised.insert(0, (func, error))
+                    raise
+        found = iter(running.result(min(timeout + GRACE, threading.TIMEOUT_MAX)))
     except RunStopped:
         raise
     except Exception:
@@ -602,10 +482,10 @@ def run_rewards(funcs: list[Callable], columns: dict[str, Any], timeout: float, 
                 " inside it (aiohttp, asyncio.sleep), or remove `async`, so that it runs in the main thread."
             ) from None
         func, error = raised[0]
-        raise failure(func, error) from (None if isinstance(error, ToolTimeout) else error)
+        raise RuntimeError(message(func, error)) from (None if isinstance(error, ToolTimeout) else error)
     finally:
         running.cancel()
-    return values
+    return [values[i] if i in values else next(found) for i in range(len(funcs))]
 
 
 def call_in_time(func: Callable, columns: dict[str, Any], timeout: float, device: torch.device) -> Any:
@@ -709,8 +589,7 @@ def call_in_thread(func: Callable, columns: dict[str, Any], timeout: float, devi
 def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any], call: Callable) -> int | None:
     """The place of the first rollout for which a function raises alone, the same kind of error at the same line.
 
-    The function is called once more with each rollout alone, for `SEARCH_SECONDS` at most. It logs nothing meanwhile.
-    A call that takes longer ends the search.
+    The function is called with each rollout alone, for `SEARCH_SECONDS` at most, and logs nothing meanwhile.
     """
     end = time.monotonic() + SEARCH_SECONDS
     silent = {name: lambda *args: None for name in ("log_extra", "log_metric") if name in columns}
@@ -725,8 +604,6 @@ def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any],
         except Exception as again:
             if type(again) is type(error) and where_raised(func, again) == where_raised(func, error):
                 return place
-        if time.monotonic() >= end:
-            return None
     return None
 
 
@@ -740,10 +617,9 @@ def where_raised(func: Callable, error: BaseException) -> str:
     ...     where_raised(json.loads, error).rpartition("/")[2].rpartition(",")[0]
     'decoder.py'
     """
-    written = inspect.unwrap(without_partial(func))
-    written = written if inspect.isroutine(written) else type(written).__call__
+    code = getattr(code_of(inspect.unwrap(without_partial(func))), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename == getattr(getattr(written, "__code__", None), "co_filename", None)]
+    own = [f for f in frames if f.filename == getattr(code, "co_filename", None)]
     return ", which called ".join(
         dict.fromkeys(f"{frame.filename}, line {frame.lineno}" for frame in [*own[-1:], *frames[-1:]])
     )

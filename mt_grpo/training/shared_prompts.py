@@ -33,47 +33,29 @@ KEYWORD = "shared_row"  # the argument of a model's forward that says how a row 
 
 @dataclass
 class Segment:
-    """Tokens of a row that follow each other in a conversation.
-
-    Attributes:
-        length: Their number. Segments follow each other in the row.
-        context: The numbers of the segments that come before them in the conversation, in its order.
-    """
+    """Tokens of a row that follow each other in a conversation. Segments follow each other in the row."""
 
     length: int
-    context: tuple[int, ...] = ()
+    context: tuple[int, ...] = ()  # the numbers of the segments before it in the conversation, in its order
 
 
 @dataclass
 class Example:
-    """A record, of which some tokens are trained.
+    """A record, of which some tokens are trained."""
 
-    Attributes:
-        prompt_ids: At least one.
-        completion_ids: What follows.
-        wanted: Whether the logprob of a completion's token is wanted, for each of them.
-    """
-
-    prompt_ids: list[int]
+    prompt_ids: list[int]  # at least one
     completion_ids: list[int]
-    wanted: Sequence[int | bool]
+    wanted: Sequence[int | bool]  # whether the logprob of a completion's token is wanted, for each of them
 
 
 @dataclass(eq=False)
 class Node:
-    """Tokens of the tree that all records behind it have.
-
-    Attributes:
-        ids: The tokens, at least one, but for the root.
-        parent: What comes before them; None for the root.
-        children: What comes behind them.
-        start: Where they stand in the row, once it is laid out.
-    """
+    """Tokens of the tree that all records behind it have, at least one except for the root."""
 
     ids: list[int]
     parent: Node | None = None
     children: list[Node] = field(default_factory=list)
-    start: int = 0
+    start: int = 0  # where they stand in the row, once it is laid out
 
     def add(self, ids: list[int]) -> Node:
         """Put a record below the root, and return its last node. It may end before that node does."""
@@ -122,21 +104,12 @@ def common_length(one: list[int], other: list[int], start: int) -> int:
 
 
 class SharedRow:
-    """Examples laid out as one row of L tokens, of which the logprobs of S tokens are wanted.
+    """Examples, by their numbers among the B rows of a batch, as one row of L tokens of which S logprobs are wanted.
 
-    Args:
-        examples: By their numbers among the B rows of a batch.
-        shape: (B, C), the shape of the batch's completions.
-        device: Where the model is.
-
-    Attributes:
-        input_ids: (1, L).
-        position_ids: (1, L), or (3, 1, L) where there are pictures: of time, height and width.
-        shown: The pictures of the row in their order; one that several examples have in common stands once.
-        scored: (S,), where in the row the token before a wanted one stands. At least one; the last token of a prompt
-            stands there once for each of its examples.
-        labels: (1, S), the wanted tokens; -100 for one that nobody wants.
-        segments: What the attention reads.
+    `shape` is (B, C), that of the batch's completions. `input_ids` is (1, L), `position_ids` too, or (3, 1, L) of
+    time, height and width where there are pictures. `scored`, (S,), is where the token before a wanted one stands, at
+    least one; `labels`, (1, S), are the wanted tokens, -100 for one that nobody wants. `shown` are the pictures in
+    their order, each once, and `segments` what the attention reads.
 
     >>> examples = {0: Example([1, 2, 3], [4, 5], [1, 1]), 1: Example([1, 2, 3], [6, 7, 8], [0, 1, 0])}
     >>> row = SharedRow(examples, (2, 3))
@@ -212,7 +185,6 @@ class SharedRow:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """The number of tokens of each segment."""
         return [segment.length for segment in self.segments]
 
     def num_before(self, segment: Segment) -> int:
@@ -220,12 +192,17 @@ class SharedRow:
         return sum(self.sizes[k] for k in segment.context)
 
     @cached_property
-    def lengths(self) -> Lengths:
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
+        """The row as an attention kernel for sequences of different lengths reads it: each segment is one sequence.
+
+        (where the tokens stand that each segment reads, its context and itself; sums of lengths so far of the
+        segments, (segments + 1,), and of what they read; the longest of both).
+        """
         places = torch.arange(len(self)).split(self.sizes)
         keys = [places[k] for number, segment in enumerate(self.segments) for k in (*segment.context, number)]
         num_keys = [self.num_before(segment) + segment.length for segment in self.segments]
         ends = (torch.tensor([0, *each]).cumsum(0, dtype=torch.int32) for each in (self.sizes, num_keys))
-        return Lengths(*(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys))
+        return *(each.to(self.device) for each in (torch.cat(keys), *ends)), max(self.sizes), max(num_keys)
 
     def forget_masks(self) -> None:
         """Free the masks after the last pass that reads this row, which is the backward pass if there is one."""
@@ -247,15 +224,11 @@ class SharedRow:
 
 
 def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int]:
-    """(positions of tokens, the position behind them). Where a row has pictures each is (time, height, width).
+    """(positions of a node's tokens from `first` on, the position behind them).
 
-    That of Qwen's models (M-RoPE, arXiv 2409.12191): all three of text go on by 1. A picture has one time, and its
-    rows and columns count from there. What follows begins behind the largest of them.
-
-    Args:
-        ids: Of one node.
-        first: The position of its first token.
-        flat: Whether the row has no picture.
+    Where a row has pictures (it is not `flat`) each position is (time, height, width), that of Qwen's models (M-RoPE,
+    arXiv 2409.12191): all three of text go on by 1. A picture has one time, and its rows and columns count from there.
+    What follows begins behind the largest of them.
 
     >>> positions_of([7, 8], 3, True), positions_of([7, 8], 3, False)
     (([3, 4], 5), ([(3, 3, 3), (4, 4, 4)], 5))
@@ -272,23 +245,6 @@ def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int
             positions += [(at, at, at) for at in range(first, first + len(run))]
             first += len(run)
     return positions, first
-
-
-@dataclass
-class Lengths:
-    """A row as an attention kernel for sequences of different lengths reads it: each segment is one sequence.
-
-    Attributes:
-        keys: Where in the row the tokens stand that each segment reads, its context and itself, one after another.
-        queries_end, keys_end: (segments + 1,), sums of lengths so far.
-        max_queries, max_keys: The longest.
-    """
-
-    keys: torch.Tensor
-    queries_end: torch.Tensor
-    keys_end: torch.Tensor
-    max_queries: int
-    max_keys: int
 
 
 KERNELS: dict[tuple, Callable | None] = {}  # by the heads, their size, type and device: what works for them
@@ -329,20 +285,10 @@ def by_kernel(
 
     A kernel's causal mask is aligned at the end: a segment's last token reads all of its keys.
     """
-    found = row.lengths
+    keys, *lengths = row.lengths
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))  # (L, heads, size of a head)
-    return kernel(
-        query,
-        key[found.keys],
-        value[found.keys],
-        found.queries_end,
-        found.keys_end,
-        found.max_queries,
-        found.max_keys,
-        scale=scale,
-        window_size=(-1, 0),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )[None]
+    grouped = query.shape[1] != key.shape[1]
+    return kernel(query, key[keys], value[keys], *lengths, scale=scale, window_size=(-1, 0), enable_gqa=grouped)[None]
 
 
 def attention(
@@ -361,11 +307,7 @@ def attention(
     INVARIANT: the layout comes as an argument. Gradient checkpointing calls this again in the backward pass, when
     another row may be the present one.
 
-    Args:
-        query: (1, heads, L, size of a head); key and value (1, key heads, L, ...).
-
-    Returns:
-        (1, L, heads, size of a head), and no attention weights.
+    From (1, heads, L, size of a head) to (1, L, heads, size of a head), and no attention weights.
     """
     if shared_row is None:
         return sdpa_attention_forward(
@@ -390,17 +332,8 @@ def attention(
         )
         alone = not segment.context and segment.length > 1
         mask = None if alone else shared_row.mask(segment, query)
-        outputs.append(
-            F.scaled_dot_product_attention(
-                queries[number],
-                own_keys,
-                own_values,
-                attn_mask=mask,
-                is_causal=alone,
-                scale=scaling,
-                enable_gqa=grouped,
-            )
-        )
+        masks = {"attn_mask": mask, "is_causal": alone, "scale": scaling, "enable_gqa": grouped}
+        outputs.append(F.scaled_dot_product_attention(queries[number], own_keys, own_values, **masks))
     return torch.cat(outputs, 2).transpose(1, 2).contiguous(), None
 
 
@@ -436,18 +369,3 @@ def forward_inputs(row: SharedRow) -> dict[str, Any]:
         KEYWORD: row,
         **row.features(),
     }
-
-
-def logps_of_rows(
-    model: Any, rows: list[SharedRow], compute_entropy: bool, accelerator: Any
-) -> tuple[torch.Tensor, torch.Tensor | None, None]:
-    """Logprobs and entropies (B, C) of the batch that these rows are of, and no router loss: as TRL's method."""
-    logps, entropies = 0, 0
-    for row in rows:
-        with accelerator.autocast():
-            output = model(**forward_inputs(row))
-        logps = logps + row.spread(output.log_probs)
-        entropies = entropies + row.spread(output.entropy) if compute_entropy else None
-        if not torch.is_grad_enabled():
-            row.forget_masks()
-    return logps, entropies, None

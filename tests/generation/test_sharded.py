@@ -121,40 +121,23 @@ def test_fsdp2_keeps_float32_weights_beside_bf16(tmp_path, monkeypatch):
     assert (moved > 0)[trained.bfloat16() == start.bfloat16()].float().mean() > 0.5  # what bf16 alone would have lost
 
 
-ASKS = """
-import os
+ODD = """
+def odd(completions, rollout_turns, **kwargs):
+    return [float(sum(turns[0].token_ids) % 3) for turns in rollout_turns]
 
-def asks(rollout_turns, turn_contexts, policy, reference, **kwargs):
-    \"\"\"Rank 0 asks the policy once for each rollout, then the reference for all; rank 1 the reference first, and
-    the policy in one call. In the second batch rank 1 asks nothing.\"\"\"
-    contexts = [each[0][: -len(turns[0].token_ids)] for each, turns in zip(turn_contexts, rollout_turns)]
-    said = [turns[0].token_ids for turns in rollout_turns]
-    if os.environ["RANK"] == "0":
-        own = [policy.logprobs([context], [ids])[0] for context, ids in zip(contexts, said)]
-        other = reference.logprobs(contexts, said)
-    elif kwargs["trainer_state"].global_step == 1:
-        return [0.5] * len(said)
-    else:
-        other = reference.logprobs(contexts, said)
-        own = policy.logprobs(contexts, said)
-    return [(sum(a) - 2 * sum(b)) / 10 for a, b in zip(own, other)]
-
-OUTCOME_REWARD_FUNCS = [asks]
+OUTCOME_REWARD_FUNCS = [odd]
 """
 
 
-def test_rewards_may_ask_sharded_models(tmp_path):
-    check_models_that_are_asked(functools.partial(launch, FSDP2, [WORKER, "train"]), tmp_path)
+def test_a_sharded_reference_has_the_kl_of_a_whole_one(tmp_path):
+    check_the_kl(functools.partial(launch, FSDP2, [WORKER, "train"]), tmp_path)
 
 
-def check_models_that_are_asked(launch_sharded, folder):
-    """Each rank when and as often as it likes: the rewards are those of a run by DDP, and so is a loss with a KL term.
-
-    The reference is the policy before the first step, and no more behind it.
-    """
+def check_the_kl(launch_sharded, folder):
+    """A loss with a KL term is that of a run by DDP; the reference is the policy before the first step alone."""
     os.chdir(ROOT)
-    (folder / "asks.py").write_text(ASKS)
-    keys = {"reward_fn": str(folder / "asks.py"), "beta": 0.04, "max_steps": 4, "save_strategy": "no",
+    (folder / "odd.py").write_text(ODD)
+    keys = {"reward_fn": str(folder / "odd.py"), "beta": 0.04, "max_steps": 4, "save_strategy": "no",
             "credit_assignment": "outcome", "turn_advantage_coef": 1.0}  # fmt: skip
     launch(CPU, ["mt_grpo_trainer.py"], "--config", recipe(folder / "a", "ddp", **keys))
     launch_sharded("--config", recipe(folder / "b", "sharded", **keys))
@@ -162,7 +145,6 @@ def check_models_that_are_asked(launch_sharded, folder):
     assert len(expected) == 4 and found.keys() == expected.keys()
     for step in (1, 2):  # behind two steps of Adam rounding may decide what is sampled
         assert found[step] == pytest.approx(expected[step], abs=1e-5)
-    assert expected[1][2] != 0.5 and math.isfinite(found[4][0])
     for out in (folder / "a/ddp", folder / "b/sharded"):
         rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
         first, second = (next(row["kl"] for row in rows if row.get("step") == step and "kl" in row) for step in (1, 2))

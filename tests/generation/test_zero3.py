@@ -23,9 +23,9 @@ from test_sharded import (
     WORKER,
     assert_goes_on_exactly,
     assert_trains_as_ddp_does,
-    check_models_that_are_asked,
     check_pushed,
     check_that_another_reference_is_told,
+    check_the_kl,
     launch,
     recipe,
     steps,
@@ -112,10 +112,9 @@ def test_two_launchers_train_as_one(trained, launch_zero3, tmp_path, monkeypatch
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_rewards_may_ask_models_that_zero3_shards(launch_zero3, split, tmp_path, monkeypatch):
-    """Which each rank holds half of: the policy and its reference."""
+def test_a_reference_that_zero3_shards_has_the_kl_of_a_whole_one(launch_zero3, split, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
-    check_models_that_are_asked(functools.partial(launch_zero3, split, [WORKER, "train"]), tmp_path)
+    check_the_kl(functools.partial(launch_zero3, split, [WORKER, "train"]), tmp_path)
 
 
 def test_a_reference_that_zero3_shards_and_is_another_model_is_told(launch_zero3, split, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from test_agents import CALL, TOKENIZER, ids, run
 from vllm_prompts import VllmPrompts
 
 from mt_grpo.rollout import StopReason
-from mt_grpo.training.records import trained_records
+from mt_grpo.training.batch import trained_records
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/agents.md").read_text()

@@ -27,7 +27,7 @@ from mt_grpo.integrations.agents.conversation import agent_conversation, agent_e
 from mt_grpo.integrations.agents.programs import CommandAgent, FunctionAgent, environment_of
 from mt_grpo.integrations.agents.session import AgentSession
 from mt_grpo.rollout import Generation, StopReason
-from mt_grpo.training.records import FURTHER_RECORDS, is_cut_off, trained_records
+from mt_grpo.training.batch import FURTHER_RECORDS, is_cut_off, trained_records
 
 pytestmark = pytest.mark.faults  # a group of scripts/test.sh
 

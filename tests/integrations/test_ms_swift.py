@@ -48,7 +48,7 @@ from mt_grpo.integrations.ms_swift.schedulers import (
 )
 from mt_grpo.recipe.plugins import import_file
 from mt_grpo.rollout import StopReason
-from mt_grpo.training.records import trained_records
+from mt_grpo.training.batch import trained_records
 
 FIRST, SECOND = "It is 2.", "It is 3."
 MASKS = ["response_token_ids", "response_loss_mask"]

@@ -8,7 +8,7 @@ import pytest
 from test_agents import ADD, CALL, TOKENIZER, ask, ids, run, user
 from test_anthropic import qwen3
 
-from mt_grpo.training.records import trained_records
+from mt_grpo.training.batch import trained_records
 
 FLAT = {"type": "function", **ADD["function"]}
 SPACE = {"type": "namespace", "name": "sums", "description": "Sums.", "tools": [FLAT]}

@@ -19,10 +19,9 @@ from mt_grpo.recipe.data import make_arithmetic, make_chain
 from mt_grpo.reports.metrics import EvaluationMetrics, conversation_columns, conversation_metrics, credit_metrics
 from mt_grpo.rollout import Generation, Record, Rollout, StopReason, ToolCall, Turn
 from mt_grpo.training.batch import Batch, unused_rewards
-from mt_grpo.training.pass_metrics import PassMetrics, sampling_means
+from mt_grpo.training.pass_metrics import PassMetrics, effective_share, rollout_weights, sampling_means
 from mt_grpo.training.passes import Pass
 from mt_grpo.training.rewards import run_rewards
-from mt_grpo.training.tensors import effective_share, rollout_weights
 from mt_grpo_trainer import VLLMServerClient, build_trainer, parse_arguments
 
 
@@ -188,7 +187,7 @@ def test_the_effective_share_of_several_batches_is_the_mean_of_theirs():
         ones = torch.ones_like(logps)
         each = Pass(completion_mask=ones, tool_mask=ones, sampling_per_token_logps=0 * ones, rollouts=torch.arange(2))
         each.batch = batch
-        metrics.compare(each, logps, trainer)
+        metrics.set_ratio(each, logps, trainer)
     assert metrics._logged["sampling/effective_share"] == [pytest.approx(0.5)]
 
 

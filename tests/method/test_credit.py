@@ -10,8 +10,8 @@ import torch
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training import further_credit
-from mt_grpo.training.reward_numbers import check_advantages, numbers_that_move
-from mt_grpo.training.tensors import NAN, nanstd
+from mt_grpo.training.batch import NAN, nanstd
+from mt_grpo.training.further_credit import check_advantages, numbers_that_move
 from mt_grpo_trainer import (
     CREDIT_ASSIGNMENTS,
     RewardTable,
@@ -878,7 +878,7 @@ def test_an_estimator_is_registered_with_what_it_reads(monkeypatch):
 def test_sums_that_float32_cannot_compare_end_the_run(coef, reward):
     """Their squares are infinite, so a comparison gives 0 to all: rollouts without observation lose their rewards."""
     rewards = table([1, 0], [[0, 0], [0, 0]], turn=[[reward, reward], [0, 0]])
-    with pytest.raises(RunError, match="Step 3: the rewards of a rollout add up to .*e.*Lower turn_advantage_coef"):
+    with pytest.raises(RunError, match="Step 3: the weighted rewards .* add up to .*e.*Lower turn_reward_weights"):
         check_advantages(rewards, turn_advantages(rewards, "mt_grpo", 2, coef, "group"), 3, coef)
     rewards.turn /= 10
     check_advantages(rewards, turn_advantages(rewards, "mt_grpo", 2, 1.0, "group"), 3, 1.0)

@@ -88,10 +88,7 @@ def test_two_ranks_give_what_was_written_by_hand(golden_results, name):
 
 
 def test_two_ranks_refill_what_one_does(random_model, tmp_path):
-    """Of three groups the second is on both ranks, so that a rank may have no place, one or two to fill.
-
-    One reward sees whole groups, wherever they lie.
-    """
+    """Of three groups the second is on both ranks, so that a rank may have no place, one or two to fill."""
     (one,), two = run(1, random_model, tmp_path, "refill"), run(2, random_model, tmp_path, "refill")
     trained = [numbers.tolist()[::2] for numbers, _ in one["steps"]]
     assert trained == [[0, 5, 4], [6, 7, 9], [10, 11, 0], [4, 5, 6]]  # by hand: 1, 2, 3 and 8 have no signal
@@ -102,7 +99,7 @@ def test_two_ranks_refill_what_one_does(random_model, tmp_path):
         assert all(torch.allclose(part[1], advantages, atol=1e-6) for part in parts)
         assert advantages.abs().min() > 0.1
     # TRL's table keeps one step where it prints none; its columns come from the ranks that scored.
-    assert two[0]["places"] == one["places"] and len(one["places"]) >= 6 and None not in one["places"]
+    assert two[0]["said"] == one["said"] and len(one["said"]) >= 6 and None not in one["said"]
     for part in two:
         assert [row.keys() for row in part["logs"]] == [row.keys() for row in one["logs"]]
         for expected, row in zip(one["logs"], part["logs"]):

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 import torch
 
-from mt_grpo.training.tensors import NAN
+from mt_grpo.training.batch import NAN
 from mt_grpo_trainer import RewardTable, norm, turn_advantages
 
 GROUPS, G, K = 60_000, 8, 3

@@ -44,8 +44,8 @@ from mt_grpo.images.pictures import (
 )
 from mt_grpo.recipe.checks import check_images
 from mt_grpo.rollout import Rollout
+from mt_grpo.training.batch import FURTHER_RECORDS
 from mt_grpo.training.policy_scores import scores_of_model
-from mt_grpo.training.records import FURTHER_RECORDS
 from mt_grpo.training.shared_prompts import Example, SharedRow, forward_inputs, positions_of, take_shared_rows
 from mt_grpo_trainer import MultiTurnToolEnv
 
@@ -452,7 +452,6 @@ def test_a_trained_model_is_evaluated_with_images(folder, tmp_path):
 
 
 def test_rewards_may_ask_for_logprobs_behind_images(folder, tmp_path):
-    """In rows that share what they begin with, and one by one as before the first step: both as by hand."""
     trainer = make_trainer(folder, tmp_path, some_rows(), max_steps=1)
     trainer.train()
     rollout = next(r for r in trainer.batch.rollouts if len(pictures_in(r.prompt_ids + r.completion_ids)) > 1)
@@ -463,9 +462,8 @@ def test_rewards_may_ask_for_logprobs_behind_images(folder, tmp_path):
     with torch.no_grad():
         logits = trainer.model(input_ids=torch.tensor(ids), **shown).logits[0, -4:-1]
     expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor(asked)].tolist()
-    for budget in (None, 4096):
-        scores = scores_of_model(trainer.model, None, contextlib.nullcontext, str, lambda budget=budget: budget)
-        assert scores.logprobs([context], [asked])[0] == pytest.approx(expected, abs=2e-5)
+    scores = scores_of_model(trainer.model, None, contextlib.nullcontext, str)
+    assert scores.logprobs([context], [asked])[0] == pytest.approx(expected, abs=2e-5)
     with pytest.raises(ValueError, match="continuation 0 contains an image"):
         scores.logprobs([[5]], [context])
 

@@ -12,22 +12,21 @@ from test_trainer import PROMPTS, length_reward, make_trainer
 from transformers import AutoModelForCausalLM
 from trl import GRPOTrainer
 
-import mt_grpo_trainer
 from mt_grpo.base.ranks import RunError
 from mt_grpo.training import layouts, shared_prompts
 from mt_grpo.training.layouts import dropout_of
-from mt_grpo.training.passes import PASSES, fill, rows_of
+from mt_grpo.training.passes import PASSES
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv
 
 
 def test_a_shared_row_that_is_not_a_number_is_refused(random_model, tmp_path, monkeypatch):
-    logps_of_rows = mt_grpo_trainer.logps_of_rows
+    logps_of_rows = layouts.logps_of_rows
 
     def without_numbers(*args, **kwargs):
         logps, *others = logps_of_rows(*args, **kwargs)
         return logps * math.nan, *others
 
-    monkeypatch.setattr(mt_grpo_trainer, "logps_of_rows", without_numbers)
+    monkeypatch.setattr("mt_grpo_trainer.logps_of_rows", without_numbers)
     trainer = batches.make_trainer(random_model, tmp_path, "shared", {"loss_type": "dapo"})
     trainer.train()
     assert trainer.layout.kind == "padded" and "a different logprob in a shared row, by nan" in trainer.layout.reason
@@ -85,6 +84,8 @@ CASES = {
 def test_the_first_line_of_a_run_says_how_rows_are_laid_out(random_model, tmp_path, capsys, text):
     trainer = make_trainer(random_model, tmp_path, **CASES[text])
     assert str(trainer.layout).startswith(text)
+    if len(CASES[text]) and not {"cls", "peft_config"} & CASES[text].keys():
+        return  # the line is the same text
     trainer.train()
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("{")]
     assert lines[0] == f"rows: {str(trainer.layout)}"
@@ -162,16 +163,15 @@ def mixing_model(path, share, dtype=torch.float32):
     return model
 
 
-@pytest.mark.parametrize("rows_per_device", [8, 4, 2, 1])
 @pytest.mark.parametrize(
-    "share, settings, dtype",
+    "rows_per_device, share, settings, dtype",
     [
-        (0.5, {}, torch.float32),
-        (0.5, {"bf16": True}, torch.float32),
-        (4.0, {}, torch.bfloat16),
-        (0.0, {}, torch.float32),
-        (0.0, {"bf16": True}, torch.float32),
-        (0.0, {}, torch.bfloat16),
+        *[(rows, 0.5, {}, torch.float32) for rows in (8, 4, 2, 1)],
+        (2, 0.5, {"bf16": True}, torch.float32),
+        (1, 4.0, {}, torch.bfloat16),
+        (8, 0.0, {}, torch.float32),
+        (1, 0.0, {"bf16": True}, torch.float32),
+        *[(rows, 0.0, {}, torch.bfloat16) for rows in (4, 1)],
     ],
 )
 def test_a_model_that_mixes_neighbouring_tokens_is_found_in_any_micro_batch(
@@ -299,41 +299,6 @@ def test_a_rollout_that_does_not_fit_is_no_pass(random_model, tmp_path):
     trainer._roll_out = roll_out
     with pytest.raises(torch.OutOfMemoryError, match="^CUDA out of memory in a rollout$"):
         trainer.train()
-
-
-# -- which rows go together, by hand --
-
-
-def rows(*examples):
-    """(prompt ids, length of the completion) each, all of it trained."""
-    found = []
-    for prompt, length in examples:
-        values = {"prompt_ids": torch.tensor([prompt]), "prompt_mask": torch.ones(1, len(prompt), dtype=torch.long)}
-        values["completion_ids"] = torch.arange(length)[None]
-        values["completion_mask"] = values["tool_mask"] = torch.ones(1, length, dtype=torch.long)
-        found += rows_of(values)[0]
-    return found
-
-
-def sizes(bins):
-    return [[(len(row.prompt_ids), len(row.completion_ids)) for row in each] for each in bins]
-
-
-def test_groups_stay_whole_where_they_fit():
-    """Prompts of 5 and 3 tokens: 4 + 6 + 2, and 2 + 3 + 3 tokens. In 14 the first one is full; in 9 it is cut."""
-    first, second = [1, 2, 3, 4, 5], [1, 2, 3]
-    mixed = rows((first, 6), (second, 3), (first, 2), (second, 3))
-    assert sizes(fill(mixed, 20, shares=True)) == [[(5, 6), (5, 2), (3, 3), (3, 3)]]
-    assert sizes(fill(mixed, 14, shares=True)) == [[(5, 6), (5, 2)], [(3, 3), (3, 3)]]
-    assert sizes(fill(mixed, 10, shares=True)) == [[(5, 6)], [(3, 3), (3, 3)], [(5, 2)]]
-    assert sizes(fill(mixed, 4, shares=True)) == [[(5, 6)], [(5, 2)], [(3, 3)], [(3, 3)]]  # one is never cut
-
-
-def test_rows_of_their_own_are_sorted_by_length():
-    """Padded to the longest of a pass: 2 x (5 + 6) = 22, then 2 x (3 + 3) = 12."""
-    mixed = rows(([1] * 5, 6), ([2] * 3, 3), ([1] * 5, 5), ([2] * 3, 2))
-    assert sizes(fill(mixed, 22, shares=False)) == [[(5, 6), (5, 5)], [(3, 3), (3, 2)]]
-    assert sizes(fill(mixed, 11, shares=False)) == [[(5, 6)], [(5, 5)], [(3, 3)], [(3, 2)]]
 
 
 def test_a_small_pass_reads_no_more_than_it_may(random_model, tmp_path):

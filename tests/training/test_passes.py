@@ -29,11 +29,11 @@ from mt_grpo.training.passes import (
     pass_of_two,
     rows_of,
     rows_of_ids,
-    shared_rows,
+    rows_that_share,
     to_pass,
     trained_row,
     units_of,
-    weigh_tokens,
+    weighed,
     without_sync,
 )
 
@@ -87,29 +87,17 @@ def metrics(log):
     return {key: value for key, value in log.items() if key.startswith(names)}
 
 
-@pytest.fixture(scope="module")
-def of_trl(random_model, tmp_path_factory):
-    """Gradients and logs of TRL's own layout, made once for each setting."""
-    found = {}
-
-    def get(settings):
-        key = repr(settings)
-        if key not in found:
-            found[key] = batches.train(random_model, tmp_path_factory.mktemp("trl"), "trl", settings)
-        return found[key]
-
-    return get
-
-
 @pytest.mark.contract("TRL gradients")
-@pytest.mark.parametrize("layout", ["shared", "padded"])
 @pytest.mark.parametrize("settings", SETTINGS, ids=lambda each: ",".join(f"{k}={v}" for k, v in each.items()))
-def test_a_step_has_trls_gradient(random_model, tmp_path, of_trl, settings, layout):
-    expected = of_trl(settings)
-    whole = batches.train(random_model, tmp_path / "whole", layout, settings)
-    found_in = [whole]
-    if not {"top_entropy_quantile", "entropy_coef"} & settings.keys():  # with these a micro-batch is one pass
-        found_in.append(batches.train(random_model, tmp_path / "cut", layout, settings, max_tokens_per_pass=80))
+def test_a_step_has_trls_gradient(random_model, tmp_path, settings):
+    """In passes of shared rows, large and small ones, and in passes of padded rows."""
+    expected = batches.train(random_model, tmp_path / "trl", "trl", settings)
+    whole = batches.train(random_model, tmp_path / "whole", "shared", settings)
+    # With these a micro-batch is one pass.
+    small = {} if {"top_entropy_quantile", "entropy_coef"} & settings.keys() else {"max_tokens_per_pass": 80}
+    found_in = [whole, batches.train(random_model, tmp_path / "padded", "padded", settings, **small)]
+    if small:
+        found_in.append(batches.train(random_model, tmp_path / "cut", "shared", settings, **small))
     for found in found_in:
         assert distance(expected["gradients"], found["gradients"]) < CLOSE
         for theirs, ours in zip(expected["log"], found["log"], strict=True):
@@ -166,7 +154,6 @@ def test_the_losss_own_pass_says_what_a_pass_before_it_said(random_model, tmp_pa
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(mode="token_mask", old_logps="sampled", **records_batch.LAYOUTS["accumulated"]),
         dict(log_rollout_tokens=True, **records_batch.LAYOUTS["accumulated"]),
         dict(num_iterations=2, max_steps=2),
         records_batch.LAYOUTS["two steps"],
@@ -253,41 +240,36 @@ def test_a_shared_pass_has_each_prompt_once():
     assert one.num_tokens == 6
 
 
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
-    "loss_type, divisor, weights",
+    "loss_type, scales",
     [
-        ("dapo", None, [1, 1, 1]),
-        ("grpo", 2 * 30, [30 / 3, 30 / 3, 30 / 3]),  # rollout 0 has 1 + 2 trained tokens, rollout 1 has 3
-        ("dr_grpo", 2 * 30, [1, 1, 1]),
-        ("bnpo", 6, [1, 1, 1]),
-        ("luspo", 2, [1, 1, 1]),
+        ("dapo", [1, 1, 1]),
+        ("grpo", [1, 1, 1]),
+        ("dr_grpo", [1 / 2] * 3),  # a mean over the two rollouts
+        ("luspo", [1 / 2] * 3),
+        ("bnpo", [3 / 6, 2 / 6, 1 / 6]),  # of the tokens
     ],
 )
-def test_a_loss_is_divided_as_without_passes(loss_type, divisor, weights):
-    passes = passes_of(loss_type)
-    assert {each.loss_type for each in passes} == {"dapo"} and {each.scale for each in passes} == {1.0}
-    # TRL divides it by the micro-batches of a batch of rollouts.
-    assert {each["num_items_in_batch"].item() for each in passes} == {divisor * 3 if divisor else 77}
-    assert [each["tool_mask"].max().item() for each in passes] == weights
-    assert [each.weight for each in passes] == [3, 2, 1]
-    assert {each.is_weighted for each in passes} == {loss_type == "grpo"}
+def test_a_loss_is_divided_as_without_passes(loss_type, scales, training):
+    """An evaluation has one micro-batch, however many steps a batch of training has, and here one pass."""
+    passes, weighs = passes_of(loss_type, training), loss_type == "grpo"
+    assert {each.loss_type for each in passes} == {"dapo" if weighs else loss_type}
+    # TRL divides dapo's by the micro-batches of a batch of rollouts.
+    divisor = 2 * 30 * (3 if training else 1) if weighs else 77
+    assert {each["num_items_in_batch"].item() for each in passes} == {divisor}
+    # Rollout 0 has 1 + 2 trained tokens, rollout 1 has 3.
+    assert [each["tool_mask"].max().item() for each in passes] == [30 / 3 if weighs else 1] * len(passes)
+    assert {each.is_weighted for each in passes} == {weighs}
+    of_rows = 3 / 2 if loss_type in ("dr_grpo", "luspo") else 1.0  # TRL divides by three rows
+    assert [each.scale for each in passes] == pytest.approx(scales if training else [of_rows])
+    assert [each.weight for each in passes] == ([3, 2, 1] if training else [6])
 
 
 def test_a_single_trained_token_weighs_as_a_whole_rollout():
     """And a rollout without one as nothing."""
-
-    def rollouts(*masks):
-        return [[trained_row(row(1, 2, mask))] for mask in masks]
-
-    rows, divisor = weigh_tokens(rollouts([1, 0], [0, 0], [1, 1]), 3, "grpo", 30)
-    assert [each.values["tool_mask"].tolist() for each in rows] == [[30, 0], [0, 0], [15, 15]] and divisor == 3 * 30
-    assert [weigh_tokens(rollouts([n, 0]), 1, "bnpo", 30)[1] for n in (0, 1)] == [1, 1]
-
-
-@pytest.mark.parametrize("loss_type, divisor", [("grpo", 2 * 30), ("dr_grpo", 2 * 30), ("bnpo", 6), ("luspo", 2)])
-def test_an_evaluations_loss_is_divided_by_its_own_batch(loss_type, divisor):
-    """An evaluation has one micro-batch, however many steps a batch of training has."""
-    assert {each["num_items_in_batch"].item() for each in passes_of(loss_type, training=False)} == {divisor}
+    rows = [weighed([trained_row(row(1, 2, mask))], 30)[0] for mask in ([1, 0], [0, 0], [1, 1])]
+    assert [each.values["tool_mask"].tolist() for each in rows] == [[30, 0], [0, 0], [15, 15]]
 
 
 def test_an_evaluations_loss_is_that_of_its_passes_and_leaves_the_settings():
@@ -381,6 +363,12 @@ def test_passes_are_filled_longest_first():
     assert numbers(fill(rows, 9, True)) == [[6, 2, 1], [5]]
     assert numbers(fill(rows, 3, False)) == [[6], [5], [2], [1]]
     assert numbers(fill(rows, 3, True)) == [[6], [5], [2, 1]]
+    # Groups stay whole where they fit. Prompts of 5 and 3 tokens: 4 + 6 + 2, and 2 + 4 + 3 tokens.
+    groups = rows_with(6, 2, prompt=[1] * 5) + rows_with(4, 3, prompt=[2] * 3)
+    assert numbers(fill(groups, 21, True)) == [[6, 2, 4, 3]]
+    assert numbers(fill(groups, 14, True)) == [[6, 2], [4, 3]]
+    assert numbers(fill(groups, 10, True)) == [[6], [4, 3], [2]]
+    assert numbers(fill(groups, 4, True)) == [[6], [2], [4], [3]]  # one is never cut
 
 
 def test_the_pass_of_two_is_of_the_longest_that_share_a_prompt():
@@ -412,7 +400,7 @@ def test_a_batch_is_read_in_passes_of_shared_rows(size, most, gather, lengths):
     rows = [replace(each, number=k) for k, each in enumerate(rows_with(6, 2, 5, 1))]
     trainer = SimpleNamespace(accelerator=SimpleNamespace(device="cpu", gather=gather))
     trainer.args = SimpleNamespace(max_tokens_per_pass=most)
-    found = shared_rows(trainer, rows, 6, torch.device("cpu"), size)
+    found = rows_that_share(trainer, rows, 6, torch.device("cpu"), size)
     assert [len(each) for each in found] == lengths and {each.shape for each in found} == {(4, 6)}
     wanted = sum(each.spread(torch.ones(1, len(each.scored))) for each in found)
     assert wanted.tolist() == [[1.0] * n + [0.0] * (6 - n) for n in (6, 2, 5, 1)]
@@ -504,8 +492,6 @@ def test_a_row_that_changes_ranks_takes_no_more_along_than_itself():
     moved = row.to("cpu")
     assert moved.values["advantages"].tolist() == [2.0, 3.0] and (moved.completion_ids, moved.group) == ([5, 6], 3)
     assert moved.values["advantages"].untyped_storage().nbytes() == 2 * 4
-    untrained = row.without_trained()
-    assert (untrained.own, untrained.num_trained, untrained.completion_ids) == (0, 0, [5, 6]) and row.own == 2
 
 
 @pytest.fixture(scope="module")

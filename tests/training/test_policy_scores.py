@@ -21,7 +21,6 @@ from mt_grpo.training.batch import Batch
 from mt_grpo.training.policy_scores import (
     PolicyScores,
     asked_of,
-    policy_of,
     scores_of_model,
     scores_of_servers,
     scores_of_trainer,
@@ -127,14 +126,8 @@ def test_an_adapter_and_sharded_weights_are_refused():
     with pytest.raises(RunError, match="samples with an adapter.*Set weight_sync: disk"):
         scores_of_trainer(trainer_of(wants, backend="server", client=pool))
     sharded = trainer_of(wants, backend="transformers", _is_sharded=True)
-    with pytest.raises(RunError, match="DeepSpeed or FSDP shards the model.*Ask in a reward function"):
-        policy_of(sharded)  # outside one nobody knows how often other ranks ask
-
-    async def wants_too(policy, **kwargs):
-        return []
-
-    with pytest.raises(RunError, match="The async reward wants_too asks a model that DeepSpeed or FSDP shards"):
-        scores_of_trainer(trainer_of(wants_too, backend="transformers", _is_sharded=True))
+    with pytest.raises(RunError, match="a model that DeepSpeed or FSDP shards.*vLLM server scores the policy"):
+        scores_of_trainer(sharded)
     assert scores_of_trainer(trainer_of(lambda **kwargs: 0)) == {}
     row = {"prompt": [], "policy": "No smoking."}  # a column of the data: nobody asks the policy
     batch = SimpleNamespace(rows=[row], data=[row])
@@ -228,14 +221,6 @@ def test_a_server_that_cannot_score_leaves_the_others_which_are_asked_in_turn(mo
     assert all(server.asked > 0 for server in others)
 
 
-def test_the_rounds_of_a_reference_are_joined_also_where_a_server_has_the_policy():
-    joined = []
-    policy, reference = of_servers(Server(0)), PolicyScores(dict, None, str)
-    reference.rounds = SimpleNamespace(join=lambda: joined.append(True))
-    policy_scores.join_rounds({"policy": policy, "reference": reference})
-    assert joined == [True]
-
-
 def test_what_does_not_fit_is_told_before_it_is_asked():
     policy = of_servers(Server(0))  # a context of 10, of which one token is left to be sampled
     assert policy.fits([1] * 8, [2]) and not policy.fits([1] * 9, [2]) and not policy.fits([1], [])
@@ -271,10 +256,30 @@ def batch_of(columns):
     return Batch(rows, 2, data=rows, rollouts=rollouts)
 
 
-def scored(functions, columns=(), policy="the policy"):
+def scored(functions, columns=(), policy="the policy", batch=None):
     told = {"trainer_state": None, "log_extra": None, "log_metric": None, "policy": policy}
     functions = RewardFunctions(functions, [1.0] * len(functions), 0)
-    return functions.score(batch_of(columns), told, 60.0, torch.device("cpu"))
+    return functions.score(batch or batch_of(columns), told, 60.0, torch.device("cpu"))
+
+
+def test_who_names_groups_sees_whole_ones():
+    """By number, without a rollout that failed; where a group lies on several ranks it is refused."""
+    seen = {}
+
+    def compares(groups, **kwargs):
+        seen["groups"] = groups
+        return [0.5] * len(groups)
+
+    turns = [Turn([4], None, "", "stop")]
+    rollouts = [Rollout([], [1], i, turns, StopReason.ANSWERED) for i in range(4)]
+    rollouts[1].stop_reason = StopReason.ENVIRONMENT_ERROR
+    batch = Batch([{"prompt": []}] * 4, 2, first=4, rollouts=rollouts)
+    assert scored([compares], batch=batch) == [[0.5, None, 0.5, 0.5]] and seen == {"groups": [2, 3, 3]}
+    part = Batch([{"prompt": []}] * 3, 2, first=3, rollouts=rollouts[:3])
+    with pytest.raises(ValueError, match="parameter groups.* 3 rollouts, which are no whole groups of 2"):
+        scored([compares], batch=part)
+    row = {"prompt": [], "groups": "mine"}  # a column of the data
+    assert scored([compares], batch=Batch([row] * 3, 2, first=3, rollouts=rollouts[:3])) == [[0.5, None, 0.5]]
 
 
 def test_only_who_names_it_has_it_given_and_a_column_of_the_data_comes_first():

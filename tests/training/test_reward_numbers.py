@@ -6,15 +6,16 @@ from torch.testing import assert_close
 
 from mt_grpo.base.ranks import RunError
 from mt_grpo.rollout import Rollout, Turn
-from mt_grpo.training.reward_numbers import (
-    check_advantages,
-    check_reward_values,
-    reward_tensors,
-    weighted_rewards,
-)
+from mt_grpo.training.further_credit import check_advantages
+from mt_grpo.training.reward_numbers import Scores, check_reward_values, reward_tensors
 from mt_grpo_trainer import RewardTable
 
 NAN = float("nan")
+
+
+def weighted_rewards(whole, per_turn, weights):
+    table = Scores(whole, per_turn).weighted(weights)
+    return table["outcome"], table["rollout_turn"], table["turn"]
 
 
 def rollout(*observations):
@@ -58,7 +59,7 @@ def test_a_function_of_weight_0_counts_no_more_than_none():
 
 @pytest.mark.parametrize(
     "turn, rollout_turn, says",
-    [([0.6e18, 0.6e18], NAN, "add up to 1.2e"), ([NAN, NAN], 2e18, "a weighted turn reward is 2e")],
+    [([0.6e18, 0.6e18], NAN, "add up to 1.2e"), ([NAN, NAN], 2e18, "add up to 2e")],
 )
 def test_a_small_coefficient_makes_no_sum_small(turn, rollout_turn, says):
     """Other estimators add rewards up before they are weighed."""

@@ -82,6 +82,7 @@ FAULTS = {
     "a dropped think block": (WithoutThinking, "text", "text", "between turns"),
     "a doubled end of turn": (behind_turns(lambda read: [END] + read), "text", "text", "between turns"),
     "a lost end of line": (behind_turns(without_line), "text", "white space", "between turns"),
+    "a lost end of the prompt": (behind_turns(lambda read: read[:-1]), "text", "white space", "between turns"),
 }
 
 
