@@ -345,6 +345,11 @@ class ServerPool:
 
     # -- what a push of weights needs; called on rank 0 --
 
+    def weight_version(self) -> str:
+        """The versions that all servers hold, each without its server's lineage: one, if they hold the same."""
+        versions = self.ask(lambda server: server.weight_version().removesuffix(tagged("", server.lineage)))
+        return "; ".join(sorted(set(versions.values())))
+
     def check_settings(self) -> None:
         """Compare the servers' settings with each other and with those from before a restart."""
         answers = self.ask(lambda server: server.settings())

@@ -444,7 +444,7 @@ def test_a_lost_server_joins_again_when_it_answers():
     assert pool.find_restarted("v")  # so all get the weights
     assert [s.lineage for s in servers] == [0, 1] and [s.restarts for s in servers] == [0, 1]
     servers[1].version = "v+1"
-    assert not pool.find_restarted("v")
+    assert pool.weight_version() == "v" and not pool.find_restarted("v")
     servers[1].version = "v"  # what it was called before it restarted
     assert pool.find_restarted("v") and [s.lineage for s in servers] == [0, 2]
     assert pool.joined == [0] and pool.joining == [1] and set(pool.scores([1, 2])) == {0, 1}
