@@ -40,7 +40,6 @@ import asyncio
 import atexit
 import dataclasses
 import logging
-import secrets
 import sys
 import time
 from collections import Counter
@@ -103,9 +102,8 @@ from mt_grpo.conversation.tools.running import (
 )
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.generation.connection import ServerConnection, hide_password
-from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.generation.weight_sync import WeightCounter, WeightSync
 from mt_grpo.generation.weight_transfer import WeightTransfer
-from mt_grpo.generation.weights import WeightCounter
 from mt_grpo.images.pictures import SaidPictures, inputs_of_rows, read_pictures, readable_messages
 from mt_grpo.recipe.checks import (
     backend_of,
@@ -1031,7 +1029,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         self.weight_sync: WeightSync | None = None  # with a server
         if self.backend == "server":
             self.client = pool_of(args, VLLMServerClient, tokenizer, vllm_server_host, vllm_server_port)
-            check_server(self.client, env, model_config, args, train_dataset, self.reward_functions.functions)
+            check_server(self.client, env, model_config, args, train_dataset)
 
         # TRL would connect its own client and its own NCCL group; the server is ours (see `_sync_weights`).
         args.use_vllm = self.backend == "colocate"
@@ -1106,7 +1104,6 @@ class VLLMServerClient(ServerConnection):
             raise ServerError(f"vllm_server_host={hide_password(host)!r}: expected a name. Use vllm_server_base_url.")
         super().__init__(base_url or f"http://{host}:{port}", api_key, timeout, request_timeout, engine)
         self.tokenizer = tokenizer
-        self.instance = secrets.token_hex(4)  # tells this client's pushes from another run's
         self.transfer = WeightTransfer(self, transport, sync_dir, group_port)
         atexit.register(self.close)
 
@@ -1134,7 +1131,6 @@ class VLLMServerClient(ServerConnection):
         version: str,
         expected: dict[str, int] | None = None,
         device: torch.device | str = "cpu",
-        errors: dict[VLLMServerClient, ServerError | None] | None = None,
     ) -> dict[str, float]:
         """Push all weights, drop the prefix cache and record `version`. The server is paused meanwhile.
 
@@ -1144,8 +1140,6 @@ class VLLMServerClient(ServerConnection):
             version: Comes back from `weight_version()`; proves later that the server did not restart.
             expected: Name -> bytes of those that must come. Missing ones are an error before the server is touched.
             device: This process's accelerator, for NCCL.
-            errors: Its keys are the clients of all servers that load these weights, and it gets the error of each.
-                None: this server alone, whose error is raised.
 
         Returns:
             Seconds by phase: `gather` (to the CPU), with disk `write` (the file), `load` (pause to resume).
@@ -1155,13 +1149,10 @@ class VLLMServerClient(ServerConnection):
                 its version is `loading-<version>`, which nobody expects.
             ServerLost: the server went away meanwhile; it can be pushed to again once it is back.
         """
-        clients = [self] if errors is None else list(errors)
-        transfers = [client.transfer for client in clients]
-        seconds, found = self.transfer.push(named_weights, version, expected, torch.device(device), transfers)
-        if errors is not None:
-            errors.update(zip(clients, found))
-        elif found[0] is not None:
-            raise found[0]
+        transfers = [self.transfer]
+        seconds, (error,) = self.transfer.push(named_weights, version, expected, torch.device(device), transfers)
+        if error is not None:
+            raise error
         return seconds
 
     def close(self) -> None:

@@ -19,22 +19,22 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1358,
-    "core": 17746,
-    "core modules": 78,
-    "modules that the script imports": 46,
-    "script and package": 25655,
-    "scripts": 11315,
+    "script": 1328,
+    "core": 15406,
+    "core modules": 62,
+    "modules that the script imports": 28,
+    "script and package": 23213,
+    "scripts": 10777,
     "tools and rewards": 3171,
-    "tests": 47389,
-    "docs": 5692,
+    "tests": 45717,
+    "docs": 5678,
     "recipes": 2981,
     "root": 434,
-    "results, bytes": 108823,
+    "results, bytes": 108147,
     "data, bytes": 2181236,
     "own recipe keys": 60,
-    "fmt: skip and fmt: off": 653,
-    "public names without a docstring": 83,
+    "fmt: skip and fmt: off": 630,
+    "public names without a docstring": 46,
 }
 
 # (lines, code tokens) before the first line left: tokens have to fall at least 0.8 times as fast as lines.

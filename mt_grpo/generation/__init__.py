@@ -1,17 +1,13 @@
 """What generates, and the policy's weights on their way there. It stands below training, which only asks for rollouts.
 
-adapters         LoRA as an adapter: whether a server can have it beside its weights, and its files
-versions         names of pushed weights: which a server reports, which sampled a turn
-samples          requests for samples, with images or without, and what their answers must be
-vllm_engine      vLLM, as training sees it
-sglang_engine    SGLang, as training sees it
-engines          what training needs of an engine: a short list, and the engines that have it
+adapters         LoRA as an adapter: whether a server can have it next to its weights
+samples          requests for samples, what their answers must be, and the names of the weights that sampled them
+vllm_engine      the requests to a vLLM server
+sglang_engine    the requests to an SGLang server, loaded by name
 connection       the connection to a server: its address and answers, retries, time limits
 server_pool      one or several servers as one backend: who holds the weights, and what is proven of whom
 weights          iteration over the policy's parameters
-weight_file      the file of a push, written tensor by tensor
-nccl_groups      NCCL groups of the trainer and a vLLM server's workers, over which weights go
-weight_transfer  weights to servers: by disk, by NCCL
+weight_transfer  weights to servers: by files, by NCCL
 weight_sync      push, prove, push again after a restart
 in_process       generation in this process, with TRL's own
 """

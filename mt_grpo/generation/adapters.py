@@ -11,7 +11,6 @@ import torch
 from packaging.version import Version
 from peft import LoraConfig, PeftModel
 
-from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.images.pictures import TOWER
 
 ADAPTER_FILE = "adapter_model.safetensors"  # as peft and vLLM name it
@@ -30,35 +29,17 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # values that vLLM accepts for -
 
 
 def room_for(rank: int) -> int:
-    """The smallest `--max-lora-rank` that has room for an adapter of this rank.
-
-    >>> room_for(4), room_for(16), room_for(48)
-    (8, 16, 64)
-    """
-    return min(each for each in RANKS if each >= rank)
+    """The smallest `--max-lora-rank` that has room for an adapter of this rank."""
+    return min(room for room in RANKS if room >= rank)
 
 
 def slots_of(max_staleness: int) -> int:
-    """How many adapters conversations in flight may name: one for each older version, and the newest.
-
-    >>> slots_of(0), slots_of(2)
-    (2, 4)
-    """
+    """How many adapters conversations in flight may name: one for each older version, and the newest."""
     return max_staleness + 2
 
 
 def why_config_merges(config: Any) -> str | None:
-    """Why a LoRA of this configuration has to be merged before a push. None if a server can load it.
-
-    >>> why_config_merges(LoraConfig(r=8)), why_config_merges(LoraConfig(use_dora=True))
-    (None, 'its configuration has use_dora=True')
-    >>> why_config_merges(LoraConfig(init_lora_weights="pissa"))
-    "init_lora_weights='pissa' changes the model's own weights"
-    >>> why_config_merges(LoraConfig(r=1024))
-    'its rank is 1024, and vLLM accepts at most 512'
-    >>> why_config_merges(LoraConfig(target_parameters={"experts.up", "experts.down"}))
-    "its configuration has target_parameters=['experts.down', 'experts.up']"
-    """
+    """Why a LoRA of this configuration has to be merged before a push. None if a server can load it."""
     if type(config) is not LoraConfig:
         return f"it is a {type(config).__name__}"
     if config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
@@ -74,12 +55,7 @@ def why_config_merges(config: Any) -> str | None:
 
 
 def why_model_merges(model: Any, sharded: bool) -> str | None:
-    """Why the LoRA of a model has to be merged before a push. None if a server can load it as an adapter.
-
-    Args:
-        model: The policy, with its adapter.
-        sharded: Whether its parameters are divided among ranks.
-    """
+    """Why the LoRA of a model, which may be sharded, has to be merged before a push. None if a server can load it."""
     if list(model.peft_config) != [ADAPTER]:
         return f"it has the adapters {', '.join(model.peft_config)}"
     if reason := why_config_merges(model.peft_config[ADAPTER]):
@@ -98,17 +74,11 @@ def why_model_merges(model: Any, sharded: bool) -> str | None:
 
 
 def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
-    """Why a server cannot load adapters of this rank. None if it can.
-
-    Args:
-        server: Its client.
-        rank: The rank of the adapter.
-        slots: How many adapters it has to hold at the same time (`slots_of`).
-    """
+    """Why a server cannot load adapters of this rank, `slots` of them at the same time. None if it can."""
     flags, where = FLAGS.format(rank=room_for(rank), slots=slots), server.base_url
-    version = server.engine_version or ""
+    version = server.engine.version(server)
     if not re.match(r"\d", version) or Version(re.match(r"[\d.]*\d", version)[0]) < LEAST_VLLM:
-        return f"{where} runs vLLM {version or '(unknown version)'}, and loading adapters needs {LEAST_VLLM} or later"
+        return f"{where} runs vLLM {version}, and loading adapters needs {LEAST_VLLM} or later"
     info = server.server_info()
     if (info.get("parallel_config") or {}).get("data_parallel_size", 1) > 1:
         return f"{where} runs several engines (data parallel)"
@@ -120,22 +90,11 @@ def why_server_merges(server: Any, rank: int, slots: int) -> str | None:
         return f"{where} has room for {most} adapters at a time, and {slots} may be in flight: start it with {flags}"
     if (held := server.weight_version()) != "default":
         return f"{where} holds the weights {held!r} of another run: restart it"
-    try:  # without a name nothing is loaded
-        server.request("POST", "/v1/load_lora_adapter", json={"lora_name": "", "lora_path": ""})
-    except ServerLost:
-        raise
-    except ServerError as error:
-        if ": 404 " in str(error):
-            return f"{where} does not load adapters at runtime: start it with {flags}"
     return None
 
 
 def is_of_adapter(name: str) -> bool:
-    """Whether a parameter of a model with LoRA is one of an adapter's two matrices.
-
-    >>> is_of_adapter("layers.0.q_proj.lora_A.default.weight"), is_of_adapter("layers.0.q_proj.base_layer.weight")
-    (True, False)
-    """
+    """Whether a parameter of a model with LoRA is one of an adapter's two matrices."""
     return ".lora_A." in name or ".lora_B." in name
 
 

@@ -31,9 +31,8 @@ from mt_grpo.base.event_loop import (
     run_async,
 )
 from mt_grpo.conversation.conversations import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
-from mt_grpo.generation.engines import engine_of
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
-from mt_grpo.generation.versions import SharedQuestion
+from mt_grpo.generation.vllm_engine import VLLM
 from mt_grpo.images.pictures import pictures_in, reader_of
 from mt_grpo.rollout import Generation
 
@@ -41,68 +40,47 @@ logger = logging.getLogger(__name__)
 
 
 def hide_password(url: str) -> str:
-    """`url` with user and password replaced, for messages.
-
-    >>> hide_password("http://ann:secret@gpu1:8000"), hide_password("http://gpu1:8000")
-    ('http://...@gpu1:8000', 'http://gpu1:8000')
-    """
+    """`url` with user and password replaced, for messages."""
     return re.sub(r"//.*@", "//...@", url)
 
 
 def split_server_url(url: str) -> tuple[str, str | None]:
-    """(`url` without user and password, the header `Authorization` made from them or None).
-
-    Raises `ServerError` for an address that can never work.
-
-    >>> split_server_url("http://ann:secret@gpu1:8000/")
-    ('http://gpu1:8000', 'Basic YW5uOnNlY3JldA==')
-    """
+    """(`url` without user and password, the header `Authorization` made from them or None)."""
     try:
         parts = urllib.parse.urlsplit(url)
         fits = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        fits = fits and not re.search(r"[\s?#]", url)
     except ValueError:  # a port that is no number or above 65535, brackets that do not match
         fits = False
-    if not fits:
+    if not fits or re.search(r"[\s?#]", url):
         raise ServerError(
             f"{hide_password(url)!r} is not a server address. Expected http://HOST:PORT or https://HOST:PORT, with a "
             "port from 1 to 65535. Correct vllm_server_base_url, or vllm_server_host and vllm_server_port."
         )
-    user, found, host = parts.netloc.rpartition("@")
-    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if found else None
+    user, separator, host = parts.netloc.rpartition("@")
+    header = "Basic " + base64.b64encode(urllib.parse.unquote(user).encode()).decode() if separator else None
     return parts._replace(netloc=host).geturl().rstrip("/"), header
 
 
 def server_urls(value: str | list[str] | None) -> list[str]:
-    """The addresses in `vllm_server_base_url`: a list, or text with commas between them.
-
-    Raises `ValueError` for another type, and `ServerError` for an invalid address or one that is listed twice.
-
-    >>> server_urls("http://a:1, http://b:2"), server_urls(["http://a:1"]), server_urls(None)
-    (['http://a:1', 'http://b:2'], ['http://a:1'], [])
-    """
-    if not value:
-        return []
-    urls = value.split(",") if isinstance(value, str) else list(value)
-    if not all(isinstance(url, str) for url in urls):
-        raise ValueError(f"vllm_server_base_url={value!r}, expected an address or a list of addresses.")
-    urls = [url.strip() for url in urls]
-    plain = [split_server_url(url)[0] for url in urls]  # raises for text that is no address
+    """The addresses in `vllm_server_base_url`: a list, or text with commas between them."""
+    urls = [url.strip() for url in (value.split(",") if isinstance(value, str) else value or []) if value]
+    plain = [split_server_url(url)[0] for url in urls]
     if twice := [url for url in plain if plain.count(url) > 1]:
         raise ServerError(f"vllm_server_base_url lists {twice[0]} twice. List each server once.")
     return urls
 
 
-class ServerConnection:
-    """Connections to one server: control calls, retries, health checks, logprobs.
+def engine_of(name: str) -> VLLM:
+    """The engine with this name (`vllm` or `sglang`). SGLang's module is imported only if it is named."""
+    if name == "sglang":
+        from mt_grpo.generation.sglang_engine import SGLang
 
-    Args:
-        base_url: The address, such as `http://127.0.0.1:8000`. A user and password in it are sent, but never shown.
-        api_key: The server's `--api-key`, if it has one. None: the environment variable VLLM_API_KEY.
-        timeout: Seconds to wait until the server starts, or comes back, before `ServerError`.
-        request_timeout: Seconds that one request may take. Then it is sent again, if `timeout` is not over.
-        engine: The engine that the server runs, a name that `engine_of` takes.
-    """
+        return SGLang()
+    return {"vllm": VLLM}[name]()
+
+
+class ServerConnection:
+    """Connections to one server: control calls, retries, logprobs. `VLLMServerClient` documents the arguments."""
 
     tokenizer: Any = None  # of the model, which says what reads its images
     vocab_size: int | None = None  # of the model that is trained; ids beyond it are no answer
@@ -123,16 +101,11 @@ class ServerConnection:
         self.pushed: str | None = None  # the name of the last whole push, the same on all ranks; None before the first
         self.adapter: str | None = None  # the adapter that requests name, the same on all ranks; None: the model
         self.loaded: str | None = None  # the adapter of the last push, before it is proven; of rank 0's client
-        self._open: dict[int, dict[str, Any]] = {}  # the requests of conversations in flight
-        self._reached = False  # whether the server has ever answered
-        api_key = api_key or os.environ.get("VLLM_API_KEY")
-        if api_key and credentials:
-            got = "got both a password in vllm_server_base_url and VLLM_API_KEY"
-            raise ServerError(f"{self.base_url}: {got}. A request can carry only one of them. Remove the other.")
-        credentials = f"Bearer {api_key}" if api_key else credentials
+        if api_key := api_key or os.environ.get("VLLM_API_KEY"):
+            credentials = f"Bearer {api_key}"
+        self.sends_credentials = bool(credentials)
         self._headers = {"Authorization": credentials} if credentials else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
-        self.held_version = SharedQuestion(self._ask_version).answer
         allow_many_open_files()
 
     @property
@@ -144,11 +117,6 @@ class ServerConnection:
     def unsampled(self) -> list[int]:
         """The token ids that every request forbids; empty for a text-only model."""
         return reader_of(self.tokenizer).unsampled if self.reads_images else []
-
-    @property
-    def sends_credentials(self) -> bool:
-        """Whether requests carry an API key or a password."""
-        return bool(self._headers)
 
     # -- control calls (synchronous) --
 
@@ -162,8 +130,8 @@ class ServerConnection:
     ) -> Any:
         """Send one control request. Returns `read` of the JSON answer, or its text if `read` is None.
 
-        Raises `ServerError` with URL, status and body.
-        It is `ServerLost` if the server may come back: no connection, no answer within `timeout` seconds, 429, 5xx.
+        Raises `ServerError`, or `ServerLost` if the server may come back: no connection, no answer within `timeout`
+        seconds, 429, 5xx.
         """
         url = f"{self.base_url}{path}"
         loop = background_loop(CONTROL_THREAD)
@@ -172,18 +140,14 @@ class ServerConnection:
             status, body = future.result()
         except (aiohttp.ClientError, TimeoutError) as error:
             problem = error_line(error) if str(error) else f"no complete answer within {timeout:g} s"
-            never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
-            if isinstance(error, never) and not self._reached:  # DNS may also fail in the middle of a run
-                raise ServerError(f"{method} {url}: {problem}. No server can be reached at this address.") from error
             raise ServerLost(f"{method} {url}: {problem}. Is the {self.engine.title} server running?") from error
         except BaseException:
             future.cancel()
             raise
-        self._reached = True
         text = body.decode("utf-8", "replace")
         if not 200 <= status < 300:
             kind = ServerLost if status == 429 or status >= 500 else ServerError
-            raise kind(f"{method} {url}: {status} {text[:2000]}{self.engine.advice(self, status, path)}")
+            raise kind(f"{method} {url}: {status} {text[:2000]}{self.engine.advice(status, path)}")
         if read is None:
             return text
         try:
@@ -191,7 +155,7 @@ class ServerConnection:
         except BadAnswer as error:
             raise ServerError(f"{method} {url}: {error}.") from None
         except (ValueError, LookupError, TypeError):
-            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.engine.NO_ANSWER}") from None
+            raise ServerError(f"{method} {url}: {status} {text[:300]!r}. {self.engine.no_answer}") from None
 
     async def _call(self, method: str, url: str, timeout: float, kwargs: dict[str, Any]) -> tuple[int, bytes]:
         """Status and body. `timeout` limits the whole call: a server may send a byte every second for ever."""
@@ -208,16 +172,12 @@ class ServerConnection:
         return False
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
-        """Wait for a healthy server, up to `self.timeout` seconds or until `unless` returns true, and log the wait.
-
-        Raises `ServerError` after this time, or at once if another service answers or the address cannot work.
-        """
+        """Wait for a healthy server, up to `self.timeout` seconds or until `unless` returns true, and log the wait."""
         began, last_notice = time.monotonic(), float("-inf")
         while not unless():
             left = began + self.timeout - time.monotonic()
             try:
-                self.engine.check_health(self, min(10.0, max(left, 1.0)))
-                return
+                return self.engine.check_health(self, min(10.0, max(left, 1.0)))
             except ServerLost as error:
                 if left <= 0:
                     raise ServerError(
@@ -233,35 +193,21 @@ class ServerConnection:
 
     @functools.cached_property
     def model_card(self) -> dict[str, Any]:
-        """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
         return self.engine.card(self)
 
     @property
-    def max_model_len(self) -> int | None:
-        """The served model's context in tokens; None if the server does not report it."""
-        return self.model_card.get("max_model_len")
-
-    @functools.cached_property
-    def engine_version(self) -> str | None:
-        """The engine's version; None if the server does not say it."""
-        try:
-            return self.engine.version(self)
-        except ServerLost:
-            raise
-        except ServerError:
-            return None
+    def max_model_len(self) -> int:
+        return self.model_card["max_model_len"]
 
     def server_info(self) -> dict[str, Any]:
-        """Return the arguments that the server was started with, by its engine's names."""
         return self.engine.info(self)
 
     def settings(self) -> dict[str, Any]:
-        """The server settings that determine its samples, their length, and how weights reach it."""
         return self.engine.settings(self)
 
     def weight_version(self) -> str:
         """The weight version that the last push set on the server. A restarted server has lost it."""
-        return self.request("GET", self.engine.WEIGHTS, timeout=30.0, read=self.engine.held)
+        return self.request("GET", self.engine.WEIGHTS, timeout=30.0, read=lambda answer: answer["weight_version"])
 
     def score(self, token_ids: list[int], rank: int | None = None, timeout: float = 60.0) -> list[float]:
         """The logprobs of `token_ids[1:]` at temperature 1, full vocabulary, of one engine (`rank`) or of any."""
@@ -271,78 +217,53 @@ class ServerConnection:
 
     def sample_behind(self, token_ids: list[int], max_tokens: int) -> tuple[list[int], list[float]]:
         """Sample after these ids at temperature 1, with the adapter of the last push. Returns (ids, logprobs)."""
-        payload = {
-            **sampling_defaults(),
-            "model": self.loaded or self.model_card["id"],
-            "prompt": token_ids,
-            "logprobs": 0,
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+        payload = {**sampling_defaults(), "model": self.loaded or self.model_card["id"], "prompt": token_ids}
+        payload |= {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True, "return_token_ids": True}
         path, body, read, _ = self.engine.ask_for_sample(payload, self.vocab_size, self.unsampled)
-        found = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
-        return found.token_ids, found.logprobs
+        generation = self.request("POST", path, timeout=self.request_timeout, json=body, read=read)
+        return generation.token_ids, generation.logprobs
 
     # -- requests of conversations (async) --
 
     @property
     def asked_model(self) -> str:
-        """The model name that requests carry: the last adapter, or the served model."""
+        """The model name that requests carry."""
         return self.adapter or self.model_card["id"]
 
-    @property
-    def named_adapters(self) -> set[str]:
-        """The model names of requests in flight. The event loop may add one meanwhile, which names the newest."""
-        return {body["model"] for body in list(self._open.values()) if "model" in body}
-
     async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
-        """Sample for a payload of `/v1/completions`, with or without images, and report the versions of the weights.
-
-        The adapter that a request names, which `_post` may change, stays on the server meanwhile.
-        """
-
+        """Sample for a payload of `/v1/completions`, and report which versions of the weights may have sampled."""
         for picture in pictures_in(payload["prompt"]):
             if "data_uri" not in vars(picture):  # a large one takes long: other conversations go on meanwhile
                 await asyncio.to_thread(lambda picture=picture: picture.data_uri)
         path, body, read, _ = self.engine.ask_for_sample(payload, vocab_size, self.unsampled)
         asked = self.policy_version
-        self._open[id(body)] = body
-        try:
-            generation = await self._post(path, body, read)
-        finally:
-            del self._open[id(body)]
+        generation = await self._post(path, body, read)
         if generation.policy_versions is not None:  # the engine says of each token which weights sampled it
             return generation
-        if self.adapter is None or body["model"] == self.model_card["id"]:
-            return dataclasses.replace(generation, policy_versions=(asked, self.newest_version))
-        version = int(body["model"].partition("+")[0].rpartition("-")[2])
-        return dataclasses.replace(generation, policy_versions=(version, version))
+        versions = asked, self.newest_version
+        if self.adapter is not None and body["model"] != self.model_card["id"]:
+            versions = (int(body["model"].partition("+")[0].rpartition("-")[2]),) * 2
+        return dataclasses.replace(generation, policy_versions=versions)
 
     def salt(self) -> dict[str, str]:
         """The cache salt of a request: the name of the last push, and a random one while a push is under way.
 
         A push drops the server's prefix cache. If that failed silently, a prefix that old weights computed would be
-        reused with new ones, and no logprob would show it. The salt keeps them apart. vLLM itself keeps the prefixes
-        of different adapters apart.
+        reused with new ones, and no logprob would show it. vLLM keeps the prefixes of adapters apart.
         """
         if self.pushed is None or self.adapter is not None:
             return {}
         return {"cache_salt": secrets.token_hex(8) if self.pushing else self.pushed}
 
     async def _session(self) -> aiohttp.ClientSession:
-        """The session of the running event loop. Sessions of closed loops are closed."""
         loop = asyncio.get_running_loop()
         if loop not in self._sessions:
-            ended = [self._sessions.pop(known) for known in list(self._sessions) if known.is_closed()]
             self._sessions[loop] = aiohttp.ClientSession(
                 # vLLM closes connections that were idle for 5 s. A request that is sent at that moment would be lost.
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0),
                 headers=self._headers,
                 timeout=aiohttp.ClientTimeout(total=self.request_timeout, sock_connect=10),
             )
-            for session in ended:
-                await session.close()
         return self._sessions[loop]
 
     async def _post(
@@ -352,7 +273,7 @@ class ServerConnection:
 
         The request is sent again, with backoff, after a connection error, 429, 5xx or a timeout, until
         `self.timeout` seconds after its first failure. It is also sent again after an answer that is not JSON, or that
-        `read` rejects with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row. Raises `ServerError`.
+        `read` rejects with `BadAnswer`, up to `BAD_ANSWERS` such answers in a row.
         """
         url, give_up, wait, bad_answers = f"{self.base_url}{path}", None, 0.05, 0
         while True:
@@ -365,7 +286,7 @@ class ServerConnection:
                         # The server restarted, which `gather_proven` finds out; or a newer adapter took its place.
                         payload["model"] = self.adapter
                     elif response.status not in (429, 500, 502, 503, 504):
-                        raise ServerError(f"POST {url}: {problem}{self.engine.advice(self, response.status, path)}")
+                        raise ServerError(f"POST {url}: {problem}{self.engine.advice(response.status, path)}")
             except aiohttp.ClientError as error:
                 problem = error_line(error)
             except TimeoutError:
@@ -388,50 +309,57 @@ class ServerConnection:
                     f"POST {url}: {problem}; gave up after vllm_server_timeout={self.timeout:g} s.{alone}"
                 )
             self.retries += 1
-            logger.debug("POST %s: %s; sending it again", url, problem)
             await asyncio.sleep(min(wait * random.uniform(0.5, 1.0), left))  # the last try is at the time limit
             wait = min(2 * wait, 10.0)
 
     def chat(
         self, messages_list: list[list[dict[str, str]]], sampling_params: dict[str, Any] | None = None
     ) -> list[dict[str, Any]]:
-        """Answer conversations, all at the same time, for interactive use. The server or the tokenizer renders them.
+        """Answer conversations, all at the same time, for interactive use. The client's tokenizer renders them.
 
-        Returns:
-            Per conversation: `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
+        Returns per conversation `text`, `token_ids`, `logprobs` (as sampled), `prompt_ids`, `finish_reason`.
         """
         messages_list = check_conversations(messages_list, "messages_list", texts=False)
         check_sampling_params(sampling_params, CHAT_KEYS)
+        params = {"stop": [], **(sampling_params or {})}
+        limits = [params.pop(key, None) for key in ("max_completion_tokens", "max_tokens")]
+        rendering = {"add_generation_prompt": True, "return_dict": False, **params.pop("chat_template_kwargs", {})}
+        rendering |= {key: params.pop(key) for key in ("reasoning_effort",) if key in params}
 
-        async def one(messages):
-            payload = {**sampling_defaults(), **(sampling_params or {}), "model": self.asked_model}
-            question = self.engine.ask_for_chat(self, {**payload, "messages": messages})
-            return await self._post(question.path, question.body, question.read)
+        async def answer(messages: list[dict[str, str]]) -> dict[str, Any]:
+            prompt_ids = self.tokenizer.apply_chat_template(messages, **rendering)
+            limit = next(filter(None, limits), self.max_model_len - len(prompt_ids))
+            generation = await self.generate(prompt_ids, limit, params)
+            return {
+                "text": self.tokenizer.decode(generation.token_ids, skip_special_tokens=True),
+                "token_ids": generation.token_ids,
+                "logprobs": generation.logprobs,
+                "prompt_ids": prompt_ids,
+                "finish_reason": generation.finish_reason,
+            }
 
-        async def all_of_them():
-            return await gather_all([one(messages) for messages in messages_list])
+        async def answer_all() -> list[dict[str, Any]]:
+            return await gather_all([answer(messages) for messages in messages_list])
 
-        return run_async(all_of_them())
+        return run_async(answer_all())
 
-    async def _ask_version(self) -> str | None:
-        """The version of the weights that the server holds; None if it does not answer. `held_version` shares it."""
+    async def held_version(self) -> str | None:
+        """The version of the weights that the server holds; None if it does not answer."""
+        url, timeout = f"{self.base_url}{self.engine.WEIGHTS}", aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
         try:
-            timeout = aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
-            async with (await self._session()).get(
-                f"{self.base_url}{self.engine.WEIGHTS}", timeout=timeout
-            ) as response:
-                return self.engine.held(await response.json()) if response.status == 200 else None
+            async with (await self._session()).get(url, timeout=timeout) as response:
+                return (await response.json())["weight_version"] if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
             return None
 
-    async def _close_session(self) -> None:
-        if session := self._sessions.pop(asyncio.get_running_loop(), None):
-            await session.close()
-
     def close(self) -> None:
         """Close the connections. A later request opens new ones."""
+
+        async def close_session() -> None:
+            if session := self._sessions.pop(asyncio.get_running_loop(), None):
+                await session.close()
+
         with suppress(concurrent.futures.TimeoutError):  # a tool or reward may block the loop for ever
-            run_async(self._close_session(), timeout=5.0)
+            run_async(close_session(), timeout=5.0)
         for loop in list(self._sessions):  # of the caller's own loops, which may be closed
-            session = self._sessions.pop(loop)
-            close_on(loop, session.close())
+            close_on(loop, self._sessions.pop(loop).close())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import logging
 import queue
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,6 @@ from transformers import GenerationConfig
 
 from mt_grpo.base.event_loop import background_loop, gather_all, start_in_background
 from mt_grpo.rollout import Generation, hash_of_ids
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -37,7 +34,6 @@ class ServeSession:
 
     def __init__(self, num_conversations: int):
         self.open = num_conversations  # without those that wait in `aside`
-        self.aside = 0
         self.waiting: list[tuple] = []  # (rollout index, prompt ids, max_tokens, future)
         self.batches: queue.Queue = queue.Queue()
 
@@ -83,17 +79,10 @@ class InProcessBackend:
 
     A batch is generated as soon as all open conversations wait for tokens. Its requests are in rollout order, so that
     samples do not depend on how long a tool took. `serve` generates in the calling thread, where collectives are
-    allowed.
-
-    Args:
-        generate_batch: `(prompt_ids, max_tokens) -> (token_ids, logprobs or None)`, lists per request.
-        is_end: Whether a token id ends a turn.
-        any_rank: Returns whether a flag is set on any rank. None unless generation is a collective call (ZeRO-3, FSDP,
-            tensor parallel). In that case every rank generates in every round; a rank without requests uses a dummy
-            prompt.
+    allowed. `generate_batch` returns lists of token ids and logprobs (or None); `is_end` says whether an id ends a
+    turn; `any_rank` says whether a flag is set on any rank, and is None unless generation is collective (ZeRO-3,
+    FSDP). Then every rank generates in every round; a rank without requests uses a dummy prompt.
     """
-
-    STUCK_SECONDS = 60.0  # that requests wait for the other conversations before it is logged
 
     def __init__(
         self,
@@ -106,7 +95,6 @@ class InProcessBackend:
         self._any_rank = any_rank
         self.collective = any_rank is not None  # if true, no rank may stop while other ranks generate
         self._session: ServeSession | None = None
-        self._told = False  # what a batch has long been waiting for
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
@@ -124,12 +112,12 @@ class InProcessBackend:
         not request tokens meanwhile.
         """
         session = self._session
-        session.open, session.aside = session.open - 1, session.aside + 1
+        session.open -= 1
         session.flush()
         try:
             return await awaitable
         finally:
-            session.open, session.aside = session.open + 1, session.aside - 1
+            session.open += 1
 
     def start_conversations(self, conversations: list[Coroutine], *_: Any) -> ServedByCaller:
         """A future of the conversations' results. They run in the thread that calls its `result`."""
@@ -143,7 +131,7 @@ class InProcessBackend:
         batch: list[tuple] | None = []
         try:
             while True:
-                batch = self._next_batch(session) if batch is not None else None
+                batch = session.batches.get() if batch is not None else None
                 if not (self._any_rank(batch is not None) if self._any_rank else batch is not None):
                     return running.result()
                 generations = self._run(batch or [(0, [0], 1, None)])  # dummy: other ranks still generate
@@ -152,33 +140,9 @@ class InProcessBackend:
         finally:
             running.cancel()
 
-    def _next_batch(self, session: ServeSession) -> list[tuple] | None:
-        """The next requests, None if all conversations have ended. Logs once if a batch waits for long."""
-        while True:
-            try:
-                return session.batches.get(timeout=self.STUCK_SECONDS)
-            except queue.Empty:
-                if (session.waiting or session.aside) and not self._told:
-                    self._told = True
-                    logger.warning(
-                        f"No tokens were requested for {self.STUCK_SECONDS:g} s: {len(session.waiting)} requests wait "
-                        f"for the rest of {session.open} open conversations, and {session.aside} more wait in `aside`."
-                        " A batch is generated when all open conversations wait for tokens. Either a tool or an "
-                        "environment is slow, or a conversation waits for another one. Such a wait must be written "
-                        "as `await self.aside(llm, ...)`, and must end. This is logged once."
-                    )
-
     def _run(self, batch: list[tuple]) -> list[Generation]:
         # TRL's backends take one `max_tokens` per batch: the largest. Each sample is then truncated to its own limit.
-        try:
-            token_ids, logprobs = self._generate_batch([request[1] for request in batch], max(r[2] for r in batch))
-        except AttributeError as error:
-            if "weight_loader" not in str(error):
-                raise
-            raise ValueError(
-                "vllm_mode: colocate is not supported on a CPU, where vLLM packs its weights and cannot load new ones "
-                "from TRL. Use a vLLM server (vllm_mode: server), or use_vllm: false."
-            ) from error
+        token_ids, logprobs = self._generate_batch([request[1] for request in batch], max(r[2] for r in batch))
         generations = []
         for i, (_, prompt_ids, max_tokens, _) in enumerate(batch):
             ids = list(token_ids[i][:max_tokens])

@@ -1,4 +1,4 @@
-"""Requests for samples, and validation of their answers.
+"""Requests for samples, validation of their answers, and the names of the weights that sampled them.
 
 vLLM samples after ids at `/v1/completions`. After ids with images it does so at another address, which also reports
 what it read. There an image has one placeholder, which vLLM replaces with as many as the image has tokens.
@@ -7,7 +7,6 @@ what it read. There an image has one placeholder, which vLLM replaces with as ma
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,85 +35,6 @@ class HalfLoaded(BadAnswer):
     """A sample of weights that are only partly loaded. The next answer may be valid."""
 
 
-def is_logprob(value: Any) -> bool:
-    """Whether a server's value can be the logprob of a sampled token: a finite number, at most 0 up to rounding."""
-    return isinstance(value, (int, float)) and -1e9 < value < 1e-3
-
-
-def not_an_id(value: Any, vocab_size: int | None) -> bool:
-    """Whether a server's value cannot be a token id: no integer, or not in the vocabulary of the model.
-
-    >>> [not_an_id(value, 400) for value in (0, 399, 400, -1, True, 1.0, "1")]
-    [False, False, True, True, True, True, True]
-    """
-    return type(value) is not int or not 0 <= value < (2**31 if vocab_size is None else vocab_size)
-
-
-def not_ids(values: list[Any], vocab_size: int | None) -> list[Any]:
-    """Return the values of a server's answer that are no token ids.
-
-    >>> not_ids([0, 7], 8), not_ids([0, 8, -1, True], 8)
-    ([], [8, -1, True])
-    """
-    # In C, for long answers: the wrong ones are looked for only where there are some.
-    if (
-        values
-        and set(map(type, values)) == {int}
-        and not any(not_an_id(i, vocab_size) for i in (min(values), max(values)))
-    ):
-        return []
-    return [value for value in values if not_an_id(value, vocab_size)]
-
-
-def are_logprobs(values: list[Any]) -> bool:
-    """Whether all values can be logprobs of sampled tokens (`is_logprob`).
-
-    >>> are_logprobs([-0.5, 0.0]), are_logprobs([-0.5, float("nan")]), are_logprobs([None]), are_logprobs([1.0])
-    (True, False, False, False)
-    """
-    # In C, for long answers. A NaN is neither the least nor the greatest, but the sum shows it.
-    if values and set(map(type, values)) == {float} and not math.isnan(sum(values)):
-        return is_logprob(min(values)) and is_logprob(max(values))
-    return all(map(is_logprob, values))
-
-
-def read_completion(
-    answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int, vocab_size: int | None = None
-) -> Generation:
-    """Read the sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on.
-
-    Args:
-        answer: The server's answer.
-        num_prompt_tokens: The number of prompt tokens that were sent.
-        max_tokens: The limit that was requested.
-        vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
-    """
-    try:
-        choice = answer["choices"][0]
-        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        seen, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
-        counts = len(token_ids), len(logprobs)
-    except (KeyError, IndexError, TypeError):
-        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
-    if type(token_ids) is not list or type(logprobs) is not list:
-        raise BadAnswer(f"token_ids and logprobs are {type(token_ids)} and {type(logprobs)}, expected lists")
-    if wrong := not_ids(token_ids, vocab_size):
-        among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
-        raise BadAnswer(f"{len(wrong)} of {counts[0]} token ids are invalid: {str(wrong[:5])[:100]}{among}")
-    if not 0 < counts[0] == counts[1] or not are_logprobs(logprobs):
-        raise BadAnswer(f"{counts[0]} ids do not match {counts[1]} logprobs {logprobs[:5]}...")
-    if seen != num_prompt_tokens:
-        raise BadAnswer(f"the server read {seen} prompt tokens, expected {num_prompt_tokens}: the prompt was changed")
-    if counts[0] > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
-        raise BadAnswer(f"got {counts[0]} ids, expected at most {max_tokens}, with finish_reason={finish_reason!r}")
-    read = choice.get("prompt_token_ids")
-    try:
-        saw = None if read is None else hash_of_ids(read)
-    except (TypeError, OverflowError, ValueError):
-        raise BadAnswer(f"prompt_token_ids are not token ids: {str(read)[:100]}") from None
-    return Generation(token_ids, logprobs, finish_reason, saw)
-
-
 class Question(NamedTuple):
     """A request, and a function that reads its answer. `read` raises `BadAnswer` for an invalid answer."""
 
@@ -124,17 +44,50 @@ class Question(NamedTuple):
     headers: dict[str, str] = {}
 
 
+def not_an_id(value: Any, vocab_size: int | None) -> bool:
+    """Whether a server's value cannot be a token id: no integer, or not in the vocabulary of the model."""
+    return type(value) is not int or not 0 <= value < (2**31 if vocab_size is None else vocab_size)
+
+
+def read_completion(
+    answer: dict[str, Any], num_prompt_tokens: int, max_tokens: int, vocab_size: int | None = None
+) -> Generation:
+    """Read the sample in an answer of `/v1/completions`. Raises `BadAnswer` for one that cannot be trained on."""
+    try:
+        choice = answer["choices"][0]
+        token_ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
+        num_read, finish_reason = answer["usage"]["prompt_tokens"], choice["finish_reason"]
+    except (KeyError, IndexError, TypeError):
+        raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
+    if type(token_ids) is not list or type(logprobs) is not list:
+        raise BadAnswer(f"token_ids and logprobs are {type(token_ids)} and {type(logprobs)}, expected lists")
+    if wrong := [value for value in token_ids if not_an_id(value, vocab_size)]:
+        among = "" if vocab_size is None else f", expected integers from 0 to {vocab_size - 1}"
+        raise BadAnswer(f"{len(wrong)} of {len(token_ids)} token ids are invalid: {str(wrong[:5])[:100]}{among}")
+    finite = all(isinstance(value, int | float) and -1e9 < value < 1e-3 for value in logprobs)  # 0 up to rounding
+    if not 0 < len(token_ids) == len(logprobs) or not finite:
+        raise BadAnswer(f"{len(token_ids)} ids do not match {len(logprobs)} logprobs {logprobs[:5]}...")
+    if num_read != num_prompt_tokens:
+        raise BadAnswer(
+            f"the server read {num_read} prompt tokens, expected {num_prompt_tokens}: the prompt was changed"
+        )
+    if len(token_ids) > max_tokens or finish_reason not in ("stop", "length"):  # `abort`: a pause or a shutdown
+        raise BadAnswer(
+            f"got {len(token_ids)} ids, expected at most {max_tokens}, with finish_reason={finish_reason!r}"
+        )
+    prompt_ids = choice.get("prompt_token_ids")
+    try:
+        saw = None if prompt_ids is None else hash_of_ids(prompt_ids)
+    except (TypeError, OverflowError, ValueError):
+        raise BadAnswer(f"prompt_token_ids are not token ids: {str(prompt_ids)[:100]}") from None
+    return Generation(token_ids, logprobs, finish_reason, saw)
+
+
 def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
-    """Build the request to `/v1/completions`, or to `GENERATE` with images. Its answer is read as a `Generation`.
+    """Build the request for a payload of `/v1/completions`, whose prompt may have image ids.
 
-    Args:
-        payload: The body for `/v1/completions`; its `prompt` may have image ids.
-        vocab_size: The rows of the model's embedding. None: any id that fits 31 bits.
-        unsampled: Ids that no policy may write. INVARIANT: every request of a model that reads images forbids them, as
-            `forbid` does when logprobs are computed.
-
-    Raises:
-        ValueError: A sampling parameter is not supported with images.
+    Its answer is read as a `Generation` with ids below `vocab_size`. INVARIANT: every request of a model that reads
+    images forbids the ids `unsampled`, as `forbid` does when logprobs are computed.
     """
     prompt, limit = payload["prompt"], payload["max_tokens"]
     if unsampled:
@@ -145,57 +98,55 @@ def ask_for_sample(payload: dict[str, Any], vocab_size: int | None, unsampled: l
 
 
 def forbidding(payload: dict[str, Any], unsampled: list[int]) -> dict[int, float]:
-    """The `logit_bias` of a request, with these ids forbidden.
-
-    >>> forbidding({"logit_bias": {"7": 1.0, "8": 2.0}}, [8])
-    {7: 1.0, 8: -100.0}
-    """
+    """The `logit_bias` of a request, with these ids forbidden."""
     own = {int(token): bias for token, bias in (payload.get("logit_bias") or {}).items()}
     return own | dict.fromkeys(unsampled, FORBIDDEN_BIAS)
 
 
 def ask_for_prompt(payload: dict[str, Any]) -> Question:
     """Build the request for a prompt's logprobs. Its answer is read as one logprob per id of `prompt[1:]`."""
-    prompt = payload["prompt"]
-    shown = any(map(is_picture, prompt))
+    prompt, payload = payload["prompt"], {**payload, "prompt_logprobs": 0}
+    has_images = any(map(is_picture, prompt))
 
     def read(answer: dict[str, Any]) -> list[float]:
-        if shown:
+        if has_images:
             check_what_it_read(answer, prompt)
-        entries = (answer if shown else answer["choices"][0])["prompt_logprobs"]
+        entries = (answer if has_images else answer["choices"][0])["prompt_logprobs"]
         ids = with_placeholders(prompt)
         return [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], entries[1:], strict=True)]
 
-    payload = {**payload, "prompt_logprobs": 0}
-    if not shown:
+    if not has_images:
         return Question(COMPLETIONS, payload, read)
     return Question(GENERATE, generate_body({**payload, "return_token_ids": True}), read)
 
 
+def once_per_image(prompt: list[int]) -> list[int]:
+    """The ids of a prompt with one placeholder per image."""
+    return with_placeholders([token for run in runs_of(prompt) for token in (run[:1] if is_picture(run[0]) else run)])
+
+
 def generate_body(payload: dict[str, Any]) -> dict[str, Any]:
     """The body of `GENERATE` for a payload of `/v1/completions` whose prompt has images."""
-    prompt = payload["prompt"]
     if unknown := sorted(payload.keys() - {*OF_REQUEST, *OF_SAMPLING, "prompt"}):
         raise ValueError(
             f"generation_kwargs: a vLLM server does not support {unknown[0]!r} for a prompt with images. Remove it."
         )
-    sampling = {key: payload[key] for key in OF_SAMPLING if key in payload}
-    once = [token for run in runs_of(prompt) for token in (run[:1] if is_picture(run[0]) else run)]
+    images = [{"type": "image_url", "url": picture.data_uri} for picture in pictures_in(payload["prompt"])]
     return {
         **{key: payload[key] for key in OF_REQUEST if key in payload},
-        "token_ids": with_placeholders(once),
-        "content_parts": [{"type": "image_url", "url": picture.data_uri} for picture in pictures_in(prompt)],
-        "sampling_params": {**sampling, "output_kind": 2},  # all tokens in one answer
+        "token_ids": once_per_image(payload["prompt"]),
+        "content_parts": images,
+        "sampling_params": {
+            **{key: payload[key] for key in OF_SAMPLING if key in payload},
+            "output_kind": 2,  # all tokens in one answer
+        },
     }
 
 
 def read_generated(
     answer: dict[str, Any], prompt: list[int], max_tokens: int, vocab_size: int | None = None
 ) -> Generation:
-    """Read the sample in an answer of `GENERATE`. Arguments and errors are those of `read_completion`.
-
-    Raises `BadAnswer` also if the server has read other tokens than the prompt's, or images at other places.
-    """
+    """Read the sample in an answer of `GENERATE`. Arguments and errors are those of `read_completion`."""
     check_what_it_read(answer, prompt)
     try:
         choice = answer["choices"][0]
@@ -207,30 +158,68 @@ def read_generated(
     except (KeyError, IndexError, TypeError):
         raise BadAnswer(f"no token ids: {str(answer)[:500]}") from None
     choice = {**choice, "logprobs": {"token_logprobs": logprobs}, "prompt_token_ids": None}
-    found = read_completion({"choices": [choice], "usage": usage}, len(prompt), max_tokens, vocab_size)
-    return dataclasses.replace(found, saw=hash_of_ids(prompt))
+    generation = read_completion({"choices": [choice], "usage": usage}, len(prompt), max_tokens, vocab_size)
+    return dataclasses.replace(generation, saw=hash_of_ids(prompt))
 
 
 def check_what_it_read(answer: dict[str, Any], prompt: list[int]) -> None:
     """Raise `BadAnswer` unless an answer of `GENERATE` says that these ids, with these images, were read."""
-    places, start = [], 0
+    expected, start = [], 0
     for run in runs_of(prompt):
         if is_picture(run[0]):
-            places.append({"offset": start, "length": len(run)})
+            expected.append({"offset": start, "length": len(run)})
         start += len(run)
     try:
-        seen, found = answer["prompt_token_ids"], answer["mm_placeholders"]["image"]
+        ids, places = answer["prompt_token_ids"], answer["mm_placeholders"]["image"]
     except (KeyError, TypeError):
         raise BadAnswer(f"the answer does not say what the server read: {str(answer)[:500]}") from None
-    if found != places:
-        theirs, ours = (
-            [(place.get("offset"), place.get("length")) for place in each] if isinstance(each, list) else each
-            for each in (found, places)
-        )
+    if places != expected:
         raise BadAnswer(
-            f"the server reads {len(places)} images at (place, tokens) {theirs}, and the trainer at {ours}. If the "
-            "token counts differ, so do the settings (such as max_pixels): start the server with the model's own, "
-            "without --mm-processor-kwargs. If only the places differ, the server has another tokenizer"
+            f"the server reads images at {places}, expected {expected}. If the lengths differ, so do the settings "
+            "(such as max_pixels): start the server with the model's own, without --mm-processor-kwargs. If only the "
+            "offsets differ, the server has another tokenizer"
         )
-    if seen != with_placeholders(prompt):
+    if ids != with_placeholders(prompt):
         raise BadAnswer("the server read ids that are not the prompt's")
+
+
+# -- names of weights --
+
+
+def tagged(version: str, lineage: int) -> str:
+    """The name of a weight version on one server, such as `3f2a-7+2`, with how often this server restarted before.
+
+    Without it, a server that restarts and gets its weights between two questions would pass for one that never did.
+    """
+    return f"{version}+{lineage}" if lineage else version
+
+
+def continues(held: str | None, version: str, lineage: int) -> bool | None:
+    """Whether a server that reports `held` had only weights of this run since `version` was pushed to it.
+
+    None: it cannot be told now. The server does not answer (`held` is None), a push is under way, or rank 0 knows of a
+    restart that this rank will hear of at the end of the push.
+
+    >>> continues("3f2a-7", "3f2a-7", 0), continues("3f2a-9", "3f2a-7", 0), continues("3f2a-6", "3f2a-7", 0)
+    (True, True, False)
+    >>> continues("default", "3f2a-7", 0), continues("77c1-9", "3f2a-7", 0), continues("3f2a-8", "3f2a-7", 1)
+    (False, False, False)
+    >>> continues("loading-3f2a-8", "3f2a-7", 0), continues("3f2a-8+1", "3f2a-7", 0), continues(None, "3f2a-7", 0)
+    (None, None, None)
+    """
+    if held is None:
+        return None
+    name, _, restarts = held.removeprefix("loading-").partition("+")
+    (run, _, number), (own_run, _, own_number) = name.rpartition("-"), version.rpartition("-")
+    later = run == own_run and number.isdecimal() and own_number.isdecimal() and int(number) >= int(own_number)
+    if not (name == version or later):
+        return False
+    known = int(restarts) if restarts.isdecimal() else 0
+    return None if held.startswith("loading-") or known > lineage else known == lineage
+
+
+def versions_of(turn: Any) -> list[int] | None:
+    """The oldest and the newest weight version that may have sampled a turn. None if nothing is pushed meanwhile."""
+    if not turn.generations or turn.generations[0].policy_versions is None:
+        return None
+    return [turn.generations[0].policy_versions[0], turn.generations[-1].policy_versions[1]]

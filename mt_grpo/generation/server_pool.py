@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import logging
+import secrets
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -15,7 +16,7 @@ import torch
 
 from mt_grpo.base.errors import NoServerLeft, ServerError, ServerLost
 from mt_grpo.base.event_loop import at_once, gather_all, start_in_background
-from mt_grpo.generation.versions import continues, tagged
+from mt_grpo.generation.samples import continues, tagged
 from mt_grpo.rollout import Generation
 
 logger = logging.getLogger(__name__)
@@ -29,17 +30,13 @@ class Group:
         self.server: int | None = None
 
     def choose(self) -> int:
-        """The number of the group's server. If it is lost, the one with the fewest open conversations replaces it.
-
-        Raises `NoServerLeft` if no server holds the weights.
-        """
+        """The number of the group's server. If it is lost, the one with the fewest open conversations replaces it."""
         pool, joined = self.pool, self.pool.joined
         if self.server not in joined:
             if not joined:
                 raise NoServerLeft(f"None of the {pool.title} servers at {pool.base_url} is left in the run.")
             # Equal loads are dealt out by the group's number, so that ranks do not all begin at the first server.
-            place = {n: (n - self.number) % len(pool.servers) for n in joined}
-            chosen = min(joined, key=lambda n: (pool.load[n], place[n]))
+            chosen = min(joined, key=lambda n: (pool.load[n], (n - self.number) % len(pool.servers)))
             if self.server is not None:
                 pool.load[self.server] -= self.size
             pool.load[chosen] += self.size
@@ -47,61 +44,45 @@ class Group:
         return self.server
 
     def end_conversation(self) -> None:
-        """Record that one of the group's conversations has ended, and reduce the load of its server."""
         self.size -= 1
         if self.server is not None:
             self.pool.load[self.server] -= 1
 
 
 class Route:
-    """The backend of one conversation: its group's server, or another one if that is lost.
-
-    Args:
-        pool: The servers.
-        group: The conversation's group.
-
-    Attributes:
-        sampled: (server, its lineage when it was asked) -> when its last answer came. All of them must be proven.
-    """
+    """The backend of one conversation: its group's server, or another one if that is lost."""
 
     def __init__(self, pool: ServerPool, group: Group):
         self.pool, self.group = pool, group
+        # (server, its lineage when it was asked) -> when its last answer came. All of them must be proven.
         self.sampled: dict[tuple[int, int], float] = {}
         self.tokenizer, self.max_model_len = pool.tokenizer, pool.max_model_len
 
     async def generate(
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
     ) -> Generation:
-        """Sample one continuation (see `VLLMServerClient.generate`). If the server is lost, another one is asked.
-
-        Raises `ServerError` if no server is left.
-        """
-        pool, cancelled_before, moves = self.pool, asyncio.current_task().cancelling(), False
+        """Sample one continuation (see `VLLMServerClient.generate`). If the server is lost, another one is asked."""
+        pool = self.pool
         while True:
             lineages = [server.lineage for server in pool.servers]  # before the choice: an old one proves nothing
             number = self.group.choose()
-            pool.moved += moves
-            asked = number, lineages[number]
-            request = asyncio.ensure_future(
-                pool.servers[number].generate(prompt_ids, max_tokens, sampling_params, index)
-            )
+            server = pool.servers[number]
+            request = asyncio.ensure_future(server.generate(prompt_ids, max_tokens, sampling_params, index))
             pool.requests[number].add(request)
             try:
                 generation = await request
+                self.sampled[number, lineages[number]] = time.monotonic()
+                return generation
             except asyncio.CancelledError:
-                if asyncio.current_task().cancelling() > cancelled_before or number in pool.joined:
+                if asyncio.current_task().cancelling() or number in pool.joined:
                     raise  # the conversation itself is cancelled
             except ServerError as error:
-                is_last = pool.joined in ([], [number])
-                if is_last and not (isinstance(error, ServerLost) and await pool.another_answers()):
+                if pool.joined in ([], [number]):
                     raise
                 pool.leave(number, error)
-            else:
-                self.sampled[asked] = time.monotonic()
-                return generation
             finally:
                 pool.requests[number].discard(request)
-            moves = True
+            server.retries += bool(pool.joined)
 
 
 async def gather_proven(pool: ServerPool, version: str, routes: list[Route], conversations: list[Awaitable]) -> list:
@@ -114,8 +95,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
     no server is left, all open conversations are. While weights are pushed no answer is waited for: a server that
     loads gives none.
 
-    Raises the first error of a conversation, and `ServerLost` if the last server does not report a version within its
-    `timeout` after the last result.
+    Raises the first error of a conversation, and `ServerLost` if no version comes within `timeout` after all results.
     """
     results: dict[int, Any] = {}
     confirmed: dict[tuple[int, int], float] = {}  # (server, lineage) -> when it was asked, and held right weights
@@ -134,23 +114,22 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
             if index not in given_up:
                 raise
 
-    def unproven(index: int) -> set[tuple[int, int]]:
-        """The servers whose last answer to this conversation is not proven yet, each with its lineage."""
+    def unproven(index: int) -> set[tuple[int, int]]:  # servers with their lineages
         return {n for n, when in routes[index].sampled.items() if confirmed.get(n, float("-inf")) < when}
 
     running = asyncio.ensure_future(gather_all([finish(i) for i in range(len(tasks))]))
     give_up = None
     try:
         while True:
-            # At full seconds, so that all conversations that are in flight share one question (`SharedQuestion`).
-            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS - time.monotonic() % pool.WATCH_SECONDS)
+            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS)
             if running.done() and pool.joined:
                 running.result()
             asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)
             numbers, lineages = list(pool.joined), [server.lineage for server in pool.servers]
-            held = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
-            for n, answer in zip(numbers, held):
-                misses[n] = 0 if answer is not None or pool.pushing else misses[n] + 1
+            answers = await asyncio.gather(*(pool.servers[n].held_version() for n in numbers))
+            pushing = pool.servers[0].pushing  # a server that loads weights does not report which ones it holds
+            for n, answer in zip(numbers, answers):
+                misses[n] = 0 if answer is not None or pushing else misses[n] + 1
                 holds = continues(answer, version, lineages[n])
                 if lineages[n] != pool.servers[n].lineage:  # a push found out meanwhile
                     continue
@@ -158,22 +137,19 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
                     confirmed[n, lineages[n]] = asked
                 elif holds is False:
                     pool.leave(n, f"it restarted and holds the weights {answer!r} instead of {version!r}.")
-                elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
+                elif misses[n] >= pool.LOST_AFTER and pool.joined != [n]:
                     pool.leave(n, f"it did not answer {misses[n]} times in a row.")
             kept = {(n, pool.servers[n].lineage) for n in pool.joined}
             for index in range(len(tasks)):
                 if index not in results and index not in given_up and unproven(index) - kept:
                     given_up.add(index)
                     tasks[index].cancel()
-            if not pool.joined:
+            if not pool.joined or done and not any(unproven(index) & kept for index in results):
                 break
             if done:
-                if not any(unproven(index) & kept for index in results):
-                    break
-                give_up = None if pool.pushing else give_up or asked + pool.servers[0].timeout
+                give_up = None if pushing else give_up or asked + pool.servers[0].timeout
                 if give_up is not None and asked > give_up:
-                    who = pool.base_url if len(pool.servers) == 1 else f"{pool.base_url}: a server"
-                    raise ServerLost(f"{who} does not say which weights it holds. See its log.")
+                    raise ServerLost(f"A server of {pool.base_url} does not say which weights it holds. See its log.")
                 await asyncio.sleep(pool.WATCH_SECONDS)
     finally:
         running.cancel()
@@ -185,99 +161,54 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
 class ServerPool:
     """One or several servers with the same model as one backend. Conversations go to servers that hold the weights.
 
-    A lost server is left out, and joins again with the next push of weights.
-
-    The background loop reads `joined` and leaves servers while the main thread pushes. So the two lists are replaced
-    under a lock, and never changed in place: what was read stays as it was.
-
-    Args:
-        servers: One `VLLMServerClient` per server.
-
-    Attributes:
-        joined: The numbers of the servers that hold the weights. The same on all ranks after a push; a rank that
-            loses one meanwhile leaves it out. Conversations go to these alone.
-        joining: The numbers of the servers that get the weights with the push that is under way, on rank 0.
-            INVARIANT: no conversation is routed to them: until the push is over they hold a new process's weights.
-        complete: Whether all servers held the first weights. Before that no server may be missing.
-        requests: The requests in flight of each server, as tasks.
-        load: The number of this process's open conversations at each server.
-        moved: The number of requests that were moved to another server, since a reader last set it to 0.
+    A lost server is left out, and joins again with the next push of weights. The background loop reads `joined` and
+    leaves servers while the main thread pushes. So the lists are replaced under a lock, and never changed in place.
     """
 
-    RETRY_SECONDS = 30.0  # before a server that was left out is asked again; twice as long each time in a row
-    MOST_RETRY_SECONDS = 1800.0
-    NOTICE_SECONDS = 10.0  # between two log lines during a wait for any server
+    RETRY_SECONDS = 30.0  # before a server that was left out is asked again
     LOST_AFTER = 3  # unanswered questions in a row, after which a server is left while there is another one
     WATCH_SECONDS = 1.0  # between two reads of the servers' versions; no server restarts within this time
 
     def __init__(self, servers: list[Any]):
-        self.servers = list(servers)
+        self.servers, self.instance = list(servers), secrets.token_hex(4)  # the latter is in the names of pushes
+        self.base_url = ", ".join(server.base_url for server in servers)  # for messages, as is the title
+        self.title = servers[0].engine.title
+        # The servers that hold the weights, the same on all ranks after a push. Conversations go to these alone.
         self.joined = list(range(len(servers)))
+        # Those that get the weights with the push that is under way, on rank 0. INVARIANT: no conversation is routed
+        # to them: until the push is over they hold a new process's weights.
         self.joining: list[int] = []
-        self.complete = False
-        self.requests: list[set] = [set() for _ in servers]
-        self.load, self.moved = [0] * len(servers), 0
+        self.complete = False  # whether all servers held the first weights; before that no server may be missing
+        self.requests: list[set] = [set() for _ in servers]  # in flight, as tasks
+        self.load = [0] * len(servers)  # this process's open conversations
         self._not_before: dict[int, float] = {}  # of servers that were left out: when they may be asked again
-        self._losses = [0] * len(servers)  # in a row
         self._lock = threading.Lock()
         self._settings: dict[str, Any] | None = None  # of all servers at the first push
 
     # -- the interface of a client --
 
     @property
-    def base_url(self) -> str:
-        """The addresses of all servers in one text, for messages."""
-        return ", ".join(server.base_url for server in self.servers)
-
-    @property
-    def title(self) -> str:
-        """The engine's name for messages, such as vLLM."""
-        return self.servers[0].engine.title
-
-    @property
     def tokenizer(self) -> Any:
         return self.servers[0].tokenizer
 
     @property
-    def max_model_len(self) -> int | None:
+    def max_model_len(self) -> int:
         """The shortest context of all servers, in tokens."""
-        return min((s.max_model_len for s in self.servers if s.max_model_len is not None), default=None)
+        return min(server.max_model_len for server in self.servers)
 
     @property
-    def transfer(self) -> Any:
-        """The `WeightTransfer` of the first server, which writes the weights once for all servers."""
+    def transfer(self) -> Any:  # of the first server, which writes the weights once for all servers
         return self.servers[0].transfer
-
-    @property
-    def instance(self) -> str:
-        """The name that distinguishes this run's pushes from those of other runs."""
-        return self.servers[0].instance
-
-    @instance.setter
-    def instance(self, value: str) -> None:
-        for server in self.servers:
-            server.instance = value
 
     @property
     def retries(self) -> int:
         """The number of requests that were sent again or moved, since a reader last set it to 0."""
-        return self.moved + sum(server.retries for server in self.servers)
+        return sum(server.retries for server in self.servers)
 
     @retries.setter
     def retries(self, value: int) -> None:
-        self.moved = value
         for server in self.servers:
             server.retries = value
-
-    @property
-    def pushing(self) -> bool:
-        """Whether a push is under way. A server that loads weights does not report which ones it holds."""
-        return any(server.pushing for server in self.servers)
-
-    @pushing.setter
-    def pushing(self, value: bool) -> None:
-        for server in self.servers:
-            server.pushing = value
 
     def close(self) -> None:
         for server in self.servers:
@@ -296,7 +227,7 @@ class ServerPool:
             route.group.end_conversation()
 
     def routes(self, numbers: list[int]) -> list[Route]:
-        """Create one backend per conversation, given the number of its group. A group shares a server."""
+        """One backend per conversation, given the number of its group. A group shares a server."""
         groups = {number: Group(self, number, numbers.count(number)) for number in dict.fromkeys(numbers)}
         for group in groups.values():
             with suppress(NoServerLeft):  # in this order, so that ranks that share a group mostly choose alike
@@ -317,26 +248,21 @@ class ServerPool:
         return [0] if len(self.servers) == 1 else sorted({*self.joined, *self.joining})
 
     def leave(self, number: int, why: Any, joining: bool = False) -> None:
-        """Leave a server out. Its open requests are cancelled, and then sent to another one.
+        """Leave a server out, for the reason `why`. Its open requests are cancelled, and then sent to another one.
 
-        Args:
-            number: The number of the server.
-            why: The reason, for the log.
-            joining: Whether to do so for a joining server, too. A conversation's watch must not: it knows the old one.
+        A joining one is left only if `joining` is set. A conversation's watch does not: it knows the old process.
         """
         with self._lock:
             if number not in (self.members if joining else self.joined):
                 return
             self._move([number])
-            wait = min(self.RETRY_SECONDS * 2 ** self._losses[number], self.MOST_RETRY_SECONDS)
-            self._not_before[number] = time.monotonic() + wait
-            self._losses[number] += 1
+            self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
             left = len(self.members)
         if len(self.servers) > 1:
             rest = f"continues with {left} of {len(self.servers)} servers" if left else "waits for a server"
             logger.warning(
                 f"The {self.title} server at {self.servers[number].base_url} is left out. The run {rest}, and tries "
-                f"this one again in {wait:g} s. Reason: {str(why)[:500]}"
+                f"this one again in {self.RETRY_SECONDS:g} s. Reason: {str(why)[:500]}"
             )
 
     def _move(self, numbers: list[int], joining: bool = False) -> None:
@@ -353,16 +279,8 @@ class ServerPool:
             self.joined, self.joining = self.members, []
             return self.joined
 
-    async def another_answers(self) -> bool:
-        """Whether a server that was left out reports which weights it holds."""
-        others = [server for number, server in enumerate(self.servers) if number not in self.joined]
-        return any(v is not None for v in await asyncio.gather(*(server.held_version() for server in others)))
-
     def ask(self, question: Callable[[Any], Any]) -> dict[int, Any]:
-        """Call `question` for all members at the same time. Returns number -> answer; one that fails is left out.
-
-        Raises the error of a server if none answers, or before all of them have held the first weights.
-        """
+        """Call `question` for all members at the same time. Returns number -> answer (`without_errors`)."""
 
         def answer(number: int) -> Any:
             try:
@@ -376,7 +294,10 @@ class ServerPool:
         return self.without_errors(dict(zip(numbers, at_once(answer, numbers))))
 
     def without_errors(self, answers: dict[int, Any]) -> dict[int, Any]:
-        """The answers that are not errors. Servers with an error are left out; if none remains, it is raised."""
+        """The answers that are not errors. Servers with an error are left out.
+
+        Raises the error if no server remains, or before all of them have held the first weights.
+        """
         errors = {number: answer for number, answer in answers.items() if isinstance(answer, ServerError)}
         if errors and (len(errors) == len(answers) or not self.complete):
             raise next(iter(errors.values()))
@@ -387,8 +308,7 @@ class ServerPool:
     def find_restarted(self, held: str | None) -> bool:
         """Whether any server holds other weights than `held`: it restarted, or is back.
 
-        Such servers join with this push, and begin a new lineage: their unproven samples are lost. Call it on rank 0.
-        Raises `ServerLost` if no server answers.
+        Such servers join with this push, and begin a new lineage: their unproven samples are lost. For rank 0.
         """
         new = self._find_back()
         with self._lock:
@@ -399,87 +319,55 @@ class ServerPool:
         with self._lock:  # the lineage is new before a conversation may go there, and after none does
             self._move(new, joining=True)
             for number in new:
-                self.servers[number].transfer.held = None
                 self.servers[number].lineage += int(self.complete)  # before that nothing was sampled
+        for number in new:
+            self.servers[number].transfer.forget_restarted()
         return bool(new)
 
     def _find_back(self) -> list[int]:
         """The servers that were left out, and answer."""
         now, members = time.monotonic(), self.members
-        for number in members:
-            self._losses[number] = 0
         away = [n for n in range(len(self.servers)) if n not in members and self._not_before.get(n, 0.0) <= now]
-        healthy = dict(zip(away, at_once(lambda n: self.servers[n].healthy(), away)))
-        for number in away:
-            if healthy[number]:
-                logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")
-            else:
-                self._not_before[number] = time.monotonic() + self.RETRY_SECONDS
-        return [number for number in away if healthy[number]]
+        back = [n for n, healthy in zip(away, at_once(lambda n: self.servers[n].healthy(), away)) if healthy]
+        self._not_before.update(dict.fromkeys(away, now + self.RETRY_SECONDS))
+        for number in back:
+            logger.warning(f"The {self.title} server at {self.servers[number].base_url} is back.")
+        return back
 
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
         """Wait until all servers are healthy; once all have held the first weights, until any of them is."""
-        if not self.complete or len(self.servers) == 1:
-            for server in self.servers:
-                server.wait_until_healthy(unless)
-            return
-        began, last_notice, timeout = time.monotonic(), float("-inf"), self.servers[0].timeout
         self._not_before.clear()
-        while not unless() and not any(at_once(lambda server: server.healthy(), self.servers)):
-            now = time.monotonic()
-            if now - began > timeout:
-                raise ServerError(f"None of the {self.title} servers at {self.base_url} answered in {timeout:g} s.")
-            if now - last_notice >= self.NOTICE_SECONDS:
-                last_notice = now
-                logger.warning(f"Waiting up to {began + timeout - now:.0f} more s for one of {self.base_url}.")
-            time.sleep(1.0)
+        first, *others = self.servers
+        if self.complete:
+            return first.wait_until_healthy(lambda: unless() or any(at_once(lambda s: s.healthy(), others)))
+        for server in self.servers:
+            server.wait_until_healthy(unless)
 
     # -- what a push of weights needs; called on rank 0 --
 
     def weight_version(self) -> str:
-        """The weight version if all servers that answer hold the same; otherwise a text with all versions.
-
-        Each is without its server's lineage. Raises `ServerLost` if none answers.
-        """
-        versions = self.ask(lambda s: s.weight_version().removesuffix(tagged("", s.lineage)))
-        if len(set(versions.values())) == 1:
-            return next(iter(versions.values()))
-        return "; ".join(f"{self.servers[n].base_url}: {version}" for n, version in versions.items())
+        """The versions that all servers hold, each without its server's lineage: one, if they hold the same."""
+        versions = self.ask(lambda server: server.weight_version().removesuffix(tagged("", server.lineage)))
+        return "; ".join(sorted(set(versions.values())))
 
     def check_settings(self) -> None:
-        """Compare the servers' settings with each other and with those from before a restart.
-
-        Raises `ServerError` if a setting differs; if other servers remain, that server is left out instead.
-        """
-        found = self.ask(lambda server: server.settings())
-        before = self._settings
-        expected = before or next(iter(found.values()))
-        problems, first = {}, self.servers[0].base_url
-        for number, settings in found.items():
-            url, others = self.servers[number].base_url, [k for k in settings if settings[k] != expected[k]]
-            if others and before:
-                changed = "; ".join(f"{k}={settings[k]!r}, expected {expected[k]!r}" for k in others)
-                problems[number] = ServerError(
-                    f"The {self.title} server at {url} restarted with {changed}. Start it with its old settings."
+        """Compare the servers' settings with each other and with those from before a restart."""
+        answers = self.ask(lambda server: server.settings())
+        how = "restarted with" if self._settings else "has"
+        self._settings = self._settings or next(iter(answers.values()))
+        for number, settings in answers.items():
+            if other := [
+                f"{k}={settings[k]!r}, expected {v!r}" for k, v in self._settings.items() if settings[k] != v
+            ]:
+                answers[number] = ServerError(
+                    f"The {self.title} server at {self.servers[number].base_url} {how} {'; '.join(other)}. Start all "
+                    "servers with the same settings, which stay the same in a run."
                 )
-            elif others:
-                key = others[0]
-                problems[number] = ServerError(
-                    f"The {self.title} servers differ: {key}={settings[key]!r} at {url}, {expected[key]!r} at "
-                    f"{first}. Start them with the same --model, --dtype, --max-model-len, --logprobs-mode, "
-                    "--weight-transfer-config, --max-lora-rank."
-                )
-        self.without_errors({**found, **problems})
-        self._settings = expected
+        self.without_errors(answers)
 
     def dtype(self) -> str:
         """The dtype in which the servers compute, such as `torch.bfloat16`."""
         return next(iter(self.ask(lambda server: server.settings()["dtype"]).values()))
-
-    def leave_nccl_groups(self) -> None:
-        """Close the NCCL groups of joining servers: a restarted one is in none. The push creates new ones."""
-        for number in self.joining:
-            self.servers[number].transfer.leave_nccl()
 
     def update_weights(
         self,
@@ -488,14 +376,11 @@ class ServerPool:
         expected: dict[str, int] | None = None,
         device: torch.device | str = "cpu",
     ) -> dict[str, float]:
-        """Push the weights to all members; they are written once (see `VLLMServerClient.update_weights`).
-
-        A server that is lost meanwhile is left out. Raises the error of one if none is left.
-        """
+        """Push the weights to all members; they are written once (see `VLLMServerClient.update_weights`)."""
         numbers = self.members  # once: the background loop may leave one meanwhile
-        errors = dict.fromkeys(self.servers[number] for number in numbers)
-        seconds = self.servers[0].update_weights(named_weights, version, expected, device, errors)
-        self.without_errors(dict(zip(numbers, errors.values())))
+        transfers = [self.servers[number].transfer for number in numbers]
+        seconds, errors = self.transfer.push(named_weights, version, expected, torch.device(device), transfers)
+        self.without_errors(dict(zip(numbers, errors)))
         return seconds
 
     def scores(self, token_ids: list[int]) -> dict[int, list[list[float]]]:

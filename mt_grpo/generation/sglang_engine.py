@@ -22,10 +22,18 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.base.errors import ServerError, ServerLost, sentence
-from mt_grpo.base.tested_versions import outside
-from mt_grpo.generation.samples import BadAnswer, HalfLoaded, Question, forbidding, not_an_id, read_completion
-from mt_grpo.images.pictures import is_picture, pictures_in, runs_of, with_placeholders
+from mt_grpo.base.errors import ServerError
+from mt_grpo.generation.samples import (
+    BadAnswer,
+    HalfLoaded,
+    Question,
+    forbidding,
+    not_an_id,
+    once_per_image,
+    read_completion,
+)
+from mt_grpo.generation.vllm_engine import VLLM
+from mt_grpo.images.pictures import is_picture, pictures_in, with_placeholders
 from mt_grpo.rollout import Generation, hash_of_ids
 
 # SGLang's names of vLLM's sampling parameters. None: SGLang needs no such parameter.
@@ -42,21 +50,11 @@ SGLANG_NAMES: dict[str, str | None] = {
     "return_token_ids": None, "include_stop_str_in_output": None, "prompt": None, "model": None, "user": None,
 }  # fmt: skip
 OF_THE_REQUEST = {"cache_salt": "extra_key"}
-CUT_BEHIND_LOGPROBS = (
-    "top_p",
-    "top_k",
-    "min_p",
-)  # they change what is sampled, and not the logprobs
+CUT_BEHIND_LOGPROBS = "top_p", "top_k", "min_p"  # they change what is sampled, and not the logprobs
 
 
 def sampling_of(payload: dict[str, Any]) -> dict[str, Any]:
-    """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`.
-
-    Raises `ValueError` for one that it does not have, or does not honour: a `seed` gives other samples each time.
-
-    >>> sampling_of({"top_k": 0, "max_tokens": 4, "logit_bias": {7: -100.0}})["top_k"]
-    -1
-    """
+    """SGLang's sampling parameters for a payload of vLLM's `/v1/completions`. A `seed` is not honoured there."""
     if unknown := sorted(payload.keys() - SGLANG_NAMES.keys() - OF_THE_REQUEST.keys()):
         raise ValueError(f"generation_kwargs: an SGLang server does not support {unknown[0]!r}. Remove it.")
     params = {SGLANG_NAMES[key]: value for key, value in payload.items() if SGLANG_NAMES.get(key)}
@@ -77,15 +75,7 @@ def check_sent_ids(ids: list[int], vocab_size: int | None) -> None:
 
 
 def versions_of_answer(meta: dict[str, Any]) -> tuple[int, int] | None:
-    """The oldest and the newest weight version that sampled a token of an answer, as numbers of weight changes.
-
-    None if weights have a name that no push gave them: those of a new process, or of another trainer.
-
-    >>> spans = [{"version": "3f2a-7", "start": 0, "end": 5}, {"version": "3f2a-8+1", "start": 5, "end": 9}]
-    >>> versions_of_answer({"weight_versions": spans})
-    (7, 8)
-    >>> versions_of_answer({"weight_versions": [{"version": "default", "start": 0, "end": 5}]})
-    """
+    """The oldest and the newest weight version that sampled a token of an answer. None: no push named them."""
     names = [span["version"] for span in meta["weight_versions"] if span["end"] > span["start"]]
     numbers = [name.partition("+")[0].rpartition("-")[2] for name in names if "-" in name]
     if not names or len(numbers) < len(names) or not all(number.isdecimal() for number in numbers):
@@ -100,15 +90,10 @@ def check_what_was_read(seen: Any, prompt: list[int]) -> None:
     if not isinstance(seen, list):
         raise BadAnswer(f"the answer does not say what the server read: {str(seen)[:100]}")
     number = next((i for i, (own, other) in enumerate(zip(ids, seen)) if own != other), min(len(ids), len(seen)))
-    images = len(pictures_in(prompt))
     raise BadAnswer(
-        f"the server read {len(seen)} ids, the prompt has {len(ids)}, and they first differ at id number {number}"
-        + (
-            f". The prompt has {images} images: start the server with SGLANG_MM_AVOID_RETOKENIZE=1, and without image "
-            "settings of its own"
-            if images
-            else ""
-        )
+        f"the server read {len(seen)} ids, the prompt has {len(ids)}, and they first differ at id number {number}. "
+        f"The prompt has {len(pictures_in(prompt))} images: with images start the server with "
+        "SGLANG_MM_AVOID_RETOKENIZE=1, and without image settings of its own"
     )
 
 
@@ -135,22 +120,16 @@ def read_sample(answer: dict[str, Any], prompt: list[int], max_tokens: int, voca
     return Generation(found.token_ids, found.logprobs, found.finish_reason, hash_of_ids(prompt), versions)
 
 
-class SGLang:
-    """The engine SGLang. `engines.Engine` documents the methods and their arguments."""
+class SGLang(VLLM):
+    """The requests to an SGLang server that training needs. `VLLM` documents the methods and their arguments."""
 
     name, title, article = "sglang", "SGLang", "an"
-    CONTEXT = "--context-length"
-    WEIGHTS = "/model_info"
-    NAMES_OF_FILES = True
-    NO_ANSWER = (
-        "This answer is not from an SGLang server. Check vllm_server_host, vllm_server_port, vllm_server_base_url "
-        "and rollout_engine."
-    )
+    CONTEXT, WEIGHTS, NAMES_OF_FILES = "--context-length", "/model_info", True
 
     # -- who it is --
 
     def check_health(self, server: Any, timeout: float) -> None:
-        server.request("GET", self.WEIGHTS, timeout=timeout, read=self.held)
+        server.request("GET", self.WEIGHTS, timeout=timeout, read=lambda answer: answer["weight_version"])
 
     def card(self, server: Any) -> dict[str, Any]:
         """The served model, as the server was started: a push changes the name and path in `/v1/models`."""
@@ -165,20 +144,7 @@ class SGLang:
         return str(server.server_info()["version"])
 
     def info(self, server: Any) -> dict[str, Any]:
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            keys = (
-                "model_path",
-                "served_model_name",
-                "tokenizer_path",
-                "dtype",
-                "dp_size",
-                "version",
-                "max_req_input_len",
-            )
-            _ = [answer[key] for key in keys]
-            return answer
-
-        return server.request("GET", "/server_info", read=read)
+        return server.request("GET", "/server_info")
 
     def settings(self, server: Any) -> dict[str, Any]:
         info = server.server_info()
@@ -199,10 +165,6 @@ class SGLang:
         count = int(server.server_info()["dp_size"])
         return list(range(count)) if count > 1 else [None]
 
-    def tokens(self, server: Any, text: str) -> list[int]:
-        payload = {"prompt": text, "add_special_tokens": False}
-        return server.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
-
     def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
         if not (given := [f"{key}={cuts[key]}" for key in CUT_BEHIND_LOGPROBS if key in cuts]):
             return None
@@ -211,38 +173,13 @@ class SGLang:
             "which biases the importance-sampling correction. Remove the setting"
         )
 
-    def why_no_images(self, server: Any, most: int) -> str | None:
-        info = server.server_info()
-        if info.get("mm_process_config"):
-            return (
-                f"was started with --mm-process-config {info['mm_process_config']}, and reads images in other sizes "
-                "than the trainer. Remove it, and write the sizes into the model's preprocessor_config.json."
-            )
-        limit = (info.get("limit_mm_data_per_request") or {}).get("image", most)
-        if limit < most:
-            return (
-                f"reads at most {limit} images per conversation, and its context has room for {most}. Start it "
-                "without a limit of images (--limit-mm-data-per-request)."
-            )
-        return None
-
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
         return f"{server.base_url} runs SGLang, to which adapters cannot be pushed alone"
 
-    def why_no_scores(self, server: Any) -> str | None:
-        return None
-
-    def advice(self, server: Any, status: int, path: str) -> str:
+    def advice(self, status: int, path: str) -> str:
         if status in (401, 403):
-            return (
-                ". Set VLLM_API_KEY to the key that the server was started with (--api-key, or --admin-api-key if "
-                "it has one)."
-            )
-        if status != 404:
-            return ""
-        version = vars(server).get("engine_version")  # if it was asked
-        other = outside({"sglang": version}) if version else []
-        return f". {self.NO_ANSWER}" + (f" It runs {other[0]}." if other else "")
+            return f"{super().advice(status, path)} It may be its --admin-api-key."
+        return f". {self.no_answer}" if status == 404 else ""
 
     # -- samples --
 
@@ -285,43 +222,15 @@ class SGLang:
 
         return Question("/generate", body, read)
 
-    def ask_for_chat(self, server: Any, payload: dict[str, Any]) -> Question:
-        """Build a chat request on rendered ids: SGLang's own chat address returns no ids."""
-        if (tokenizer := server.tokenizer) is None:
-            raise ServerError("chat: the client has no tokenizer to render the messages with. Pass one to it.")
-        payload = dict(payload)
-        rendered = {"add_generation_prompt": True, "tokenize": True, "return_dict": False}
-        kwargs = payload.pop("chat_template_kwargs", None) or {}
-        prompt = tokenizer.apply_chat_template(payload.pop("messages"), **rendered, **kwargs)
-        room = server.max_model_len - len(prompt)
-        limit = payload.pop("max_completion_tokens", None) or payload.get("max_tokens") or room
-        question = self.ask_for_sample({**payload, "prompt": prompt, "max_tokens": limit}, len(tokenizer))
-
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            found = question.read(answer)
-            return {
-                "text": tokenizer.decode(found.token_ids, skip_special_tokens=True),
-                "token_ids": found.token_ids,
-                "logprobs": found.logprobs,
-                "prompt_ids": prompt,
-                "finish_reason": found.finish_reason,
-            }
-
-        return question._replace(read=read)
-
     def _body(self, payload: dict[str, Any], vocab_size: int | None) -> dict[str, Any]:
         prompt = payload["prompt"]
         check_sent_ids(prompt, vocab_size)
         body = {own: payload[key] for key, own in OF_THE_REQUEST.items() if key in payload}
         if images := [picture.data_uri for picture in pictures_in(prompt)]:
             body["image_data"] = images
-            prompt = [token for run in runs_of(prompt) for token in (run[:1] if is_picture(run[0]) else run)]
-        return {**body, "input_ids": with_placeholders(prompt), "sampling_params": sampling_of(payload)}
+        return {**body, "input_ids": once_per_image(prompt), "sampling_params": sampling_of(payload)}
 
     # -- weights --
-
-    def held(self, answer: dict[str, Any]) -> str:
-        return answer["weight_version"]
 
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
         body = {"new_version": name, "abort_all_requests": False}  # by default all requests end
@@ -335,33 +244,18 @@ class SGLang:
         server.request("POST", "/continue_generation", json={})
 
     def load(self, server: Any, folder: Path) -> None:
-        self._load(server, {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False})
-
-    def probe(self, server: Any, folder: Path) -> str | None:
-        """Pause for the load, and keep the keys and values. Without a pause the load waits for all requests."""
-        server.request("POST", "/pause_generation", json={"mode": "in_place"})
-        try:
-            self._load(server, {"model_path": str(folder), "flush_cache": False, "abort_all_requests": False})
-        except ServerLost:
-            raise
-        except ServerError as error:
-            return sentence(str(error).partition(": 400 ")[2] or error)
-        finally:
-            self.go_on(server)
-        return None
-
-    def _load(self, server: Any, body: dict[str, Any]) -> None:
         def read(answer: dict[str, Any]) -> None:
             if answer["success"] is not True:
                 raise BadAnswer(json.dumps(answer)[:500])
 
+        body = {"model_path": str(folder), "flush_cache": True, "abort_all_requests": False}
         server.request("POST", "/update_weights_from_disk", timeout=600.0, json=body, read=read)
 
     def forget(self, server: Any) -> None:
-        """Do nothing: `load` flushes the cache, and fails if it cannot."""
+        """The load drops the prefix cache."""
 
     def forget_images(self, server: Any) -> None:
-        """Do nothing: `scripts/train.sh` starts the server without this cache, and the first push proves it."""
+        """A server of images is started without a cache of their embeddings (SGLANG_VLM_CACHE_SIZE_MB=0)."""
 
     def transport(self, server: Any, setting: str, on_gpu: bool) -> str:
         """`disk`, also for `auto`. Raises `ServerError` for `nccl`."""

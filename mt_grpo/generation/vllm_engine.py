@@ -1,57 +1,44 @@
-"""vLLM as an engine: `vllm serve` with its development endpoints."""
+"""vLLM as an engine: `vllm serve` with its development endpoints. Another engine overrides the methods of `VLLM`.
+
+Each method asks one server through its client (`ServerConnection`), whose `request` raises `ServerError` and
+`ServerLost`. Requests for samples are written as vLLM's `/v1/completions` has them; another engine translates them.
+"""
 
 from __future__ import annotations
 
-import json
-import re
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mt_grpo.base.errors import ServerError, ServerLost
-from mt_grpo.base.tested_versions import outside
+from mt_grpo.base.errors import ServerError
 from mt_grpo.generation.adapters import why_server_merges
 from mt_grpo.generation.samples import GENERATE, Question, ask_for_prompt, ask_for_sample
 
-FAILED_CALL = re.compile(r'Call to collective_rpc method failed: ((?:[^"\\]|\\.)*)', re.S)  # inside a JSON string
-OF_SEVERAL_WORKERS = re.compile(r"Worker failed with error '(.*)', please check", re.S)
-
-
-def error_of_worker(answer: str) -> str | None:
-    """The error that a worker raised, from vLLM's answer to a failed `/collective_rpc`. None for another answer.
-
-    An engine with several workers quotes the error. An engine with one worker (one GPU) does not.
-
-    >>> error_of_worker('500 {"error":{"message":"Call to collective_rpc method failed: No \\\\"x\\\\".","code":500}}')
-    'No "x".'
-    """
-    if not (found := FAILED_CALL.search(answer)):
-        return None
-    message = found[1]
-    with suppress(ValueError):  # of an answer that was cut off
-        message = json.loads(f'"{message}"')
-    quoted = OF_SEVERAL_WORKERS.search(message)
-    return quoted[1] if quoted else message
-
 
 class VLLM:
-    """The engine vLLM. `engines.Engine` documents the methods and their arguments."""
+    """The requests to a vLLM server that training needs."""
 
-    name, title, article = "vllm", "vLLM", "a"
-    CONTEXT = "--max-model-len"
-    WEIGHTS = "/weight_info"
-    NAMES_OF_FILES = False
-    NO_ANSWER = (
-        "This answer is not from a vLLM server. Check vllm_server_host, vllm_server_port, vllm_server_base_url and "
-        "rollout_engine."
-    )
+    name, title, article = "vllm", "vLLM", "a"  # in recipes (`rollout_engine`), and in messages
+    CONTEXT = "--max-model-len"  # its flag
+    WEIGHTS = "/weight_info"  # the address that reports which weights it holds
+    NAMES_OF_FILES = False  # whether a push has the names of a checkpoint's files, and not those of the modules
+
+    @property
+    def no_answer(self) -> str:
+        """What to do if something else answers."""
+        return (
+            f"This answer is not from {self.article} {self.title} server. Check vllm_server_host, vllm_server_port, "
+            "vllm_server_base_url and rollout_engine."
+        )
 
     # -- who it is --
 
     def check_health(self, server: Any, timeout: float) -> None:
+        """Raise `ServerError` unless it answers now, also while it is paused."""
         server.request("GET", "/health", timeout=timeout)
 
     def card(self, server: Any) -> dict[str, Any]:
+        """The served model: `id` (its name in requests), `root` (what was loaded), `max_model_len`."""
+
         def read(answer: dict[str, Any]) -> dict[str, Any]:
             card = answer["data"][0]
             return {**card, "id": str(card["id"]), "max_model_len": int(card["max_model_len"])}
@@ -59,25 +46,24 @@ class VLLM:
         return server.request("GET", "/v1/models", read=read)
 
     def version(self, server: Any) -> str:
+        """The engine's version."""
         return server.request("GET", "/version", read=lambda answer: str(answer["version"]))
 
     def info(self, server: Any) -> dict[str, Any]:
-        """The server's vLLM configuration as nested dicts. It needs the development endpoints."""
+        """Return the arguments that the server was started with, by the engine's names."""
 
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            _ = [answer["vllm_config"]["model_config"][key] for key in ("model", "dtype", "logprobs_mode")]
-            return answer["vllm_config"]
-
-        return server.request("GET", "/server_info", params={"config_format": "json"}, read=read)
+        params = {"config_format": "json"}
+        return server.request("GET", "/server_info", params=params, read=lambda answer: answer["vllm_config"])
 
     def settings(self, server: Any) -> dict[str, Any]:
+        """The settings that determine samples, their length and weight syncs, the same for all servers of a run."""
         info, keys = server.server_info(), ("model", "tokenizer", "dtype", "max_model_len", "logprobs_mode")
         backend = (info.get("weight_transfer_config") or {}).get("backend")
         lora = (info.get("lora_config") or {}).get("max_lora_rank")
         return {**{key: info["model_config"].get(key) for key in keys}, "weight_transfer": backend, "lora_rank": lora}
 
     def ranks(self, server: Any) -> list[int | None]:
-        """The data-parallel ranks. Raises `ServerError` if engines have addresses of their own: a push misses some."""
+        """The data-parallel ranks, `[None]` if there is one. Raises `ServerError` if a push would miss some."""
         config = server.server_info().get("parallel_config") or {}
         if config.get("data_parallel_external_lb") or config.get("data_parallel_hybrid_lb"):
             raise ServerError(
@@ -88,10 +74,12 @@ class VLLM:
         return list(range(count)) if count > 1 else [None]
 
     def tokens(self, server: Any, text: str) -> list[int]:
+        """The ids of a text without special tokens."""
         payload = {"model": server.model_card["id"], "prompt": text, "add_special_tokens": False}
         return server.request("POST", "/tokenize", json=payload, read=lambda answer: answer["tokens"])
 
     def why_biased(self, server: Any, cuts: dict[str, Any]) -> str | None:
+        """Why its logprobs are not of the sampled distribution, with `cuts` such as top_p. None if they are."""
         if (mode := server.server_info()["model_config"]["logprobs_mode"]) == "processed_logprobs":
             return None
         return (
@@ -99,119 +87,62 @@ class VLLM:
             "the importance-sampling correction. Start it with --logprobs-mode processed_logprobs"
         )
 
-    def why_no_images(self, server: Any, most: int) -> str | None:
-        config = server.server_info()["model_config"].get("multimodal_config") or {}
-        if config.get("mm_processor_kwargs"):
-            return (
-                f"was started with --mm-processor-kwargs {config['mm_processor_kwargs']}, and reads images in other "
-                "sizes than the trainer. Remove it, and write the sizes into the model's preprocessor_config.json."
-            )
-        limit = ((config.get("limit_per_prompt") or {}).get("image") or {}).get("count", most)
-        if limit < most:
-            return (
-                f"reads at most {limit} images per conversation, and its context has room for {most}. Start it "
-                "without a limit of images (--limit-mm-per-prompt)."
-            )
-        return None
-
     def why_merges(self, server: Any, rank: int, slots: int) -> str | None:
+        """Why it cannot hold `slots` LoRA adapters of this rank next to its weights. None if it can."""
         return why_server_merges(server, rank, slots)
 
-    def why_no_scores(self, server: Any) -> str | None:
-        """Why scoring would crash it: vLLM 0.32's LoRA layers on a CPU have one row per request, not per id."""
-        info = server.server_info()
-        if info.get("lora_config") and str((info.get("device_config") or {}).get("device")) == "cpu":
-            return (
-                "has adapters enabled on a CPU, where vLLM crashes if it scores prompts next to other requests. Start "
-                "it without --enable-lora"
-            )
-        return None
-
-    def advice(self, server: Any, status: int, path: str) -> str:
+    def advice(self, status: int, path: str) -> str:
+        """What to do after an answer of this status, for the end of an error message."""
         if status in (401, 403):
             return ". Set VLLM_API_KEY to the key that the server was started with (--api-key)."
-        if status == 404 and path == GENERATE:
-            return ". Images need a vLLM server started with --enable-scale-out (0.30 or later)."
-        if status == 404 and path.startswith(("/v1/", "/health", "/tokenize")):
-            return f". {self.NO_ANSWER}"
         if status != 404:
             return ""
-        version = vars(server).get("engine_version")  # if it was asked
-        other = outside({"vllm": version}) if version else []
-        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1" + (f"; it runs {other[0]}." if other else ".")
+        if path == GENERATE:
+            return ". Images need a vLLM server started with --enable-scale-out (0.30 or later)."
+        if path == "/v1/load_lora_adapter":
+            return ". Start the vLLM server with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+        if path.startswith(("/v1/", "/health", "/tokenize")):
+            return f". {self.no_answer}"
+        return ". Start the vLLM server with VLLM_SERVER_DEV_MODE=1."
 
     # -- samples --
 
     def ask_for_sample(self, payload: dict[str, Any], vocab_size: int | None, unsampled: list[int] = ()) -> Question:
+        """Build the request for one sample, whose answer is read as a `Generation` (`samples.ask_for_sample`)."""
         return ask_for_sample(payload, vocab_size, unsampled)
 
     def ask_for_prompt(self, payload: dict[str, Any], vocab_size: int | None, rank: int | None = None) -> Question:
+        """Build the request for the logprobs of `prompt[1:]` at temperature 1, to one rank or to any."""
         headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
         return ask_for_prompt(payload)._replace(headers=headers)
 
-    def ask_for_chat(self, server: Any, payload: dict[str, Any]) -> Question:
-        def read(answer: dict[str, Any]) -> dict[str, Any]:
-            choice = answer["choices"][0]
-            return {
-                "text": choice["message"]["content"],
-                "token_ids": choice["token_ids"],
-                "logprobs": [entry["logprob"] for entry in choice["logprobs"]["content"]],
-                "prompt_ids": answer["prompt_token_ids"],
-                "finish_reason": choice["finish_reason"],
-            }
-
-        further = {"logprobs": True, "top_logprobs": 0, "return_token_ids": True, "skip_special_tokens": False}
-        return Question("/v1/chat/completions", {**payload, **further}, read)
-
     # -- weights --
 
-    def held(self, answer: dict[str, Any]) -> str:
-        return answer["weight_version"]
-
     def name_weights(self, server: Any, name: str, timeout: float = 60.0) -> None:
+        """Set the name that it reports for its weights. A restarted server has lost it."""
         server.request("POST", "/update_weight_version", timeout=timeout, json={"new_version": name})
 
     def pause(self, server: Any, timeout: float) -> None:
-        # `keep`: requests wait, lose the keys and values of the old weights, and go on with the new ones.
+        """Stop sampling. Requests wait and keep their sampled tokens, but not the keys and values of these."""
         server.request("POST", "/pause", timeout=timeout, params={"mode": "keep"})
 
     def go_on(self, server: Any) -> None:
+        """Resume sampling after `pause`."""
         server.request("POST", "/resume")
 
     def load(self, server: Any, folder: Path) -> None:
+        """Load the safetensors files of a folder, while it is paused."""
         load = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
         server.request("POST", "/collective_rpc", timeout=600.0, json=load)
 
-    def probe(self, server: Any, folder: Path) -> str | None:
-        """Let vLLM open the file. With `is_checkpoint_format=False` it does so before it touches the model.
-
-        By default it would first move all weights away, and a file that it cannot open would leave it without weights.
-        """
-        load = {"weights_path": str(folder), "is_checkpoint_format": False}
-        if server.reads_images:
-            self.pause(server, 60.0)
-        try:
-            server.request("POST", "/collective_rpc", timeout=60.0, json={"method": "reload_weights", "kwargs": load})
-        except ServerLost as error:
-            if (worker_error := error_of_worker(str(error))) is None:
-                raise
-            # An older vLLM cannot be asked; the first push shows it.
-            return None if "unexpected keyword argument" in worker_error else worker_error
-        finally:
-            if server.reads_images:
-                try:
-                    self.forget_images(server)
-                finally:
-                    self.go_on(server)
-        return None
-
     def forget(self, server: Any) -> None:
+        """Drop the prefix cache, which old weights computed, unless `load` does. Raises `ServerError` if it fails."""
         answer = server.request("POST", "/reset_prefix_cache")
         if answer.get("success") is False:  # its status is 200 even then
             raise ServerError(f"{server.base_url} could not reset its prefix cache. It would reuse old weights' keys.")
 
     def forget_images(self, server: Any) -> None:
-        """Drop the encoder cache. INVARIANT: it follows each load, before another request has an image.
+        """Drop the cached image embeddings. INVARIANT: it follows each load, before another request has an image.
 
         The load empties the cache of vLLM's worker alone: its scheduler goes on counting on it, and the engine ends
         ("Encoder cache miss", vLLM 0.31 and 0.32). A pause of vLLM 0.32 empties both by itself.
@@ -228,6 +159,5 @@ class VLLM:
             )
         if setting == "nccl" and server.sends_credentials:
             raise ServerError("weight_sync=nccl cannot send an API key or a password (TRL's client). Use disk.")
-        if setting != "auto":
-            return "disk" if setting == "adapter" else setting
-        return "nccl" if on_gpu and config == "nccl" and not server.sends_credentials else "disk"
+        nccl = config == "nccl" and not server.sends_credentials
+        return "nccl" if setting == "nccl" or setting == "auto" and on_gpu and nccl else "disk"

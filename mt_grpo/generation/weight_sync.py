@@ -7,23 +7,41 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
+from transformers import TrainerCallback
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.generation.adapters import adapter_weights, config_of, why_model_merges
+from mt_grpo.generation.samples import tagged
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.generation.versions import tagged
-from mt_grpo.generation.weight_transfer import why_not_shared
-from mt_grpo.generation.weights import GatherFailed, PolicyWeights, off_by_rounding
-from mt_grpo.images.pictures import forbidding_nothing, inputs_of_rows, is_picture
+from mt_grpo.generation.weights import PolicyWeights, off_by_rounding
+from mt_grpo.images.pictures import forbidding_nothing, inputs_of_rows
 
 logger = logging.getLogger(__name__)
+
+
+class WeightCounter(TrainerCallback):
+    """Counts weight changes. `global_step` cannot: loading a checkpoint changes the weights at the same step."""
+
+    def __init__(self):
+        self.version = 0
+        self.loads = 0
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.version += 1
+
+    def on_train_begin(self, args, state, control, **kwargs):  # after resume_from_checkpoint has loaded
+        self.version += 1
+        self.loads += 1
+
+    def on_train_end(self, args, state, control, **kwargs):  # after load_best_model_at_end has loaded
+        self.version += 1
+        self.loads += 1
 
 
 class WeightSync:
@@ -32,8 +50,7 @@ class WeightSync:
     Args:
         servers: The server, or several.
         model: The policy as the trainer trains it (wrapped, sharded or with adapters).
-        weights: The iterator over the policy's parameters.
-        accelerator: The trainer's accelerator.
+        weights, accelerator: The iterator over the policy's parameters; the trainer's accelerator.
         probe_ids: Token ids whose logprobs are compared, (T,).
         num_adapters: How many adapters conversations in flight may name, if the policy's LoRA is pushed alone.
         scores: Whether reward functions ask the servers. These score with their own weights, without an adapter.
@@ -41,7 +58,6 @@ class WeightSync:
 
     MAX_ATTEMPTS = 3  # of one push, if the server is lost meanwhile
     CHECK_EVERY = 10  # logprobs are compared at every n-th push, at the first one and after a restart
-    NUM_CHECKED = 24  # probe ids that a check reads from a server that was checked before, the next ones each time
     NUM_SAMPLED = 16  # tokens whose logprobs are compared if an adapter was pushed
 
     def __init__(
@@ -72,112 +88,91 @@ class WeightSync:
         Only rank 0 calls the servers. Its result or error is broadcast to all ranks. The broadcast is also a barrier:
         no rank samples before the push is over, and all ranks then know which servers hold the weights.
 
-        Args:
-            version: The name of the current weights.
-            stop_requested: Returns whether this rank got a signal.
-            stop_if_requested: Raises on all ranks if any rank got a signal.
-
-        Returns:
-            Metrics: seconds by phase, and the difference of logprobs if it was compared.
-
-        Raises:
-            ServerError: The push failed, the weights did not arrive, or the server came back with other settings.
+        While servers are away, `stop_requested` says whether this rank got a signal, and `stop_if_requested` raises if
+        any rank did. Returns metrics. Raises `ServerError` if the push failed or the weights did not arrive.
         """
-        started, number = time.perf_counter(), int(version.rpartition("-")[2])
-        for server in self.servers.servers:
-            server.newest_version = number  # before ranks meet: from here on an answer may be of the new weights
-        self.servers.pushing = True
+        started, number, clients = time.perf_counter(), int(version.rpartition("-")[2]), self.servers.servers
+        for client in clients:  # before ranks meet: from here on an answer may be of the new weights
+            client.newest_version, client.pushing = number, True
         try:
             seconds, gap = self._push_until_it_arrives(version, stop_requested, stop_if_requested)
             self.servers.complete = True
-            joined, lineages = on_main_process(
-                lambda: (self.servers.admit(), [server.lineage for server in self.servers.servers])
-            )
-            for server, lineage in zip(self.servers.servers, lineages):
-                server.lineage, server.policy_version, server.pushed = lineage, number, version
-                server.adapter = tagged(version, lineage) if self.adapter is not None else None
+            joined, lineages = on_main_process(lambda: (self.servers.admit(), [client.lineage for client in clients]))
+            for client, lineage in zip(clients, lineages):
+                client.lineage, client.policy_version, client.pushed = lineage, number, version
+                client.adapter = tagged(version, lineage) if self.adapter is not None else None
             self.servers.joined = joined  # INVARIANT: set after the lineages, with which requests are marked
         finally:
-            self.servers.pushing = False
+            for client in clients:
+                client.pushing = False
         self.num_syncs += 1
         self.pushed, self.doubted = version, False
         metrics = {"sync/seconds": time.perf_counter() - started, "sync/servers": len(joined)}
         metrics |= {f"sync/{phase}_seconds": value for phase, value in seconds.items()}
         return metrics if gap is None else {**metrics, "sync/logprob_difference": gap}
 
-    def _choose_what_is_pushed(self) -> None:
-        """An adapter alone where the policy is a model with one and all servers can have it; else all weights.
+    # -- what is pushed: all weights, or an adapter --
 
-        Raises `ServerError` for `weight_sync: adapter` where it cannot be.
-        """
+    def _choose_what_is_pushed(self) -> None:
+        """Push the adapter alone if the policy is a model with one and all servers can have it; else all weights."""
         if (config := config_of(self.weights.model)) is None:
             return
         setting = self.servers.transfer.transport
-        reason = why_model_merges(self.weights.model, self.weights.sharded)
         if setting in ("disk", "nccl"):
             reason = f"weight_sync is set to {setting}"
         elif self.scores:
             reason = "a reward function asks the policy, and a server scores without adapters"
-        if reason is None:
-            reason = on_main_process(lambda: self._why_servers_merge(config)) or self._why_base_differs()
-        if reason:
-            self._merge(reason)
-            return
-        self.adapter = config
-        for server in self.servers.servers:
-            server.transfer.adapter = config
+        else:
+            reason = why_model_merges(self.weights.model, self.weights.sharded)
+        if reason := reason or on_main_process(lambda: self._why_servers_merge(config)) or self._why_base_differs():
+            return self._merge(reason)
+        self._set_adapter(config)
         if self.accelerator.is_main_process:
             logger.warning(f"The policy has a LoRA of rank {config.r}. Weight syncs send only the adapter.")
 
+    def _set_adapter(self, config: Any) -> None:
+        self.adapter = config
+        for client in self.servers.servers:
+            client.transfer.adapter, client.transfer.num_adapters = config, self.num_adapters
+
     def _merge(self, reason: str) -> None:
-        """Push all weights from now on. Raises `ServerError` where the setting is `adapter`."""
+        """Push all weights from now on. Raises `ServerError` if the setting is `adapter`."""
         if self.servers.transfer.transport == "adapter":
             raise ServerError(f"weight_sync=adapter: {reason}. Set weight_sync: auto to merge the adapter instead.")
-        self.adapter = None
-        for server in self.servers.servers:
-            server.transfer.adapter = server.loaded = None
-            server.transfer.drop_adapters()
+        self._set_adapter(None)
+        for client in self.servers.servers:
+            client.transfer.drop_adapters()
         if self.accelerator.is_main_process:
             logger.warning(f"The policy has a LoRA. Weight syncs send merged weights, since {sentence(reason)}")
 
     def _why_servers_merge(self, config: Any) -> str | None:
-        """Why the servers cannot have adapters of this kind; None: they can."""
-        directory = self.servers.transfer.sync_dir
-        for question in (
-            lambda server: server.engine.why_merges(server, config.r, self.num_adapters),
-            lambda server: why_not_shared(server, directory),
-        ):
-            if reason := next((reason for reason in self.servers.ask(question).values() if reason), None):
-                return reason
-        return None
+        reasons = self.servers.ask(lambda server: server.engine.why_merges(server, config.r, self.num_adapters))
+        return next(filter(None, reasons.values()), None)
 
     def _why_base_differs(self) -> str | None:
-        """Why a server's own weights are not those that the adapter is on top of; None: they are. Collective."""
+        """Why a server's own weights are not those that the adapter is on top of. None if they are. Collective."""
         with self.weights.model.disable_adapter():
-            gap = max(self._distances_of_samples(self._probe_ids).values())
+            gap = max(self._distances_of_samples().values())
         if gap <= self._logprob_tolerance():
             return None
         return f"the server's base weights differ from the policy's (mean difference of logprobs {gap:.2e})"
 
+    # -- the push --
+
     def _push_until_it_arrives(
         self, version: str, stop_requested: Callable[[], Any], stop_if_requested: Callable[[], None]
     ) -> tuple[dict[str, float], float | None]:
-        """Run `_push_and_check`, again if the servers are lost meanwhile. Arguments and errors are those of `sync`."""
+        """Run `_push_and_check`, again if the servers are lost meanwhile."""
         held, self.pushed = self.pushed, None
         joined = [set(numbers) for numbers in gather_object([list(self.servers.joined)])]
-        if self.adapter is not None:
-            asked = [server.named_adapters for server in self.servers.servers]
-            for server, named in zip(self.servers.servers, zip(*gather_object([asked]))):
-                server.transfer.in_use = set.union(*named)
         for lost in set.union(*joined) - set.intersection(*joined):
             self.servers.leave(lost, "a rank lost its connection.")
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
             try:
                 # Asked even if all get the weights anyway: it finds out who is there.
-                new_server = on_main_process(functools.partial(self.servers.find_restarted, held))
-                if new_server:
-                    on_main_process(self.servers.leave_nccl_groups)
-                return self._push_and_check(version, new_server)
+                return self._push_and_check(
+                    version, on_main_process(functools.partial(self.servers.find_restarted, held))
+                )
             except ServerLost as error:  # on all ranks
                 if attempt == self.MAX_ATTEMPTS:
                     raise
@@ -187,7 +182,7 @@ class WeightSync:
                 stop_if_requested()
 
     def _push_and_check(self, version: str, new_server: bool) -> tuple[dict[str, float], float | None]:
-        """(seconds by phase, the difference of logprobs). The difference is None if this push is not checked."""
+        """Returns seconds by phase, and the difference of logprobs, or None if this push is not checked."""
         if new_server:
             on_main_process(self.servers.check_settings)
         if self.num_syncs == 0:
@@ -202,32 +197,23 @@ class WeightSync:
         seconds = self._push(version)
         if not new_server and self.num_syncs % self.CHECK_EVERY:
             return seconds, None
-        pushed = time.perf_counter()
-        try:
-            gap = self._check_logprobs(whole=new_server)
-        except ServerLost:
-            raise
-        except ServerError:
-            if on_main_process(self.servers.weight_version) != version:
-                raise ServerLost(f"{self.servers.base_url} restarted between the push and its check") from None
-            raise
-        return {**seconds, "check": time.perf_counter() - pushed}, gap
+        began = time.perf_counter()
+        gap = self._check_logprobs()
+        return {**seconds, "check": time.perf_counter() - began}, gap
 
     def _push(self, version: str) -> dict[str, float]:
-        """Push the weights under the name `version`. Returns seconds by phase."""
         if self.adapter is None:
             weights, expected = self.weights.named_weights(), self.weights.expected
         else:
             weights, expected = adapter_weights(self.weights.model), self.weights.of_adapter
-
-        def push() -> dict[str, float]:
-            return self.servers.update_weights(weights, version, expected, self.accelerator.device)
-
         if not self.accelerator.is_main_process and self.weights.sharded:
-            with suppress(GatherFailed):  # rank 0 has the same error, and raises it on all ranks
-                for _ in weights:  # gathering is collective
-                    pass
-        return on_main_process(push)
+            for _ in weights:  # gathering is collective
+                pass
+        return on_main_process(
+            lambda: self.servers.update_weights(weights, version, expected, self.accelerator.device)
+        )
+
+    # -- the proof --
 
     def _check_that_pushes_arrive(self, version: str) -> None:
         """Push once with noise on every tensor. Raise unless the servers' logprobs are the trainer's with this noise.
@@ -236,33 +222,27 @@ class WeightSync:
         does not know, would pass it. If the run ends in between, the servers hold a version that nobody accepts.
         """
         # Without shards rank 0 alone has the noise: it pushes, and the originals need memory.
-        computes, exact = self.accelerator.is_main_process or self.weights.sharded, self._logprob_tolerance() < 0.1
+        computes = self.accelerator.is_main_process or self.weights.sharded
+        alone = (lambda function: function()) if self.weights.sharded else on_main_process
+        exact = self._logprob_tolerance() < 0.1
 
         def expect() -> tuple[torch.Tensor, float]:
             noisy = self._probe_logprobs()
             return noisy, self._largest_rounding(noisy, exact)
 
-        def begin() -> None:
-            noise.enter_context(self.weights.noise(self.adapter is not None))
-
-        with ExitStack() as noise:
-            begin() if self.weights.sharded else on_main_process(begin)
-            noisy, allowed = expect() if self.weights.sharded else on_main_process(expect)
+        with ExitStack() as stack:
+            alone(lambda: stack.enter_context(self.weights.noise(self.adapter is not None)))
+            noisy, allowed = alone(expect)
             self._push(f"{version}-probe")
-            if self.adapter is None:
-                distances = self._distances(noisy)
-            else:
-                distances = self._distances_of_samples(self._probe_ids, computes)
+            distances = self._distances(noisy) if self.adapter is None else self._distances_of_samples(computes)
         allowed = on_main_process(lambda: allowed)
         number, missed = max(distances.items(), key=lambda item: item[1])
         if missed > allowed:
-            url = self.servers.servers[number].base_url
-            if on_main_process(self.servers.weight_version) != f"{version}-probe":
-                raise ServerLost(f"{url} restarted between the first push and its check")
             raise ServerError(
-                f"A changed weight did not arrive at {url}, or the server computes something else: with noise on "
-                f"every pushed tensor the mean difference of logprobs is {missed:.2e}, expected at most "
-                f"{allowed:.2g}. See the server's log. Does it expect other weight names for this model?"
+                f"A changed weight did not arrive at {self.servers.servers[number].base_url}, or the server computes "
+                f"something else: with noise on every pushed tensor the mean difference of logprobs is {missed:.2e}, "
+                f"expected at most {allowed:.2g}. See the server's log. Does it expect other weight names for this "
+                "model?"
             )
 
     def _largest_rounding(self, logprobs: torch.Tensor, exact: bool) -> float:
@@ -275,18 +255,10 @@ class WeightSync:
         factor = 3 if self.adapter is None else 6  # of an adapter `NUM_SAMPLED` tokens alone are compared
         return max(1e-3 if exact else 0.02, factor * (rounded - logprobs).abs().mean().item())
 
-    def _check_logprobs(self, whole: bool = False) -> float:
-        """Mean absolute difference of the trainer's and the servers' logprobs, of the worst server that is right.
-
-        A server whose difference is too large is left out. Raises its `ServerError` if no other one is left.
-
-        Args:
-            whole: Whether all probe ids are read: of a server that was not checked before.
-        """
+    def _check_logprobs(self) -> float:
+        """The largest mean difference of logprobs that is right. Servers with a larger one are left out."""
         tolerance = self._logprob_tolerance()
-        gaps = self._gaps(self._probe_ids if whole else self._window())
-        if not whole and not all(gap <= tolerance for gap in gaps.values()):
-            gaps = self._gaps(self._probe_ids)  # in bf16 a few ids may be further apart than a whole prompt is
+        gaps = self._distances(self._probe_logprobs()) if self.adapter is None else self._distances_of_samples()
         problems = {
             number: ServerError(
                 f"After the weight sync the trainer and the server at {self.servers.servers[number].base_url} "
@@ -300,54 +272,31 @@ class WeightSync:
             on_main_process(lambda: self.servers.refuse(problems))
         return max(gap for number, gap in gaps.items() if number not in problems)
 
-    def _window(self) -> list[int]:
-        """`NUM_CHECKED` of the probe ids, the next ones at each check: an expert may be of some of them alone.
-
-        Where they begin with an image, it stands before all of them.
-        """
-        shown = max((i + 1 for i, token in enumerate(self._probe_ids) if is_picture(token)), default=0)
-        image, text = self._probe_ids[:shown], self._probe_ids[shown:]
-        number, windows = self.num_syncs // self.CHECK_EVERY, len(text) // self.NUM_CHECKED
-        start = self.NUM_CHECKED * (number % max(1, windows))
-        return image + text[start : start + self.NUM_CHECKED]
-
-    def _gaps(self, ids: list[int]) -> dict[int, float]:
-        """Per server how far its logprobs are from the trainer's, of these ids, or of what it samples behind them."""
-        if self.adapter is not None:
-            return self._distances_of_samples(ids)
-        with ThreadPoolExecutor(1) as beside:  # the servers read the ids while this process does
-            asked = beside.submit(self.servers.scores, ids) if self.accelerator.is_main_process else None
-            return self._distances(self._probe_logprobs(ids=ids), asked and asked.result)
-
-    def _distances(self, ours: torch.Tensor, scores: Callable[[], Any] | None = None) -> dict[int, float]:
-        """Per server the mean absolute difference of logprobs: the largest of its engines, and over all ranks.
-
-        Args:
-            ours: The trainer's, (T-1,).
-            scores: Gives the servers', on rank 0. None: those of the probe ids.
-        """
-        theirs = on_main_process(scores or (lambda: self.servers.scores(self._probe_ids)))
+    def _distances(self, ours: torch.Tensor) -> dict[int, float]:
+        """Per server the mean difference from our logprobs of the probe ids, (T-1,): the largest of its engines."""
+        theirs = on_main_process(lambda: self.servers.scores(self._probe_ids))
         return self._largest_of_ranks(
             {n: (ours - torch.tensor(scores)).abs().mean(1).max().item() for n, scores in theirs.items()}
         )
 
     def _largest_of_ranks(self, distances: dict[int, float]) -> dict[int, float]:
-        """Per server the largest distance of all ranks, infinite if one is not a number. Collective."""
+        """Per server the largest distance of all ranks, infinite if one is not a number."""
         largest: dict[int, float] = {}
         for rank in gather_object([distances]):
             for number, distance in rank.items():
                 largest[number] = max(largest.get(number, 0.0), distance if math.isfinite(distance) else math.inf)
         return largest
 
-    def _distances_of_samples(self, ids: list[int], computes: bool = True) -> dict[int, float]:
-        """Compute `_distances` of what each server samples after `ids`, on the ranks where `computes` is true.
+    def _distances_of_samples(self, computes: bool = True) -> dict[int, float]:
+        """Compute `_distances` of what each server samples after the probe ids, on ranks where `computes` is true.
 
-        Conversations may be at the server. vLLM 0.31 on a CPU ends where it scores a prompt by an adapter beside them.
+        vLLM 0.31 on a CPU ends if it scores a prompt with an adapter while conversations run.
         """
-        room = (self.servers.max_model_len or math.inf) - len(ids)
-        found = on_main_process(lambda: self.servers.samples(ids, min(self.NUM_SAMPLED, room)))
+        ids = self._probe_ids
+        num_sampled = min(self.NUM_SAMPLED, self.servers.max_model_len - len(ids))
+        samples = on_main_process(lambda: self.servers.samples(ids, num_sampled))
         gaps = {}
-        for number, (sampled, theirs) in found.items() if computes else ():
+        for number, (sampled, theirs) in samples.items() if computes else ():
             ours = self._probe_logprobs(ids=[*ids, *sampled], sampled=True)[-len(sampled) :]
             gaps[number] = (ours - torch.tensor(theirs)).abs().mean().item()
         return self._largest_of_ranks(gaps)
@@ -359,27 +308,21 @@ class WeightSync:
 
     @functools.cached_property
     def _server_dtype(self) -> str:
-        dtype = on_main_process(self.servers.dtype)
-        return dtype.removeprefix("torch.")
+        return on_main_process(self.servers.dtype).removeprefix("torch.")
 
     @torch.no_grad()
     def _probe_logprobs(self, ids: list[int] | None = None, sampled: bool = False) -> torch.Tensor:
-        """The trainer's logprobs of the probe ids, (T-1,), at temperature 1. Collective where the model is sharded.
+        """The trainer's logprobs of the probe ids or others, (T-1,), at temperature 1. Collective if sharded.
 
-        Args:
-            ids: In place of the probe ids.
-            sampled: Whether they are compared with those of sampled ids, for which what may not be sampled is left
-                out. Those of a server's prompt are of the whole vocabulary.
+        Those of `sampled` ids leave out what may not be sampled, as the server's do. A prompt's have all ids.
         """
         with ExitStack() as stack:
             stack.callback(self.model.train, self.model.training)
             if not sampled:
                 stack.enter_context(forbidding_nothing(self.model))
             self.model.eval()  # LoRA's dropout
-            row = torch.tensor([ids or self._probe_ids], device=self.accelerator.device)
-            row, shown = inputs_of_rows(row)
-            shown.pop("num_images", None)
+            row, images = inputs_of_rows(torch.tensor([ids or self._probe_ids], device=self.accelerator.device))
+            images.pop("num_images", None)
             with self.accelerator.autocast():
-                logits = self.model(input_ids=row, **shown).logits[0, :-1]
-            logprobs = logits.float().log_softmax(-1)
-            return logprobs.gather(1, row[0, 1:, None])[:, 0].cpu()
+                logits = self.model(input_ids=row, **images).logits[0, :-1]
+            return logits.float().log_softmax(-1).gather(1, row[0, 1:, None])[:, 0].cpu()

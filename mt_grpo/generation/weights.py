@@ -1,57 +1,51 @@
-"""The policy's parameters under their checkpoint names, and a count of the weight changes."""
+"""The policy's parameters under their checkpoint names."""
 
 from __future__ import annotations
 
 import copy
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import is_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import TrainerCallback
 from transformers.core_model_loading import revert_weight_conversion
 from trl.generation.vllm_generation import VLLMGeneration
 
-from mt_grpo.base.errors import ServerError, error_line
+from mt_grpo.base.errors import ServerError
 from mt_grpo.generation.adapters import adapter_weights, is_of_adapter
 
 NOISE = 0.7  # of the first push, relative to each element (docs/speed.md says what it shows)
 
 
-class GatherFailed(RuntimeError):
-    """An iteration over the weights failed or was closed on some rank. The message is the same on all ranks."""
-
-
 def in_files(model: Any, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Convert a weight to the form in a checkpoint's files: name -> tensor, several for experts.
-
-    Raises `ServerError` if the files hold it together with others.
-    """
+    """Convert a weight to the form in a checkpoint's files: name -> tensor, several for experts."""
     try:
-        found = revert_weight_conversion(model, {name: tensor})
+        parts = revert_weight_conversion(model, {name: tensor})
     except (ValueError, LookupError, RuntimeError, TypeError):  # of what is not the whole of what it converts
-        found = {}
-    if sum(part.numel() for part in found.values()) != tensor.numel():
+        parts = {}
+    if sum(part.numel() for part in parts.values()) != tensor.numel():
         raise ServerError(
             f"A checkpoint's files hold the weight {name} together with others. Pushing it to SGLang is not supported "
             "yet. Set rollout_engine: vllm."
         )
-    return found
+    return parts
 
 
 class PolicyWeights(VLLMGeneration):
-    """The parameters of a whole model, or of one that FSDP2 or ZeRO-3 shards. Three things differ from TRL's own.
+    """The parameters of a whole model, or of one that FSDP2 or ZeRO-3 shards. Two things differ from TRL's own.
 
     1. Each adapted layer is merged in a copy. TRL merges and unmerges the whole model itself, which in bf16 changes
        the frozen weights a little at every sync, and under ZeRO-3 needs memory for the whole model on each GPU.
     2. Tied parameters are yielded under all their names. `named_parameters()` yields them once. vLLM on CPU packs
        `lm_head` at load and does not update it from the embedding, so it would sample from old weights.
-    3. An iteration that fails on one rank fails on all, and leaves no rank waiting in a gather.
     """
+
+    names_of_files = False
 
     def _init_vllm(self) -> None:
         """Collect the names of the weights. No vLLM client is made: `VLLMServerClient` sends the weights."""
@@ -69,7 +63,6 @@ class PolicyWeights(VLLMGeneration):
                 "LoraConfig's trainable_token_indices are not pushed to a server, which would sample without them. "
                 "Remove them, or train the whole embedding by modules_to_save."
             )
-        self.names = {name for names in by_parameter.values() for name in names}
         self._tied = {name: set(names) - {name} for names in by_parameter.values() for name in names}
 
     @property
@@ -78,25 +71,15 @@ class PolicyWeights(VLLMGeneration):
         sizes = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if not self._is_adapter(name):
-                count = getattr(parameter, "ds_numel", None) or parameter.numel()
-                sizes[self._server_name(name)] = count * parameter.element_size()
-        found = {}
-        for name in self.names:
-            parts = self._parts.get(name, {name: 1})  # number of elements
-            each = sizes.get(name, 0) // sum(parts.values())
-            found |= {part: count * each for part, count in parts.items()}
-        return found
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                stand_in = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                sizes |= {n: t.nbytes for n, t in self._as_sent(self._server_name(name), stand_in).items()}
+        return sizes
 
     @property
     def of_adapter(self) -> dict[str, int]:
         """Name -> bytes of the weights of the LoRA adapter."""
         return {name: tensor.nbytes for name, tensor in adapter_weights(self.model)}
-
-    def _is_adapter(self, name: str) -> bool:
-        return self._has_adapters and (self.model.prefix in name or "original_module" in name)
-
-    names_of_files = False  # set by `use_names_of_files`
-    _parts: dict[str, dict[str, int]] = {}  # weights that files hold in several tensors: their names and elements
 
     def use_names_of_files(self) -> None:
         """Send weights under the names, and split into the tensors, of a checkpoint's files from now on.
@@ -104,57 +87,20 @@ class PolicyWeights(VLLMGeneration):
         transformers renames what it loads, such as the modules of models that read images, and merges experts. vLLM
         knows both forms, SGLang only that of files. Raises `ServerError` for a weight that files hold with others.
         """
-        self.names_of_files, self._file_names, self._parts = False, {}, {}
-        model = self.model.get_base_model() if self._has_adapters else self.model
-        for path, parameter in self.model.named_parameters(remove_duplicate=False):
-            if self._is_adapter(path):
-                continue
-            name, shape = self._server_name(path), getattr(parameter, "ds_shape", parameter.shape)
-            stand_in = torch.empty(shape, device="meta")
-            found = in_files(model, name, stand_in)
-            if next(iter(found.values())) is stand_in:
-                (self._file_names[name],) = found
-            else:  # files hold it in another form
-                self._file_names[name] = name
-                self._parts[name] = {part: tensor.numel() for part, tensor in found.items()}
         self.names_of_files = True
-        self._init_vllm()
+        _ = self.expected  # raises
+
+    def _is_adapter(self, name: str) -> bool:
+        return self._has_adapters and (self.model.prefix in name or "original_module" in name)
 
     def _server_name(self, name: str) -> str:
         name = name.removeprefix("base_model.model.").replace(".base_layer", "")
-        name = self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
-        return self._file_names[name] if self.names_of_files else name
+        return self._fix_param_name_to_vllm(name, extra_prefixes=["modules_to_save.default."])
 
-    def _in_parts(self, named_weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield weights, and those that are in `_parts` as several tensors."""
-        model = self.model.get_base_model() if self._has_adapters else self.model
-        for name, tensor in named_weights:
-            if name in self._parts:
-                yield from in_files(model, name, tensor.detach()).items()
-            else:
-                yield name, tensor
-
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
-
-        A `Parameter` is the model's own, and valid until the next optimizer step.
-
-        Gathering shards is collective, so every rank iterates. Before each gather the ranks tell each other whether
-        they go on: an iteration that fails on one rank, or is closed there, ends with `GatherFailed` on all ranks, and
-        no parameter stays gathered.
-        """
-        try:
-            yield from self._in_parts(self._gather())
-            self._go_on()  # after the last weight, too
-        except GatherFailed:
-            raise
-        except GeneratorExit as closed:
-            with suppress(GatherFailed):
-                self._go_on(closed)
-            raise
-        except BaseException as error:
-            self._go_on(error)
-            raise
+    def _as_sent(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        if not self.names_of_files:
+            return {name: tensor}
+        return in_files(self.model.get_base_model() if self._has_adapters else self.model, name, tensor.detach())
 
     @contextmanager
     def noise(self, adapter: bool) -> Iterator[None]:
@@ -162,11 +108,7 @@ class PolicyWeights(VLLMGeneration):
 
         Each element gets `NOISE` * z times its own size, with z drawn from a generator that the tensor's name seeds.
         Of a vector that size is at least 0.1, and a matrix of zeros, such as a new adapter's lora_B, gets noise of the
-        size of usual weights. The originals are kept on the CPU. Collective where weights are sharded: each rank
-        changes its own part.
-
-        Args:
-            adapter: Whether the adapter alone is pushed.
+        size of usual weights. The originals are kept on the CPU. Each rank changes its own shards.
         """
         originals: dict[str, torch.Tensor] = {}
         try:
@@ -204,9 +146,13 @@ class PolicyWeights(VLLMGeneration):
             if isinstance(module, FSDPModule):  # a forward pass leaves the root's weights whole
                 module.reshard()
 
-    def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, full tensor) with merged adapters. A tensor is valid only until the next one is requested.
+
+        A `Parameter` is the model's own. Gathering shards is collective, so every rank iterates to the end.
+        """
         self._reshard()
-        layers = self._adapted_layers() if self._has_adapters else {}
+        layers = {n: module for n, module in self.model.named_modules() if isinstance(module, BaseTunerLayer)}
         sent: set[str] = set()
         for path, parameter in self.model.named_parameters():
             if self._is_adapter(path):
@@ -216,11 +162,8 @@ class PolicyWeights(VLLMGeneration):
             while layer.endswith(".base_layer"):  # a layer in a layer, as PEFT has two parameters of one module
                 layer = layer.removesuffix(".base_layer")
             needed = list(layers[layer].parameters()) if layer in layers else [parameter]
-            self._allocate_once(needed)
-            self._go_on()
             with self._dist.gather_params(needed):  # of ZeRO-3, which changes no shard when it leaves
                 whole = {id(p): self._whole(p) for p in needed}
-                # INVARIANT: from here to the next `_go_on` nothing is collective, so that one rank may fail alone.
                 tensor = whole[id(parameter)]
                 if layer in layers:
                     tensor = self._merged_copy(layers[layer], whole).get_base_layer().get_parameter(inner).data
@@ -229,33 +172,13 @@ class PolicyWeights(VLLMGeneration):
                 for alias in (name, *sorted(self._tied.get(name, ()))):
                     if alias not in sent:
                         sent.add(alias)
-                        yield alias, tensor
-
-    def _go_on(self, error: BaseException | None = None) -> None:
-        """Raise `GatherFailed` on all ranks if any rank has an error. Collective where weights are sharded."""
-        if not self.sharded:
-            return
-        failed = torch.tensor(int(error is not None), device=self.accelerator.device)
-        if self.accelerator.reduce(failed, "sum").item():
-            own = [] if error is None else [f"rank {self.accelerator.process_index}: {error_line(error)}"]
-            raise GatherFailed("; ".join(gather_object(own)))
-
-    def _allocate_once(self, parameters: list[torch.Tensor]) -> None:
-        """Fail without memory for whole parameters, before the other ranks wait in their gather."""
-        if self.sharded:
-            shapes = [(getattr(p, "ds_shape", p.shape), p.dtype) for p in parameters]
-            _ = [torch.empty(shape, dtype=dtype, device=self.accelerator.device) for shape, dtype in shapes]
+                        yield from self._as_sent(alias, tensor).items()
 
     def _whole(self, parameter: torch.Tensor) -> torch.Tensor:
         """The full tensor. Collective where FSDP2 shards it."""
         if not isinstance(parameter, DTensor):
             return parameter.data
         return parameter.detach().to(self.accelerator.device).full_tensor()  # it may be offloaded to the CPU
-
-    def _adapted_layers(self) -> dict[str, Any]:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        return {name: module for name, module in self.model.named_modules() if isinstance(module, BaseTunerLayer)}
 
     @staticmethod
     def _merged_copy(layer: Any, whole: dict[int, torch.Tensor]) -> Any:
@@ -268,36 +191,13 @@ class PolicyWeights(VLLMGeneration):
         return merged
 
 
-class WeightCounter(TrainerCallback):
-    """Counts weight changes. `global_step` cannot: loading a checkpoint changes the weights at the same step."""
-
-    def __init__(self):
-        self.version = 0
-        self.loads = 0
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.version += 1
-
-    def on_train_begin(self, args, state, control, **kwargs):  # after resume_from_checkpoint has loaded
-        self.version += 1
-        self.loads += 1
-
-    def on_train_end(self, args, state, control, **kwargs):  # after load_best_model_at_end has loaded
-        self.version += 1
-        self.loads += 1
-
-
 @contextmanager
 def off_by_rounding(model: Any, size: float) -> Iterator[None]:
     """Context manager in which a model's embeddings are off by `size`, relatively, so that all else rounds anew.
 
     Right computations of the same logprobs in another order were 0.7 to 1.8 times as far apart on average as those
-    with and without it (random models of 4 and 28 layers, and the bundled ones, in bf16). It draws from a generator
-    of its own.
-
-    Args:
-        model: A transformers model without a wrapper.
-        size: 2^-8 for bf16, which rounds by at most 2^-9; 2^-20 for float32.
+    with and without it (random models of 4 and 28 layers, and the bundled ones, in bf16). `size` is 2^-8 for bf16,
+    which rounds by at most 2^-9, and 2^-20 for float32.
     """
 
     def change(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,6 @@ import heapq
 import inspect
 import logging
 import os
-import typing
-from collections.abc import Callable
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
@@ -17,14 +15,11 @@ from mt_grpo.base.errors import ServerError, ServerLost
 from mt_grpo.base.ranks import on_main_process
 from mt_grpo.base.tested_versions import INSTALL, installed, outside
 from mt_grpo.conversation.conversations import check_conversations, limits_of
-from mt_grpo.generation.weight_transfer import check_shared_directory
 from mt_grpo.images.pictures import (
-    MOST_PICTURES,
     OTHER_KINDS,
     TOWER,
     num_pixels,
     of_columns,
-    pictures_in,
     placed,
     read_row,
     reader_of,
@@ -36,7 +31,6 @@ from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.parse import default_of
 from mt_grpo.rollout import ROLES, Origin
-from mt_grpo.training.policy_scores import asked_of
 from mt_grpo.training.rewards import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -394,23 +388,19 @@ def prepare_env(
     return train, test, tokenizer, model_config
 
 
-def check_server(
-    client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any, funcs: typing.Sequence[Callable] = ()
-) -> None:
+def check_server(client: Any, env: Any, model_config: Any, args: GRPOConfig, dataset: Any) -> None:
     """Raise `ServerError` if a server does not fit the recipe, or servers not each other. Nothing changes on them."""
     if hasattr(client, "servers"):
         for server in client.servers:
-            check_server(server, env, model_config, args, dataset, funcs)
+            check_server(server, env, model_config, args, dataset)
         return client.check_settings()
     client.wait_until_healthy()
     context, engine = client.model_card["max_model_len"], client.engine
     where = f"The {engine.title} server at {client.base_url}"
-    if untested := outside({engine.name: client.engine_version} if client.engine_version else {}):
+    if untested := outside({engine.name: engine.version(client)}):
         logger.warning(f"{where} was not tested with this trainer: {untested[0]}. {TO_INSTALL}")
     if args.vllm_importance_sampling_correction and (reason := engine.why_biased(client, cuts_of(args))):
         raise ServerError(f"{where} {reason}, or set vllm_importance_sampling_correction: false.")
-    if "policy" in asked_of(funcs) - set(dataset.column_names) and (reason := engine.why_no_scores(client)):
-        raise ServerError(f"A reward function asks the policy. {where} {reason}.")
     client.vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     check_tokenizer(client, env.tokenizer, where)
     needed = longest_prompt(env, dataset) + args.max_completion_length
@@ -420,17 +410,16 @@ def check_server(
             f"Start it with {engine.CONTEXT} {needed} or more."
         )
     limit_context(env, context, f"{engine.CONTEXT} of the server at {client.base_url}")
-    if client.reads_images:  # by one rank: while another one probes the directory below, no image may be asked for
+    if client.reads_images:
         try:
-            on_main_process(lambda: check_it_reads_images(client, env, where))
+            on_main_process(lambda: check_it_reads_images(client, env))
         except ServerError as error:  # the same on all ranks
             if isinstance(error, ServerLost) or any(num_pixels(row, reader_of(env.tokenizer)) for row in dataset):
                 raise
             logger.warning(f"{error} No row has an image, so the run continues with text only.")
             for tokenizer in (env.tokenizer, client.tokenizer):
                 with_pictures(tokenizer, f"the server takes no images: {error}".removesuffix("."))
-    if client.transfer.resolve(args.device) == "disk":
-        on_main_process(lambda: check_shared_directory(client, args.weight_sync_dir))
+    client.transfer.resolve(args.device)  # raises if the server was not started for the setting
 
 
 def check_tokenizer(client: Any, tokenizer: Any, where: str) -> None:
@@ -440,11 +429,8 @@ def check_tokenizer(client: Any, tokenizer: Any, where: str) -> None:
         raise ServerError(f"{where} tokenises {text!r} differently: it was started with another tokenizer.")
 
 
-def check_it_reads_images(client: Any, env: Any, where: str) -> None:
-    """Raise `ServerError` unless a server reads images as the trainer does, and as many as a conversation may hold."""
-    smallest = pictures_in(env.tokenizer.drawn_ids(1))[0].num_tokens
-    if reason := client.engine.why_no_images(client, min(MOST_PICTURES, client.max_model_len // smallest)):
-        raise ServerError(f"{where} {reason}")
+def check_it_reads_images(client: Any, env: Any) -> None:
+    """Raise `ServerError` unless a server reads images as the trainer does."""
     # Of ids that no tokenizer would write, too: one that reads them as text reads others.
     spelled = [token for letter in "answer" for token in env.tokenizer(letter, add_special_tokens=False)["input_ids"]]
     client.score(env.tokenizer.drawn_ids() + spelled)  # raises where images are off, or are read otherwise

@@ -11,7 +11,7 @@ import torch
 from accelerate.utils import gather_object
 
 from mt_grpo.conversation.tools.running import HUNG
-from mt_grpo.generation.versions import versions_of
+from mt_grpo.generation.samples import versions_of
 from mt_grpo.rollout import FAILURES, Rollout, StopReason
 from mt_grpo.training.batch import Batch, is_cut_off, nanstd, tokens_read_again, trained_records
 

@@ -20,7 +20,7 @@ import torch
 
 from mt_grpo.base.errors import tell_once
 from mt_grpo.base.rows import json_text
-from mt_grpo.generation.versions import versions_of
+from mt_grpo.generation.samples import versions_of
 from mt_grpo.images.pictures import Picture, pictures_in, readable
 from mt_grpo.rollout import Message, Record, Rollout, Turn
 from mt_grpo.training.batch import Batch

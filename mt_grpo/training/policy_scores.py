@@ -18,7 +18,7 @@ from trl.trainer.utils import use_adapter
 
 from mt_grpo.base.errors import RunError, ServerError
 from mt_grpo.base.rows import column_lists
-from mt_grpo.generation.versions import tagged
+from mt_grpo.generation.samples import tagged
 from mt_grpo.images.pictures import inputs_of_rows, is_picture
 from mt_grpo.rollout import Rollout, Turn
 

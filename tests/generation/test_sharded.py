@@ -167,7 +167,7 @@ def check_that_another_reference_is_told(launch_sharded, folder):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["all weights", "LoRA"])
 def test_what_is_pushed_is_whole(lora, tmp_path, monkeypatch):
-    """Names, tied ones too; merged adapters; noise. Where one rank fails or gives up, no other one waits."""
+    """Names, tied ones too; merged adapters; noise."""
     monkeypatch.chdir(ROOT)
     check_pushed(functools.partial(launch, FSDP2), lora, tmp_path)
 

@@ -3,10 +3,8 @@
 import asyncio
 import concurrent.futures
 import importlib.util
-import logging
 import re
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,30 +179,6 @@ def test_waiting_for_another_conversation_holds_up_no_batch():
 
     assert llm.serve([shared(i) for i in range(3)]) == [[7], ("said", [7]), ("said", [7])]
     assert sizes[0] == 1 and sum(sizes) == 4
-
-
-@pytest.mark.timeout(120)
-def test_what_a_batch_waits_for_is_said_once(monkeypatch, caplog):
-    monkeypatch.setattr(InProcessBackend, "STUCK_SECONDS", 0.02)
-    llm, said = backend(), threading.Event()
-
-    class Told(logging.Handler):
-        def emit(self, record):
-            said.set()
-
-    async def slow():
-        await asyncio.to_thread(said.wait)
-        return await llm.generate([2], 1, index=1)
-
-    logger = logging.getLogger("mt_grpo.generation.in_process")
-    handler = Told()
-    logger.addHandler(handler)
-    try:
-        llm.serve([llm.generate([1], 1, index=0), slow()])
-    finally:
-        logger.removeHandler(handler)
-    (text,) = [record.getMessage() for record in caplog.records if "No tokens were" in record.getMessage()]
-    assert "1 requests wait for the rest of 2" in text
 
 
 @pytest.mark.timeout(120)

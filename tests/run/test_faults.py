@@ -47,7 +47,7 @@ import mt_grpo_trainer
 from mt_grpo.base.errors import RunError, RunStopped, ServerError, ServerLost
 from mt_grpo.base.event_loop import run_async, start_in_background
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.generation.versions import tagged, versions_of
+from mt_grpo.generation.samples import tagged, versions_of
 from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.reports.metrics import staleness_metrics
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
@@ -227,16 +227,10 @@ def test_a_killed_server_costs_only_the_conversations_it_had(server, tmp_path):
 
 @needs_vllm
 def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
-    """A restart in the check of the first, an error in another, death between pause and reload: all are repeated."""
-    new, first_weights = [], AutoModelForCausalLM.from_pretrained(MODEL).state_dict()
-    direct = VLLMServerClient(base_url=server.url, sync_dir=str(tmp_path), timeout=5)
+    """An error in one, and death between pause and reload: all are repeated."""
+    new = []
 
     def rule(request):
-        if trainer.state.global_step == 0:
-            if request.path == COMPLETIONS and not proxy.counts["restarted"]:  # the check of the very first push
-                direct.update_weights(iter(first_weights.items()), "first")  # as a restart does
-                return Fault("restarted")
-            return None
         if request.path != "/collective_rpc":
             return None
         if trainer.state.global_step == 1 and not proxy.counts["500"]:
@@ -250,9 +244,8 @@ def test_a_push_that_meets_a_fault_is_made_again(server, proxy, tmp_path):
     proxy.faults = rule
     trainer.train()
     new[0].join()
-    direct.close()
     assert trainer.state.global_step == 3
-    assert proxy.counts["500"] == proxy.counts["killed"] == proxy.counts["restarted"] == 1
+    assert proxy.counts["500"] == proxy.counts["killed"] == 1
     assert max(trainer.rows("sampling/sampling_logp_difference/mean")) < 1e-4
     assert trainer.rows("rollout/restarted") == [0, 0, 0]
     (client,) = trainer.client.servers
@@ -304,11 +297,10 @@ def test_what_a_step_asks_its_server_for(proxy, tmp_path, monkeypatch):
         return ["/pause?mode=keep", f"loading-{version}", "/collective_rpc?", "/reset_prefix_cache?", version,
                 "/resume?"]  # fmt: skip
 
-    version = trainer.client.weight_version()
+    version = trainer.weight_sync.pushed
     calls = [(r.payload or {}).get("new_version") or f"{r.path}?{r.query}" for r in proxy.requests
              if r.method == "POST" and r.path not in ("/tokenize", COMPLETIONS)]  # fmt: skip
-    # First the look whether the server sees the directory of the weights, before they are loaded.
-    assert calls == ["/collective_rpc?", *push(f"{version}-probe"), *push(version)]
+    assert calls == [*push(f"{version}-probe"), *push(version)]
     sampled = [r for r in proxy.requests if r.path == COMPLETIONS and "prompt_logprobs" not in r.payload]
     assert [r.path for r in proxy.requests[: proxy.requests.index(sampled[0])]].count("/resume") == 2
     assert len(sampled) >= 16

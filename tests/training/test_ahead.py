@@ -20,7 +20,7 @@ from server_run import (
 from transformers import TrainerCallback
 
 from mt_grpo.base.errors import RunError, RunStopped
-from mt_grpo.generation.versions import versions_of
+from mt_grpo.generation.samples import versions_of
 from mt_grpo_trainer import MultiTurnToolEnv
 
 pytestmark = pytest.mark.faults  # a group of scripts/test.sh

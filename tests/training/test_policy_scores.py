@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import RunError, ServerError, ServerLost
-from mt_grpo.generation.versions import tagged
+from mt_grpo.generation.samples import tagged
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training import policy_scores

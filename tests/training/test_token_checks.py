@@ -1,7 +1,6 @@
 """Whether training reads the tokens of inference: each fault is found by the check that is meant for it."""
 
 import dataclasses
-import random
 from pathlib import Path
 
 import pytest
@@ -13,14 +12,7 @@ from test_recipes import change_model
 
 import mt_grpo_trainer as mt
 from mt_grpo.generation.in_process import InProcessBackend
-from mt_grpo.generation.samples import (
-    BadAnswer,
-    are_logprobs,
-    is_logprob,
-    not_an_id,
-    not_ids,
-    read_completion,
-)
+from mt_grpo.generation.samples import BadAnswer, read_completion
 from mt_grpo.recipe.plugins import load_conversation
 from mt_grpo.rollout import Context, TurnTokens, hash_of_ids
 from mt_grpo.training import token_checks
@@ -216,23 +208,6 @@ def test_ids_that_a_server_cannot_have_sampled_are_no_answer(ids):
     answer["choices"][0]["prompt_token_ids"] = ["a"]
     with pytest.raises(BadAnswer):
         read_completion(answer, 2, 2, 400)
-
-
-def test_an_answer_is_checked_as_its_values_are_one_by_one():
-    """Most answers are checked by their least and greatest values."""
-    rng, found = random.Random(0), set()
-    for _ in range(2000):
-        ids = rng.choices([0, 5, 399], k=rng.randint(0, 4)) + rng.choices([[], [400], [-1], [True], [1.0], [None]])[0]
-        vocab_size = rng.choice([400, None])
-        assert not_ids(ids, vocab_size) == [i for i in ids if not_an_id(i, vocab_size)]
-        odd = [0, -1, 1e-4, 1e-3, 0.5, -1e9, float("nan"), float("inf"), float("-inf"), None, False, True, "0"]
-        logprobs = rng.choices([-0.5, -3.25, 0.0], k=rng.randint(0, 4)) + rng.choices(
-            [None, *odd], k=rng.randint(0, 2)
-        )
-        rng.shuffle(logprobs)
-        assert are_logprobs(logprobs) == all(map(is_logprob, logprobs))
-        found |= {bool(not_ids(ids, vocab_size)), are_logprobs(logprobs)}
-    assert found == {True, False}
 
 
 def rendered_conversation(**settings):
