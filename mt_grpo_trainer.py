@@ -109,6 +109,7 @@ from mt_grpo.recipe.checks import (
     backend_of,
     check_batch_arithmetic,
     check_config,
+    check_groups,
     check_server,
     check_tied_lora,
     prepare_env,
@@ -1017,6 +1018,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         train_dataset, eval_dataset, tokenizer, model_config = prepare_env(
             env, args, model, train_dataset, eval_dataset, processing_class, peft_config
         )
+        check_groups(self.reward_functions.functions, args, train_dataset)
         self.env, self.backend = env, backend_of(args)
         self.turn_advantage_coef = args.turn_advantage_coef if turn_advantage_coef is None else turn_advantage_coef
         self._reads_state = "state" in CREDIT_ASSIGNMENTS[args.credit_assignment].reads

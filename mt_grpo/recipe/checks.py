@@ -6,6 +6,7 @@ import heapq
 import inspect
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, ProcessorMixin
@@ -31,6 +32,7 @@ from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.data import empty_prompts, with_prompts
 from mt_grpo.recipe.parse import default_of
 from mt_grpo.rollout import ROLES, Origin
+from mt_grpo.training.policy_scores import asked_of
 from mt_grpo.training.rewards import REWARD_COLUMNS
 
 logger = logging.getLogger(__name__)
@@ -172,6 +174,21 @@ def check_batch_arithmetic(args: GRPOConfig) -> None:
             f"{args.per_device_train_batch_size} x {world_size} processes x {steps} steps). Set num_generations to "
             f"{' or '.join(map(str, nearest)) or 'a divisor'}, or per_device_train_batch_size to a multiple of {size}."
         )
+
+
+def check_groups(funcs: list[Callable], args: GRPOConfig, dataset: Any) -> None:
+    """Raise `ValueError` if a function has the parameter `groups`, and a rank would have incomplete groups."""
+    if "groups" not in asked_of(funcs) - set(dataset.column_names):
+        return
+    groups = args.num_generations, args.num_generations_eval or args.num_generations
+    train = args.per_device_train_batch_size * args.steps_per_generation
+    for key, size, group in zip(
+        ("per_device_train_batch_size * steps_per_generation", "per_device_eval_batch_size"),
+        (train, args.per_device_eval_batch_size if args.eval_strategy != "no" else 0),
+        groups,
+    ):
+        if size % group:
+            raise ValueError(f"A reward function has the parameter groups. Set {key}={size} to a multiple of {group}.")
 
 
 def check_sharding(args: GRPOConfig) -> None:

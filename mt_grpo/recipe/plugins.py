@@ -241,7 +241,12 @@ def load_tools(path: str | None, isolate: bool = False) -> list[Callable]:
         return []
     path = absolute(path)  # tool processes import the file later
     tools = list(named_tools(load_lists(path, "tools_script", ["TOOL_FUNCTIONS", "ENVIRONMENT"])[0]).values())
-    getattr(tools_module(path), "CHECK_TOOLS", lambda: None)()
+    module = tools_module(path)
+    if not tools and not hasattr(module, "ENVIRONMENT"):
+        raise ValueError(f"tools_script: TOOL_FUNCTIONS of {path!r} is empty.")
+    if inspect.iscoroutinefunction(check := getattr(module, "CHECK_TOOLS", lambda: None)):
+        raise ValueError(f"tools_script: CHECK_TOOLS of {path!r} is async. Expected a plain function.")
+    check()
     if not isolate:
         return tools
     processes = ToolProcesses(path, tools)

@@ -6,6 +6,7 @@ that was closed. docs/rollouts.md has the columns of a row.
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 import math
@@ -32,7 +33,8 @@ TOKEN_COLUMNS = {"loss_mask": "tool_mask", "advantages": "advantages", "trainer_
 SEGMENT_BYTES = 64 * 2**20  # at which a segment is closed
 MOST_BYTES = 4 * 2**30  # of a rank's closed segments; the oldest are deleted first
 IMAGE_FOLDER, MOST_IMAGES = "images", 1000  # the folder next to the log, and how many images are written into it
-SEGMENT = re.compile(r"rollouts\.rank(\d+)(?:\.(\d{5}))?\.jsonl")  # rank, number unless it is the open one
+# Rank, number unless it is the open one. Earlier versions compressed those that were closed.
+SEGMENT = re.compile(r"rollouts\.rank(\d+)(?:\.(\d{5}))?\.jsonl(?:\.gz)?")
 
 
 def turn_columns(
@@ -274,6 +276,11 @@ def segments(folder: Path) -> dict[int, dict[int, Path]]:
     return dict(sorted(of_rank.items()))
 
 
+def opened(segment: Path) -> Any:
+    """Open a segment, as bytes."""
+    return gzip.open(segment, "rb") if segment.suffix == ".gz" else open(segment, "rb")
+
+
 def close_segment(path: Path) -> None:
     """Give the open segment its number, and delete the oldest ones while all of them together are too large."""
     rank = int(SEGMENT.fullmatch(path.name)[1])
@@ -288,11 +295,11 @@ def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The rows of an output directory, rank by rank, oldest first. A warning counts the lines that are not JSON."""
     lost = 0
     for segment in [path for files in segments(Path(folder)).values() for path in files.values()]:
-        with open(segment, encoding="utf-8", errors="replace") as file:
+        with opened(segment) as file:
             for line in file:
                 try:
                     yield json.loads(line)
-                except json.JSONDecodeError:
+                except ValueError:
                     lost += 1
     if lost:
         logger.warning(f"{folder}: {lost} lines are not JSON and are skipped. A killed run may have left them.")

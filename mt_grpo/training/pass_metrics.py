@@ -88,9 +88,13 @@ class PassMetrics:
         if not logged.get(EFFECTIVE_SHARE):  # all was logged
             self._weights = {key: passes for key, passes in self._weights.items() if key[0] != log_mode}
         weights = rollout_weights(ratio, trained, each["rollouts"], trainer.accelerator)
-        self._weights.setdefault((log_mode, number), []).append(weights)
-        shares = [effective_share(torch.cat(passes)) for key, passes in self._weights.items() if key[0] == log_mode]
-        logged[EFFECTIVE_SHARE] = [sum(shares) / len(shares)]
+        if self._logged is None:  # one value per whole batch: those of an evaluation are weighted by their rollouts
+            logged[EFFECTIVE_SHARE].append(effective_share(weights))
+        else:
+            self._weights.setdefault((log_mode, number), []).append(weights)
+            shares = [effective_share(torch.cat(each)) for key, each in self._weights.items() if key[0] == log_mode]
+            shares = [share for share in shares if not math.isnan(share)]  # of batches that train nothing
+            logged[EFFECTIVE_SHARE] = [sum(shares) / len(shares) if shares else NAN]
         if trainer.args.old_logps == "sampled":
             logps = torch.where(sampled.isnan(), logps, sampled)
             # In a `_truncate` mode a ratio of 0 is one that is too small for float32.

@@ -144,13 +144,7 @@ class RewardFunctions:
         }
         if "turn_contexts" in asked:
             given["turn_contexts"] = [turn_contexts(rollout) for rollout in rollouts]
-        if "groups" in asked:
-            if len(batch.rollouts) % batch.group_size:
-                raise ValueError(
-                    f"A reward function has the parameter groups, and this rank has {len(batch.rollouts)} rollouts, "
-                    f"which are no whole groups of {batch.group_size}. Set per_device_train_batch_size times "
-                    "steps_per_generation, or per_device_eval_batch_size, to a multiple of it."
-                )
+        if "groups" in asked:  # whole groups: `check_groups`
             given["groups"] = [(batch.first + i) // batch.group_size for i in places]
 
         def of_row(place: int) -> str:
@@ -168,6 +162,8 @@ class RewardFunctions:
                 raise ValueError(
                     f"log_extra({name!r}): got {len(column)} values, expected one for each of {len(places)} rollouts."
                 )
+            if not column:
+                continue
             last = dict(zip(places, column[-len(places) :]))  # of several calls the last one's
             columns["log_extra"](name, [last.get(i) for i in range(len(batch.rollouts))])
         return values

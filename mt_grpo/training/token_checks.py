@@ -2,26 +2,35 @@
 
 ids   each turn began with the ids that the backend reports to have read, and consists of those that it sampled
 mask  the trained tokens of a record are those that were sampled for it, and no others
-text  what a record reads before and between its turns is what the chat template writes there
+text  a record's text is what the chat template makes of the whole conversation
 
-The turns themselves are compared by `ids`: a template may leave out their thinking, or write their calls anew.
+The first two always hold. Texts may differ because of the template, which may leave out earlier thinking: a difference
+that the same comparison finds in a correct conversation is attributed to the template, and not logged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import logging
+import os
+import re
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from accelerate.utils import gather_object
 
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.rollout import IdHash, Record, Rollout, Turn, join, with_turns
+from mt_grpo.rollout import IdHash, Record, Rollout, ToolCall, ToolResult, Turn, join, with_turns
 
 logger = logging.getLogger(__name__)
 
-WHITE_SPACE, TEXT, UNREADABLE = "white space", "text", "no rendering"
-READ = "between turns"
+
+# The check `text` of `token_checks`: where a record's text is not what the chat template makes of its messages.
+
+
+WHITE_SPACE, THINKING, TEXT, UNREADABLE = "white space", "thinking", "text", "no rendering"
+SAMPLED, READ = "in a turn", "between turns"
 
 
 class Difference(NamedTuple):
@@ -31,20 +40,24 @@ class Difference(NamedTuple):
     kind: str
     place: str
     shown: str  # with what stands around it
+    texts: tuple[str, str] = ("", "")  # without white space: of the record, and of the rendering
 
-
-# -- text --
+    @property
+    def key(self) -> tuple:
+        """Identifies a difference of the template: with its texts between turns, without them inside a turn."""
+        return (self.kind, self.place, *(self.texts if self.place == READ else ()))
 
 
 def check_text(rollout: Rollout, record: Record, env: Any) -> list[Difference]:
-    """The differences between what a record reads as text and its messages, rendered as a whole."""
+    """The differences between the text of a record and its messages, rendered as a whole."""
     start, further = rollout.prompt_messages, False
     if record.numbers and record.numbers[0] > 0 and record.turns[0].context is not None:
         start, further = record.turns[0].context.messages, True
     tokenizer, tools = env.tokenizer, env.tools if rollout.tools is None else rollout.tools
     written = env.format_of(tokenizer)
-    read = [("", tokenizer.decode(record.prompt_ids))]
-    read += [(end_of(turn, written), tokenizer.decode(turn.observation_ids)) for turn in record.turns]
+    parts = [(tokenizer.decode(record.prompt_ids), False)]
+    for turn in record.turns:
+        parts += [(text_of_turn(turn, written), True), (tokenizer.decode(turn.observation_ids), False)]
     # Behind a turn without such ids nothing was read in this record.
     turns = [turn if turn.observation_ids else dataclasses.replace(turn, messages=[]) for turn in record.turns]
     arguments = written.prompt(with_turns(start, turns, begun=further), tools)
@@ -53,71 +66,155 @@ def check_text(rollout: Rollout, record: Record, env: Any) -> list[Difference]:
         rendered = tokenizer.apply_chat_template(**{**arguments, "tokenize": False})
     except Exception as error:  # whatever a template raises
         return [Difference("text", UNREADABLE, READ, f"the template raises: {error}")]
-    return compare(read, rendered, written.thinking)
+    ends = [tokenizer.decode([token]) for token in written.ends]
+    return compare(parts, rendered, written.thinking, ends)
 
 
-def end_of(turn: Turn, written: Any) -> str:
-    """The text of the token that ends a turn, as the template writes it; empty if the turn ends without one."""
-    last = turn.token_ids[-1] if turn.token_ids else None
-    if last not in written.ends or turn.finish_reason == "length":
-        return ""
-    foreign = written._closing and last not in written._closing
-    return written.tokenizer.decode([min(written._closing) if foreign else last])
+def text_of_turn(turn: Turn, written: Any) -> str:
+    """A turn's text. Where it ended by another token than the template's, that one stands in its place."""
+    ids = list(turn.token_ids)
+    if ids and ids[-1] in written.ends and written._closing and ids[-1] not in written._closing:
+        ids[-1] = min(written._closing)
+    text = written.tokenizer.decode(ids)
+    cut = turn.finish_reason == "length" and ids and text == turn.text + written.tokenizer.decode(ids[-1:])
+    return turn.text if cut else text  # a control token at which the budget ended a turn is not in its message
 
 
-def compare(read: list[tuple[str, str]], rendered: str, thinking: tuple[str, str]) -> list[Difference]:
-    """How texts that were read differ from a rendering, in which turns stand between them.
+def compare(
+    parts: list[tuple[str, bool]], rendered: str, thinking: tuple[str, str], ends: Iterable[str] = ()
+) -> list[Difference]:
+    """How a text, in parts of which is known whether they were sampled, differs from another one.
 
-    Args:
-        read: The texts, each with the end of the turn before it.
-        rendered: The rendering. What it has behind the last text is not compared.
-        thinking: The tags of thinking. That of an earlier turn may be left out, with what opens it before the turn.
+    What the template writes behind the last turn is no difference.
 
-    >>> read = [("", "U: 1? A: <think>"), (".", " U: 3? A: ")]
-    >>> compare(read, "U: 1? A: 2. U: 3? A: 4", ("<think>", "</think>"))
+    >>> parts = [("U: 1? A:", False), ("<think>so</think> 2.", True), (" U: 3? A:", False), (" 4", True)]
+    >>> compare(parts, "U: 1? A:<think>so</think> 2. U: 3? A: 4", ("<think>", "</think>"))
     []
-    >>> [found[1:3] for found in compare(read, "U: 1? A: 2.\\nU: 3? A: 4", ("<think>", "</think>"))]
-    [('white space', 'between turns')]
-    >>> [found[1:3] for found in compare(read, "U: 1? A: 2. U: 5? A: 4", ("<think>", "</think>"))]
+    >>> [found[1:3] for found in compare(parts, "U: 1? A: 2.\\nU: 3? A: 4", ("<think>", "</think>"))]
+    [('thinking', 'in a turn'), ('white space', 'between turns')]
+    >>> [found[1:3] for found in compare(parts, "U: 1? A:<think>so</think> 2. U: 5? A: 4", ("<think>", "</think>"))]
     [('text', 'between turns')]
     """
-    found, at = [], 0
-    places = [k for k, letter in enumerate(rendered) if not letter.isspace()]
-    letters = squeezed(rendered)
-    for end, text in read:
-        if not text.strip():
-            continue
-        for form in forms_of(text, thinking):
-            wanted = squeezed(form)
-            k = letters.find(wanted, at)
-            while k >= 0 and at and not letters[at:k].endswith(squeezed(end)):
-                k = letters.find(wanted, k + 1)
-            if k == 0 or (k > 0 and at):  # the prompt stands at the beginning
-                break
-        else:
-            shown = rendered[places[at] :][: len(text) + 40] if at < len(places) else ""
-            return [*found, Difference("text", TEXT, READ, f"{text!r:.200}, rendered {shown!r:.200}")]
-        # Behind a turn's end the text begins with its white space; else that may be the turn's.
-        first = places[k - 1] + 1 if k and end else places[k]
-        theirs, at = rendered[first : places[k + len(wanted) - 1] + 1], k + len(wanted)
-        ours = form.rstrip() if end else form.strip()
-        behind, prompt = text[len(text.rstrip()) :], read[0][1]  # the first text is the template's own
-        is_other_prompt = text.rstrip().endswith(prompt.rstrip()[-8:]) and behind != prompt[len(prompt.rstrip()) :]
-        if ours != theirs or is_other_prompt:
-            found.append(Difference("text", WHITE_SPACE, READ, f"{ours!r:.200}, rendered {theirs!r:.200}"))
-    return found
+    found: list[Difference] = []
+    for name, kept in variants(parts, thinking):
+        ours = "".join(text for text, _ in kept)
+        theirs = without_end(ours, rendered, ends)
+        if squeezed(ours) == squeezed(theirs):
+            if name:
+                found.append(Difference("text", THINKING, SAMPLED, "the template leaves out thinking"))
+            return found + pieces(kept, ours, theirs)
+    ours = "".join(text for text, _ in parts)
+    return pieces(parts, ours, without_end(ours, rendered, ends))
 
 
-def forms_of(text: str, thinking: tuple[str, str]) -> list[str]:
-    """A text that is read before a turn, also without the thinking that it begins for the turn, or leaves empty."""
-    opening, closing = thinking
-    before, opened, after = text.rpartition(opening)
-    return [text, before] if opened and not squeezed(after).removeprefix(squeezed(closing)) else [text]
+def variants(parts: list[tuple[str, bool]], thinking: tuple[str, str]) -> Iterable[tuple[str, list]]:
+    """The parts as they are, without the thinking of all turns but the last, and without any thinking."""
+    block = re.compile(re.escape(thinking[0]) + ".*?" + re.escape(thinking[1]), re.S)
+    turns = [k for k, (_, sampled) in enumerate(parts) if sampled]
+    yield "", parts
+    for gone in (turns[:-1], turns):
+        # A generation prompt may open the thinking, which then ends in the turn.
+        kept: list[tuple[str, bool]] = []
+        for k, (part, sampled) in enumerate(parts):
+            own = part
+            if k in gone:
+                own = block.sub("", own, count=1)
+                if thinking[1] in own and kept and thinking[0] in kept[-1][0].rpartition(thinking[1])[2]:
+                    head, _, _ = kept[-1][0].rpartition(thinking[0])
+                    kept[-1] = (head, kept[-1][1])
+                    own = own.partition(thinking[1])[2]
+            kept.append((own, sampled))
+        yield THINKING, kept
+
+
+def without_end(ours: str, rendered: str, ends: Iterable[str]) -> str:
+    """A rendering without what it has behind our text: an end of turn that was not sampled, and white space."""
+    text = rendered.rstrip()
+    for end in ends:
+        if end and text.endswith(end) and not ours.rstrip().endswith(end):
+            text = text.removesuffix(end)
+    return text + ours[len(ours.rstrip()) :] if text.endswith(ours.rstrip()[-8:]) else text
 
 
 def squeezed(text: str) -> str:
     """A text without its white space."""
     return "".join(text.split())
+
+
+def pieces(parts: list[tuple[str, bool]], ours: str, theirs: str) -> list[Difference]:
+    """Each place where two texts differ."""
+    flags = join([[sampled] * len(text) for text, sampled in parts])
+    a, b = (re.findall(r"\s+|\w+|[^\w\s]", text) for text in (ours, theirs))
+    at, found = 0, []
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        own, other = "".join(a[i1:i2]), "".join(b[j1:j2])
+        if tag != "equal":
+            kind = WHITE_SPACE if squeezed(own) == squeezed(other) else TEXT
+            # Between a turn and what is read behind it, it is the reading's.
+            inside = flags[at : at + len(own)] or [all(flags[max(at - 1, 0) : at + 1])]
+            shown = f"{ours[max(0, at - 10) : at + len(own) + 10]!r}, rendered {other!r} in place of {own!r}"
+            place = SAMPLED if all(inside) else READ
+            found.append(Difference("text", kind, place, shown, (squeezed(own), squeezed(other))))
+        at += len(own)
+    return found
+
+
+def listed(env: Any) -> set[tuple]:
+    """Keys of what differs in conversations without any fault: what the template itself does."""
+    written = env.format_of(env.tokenizer)
+    if not hasattr(written, "listed"):
+        written.listed = set()
+        opening, closing = written.thinking
+        calls = [ToolCall("add", {"a": 2})]
+        asked = written._render([{"role": "user", "content": "A question."}])
+        opened = opening in asked and closing not in asked.rpartition(opening)[2]  # by the generation prompt
+        begun = "" if opened else opening
+        for thought in ("", f"{begun}\nso\n{closing}\n\n", f"{begun}so{closing}"):
+            for texts, called in (
+                ((f"{thought}A turn.", f"{thought}Another."), []),
+                ((f"{thought} A turn. \n", "\n\nB "), []),
+                ((thought + call_text(written, calls), f"{thought}Another."), calls),
+                ((thought + call_text(written, calls), "Another."), calls),
+            ):
+                rollout = faultless(env, texts, called)
+                if rollout is not None:
+                    written.listed |= {found.key for found in check_text(rollout, rollout.records[0], env)}
+    return written.listed
+
+
+def call_text(written: Any, calls: list[ToolCall]) -> str:
+    """A turn's calls as the template writes them; none where it cannot."""
+    asked = [{"role": "user", "content": "A question."}]
+    try:
+        before = written._render(asked)
+        whole = written._render([*asked, written.turn_message(calls)], add_generation_prompt=False)
+    except Exception:  # whatever a template raises
+        return ""
+    text = whole[len(os.path.commonprefix([before, whole])) :].rstrip()
+    for end in written.ends:
+        text = text.removesuffix(written.tokenizer.decode([end]))
+    return text
+
+
+def faultless(env: Any, texts: tuple[str, ...], calls: list[ToolCall]) -> Rollout | None:
+    """A correct conversation whose turns have these texts, None if the template cannot render it."""
+    tokenizer, written = env.tokenizer, env.format_of(env.tokenizer)
+    try:
+        messages = env.with_system_prompt([{"role": "user", "content": "A question."}], env.tools)
+        rollout = Rollout(messages, env.prompt_ids(messages, tokenizer), tools=env.tools)
+        for number, text in enumerate(texts):
+            read = written.results(calls, [ToolResult("4") for _ in calls]) if calls else []
+            read = read or [{"role": "user", "content": "And?"}]
+            suffix = written.text_ids(written.suffix(calls, read))
+            ids = [*written.text_ids(text), *(written._end_of_turn(suffix)[-1:] or [tokenizer.eos_token_id])]
+            rollout.turns.append(Turn(ids, None, written.text(ids), "stop"))
+            if number < len(texts) - 1:
+                rollout.turns[-1].messages = read
+                rollout.turns[-1].observation_ids = written.suffix_ids(calls, read, ids)
+    except Exception as error:  # whatever a template raises: nothing is listed
+        logger.debug(f"The chat template cannot render a conversation to compare with: {error}")
+        return None
+    return rollout
 
 
 CHECKS = ("ids", "mask", "text")
@@ -210,7 +307,12 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dic
         found = join([check_ids(record) + check_mask(record, record.loss_mask) for record in rollout.records])
         if number < rendered:
             texts = join([check_text(rollout, record, env) for record in rollout.records])
-            found += [each for each in texts if not (mode == "ignore_strippable" and each.kind == WHITE_SPACE)]
+            passed = listed(env) if texts else set()
+            found += [
+                each
+                for each in texts
+                if each.key not in passed and not (mode == "ignore_strippable" and each.kind == WHITE_SPACE)
+            ]
         for check in {each.check for each in found}:
             counts[check] += 1
         found_here += found

@@ -780,6 +780,8 @@ TOOL = "def f(x: str):\n    'Doubles.'\nTOOL_FUNCTIONS = [f]\n"
     [
         ("tools_script", None, "tools_script: .*plugin.py' is not a file"),
         ("tools_script", "TOOLS = []", "defines neither TOOL_FUNCTIONS nor ENVIRONMENT"),
+        ("tools_script", "TOOL_FUNCTIONS = []", "TOOL_FUNCTIONS of .* is empty"),
+        ("tools_script", TOOL + "async def CHECK_TOOLS(): pass", "CHECK_TOOLS of .* is async"),
         ("tools_script", "TOOL_FUNCTIONS = [3]", "A tool must be a function.*, got 3"),
         ("tools_script", TOOL + "TOOL_FUNCTIONS += [f]", "Two tools are called 'f'"),
         ("tools_script", "import sys\nsys.exit()", "tools_script: .*cannot be imported .SystemExit"),

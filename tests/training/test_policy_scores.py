@@ -2,17 +2,20 @@
 
 import math
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import evaluate
 import pytest
 import torch
+from datasets import Dataset
 from test_rewards import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import mt_grpo_trainer as mt
 from mt_grpo.base.errors import RunError, ServerError, ServerLost
 from mt_grpo.generation.samples import tagged
+from mt_grpo.recipe.checks import check_groups
 from mt_grpo.recipe.plugins import load_tools
 from mt_grpo.rollout import Context, Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training import policy_scores
@@ -262,7 +265,7 @@ def scored(functions, columns=(), policy="the policy", batch=None):
 
 
 def test_who_names_groups_sees_whole_ones():
-    """By number, without a rollout that failed; where a group lies on several ranks it is refused."""
+    """By number, without a rollout that failed; where a rank would have a part of a group it is refused."""
     seen = {}
 
     def compares(groups, **kwargs):
@@ -274,9 +277,14 @@ def test_who_names_groups_sees_whole_ones():
     rollouts[1].stop_reason = StopReason.ENVIRONMENT_ERROR
     batch = Batch([{"prompt": []}] * 4, 2, first=4, rollouts=rollouts)
     assert scored([compares], batch=batch) == [[0.5, None, 0.5, 0.5]] and seen == {"groups": [2, 3, 3]}
-    part = Batch([{"prompt": []}] * 3, 2, first=3, rollouts=rollouts[:3])
-    with pytest.raises(ValueError, match="parameter groups.* 3 rollouts, which are no whole groups of 2"):
-        scored([compares], batch=part)
+    sizes = {"num_generations": 2, "num_generations_eval": 3, "steps_per_generation": 1, "eval_strategy": "steps"}
+    data = Dataset.from_list([{"prompt": []}])
+    for train, test, name in ((3, 3, "per_device_train"), (4, 4, "per_device_eval"), (4, 6, None)):
+        sizes |= {"per_device_train_batch_size": train, "per_device_eval_batch_size": test}
+        with pytest.raises(ValueError, match=f"parameter groups. Set {name}") if name else nullcontext():
+            check_groups([compares], SimpleNamespace(**sizes), data)
+    own_column = data.add_column("groups", [1])
+    check_groups([compares], SimpleNamespace(**sizes | {"per_device_train_batch_size": 3}), own_column)
     row = {"prompt": [], "groups": "mine"}  # a column of the data
     assert scored([compares], batch=Batch([row] * 3, 2, first=3, rollouts=rollouts[:3])) == [[0.5, None, 0.5]]
 

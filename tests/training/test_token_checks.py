@@ -77,11 +77,22 @@ def without_line(read):
     return read[: k + 1] + read[k + 2 :]
 
 
+class Unread(mt.MultiTurnToolEnv):
+    """The first of two messages after a turn was never read."""
+
+    def append(self, rollout, turn, *args):
+        super().append(rollout, turn, *args)
+        turn.messages = [{"role": "user", "content": "Nobody read this."}, *turn.messages]
+
+
 FAULTS = {
     "a turn that was tokenised again": (Retokenised, "ids", "sampled", "turn 1, token 8"),
     "a dropped think block": (WithoutThinking, "text", "text", "between turns"),
     "a doubled end of turn": (behind_turns(lambda read: [END] + read), "text", "text", "between turns"),
     "a lost end of line": (behind_turns(without_line), "text", "white space", "between turns"),
+    "a lost observation": (behind_turns(lambda read: []), "text", "text", "in a turn"),
+    "a lost end of turn": (behind_turns(lambda read: read[1:]), "text", "text", "between turns"),
+    "an unread message": (Unread, "text", "text", "between turns"),
     "a lost end of the prompt": (behind_turns(lambda read: read[:-1]), "text", "white space", "between turns"),
 }
 
