@@ -126,12 +126,16 @@ async def run_tool(
             given_up.append(done)
         raise ToolTimeout(f"{name} took longer than {timeout:g} s")
     result, error = done.result()
-    if isinstance(error, ValueError) and "signal only works in main thread" in str(error):  # so each call would fail
-        raise ToolsUnavailable(
+    said = error if isinstance(error, ValueError) else getattr(result, "text", result)
+    if "signal only works in main thread" in str(said)[:1000]:  # so each call would fail
+        words = (
             f"{name} sets a signal handler, such as SIGALRM for a time limit, which Python allows only in the main "
             "thread. Set isolate_tools: true to run the functions of TOOL_FUNCTIONS in the main thread of a process, "
             "or use the trainer's limits instead: tool_timeout, environment_timeout."
-        ) from error
+        )
+        if error is not None:
+            raise ToolsUnavailable(words) from error
+        tell_once(words)  # the tool caught the error, and the model reads it
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(error_line(error))
     return result
