@@ -1,5 +1,6 @@
 """The log of rollouts: its columns, its segments, and what reads it."""
 
+import gzip
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from test_first_batch import recipe_file
 import mt_grpo_trainer as mt
 from mt_grpo.reports import rollout_log
 from mt_grpo.reports.rollout_log import (
+    close_segment,
     read_rollouts,
     rollout_rows,
     turn_columns,
@@ -205,6 +207,16 @@ def test_the_log_is_bounded(tmp_path, monkeypatch, caplog):
     fill(path, range(12, 18))
     assert [each.name for each in tmp_path.glob("rollouts.rank0.0*")] == ["rollouts.rank0.00004.jsonl"]
     assert f"{first} is deleted: the log" in caplog.text
+
+
+def test_segments_that_an_earlier_version_compressed_are_read_and_deleted(tmp_path):
+    path = tmp_path / "rollouts.rank0.jsonl"
+    fill(path, [3])
+    for number in (1, 2):
+        (tmp_path / f"rollouts.rank0.0000{number}.jsonl.gz").write_bytes(gzip.compress(b'{"step": %d}\n' % number))
+    assert [row["step"] for row in read_rollouts(tmp_path)] == [1, 2, 3]
+    close_segment(path)
+    assert (tmp_path / "rollouts.rank0.00003.jsonl").is_file()
 
 
 def test_what_a_kill_or_a_model_leaves_takes_no_other_line_with_it(tmp_path, caplog):

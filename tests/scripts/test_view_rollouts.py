@@ -193,9 +193,7 @@ def test_the_newest_rows_of_a_large_log_are_read(tmp_path, monkeypatch, capsys):
         for each in logged:
             write_rollouts(tmp_path / f"rollouts.rank{rank}.jsonl", [{**each, "rank": rank}])
     read = []
-    monkeypatch.setattr(
-        viewer_log, "open", lambda path, mode: read.append(path.name) or open(path, mode), raising=False
-    )
+    monkeypatch.setattr(viewer_log, "open_segment", lambda path: read.append(path.name) or open(path, "rb"))
     log = log_of(tmp_path, most_bytes=30 * size)
     kept = [[line["step"] for line in log.table({})["rows"] if line["rank"] == rank] for rank in (0, 1)]
     assert kept == [list(range(35, 50))] * 2
