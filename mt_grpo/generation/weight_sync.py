@@ -220,7 +220,7 @@ class WeightSync:
             weights, expected = self.weights.named_weights(), self.weights.expected
         else:
             weights, expected = adapter_weights(self.weights.model), self.weights.of_adapter
-        if self.weights.sharded:
+        if self.weights.sharded and self.accelerator.num_processes > 1:
             weights = self._or_end(weights)
             if not self.accelerator.is_main_process:
                 for _ in weights:  # gathering is collective
