@@ -68,6 +68,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig, ScriptArguments, get_peft_config
 
 from mt_grpo.base.errors import RunError, ServerError
+from mt_grpo.base.event_loop import gather_all
 from mt_grpo.base.fields import key
 from mt_grpo.base.files import keep_output_open, output_lock
 from mt_grpo.base.rows import data_of, for_trl, rows_for_trl
@@ -385,7 +386,7 @@ class MultiTurnToolEnv(Conversations):
                 GIVEN_UP.set(rollout.given_up)
                 return await self.call_tool(call, rollout.tools)
 
-        results = own_results(rollout, await asyncio.gather(*map(run, calls[: self.MAX_PARALLEL_CALLS])))
+        results = own_results(rollout, await gather_all(map(run, calls[: self.MAX_PARALLEL_CALLS])))
         rollout.abandoned |= any(result.error == "timeout" for result in results)
         text = f"Error: not run, since a turn may have at most {self.MAX_PARALLEL_CALLS} calls. Call it again."
         return results + [ToolResult(text, "call") for _ in calls[self.MAX_PARALLEL_CALLS :]]

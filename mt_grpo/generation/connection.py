@@ -15,6 +15,7 @@ import re
 import secrets
 import time
 import urllib.parse
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -63,7 +64,12 @@ def split_server_url(url: str) -> tuple[str, str | None]:
 
 def server_urls(value: str | list[str] | None) -> list[str]:
     """The addresses in `vllm_server_base_url`: a list, or text with commas between them."""
-    urls = [url.strip() for url in (value.split(",") if isinstance(value, str) else value or []) if value]
+    if not value:
+        return []
+    urls = value.split(",") if isinstance(value, str) else value
+    if not all(isinstance(url, str) for url in urls):
+        raise ValueError(f"vllm_server_base_url={hide_password(repr(value))}, expected an address or a list of them.")
+    urls = [url.strip() for url in urls]
     plain = [split_server_url(url)[0] for url in urls]
     if twice := [url for url in plain if plain.count(url) > 1]:
         raise ServerError(f"vllm_server_base_url lists {twice[0]} twice. List each server once.")
@@ -102,11 +108,17 @@ class ServerConnection:
         self.adapter: str | None = None  # the adapter that requests name, the same on all ranks; None: the model
         self.loaded: str | None = None  # the adapter of the last push, before it is proven; of rank 0's client
         self._open: dict[int, dict[str, Any]] = {}  # requests in flight; a retry may change the model that one names
+        self._reached = False  # whether the server has ever answered
         if api_key := api_key or os.environ.get("VLLM_API_KEY"):
+            if credentials:
+                got = "got both a password in vllm_server_base_url and VLLM_API_KEY"
+                raise ServerError(f"{self.base_url}: {got}. A request can carry only one of them. Remove the other.")
             credentials = f"Bearer {api_key}"
         self.sends_credentials = bool(credentials)
         self._headers = {"Authorization": credentials} if credentials else {}
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
+        self._unsent: dict[asyncio.AbstractEventLoop, asyncio.Task] = {}  # the next question of `held_version`
+        self._asking: dict[asyncio.AbstractEventLoop, asyncio.Lock] = defaultdict(asyncio.Lock)
         allow_many_open_files()
 
     @property
@@ -141,10 +153,14 @@ class ServerConnection:
             status, body = future.result()
         except (aiohttp.ClientError, TimeoutError) as error:
             problem = error_line(error) if str(error) else f"no complete answer within {timeout:g} s"
+            never = aiohttp.ClientConnectorDNSError, aiohttp.ClientSSLError, aiohttp.InvalidURL
+            if isinstance(error, never) and not self._reached:  # DNS may also fail in the middle of a run
+                raise ServerError(f"{method} {url}: {problem}. No server can be reached at this address.") from error
             raise ServerLost(f"{method} {url}: {problem}. Is the {self.engine.title} server running?") from error
         except BaseException:
             future.cancel()
             raise
+        self._reached = True
         text = body.decode("utf-8", "replace")
         if not 200 <= status < 300:
             kind = ServerLost if status == 429 or status >= 500 else ServerError
@@ -331,9 +347,12 @@ class ServerConnection:
         """
         messages_list = check_conversations(messages_list, "messages_list", texts=False)
         check_sampling_params(sampling_params, CHAT_KEYS)
+        if self.tokenizer is None:
+            raise ServerError("chat needs the model's tokenizer: VLLMServerClient(..., tokenizer=tokenizer).")
         params = {"stop": [], **(sampling_params or {})}
         limits = [params.pop(key, None) for key in ("max_completion_tokens", "max_tokens")]
-        rendering = {"add_generation_prompt": True, "return_dict": False, **params.pop("chat_template_kwargs", {})}
+        rendering = {"add_generation_prompt": True, "return_dict": False}
+        rendering |= params.pop("chat_template_kwargs", None) or {}
         rendering |= {key: params.pop(key) for key in ("reasoning_effort",) if key in params}
 
         async def answer(messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -354,13 +373,24 @@ class ServerConnection:
         return run_async(answer_all())
 
     async def held_version(self) -> str | None:
-        """The version of the weights that the server holds; None if it does not answer."""
+        """The version of the weights that the server holds; None if it does not answer.
+
+        All callers share a request that is sent after their calls. One at a time is under way.
+        """
+        loop = asyncio.get_running_loop()
+        if loop not in self._unsent:
+            self._unsent[loop] = loop.create_task(self._ask_version(loop))
+        return await asyncio.shield(self._unsent[loop])
+
+    async def _ask_version(self, loop: asyncio.AbstractEventLoop) -> str | None:
         url, timeout = f"{self.base_url}{self.engine.WEIGHTS}", aiohttp.ClientTimeout(total=self.VERSION_SECONDS)
-        try:
-            async with (await self._session()).get(url, timeout=timeout) as response:
-                return (await response.json())["weight_version"] if response.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
-            return None
+        async with self._asking[loop]:
+            del self._unsent[loop]  # who comes from here on asks anew
+            try:
+                async with (await self._session()).get(url, timeout=timeout) as response:
+                    return (await response.json())["weight_version"] if response.status == 200 else None
+            except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError):
+                return None
 
     def close(self) -> None:
         """Close the connections. A later request opens new ones."""

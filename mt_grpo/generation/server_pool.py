@@ -62,7 +62,7 @@ class Route:
         self, prompt_ids: list[int], max_tokens: int, sampling_params: dict[str, Any] | None = None, index: int = 0
     ) -> Generation:
         """Sample one continuation (see `VLLMServerClient.generate`). If the server is lost, another one is asked."""
-        pool = self.pool
+        pool, cancelled_before = self.pool, asyncio.current_task().cancelling()
         while True:
             lineages = [server.lineage for server in pool.servers]  # before the choice: an old one proves nothing
             number = self.group.choose()
@@ -74,10 +74,11 @@ class Route:
                 self.sampled[number, lineages[number]] = time.monotonic()
                 return generation
             except asyncio.CancelledError:
-                if asyncio.current_task().cancelling() or number in pool.joined:
+                if asyncio.current_task().cancelling() > cancelled_before or number in pool.joined:
                     raise  # the conversation itself is cancelled
             except ServerError as error:
-                if pool.joined in ([], [number]):
+                is_last = pool.joined in ([], [number])
+                if is_last and not (isinstance(error, ServerLost) and await pool.another_answers()):
                     raise
                 pool.leave(number, error)
             finally:
@@ -121,7 +122,8 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
     give_up = None
     try:
         while True:
-            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS)
+            # At full seconds, so that all batches that are in flight share one question to each server.
+            await asyncio.wait({running}, timeout=pool.WATCH_SECONDS - time.monotonic() % pool.WATCH_SECONDS)
             if running.done() and pool.joined:
                 running.result()
             asked, done = time.monotonic(), len(results.keys() | given_up) == len(tasks)
@@ -137,7 +139,7 @@ async def gather_proven(pool: ServerPool, version: str, routes: list[Route], con
                     confirmed[n, lineages[n]] = asked
                 elif holds is False:
                     pool.leave(n, f"it restarted and holds the weights {answer!r} instead of {version!r}.")
-                elif misses[n] >= pool.LOST_AFTER and pool.joined != [n]:
+                elif misses[n] >= pool.LOST_AFTER and (pool.joined != [n] or await pool.another_answers()):
                     pool.leave(n, f"it did not answer {misses[n]} times in a row.")
             kept = {(n, pool.servers[n].lineage) for n in pool.joined}
             for index in range(len(tasks)):
@@ -279,6 +281,11 @@ class ServerPool:
             self.joined, self.joining = self.members, []
             return self.joined
 
+    async def another_answers(self) -> bool:
+        """Whether a server that was left out reports which weights it holds."""
+        others = [server for number, server in enumerate(self.servers) if number not in self.joined]
+        return any(held is not None for held in await asyncio.gather(*(server.held_version() for server in others)))
+
     def ask(self, question: Callable[[Any], Any]) -> dict[int, Any]:
         """Call `question` for all members at the same time. Returns number -> answer (`without_errors`)."""
 
@@ -337,11 +344,20 @@ class ServerPool:
     def wait_until_healthy(self, unless: Callable[[], Any] = lambda: False) -> None:
         """Wait until all servers are healthy; once all have held the first weights, until any of them is."""
         self._not_before.clear()
-        first, *others = self.servers
-        if self.complete:
-            return first.wait_until_healthy(lambda: unless() or any(at_once(lambda s: s.healthy(), others)))
-        for server in self.servers:
-            server.wait_until_healthy(unless)
+        if not self.complete or len(self.servers) == 1:
+            for server in self.servers:
+                server.wait_until_healthy(unless)
+            return
+        began, last_notice, first = time.monotonic(), float("-inf"), self.servers[0]
+        while not unless() and not any(at_once(lambda server: server.healthy(), self.servers)):
+            left = began + first.timeout - time.monotonic()
+            if left <= 0:
+                where = f"{self.title} servers at {self.base_url}"
+                raise ServerError(f"None of the {where} answers after {first.timeout:g} s. See their logs.")
+            if time.monotonic() - last_notice >= first.NOTICE_SECONDS:
+                last_notice = time.monotonic()
+                logger.warning(f"Waiting up to {left:.0f} more s for one of {self.base_url}.")
+            time.sleep(1.0)
 
     # -- what a push of weights needs; called on rank 0 --
 

@@ -4,7 +4,7 @@ What hurts there was measured with 0.5.23:
 
 - An id outside the vocabulary ends the process. So ids are compared with the vocabulary before they are sent.
 - A file of weights that cannot be read ends the process: it goes back to its old weights by reading the same file.
-  A push gives it a file that is whole, by a folder that is renamed when it is.
+  A push gives it a folder whose files are whole.
 - An image's tokens are filled in by the server. Ids that have them already are never answered.
 - Ids next to images are decoded, and the text is tokenised again, unless `SGLANG_MM_AVOID_RETOKENIZE=1`. So each
   answer says what was read, and it is compared.

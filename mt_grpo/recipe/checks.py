@@ -329,7 +329,8 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
     if context is not None and prompt + args.max_completion_length > context:
         raise ValueError(
             f"The longest prompt has {prompt} tokens, which with max_completion_length={args.max_completion_length} "
-            f"is more than the context of {context}. Set max_completion_length to at most {context - prompt}."
+            f"is more than the context of {context}. Shorten the prompts, in which tools and examples are, or set "
+            "max_completion_length to less."
         )
     return context
 

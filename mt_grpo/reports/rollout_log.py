@@ -276,7 +276,7 @@ def segments(folder: Path) -> dict[int, dict[int, Path]]:
     return dict(sorted(of_rank.items()))
 
 
-def opened(segment: Path) -> Any:
+def open_segment(segment: Path) -> Any:
     """Open a segment, as bytes."""
     return gzip.open(segment, "rb") if segment.suffix == ".gz" else open(segment, "rb")
 
@@ -295,7 +295,7 @@ def read_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """The rows of an output directory, rank by rank, oldest first. A warning counts the lines that are not JSON."""
     lost = 0
     for segment in [path for files in segments(Path(folder)).values() for path in files.values()]:
-        with opened(segment) as file:
+        with open_segment(segment) as file:
             for line in file:
                 try:
                     yield json.loads(line)

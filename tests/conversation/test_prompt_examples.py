@@ -356,7 +356,7 @@ def test_examples_that_fill_the_context(random_model, tmp_path):
     env = MultiTurnToolEnv([], "Be short.", prompt_examples=[long])
     args = settings(tmp_path, max_completion_length=8)
     rows = Dataset.from_list([{"prompt": [user("go")]}] * 8)
-    with pytest.raises(ValueError, match="longest prompt has .* tokens; .* examples are"):
+    with pytest.raises(ValueError, match="longest prompt has .* tokens, .* examples are"):
         config = json.loads((Path(random_model) / "config.json").read_text())
         env.prompt_examples[0][0]["content"] = "x " * config["max_position_embeddings"]
         MTGRPOEnvTrainer(random_model, env, [], [lambda completions, **kwargs: [0.0] * len(completions)],

@@ -598,3 +598,12 @@ def test_a_schema_that_is_let_in_reads_every_value(seed):
     deep = functools.reduce(lambda inner, _: {"anyOf": [inner]}, range(62), {})
     check_schema({"properties": {"a": deep}})
     typed("5", deep)
+
+
+def test_a_type_that_takes_none_is_not_written_twice():
+    def tool(x: Annotated[str | None, Field(description="the x")] = None):
+        """Takes."""
+
+    (schema,) = tool_schema("tool", tool)["function"]["parameters"]["properties"].values()
+    assert schema == {"anyOf": [{"type": "string"}, {"type": "null"}], "description": "the x", "default": None}
+    assert str(signature_of(tool)) == "(x: str | None = None)"

@@ -50,7 +50,7 @@ class Stub:
 
     engine = engine_of("vllm")
 
-    timeout, tokenizer, max_model_len, retries, lineage, pushing = 1.0, None, 640, 0, 0, False
+    timeout, tokenizer, max_model_len, retries, lineage, pushing, NOTICE_SECONDS = 1.0, None, 640, 0, 0, False, 10.0
 
     def __init__(self, number, log, version="v"):
         self.number, self.log, self.version = number, log, version
@@ -293,6 +293,24 @@ def test_a_prompt_for_which_the_server_fails_is_named_with_its_row(status, says)
             client.close()
 
 
+def test_a_last_server_that_gives_up_is_left_where_others_are_back():
+    """They hold other weights by now: all get the weights again. Without another one the run ends."""
+    pool = make_pool(2, joined=[1])
+    pool.servers[1].error = ServerLost("gave up")
+    pool.servers[0].version = "default"
+    assert run(pool, [0, 1], two_turns) == [None, None] and pool.joined == []
+    pool.joined, pool.servers[0].version = [1], None
+    with pytest.raises(ServerLost, match="gave up"):
+        run(pool, [0, 1], two_turns)
+
+
+def test_a_last_server_that_is_silent_is_left_where_others_are_back():
+    pool = make_pool(2, joined=[1])
+    pool.servers[1].version, pool.servers[1].seconds = None, 60.0
+    pool.servers[0].version = "default"
+    assert run(pool, [0, 1], two_turns) == [None, None] and pool.joined == []
+
+
 def test_a_conversation_that_fails_as_it_is_given_up_ends_no_run():
     pool = make_pool(2)
 
@@ -307,6 +325,20 @@ def test_a_conversation_that_fails_as_it_is_given_up_ends_no_run():
             raise RuntimeError("its cleanup failed") from None
 
     assert run(pool, [0, 1], converse) == [[0, 0], None]
+
+
+def test_an_earlier_cancel_that_was_ignored_does_not_end_a_conversation():
+    """Old versions of `async_timeout` do so: the task counts one cancel for ever."""
+    pool = make_pool(2)
+
+    async def converse(route, index):
+        asyncio.current_task().cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(0)
+        pool.servers[1].version, pool.servers[1].seconds = None, 60.0
+        return await two_turns(route, index)
+
+    assert run(pool, [0, 1], converse) == [[0, 0], [0, 0]]
 
 
 def test_a_batch_that_is_cancelled_at_once_leaves_no_load():
@@ -604,7 +636,7 @@ def test_the_last_joined_server_dies_at_a_push_and_another_is_back(pushing):
     assert pool.joined == [1] and pool.servers[1].version == "v-1"
 
 
-def test_a_push_while_no_server_answers_waits_for_one(pushing):
+def test_a_push_while_no_server_answers_waits_for_any(pushing, caplog):
     push, pool, sync = pushing
     push("v-0")
     for number in (0, 1, 2):
@@ -613,8 +645,9 @@ def test_a_push_while_no_server_answers_waits_for_one(pushing):
     threading.Timer(0.5, lambda: setattr(pool.servers[2], "up", True)).start()
     sync.pushed = None
     assert push("v-0")["sync/servers"] == 1 and pool.joined == [2]
+    assert "one of http://server0, http://server1, http://server2" in caplog.text
     pool.servers[2].up, pool.servers[0].timeout = False, 0.5
-    with pytest.raises(ServerError, match="No vLLM server answers at http://server0"):
+    with pytest.raises(ServerError, match="None of the vLLM servers at http://server0, http://server1"):
         push("v-1")
 
 
@@ -848,6 +881,7 @@ def test_a_server_that_loads_weights_is_not_lost():
         (["http://a:1", "http://a:1/"], "lists http://a:1 twice"),
         (["http://a:1", ""], "is not a server address"),
         ("http://a:1,,http://b:1", "is not a server address"),
+        (["http://a:1", 5], "vllm_server_base_url=.*expected an address or a list"),
     ],
 )
 def test_addresses_that_cannot_work(value, error):

@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,18 @@ def test_a_host_becomes_a_url(host, url):
     assert VLLMServerClient(host).base_url == url
 
 
+def test_a_name_that_nobody_knows_is_not_waited_for(proxy, client):
+    """At the start. In the middle of a run it is the name server that fails, and may come back."""
+    with pytest.raises(ServerError, match="no-such-host.invalid.*No server can be reached") as raised:
+        VLLMServerClient("no-such-host.invalid", timeout=3.0).wait_until_healthy()
+    assert not isinstance(raised.value, ServerLost)
+    proxy.faults = lambda request: Fault("up", status=200, body=b"")
+    client.wait_until_healthy()
+    client.base_url = "http://no-such-host.invalid:8000"
+    with pytest.raises(ServerLost, match="no-such-host.invalid"):
+        client.request("GET", "/health")
+
+
 OLLAMA = b'{"object": "list", "data": [{"id": "llama3", "object": "model", "owned_by": "library"}]}'
 NO_VLLM = "This answer is not from a vLLM server. Check vllm_server_host, vllm_server_port, vllm_server_base_url"
 
@@ -164,7 +177,11 @@ def test_a_password_is_sent_and_not_shown(proxy, monkeypatch):
             ask()
     # python3 -c 'import base64; print(base64.b64encode(b"ann:s t"))'
     assert [request.headers.get("Authorization") for request in proxy.requests] == ["Basic YW5uOnMgdA=="] * 2
-    VLLMServerClient("127.0.0.1", proxy.port, api_key="key").healthy()
+    monkeypatch.setenv("VLLM_API_KEY", "key")
+    with pytest.raises(ServerError, match="VLLM_API_KEY. A request can carry only one") as raised:
+        VLLMServerClient(base_url="http://ann:hunter2@gpu1")
+    assert "hunter2" not in str(raised.value)
+    VLLMServerClient("127.0.0.1", proxy.port).healthy()
     assert proxy.requests[-1].headers["Authorization"] == "Bearer key"
 
 
@@ -196,12 +213,15 @@ def test_ids_are_continued_and_messages_are_answered(proxy, client):
         client.tokenizer.apply_chat_template(c, add_generation_prompt=True, return_dict=False) for c in conversations
     ]
     answer = {"text": client.tokenizer.decode([7]), "token_ids": [7], "logprobs": [-1.0], "finish_reason": "stop"}
-    answers = client.chat(conversations, {"max_tokens": 12, "top_p": 0.5})
+    answers = client.chat(conversations, {"max_tokens": 12, "top_p": 0.5, "chat_template_kwargs": None})
     assert answers == [{**answer, "prompt_ids": ids} for ids in prompts]
     ids, *chats = (request.payload for request in proxy.requests)
     assert (ids["prompt"], ids["max_tokens"], ids["temperature"]) == ([5, 6], 11, 0.5)
     assert sorted(chat["prompt"] for chat in chats) == sorted(prompts)
     assert [(chat["max_tokens"], chat["top_p"], chat["stop"]) for chat in chats] == [(12, 0.5, [])] * 2
+    client.tokenizer = None
+    with pytest.raises(ServerError, match="tokenizer"):
+        client.chat(conversations)
 
 
 @pytest.mark.contract("VLLMServerClient.update_weights")
@@ -299,6 +319,30 @@ def test_a_push_under_way_is_waited_for(proxy, client, held, expected):
     proxy.faults = rule
     assert proven(client, "v-1", sample) == [expected]
     assert questions(proxy) >= 3
+
+
+def test_an_answer_is_shared_by_who_asked_before_it_was_sent(proxy, client):
+    """One question is under way at a time. Who comes while it is shares the next one, which proves what was before."""
+    go = threading.Event()
+
+    def rule(request):
+        answer = answered(request, f"v-{questions(proxy)}")
+        assert go.wait(20)
+        return answer
+
+    async def story():
+        early = [asyncio.ensure_future(client.held_version()) for _ in range(3)]
+        while not questions(proxy):
+            await asyncio.sleep(0.01)
+        late = [asyncio.ensure_future(client.held_version()) for _ in range(2)]
+        await asyncio.sleep(0)  # they have asked
+        early[0].cancel()  # the others get their answer
+        go.set()
+        return await asyncio.gather(*early[1:], *late)
+
+    proxy.faults = rule
+    assert run_async(story()) == ["v-1", "v-1", "v-2", "v-2"] and questions(proxy) == 2
+    assert asyncio.run(client.held_version()) == "v-3"  # another event loop
 
 
 @pytest.mark.parametrize("key", [None, "secret"])

@@ -18,6 +18,7 @@ from mt_grpo.rollout import ToolResult
 
 def json_form(value: Any) -> Any:
     """Convert a value one step towards JSON. Raises `TypeError` for an object without data."""
+    used_up = isinstance(value, (collections.abc.Iterator, collections.abc.AsyncIterator, collections.abc.Awaitable))
     if isinstance(value, (bytes, bytearray, memoryview)):
         return bytes(value).decode("utf-8", "replace")
     if isinstance(value, enum.Enum):
@@ -34,7 +35,9 @@ def json_form(value: Any) -> Any:
         return sorted(value, key=lambda x: (0, x, "") if isinstance(x, (int, float)) else (1, 0, dump(x)))
     if isinstance(value, (collections.deque, collections.abc.ValuesView)):
         return list(value)
-    if not callable(value) and not re.search(r" at 0x[0-9a-fA-F]+", text := str(value)):  # Decimal, Path, UUID
+    if (
+        not used_up and not callable(value) and not re.search(r" at 0x[0-9a-fA-F]+", text := str(value))
+    ):  # Decimal, Path, UUID
         return text
     raise TypeError(f"the tool returned {type(value).__name__}, which is no data: expected text, bytes or JSON data")
 

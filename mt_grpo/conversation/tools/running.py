@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import collections
 import contextvars
 import ctypes
@@ -21,7 +22,14 @@ from typing import Any
 
 from mt_grpo.base.errors import error_line, tell_once
 from mt_grpo.conversation.tools.results import as_received, as_result, as_sent, as_text, json_form, with_data
-from mt_grpo.conversation.tools.signature import ArgumentReader, cached_by_function, hints_of, is_json_type, readers_of
+from mt_grpo.conversation.tools.signature import (
+    ArgumentReader,
+    cached_by_function,
+    hints_of,
+    is_json_type,
+    readers_of,
+    takes_none,
+)
 from mt_grpo.images.pictures import reader_of, with_marks_of
 from mt_grpo.rollout import Rollout, ToolResult
 
@@ -205,7 +213,7 @@ def serve(path: str, folders: list[str], typed: bool) -> None:
         except BaseException as error:
             name = type(error).__name__
             text = str(error) if isinstance(error, Exception) else f"{name}: {error}"
-            answer = json.dumps({"error": name, "text": text})
+            answer = json.dumps({"error": name, "text": text[: LONGEST_ANSWER // 8]})
         answers.write(answer.encode() + b"\n")
         answers.flush()
 
@@ -220,7 +228,7 @@ from typing import Any, Literal
 LONGEST_ANSWER, UNIONS = {LONGEST_ANSWER}, (typing.Union, types.UnionType)
 {"".join(map(inspect.getsource, (json_form, as_text, with_data, as_sent, awaited, serve)))}
 """
-READERS = (is_json_type, hints_of, ArgumentReader, cached_by_function, readers_of)
+READERS = (is_json_type, takes_none, hints_of, ArgumentReader, cached_by_function, readers_of)
 READING = "from pydantic import TypeAdapter\n" + "".join(map(inspect.getsource, READERS))
 
 
@@ -239,12 +247,19 @@ class ToolProcesses:
         self._command = [sys.executable, "-c", program, json.dumps([path, [str(each) for each in sys.path], typed])]
         self._idle: dict[asyncio.AbstractEventLoop, list] = collections.defaultdict(list)
         self._path = path
+        atexit.register(self.end_idle)
 
     async def try_one(self) -> None:
         """Raise `RuntimeError` or `OSError` if a process cannot import the file, such as one that locks a resource."""
         process = await self._start()
         self._end(process)
         await process.wait()
+
+    def end_idle(self) -> None:
+        """End the idle processes, with all that calls have started in them."""
+        for process in [each for idle in self._idle.values() for each in idle if each.returncode is None]:
+            self._end(process)
+        self._idle.clear()
 
     def isolated(self, index: int, tool: Callable) -> Callable:
         """An async function that runs `TOOL_FUNCTIONS[index]` in a process. An async tool is returned unchanged."""

@@ -104,11 +104,17 @@ def cached_by_function(function: Callable) -> Callable:
     return wrapper
 
 
+def takes_none(hint: Any) -> bool:
+    """Whether a type allows None."""
+    options = typing.get_args(hint) if typing.get_origin(hint) in (*UNIONS, Literal, typing.Annotated) else ()
+    return hint in (Any, object, None, type(None)) or any(map(takes_none, options))
+
+
 def hints_of(tool: Callable) -> dict[str, Any]:
     """The types of a tool's parameters, and of its result as `return`. A parameter with default None takes None."""
     hints = typing.get_type_hints(tool, include_extras=True)
     for name, parameter in inspect.signature(tool).parameters.items():
-        if parameter.default is None and hints.get(name, Any) not in (Any, object):
+        if parameter.default is None and not takes_none(hints.get(name, Any)):
             hints[name] = typing.Union[hints[name], None]  # noqa: UP007 (not all hints have `|`)
     return hints
 
@@ -483,7 +489,7 @@ def read_call(call: ToolCall, tools: dict[str, Callable]) -> tuple[dict[str, Any
         reader = readers.get(name) or list(readers.values())[-1]
         try:
             arguments[name] = reader.read(value)
-        except Exception as error:  # a validator may raise anything
+        except (Exception, SystemExit) as error:  # a validator may raise anything
             return {}, f"{argument_mistake(name, value, reader, error)}. {usage}"
     # A tool's process reads JSON, and makes its own objects of it.
     return (written if hasattr(tool, "prepare") else arguments), None
