@@ -107,6 +107,7 @@ class ServerConnection:
         self.pushed: str | None = None  # the name of the last whole push, the same on all ranks; None before the first
         self.adapter: str | None = None  # the adapter that requests name, the same on all ranks; None: the model
         self.loaded: str | None = None  # the adapter of the last push, before it is proven; of rank 0's client
+        self._open: dict[int, dict[str, Any]] = {}  # requests in flight; a retry may change the model that one names
         self._reached = False  # whether the server has ever answered
         if api_key := api_key or os.environ.get("VLLM_API_KEY"):
             if credentials:
@@ -246,6 +247,11 @@ class ServerConnection:
         """The model name that requests carry."""
         return self.adapter or self.model_card["id"]
 
+    @property
+    def named_adapters(self) -> set[str | None]:
+        """The models that requests in flight name: their adapters stay on the server."""
+        return {body.get("model") for body in list(self._open.values())}
+
     async def sample(self, payload: dict[str, Any], vocab_size: int | None) -> Generation:
         """Sample for a payload of `/v1/completions`, and report which versions of the weights may have sampled."""
         for picture in pictures_in(payload["prompt"]):
@@ -253,7 +259,11 @@ class ServerConnection:
                 await asyncio.to_thread(lambda picture=picture: picture.data_uri)
         path, body, read, _ = self.engine.ask_for_sample(payload, vocab_size, self.unsampled)
         asked = self.policy_version
-        generation = await self._post(path, body, read)
+        self._open[id(body)] = body
+        try:
+            generation = await self._post(path, body, read)
+        finally:
+            del self._open[id(body)]
         if generation.policy_versions is not None:  # the engine says of each token which weights sampled it
             return generation
         versions = asked, self.newest_version

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -165,6 +166,10 @@ class WeightSync:
         """Run `_push_and_check`, again if the servers are lost meanwhile."""
         held, self.pushed = self.pushed, None
         joined = [set(numbers) for numbers in gather_object([list(self.servers.joined)])]
+        if self.adapter is not None:
+            asked = [client.named_adapters for client in self.servers.servers]
+            for client, named in zip(self.servers.servers, zip(*gather_object([asked]))):
+                client.transfer.in_use = set.union(*named)
         for lost in set.union(*joined) - set.intersection(*joined):
             self.servers.leave(lost, "a rank lost its connection.")
         for attempt in range(1, self.MAX_ATTEMPTS + 1):
@@ -198,20 +203,40 @@ class WeightSync:
         if not new_server and self.num_syncs % self.CHECK_EVERY:
             return seconds, None
         began = time.perf_counter()
-        gap = self._check_logprobs()
+        try:
+            gap = self._check_logprobs()
+        except ServerError:
+            self._check_that_servers_hold(version)
+            raise
         return {**seconds, "check": time.perf_counter() - began}, gap
+
+    def _check_that_servers_hold(self, version: str) -> None:
+        """Raise `ServerLost` if a server restarted after the push of `version`."""
+        if on_main_process(self.servers.weight_version) != version:
+            raise ServerLost(f"{self.servers.base_url} restarted between the push and its check.")
 
     def _push(self, version: str) -> dict[str, float]:
         if self.adapter is None:
             weights, expected = self.weights.named_weights(), self.weights.expected
         else:
             weights, expected = adapter_weights(self.weights.model), self.weights.of_adapter
-        if not self.accelerator.is_main_process and self.weights.sharded:
-            for _ in weights:  # gathering is collective
-                pass
+        if self.weights.sharded and self.accelerator.num_processes > 1:
+            weights = self._or_end(weights)
+            if not self.accelerator.is_main_process:
+                for _ in weights:  # gathering is collective
+                    pass
         return on_main_process(
             lambda: self.servers.update_weights(weights, version, expected, self.accelerator.device)
         )
+
+    @staticmethod
+    def _or_end(weights: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield from `weights`. An error ends the process, and so the run: the other ranks wait in the next gather."""
+        try:
+            yield from weights
+        except Exception:
+            logger.exception("Sharded weights could not be gathered. The run ends without saving itself.")
+            os._exit(1)
 
     # -- the proof --
 
@@ -238,6 +263,7 @@ class WeightSync:
         allowed = on_main_process(lambda: allowed)
         number, missed = max(distances.items(), key=lambda item: item[1])
         if missed > allowed:
+            self._check_that_servers_hold(f"{version}-probe")
             raise ServerError(
                 f"A changed weight did not arrive at {self.servers.servers[number].base_url}, or the server computes "
                 f"something else: with noise on every pushed tensor the mean difference of logprobs is {missed:.2e}, "

@@ -153,13 +153,17 @@ class WeightTransfer:
         self.held: str | None = None  # the version that the last complete push set; None: not known
         self.adapter: Any = None  # the configuration of the policy's LoRA, where it is pushed as an adapter
         self.num_adapters = 2  # kept there, the newest: a request that was sent before a push names an older one
+        self.in_use: set[str | None] = set()  # adapters that requests of any rank named as this push began
         self._loaded: dict[str, Path] = {}  # adapters that this client has loaded there, the oldest first
+        self._resolved: str | None = None
         self._nccl: NCCLGroup | None = None
         self._folder: Path | None = None  # this client's own folder in `sync_dir`
 
     def resolve(self, device: torch.device) -> str:
         """The transport, `disk` or `nccl`. Raises `ServerError` if the server does not support the setting."""
-        return self.server.engine.transport(self.server, self.transport, device.type == "cuda")
+        if self._resolved is None:  # asked once: a server that restarts with another setting is refused
+            self._resolved = self.server.engine.transport(self.server, self.transport, device.type == "cuda")
+        return self._resolved
 
     def push(
         self,
@@ -177,7 +181,7 @@ class WeightTransfer:
             if not transfers:
                 raise ServerLost(f"No {self.server.engine.title} server is left to push weights to.")
             # All have the same settings.
-            if self.adapter is None and transfers[0].resolve(device) == "nccl":
+            if self.adapter is None and self.resolve(device) == "nccl":
                 weights, seconds = self._collect(named_weights, expected, device)
             else:
                 weights, seconds = self._write(named_weights, version, expected)
@@ -238,13 +242,13 @@ class WeightTransfer:
                         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                         shutil.rmtree(folder)  # which follows no link
         root = next((root for root in roots if shutil.disk_usage(root).free > 1.05 * size), roots[-1])
-        folder = Path(tempfile.mkdtemp(prefix="mt-grpo-weights-", dir=root))
+        folder = Path(tempfile.mkdtemp(prefix=".mt-grpo-weights-", dir=root))
         self._folder_lock = open(folder / "lock", "w")
-        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(self._folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before other runs can find the folder
         if not root.stat().st_mode & stat.S_ISVTX:  # in a directory such as /tmp other users must not read it
             folder.chmod(0o755)
-        self._folder = folder
-        return folder
+        self._folder = folder.rename(root / folder.name[1:])
+        return self._folder
 
     @staticmethod
     def _collect(
@@ -313,7 +317,8 @@ class WeightTransfer:
         self.server.request("POST", "/v1/load_lora_adapter", timeout=600.0, json=load, read=None)
         self.server.engine.name_weights(self.server, name)
         for old in list(self._loaded)[: -self.num_adapters]:
-            self._unload(old)
+            if old not in self.in_use:
+                self._unload(old)
         self.held = self.server.loaded = name
 
     def _check_it_holds(self, held: str | None) -> None:
@@ -323,16 +328,23 @@ class WeightTransfer:
 
     def _unload(self, name: str, timeout: float = 60.0) -> None:
         """Let the server forget an adapter, if it has it: a restarted one has none."""
-        if self._loaded.pop(name, None) is not None:
-            with suppress(ServerError):  # a server that is lost fails at the next request, too
+        if name in self._loaded:
+            try:
                 body = {"lora_name": name}
                 self.server.request("POST", "/v1/unload_lora_adapter", timeout=timeout, json=body, read=None)
+            except ServerLost:
+                raise
+            except ServerError:
+                pass
+            del self._loaded[name]
 
     def drop_adapters(self, timeout: float = 60.0) -> None:
         """Unload all adapters that the server was sent, such as before all weights are pushed instead."""
         self.server.loaded = None
         for name in list(self._loaded):
-            self._unload(name, timeout)
+            with suppress(ServerError):  # all ranks go on alike, and a lost server fails at the push
+                self._unload(name, timeout)
+        self._loaded.clear()
 
     def forget_restarted(self) -> None:
         """Forget what a new process does not have: the version of the last push, and its place in the NCCL group."""

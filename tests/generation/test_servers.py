@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import threading
 import time
@@ -508,6 +509,7 @@ class Pushed(Settled):
         self.version, self.wrong, self.pushes = "default", 0.0, []
         self.transfer.server, self.transfer.push = self, self.push
         self.pushed = self.adapter = None
+        self.named_adapters = set()
 
     def server_info(self):
         return self._if_up({})
@@ -593,6 +595,23 @@ def test_one_of_several_servers_that_ignores_pushes_is_found_at_the_first(pushin
         push("v-0")
 
 
+@pytest.mark.parametrize("check, pushes", [(1, ["v-0-probe"]), (2, ["v-0-probe", "v-0"])])
+def test_a_server_that_restarts_before_a_check_gets_the_weights_again(pushing, check, pushes):
+    """Its own weights disagree with the trainer's, and no setting is to blame."""
+    push, pool, _ = pushing
+    server, score, checks = pool.servers[1], pool.servers[1].score, itertools.count(1)
+
+    def restart(ids, rank):
+        if next(checks) == check:
+            server.version = "default"
+            return [-5.0] * (len(ids) - 1)
+        return score(ids, rank)
+
+    server.score = restart
+    assert push("v-0")["sync/servers"] == 3 and server.version == "v-0"
+    assert server.pushes == [*pushes, "v-0-probe", "v-0"]
+
+
 def test_one_stale_engine_behind_an_address_is_found(pushing):
     """Its distance counts, and not the mean over the engines."""
     push, pool, sync = pushing
@@ -649,14 +668,22 @@ def test_an_adapter_that_is_asked_for_and_cannot_be_had_is_an_error(pushing):
         sync._merge("the server is old")
 
 
-def test_all_ranks_name_the_new_adapter(pushing):
-    """The name of a restarted server's adapter says so."""
+def test_adapters_that_any_rank_names_stay_and_all_ranks_name_the_new_one(pushing, monkeypatch):
+    """Rank 0 alone loads and unloads. The name of a restarted server's adapter says so."""
     push, pool, sync = pushing
     push("v-0")
     sync.adapter, sync.weights.of_adapter = SimpleNamespace(r=4), {}
     for number, server in enumerate(pool.servers):
         server.lineage, server.version = number, tagged("v-0", number)
+        server.named_adapters = {f"own-{number}"}
+    gather = weight_sync.gather_object
+
+    def of_two_ranks(rows):
+        return gather(rows) + ([[{"other"}, set(), {"own-2"}]] if isinstance(rows[0][0], set) else [])
+
+    monkeypatch.setattr(weight_sync, "gather_object", of_two_ranks)
     push("v-1")
+    assert [server.transfer.in_use for server in pool.servers] == [{"own-0", "other"}, {"own-1"}, {"own-2"}]
     assert [server.adapter for server in pool.servers] == ["v-1", "v-1+1", "v-1+2"]
 
 

@@ -192,6 +192,39 @@ def check_pushed(launch_sharded, lora, folder):
         torch.testing.assert_close(first[name], value, rtol=0, atol=1e-6)
 
 
+PUSH_THAT_FAILS = """
+import sys
+from types import SimpleNamespace
+import torch
+from accelerate import Accelerator
+from mt_grpo.generation.server_pool import ServerPool
+from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo_trainer import VLLMServerClient
+
+accelerator = Accelerator(cpu=True)
+
+def named_weights():
+    for name in "abc":
+        yield name, accelerator.reduce(torch.ones(1))
+        if name == "b" and accelerator.process_index == int(sys.argv[1]):
+            raise MemoryError("none left")
+
+client = VLLMServerClient("127.0.0.1", 9, timeout=2.0, sync_dir=sys.argv[2])
+client.transfer.resolve = lambda device: "disk"
+weights = SimpleNamespace(sharded=True, expected={}, named_weights=named_weights)
+WeightSync(ServerPool([client]), None, weights, accelerator, [1])._push("v-1")
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_gather_that_fails_on_one_rank_ends_the_run(rank, tmp_path):
+    """The other rank would wait in the next gather, and rank 0 tells errors in a broadcast."""
+    script = tmp_path / "push.py"
+    script.write_text(PUSH_THAT_FAILS)
+    text = launch(CPU, [str(script)], rank, tmp_path, fails=True, PYTHONPATH=str(ROOT))
+    assert "MemoryError: none left" in text and "The run ends without saving itself." in text
+
+
 def test_sharding_that_accelerate_does_not_do_is_refused(tmp_path, monkeypatch):
     """It would train by DDP without a word."""
     monkeypatch.chdir(ROOT)

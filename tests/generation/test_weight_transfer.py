@@ -1,5 +1,6 @@
 """Weights on their way to servers, over real HTTP. For NCCL: TRL's own client, and a stand-in for NCCL itself."""
 
+import fcntl
 import http.server
 import json
 import threading
@@ -246,8 +247,8 @@ def test_an_error_of_trls_client_is_a_lost_server(nccl, servers, monkeypatch):
     assert servers[0].version == "loading-v-2"  # which nobody takes for right weights
 
 
-def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path):
-    """It is written once. The barrier lets nobody through before all of them load."""
+def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path, monkeypatch):
+    """It is written once. The barrier lets nobody through before all of them load. No push needs the first server."""
     barrier = threading.Barrier(3)
     for server in servers:
         server.loads = barrier
@@ -256,7 +257,32 @@ def test_all_servers_load_the_same_file_at_the_same_time(servers, tmp_path):
     push_to_all(pool)
     folders = {body["kwargs"]["weights_path"] for s in servers for path, body in s.asked if path == "/collective_rpc"}
     assert len(folders) == 1 and pool.joined == [0, 1, 2] and [s.version for s in servers] == ["v-1"] * 3
+    pool.complete = True
+    monkeypatch.setitem(ANSWERS, "/server_info", {})
+    push_to_all(pool)
+    servers[0].shutdown()
+    servers[0].server_close()
+    servers[1].loads = servers[2].loads = None
+    push_to_all(pool)
+    assert pool.joined == [1, 2]
     pool.close()
+
+
+def test_no_run_removes_the_folder_of_another_before_it_is_locked(tmp_path, monkeypatch):
+    first, other = (VLLMServerClient(base_url="http://a:1", sync_dir=str(tmp_path)).transfer for _ in range(2))
+    lock = fcntl.flock
+
+    def lock_after_another_run_began(*args):
+        monkeypatch.undo()
+        other._own_folder(0)
+        lock(*args)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_another_run_began)
+    folders = {first._own_folder(0), other._own_folder(0)}
+    assert len(folders) == 2 and set(tmp_path.glob("*")) == set(tmp_path.glob("mt-grpo-weights-*")) == folders
+    first.close()
+    other.close()
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.contract("LoRA adapter")
@@ -294,12 +320,39 @@ def test_an_adapter_is_written_once_and_the_older_ones_go(servers, tmp_path):
     push("v-4")
     assert sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) == ["v-3", "v-4"]
     assert [client.loaded for client in clients] == ["v-4"] * 2
+    clients[0].transfer.in_use = {"v-3"}  # by a request, longer than `num_adapters` pushes
+    push("v-5")
+    push("v-6")
+    assert [list(client.transfer._loaded) for client in clients] == [["v-3", "v-5", "v-6"], ["v-5", "v-6"]]
+    assert sorted(path.name for path in folder.parent.iterdir() if path.is_dir()) == ["v-3", "v-5", "v-6"]
     servers[0].version = "default"  # it restarted: nothing is loaded before a push to all that joined knows it
     servers[0].asked.clear()
-    with pytest.raises(ServerLost, match="restarted before the push: it no longer holds 'v-4'"):
-        clients[0].update_weights(iter(WEIGHTS.items()), "v-5", SIZES, torch.device("cpu"))
+    with pytest.raises(ServerLost, match="restarted before the push: it no longer holds 'v-6'"):
+        clients[0].update_weights(iter(WEIGHTS.items()), "v-7", SIZES, torch.device("cpu"))
     assert servers[0].paths() == ["/weight_info"]
     pool.close()
+
+
+def test_a_server_that_is_lost_as_an_adapter_is_unloaded_is_lost(servers, tmp_path, monkeypatch):
+    """The adapter may still be there: the next push unloads it again."""
+    client = VLLMServerClient(base_url=servers[0].url, sync_dir=str(tmp_path))
+    client.transfer.adapter, request, lost = LoraConfig(r=4), client.request, []
+
+    def unload_once(method, path, **kwargs):
+        if path == "/v1/unload_lora_adapter" and not lost:
+            lost.append(kwargs["json"]["lora_name"])
+            raise ServerLost("no answer")
+        return request(method, path, **kwargs)
+
+    monkeypatch.setattr(client, "request", unload_once)
+    push(client, "v-1")
+    push(client, "v-2")
+    with pytest.raises(ServerLost, match="no answer"):
+        push(client, "v-3")
+    push(client, "v-3")
+    unloaded = [body["lora_name"] for path, body in servers[0].asked if path == "/v1/unload_lora_adapter"]
+    assert lost == ["v-1"] and unloaded == ["v-3", "v-1"] and list(client.transfer._loaded) == ["v-2", "v-3"]
+    client.close()
 
 
 @pytest.mark.parametrize("shard_bytes, sizes", [(2**30, [7]), (64, [1, 2, 4])], ids=["one file", "shards"])
