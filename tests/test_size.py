@@ -19,15 +19,15 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = "mt_grpo_trainer.py"
 
 CEILINGS = {
-    "script": 1328,
-    "core": 15406,
+    "script": 1331,
+    "core": 15663,
     "core modules": 62,
-    "modules that the script imports": 28,
-    "script and package": 23213,
+    "modules that the script imports": 29,
+    "script and package": 23470,
     "scripts": 10777,
     "tools and rewards": 3171,
-    "tests": 45717,
-    "docs": 5678,
+    "tests": 45949,
+    "docs": 5683,
     "recipes": 2981,
     "root": 434,
     "results, bytes": 108147,
