@@ -54,8 +54,8 @@ FAULTS_AND_STOPPING = {
     "_in_its_place", "is_cut_off",
 }  # fmt: skip
 TOKEN_CHECKS = {
-    "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "forms_of",
-    "squeezed", "end_of", "add", "copy", "digest",
+    "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
+    "squeezed", "pieces", "text_of_turn", "add", "copy", "digest",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "parts_of_schema", "signature_of", "type_name", "hints_of", "shown_result", "read",

@@ -330,7 +330,7 @@ def check_context(env: Any, model_config: Any, dataset: Any, args: GRPOConfig) -
         raise ValueError(
             f"The longest prompt has {prompt} tokens, which with max_completion_length={args.max_completion_length} "
             f"is more than the context of {context}. Shorten the prompts, in which tools and examples are, or set "
-            "max_completion_length to less."
+            f"max_completion_length to at most {context - prompt}."
         )
     return context
 
