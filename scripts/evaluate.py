@@ -416,7 +416,7 @@ def without_unused(rewards: dict[str, float | None]) -> dict[str, float | None]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """What `evaluate` returned, for people."""
+    """Format the result of `evaluate` as a table of text."""
     sampled = f"temperature {result['temperature']:g}" if result["temperature"] else "greedy"
     seeded = "" if result["seed"] is None else f", seed {result['seed']}"
     # One file has no splits: whoever trains on it is asked the questions of the training.

@@ -63,11 +63,11 @@ class SearchServer:
         return app
 
     async def health(self, request: web.Request) -> web.Response:
-        """It is there."""
+        """Report that the server is running."""
         return web.json_response({"status": "ok"})
 
     async def retrieve(self, request: web.Request) -> web.Response:
-        """One list of passages per query. A request that is none gets status 400 with what was expected."""
+        """Answer with a list of passages per query. An invalid request gets status 400 and what was expected."""
         try:
             queries, topk, scores = self.read(await request.json())
         except ValueError as error:

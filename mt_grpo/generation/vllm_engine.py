@@ -24,7 +24,7 @@ class VLLM:
 
     @property
     def no_answer(self) -> str:
-        """What to do if something else answers."""
+        """The advice in an error if another service answers at the server's address."""
         return (
             f"This answer is not from {self.article} {self.title} server. Check vllm_server_host, vllm_server_port, "
             "vllm_server_base_url and rollout_engine."

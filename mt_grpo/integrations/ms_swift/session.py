@@ -85,7 +85,7 @@ class SchedulerSession(RolloutSession):
         await end_all(self._tasks)
 
     def _read(self, request: Any, config: Any, shown: list[Picture] | None) -> Reading:
-        """What the model reads for a request.
+        """Convert a scheduler's request to what the model reads for it.
 
         An end of turn that was sampled is read if messages follow. If the message goes on instead, it is not: a record
         begins. So it does if the assistant's last message is not as it was sampled; its text is read as it is.
