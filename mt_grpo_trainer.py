@@ -83,29 +83,19 @@ from mt_grpo.conversation.conversations import (
     sampling_defaults,
     sampling_params,
 )
-from mt_grpo.conversation.environments import (
-    Environments,
-    PromptTooLong,
-    failures_end,
-    read_reply,
-    shares_state,
-    tools_of,
-)
+from mt_grpo.conversation.environments import Environments, PromptTooLong, failures_end, shares_state, tools_of
 from mt_grpo.conversation.formats.choose import TOOL_FORMATS
 from mt_grpo.conversation.tools.running import (
     GIVEN_UP,
     ToolsUnavailable,
     ToolTimeout,
     error_text,
-    own_results,
     results_of,
     run_tool,
 )
 from mt_grpo.conversation.tools.signature import fill_in_tools, named_tools, read_call, unreadable
 from mt_grpo.generation.connection import ServerConnection, hide_password
-from mt_grpo.generation.weight_sync import WeightCounter, WeightSync
-from mt_grpo.generation.weight_transfer import WeightTransfer
-from mt_grpo.images.pictures import SaidPictures, inputs_of_rows, read_pictures, readable_messages
+from mt_grpo.images.pictures import inputs_of_rows, own_results, read_pictures, readable_messages
 from mt_grpo.recipe.checks import (
     backend_of,
     check_batch_arithmetic,
@@ -137,16 +127,9 @@ from mt_grpo.reports.metrics import (
 )
 from mt_grpo.reports.preflight import preflight_settings, run_preflight, run_reports
 from mt_grpo.reports.rollout_log import RolloutLog
-from mt_grpo.run.checkpoints import checkpoint_of_all_ranks
-from mt_grpo.run.trainer import ResumableTrainer, connect_backend, pool_of, train_or_save
+from mt_grpo.run.trainer import ResumableTrainer, checkpoint_of_all_ranks, connect_backend, pool_of, train_or_save
 from mt_grpo.training.batch import FURTHER_RECORDS, NAN, Batch, nanstd, pad_turn_ids
-from mt_grpo.training.further_credit import (
-    CREDIT_ASSIGNMENTS,
-    check_advantages,
-    credit_estimator,
-    numbers_that_move,
-    refill,
-)
+from mt_grpo.training.further_credit import CREDIT_ASSIGNMENTS, check_advantages, credit_estimator, log_unused, refill
 from mt_grpo.training.layouts import Layout, logps_of_rows, memory_errors
 from mt_grpo.training.passes import PASSES, Pass, into_passes, loss_in_passes, skips_first_pass, whole_pass
 from mt_grpo.training.rewards import RewardFunctions, own_copy
@@ -418,9 +401,7 @@ class MultiTurnToolEnv(Conversations):
         """Ask the environment for its reply to a turn. The reply is empty if there is nothing to add."""
         if self.environments is None:
             return Reply()
-        answer = await self.environments.call(rollout, "respond", rollout, turn)
-        said = SaidPictures(self.environments.tokenizer, rollout.pictures)
-        reply = read_reply(answer, type(rollout.environment).__name__, said) or Reply()
+        reply = await self.environments.respond(rollout, turn)
         turn.reward, turn.info = reply.reward, own_copy(dict(reply.info or {}))  # as it is now
         return reply
 
@@ -622,6 +603,7 @@ def doctest_batch() -> RewardTable:
         has_observation=torch.tensor([[True, True, False], [True, False, False]]),
         sampled=torch.tensor([[True, True, True], [True, True, False]]),
         state=torch.tensor([[0, 1, 2], [0, 1, -1]]),
+        num_tokens=torch.tensor([[1, 1, 1], [1, 1, 0]]),
         group_size=2,
         scale_rewards="none",
     )
@@ -792,17 +774,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     def _advantages(self, rewards: RewardTable, scale_rewards: str) -> torch.Tensor:
         """Advantages of a table by the run's estimator, (N, K)."""
-        args, coef = self.args, self.turn_advantage_coef
-        return turn_advantages(
-            rewards,
-            args.credit_assignment,
-            self._group_size,
-            coef,
-            scale_rewards,
-            args.turn_discount,
-            outcome_in_return=args.outcome_in_return,
-            state_baseline=args.state_baseline,
-        )
+        args, groups = self.args, (self._group_size, self.turn_advantage_coef, scale_rewards, self.args.turn_discount)
+        settings = {"outcome_in_return": args.outcome_in_return, "state_baseline": args.state_baseline}
+        return turn_advantages(rewards, args.credit_assignment, *groups, **settings)
 
     def _generate(self, prompts: list) -> tuple:
         """TRL's generation step: the batch's conversations in place of single completions.
@@ -956,10 +930,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         for column, values in batch.extra.items():
             self._log_completion_extra(column, values)
         if self.model.training:
-            moves = numbers_that_move(batch.rewards, lambda table: self._advantages(table, "none"))
-            batch.used = batch.scores.count_used(batch.weights, moves)
-            given, moved = (counts.sum().item() for counts in batch.used)
-            self._log_metrics({"credit/frac_rewards_unused": 1 - moved / given if given else 0.0})
+            log_unused(self, batch)
         return batch.logged.masked_fill(batch.reward.isnan()[:, None].to(batch.logged.device), NAN)
 
     # -- 3.5 logging --
@@ -1026,10 +997,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         if self._reads_state:
             warn_without_state_keys(args.credit_assignment, env)
         self.batch: Batch | None = None  # the one that the step is at, or was at last
-        self._weight_counter = WeightCounter()
         self._evaluation = EvaluationMetrics()
         self._stale: dict[str, Counter[int]] = {"train": Counter(), "eval": Counter()}  # for `staleness_metrics`
-        self.weight_sync: WeightSync | None = None  # with a server
         if self.backend == "server":
             self.client = pool_of(args, VLLMServerClient, tokenizer, vllm_server_host, vllm_server_port)
             check_server(self.client, env, model_config, args, train_dataset)
@@ -1045,7 +1014,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             processing_class=tokenizer,
             optimizers=optimizers,
             peft_config=peft_config,
-            callbacks=[self._weight_counter, *run_reports(self), *(callbacks or [])],
+            callbacks=[*run_reports(self), *(callbacks or [])],
         )
         check_tied_lora(self.model)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -1105,9 +1074,9 @@ class VLLMServerClient(ServerConnection):
         host = "127.0.0.1" if host == "0.0.0.0" else f"[{host}]" if host.count(":") > 1 and "[" not in host else host
         if not base_url and "/" in host:  # a URL, whose scheme would be taken for the name
             raise ServerError(f"vllm_server_host={hide_password(host)!r}: expected a name. Use vllm_server_base_url.")
-        super().__init__(base_url or f"http://{host}:{port}", api_key, timeout, request_timeout, engine)
+        url = base_url or f"http://{host}:{port}"
+        super().__init__(url, api_key, timeout, request_timeout, engine, transport, sync_dir, group_port)
         self.tokenizer = tokenizer
-        self.transfer = WeightTransfer(self, transport, sync_dir, group_port)
         atexit.register(self.close)
 
     async def generate(

@@ -401,6 +401,12 @@ class Environments:
             await self.idle(rollout)
         return await self._run(rollout, name, functools.partial(function, *args, **kwargs))
 
+    async def respond(self, rollout: Rollout, turn: Turn) -> Reply:
+        """The environment's reply to a turn, empty if it has none. Raises `EnvironmentFailure`."""
+        answer = await self.call(rollout, "respond", rollout, turn)
+        said = SaidPictures(self.tokenizer, rollout.pictures)
+        return read_reply(answer, type(rollout.environment).__name__, said) or Reply()
+
     async def _run(self, rollout: Rollout, name: str, function: functools.partial) -> Any:
         function.__name__ = name
         try:

@@ -34,6 +34,7 @@ from mt_grpo.base.event_loop import (
 from mt_grpo.conversation.conversations import CHAT_KEYS, check_conversations, check_sampling_params, sampling_defaults
 from mt_grpo.generation.samples import BadAnswer, HalfLoaded
 from mt_grpo.generation.vllm_engine import VLLM
+from mt_grpo.generation.weight_transfer import WeightTransfer
 from mt_grpo.images.pictures import pictures_in, reader_of
 from mt_grpo.rollout import Generation
 
@@ -95,7 +96,15 @@ class ServerConnection:
     VERSION_SECONDS = 10.0  # that the server may take to say which weights it holds
 
     def __init__(
-        self, base_url: str, api_key: str | None, timeout: float, request_timeout: float, engine: str = "vllm"
+        self,
+        base_url: str,
+        api_key: str | None,
+        timeout: float,
+        request_timeout: float,
+        engine: str = "vllm",
+        transport: str = "auto",
+        sync_dir: str | None = None,
+        group_port: int = 51216,
     ):
         self.engine = engine_of(engine)
         self.base_url, credentials = split_server_url(base_url)
@@ -119,6 +128,7 @@ class ServerConnection:
         self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
         self._unsent: dict[asyncio.AbstractEventLoop, asyncio.Task] = {}  # the next question of `held_version`
         self._asking: dict[asyncio.AbstractEventLoop, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self.transfer = WeightTransfer(self, transport, sync_dir, group_port)
         allow_many_open_files()
 
     @property

@@ -23,7 +23,6 @@ from safetensors.torch import save_file
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.event_loop import at_once
 from mt_grpo.generation.adapters import ADAPTER_FILE
-from mt_grpo.generation.connection import ServerConnection
 from mt_grpo.generation.samples import tagged
 
 SHARD_BYTES = 2**30  # of one file, and of the weights that are in memory a second time; or one tensor, if it is larger
@@ -148,7 +147,7 @@ class WeightTransfer:
 
     SEVERAL_PAUSE_SECONDS = 60.0  # for the pause of one of several servers, of which none may hold up the others
 
-    def __init__(self, server: ServerConnection, transport: str, sync_dir: str | None, group_port: int):
+    def __init__(self, server: Any, transport: str, sync_dir: str | None, group_port: int):
         self.server, self.transport, self.sync_dir, self.group_port = server, transport, sync_dir, group_port
         self.held: str | None = None  # the version that the last complete push set; None: not known
         self.adapter: Any = None  # the configuration of the policy's LoRA, where it is pushed as an adapter

@@ -17,11 +17,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
 from mt_grpo.base.rows import IMAGE_COLUMNS, is_image
+from mt_grpo.rollout import Rollout, ToolResult
 
 FIRST_ID = 2**32  # no vocabulary is as large
 MOST_PICTURES = 999  # of one context: as many as vLLM reads unless it is told otherwise
@@ -181,6 +182,13 @@ def with_marks_of(text: str, pictures: Iterable[Picture]) -> str:
     """Remove all marks from a text from outside, and parts of them, except those of these images."""
     names = {picture.name for picture in pictures}
     return MARK.sub(lambda found: found[0] if found[1] in names else "", text)
+
+
+def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
+    """Add the images of results to their conversation, and remove marks of other images from their texts."""
+    for result in results:
+        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
+    return [replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
 
 
 def readable(text: str) -> str:

@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import random
-import secrets
-import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
-from accelerate.utils import gather_object
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers.trainer import TRAINER_STATE_NAME
@@ -178,64 +174,3 @@ def set_rng_state(state: tuple) -> None:
     torch.set_rng_state(state[2])
     if state[3] is not None:
         torch.cuda.set_rng_state(state[3])
-
-
-def has_several_nodes() -> bool:
-    """Whether the ranks of this run are on several nodes, according to torchrun's environment variables."""
-    local, world = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    return local < world and torch.distributed.is_initialized()
-
-
-def raise_for_all(error: str | None, kind: type[Exception] = ValueError) -> None:
-    """Raise `kind` on all ranks if any rank has an error. Collective."""
-    where = f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
-    if errors := [text for text in gather_object([error and f"{where}: {error}"]) if text]:
-        raise kind(errors[0])
-
-
-def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str | None:
-    """The checkpoint to resume. Collective on several nodes: `ValueError` unless all ranks find the one of rank 0."""
-    if not wanted or not has_several_nodes():
-        return checkpoint_to_resume(wanted, output_dir)
-    error = found = name = None
-    try:
-        found = checkpoint_to_resume(wanted, output_dir)
-        # Two runs that sampled otherwise have seen another number of tokens.
-        tokens = (read_json(Path(found, TRAINER_STATE_NAME)) or {}).get("num_input_tokens_seen")
-        name = f"{Path(found).name} after {tokens} tokens"
-    except ValueError as raised:
-        error = f"{raised} Every node needs the checkpoint, in an output_dir that all share or one of its own."
-    raise_for_all(error)
-    first = gather_object([name])[0]
-    raise_for_all(None if name == first else f"resume_from_checkpoint={wanted!r} is {name}, but {first} on rank 0.")
-    return found
-
-
-def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> None:
-    """Raise `ValueError` unless nodes share `output_dir`, or each saves all in its own. None: nothing is saved."""
-    if not has_several_nodes() or save_on_each_node is None:
-        return
-    folder = Path(output_dir, f".rank-{secrets.token_hex(6)}")  # a new name, which no node has asked for
-    folder.mkdir(parents=True)
-    names, error = gather_object([folder.name]), None
-    seen = sum(Path(output_dir, name).exists() for name in names)
-    gather_object([seen])  # nobody removes a folder that another rank still looks for
-    folder.rmdir()
-    is_sharded = any(os.environ.get(f"ACCELERATE_USE_{key}", "").lower() == "true" for key in ("FSDP", "DEEPSPEED"))
-    if save_on_each_node and is_sharded:
-        error = "save_on_each_node is not supported with FSDP or DeepSpeed, where only rank 0 gets complete weights."
-    elif save_on_each_node and seen > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
-        error = f"save_on_each_node: true, but nodes share output_dir={output_dir!r}."
-    elif not save_on_each_node and seen < len(names):
-        what = f"output_dir={output_dir!r} is shared by {seen} of {len(names)} ranks"
-        error = f"{what}. Put it on a file system of all nodes, or set save_on_each_node: true."
-    raise_for_all(error)
-
-
-def check_same_on_nodes(record: Callable[[], dict[str, Any]]) -> None:
-    """Raise `RunError` if a rank on another node would train with other settings or data. Collective."""
-    if has_several_nodes():
-        own = record() | {"model_name_or_path": None}  # a path on each node; the weights are those of rank 0
-        changed = [line.partition(" (")[0] for line in changed_settings(gather_object([own])[0], own)]
-        text = "\n  ".join(["this node differs from the node of rank 0:", *changed])
-        raise_for_all(f"{text}\nStart all nodes with the same files and arguments." if changed else None, RunError)

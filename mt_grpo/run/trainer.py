@@ -7,7 +7,9 @@ import json
 import logging
 import math
 import os
+import secrets
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,7 +31,7 @@ from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.generation.weight_sync import WeightSync
+from mt_grpo.generation.weight_sync import WeightCounter, WeightSync
 from mt_grpo.generation.weights import PolicyWeights
 from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, reader_of, share_marks
 from mt_grpo.rollout import Rollout, StopReason
@@ -37,9 +39,7 @@ from mt_grpo.run.checkpoints import (
     RUN_RECORD,
     CheckpointError,
     changed_settings,
-    check_output_on_nodes,
-    check_same_on_nodes,
-    checkpoint_of_all_ranks,
+    checkpoint_to_resume,
     dataset_sha256,
     get_rng_state,
     load_first_adapter,
@@ -70,8 +70,10 @@ class ResumableTrainer(GRPOTrainer):
 
     FP16_SKIPS = 50  # steps in a row, which fp16's scaler skips; from 65,536 a scale is 1 after 16 of them
 
-    def __init__(self, model: Any, *args, peft_config: Any = None, **kwargs):
+    def __init__(self, model: Any, *args, peft_config: Any = None, callbacks: list | None = None, **kwargs):
         self.in_flight = InFlight(self)
+        self._weight_counter = WeightCounter()
+        self.weight_sync: WeightSync | None = None  # with a server
         self._saved: dict[int, Path] = {}  # step -> checkpoint that this run wrote or was resumed from
         self._loading: str | None = None  # the checkpoint to resume from, while its weights are loaded
         self._model_name = model if isinstance(model, str) else model.config._name_or_path
@@ -86,7 +88,8 @@ class ResumableTrainer(GRPOTrainer):
             # transformers would read the weights on rank 0 alone, and TRL 1.16 shards the reference model without
             # handing them out: the other ranks' shards would be memory that nobody wrote, and the KL term noise.
             os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"
-        super().__init__(model, *args, peft_config=peft_config, **kwargs)
+        callbacks = [self._weight_counter, *(callbacks or [])]
+        super().__init__(model, *args, peft_config=peft_config, callbacks=callbacks, **kwargs)
         self.add_callback(self.in_flight)
         if config.save_on_each_node:  # transformers 5.17 writes weights on rank 0 only
             self.model.should_save_on_this_rank = lambda is_main_process: is_main_process
@@ -485,3 +488,67 @@ def probe_ids(ids: list[int], tokenizer: Any) -> list[int]:
     """The ids whose logprobs prove a push: at most 256 of a prompt without images, after one that proves the tower."""
     text = [token for token in ids if not is_picture(token)][:256]
     return (tokenizer.drawn_ids() if reader_of(tokenizer) is not None else []) + text
+
+
+# A run on several nodes: each sees the same checkpoint, and trains with the same settings and data.
+
+
+def has_several_nodes() -> bool:
+    """Whether the ranks of this run are on several nodes, according to torchrun's environment variables."""
+    local, world = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    return local < world and torch.distributed.is_initialized()
+
+
+def raise_for_all(error: str | None, kind: type[Exception] = ValueError) -> None:
+    """Raise `kind` on all ranks if any rank has an error. Collective."""
+    where = f"rank {os.environ.get('RANK', 0)} on {socket.gethostname()}"
+    if errors := [text for text in gather_object([error and f"{where}: {error}"]) if text]:
+        raise kind(errors[0])
+
+
+def checkpoint_of_all_ranks(wanted: str | bool | None, output_dir: str) -> str | None:
+    """The checkpoint to resume. Collective on several nodes: `ValueError` unless all ranks find the one of rank 0."""
+    if not wanted or not has_several_nodes():
+        return checkpoint_to_resume(wanted, output_dir)
+    error = found = name = None
+    try:
+        found = checkpoint_to_resume(wanted, output_dir)
+        # Two runs that sampled otherwise have seen another number of tokens.
+        tokens = (read_json(Path(found, TRAINER_STATE_NAME)) or {}).get("num_input_tokens_seen")
+        name = f"{Path(found).name} after {tokens} tokens"
+    except ValueError as raised:
+        error = f"{raised} Every node needs the checkpoint, in an output_dir that all share or one of its own."
+    raise_for_all(error)
+    first = gather_object([name])[0]
+    raise_for_all(None if name == first else f"resume_from_checkpoint={wanted!r} is {name}, but {first} on rank 0.")
+    return found
+
+
+def check_output_on_nodes(output_dir: str, save_on_each_node: bool | None) -> None:
+    """Raise `ValueError` unless nodes share `output_dir`, or each saves all in its own. None: nothing is saved."""
+    if not has_several_nodes() or save_on_each_node is None:
+        return
+    folder = Path(output_dir, f".rank-{secrets.token_hex(6)}")  # a new name, which no node has asked for
+    folder.mkdir(parents=True)
+    names, error = gather_object([folder.name]), None
+    seen = sum(Path(output_dir, name).exists() for name in names)
+    gather_object([seen])  # nobody removes a folder that another rank still looks for
+    folder.rmdir()
+    is_sharded = any(os.environ.get(f"ACCELERATE_USE_{key}", "").lower() == "true" for key in ("FSDP", "DEEPSPEED"))
+    if save_on_each_node and is_sharded:
+        error = "save_on_each_node is not supported with FSDP or DeepSpeed, where only rank 0 gets complete weights."
+    elif save_on_each_node and seen > int(os.environ.get("LOCAL_WORLD_SIZE", 1)):
+        error = f"save_on_each_node: true, but nodes share output_dir={output_dir!r}."
+    elif not save_on_each_node and seen < len(names):
+        what = f"output_dir={output_dir!r} is shared by {seen} of {len(names)} ranks"
+        error = f"{what}. Put it on a file system of all nodes, or set save_on_each_node: true."
+    raise_for_all(error)
+
+
+def check_same_on_nodes(record: Callable[[], dict[str, Any]]) -> None:
+    """Raise `RunError` if a rank on another node would train with other settings or data. Collective."""
+    if has_several_nodes():
+        own = record() | {"model_name_or_path": None}  # a path on each node; the weights are those of rank 0
+        changed = [line.partition(" (")[0] for line in changed_settings(gather_object([own])[0], own)]
+        text = "\n  ".join(["this node differs from the node of rank 0:", *changed])
+        raise_for_all(f"{text}\nStart all nodes with the same files and arguments." if changed else None, RunError)

@@ -229,6 +229,14 @@ def numbers_that_move(rewards: Any, advantages_of: Callable[[Any], torch.Tensor]
     return moves
 
 
+def log_unused(trainer: Any, batch: Batch) -> None:
+    """Log the share of a batch's rewards that move no advantage, and keep the counts per function in `batch.used`."""
+    moves = numbers_that_move(batch.rewards, lambda table: trainer._advantages(table, "none"))
+    batch.used = batch.scores.count_used(batch.weights, moves)
+    given, moved = (counts.sum().item() for counts in batch.used)
+    trainer._log_metrics({"credit/frac_rewards_unused": 1 - moved / given if given else 0.0})
+
+
 def refill(trainer: Any, batch: Batch, without_signal: Callable[[Batch], torch.Tensor]) -> None:
     """Replace groups of a batch without signal, and score the new ones, until all have signal. Collective.
 

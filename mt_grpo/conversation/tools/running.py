@@ -7,7 +7,6 @@ import atexit
 import collections
 import contextvars
 import ctypes
-import dataclasses
 import functools
 import importlib.util
 import inspect
@@ -30,8 +29,8 @@ from mt_grpo.conversation.tools.signature import (
     readers_of,
     takes_none,
 )
-from mt_grpo.images.pictures import reader_of, with_marks_of
-from mt_grpo.rollout import Rollout, ToolResult
+from mt_grpo.images.pictures import reader_of
+from mt_grpo.rollout import ToolResult
 
 HUNG = "hung-tool-"  # prefix of the names of threads whose call was abandoned
 SHORT = 2**16  # characters of a text that an event loop finishes itself
@@ -147,13 +146,6 @@ async def run_tool(
     if error is not None:
         raise error if isinstance(error, Exception) else RuntimeError(error_line(error))
     return result
-
-
-def own_results(rollout: Rollout, results: list[ToolResult]) -> list[ToolResult]:
-    """Add the images of results to their conversation, and remove marks of other images from their texts."""
-    for result in results:
-        rollout.pictures += [picture for picture in result.pictures if picture not in rollout.pictures]
-    return [dataclasses.replace(each, text=with_marks_of(each.text, rollout.pictures)) for each in results]
 
 
 def results_of(env: Any) -> Callable[[Any], ToolResult]:
