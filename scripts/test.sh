@@ -49,32 +49,30 @@ if (($#)); then
     exit
 fi
 
-# Tests against servers wait for much of their time. So four groups of files run side by side, and three of them print when
-# all are over. A file says by its marker whether it is in the servers' group or in the faults': the tests of the trainer and
-# of first batches are with the servers', those of agents, isolated tools and OpenEnv with the faults'. All others are in two
-# halves, by folder. No group is much longer than another one.
-group() { grep -rlE "^pytestmark = pytest\.mark\.$1\b" tests | sort; }
-mapfile -t faults < <(group faults)
-mapfile -t servers < <(group servers)
-((${#faults[@]} && ${#servers[@]})) || { printf 'test: a group has no files\n' >&2 && exit 1; }
-marked=("${faults[@]/#/--ignore=}" "${servers[@]/#/--ignore=}")
-half=(tests/method tests/reports tests/run tests/samples tests/training)
-logs=() groups=()
-beside() { # runs a group beside the first one
+# Tests against servers wait for much of their time. So six groups run side by side, each about as long as another one, and
+# those in the background print when all are over. A group leaves out what a group before it has; the last has the rest.
+groups=(
+    "tests/run/test_faults.py tests/training/test_ahead.py tests/integrations/test_agents.py tests/integrations/test_mcp.py"
+    "tests/generation"
+    "tests/method/test_trainer.py tests/method/test_stopping_bias.py tests/recipe tests/reports tests/samples"
+    "tests/training tests/run tests/golden"
+    "tests/scripts tests/docs"
+)
+logs=() running=() earlier=()
+for group in "${groups[@]}"; do
     logs+=("$(mktemp)")
-    "$python" -m pytest "$@" >"${logs[-1]}" 2>&1 &
-    groups+=("$!")
-}
-beside "${faults[@]}"
-beside "${servers[@]}"
-beside "${half[@]}" "${marked[@]}"
-trap 'kill "${groups[@]}" 2>/dev/null || true; rm -f "${logs[@]}"' EXIT
-printf 'test: pytest, and three more beside it: %s\n' "${faults[*]} ${servers[*]} ${half[*]}"
+    read -ra paths <<<"$group"
+    "$python" -m pytest "${paths[@]}" "${earlier[@]/#/--ignore=}" >"${logs[-1]}" 2>&1 &
+    running+=("$!")
+    earlier+=("${paths[@]}")
+done
+trap 'kill "${running[@]}" 2>/dev/null || true; rm -f "${logs[@]}"' EXIT
+printf 'test: pytest, and %s more beside it\n' "${#groups[@]}"
 status=0
-"$python" -m pytest "${everything[@]}" "${marked[@]}" "${half[@]/#/--ignore=}" || status=$?
+"$python" -m pytest "${everything[@]}" "${earlier[@]/#/--ignore=}" || status=$?
 for i in "${!groups[@]}"; do
-    wait "${groups[i]}" || status=$?
-    printf 'test: pytest, group %s\n' $((i + 2))
+    wait "${running[i]}" || status=$?
+    printf 'test: pytest %s\n' "${groups[i]}"
     cat "${logs[i]}"
 done
 exit "$status"

@@ -20,8 +20,6 @@ from mt_grpo.conversation.tools.running import ToolsUnavailable
 from mt_grpo.recipe.checks import check_isolated
 from mt_grpo.recipe.plugins import load_tools, module_name
 
-pytestmark = pytest.mark.faults  # a group of scripts/test.sh
-
 
 def test_a_call_of_sys_exit_ends_neither_the_run_nor_the_loop(isolated):
     """Not even in a task of the tool's own, where asyncio hands it to the thread of the loop."""

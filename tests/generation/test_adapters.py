@@ -26,8 +26,6 @@ from mt_grpo.generation.adapters import why_model_merges
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo_trainer import VLLMServerClient
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 pytest.importorskip("vllm")
 ROOT = Path(__file__).resolve().parents[2]
 LORA = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True}

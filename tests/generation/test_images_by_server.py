@@ -42,7 +42,6 @@ from mt_grpo.rollout import hash_of_ids
 from mt_grpo.run.trainer import probe_ids
 from mt_grpo_trainer import VLLMServerClient
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
 pytest.importorskip("vllm")
 FLAGS = (
     "--max-model-len", "1024", "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm",

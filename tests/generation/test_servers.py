@@ -38,8 +38,6 @@ from mt_grpo.generation.weight_sync import WeightSync
 from mt_grpo.rollout import Generation
 from mt_grpo_trainer import MultiTurnToolEnv, VLLMServerClient
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 # =====================================================================================================================
 # Conversations: stand-ins for servers, whose failures are made at a known moment
 # =====================================================================================================================

@@ -19,8 +19,6 @@ from transformers import AutoModelForCausalLM
 import mt_grpo_trainer as mt
 from mt_grpo.recipe.checks import check_sharding
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 CPU, FSDP2 = (ROOT / f"hf_recipes/accelerate/{name}.yaml" for name in ("cpu", "fsdp2"))
 WORKER = str(ROOT / "tests/sharded_worker.py")

@@ -21,8 +21,6 @@ from mt_grpo_trainer import VLLMServerClient
 pytest.importorskip("vllm", reason="TRL's client imports vLLM")
 from trl.generation import vllm_client
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 WEIGHTS = {"w": torch.tensor([1.0, 2.0]), "head": torch.tensor([[3.0]], dtype=torch.bfloat16)}
 SIZES = {"w": 8, "head": 2}
 INFO = {"vllm_config": {"model_config": {"model": "m", "dtype": "torch.float32", "logprobs_mode": "raw"},

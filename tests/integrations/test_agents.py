@@ -29,8 +29,6 @@ from mt_grpo.integrations.agents.session import AgentSession
 from mt_grpo.rollout import Generation, StopReason
 from mt_grpo.training.batch import FURTHER_RECORDS, is_cut_off, trained_records
 
-pytestmark = pytest.mark.faults  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = AutoTokenizer.from_pretrained(ROOT / "hf_recipes/tiny/calculator-hermes-model")
 ADD = {

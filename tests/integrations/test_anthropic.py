@@ -19,8 +19,6 @@ from mt_grpo.images.reader import image_reader
 from mt_grpo.integrations.agents import server as agent_server
 from mt_grpo.rollout import StopReason
 
-pytestmark = pytest.mark.faults  # a group of scripts/test.sh
-
 TOOL = {"name": "add", "description": "Add.", "input_schema": ADD["function"]["parameters"]}
 THINKS = "<think>Hm.</think>"
 ASKS = "<|im_start|>assistant\n"

@@ -21,8 +21,6 @@ from mt_grpo.integrations.openenv.environment import ActionRefused
 from mt_grpo.recipe import plugins as choose
 from mt_grpo.rollout import StopReason, Turn
 
-pytestmark = pytest.mark.faults  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 TOKENIZER = make_tokenizer(QWEN3)
 COLUMNS = {"type": "object", "required": ["column"], "properties": {"column": {"type": "integer"}}}

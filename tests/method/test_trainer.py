@@ -42,8 +42,6 @@ from mt_grpo.training.reward_numbers import state_numbers
 from mt_grpo.training.rewards import run_rewards
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, main, turn_advantages
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 PROMPTS = [[{"role": "user", "content": text}] for text in ("one", "two?", "three...", "4", "five and more", "six")]
 

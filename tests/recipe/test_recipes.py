@@ -47,8 +47,6 @@ from mt_grpo.rollout import ToolCall
 from mt_grpo.training.rewards import weights_of
 from mt_grpo_trainer import CREDIT_ASSIGNMENTS
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = sorted(path for path in ROOT.glob("hf_recipes/*/*.yaml") if path.parent.name != "accelerate")
 LAUNCHERS = sorted(ROOT.glob("hf_recipes/accelerate/*.yaml"))

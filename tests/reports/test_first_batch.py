@@ -16,8 +16,6 @@ from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.training.batch import Batch
 from mt_grpo.training.rewards import RewardFunctions
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 CALCULATOR = ROOT / "hf_recipes/tiny/calculator.yaml"
 CONSTANT = (

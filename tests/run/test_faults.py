@@ -53,8 +53,6 @@ from mt_grpo.reports.metrics import staleness_metrics
 from mt_grpo.rollout import Generation, Rollout, StopReason, Turn
 from mt_grpo_trainer import MTGRPOEnvTrainer, MultiTurnToolEnv, VLLMServerClient, main
 
-pytestmark = pytest.mark.faults  # a group of scripts/test.sh
-
 COMPLETIONS = "/v1/completions"
 
 
@@ -513,23 +511,24 @@ def test_a_turn_counts_from_its_oldest_weights(monkeypatch):
 @pytest.mark.parametrize("limit", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_bound_on_staleness_is_hard(server, tmp_path, limit):
     """Batches are in flight while weights are pushed: none is thrown away, asked twice, or older than allowed."""
+    steps = 4 + limit
 
     def is_held(trainer, rollout, number):
         """Until the push of the step before its own, or where that began its batch (a bound of 1), until its own."""
-        last_pushed = min(number, 8 - limit)  # the last steps push nothing
+        last_pushed = min(number, steps - limit)  # the last steps push nothing
         is_early = trainer.held_version < last_pushed or trainer.state.global_step < number - limit + 1
         return number > 0 and first_number(rollout) % 2 == 0 and is_early
 
-    trainer = make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=8, max_staleness=limit)
+    trainer = make_trainer(server.port, tmp_path, env_class=holding(is_held), max_steps=steps, max_staleness=limit)
     trainer.train()
     # Batch b is asked for with the weights of step max(0, b - limit), and trained in step b.
     assert [{r.policy_version for r in batch} for batch in trainer.batches] == [
-        {max(1, 1 + step - limit)} for step in range(8)
+        {max(1, 1 + step - limit)} for step in range(steps)
     ]
-    assert trainer.rows("rollout/staleness_max") == [min(step, limit) for step in range(8)]
-    assert trainer.rows("rollout/restarted") == [0] * 8 and trainer.rows("rollout/retries") == [0] * 8
+    assert trainer.rows("rollout/staleness_max") == [min(step, limit) for step in range(steps)]
+    assert trainer.rows("rollout/restarted") == trainer.rows("rollout/retries") == [0] * steps
     asked = [r.prompt_messages[-1]["content"] for batch in trainer.batches for r in batch]
-    assert set(Counter(asked).values()) == {8} and len(trainer.begun) == 8 and not trainer.in_flight.groups
+    assert set(Counter(asked).values()) == {8} and len(trainer.begun) == steps and not trainer.in_flight.groups
     kinds = assert_from_the_weights_of_its_version(trainer)
     assert kinds["first"] > 0 and (kinds["later"] > 0 or limit == 1)
 
@@ -712,8 +711,12 @@ def test_groups_in_flight_end_with_their_epoch(server, tmp_path, late_groups):
 
 
 @needs_vllm
-@pytest.mark.parametrize("per_batch, begun, step", [(1, 3, 3), (2, 4, 7)], ids=["between batches", "in a batch"])
-def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, begun, step):
+@pytest.mark.parametrize(
+    "per_batch, begun, step, later",
+    [(1, 3, 3, [{}, {"late_groups": "wait"}, {"late_groups": "wait", "max_staleness": 0}]), (2, 4, 7, [{}])],
+    ids=["between batches", "in a batch"],
+)
+def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, begun, step, later):
     """Stopped after three batches and resumed, it trains every prompt of the epoch once, the slow ones too."""
 
     class Stopped(Watched):
@@ -737,7 +740,7 @@ def test_a_stopped_run_trains_what_was_in_flight(server, tmp_path, per_batch, be
     assert str(checkpoint) in said
     state = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]["in_flight"]
     assert state["epoch"] == 0 and len(state["prompts"]) == state["place"] - 6 > 0
-    for changes in ({}, {"late_groups": "wait"}, {"late_groups": "wait", "max_staleness": 0}):
+    for changes in later:
         resumed = make(**changes)
         resumed.train(resume_from_checkpoint=str(checkpoint))
         trained = [prompt for batch in whole + prompts_of(resumed) for prompt in batch]

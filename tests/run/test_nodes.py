@@ -17,8 +17,6 @@ from safetensors.torch import load_file
 
 from mt_grpo.run.checkpoints import checkpoint_to_resume
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = ROOT / "hf_recipes/tiny/calculator-model"
 CPU = ROOT / "hf_recipes/accelerate/cpu.yaml"

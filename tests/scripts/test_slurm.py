@@ -21,8 +21,6 @@ from bench.common import free_port
 from processes import ends
 from test_nodes import ARGUMENTS, PLUGIN
 
-pytestmark = pytest.mark.servers  # a group of scripts/test.sh
-
 ROOT = Path(__file__).resolve().parents[2]
 JOB = ROOT / "hf_recipes/slurm/train.sbatch"
 STAND_IN = ROOT / "tests/slurm_stand_in.py"

@@ -23,8 +23,6 @@ from mt_grpo.base.errors import RunError, RunStopped
 from mt_grpo.generation.samples import versions_of
 from mt_grpo_trainer import MultiTurnToolEnv
 
-pytestmark = pytest.mark.faults  # a group of scripts/test.sh
-
 
 class Noted(Watched):
     """Also keeps which prompts were asked for, and which prompts each finished step trained."""
