@@ -15,7 +15,7 @@ has several turns. A good search and the bad answer after it should not share on
 
 TRL's `GRPOTrainer` optimises, and vLLM (or the model itself) generates. This file holds what lies between them: the
 conversation, its tokens and its credit. The history is never rendered again, since that would train on tokens that the
-policy never sampled. If an environment edits it, a new record begins. Images are ids too (`mt_grpo/images/`).
+policy never sampled. If an environment edits it, or continues a turn that had ended, a new record begins.
 
     python mt_grpo_trainer.py --config hf_recipes/tiny/calculator.yaml      # on a CPU, 2 to 3 minutes
     bash scripts/train.sh hf_recipes/Qwen/Qwen3-1.7B--gsm8k.yaml            # on GPUs, with the vLLM server it needs
@@ -412,7 +412,7 @@ class MultiTurnToolEnv(Conversations):
 
             an answer, and nothing replied       ANSWERED
             the environment says stop            ENVIRONMENT_STOP
-            no call, nothing replied, cut off    CONTEXT_LENGTH or MAX_TOKENS, whichever is spent
+            no call, nothing replied, cut off    CONTEXT_LENGTH if that is spent, else MAX_TOKENS
             no call, nothing replied             NO_TOOL_CALL
             its observations are spent           MAX_TURNS
             else results, and what was replied   the conversation goes on
@@ -436,7 +436,7 @@ class MultiTurnToolEnv(Conversations):
         """
         room, written = self._room(rollout, llm), self.format_of(self._tokenizer(llm))
         eighth = min(self.max_completion_length, self._context(llm) - len(rollout.prompt_ids)) // 8
-        for reserve in (eighth, room.tokens // 2, 0):  # for the answer: else half of what remains
+        for reserve in (eighth, room.tokens // 2, 0):  # for the answer: an eighth, half of the rest, or the minimum
             most = room.tokens - max(reserve, self.MIN_ANSWER_TOKENS)
             if fitted := written.fit(turn, further, most, self.result_limit):
                 turn.results, turn.messages, turn.observation_ids = fitted
@@ -461,7 +461,7 @@ class MultiTurnToolEnv(Conversations):
 
     def edit(self, rollout: Rollout, turn: Turn, history: list[Message], llm: Any) -> None:
         """Let the model read another history from its next turn on, with which a new record begins."""
-        tokenizer, read = self._tokenizer(llm), rollout.history  # its messages stay; the environment's are text
+        tokenizer, read = self._tokenizer(llm), rollout.history  # the messages in it stay, others are cleaned
         clean = self.format_of(tokenizer).clean
         history = [m if m in read else clean([m], Origin.OUTSIDE)[0] for m in history]
         turn.results, turn.messages = self.result_messages(turn, tokenizer)  # for rewards and the log
@@ -552,7 +552,7 @@ class RewardTable:
     has_observation: torch.Tensor  # (N, K) bool: `Turn.has_observation`
     sampled: torch.Tensor  # (N, K) bool: the rollout has this turn
     state: torch.Tensor  # (N, K) int64: equal where two turns of a group began in the same state
-    num_tokens: torch.Tensor | None = None  # (N, K) int64: those of the turn that are trained; None: one of each turn
+    num_tokens: torch.Tensor | None = None  # (N, K) int64: the turn's trained tokens; None: 1 per turn
     group_size: int = 0  # G; `turn_advantages` sets it, and the recipe's settings below
     scale_rewards: str = "group"
     outcome_in_return: bool = False
@@ -643,7 +643,7 @@ def turn_advantages(
     discount: float = 1.0,
     **settings: Any,
 ) -> torch.Tensor:
-    """Advantage of every turn, (N, K). A rollout whose outcome rewards are all None gets 0 on every turn.
+    """Advantage of every turn, (N, K). A rollout without an outcome (R^O is NaN) gets 0 on every turn.
 
     `settings`: `outcome_in_return` and `state_baseline` of the table.
     """
@@ -686,14 +686,15 @@ def clipped_loss(
         logps, old_logps: (M, C) of the policy now, and of the policy before the step (or as sampled).
         advantages: (M, C), one per token.
         loss_mask: (M, C), 1 where the policy sampled the token. The mean is over these tokens of the whole batch.
-        importance_ratio: (M, C), the policy before the step over the one that sampled (1 with `old_logps: sampled`).
+        importance_ratio: (M, C), the policy before the step over the one that sampled (with `old_logps: sampled` 1, or
+            0 where it is masked).
         epsilon: How far the ratio may move before a token stops teaching (PPO, arXiv 1707.06347, equation 7).
 
     >>> old, new = torch.log(torch.tensor([[0.5, 0.5, 0.5]])), torch.log(torch.tensor([[0.5, 0.75, 0.25]]))
     >>> clipped_loss(new, old, torch.tensor([[1.0, 1.0, -1.0]]), torch.tensor([[1, 1, 1]]))  # -(1 + 1.2 - 0.8) / 3
     tensor(-0.4667)
     """
-    ratio = torch.exp(logps - old_logps)  # 1 in the first pass over a batch
+    ratio = torch.exp(logps - old_logps)  # 1 before the first optimizer step, with `old_logps: policy`
     clipped = ratio.clamp(1 - epsilon, 1 + epsilon)
     per_token = -torch.minimum(ratio * advantages, clipped * advantages) * importance_ratio
     return (per_token * loss_mask).sum() / loss_mask.sum()
@@ -755,7 +756,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             batch.rollouts = self._roll_out(batch.rows)
             self._score(batch)
             self._before_credit(batch)
-            # For it TRL reads the policy before the step; where it need not, the loss's own pass does.
+            # This makes TRL compute the old logprobs. If they are skipped, the loss computes them in its own pass.
             self.vllm_importance_sampling_correction = correction and not skips
             output = super()._generate_and_score_completions(rows_for_trl(batch.rows))
         finally:
@@ -812,9 +813,9 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's, which rolls out where it is time to. Then the rows of an optimizer step are put into passes.
 
-        A pass is one row: prompts, and behind each one its completions, which read it and themselves (`SharedRow`). So
-        a group's prompt is computed once, and nothing is padding. A pass has at most `max_tokens_per_pass` tokens, and
-        the gradient is the sum over passes.
+        Where prompts are shared, the rows of a pass are laid out as one: a prompt, and behind it its completions, which
+        read it and themselves (`SharedRow`). So a group's prompt is computed once. A pass has at most
+        `max_tokens_per_pass` tokens, or a single longer row. The gradient is the sum over passes.
         """
         if isinstance(generation_batch, Pass):
             return generation_batch
@@ -851,13 +852,13 @@ class MTGRPOEnvTrainer(ResumableTrainer):
         compute_entropy: bool = False,
         **kwargs,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """TRL's, from rows that share prompts: logprobs and entropies (M, C), 0 where nobody trains.
+        """TRL's, from rows that share prompts: logprobs and entropies (M, C), there 0 where nobody trains.
 
         Args:
             input_ids, attention_mask: (M, P + C), as TRL pads them.
             logits_to_keep: C.
         """
-        unread = {key for key, value in kwargs.items() if value is not None} - {"compute_aux_loss"}  # False there
+        unread = {key for key, value in kwargs.items() if value is not None} - {"compute_aux_loss"}  # may be False
         if self.layout.kind == "shared" and unread:  # of a later TRL, which may give more than images
             raise TypeError(
                 f"Rows that share prompts do not read {unread}, which TRL gives. Set share_prompts: false."
@@ -870,7 +871,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             found = super()._get_per_token_logps_and_entropies(
                 model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, **kwargs
             )
-        current = self.layout.current
+        current = self.layout.current  # the pass, in which TRL reads the old logprobs and the ratio after this call
         if current is not None and current.is_first:
             self.layout.metrics.set_ratio(current, found[0].detach(), self)
         if current is not None and current.is_weighted:
@@ -880,11 +881,10 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     # -- 3.3 roll out --
 
     def _roll_out(self, rows: list[dict[str, Any]]) -> list[Rollout]:
-        """All conversations of this rank, each one from weights that the server is known to have held throughout.
+        """All conversations of this rank, each one from weights that are proven: those of its start, or later ones.
 
-        Ranks wait for each other once, after their conversations. What failed on one raises the same message on all.
-        A server that restarted holds its first weights: what is missing is rolled out again by the other servers. If
-        there is none, all ranks push again.
+        Collective: what failed on one rank raises the same message on all. A server that restarted holds its first
+        weights: what is missing is rolled out again by the other servers. If there is none, all ranks push again.
         """
         rollouts, metrics = self.in_flight.complete(rows)
         self._log_metrics(metrics)
@@ -894,11 +894,11 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     # -- 3.4 rewards --
 
     def _score(self, batch: Batch, fresh: torch.Tensor | None = None) -> None:
-        """Run each reward function once, and fill in the batch's rewards. Collective.
+        """Choose the records that are trained, run each reward function, and fill in the batch's rewards. Collective.
 
         Args:
             batch: With its rollouts.
-            fresh: (N,) bool, the rollouts to score where the others were. None: all.
+            fresh: (N,) bool, the rollouts to score; others keep their values. None: all.
         """
         batch.choose_records(self.args, self.state.global_step)
         batch.scores, batch.weights = (
