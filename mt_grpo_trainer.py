@@ -813,8 +813,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
     def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
         """TRL's, which rolls out where it is time to. Then the rows of an optimizer step are put into passes.
 
-        Where prompts are shared, the rows of a pass are laid out as one: a prompt, and behind it its completions, which
-        read it and themselves (`SharedRow`). So a group's prompt is computed once. A pass has at most
+        Where prompts are shared, the rows of a pass are laid out as one: a prompt, and behind it its completions,
+        which read it and themselves (`SharedRow`). So a prompt is computed once for its group. A pass has at most
         `max_tokens_per_pass` tokens, or a single longer row. The gradient is the sum over passes.
         """
         if isinstance(generation_batch, Pass):

@@ -46,7 +46,7 @@ class WeightCounter(TrainerCallback):
 
 
 class WeightSync:
-    """Keeps the servers' weights equal to the policy's. Every method is collective: all ranks call it together.
+    """Keeps the servers' weights equal to the policy's. `sync` is collective: all ranks call it.
 
     Args:
         servers: The server, or several.
@@ -282,7 +282,7 @@ class WeightSync:
         return max(1e-3 if exact else 0.02, factor * (rounded - logprobs).abs().mean().item())
 
     def _check_logprobs(self) -> float:
-        """The largest mean difference of logprobs that is right. Servers with a larger one are left out."""
+        """The largest mean difference of logprobs within the tolerance. Other servers are left out."""
         tolerance = self._logprob_tolerance()
         gaps = self._distances(self._probe_logprobs()) if self.adapter is None else self._distances_of_samples()
         problems = {

@@ -99,7 +99,7 @@ class Prompts:
 
 
 class RolloutBatch:
-    """The running conversations of this rank, which all started with the weights `version` of the server."""
+    """Conversations of this rank that were started together, with the weights `version` of the server."""
 
     def __init__(self, rollouts: list[Rollout], converse: Callable, llm: Any, version: str | None, group_size: int):
         self.rollouts, self.seconds = rollouts, 0.0  # from the start to the end of the last conversation
@@ -150,7 +150,7 @@ class InFlight(TrainerCallback):
         self.trainer = trainer
         self.current: list[RolloutBatch] = []  # the conversations of this step, which progress reads
         self.groups: deque[GroupInFlight] = deque()  # the queue, INVARIANT: the same on all ranks, in the same order
-        self.epoch = 0  # orders prompts. In `state.epoch` one that a callback ends early is a part
+        self.epoch = 0  # orders prompts. `state.epoch` is fractional after one that a callback ended early
         self.state: dict[str, Any] | None = None  # `Prompts.state` at the end of the last step, for checkpoints
         self._resumed: dict[str, Any] | None = None  # `state` of the checkpoint, until the first batch
         self.prompts: Prompts | None = None  # of the epoch, once its first batch is asked for
@@ -177,7 +177,7 @@ class InFlight(TrainerCallback):
         skipped = 0 if args.ignore_data_skip else state.global_step % steps_per_epoch
         self.trainer._step = skipped * args.gradient_accumulation_steps
         if (passes := (self._resumed or {}).get("passes")) is not None:  # an epoch may have ended inside a batch
-            self.trainer._step += (passes - self.trainer._step) % self.num_passes
+            self.trainer._step += (passes - self.trainer._step) % self.num_micro_batches
         self.trainer._buffered_inputs = None
         self.epoch = int(state.epoch or 0) - 1
 
@@ -195,14 +195,14 @@ class InFlight(TrainerCallback):
         # first batch, and a resumed run draws this number again.
         self.step_end = get_rng_state(), state.num_input_tokens_seen
         if self.prompts is not None:
-            is_over = self.trainer._step % self.num_passes == 0  # otherwise the batch is to be trained further
+            is_over = self.trainer._step % self.num_micro_batches == 0  # otherwise the batch is to be trained further
             own = [] if is_over else self._batch_prompts.values()
             self.state = self.prompts.state([*own, *(group.prompt for group in self.groups)])
-            self.state |= {"passes": self.trainer._step % self.num_passes} if self.prompts.endless else {}
+            self.state |= {"passes": self.trainer._step % self.num_micro_batches} if self.prompts.endless else {}
 
     @property
-    def num_passes(self) -> int:
-        """Forward passes that one batch of rollouts serves."""
+    def num_micro_batches(self) -> int:
+        """Micro-batches that one batch of rollouts serves, each of which may be several forward passes."""
         return self.trainer.args.steps_per_generation * self.trainer.num_iterations
 
     @property
@@ -210,7 +210,7 @@ class InFlight(TrainerCallback):
         """Batches of rollouts up to the last step, this one included."""
         state, args = self.trainer.state, self.trainer.args
         passes = (state.max_steps - state.global_step) * args.gradient_accumulation_steps
-        return math.ceil((self.trainer._step % self.num_passes + passes) / self.num_passes)
+        return math.ceil((self.trainer._step % self.num_micro_batches + passes) / self.num_micro_batches)
 
     @property
     def _slots(self) -> tuple[list[Kind], list[int]]:
@@ -227,20 +227,20 @@ class InFlight(TrainerCallback):
         trainer, args = self.trainer, self.trainer.args
         if not trainer.model.training or not (args.max_staleness or args.refill_groups or self.state):
             return rows
-        num_slots, oldest = len(self._slots[0]), None
+        num_slots, num_oldest = len(self._slots[0]), None
         if self.prompts is None:
             trainer._on_all_ranks(lambda: self._begin_epoch(rows), "Rollouts")
         if args.max_staleness:
             admits = args.late_groups == "admit"
             if admits or len(self.groups) < num_slots:
                 self._ask(args.max_staleness + 1 if admits else 1)
-            # A checkpoint in the middle of a batch: this batch is trained further.
-            oldest = None if admits and trainer._step % self.num_passes == 0 else num_slots
+            # Resumed in the middle of a batch: the same groups are taken.
+            num_oldest = None if admits and trainer._step % self.num_micro_batches == 0 else num_slots
         self._batch_prompts = {}
-        return self._take(list(range(num_slots)), oldest)
+        return self._take(list(range(num_slots)), num_oldest)
 
     def start_next(self) -> None:
-        """With `late_groups: wait`, push the weights and start later batches, while earlier ones are in flight."""
+        """With `late_groups: wait`, push the weights and start later batches, which run while this one is trained."""
         args = self.trainer.args
         if self.trainer.model.training and args.max_staleness and args.late_groups == "wait":
             count = min(args.max_staleness, self._batches_left - 1)
@@ -313,7 +313,7 @@ class InFlight(TrainerCallback):
         """Read the order of the epoch's prompts; a resumed run first asks again for those that were not trained."""
         trainer, (kinds, slot_of_row) = self.trainer, self._slots
         sampler, resumed, self._resumed = trainer._get_train_sampler(trainer.train_dataset), self._resumed, None
-        trained = trainer._step // self.num_passes * len(kinds)
+        trained = trainer._step // self.num_micro_batches * len(kinds)
         begin = {"epoch": self.epoch, "place": trained, "prompts": [], **(resumed or {})}
         begin.pop("passes", None)
         self.prompts = Prompts(lambda number: list(dict.fromkeys(sampler.of_epoch(number))), **begin)
@@ -348,11 +348,11 @@ class InFlight(TrainerCallback):
 
         trainer._on_all_ranks(start, "Rollouts")
 
-    def _take(self, slots: list[int], oldest: int | None = None) -> RowList:
-        """Take the next prompts, or complete groups among the `oldest`, for these slots. Returns this rank's rows."""
+    def _take(self, slots: list[int], num_oldest: int | None = None) -> RowList:
+        """Take the next prompts, or complete groups among the oldest, for these slots. Returns this rank's rows."""
         slot_of_row = self._slots[1]
         if self.trainer.args.max_staleness:
-            groups = dict(zip(slots, self._wait_for(slots, oldest)))
+            groups = dict(zip(slots, self._wait_for(slots, num_oldest)))
             prompts, rows = {k: v.prompt for k, v in groups.items()}, {k: v.row for k, v in groups.items()}
         else:
             prompts = {slot: self.prompts.take() for slot in slots}
@@ -360,14 +360,14 @@ class InFlight(TrainerCallback):
         self._batch_prompts |= prompts
         return [rows[slot] for slot in slot_of_row if slot in rows]
 
-    def _wait_for(self, slots: list[int], oldest: int | None) -> list[GroupInFlight]:
-        """Wait for complete groups for these slots, among the `oldest` ones, and take their conversations."""
+    def _wait_for(self, slots: list[int], num_oldest: int | None) -> list[GroupInFlight]:
+        """Wait for complete groups for these slots, among the oldest, and take their conversations."""
         kinds, slot_of_row = self._slots
         wanted = [kinds[slot] for slot in slots]
         # A refill takes groups of some kinds only. What then is missing for the next batch is started here.
         if missing := Counter(wanted) - Counter(group.kind for group in self.groups):
             self._start([kinds.index(kind) for kind in missing.elements()])
-        began, groups, chosen = time.perf_counter(), list(self.groups)[:oldest], None
+        began, groups, chosen = time.perf_counter(), list(self.groups)[:num_oldest], None
         self.current = [batch for group in groups for batch in group.batches]
         while chosen is None:
             complete = self._on_every_rank([group.over() for group in groups])

@@ -289,7 +289,7 @@ class ResumableTrainer(GRPOTrainer):
         """`Trainer`'s method, without the extra step that it takes if a run is resumed at its end."""
         if self.state.global_step >= self.state.max_steps:
             return [], None
-        if self._step % self.in_flight.num_passes:  # between two passes of a batch: else `in_flight` asks
+        if self._step % self.in_flight.num_micro_batches:  # between two of a batch: else `in_flight` asks
             self._stop_if_asked()
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
