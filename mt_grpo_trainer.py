@@ -718,7 +718,8 @@ class MTGRPOEnvTrainer(ResumableTrainer):
 
     Args:
         model: Name or path of a model, or the model itself.
-        env: Runs the conversations. A limit that only `env` or only `args` was given holds for both.
+        env: Runs the conversations. A limit that only `env` or only `args` was given holds for both; one that is equal
+            to its default counts as not given.
         turn_reward_funcs, outcome_reward_funcs: TRL reward functions. They get `prompts`, `completions` (messages),
             `completion_ids`, `rollout_turns` (list of `Turn` per rollout), `environments` (instances or None), the
             data's columns, `trainer_state`, `log_extra`, `log_metric`. A turn function returns per rollout a number,
