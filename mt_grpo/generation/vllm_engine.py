@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.generation.adapters import why_server_merges
 from mt_grpo.generation.samples import GENERATE, Question, ask_for_prompt, ask_for_sample
+from mt_grpo.generation.weights import why_server_merges
 
 
 class VLLM:

@@ -17,10 +17,9 @@ from transformers import TrainerCallback
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.ranks import on_main_process
-from mt_grpo.generation.adapters import adapter_weights, config_of, why_model_merges
 from mt_grpo.generation.samples import tagged
 from mt_grpo.generation.server_pool import ServerPool
-from mt_grpo.generation.weights import PolicyWeights, off_by_rounding
+from mt_grpo.generation.weights import PolicyWeights, adapter_weights, config_of, off_by_rounding, why_model_merges
 from mt_grpo.images.pictures import forbidding_nothing, inputs_of_rows
 
 logger = logging.getLogger(__name__)

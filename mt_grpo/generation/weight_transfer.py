@@ -22,8 +22,8 @@ from safetensors.torch import save_file
 
 from mt_grpo.base.errors import ServerError, ServerLost, sentence
 from mt_grpo.base.event_loop import at_once
-from mt_grpo.generation.adapters import ADAPTER_FILE
 from mt_grpo.generation.samples import tagged
+from mt_grpo.generation.weights import ADAPTER_FILE
 
 SHARD_BYTES = 2**30  # of one file, and of the weights that are in memory a second time; or one tensor, if it is larger
 

@@ -27,12 +27,11 @@ from mt_grpo.base.errors import RunError, RunStopped, ServerError, error_line, r
 from mt_grpo.base.files import read_json
 from mt_grpo.base.ranks import on_main_process, raise_on_all_ranks
 from mt_grpo.base.rows import prompts_of, row_text
-from mt_grpo.generation.adapters import slots_of
 from mt_grpo.generation.connection import server_urls
 from mt_grpo.generation.in_process import InProcessBackend, neutral_generation
 from mt_grpo.generation.server_pool import ServerPool
 from mt_grpo.generation.weight_sync import WeightCounter, WeightSync
-from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.generation.weights import PolicyWeights, slots_of
 from mt_grpo.images.pictures import TOWER, forbid, inputs_of_requests, is_picture, reader_of, share_marks
 from mt_grpo.rollout import Rollout, StopReason
 from mt_grpo.run.checkpoints import (

@@ -228,7 +228,7 @@ def measure(size: str, dtype: str, repetitions: int, sync_dir: str, lora: bool =
         sync_dir: Where they pass.
         lora: Whether an adapter is trained, and pushed alone.
     """
-    from mt_grpo.generation.adapters import adapter_weights
+    from mt_grpo.generation.weights import adapter_weights
 
     with tempfile.TemporaryDirectory() as folder:
         model = build_model(size, Path(folder) / "model", dtype)

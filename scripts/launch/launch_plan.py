@@ -30,7 +30,7 @@ from trl import get_peft_config
 import mt_grpo_trainer as mt
 from launch.train import sglang_python
 from mt_grpo.base.files import output_lock
-from mt_grpo.generation.adapters import room_for, slots_of, why_config_merges
+from mt_grpo.generation.weights import room_for, slots_of, why_config_merges
 from mt_grpo.images.pictures import reader_of, with_pictures
 from mt_grpo.images.reader import image_reader
 from mt_grpo.recipe.checks import (

@@ -21,8 +21,8 @@ from warm_python import executable
 from warm_vllm import WarmVLLMServer
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.generation import adapters as adapters_module
-from mt_grpo.generation.adapters import why_model_merges
+from mt_grpo.generation import weights as adapters_module
+from mt_grpo.generation.weights import why_model_merges
 from mt_grpo.reports.rollout_log import read_rollouts
 from mt_grpo_trainer import VLLMServerClient
 

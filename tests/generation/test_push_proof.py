@@ -11,10 +11,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mt_grpo.base.errors import ServerError
-from mt_grpo.generation.adapters import adapter_weights, is_of_adapter, why_model_merges
 from mt_grpo.generation.samples import continues
 from mt_grpo.generation.weight_sync import WeightSync
-from mt_grpo.generation.weights import PolicyWeights
+from mt_grpo.generation.weights import PolicyWeights, adapter_weights, is_of_adapter, why_model_merges
 
 TINY = ROOT / "hf_recipes/tiny/calculator-model"
 TEXT = (
