@@ -834,7 +834,7 @@ class MTGRPOEnvTrainer(ResumableTrainer):
             return super().training_step(model, inputs, num_items_in_batch)
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch=None):
-        """TRL's loss of a pass; of a micro-batch the sum over its passes."""
+        """TRL's loss of a pass; of a micro-batch the sum over its passes. FORK: another loss (docs/forking.md)."""
         if FURTHER_RECORDS in inputs:  # in TRL's layout
             inputs = into_passes(self, [inputs])[0]
         if PASSES in inputs:

@@ -1,10 +1,16 @@
 """The loss that the script shows is the loss that TRL optimises."""
 
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from datasets import Dataset
 from test_trainer import settings
 
+import mt_grpo_trainer as mt
 from mt_grpo_trainer import MTGRPOConfig, MTGRPOEnvTrainer, MultiTurnToolEnv, clipped_loss
 
 
@@ -62,3 +68,28 @@ def test_the_loss_that_is_shown_by_hand():
     assert clipped_loss(new, old, -advantages, mask).item() == pytest.approx((1 + 1.5 - 0.5) / 3)
     importance = torch.tensor([[2.0, 1.0, 0.5, 1.0]])
     assert clipped_loss(new, old, advantages, mask, importance, 0.1).item() == pytest.approx(-(2 + 1.1 - 0.45) / 3)
+
+
+def test_the_loss_of_the_page_is_trls_without_clipping(random_model, tmp_path, monkeypatch):
+    """docs/forking.md: a copy with this block trains as the script does if nothing is clipped, in several passes."""
+    root, copy = Path(__file__).resolve().parents[2], tmp_path / "my_loss.py"
+    source, page = (root / "mt_grpo_trainer.py").read_text(), (root / "docs/forking.md").read_text()
+    (block,) = re.findall(r"^```python\n( {12}mask = .*?)^```$", page, re.M | re.S)
+    line = "            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)\n"
+    assert source.count(line) == 1
+    copy.write_text(source.replace(line, block))
+    spec = importlib.util.spec_from_file_location("my_loss", copy)
+    monkeypatch.setitem(sys.modules, "my_loss", fork := importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(fork)
+    logs = []
+    for module, epsilon in ((mt, 1e9), (fork, 0.2)):
+        values = dict(num_generations=4, max_completion_length=16, num_iterations=2, max_steps=4, epsilon=epsilon)
+        trainer = module.MTGRPOEnvTrainer(
+            random_model, module.MultiTurnToolEnv([], system_prompt=None), [],
+            [lambda completions, **kwargs: [float(len(str(each))) for each in completions]],
+            args=module.MTGRPOConfig(**settings(tmp_path, learning_rate=0.05, max_tokens_per_pass=64, **values)),
+            train_dataset=Dataset.from_list([{"prompt": [{"role": "user", "content": "say hi"}]}] * 4),
+        )  # fmt: skip
+        trainer.train()
+        logs.append([row["grad_norm"] for row in trainer.state.log_history if "grad_norm" in row])
+    assert logs[1] == pytest.approx(logs[0], rel=1e-4) and len(logs[0]) == 4 and min(logs[0]) > 1e-3
