@@ -268,6 +268,11 @@ def compares_tokens(args: Any) -> list[str]:
     return [key for key, value in neutral.items() if getattr(args, key) != value]
 
 
+def most_of_ranks(number: int, accelerator: Any) -> int:
+    """The largest of the ranks' numbers. Collective."""
+    return int(accelerator.gather(torch.tensor([number], device=accelerator.device)).max())
+
+
 # -- rows of unequal length as tensors, and statistics without NaN --
 
 

@@ -16,7 +16,7 @@ from trl.models.utils import disable_gradient_checkpointing
 from mt_grpo.base.errors import RunError, error_line
 from mt_grpo.generation.weights import off_by_rounding
 from mt_grpo.images.pictures import Picture, held_by
-from mt_grpo.training.batch import FURTHER_RECORDS, compares_tokens
+from mt_grpo.training.batch import FURTHER_RECORDS, compares_tokens, most_of_ranks
 from mt_grpo.training.pass_metrics import PassMetrics
 from mt_grpo.training.passes import (
     Pass,
@@ -255,9 +255,7 @@ class Layout:
         if self.proof is not None or not (self.kind == "shared" or self.waits):
             return
         compared = pass_of_two(rows, self.trainer.args, self.trainer.pad_to_multiple_of or 1)
-        accelerator = self.trainer.accelerator
-        found = torch.tensor([len(compared["prompt_ids"])], device=accelerator.device)
-        waits = int(accelerator.gather(found).max()) < 2
+        waits = most_of_ranks(len(compared["prompt_ids"]), self.trainer.accelerator) < 2
         if waits and not self.waits:
             self.reason = "no prompt has two rows yet that prove shared rows"
             logger.warning("Each row is computed with its prompt until a batch has two rows of one prompt.")

@@ -33,7 +33,7 @@ from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.conversation.tools.running import ToolTimeout, run_tool
 from mt_grpo.images.pictures import readable_messages
 from mt_grpo.rollout import IdHash, Rollout, ToolCall, Turn, join
-from mt_grpo.training.batch import NAN, Batch, nansum, pad_rows
+from mt_grpo.training.batch import NAN, Batch, most_of_ranks, nansum, pad_rows
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, scores_of_trainer, turn_contexts
 
 logger = logging.getLogger(__name__)
@@ -164,8 +164,7 @@ class RewardFunctions:
         """
         accelerator, local = trainer.accelerator, []
         # INVARIANT: K is the same on all ranks before anything of shape (B, K) is gathered.
-        num_turns = torch.tensor([max(len(rollout.turns) for rollout in batch.rollouts)], device=accelerator.device)
-        num_turns = max(1, int(accelerator.gather(num_turns).max()))
+        num_turns = max(1, most_of_ranks(max(len(rollout.turns) for rollout in batch.rollouts), accelerator))
         only = [True] * len(batch.rollouts) if fresh is None else batch.own(fresh).tolist()
         columns = {"trainer_state": trainer.state, "log_extra": batch.add_extra, "log_metric": trainer._log_metric}
         columns |= scores_of_trainer(trainer)

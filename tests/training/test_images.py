@@ -331,7 +331,7 @@ def test_rows_that_share_prompts_read_their_pictures(family, tokenizer):
     shown = vision_model.read(tokenizer, (0, (56, 56)), (1, (84, 56)), (2, (28, 112)))
     for _ in range(6):
         examples = random_examples(rng, shown, tokenizer.pictures.placeholder)
-        wanted = {(n, k) for n, each in examples.items() for k, flag in enumerate(each.wanted) if flag}
+        wanted = {(n, k) for n, each in examples.items() for k, flag in enumerate(each.trained) if flag}
         gradients = []
         for shares in (False, True):
             model.zero_grad()
