@@ -1,10 +1,9 @@
-"""Three checks that training reads the tokens of inference.
+"""Two checks that training reads the tokens of inference.
 
 ids   each turn began with the ids that the backend reports to have read, and consists of those that it sampled
-mask  the trained tokens of a record are those that were sampled for it, and no others
 text  a record's text is what the chat template makes of the whole conversation
 
-The first two always hold. Texts may differ because of the template, which may leave out earlier thinking: a difference
+The first always holds. Texts may differ because of the template, which may leave out earlier thinking: a difference
 that the same comparison finds in a correct conversation is attributed to the template, and not logged.
 """
 
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple
 from accelerate.utils import gather_object
 
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.rollout import IdHash, Record, Rollout, ToolCall, ToolResult, Turn, join, with_turns
+from mt_grpo.rollout import Record, Rollout, ToolCall, ToolResult, Turn, add_ids, id_hash, join, with_turns
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +35,7 @@ SAMPLED, READ = "in a turn", "between turns"
 class Difference(NamedTuple):
     """A difference that a check found."""
 
-    check: str  # ids, mask, text
+    check: str  # ids, text
     kind: str
     place: str
     shown: str  # with what stands around it
@@ -217,19 +216,19 @@ def faultless(env: Any, texts: tuple[str, ...], calls: list[ToolCall]) -> Rollou
     return rollout
 
 
-CHECKS = ("ids", "mask", "text")
+CHECKS = ("ids", "text")
 COMPARED = 8  # rollouts per batch and rank whose texts are compared: it takes milliseconds for each
 reported: set[tuple] = set()
 
 
-# -- ids and mask --
+# -- ids --
 
 
 def check_ids(record: Record) -> list[Difference]:
     """Turns whose ids differ from those that the backend read or sampled. Turns without its report are skipped.
 
-    >>> from mt_grpo.rollout import Generation, Turn
-    >>> sampled = Generation([5, 6, 7], None, "stop", IdHash([1, 2]).digest())
+    >>> from mt_grpo.rollout import Generation, Turn, hash_of_ids
+    >>> sampled = Generation([5, 6, 7], None, "stop", hash_of_ids([1, 2]))
     >>> turn = Turn([5, 6], None, "", "stop", generations=[sampled])
     >>> check_ids(Record([1, 2], [turn])), [found.kind for found in check_ids(Record([1, 3], [turn]))]
     ([], ['read'])
@@ -237,39 +236,20 @@ def check_ids(record: Record) -> list[Difference]:
     >>> [found.kind for found in check_ids(Record([1, 2], [turn]))]
     ['sampled']
     """
-    seen = IdHash(record.prompt_ids)
+    seen = add_ids(id_hash(), record.prompt_ids)
     for number, turn in zip(record.numbers or range(len(record.turns)), record.turns):
         before, ids = seen.copy(), []
         for generation in turn.generations:
             if generation.saw not in (None, before.digest()):
                 return [Difference("ids", "read", f"before turn {number}", "other ids than the record has")]
-            before.add(generation.token_ids)
+            add_ids(before, generation.token_ids)
             ids += generation.token_ids
         if turn.generations and turn.token_ids != ids[: len(turn.token_ids)]:
             k = next((k for k, (a, b) in enumerate(zip(turn.token_ids, ids)) if a != b), len(ids))
             shown = f"{turn.token_ids[k : k + 5]} in the record, {ids[k : k + 5]} from the backend"
             return [Difference("ids", "sampled", f"turn {number}, token {k}", shown)]
-        seen.add(turn.token_ids + turn.observation_ids)
+        add_ids(seen, turn.token_ids + turn.observation_ids)
     return []
-
-
-def check_mask(record: Record, mask: list[int]) -> list[Difference]:
-    """Tokens of a record that are trained but were not sampled for it, or the other way round.
-
-    >>> from mt_grpo.rollout import Turn
-    >>> record = Record([1], [Turn([5, 6], None, "", "stop", observation_ids=[9]), Turn([7], None, "", "stop")])
-    >>> check_mask(record, [1, 1, 0, 1]), check_mask(record, [0, 1, 1, 1])[0].place
-    ([], 'token 0')
-    """
-    expected: list[int] = []
-    for turn in record.turns:
-        own = [1] * len(turn.token_ids) if turn.mask is None else list(turn.mask)
-        expected += own if turn.trained else [0] * len(own)
-        expected += [0] * len(turn.observation_ids)
-    if mask == expected:
-        return []
-    k = next((k for k, (a, b) in enumerate(zip(mask, expected)) if a != b), min(len(mask), len(expected)))
-    return [Difference("mask", "mask", f"token {k}", f"{mask[k : k + 8]}, expected {expected[k : k + 8]}")]
 
 
 # -- a batch --
@@ -304,7 +284,7 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dic
     compares = getattr(env, "renders_all", True) and isinstance(env.format_of(env.tokenizer), ChatFormat)
     rendered = min(len(trained), COMPARED) if compares else 0
     for number, rollout in enumerate(trained):
-        found = join([check_ids(record) + check_mask(record, record.loss_mask) for record in rollout.records])
+        found = join(map(check_ids, rollout.records))
         if number < rendered:
             texts = join([check_text(rollout, record, env) for record in rollout.records])
             passed = listed(env) if texts else set()
@@ -316,7 +296,7 @@ def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dic
         for check in {each.check for each in found}:
             counts[check] += 1
         found_here += found
-    return counts, {"ids": len(trained), "mask": len(trained), "text": rendered}, found_here
+    return counts, {"ids": len(trained), "text": rendered}, found_here
 
 
 def text_of(found: Difference) -> str:
