@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,12 +85,11 @@ class Batch:
         INVARIANT: row i is of rollout i for i < B. All ranks have as many rows, the last ones of which may be empty
         records: B if no rank has a further record.
         """
-        agreed = compare_ranks(self.rollouts, args, step, self.mode == "train")
-        self.failed, self.truncated = agreed.failed, agreed.truncated
+        most, self.failed, self.truncated = compare_ranks(self.rollouts, args, step, self.mode == "train")
         records = [trained_records(rollout) for rollout in self.rollouts]
-        further = [(record, i) for i, own in enumerate(records) for record in own[1:]]
-        further += [(Record([], []), 0)] * (agreed.num_further - len(further))
-        rows = [(own[0], i) for i, own in enumerate(records)] + further
+        rows = [(own[0], i) for i, own in enumerate(records)]
+        rows += [(record, i) for i, own in enumerate(records) for record in own[1:]]
+        rows += [(Record([], []), 0)] * (len(self.rollouts) + most - len(rows))
         self.records, self.owners = [record for record, _ in rows], [owner for _, owner in rows]
 
     def loss_lists(self, pad_id: int) -> tuple[list, list, list, list | None]:
@@ -220,46 +219,36 @@ def is_cut_off(rollout: Rollout) -> bool:
     return bool(cut) and rollout.stop_reason != StopReason.AGENT_DONE
 
 
-class Agreed(NamedTuple):
-    """What all ranks agree on before a step."""
+def compare_ranks(
+    rollouts: list[Rollout], args: Any, step: int, training: bool = True
+) -> tuple[int, list[bool], list[bool]]:
+    """Exchange among ranks what they must agree on before a step. Collective.
 
-    num_further: int  # further records on the rank with the most
-    failed: list[bool]  # for each of N rollouts, whether its environment failed
-    truncated: list[bool]  # and whether it was truncated
-
-
-def compare_ranks(rollouts: list[Rollout], args: Any, step: int, training: bool = True) -> Agreed:
-    """Exchange among ranks what they must agree on. Collective.
-
-    Raises `RunError` on all ranks if every environment failed in training, or a setting does not support further
-    records: one that compares the tokens of a whole batch, which passes over its records split.
+    Returns (further records on the rank with the most, which of the N rollouts failed, which were truncated). Raises
+    `RunError` on all ranks if every environment failed in training, or a setting does not support further records: one
+    that compares the tokens of a whole batch, which passes over its records split.
     """
     errors = [rollout.error for rollout in rollouts if rollout.error is not None]
     text = f"{type(errors[0]).__name__}: {errors[0]}" if errors else "no reason was given"
     too_long = all(isinstance(error, PromptTooLong) for error in errors)
-    own = (
-        sum(len(trained_records(r)) - 1 for r in rollouts),
-        [r.failed for r in rollouts],
-        list(map(is_cut_off, rollouts)),
-    )
-    reports = gather_object([(*own, text, too_long)])
-    num_further = max(report[0] for report in reports)
-    failed, truncated = ([flag for report in reports for flag in report[k]] for k in (1, 2))
+    further = sum(len(trained_records(rollout)) - 1 for rollout in rollouts)
+    own = further, [rollout.failed for rollout in rollouts], list(map(is_cut_off, rollouts)), text, too_long
+    numbers, *flags, texts, are_too_long = zip(*gather_object([own]))
+    failed, truncated = ([flag for own in each for flag in own] for each in flags)
     if training and all(failed):  # a batch of test rows may be a single one
-        text = reports[0][3]
-        if all(report[4] for report in reports):
-            raise RunError(f"The prompts of all {len(failed)} rollouts of step {step} fill the context. {text}")
+        if all(are_too_long):
+            raise RunError(f"The prompts of all {len(failed)} rollouts of step {step} fill the context. {texts[0]}")
         raise RunError(
             f"The environment failed in all {len(failed)} rollouts of step {step}. The first error: "
-            f"{text.rstrip('.')}. Expected at least one rollout without an error. "
+            f"{texts[0].rstrip('.')}. Expected at least one rollout without an error. "
             "Fix the environment, and start the run again."
         )
-    for key in compares_tokens(args) if num_further else ():
+    for key in compares_tokens(args) if max(numbers) else ():
         raise RunError(
             f"{key}={getattr(args, key)} compares the tokens of a whole batch. The environment edited a history, so "
             f"the batch is trained in several passes. Remove {key}, or use an environment that edits no history."
         )
-    return Agreed(num_further, failed, truncated)
+    return max(numbers), failed, truncated
 
 
 def compares_tokens(args: Any) -> list[str]:

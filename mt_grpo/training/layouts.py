@@ -347,15 +347,9 @@ def memory_errors(trainer: Any) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         if (begun := layout.begun) is None:  # in a rollout, or TRL's layout
             raise
-        if compares_tokens(args):
-            hint = "Lower per_device_train_batch_size, and raise gradient_accumulation_steps by the same factor."
-        elif len(begun["completion_ids"]) == 1:
-            hint = "It is a single conversation. Set gradient_checkpointing: true, or lower max_completion_length."
-        else:
-            hint = (
-                f"Set max_tokens_per_pass below {begun.num_tokens} (now {args.max_tokens_per_pass}). This changes no "
-                "gradient."
-            )
+        hint = f"Set max_tokens_per_pass below {begun.num_tokens}, which changes no gradient."
+        if compares_tokens(args) or len(begun["completion_ids"]) == 1:
+            hint = "Set gradient_checkpointing: true, or lower per_device_train_batch_size or max_completion_length."
         kind = RunError if trainer.accelerator.num_processes == 1 else torch.OutOfMemoryError
         raise kind(
             f"A forward and backward pass of {begun.num_tokens} tokens does not fit into the device's memory. "

@@ -377,6 +377,10 @@ class OutOfTime(BaseException):
     """Raised inside a reward at its limit. Many rewards catch any `Exception`."""
 
 
+class Failed(Exception):
+    """(function, error): an error of a reward function, whose name is not in the error itself."""
+
+
 def run_rewards(
     funcs: list[Callable],
     columns: dict[str, Any],
@@ -390,46 +394,46 @@ def run_rewards(
     Raises `RuntimeError` for the first function that raised, or took longer than `timeout` seconds. The message names
     the rollout for which it raises, with its row (`of_row`).
     """
-    values: dict[Callable, Any] = {}
-    failed: list[tuple[Callable, Exception]] = []
+
+    @contextmanager
+    def of(func: Callable) -> Iterator[None]:
+        try:
+            yield
+        except RunStopped:
+            raise
+        except Exception as error:
+            raise Failed(func, error) from error
 
     async def awaited(func: Callable) -> Any:
-        try:
+        with of(func):
             return await run_tool(func, own_copy(columns), timeout)
-        except Exception as error:
-            failed.append((func, error))
-            raise
 
     is_async = [inspect.iscoroutinefunction(func) for func in funcs]
     running = start_in_background(gather_all([awaited(f) for f, waits in zip(funcs, is_async) if waits]))
+    values: list[Any] = [None] * len(funcs)
     try:
         for i, func in enumerate(funcs):
             if not is_async[i]:
-                try:
+                with of(func):
                     values[i] = call_in_time(func, columns, timeout)
-                except Exception as error:
-                    failed.insert(0, (func, error))
-                    raise
         found = iter(running.result(min(timeout + GRACE, threading.TIMEOUT_MAX)))
-    except RunStopped:
-        raise
-    except Exception:
-        if not failed:
-            raise RuntimeError(
-                f"Rewards took longer than {timeout + GRACE:g} s: an async function blocks the event loop. Use `await`"
-                " inside it (aiohttp, asyncio.sleep), or remove `async`, so that it runs in the main thread."
-            ) from None
-        func, error = failed[0]
+    except Failed as failed:
+        running.cancel()
+        func, error = failed.args
         if isinstance(error, ToolTimeout):
             raise RuntimeError(
                 f"Reward {func.__name__} took longer than reward_timeout={timeout:g} s for {len(columns['prompts'])} "
                 "rollouts. Check the server that it may ask, or raise reward_timeout if it needs longer."
             ) from None
-        running.cancel()
         raise RuntimeError(error_of_reward(func, error, columns, of_row)) from error
+    except TimeoutError:
+        raise RuntimeError(
+            f"Rewards took longer than {timeout + GRACE:g} s: an async function blocks the event loop. Use `await`"
+            " inside it (aiohttp, asyncio.sleep), or remove `async`, so that it runs in the main thread."
+        ) from None
     finally:
         running.cancel()
-    return [next(found) if waits else values[i] for i, waits in enumerate(is_async)]
+    return [next(found) if waits else value for waits, value in zip(is_async, values)]
 
 
 def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any:
