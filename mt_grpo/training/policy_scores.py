@@ -65,18 +65,16 @@ class PolicyScores:
     def logprobs(self, contexts: list[list[int]], continuations: list[list[int]]) -> list[list[float]]:
         """The logprob of each id of `continuations[i]` after `contexts[i]`, at temperature 1, on the full vocabulary.
 
-        Equal pairs are computed once. Raises `ValueError` for a pair that does not fit (`fits`), and for lists that
-        differ in length.
+        Equal pairs are computed once. Raises `ValueError` for a pair that does not fit (`fits`) or whose continuation
+        has an image, which is never sampled, and for lists that differ in length.
         """
         pairs = list(zip(map(tuple, contexts), map(tuple, continuations), strict=True))
         for i, pair in enumerate(pairs):
-            if not self.fits(*pair):
+            if not self.fits(*pair) or any(map(is_picture, pair[1])):
                 raise ValueError(
-                    f"policy.logprobs: pair {i} has {len(pair[0])} and {len(pair[1])} ids. Expected at least one id "
-                    f"in each, and less than {self._context} together. Check pairs with policy.fits first."
+                    f"policy.logprobs: pair {i} has {len(pair[0])} and {len(pair[1])} ids. Expected at least one "
+                    f"in each, less than {self._context} together (policy.fits), and no image in the continuation."
                 )
-            if any(map(is_picture, pair[1])):
-                raise ValueError(f"policy.logprobs: continuation {i} contains an image, which is never sampled.")
         found = self._ask(list(dict.fromkeys(pairs))) if pairs else {}
         return [list(found[pair]) for pair in pairs]
 
