@@ -19,9 +19,9 @@ CALL = '<tool>{"name": "echo", "args": {"text": "hi"}}</tool>'
 LIMITS = {"_room", "result_limit", "_context", "cut_messages", "cut_far_beyond", "tokens", "new_tokens"}
 LIMITS |= {"longest_turn"}
 LAYOUT = {  # which rows go together, what a segment reads, and the proof of it before the first pass
-    "cost", "fill", "units_of", "skips_first_pass", "_tensor", "sizes", "num_before", "mask", "kernel_of", "__len__",
-    "common_length", "path", "forget_masks", "num_trained", "prove", "pass_of_two",
-    "to_pass", "fit", "without_autocast",
+    "cost", "fill", "units_of", "skips_first_pass", "_tensor", "mask", "kernel_of", "__len__",
+    "common_length", "forget_masks", "num_trained", "prove", "pass_of_two",
+    "to_pass", "fit", "without_autocast", "most_of_ranks",
 }  # fmt: skip
 LOGGING = {
     "conversation_columns",
@@ -54,8 +54,8 @@ FAULTS_AND_STOPPING = {
     "_in_its_place", "is_cut_off",
 }  # fmt: skip
 TOKEN_CHECKS = {
-    "check_rollouts", "check_batch", "check_ids", "check_mask", "check_text", "compare", "variants", "without_end",
-    "squeezed", "pieces", "text_of_turn", "add", "copy", "digest",
+    "check_rollouts", "check_batch", "check_ids", "check_text", "compare", "variants", "without_end",
+    "squeezed", "pieces", "text_of_turn", "add", "add_ids", "id_hash",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "parts_of_schema", "signature_of", "type_name", "hints_of", "shown_result", "read",
@@ -96,7 +96,7 @@ ROWS = {"data_of", "column_lists", "prompts_of", "rows_for_trl"}
 PICTURES = {  # of which this run has none
     "read_pictures", "read_row", "images_of", "image_parts", "reader_of", "results_of", "readable_messages",
     "is_picture",
-    "pictures_in", "shown", "features", "features_of", "inputs_of_rows", "positions_of",
+    "pictures_in", "shown", "features_of", "inputs_of_rows", "positions_of",
     "placeholders_of", "with_places", "placed", "of_columns", "own_results", "with_marks_of",
     "is_image",
 }  # fmt: skip

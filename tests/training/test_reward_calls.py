@@ -25,7 +25,6 @@ import mt_grpo_trainer as mt
 from mt_grpo.base.errors import RunStopped
 from mt_grpo.base.event_loop import run_async
 from mt_grpo.conversation.tools.running import ToolsUnavailable
-from mt_grpo.recipe.plugins import load_rewards
 from mt_grpo.rollout import Rollout, StopReason, ToolCall, ToolResult, Turn
 from mt_grpo.run.trainer import ResumableTrainer
 from mt_grpo.training.batch import Batch
@@ -71,37 +70,27 @@ def test_math_verify_reads_what_it_reads_in_the_main_thread():
     assert scored(reward, completions=said, solution=["$0.5$", "$0.5$"]) == [[1.0, 0.0]]
 
 
-def test_a_tool_that_sets_a_signal_ends_the_run_by_its_name_and_says_what_to_do():
+def test_a_tool_that_sets_a_signal_is_named_and_says_what_to_do(caplog):
     """Its error is nothing that the policy did: as an observation it would teach not to call the tool."""
 
-    def query(expression: str) -> str:
+    def query(caught: bool) -> str:
         """Look it up.
 
         Args:
-            expression: What to look up.
-        """
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-
-    env = mt.MultiTurnToolEnv([query], system_prompt=None)
-    with pytest.raises(ToolsUnavailable, match="^query sets a signal handler"):
-        run_async(env.call_tool(ToolCall("query", {"expression": "1"})))
-
-
-def test_a_tool_that_catches_the_error_of_its_signal_is_named_once(caplog):
-    def query(expression: str) -> str:
-        """Look it up.
-
-        Args:
-            expression: What to look up.
+            caught: Whether the tool catches its error.
         """
         try:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
         except ValueError as error:
+            if not caught:
+                raise
             return f"Error: {error}"
 
     env = mt.MultiTurnToolEnv([query], system_prompt=None)
+    with pytest.raises(ToolsUnavailable, match="^query sets a signal handler"):
+        run_async(env.call_tool(ToolCall("query", {"caught": False})))
     for _ in range(2):
-        result = run_async(env.call_tool(ToolCall("query", {"expression": "1"})))
+        result = run_async(env.call_tool(ToolCall("query", {"caught": True})))
         assert result.text.startswith("Error: signal only works")
     (said,) = [text for text in caplog.messages if text.startswith("query sets a signal handler")]
     assert "Set isolate_tools: true" in said
@@ -292,45 +281,6 @@ def test_a_hidden_async_reward_has_the_same_limit():
         scored(hidden, timeout=0.2)
 
 
-RANK = """
-import os, sys, threading
-from pathlib import Path
-from accelerate import PartialState
-from mt_grpo.base.errors import RunError
-from mt_grpo.base.ranks import raise_on_all_ranks
-from mt_grpo.training.rewards import run_rewards
-
-RANK = PartialState(cpu=True).process_index
-
-def hangs(environments, **kwargs):
-    while RANK == 1:  # the other rank goes on
-        threading.Event().wait()
-    return [1.0 for _ in environments]
-
-error = None
-try:
-    run_rewards([hangs], {"prompts": [[]], "environments": [object()]}, 0.5)
-except Exception as raised:
-    error = raised
-try:
-    raise_on_all_ranks(error, "Rewards", 3)
-except RunError as raised:
-    Path(sys.argv[1], f"{RANK}.txt").write_text(str(raised))
-"""
-
-
-def test_a_reward_that_hangs_on_one_rank_ends_both_by_its_name(tmp_path):
-    (tmp_path / "rank.py").write_text(RANK)
-    cpu = str(ROOT / "hf_recipes/accelerate/cpu.yaml")
-    command = [warm_python.executable(), "-m", "accelerate.commands.launch", "--config_file", cpu]
-    command += [str(tmp_path / "rank.py"), str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                            capture_output=True, text=True, timeout=240)  # fmt: skip
-    assert result.returncode == 0, result.stderr[-3000:]
-    message = "Rewards failed at step 3: rank 1: RuntimeError: Reward hangs took longer than reward_timeout=0.5 s"
-    assert all((tmp_path / f"{rank}.txt").read_text().startswith(message) for rank in (0, 1))
-
-
 # -- what may be a reward, and how it is called --
 
 
@@ -438,21 +388,6 @@ def test_a_reward_that_seeds_changes_nothing_of_the_run(draw, seed, state_of):
     first, second = values(0), values(1)
     assert str(state_of()) == before and torch.initial_seed() == 42
     assert first == values(0) != second
-
-
-def test_a_file_with_partials_and_equal_names_is_loaded(tmp_path):
-    path = tmp_path / "rewards.py"
-    path.write_text("""
-import functools
-def length(completions, target, **kwargs):
-    return [-abs(len(c[-1]["content"]) - target) for c in completions]
-TURN_REWARD_FUNCS = [functools.partial(length, target=1)]
-OUTCOME_REWARD_FUNCS = [functools.partial(length, target=2), functools.partial(length, target=3)]
-""")
-    turn, outcome = load_rewards(str(path))
-    assert [func.__name__ for func in turn + outcome] == ["length", "length_2", "length_3"]
-    said = [[{"role": "assistant", "content": "abc"}], [{"role": "assistant", "content": ""}]]
-    assert scored(*turn, *outcome, completions=said) == [[-2, -1], [-1, -2], [0, -3]]
 
 
 def test_metrics_of_two_rewards_of_one_name_are_apart(random_model, tmp_path):
