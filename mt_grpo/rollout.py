@@ -163,8 +163,7 @@ class Turn:
     def has_observation(self) -> bool:
         """Whether the turn has an observation: a call was answered, or the other side replied to it or continued it.
 
-        It says nothing about what the model read: the last turn of a game, whose move was made, has one though nobody
-        reads its result. `mt_grpo` and turn rewards of one number per rollout ask for it (`RewardTable`).
+        The last turn of a game, whose move was made, has one though nobody reads its result.
         """
         return self.went_on or bool(self.results or self.messages or self.continuation)
 
@@ -232,9 +231,9 @@ def with_turns(
 ) -> list[Message]:
     """Append the messages of turns. A turn that continues the one before it is joined to the message of that one.
 
-    `begun`: whether an assistant's message at the end of `messages` is the beginning of the first turn. At the end of
-    a prompt it is a message of its own: the generation prompt follows it. `as_called`: whether messages are in TRL's
-    form, with `tool_calls` and all results in messages of role `tool`.
+    `begun`: whether an assistant's message at the end of `messages` is the beginning of the first turn, which it is
+    not at the end of a prompt. `as_called`: whether messages are in TRL's form, with `tool_calls` and results of role
+    `tool`.
 
     >>> prompt = [{"role": "assistant", "content": "So"}]
     >>> [[m["content"] for m in with_turns(prompt, [Turn([1], None, " 4", "stop")], begun)] for begun in (True, False)]
@@ -273,15 +272,10 @@ class Rollout(TurnTokens):
     ...                                   Turn([30], [-.3], "", "stop")])
     >>> r.completion_ids, r.loss_mask, r.turn_ids, r.logprobs
     ([10, 11, 20, 30], [1, 1, 0, 1], [0, 0, -1, 1], [-0.1, -0.2, 0.0, -0.3])
-    >>> r.turns[0].mask = [0, 1]  # the first of its tokens is not trained
-    >>> r.loss_mask, r.turn_ids
-    ([0, 1, 0, 1], [-1, 0, -1, 1])
-    >>> r.turns[0].mask, r.turns[1].context = None, Context([], [1, 2, 7])  # an edit before turn 1
-    >>> [(record.prompt_ids, record.completion_ids, record.turn_ids) for record in r.records]
-    [([1, 2, 3], [10, 11, 20], [0, 0, -1]), ([1, 2, 7], [30], [1])]
+    >>> r.turns[0].mask, r.turns[1].context = [0, 1], Context([], [1, 2, 7])  # an edit before turn 1
     >>> r.turns.append(Turn([40], [-.4], "", "stop", after=0))  # two conversations by turns
-    >>> [record.turn_ids for record in r.records]
-    [[0, 0, -1, 2], [1]]
+    >>> [(record.prompt_ids, record.completion_ids, record.turn_ids) for record in r.records]
+    [([1, 2, 3], [10, 11, 20, 40], [-1, 0, -1, 2]), ([1, 2, 7], [30], [1])]
     """
 
     prompt_messages: list[Message]
@@ -316,10 +310,7 @@ class Rollout(TurnTokens):
 
     @property
     def failed(self) -> bool:
-        """Whether the environment or agent failed, and not the policy. Such a rollout is not trained on.
-
-        A prompt that fills the context, so that there is no turn, counts as such a failure.
-        """
+        """Whether the environment or agent failed, or the prompt fills the context. Then it is not trained on."""
         return self.stop_reason in FAILURES or (self.stop_reason == StopReason.CONTEXT_LENGTH and not self.turns)
 
     @property
@@ -360,8 +351,6 @@ class Rollout(TurnTokens):
     @property
     def prefill(self) -> str:
         """The text that the next turn continues (`Reply.continuation`), empty if the turn begins a new message.
-
-        It leaves out calls that were read: they belong to their turn.
 
         >>> turns = [Turn([1], None, "So <answer>", "stop", continuation="It"), Turn([2], None, " is", "length")]
         >>> turns[1].continuation = " not "
@@ -410,8 +399,7 @@ class Rollout(TurnTokens):
 class Environment(Protocol):
     """The other side of one conversation. Every method may be async; all but `reset` are optional.
 
-    Its tools are its public methods with type hints and docstrings, as in TRL's `environment_factory`, or the list
-    `tools`.
+    Its tools are its public methods with type hints and docstrings, or the list `tools`.
     """
 
     def reset(self, **row: Any) -> str | list | None:
@@ -424,10 +412,7 @@ class Environment(Protocol):
         """Return the outcome reward. Called once, after the conversation."""
 
     def conversation_over(self) -> None:
-        """Called when the conversation is over, for whatever reason. Others of the batch may still go on.
-
-        `most_conversations` of the class is how many of its conversations may be open at a time, in a process.
-        """
+        """Called when the conversation is over. `most_conversations` of the class bounds how many are open at once."""
 
     def close(self) -> None:
         """Called after the rewards, whatever happened."""

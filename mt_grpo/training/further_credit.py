@@ -23,12 +23,9 @@ CREDIT_ASSIGNMENTS: dict[str, Callable] = {}  # name -> function of (rewards, co
 def credit_estimator(name: str, function: Callable, *, reads: tuple[str, ...] = (), per_turn: bool = True) -> None:
     """Register an estimator. The choices of `credit_assignment` and the checks of its settings derive from this call.
 
-    Args:
-        name: The recipe's value of `credit_assignment`.
-        function: The estimator.
-        reads: What it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline` and
-            `state`. A setting that it does not read is refused; state keys are filled for those that read them.
-        per_turn: Whether the turns of a rollout can get different advantages.
+    `reads` names what it reads of `turn_advantage_coef`, `turn_discount`, `outcome_in_return`, `state_baseline` and
+    `state`: a setting that it does not read is refused, and state keys are filled for those that read them. `per_turn`
+    says whether the turns of a rollout can get different advantages.
     """
     function.reads, function.per_turn = frozenset(reads), per_turn
     CREDIT_ASSIGNMENTS[name] = function
@@ -46,9 +43,7 @@ def outcome_advantages(rewards: Any, coef: float, discount: float) -> torch.Tens
 
 
 def merged_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor:
-    """GRPO-MR: every turn gets `norm(R^O + R^T)`. It pays for each further turn with a reward.
-
-    In the example 1.8 stands against 0.4.
+    """GRPO-MR: every turn gets `norm(R^O + R^T)`, here 1.8 against 0.4. It pays for each further turn with a reward.
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> merged_advantages(doctest_batch(), 1.0, 1.0)
@@ -97,9 +92,6 @@ def gigpo_advantages(rewards: Any, coef: float, discount: float) -> torch.Tensor
 
 def norm_by_state(rewards: Any, x: torch.Tensor) -> torch.Tensor:
     """`rewards.norm` of x (N, K) over the turns of a group that began in the same state. Memory: about N G K^2.
-
-    With `state_baseline: leave_one_out` a value is compared with the mean of the others: x - mean_others =
-    n / (n - 1) (x - mean).
 
     >>> from mt_grpo_trainer import doctest_batch
     >>> table = dataclasses.replace(doctest_batch(), state=torch.tensor([[7, 8, 9], [7, 7, 9]]))

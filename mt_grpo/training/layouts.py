@@ -38,10 +38,10 @@ LARGEST_DIFFERENCE = 1e-3  # of a logprob in float32; in half precision it may b
 
 
 def why_not_in_model(model: Any, asked: str | None = None) -> str | None:
-    """Why a model would compute other hidden states in a shared row. None if it computes the same.
+    """Why a model would compute other hidden states in a shared row, which holds many conversations; else None.
 
-    A shared row contains many conversations. So information may pass from token to token only through an attention
-    function that knows them, and nothing may be drawn or counted per row. `asked` is the run's `attn_implementation`.
+    Information may pass from token to token only through an attention function that knows the conversations, and
+    nothing may be drawn or counted per row. `asked` is the run's `attn_implementation`.
     """
     if isinstance(model, PeftModel):
         if any(config.is_prompt_learning for config in model.peft_config.values()):
@@ -134,19 +134,13 @@ def logps_of_rows(
 class Layout:
     """How a run's rows are laid out, and the pass whose loss is computed.
 
-    Args:
-        trainer: The trainer, with its model loaded.
-        own_methods: The class whose loss reads passes.
-
     Attributes:
         kind: `shared`: each prompt once. `padded`: each row with its prompt, sorted by length, in passes by tokens.
-            `trl`: TRL's micro-batches.
-        reason: Why it is not `shared`.
+            `trl`: TRL's micro-batches. `reason` says why it is not `shared`.
         proof: The largest difference of a logprob from that of TRL's rows; None before it is proven.
         waits: Whether rows are `padded` only until a batch has two rows of one prompt, which prove `shared`.
         current: The pass whose loss is computed.
         begun: The last pass of the current training step, None before its first one.
-        metrics: The metrics of the passes of a step.
         pictures: The images of the trained batch: tensors do not hold them, and its rollouts are dropped before it.
     """
 
@@ -197,9 +191,8 @@ class Layout:
     ) -> list[SharedRow]:
         """The rows of TRL's forward pass as rows that share prompts; none if they are padded. Collective.
 
-        Args:
-            input_ids, attention_mask: (M, P + C), prompts padded on the left, of which C = `width`.
-            size: TRL's number of rows per pass; None: one pass.
+        `input_ids` and `attention_mask` are (M, P + C), prompts padded on the left, of which C = `width`. `size` is
+        TRL's number of rows per pass, None for one pass.
         """
         if self.kind == "shared" and self.current is not None and self.current.shared is not None:
             return [self.current.shared]
@@ -217,8 +210,7 @@ class Layout:
     def of(self, inputs: Pass) -> Iterator[None]:
         """Within it the loss of a pass is computed, with the pass's share of the micro-batch's policy loss and KL.
 
-        INVARIANT: TRL's policy loss is linear in the advantages, for a positive factor, and its KL in `beta`. Its
-        entropy bonus and the router's loss are means of their own, and have no share here.
+        INVARIANT: TRL's policy loss is linear in the advantages, for a positive factor, and its KL in `beta`.
         """
         trainer, beta, advantages = self.trainer, self.trainer.beta, inputs["advantages"]
         scale = max(inputs.scale, 1e-30)  # at 0 one rank alone would log no KL
@@ -249,8 +241,7 @@ class Layout:
     def prove(self, rows: list[TrainedRow]) -> None:
         """`compare` two rows of one prompt, before the first pass that reads shared rows. Collective.
 
-        A row that is alone is the same in both layouts. If no rank has two rows of one prompt, nothing is proven, and
-        each row has its prompt until the next batch.
+        If no rank has two rows of one prompt, nothing is proven, and each row has its prompt until the next batch.
         """
         if self.proof is not None or not (self.kind == "shared" or self.waits):
             return

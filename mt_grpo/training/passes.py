@@ -132,8 +132,8 @@ def weighed(rows: list[TrainedRow], max_completion_length: int) -> list[TrainedR
     """The rows of one rollout, whose tokens weigh L / T: its T trained tokens together as much as a completion.
 
     TRL's `grpo` is a mean over rows of means over tokens, and here several rows can be one rollout. With R scored
-    rollouts and L = `max_completion_length` the sum of these tokens' losses over R L, as `dapo` has it, is
-    1/R sum_i 1/T_i sum_t loss_it.
+    rollouts and L = `max_completion_length`, `dapo` divides the sum of these tokens' losses by R L: 1/R sum_i 1/T_i
+    sum_t loss_it.
 
     INVARIANT: a rollout's weights are at least 1, and equal: TRL's means over a row's tokens read the same mask.
     """
@@ -239,8 +239,7 @@ def balance(rows: list[TrainedRow], budget: int, shares: bool, accelerator: Any)
 def skips_first_pass(trainer: Any) -> bool:
     """Whether rollouts of a server need no forward pass before their step, because the loss computes the same.
 
-    The pass stays with several optimizer steps of a batch, of which only the first has that policy, and for a log that
-    shows its logprobs.
+    The pass stays with several optimizer steps of a batch, and for a log that shows its logprobs.
     """
     args = trainer.args
     return (
@@ -263,9 +262,7 @@ def window_of(args: Any, loss_type: str) -> int:
 
 
 def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Split micro-batches of one optimizer step and the same rollouts into passes. Collective.
-
-    Each returned micro-batch has a list of passes under `PASSES`.
+    """Split micro-batches of one optimizer step and the same rollouts into lists under `PASSES`. Collective.
 
     INVARIANT: all ranks have as many passes in each micro-batch: a sharded model's forward is collective.
     """
@@ -315,8 +312,7 @@ def into_passes(trainer: Any, micro_batches: list[dict[str, Any]]) -> list[dict[
 def rows_in_mean(trainer: Any, micro_batch: dict[str, Any]) -> float:
     """What a mean over the rows of a micro-batch divides by, the same for all micro-batches of a batch.
 
-    INVARIANT: a scored rollout counts the same, whatever rank, micro-batch and step it is in, and others are in no
-    mean. If all have a score, it is TRL's number of rows.
+    INVARIANT: a scored rollout counts the same, whatever rank, micro-batch and step it is in; others are in no mean.
     """
     steps = trainer.args.steps_per_generation if trainer.model.training else 1
     return max(float(micro_batch["num_rows_in_batch"]), 1.0) / (steps * trainer.accelerator.num_processes)

@@ -47,11 +47,8 @@ def asked_of(functions: list[Callable]) -> set[str]:
 class PolicyScores:
     """Computes logprobs under the policy (parameter `policy` of a reward) or the reference model (`reference`).
 
-    Args:
-        ask: From pairs (context, continuation), tuples of ids, to a dict with the logprobs of each continuation.
-        written: The tool format of the conversations, with its tokenizer.
-        version: Returns the version of the weights that score.
-        context: The most tokens of a pair, plus one. None: no limit is known.
+    `ask` gives for pairs (context, continuation) a dict with the logprobs of each continuation. `written` is the tool
+    format of the conversations, and `context` the most tokens of a pair, plus one; None: no limit is known.
     """
 
     def __init__(self, ask: Callable, written: Any, version: Callable[[], str], context: int | None = None):
@@ -124,14 +121,11 @@ def turn_contexts(rollout: Rollout) -> list[list[int]]:
 
 
 def scores_of_servers(client: Any, written: Any, pushed: Callable[[], str | None] = lambda: None) -> PolicyScores:
-    """Logprobs on one or several vLLM servers in turn, with `prompt_logprobs`.
+    """Logprobs on one or several vLLM servers in turn, with `prompt_logprobs`. `client` is that of one or of all.
 
     INVARIANT: all answers are of the weights that were pushed last. A server that restarted has others, and one that
     is away does not answer: the others are asked. If a request fails, or one of those that were asked does not hold
-    these weights afterwards, everything is asked again.
-
-    `client` is that of the server, or of all servers. `pushed` returns the version of the last push, without a
-    server's lineage, or None if nothing was pushed.
+    these weights afterwards, everything is asked again. `pushed` returns the version of the last push, or None.
     """
     turn = itertools.count()
 

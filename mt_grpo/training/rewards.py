@@ -50,14 +50,9 @@ PLAIN = {int, float, str, bool, type(None)}
 
 
 class RewardFunctions:
-    """The F reward functions of a run: F_turn turn functions, then the outcome functions.
+    """The F reward functions of a run, with unique names and a weight each: F_turn turn functions, then the others.
 
     Of each kind, the user's functions come first, followed by those of the environment and the tools.
-
-    Args:
-        functions: (F,), each with a unique name.
-        weights: (F,), one finite number per function.
-        num_turn_funcs: F_turn, the number of turn functions.
     """
 
     def __init__(self, functions: list[Callable], weights: list[float], num_turn_funcs: int):
@@ -78,7 +73,6 @@ class RewardFunctions:
         """Combine the user's functions and weights (None: 1 each) with those of the class of conversations `env`.
 
         The functions of an environment and its tools have weight 1. If `optional` is true there may be none at all.
-        Raises `ValueError` for invalid functions (`check_rewards`) and weights (`weights_of`).
         """
         turn, outcome = list(turn_funcs or []), list(outcome_funcs or [])
         own_turn, own_outcome = environment_rewards(env.environments, env.tools)
@@ -104,18 +98,10 @@ class RewardFunctions:
     ) -> list[list]:
         """Call each function for the B rollouts. Its value per rollout is a number, a list of one per turn, or None.
 
-        A rollout whose environment failed is not passed to any function, and has None.
-
-        Args:
-            batch: The batch, with its rollouts.
-            columns: Further arguments besides the columns of the data and of the rollouts: `trainer_state`,
-                `log_extra`, `log_metric`, and `policy` if a function asks for it.
-            timeout: Seconds that one function may take.
-            device: The trainer's device, whose random numbers stay as they are.
-            only: Which of the B rollouts the functions see. None: all.
-
-        Raises `RuntimeError` for a function that raised or took too long, with the row of the data, and `ValueError`
-        for other values.
+        A rollout whose environment failed is not passed to any function, and has None. `columns` are further
+        arguments: `trainer_state`, `log_extra`, `log_metric`, and `policy` if a function asks for it. `only` says
+        which of the B rollouts the functions see. Raises `RuntimeError` for a function that raised or took longer than
+        `timeout` seconds, with the row of the data, and `ValueError` for other values.
         """
         places = [i for i, r in enumerate(batch.rollouts) if not r.failed and (only is None or only[i])]
         values: list[list] = [[None] * len(batch.rollouts) for _ in self.functions]
@@ -286,8 +272,8 @@ def weights_of(funcs: list[Callable], weights: list[float] | None, kind: str) ->
 def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[list, list]:
     """(turn, outcome) reward functions that return the rewards of environments and tools, named as they are logged.
 
-    Turn: `environment` (of replies) and `tool` (of results). Outcome: `get_reward`, under the name of each class, and
-    the class's `outcome_reward_funcs`.
+    Turn: `environment` (of replies) and `tool` (of results). Outcome: one per class with `get_reward`, and its
+    `outcome_reward_funcs`.
     """
 
     def environment(rollout_turns: list, **kwargs) -> list:
@@ -353,9 +339,8 @@ def own_copy(value: Any) -> Any:
 def noise_apart(step: int, device: torch.device, call: int = 0) -> Iterator[None]:
     """Context manager in which functions draw random numbers of torch, `random` and numpy that are not the run's.
 
-    INVARIANT: no reward changes what a run samples or trains, or what environments draw. One that calls
-    `torch.manual_seed(0)` or `random.seed(0)` would otherwise give every step the same noise. What functions draw
-    differs from step to step and from `call` to call of a step. It is the same in a resumed run.
+    INVARIANT: no reward changes what a run samples or trains, also if it calls `torch.manual_seed(0)`. What functions
+    draw differs from step to step and from `call` to call of a step, and is the same in a resumed run.
     """
     of_python, of_numpy = random.getstate(), numpy.random.get_state()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -389,10 +374,8 @@ def run_rewards(
 ) -> list:
     """Call all reward functions for a batch. Async functions run concurrently, the others one after another.
 
-    INVARIANT: each function gets its own copy of the columns. A function that changes them affects no other function.
-
-    Raises `RuntimeError` for the first function that raised, or took longer than `timeout` seconds. The message names
-    the rollout for which it raises, with its row (`of_row`).
+    INVARIANT: each function gets its own copy of the columns. Raises `RuntimeError` for the first function that
+    raised, or took longer than `timeout` seconds, with the rollout for which it raises and its row (`of_row`).
     """
 
     @contextmanager
@@ -439,11 +422,9 @@ def run_rewards(
 def call_in_time(func: Callable, columns: dict[str, Any], timeout: float) -> Any:
     """Call a function on a copy of its columns. It may return an awaitable, which is then awaited.
 
-    At the limit a signal interrupts it, and is repeated until it ends. That ends Python code, sleeps, locks, sockets
-    and subprocesses. If it stays in C, `faulthandler` prints where it hangs after `GRACE` seconds more, and ends the
-    process: otherwise the run, and all of its ranks, would wait for ever.
-
-    Raises `ToolTimeout`, or the error of the function. `SystemExit` and the like become `RuntimeError`.
+    At the limit a signal interrupts it, and is repeated until it ends. If it stays in C, `faulthandler` prints where
+    it hangs after `GRACE` seconds more, and ends the process: otherwise all ranks would wait for ever. Raises
+    `ToolTimeout`, or the error of the function. `SystemExit` and the like become `RuntimeError`.
     """
     over, began, runs, late = threading.Event(), time.monotonic(), True, False
 
@@ -501,7 +482,7 @@ def error_of_reward(func: Callable, error: Exception, columns: dict[str, Any], o
 def place_that_raises(func: Callable, error: Exception, columns: dict[str, Any]) -> int | None:
     """The place of the first rollout for which a function raises alone, the same kind of error at the same line.
 
-    The function is called with each rollout alone, for `SEARCH_SECONDS` at most, and logs nothing meanwhile.
+    Its calls may last `SEARCH_SECONDS` together, and log nothing.
     """
     end = time.monotonic() + SEARCH_SECONDS
     silent = {name: lambda *args: None for name in ("log_extra", "log_metric") if name in columns}
@@ -549,10 +530,8 @@ class Scores(NamedTuple):
     def weighted(self, weights: torch.Tensor) -> dict[str, torch.Tensor]:
         """The fields of a `RewardTable`: the weighted `outcome`, `rollout_turn` (N,), `turn` (N, K), and the flags.
 
-        They are NaN where no number was given. A function of weight 0 is only logged.
-
         >>> scores = Scores(torch.tensor([[NAN, 1.0]]), torch.tensor([[[0.5], [NAN]]]))
-        >>> list(scores.weighted(torch.tensor([2.0, 3.0])).values())[:3]
+        >>> list(scores.weighted(torch.tensor([2.0, 3.0])).values())[:3]  # NaN where no number was given
         [tensor([3.]), tensor([nan]), tensor([[1., nan]])]
         """
         first, flags = self.per_turn.shape[2], self._asdict()  # the first outcome function
@@ -581,10 +560,7 @@ class Scores(NamedTuple):
         return logged
 
     def count_used(self, weights: torch.Tensor, moves: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """How many numbers each function gave, and how many of these move an advantage, (F,) both; 0 with weight 0.
-
-        `moves` says which numbers move one (`numbers_that_move`).
-        """
+        """How many numbers each function gave, and how many of these move an advantage, (F,) both; 0 with weight 0."""
         whole, per_turn, first = ~self.whole.isnan(), ~self.per_turn.isnan(), self.per_turn.shape[2]
         kinds = ["rollout_turn"] * first + ["outcome"] * (whole.shape[1] - first)
         used = whole & torch.stack([moves[kind] for kind in kinds], 1)
@@ -632,10 +608,7 @@ def is_finite(number: Any) -> bool:
 
 
 def reward_tensors(values: list[list], num_turns: int, num_turn_funcs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`Scores.whole` and `Scores.per_turn` of this rank's B rollouts, from what `RewardFunctions.score` returns.
-
-    `num_turns` is K, the same on all ranks.
-    """
+    """`Scores.whole` and `Scores.per_turn` of this rank's B rollouts. `num_turns` is K, the same on all ranks."""
     whole = torch.full((len(values[0]), len(values)), NAN)
     per_turn = torch.full((len(values[0]), num_turns, num_turn_funcs), NAN)
     for f, column in enumerate(values):
@@ -657,8 +630,7 @@ def turn_flags(rollouts: list[Rollout], num_turns: int) -> tuple[torch.Tensor, t
 def state_numbers(rollout: Rollout) -> list[int]:
     """One hash per turn that identifies its state: of its `state_key`, or of the tokens that it reads without one.
 
-    The hash is the same in every process; Python's own `hash` of a text is not. Raises `ValueError` for a key whose
-    `repr` may differ between processes, such as a set, or an object with an address.
+    INVARIANT: it is the same in every process. So a key is refused whose `repr` may differ, such as a set.
     """
     numbers = {}  # turn -> number
     for record in rollout.records:

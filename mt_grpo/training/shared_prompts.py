@@ -85,13 +85,11 @@ def common_length(one: list[int], other: list[int], start: int = 0) -> int:
 class SharedRow:
     """Examples, by their numbers among the B rows of a batch, as one row of L tokens of which S logprobs are wanted.
 
-    `shape` is (B, C), that of the batch's completions. `input_ids` is (1, L), `position_ids` too, or (3, 1, L) of
-    time, height and width where there are images. `scored`, (S,), is where the token before a wanted one stands, at
-    least one; `labels`, (1, S), are the wanted tokens, -100 for one that nobody wants. `shown` are the images in
-    their order, each once.
-
-    The row is cut into segments, tokens that follow each other in a conversation, of these `sizes`. The attention of a
-    segment reads the segments `reads[number]`, the last of which is itself, `num_keys[number]` tokens together.
+    `shape` is (B, C), that of the batch's completions. `position_ids` are (1, L), or (3, 1, L) of time, height and
+    width where there are images, each of which is in `shown`. `scored`, (S,), is where the token before a wanted one
+    stands; `labels`, (1, S), are the wanted tokens, -100 for one that nobody wants. The row is cut into segments of
+    these `sizes`. The attention of a segment `reads` segments, the last of which is itself, of `num_keys` tokens
+    together.
 
     >>> examples = {0: Example([1, 2, 3], [4, 5], [1, 1]), 1: Example([1, 2, 3], [6, 7, 8], [0, 1, 0])}
     >>> row = SharedRow(examples, (2, 3))
@@ -162,8 +160,8 @@ class SharedRow:
     def lengths(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """The row as an attention kernel for sequences of different lengths reads it: each segment is one sequence.
 
-        (where the tokens stand that each segment reads; sums of lengths so far of the segments, (segments + 1,), and
-        of what they read; the longest of both).
+        (where the tokens stand that each segment reads; ends of the segments, and of what they read; the longest of
+        both).
         """
         places = torch.arange(len(self)).split(self.sizes)
         keys = torch.cat([places[k] for reads in self.reads for k in reads])
@@ -187,11 +185,11 @@ class SharedRow:
 
 
 def positions_of(ids: list[int], first: int, flat: bool) -> tuple[list[Any], int]:
-    """(positions of a node's tokens from `first` on, the position behind them).
+    """(positions of a node's tokens from `first` on, the position after them).
 
-    Where a row has pictures (it is not `flat`) each position is (time, height, width), that of Qwen's models (M-RoPE,
-    arXiv 2409.12191): all three of text go on by 1. A picture has one time, and its rows and columns count from there.
-    What follows begins behind the largest of them.
+    Where a row has images (it is not `flat`) each is (time, height, width), that of Qwen's models (M-RoPE, arXiv
+    2409.12191). An image has one time, and its rows and columns count from there. What follows begins after the
+    largest.
 
     >>> positions_of([7, 8], 3, True), positions_of([7, 8], 3, False)
     (([3, 4], 5), ([(3, 3, 3), (4, 4, 4)], 5))
@@ -262,8 +260,6 @@ def attention(
 
     INVARIANT: the layout comes as an argument. Gradient checkpointing calls this again in the backward pass, when
     another row may be the present one.
-
-    From (1, heads, L, size of a head) to (1, L, heads, size of a head), and no attention weights.
     """
     if shared_row is None:
         return sdpa_attention_forward(

@@ -84,15 +84,11 @@ def compare(
 ) -> list[Difference]:
     """How a text, in parts of which is known whether they were sampled, differs from another one.
 
-    What the template writes behind the last turn is no difference.
-
     >>> parts = [("U: 1? A:", False), ("<think>so</think> 2.", True), (" U: 3? A:", False), (" 4", True)]
     >>> compare(parts, "U: 1? A:<think>so</think> 2. U: 3? A: 4", ("<think>", "</think>"))
     []
     >>> [found[1:3] for found in compare(parts, "U: 1? A: 2.\\nU: 3? A: 4", ("<think>", "</think>"))]
     [('thinking', 'in a turn'), ('white space', 'between turns')]
-    >>> [found[1:3] for found in compare(parts, "U: 1? A:<think>so</think> 2. U: 5? A: 4", ("<think>", "</think>"))]
-    [('text', 'between turns')]
     """
     found: list[Difference] = []
     for name, kept in variants(parts, thinking):
@@ -256,10 +252,7 @@ def check_ids(record: Record) -> list[Difference]:
 
 
 def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, float]:
-    """The share of rollouts, over all ranks, in which each check found a difference. Collective.
-
-    A kind of difference is logged once.
-    """
+    """The share of all ranks' rollouts in which each check found a difference, logged once per kind. Collective."""
     if args.tokenization_sanity_check_mode in ("off", "disable"):
         return {}
     counts, compared, found = check_batch(rollouts, env, args.tokenization_sanity_check_mode)
