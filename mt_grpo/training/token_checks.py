@@ -256,45 +256,30 @@ def check_rollouts(rollouts: list[Rollout], env: Any, args: Any) -> dict[str, fl
     if args.tokenization_sanity_check_mode in ("off", "disable"):
         return {}
     counts, compared, found = check_batch(rollouts, env, args.tokenization_sanity_check_mode)
-    reports = gather_object([(counts, compared)])
     for each in found:
         kind = each[:3] if each.check == "text" else each[:2]
         if kind not in reported:
             reported.add(kind)
-            logger.warning(f"{text_of(each)} This kind of difference is logged once; the metrics tokens/* count it.")
-    return {
-        f"tokens/{check}_differ": sum(own[check] for own, _ in reports) / max(1, sum(own[check] for _, own in reports))
-        for check in CHECKS
-    }
+            logger.warning(
+                f"Training and inference differ (tokenization_sanity_check_mode, check {each.check}): {each.kind}, "
+                f"{each.place}: {each.shown}. It is logged once per kind; the metrics tokens/* count it."
+            )
+    counts, compared = (map(sum, zip(*each)) for each in zip(*gather_object([(counts, compared)])))
+    return {f"tokens/{check}_differ": n / max(1, most) for check, n, most in zip(CHECKS, counts, compared)}
 
 
-def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[dict, dict, list[Difference]]:
-    """(number of rollouts with a difference per check, number of compared rollouts per check, differences)."""
-    counts, found_here = dict.fromkeys(CHECKS, 0), []
+def check_batch(rollouts: list[Rollout], env: Any, mode: str) -> tuple[list[int], list[int], list[Difference]]:
+    """(numbers of rollouts with a difference, numbers of compared rollouts, both per check; differences)."""
     # Turns that no backend has given an account of are somebody's own, as of a fork that makes rollouts up.
     trained = [r for r in rollouts if not r.failed and r.turns and all(turn.generations for turn in r.turns)]
     # A format of a fork's own may lack what renders conversations to compare with.
     compares = getattr(env, "renders_all", True) and isinstance(env.format_of(env.tokenizer), ChatFormat)
-    rendered = min(len(trained), COMPARED) if compares else 0
-    for number, rollout in enumerate(trained):
-        found = join(map(check_ids, rollout.records))
-        if number < rendered:
-            texts = join([check_text(rollout, record, env) for record in rollout.records])
-            passed = listed(env) if texts else set()
-            found += [
-                each
-                for each in texts
-                if each.key not in passed and not (mode == "ignore_strippable" and each.kind == WHITE_SPACE)
-            ]
-        for check in {each.check for each in found}:
-            counts[check] += 1
-        found_here += found
-    return counts, {"ids": len(trained), "text": rendered}, found_here
-
-
-def text_of(found: Difference) -> str:
-    """Format a difference as a log message."""
-    return (
-        f"Training and inference differ (tokenization_sanity_check_mode, check {found.check}): {found.kind}, "
-        f"{found.place}: {found.shown}."
-    )
+    rendered = trained[:COMPARED] if compares else []
+    of_ids = [join(map(check_ids, rollout.records)) for rollout in trained]
+    of_texts = [join(check_text(rollout, record, env) for record in rollout.records) for rollout in rendered]
+    passed = listed(env) if any(of_texts) else set()
+    of_texts = [
+        [each for each in found if each.key not in passed and (mode == "strict" or each.kind != WHITE_SPACE)]
+        for found in of_texts
+    ]
+    return [sum(map(bool, each)) for each in (of_ids, of_texts)], [len(of_ids), len(of_texts)], join(of_ids + of_texts)

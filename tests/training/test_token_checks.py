@@ -37,8 +37,8 @@ def conversation(cls=mt.MultiTurnToolEnv, turns=None, tokenizer=TOKENIZER, **set
 
 def found_in(rollouts, env, mode="strict"):
     counts, compared, found = check_batch(rollouts, env, mode)
-    assert compared == {"ids": 1, "text": 1}
-    return {check for check, count in counts.items() if count}, found
+    assert compared == [1, 1]
+    return {check for check, count in zip(token_checks.CHECKS, counts) if count}, found
 
 
 class Retokenised(mt.MultiTurnToolEnv):
