@@ -106,7 +106,7 @@ NUMBERS = {  # rewards and advantages per turn
     "numbers_that_move", "count_used", "reward", "reward_metrics", "pass_inputs", "__post_init__",
     "nansum", "check_advantages", "norm", "nanstd", "turn_total", "rollout_turn_advantages",
     "pad_rows", "turn_advantages", "mt_grpo_advantages", "score", "score_all_ranks", "choose_records",
-    "own", "_advantages", "_group_size", "rollout_columns", "weighted", "logged",
+    "own", "_advantages", "_group_size", "weighted", "logged",
     "noise_apart", "is_finite", "asked_of", "scores_of_trainer", "_score", "_before_credit",
     "log_rewards", "warn_of_uncounted",
 }  # fmt: skip

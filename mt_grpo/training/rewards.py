@@ -115,7 +115,15 @@ class RewardFunctions:
         of_data = column_lists(rows + batch.rows, batch.data)
         asked = asked_of(self.functions) - of_data.keys()  # a function with **kwargs gets what another one names
         given = {name: column[: len(rows)] for name, column in of_data.items()}
-        given |= rollout_columns(rollouts, prompts_of(rows))
+        prompts = [rollout.first_messages or prompt for rollout, prompt in zip(rollouts, prompts_of(rows))]
+        given |= {
+            "prompts": list(map(readable_messages, prompts)),
+            "completions": [readable_messages(rollout.completion) for rollout in rollouts],
+            "completion_ids": [rollout.completion_ids for rollout in rollouts],
+            "environments": [rollout.environment for rollout in rollouts],
+            "environment_rewards": [rollout.reward for rollout in rollouts],
+            "rollout_turns": [rollout.turns for rollout in rollouts],
+        }
         given |= {name: value for name, value in columns.items() if name not in ASKED_COLUMNS or name in asked}
         given["log_extra"] = lambda column, values: logged[column].extend(values)
         if "turn_contexts" in asked:
@@ -307,18 +315,6 @@ def environment_rewards(environments: Any, tools: dict[str, Callable]) -> tuple[
 
 
 # -- the arguments of reward functions --
-
-
-def rollout_columns(rollouts: list[Rollout], prompts: list) -> dict[str, list]:
-    """The arguments of reward functions that come from the rollouts. `prompts` are those of the rows of the data."""
-    return {
-        "prompts": [readable_messages(rollout.first_messages or prompt) for rollout, prompt in zip(rollouts, prompts)],
-        "completions": [readable_messages(rollout.completion) for rollout in rollouts],
-        "completion_ids": [rollout.completion_ids for rollout in rollouts],
-        "environments": [rollout.environment for rollout in rollouts],
-        "environment_rewards": [rollout.reward for rollout in rollouts],
-        "rollout_turns": [rollout.turns for rollout in rollouts],
-    }
 
 
 def own_copy(value: Any) -> Any:
