@@ -20,7 +20,6 @@ from mt_grpo.training.passes import (
     Pass,
     TrainedRow,
     balance,
-    cost,
     dummy_row,
     fill,
     fill_together,
@@ -332,14 +331,6 @@ def test_rows_of_ids_ask_for_the_tokens_that_are_trained():
     assert {value.dtype for value in one.values.values()} == {torch.long}
     trainer.batch = None
     assert [each.trained for each in rows_of_ids(trainer, ids, mask, 3)] == [[True] * 2, [True] * 3]
-
-
-def test_what_a_pass_computes():
-    a, b = (TrainedRow([1, 2, 3], ids, trained) for ids, trained in (([4, 5], [1, 0]), ([6, 7, 8], [0, 1, 0])))
-    untrained = TrainedRow([9, 9], [4] * 4, [0] * 4)
-    assert [each.own for each in (a, b, untrained)] == [1, 2, 0]
-    assert cost([a, b, untrained], True) == 2 + 1 + 2  # the last token of a prompt is read where a token is wanted
-    assert cost([a, b, untrained], False) == 3 * (3 + 4)
 
 
 def test_what_stays_together():
