@@ -638,7 +638,7 @@ def state_numbers(rollout: Rollout) -> list[int]:
                     raise ValueError(
                         f"state_key returned {turn.state_key!r}, expected a string, a number or a tuple of them."
                     )
-                digest = hashlib.blake2b(repr(turn.state_key).encode()).digest()
+                digest = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8).digest()
             numbers[k] = int.from_bytes(digest[:8], "big") >> 1  # never -1, which means "no turn"
             add_ids(history, turn.token_ids + turn.observation_ids)
     return [numbers[k] for k in sorted(numbers)]
