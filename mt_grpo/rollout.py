@@ -427,21 +427,17 @@ class Backend(Protocol):
         """Sample one continuation of at most `max_tokens` tokens. `index` is the position of the rollout."""
 
 
-def add_ids(state: Any, ids: list[int]) -> Any:
-    """Add token ids to a hash of hashlib, 8 bytes each, and return it.
+def id_hash(ids: list[int], state: Any = None) -> Any:
+    """A hash of hashlib with 16 bytes, to which token ids are added, 8 bytes each. None: a new one.
 
-    >>> add_ids(add_ids(id_hash(), [1, 2]), [3]).digest() == hash_of_ids([1, 2, 3]) != hash_of_ids([3, 2, 1])
+    >>> id_hash([3], id_hash([1, 2])).digest() == hash_of_ids([1, 2, 3]) != hash_of_ids([3, 2, 1])
     True
     """
+    state = hashlib.blake2b(digest_size=16) if state is None else state
     state.update(array.array("q", ids))
     return state
 
 
-def id_hash() -> Any:
-    """A hash to which token ids can be added with `add_ids`, of 16 bytes."""
-    return hashlib.blake2b(digest_size=16)
-
-
 def hash_of_ids(ids: list[int]) -> bytes:
     """The hash of a list of ids, 16 bytes."""
-    return add_ids(id_hash(), ids).digest()
+    return id_hash(ids).digest()

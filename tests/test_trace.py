@@ -55,7 +55,7 @@ FAULTS_AND_STOPPING = {
 }  # fmt: skip
 TOKEN_CHECKS = {
     "check_rollouts", "check_batch", "check_ids", "check_text", "compare", "variants", "without_end",
-    "squeezed", "pieces", "text_of_turn", "add", "add_ids", "id_hash",
+    "squeezed", "pieces", "text_of_turn", "add", "id_hash",
 }  # fmt: skip
 TEXTS = {  # calls, results and control tokens as text
     "read_call", "parts_of_schema", "signature_of", "type_name", "hints_of", "shown_result", "read",

@@ -154,16 +154,12 @@ class Layout:
             take_shared_rows(*models_of(trainer))
         if (found := dropout_of(models_of(trainer)[0])) and trainer.accelerator.is_main_process:
             name, rate, remedy = found
-            logger.warning(
-                f"{name} has a dropout of {rate:g}. "
-                + (
-                    "It is drawn once while sampling and again in the loss, as part of the policy."
-                    if trainer.backend == "transformers"
-                    else "It is drawn in the loss and not while sampling, so the logprobs differ from the first step "
-                    "on, and the importance ratio is noise."
+            drawn = "once while sampling and again in the loss, as part of the policy"
+            if trainer.backend != "transformers":
+                drawn = (
+                    "in the loss and not while sampling, so that the importance ratio is noise from the first step on"
                 )
-                + f" Set {remedy}."
-            )
+            logger.warning(f"{name} has a dropout of {rate:g}. It is drawn {drawn}. Set {remedy}.")
         self.proof: float | None = None
         self.waits = False
         self.current: Pass | None = None

@@ -32,7 +32,7 @@ from mt_grpo.base.rows import WrittenRow, column_lists, is_image, number_of, pro
 from mt_grpo.conversation.environments import tool_methods
 from mt_grpo.conversation.tools.running import ToolTimeout, run_tool
 from mt_grpo.images.pictures import readable_messages
-from mt_grpo.rollout import Rollout, ToolCall, Turn, add_ids, id_hash, join
+from mt_grpo.rollout import Rollout, ToolCall, Turn, id_hash, join
 from mt_grpo.training.batch import NAN, Batch, most_of_ranks, nansum, pad_rows
 from mt_grpo.training.policy_scores import ASKED_COLUMNS, asked_of, scores_of_trainer, turn_contexts
 
@@ -630,7 +630,7 @@ def state_numbers(rollout: Rollout) -> list[int]:
     """
     numbers = {}  # turn -> number
     for record in rollout.records:
-        history = add_ids(id_hash(), record.prompt_ids)
+        history = id_hash(record.prompt_ids)
         for k, turn in zip(record.numbers, record.turns):
             digest = history.digest()
             if turn.state_key is not None:
@@ -640,7 +640,7 @@ def state_numbers(rollout: Rollout) -> list[int]:
                     )
                 digest = hashlib.blake2b(repr(turn.state_key).encode(), digest_size=8).digest()
             numbers[k] = int.from_bytes(digest[:8], "big") >> 1  # never -1, which means "no turn"
-            add_ids(history, turn.token_ids + turn.observation_ids)
+            id_hash(turn.token_ids + turn.observation_ids, history)
     return [numbers[k] for k in sorted(numbers)]
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from accelerate.utils import gather_object
 
 from mt_grpo.conversation.formats.base import ChatFormat
-from mt_grpo.rollout import Record, Rollout, ToolCall, ToolResult, Turn, add_ids, id_hash, join, with_turns
+from mt_grpo.rollout import Record, Rollout, ToolCall, ToolResult, Turn, id_hash, join, with_turns
 
 logger = logging.getLogger(__name__)
 
@@ -232,19 +232,19 @@ def check_ids(record: Record) -> list[Difference]:
     >>> [found.kind for found in check_ids(Record([1, 2], [turn]))]
     ['sampled']
     """
-    seen = add_ids(id_hash(), record.prompt_ids)
+    seen = id_hash(record.prompt_ids)
     for number, turn in zip(record.numbers or range(len(record.turns)), record.turns):
         before, ids = seen.copy(), []
         for generation in turn.generations:
             if generation.saw not in (None, before.digest()):
                 return [Difference("ids", "read", f"before turn {number}", "other ids than the record has")]
-            add_ids(before, generation.token_ids)
+            id_hash(generation.token_ids, before)
             ids += generation.token_ids
         if turn.generations and turn.token_ids != ids[: len(turn.token_ids)]:
             k = next((k for k, (a, b) in enumerate(zip(turn.token_ids, ids)) if a != b), len(ids))
             shown = f"{turn.token_ids[k : k + 5]} in the record, {ids[k : k + 5]} from the backend"
             return [Difference("ids", "sampled", f"turn {number}, token {k}", shown)]
-        add_ids(seen, turn.token_ids + turn.observation_ids)
+        id_hash(turn.token_ids + turn.observation_ids, seen)
     return []
 
 
