@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mt_grpo.training.batch import NAN
-from mt_grpo.training.passes import BATCHES, Pass
+from mt_grpo.training.passes import Pass
 
 EFFECTIVE_SHARE = "sampling/effective_share"  # the metric
 TRLS = ("sampling/sampling_logp_difference", "sampling/importance_sampling_ratio")  # which TRL logs, too
@@ -75,12 +75,10 @@ class PassMetrics:
         ratio = importance_ratio(difference, mode, *limits)
         means = sampling_means(logps, sampled, ratio, trained, limits, trainer.accelerator)
         if (logged := self._logged) is None:
-            logged, number = trainer._metrics[log_mode], next(BATCHES)
+            logged = trainer._metrics[log_mode]
             for name in means:
                 if name.startswith(TRLS):
                     logged[name].pop()
-        else:
-            number = each.batch
         self.pool(logged, log_mode, means)
         if not logged.get(EFFECTIVE_SHARE):  # all was logged
             self._weights = {key: passes for key, passes in self._weights.items() if key[0] != log_mode}
@@ -88,7 +86,7 @@ class PassMetrics:
         if self._logged is None:  # one value per whole batch: those of an evaluation are weighted by their rollouts
             logged[EFFECTIVE_SHARE].append(effective_share(weights))
         else:
-            self._weights.setdefault((log_mode, number), []).append(weights)
+            self._weights.setdefault((log_mode, each.batch), []).append(weights)
             shares = [effective_share(torch.cat(each)) for key, each in self._weights.items() if key[0] == log_mode]
             shares = [share for share in shares if not math.isnan(share)]  # of batches that train nothing
             logged[EFFECTIVE_SHARE] = [sum(shares) / len(shares) if shares else NAN]
