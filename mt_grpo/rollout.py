@@ -337,15 +337,7 @@ class Rollout(TurnTokens):
 
     @property
     def completion(self) -> list[Message]:
-        """The completion as reward functions get it, in TRL's form: with `tool_calls`, and results of role `tool`.
-
-        >>> turn = Turn([1], None, "<tool>...</tool>", "stop", [ToolCall("add", {"a": 2})], [ToolResult("5")])
-        >>> turn.messages = [{"role": "user", "content": "<result>5</result>"}]
-        >>> for message in Rollout([], [], turns=[turn]).completion:
-        ...     print(message)
-        {'role': 'assistant', 'content': '<tool>...</tool>', 'tool_calls': [{'type': 'function', 'function': {'name': 'add', 'arguments': {'a': 2}}}]}
-        {'role': 'tool', 'name': 'add', 'content': '5'}
-        """  # noqa: E501
+        """The completion as reward functions get it, in TRL's form: with `tool_calls`, and results of role `tool`."""
         return with_turns([], self.turns, as_called=True)
 
     @property
